@@ -1,14 +1,14 @@
-"""Check of each reference against the scorer that will judge answers to it.
+"""Checks each reference against its scorer before a run.
 
-A reference that its own scorer cannot read gives every right answer 0, and one that is read as something else pays
-wrong answers. So each row is scored, before a run, on answers that are right by construction: its own solution, and its
-reference in the form that the scorer reads. Rows whose reference has no such form (tests of a program, the numbers of a
-countdown) have their solution alone; without one, the scorer must at least accept the row.
+A reference that its scorer cannot read gives every correct response 0, and a misread reference rewards wrong ones.
+So each row is scored on responses that are right by construction: its solution, and its reference in a form that the
+scorer reads. Rows without such a form (tests of a program, numbers of a countdown) are scored on their solution alone.
+Without a solution, the scorer must at least accept the row.
 
-Solutions in a form that the scorer does not read are no fault where no warm start teaches them: those of GSM8K end with
-`####`, whatever form a scorer asks for.
+Solutions in a form that the scorer does not read are accepted if no warm start trains on them: those of GSM8K end with
+`####`, whatever the form of the scorer.
 
-The result is kept beside the datasets, by the dataset and the scorer's code.
+The result is stored next to the datasets, by the dataset and the scorer's code.
 """
 
 import json
@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from data.records import is_on_hub
+from data.rows import SPLITS
 from data.schema import open_parquet, read_batches
-from data.stage import SPLITS
 from data.tasks import dataset_directory, dataset_fingerprint, task_of
 from rlcore import sandbox
 from rlcore.config import RewardConfig, RunConfig
@@ -55,20 +55,14 @@ from rlcore.user_code import code_for
 VERSION = 1
 """Raise it when equal rows and scorers give another result."""
 BUDGET_S = 60.0
-"""Seconds for one dataset. A scorer that is slower is tried on rows spread evenly over the file."""
-SAMPLE = 64
-"""References on which the form that a scorer reads is found."""
-MAX_SHOWN = 5
-"""Rows that a message shows."""
-MAX_SAVED = 100
-"""Rows that the kept result has."""
-WRONG = "0"
-"""An answer to rows of which none is known to be right."""
-_BATCH = 128
-"""Rows that are scored together: the most that are not counted when time runs out."""
-
+"""Seconds for one dataset. A slower scorer is tried on rows spread evenly over the file."""
+SAMPLE = 64  # references for finding the form that a scorer reads
+MAX_SHOWN = 5  # rows in a message
+MAX_SAVED = 100  # rows in the stored result
+WRONG = "0"  # response for rows without a known right one
+_BATCH = 128  # rows that are scored together, and lost when time runs out
 Form = tuple[str, str]
-"""What stands before and after a reference in an answer."""
+"""Texts before and after a reference in a response."""
 FORMS: Mapping[str, tuple[Form, ...]] = {
     "data.math:score": (("\\boxed{", "}"),),
     "data.gsm8k:score": (("#### ", ""),),
@@ -76,13 +70,13 @@ FORMS: Mapping[str, tuple[Form, ...]] = {
     "data.countdown:score": (),
     PROGRAMS: (),
 }
-"""Forms of our own scorers. Those of other scorers are found by trying `USUAL_FORMS`."""
+"""Forms of Millrace's scorers. For other scorers, `USUAL_FORMS` are tried."""
 USUAL_FORMS: tuple[Form, ...] = (("", ""), ("\\boxed{", "}"), ("#### ", ""), ("<answer>", "</answer>"))
 
 
 @dataclass(frozen=True, slots=True)
 class RowReference:
-    """What is checked of row `number` of a split. `where`: its file and line; `truth_json`: its ground truth."""
+    """Checked fields of row `number` of a split. `where`: its file and line; `truth_json`: its ground truth."""
 
     split: str
     number: int
@@ -94,7 +88,7 @@ class RowReference:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A row whose own answer does not earn full marks: `answer` got `score`, or the scorer failed with `failure`."""
+    """A row whose own response misses the full score: `answer` got `score`, or the scorer failed with `failure`."""
 
     split: str
     number: int
@@ -111,8 +105,10 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceReport:
-    """Result of a check: by split the rows that were checked, and those of them that do not earn full marks, the first
-    of which are `shown`. `total`: rows of all splits, checked or not."""
+    """Result of a check: the checked rows by split, and those without a full score, of which the first are `shown`.
+
+    `total`: rows of all splits, checked or not.
+    """
 
     rows: Mapping[str, int]
     unmet: Mapping[str, int]
@@ -121,11 +117,11 @@ class ReferenceReport:
 
     @property
     def share(self) -> float:
-        """Share of the checked rows that do not earn full marks, in the split where it is highest."""
+        """Return the highest share of a split's checked rows without a full score."""
         return max((self.unmet[split] / self.rows[split] for split in self.unmet), default=0.0)
 
     def text(self, scorer: str) -> str:
-        """The finding in words, with file and line of the first rows; '' where every row earns full marks."""
+        """Describe the rows without a full score, with file and line of the first; '' without any."""
         num_checked, num_unmet = sum(self.rows.values()), sum(self.unmet.values())
         if self.total and not num_checked:
             return f"data.scorer: {scorer} has scored no reference in {BUDGET_S:g} s, so none is checked"
@@ -147,7 +143,7 @@ class ReferenceReport:
 
 
 def is_checked(data: TaskData) -> bool:
-    """Whether references are checked. Environments and judges have none; drawn problems come with tested solutions."""
+    """Return whether references are checked: not for environments, judges and generated problems."""
     if data.environment or data.scorer == JUDGE:
         return False
     is_drawn = isinstance(data, CountdownData | ReasoningGymData)
@@ -155,7 +151,7 @@ def is_checked(data: TaskData) -> bool:
 
 
 def check_parts(config: RunConfig, splits: Sequence[str] = SPLITS, *, keep: bool) -> str:
-    """`check_references` of each task of a run, or of a suite as `suite_settings` gives it."""
+    """Run `check_references` for each task of a run, or of a suite as given by `suite_settings`."""
     if config.data.environment:
         return ""
     sandbox.set_limits(config.sandbox)
@@ -178,15 +174,14 @@ def check_references(
     is_taught: bool = False,
     keep: bool = True,
 ) -> str:
-    """Check the rows of a task: of its dataset, or of the files here that the dataset will be made of.
+    """Check the rows of a task, from its dataset or from the local files of a future dataset.
 
-    `is_taught`: a warm start learns from the solutions. `keep`: the result is written, for later starts too.
-    Returns what to report of rows below the allowed share; '' where there is nothing, or where no row is known yet.
+    `is_taught`: a warm start trains on the solutions. `keep`: the result is stored for later starts.
+    Returns a warning about rows below the allowed share, or ''.
 
     Raises:
-        DataError: more than `reward.max_unmet_references` of a split's rows do not earn full marks; file, line and
-            reference of the first ones.
-        ConfigError: `reward.weights` names what is no part of the scorer.
+        DataError: more than `reward.max_unmet_references` of a split's rows miss the full score.
+        ConfigError: `reward.weights` names no part of the scorer.
     """
     if not is_checked(data):
         return ""
@@ -212,7 +207,7 @@ def check_references(
 
 
 KNOWN: dict[Path, ReferenceReport] = {}
-"""Results of this process, by the files that keep them: a plan writes nothing, and the run after it checks once."""
+"""Results of this process, by their files. A plan writes nothing, and the following run does not check again."""
 
 
 def _saved_result(root: Path, dataset: str, data: TaskData, reward: RewardConfig, *, is_taught: bool) -> Path:
@@ -229,11 +224,8 @@ def _saved_result(root: Path, dataset: str, data: TaskData, reward: RewardConfig
     return root / "datasets" / f"references-{fingerprint('references', payload)}.json"
 
 
-# ---------------------------------------------------------------------- rows
-
-
 def _rows(data: TaskData, seed: int, root: Path, dataset: str, splits: Sequence[str]) -> Iterator[RowReference] | None:
-    """The rows of local files, or of the dataset; None where neither is here."""
+    """Read the rows of local files, or of the dataset; None where neither exists."""
     if isinstance(data, ParquetData | Gsm8kData | MappedData) and not is_on_hub(data):
         made = task_of(data).build(data, seed)
         return (
@@ -264,11 +256,8 @@ def _published(dataset: Path, splits: Sequence[str]) -> Iterator[RowReference]:
                 number += 1
 
 
-# ---------------------------------------------------------------------- the check
-
-
 class _OutOfTimeError(Exception):
-    """The time for one dataset is over."""
+    pass
 
 
 def _check(data: TaskData, reward: RewardConfig, rows: Sequence[RowReference], *, is_taught: bool) -> ReferenceReport:
@@ -303,7 +292,7 @@ def _check(data: TaskData, reward: RewardConfig, rows: Sequence[RowReference], *
 
 
 class _Checker:
-    """Scores the rows of one scorer. Equal answers to equal references are scored once."""
+    """Scores the rows of one scorer. Equal responses to equal references are scored once."""
 
     def __init__(
         self, scorer: str, pool: ScoringPool, rows: Sequence[RowReference], deadline: float, *, is_taught: bool
@@ -320,7 +309,7 @@ class _Checker:
         )
 
     def _find_form(self, forms: Sequence[Form], sample: Sequence[RowReference], *, is_ours: bool) -> Form | None:
-        """The form in which most references of the sample earn full marks; None where half of them do in none."""
+        """Return the best form for the references of the sample; None if no form works for half of them."""
         references = [(row, text) for row in sample if (text := _reference(row)) is not None]
         if not references or not forms:
             return None
@@ -334,7 +323,7 @@ class _Checker:
         return best if 2 * earned[best] >= len(references) else None
 
     def mismatches(self, rows: Sequence[RowReference]) -> list[Mismatch]:
-        """The rows of which an answer that is right does not earn full marks."""
+        """Return the rows whose right response misses the full score."""
         asked: list[tuple[RowReference, str, bool]] = []
         for row in rows:
             if row.solution:
@@ -374,7 +363,7 @@ def _is_full_score(score: Score) -> bool:
 
 
 def _reference(row: RowReference) -> str | None:
-    """The ground truth as text; None where it is no text and no number."""
+    """Return the ground truth as text; None unless it is a text or a number."""
     truth = json.loads(row.truth_json)
     if isinstance(truth, dict) and set(truth) == {"answer"}:
         truth = truth["answer"]

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from data.demonstrations import preview_demonstrations, tokenize_demonstrations
 from data.schema import provenance
-from data.stage import StageResult
+from data.tasks import StageResult
 from rlcore.batching.prompts import read_demonstrations
 from rlcore.config import WarmStartConfig
 from rlcore.errors import DataError
@@ -92,10 +92,7 @@ def test_what_is_left_out_is_counted_by_reason(chat_tokenizer: Path, tmp_path: P
 
 
 def test_a_file_of_another_form_is_refused(chat_tokenizer: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError,
-        match=r"line 1: must have messages, .* output, got the columns text",
-    ):
+    with pytest.raises(DataError, match=r"line 1: must have messages, .* output, got the columns text"):
         tokenized(written(tmp_path / "texts.jsonl", [{"text": "a"}]), chat_tokenizer)
 
 
@@ -108,9 +105,9 @@ SILENT = CHAT_TEMPLATE.replace("m.content", "(m.content if m.role == 'user' else
     [
         (
             FORGETFUL,
-            r"line 2: the chat template of .* drops or changes answer 0 .*otherwise before the turns that follow",
+            r"line 2: the chat template of .* drops or changes response 0 .*differently before the turns that follow",
         ),
-        (SILENT, r"line 1: the chat template of .* drops or changes answer 0 .*does not write it as it is"),
+        (SILENT, r"line 1: the chat template of .* drops or changes response 0 .*does not write it as it is"),
     ],
 )
 def test_a_template_that_drops_a_turn_is_refused(
@@ -205,7 +202,7 @@ def test_an_answer_without_end_token_or_changed_later_is_refused(trained_bpe: To
             r"line 1: the chat template of .* ends the assistant's turn without a token at which the model stops, "
             r"<\|im_end\|> \(2\); eos_token_id of generation_config\.json names them",
         ),
-        ("later", later, r"line 2: the chat template of .* drops or changes answer 2 of the conversation"),
+        ("later", later, r"line 2: the chat template of .* drops or changes response 2 of the conversation"),
     ):
         tokenizer = saved(trained_bpe, tmp_path / name, chat_template=template)
         with pytest.raises(DataError, match=said):
@@ -378,7 +375,7 @@ def test_calls_of_functions_are_learned_as_the_template_writes_them(tool_tokeniz
 
 def test_a_template_without_calls_or_tools_is_refused(chat_tokenizer: Path, tmp_path: Path) -> None:
     for row, said in (
-        (called({}), r"drops or changes answer 0 of the conversation: it does not write the call of add"),
+        (called({}), r"drops or changes response 0 of the conversation: it does not write the call of add"),
         (chat("a", "b") | {"tools": [ADD]}, r"does not show the function add of the row's tools\. Use a template"),
     ):
         with pytest.raises(DataError, match=rf"calls\.jsonl: line 2: the chat template of .*{said}"):

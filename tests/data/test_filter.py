@@ -161,7 +161,7 @@ def test_words_without_a_token_in_an_answer_are_refused(scratch_tokenizer, artif
     settings = CountdownData(
         train_size=20, validation_size=5, template="bare", min_numbers=2, max_numbers=2, number_low=150, number_high=190
     )
-    with pytest.raises(DataError, match="no token for a word of the answer"):
+    with pytest.raises(DataError, match="no token for a word of the solution"):
         filtered(settings, scratch_tokenizer, artifacts_root)
 
 

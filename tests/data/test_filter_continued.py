@@ -10,8 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from data.filter import check_continued, filter_dataset
-from data.stage import StageResult
-from data.tasks import build_dataset
+from data.tasks import StageResult, build_dataset
 from rlcore.config import FilterConfig
 from rlcore.config.compose import load_config
 from rlcore.config.data import ParquetData

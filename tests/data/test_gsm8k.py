@@ -121,10 +121,7 @@ def test_the_fingerprint_follows_the_files_not_their_place(small, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
-    [
-        ('{"question": "x", "answer": "3"}', "must end in '#### <number>', got '3'"),
-    ],
+    ("line", "told"), [('{"question": "x", "answer": "3"}', "must end in '#### <number>', got '3'")]
 )
 def test_a_broken_line_is_named(small, artifacts_root, line, told):
     with (small / "train.jsonl").open("a") as file:

@@ -27,7 +27,7 @@ def test_without_the_package_a_line_says_how_to_get_it(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("tasks", "told"),
     [
-        (("n_queens",), "n_queens is left out: its scorer evaluates an answer as Python"),
+        (("n_queens",), "n_queens is left out: its scorer evaluates a response as Python"),
         (("chain_sums",), "must be tasks of reasoning_gym"),
         (("chain_sum@99",), "chain_sum has the levels 0 to"),
         (("chain_sum@easy",), "a level must be a whole number"),

@@ -154,7 +154,7 @@ def test_a_stray_file_of_rows_is_refused(name: str, tmp_path: Path) -> None:
         (tmp_path / each).touch()
     assert digests(str(tmp_path), ["a", "b"]).keys() == {"a.parquet", "b.parquet"}
     (tmp_path / name).touch()
-    with pytest.raises(DataError, match=rf"^data.source: {tmp_path}: {name} would be passed over beside .* a and b"):
+    with pytest.raises(DataError, match=rf"^data.source: {tmp_path}: {name} would be ignored next to .* a and b"):
         digests(str(tmp_path), ["a", "b"])
 
 

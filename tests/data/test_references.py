@@ -158,8 +158,7 @@ def test_all_of_gsm8k_earns_full_marks(gsm8k_folder: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("scorer", "unmet"),
-    [("exact", 0), ("never_full", 0), ("long_words", 0), ("raises_at_seven", 1)],
+    ("scorer", "unmet"), [("exact", 0), ("never_full", 0), ("long_words", 0), ("raises_at_seven", 1)]
 )
 def test_an_own_scorer_is_checked_in_its_form(tmp_path: Path, scorer: str, unmet: int) -> None:
     """A scorer for which a reference is no answer is not refused for that; one that fails at a row is."""

@@ -8,15 +8,7 @@ from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 
 from data import tokenizer as tokenizers
-from data.tokenizer import (
-    ChatFrame,
-    FrameError,
-    PieceEncoder,
-    PromptTokenizer,
-    encode_whole,
-    load_tokenizer,
-    to_bytes,
-)
+from data.tokenizer import ChatFrame, FrameError, PieceEncoder, PromptTokenizer, encode_whole, load_tokenizer, to_bytes
 from rlcore.errors import DataError
 from tests.data.conftest import CHAT_TEMPLATE, asked, saved
 
@@ -114,7 +106,7 @@ def test_a_template_without_tools_or_names_is_refused(
         PromptTokenizer(thinks, chat=True, chat_template_kwargs={"thinks": 1, "deep": 2})
     assert str(told.value) == (
         f"{thinks}: its chat template does not read deep, thinks (data.chat_template_kwargs), only depth, think. "
-        "Correct the name or leave it out, or put a chat_template.jinja that reads it beside the tokenizer"
+        "Correct the name or leave it out, or put a chat_template.jinja that reads it next to the tokenizer"
     )
 
 

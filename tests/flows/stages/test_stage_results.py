@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from data.stage import StageResult
+from data.tasks import StageResult
 from flows.chain import finished_result
 from flows.stages.export import ExportedWeights, best_step_to_export, find_weights
 from flows.stages.pass_rates import PassRateTable

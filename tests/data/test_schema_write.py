@@ -9,16 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data import write
+from data import schema
 from data.rows import Message, Row, TaskRows
-from data.schema import provenance
-from data.write import (
-    LengthSummary,
-    summarize,
-    write_dataset_card,
-    write_filter_card,
-    write_splits,
-)
+from data.schema import LengthSummary, provenance, summarize, write_dataset_card, write_filter_card, write_splits
 from rlcore.errors import DataError
 
 SUMMARY = LengthSummary(5, 10, 12.25, 11, 14, 14)
@@ -31,7 +24,7 @@ def row(number: int, **more: object) -> Row:
 def test_rows_are_numbered_through_all_groups_and_counted_by_difficulty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(write, "ROWS_PER_GROUP", 2)
+    monkeypatch.setattr(schema, "ROWS_PER_GROUP", 2)
     train = [
         row(1, difficulty=10, solution="1", distractor="2"),
         row(2, difficulty=9, data_source="own", ability="logic"),
@@ -64,7 +57,7 @@ def test_rows_are_numbered_through_all_groups_and_counted_by_difficulty(
 
 
 def test_a_row_of_another_type_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write, "ROWS_PER_GROUP", 2)
+    monkeypatch.setattr(schema, "ROWS_PER_GROUP", 2)
     task = TaskRows("t", "math", "text", {"train": [row(1), row(2), row(3), Row((Message("user", "x"),), {"sun": 1})]})
     told = "t: rows 2 to 3 of train do not all have the types of the first row (row 3 has the field 'sun', which the"
     with pytest.raises(DataError, match=f"^{re.escape(told)}"):

@@ -7,8 +7,7 @@ import pytest
 
 from data.filter import filter_dataset, filter_fingerprint
 from data.inspect import inspect_dataset
-from data.stage import StageResult, publish_mixture
-from data.tasks import build_dataset, dataset_fingerprint
+from data.tasks import StageResult, build_dataset, dataset_fingerprint, publish_mixture
 from data.tokenizer import tokenizer_fingerprint
 from rlcore.batching.loader import MixedStream
 from rlcore.config import CountdownData, CustomData, FilterConfig, MixtureData, MixturePart, RewardConfig, RunConfig

@@ -8,9 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data import parquet
 from data.filter import filter_dataset
 from data.references import check_references
+from data.sources import build_parquet
 from data.tasks import build_dataset
 from data.trial import first_row, validate_rows
 from rlcore.config import FilterConfig, ParquetData, RewardConfig, RunConfig
@@ -111,13 +111,13 @@ def test_the_first_row_names_its_scorer(tmp_path: Path, artifacts_root: Path) ->
 
 def test_what_nothing_reads_may_be_of_any_type_or_missing(tmp_path: Path) -> None:
     plain = settings(tmp_path, [row("math", "1"), row(None, "1")])
-    found = list(parquet.build(plain, 0).splits["train"])
+    found = list(build_parquet(plain, 0).splits["train"])
     assert [(one.data_source, one.ability) for one in found] == [("math", ""), ("", "")]
     for more in (
         {"extra_info": {"index": "9a9b6eb4", "split": 3}, "ability": "MATH", "uid": 7},
         {"extra_info": None, "ability": None},
     ):
-        found = list(parquet.build(settings(tmp_path, [row("math", "1", **more)]), 0).splits["train"])
+        found = list(build_parquet(settings(tmp_path, [row("math", "1", **more)]), 0).splits["train"])
         assert [one.ground_truth for one in found] == ["1"]
 
 
