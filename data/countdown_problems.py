@@ -96,8 +96,7 @@ class Problem:
 def generate(settings: CountdownData, seed: int) -> Mapping[str, list[Problem]]:
     """Return the problems of both splits in their final order, without duplicates or shared multisets of numbers.
 
-    Raises:
-        DataError: the settings contradict each other, or allow fewer problems than requested.
+    Raises DataError where the settings contradict each other, or allow fewer problems than requested.
     """
     _check_settings(settings)
     if _is_enumerated(settings):
@@ -114,20 +113,18 @@ def generate(settings: CountdownData, seed: int) -> Mapping[str, list[Problem]]:
 def require_enough(settings: CountdownData, seed: int) -> None:
     """Refuse a request for more problems than exist: counted in a small space, estimated in a large one.
 
-    Raises:
-        DataError: the settings contradict each other, or allow fewer problems than requested.
+    Raises DataError where the settings contradict each other, or allow fewer problems than requested.
     """
     _check_settings(settings)
     if _is_enumerated(settings):
         _enumerate_problems(settings, seed)
         return
-    span = settings.number_high - settings.number_low + 1
     for counts, quota in zip(_classes(settings), _quotas(settings), strict=True):
-        if sum(quota.values()) < _FEW_SHARE * sum(comb(span + n - 1, n) for n in counts):
-            continue
-        total = sum(_num_problems(n, settings) for n in counts)
-        if (asked := sum(quota.values())) > _SAMPLE_MARGIN * total:
-            _raise_too_few(settings, counts, asked, round(total), about=True)
+        requested = sum(quota.values())
+        if requested >= _FEW_SHARE * sum(_num_multisets(n, settings) for n in counts):
+            total = sum(_num_problems(n, settings) for n in counts)
+            if requested > _SAMPLE_MARGIN * total:
+                _raise_too_few(settings, counts, requested, round(total), about=True)
 
 
 def _num_problems(n: int, settings: CountdownData) -> float:
@@ -143,13 +140,16 @@ def _num_problems(n: int, settings: CountdownData) -> float:
             bottom == 1 and settings.target_low <= top <= settings.target_high
             for top, bottom in solve(tuple(chosen.tolist()), settings.operations)
         )
-    return comb(span + n - 1, n) * targets / _SAMPLED
+    return _num_multisets(n, settings) * targets / _SAMPLED
 
 
 def _is_enumerated(settings: CountdownData) -> bool:
     counts = range(settings.min_numbers, settings.max_numbers + 1)
-    span = settings.number_high - settings.number_low + 1
-    return sum(_COST[n] * comb(span + n - 1, n) for n in counts) <= _MAX_ENUMERATED
+    return sum(_COST[n] * _num_multisets(n, settings) for n in counts) <= _MAX_ENUMERATED
+
+
+def _num_multisets(n: int, settings: CountdownData) -> int:
+    return comb(settings.number_high - settings.number_low + n, n)
 
 
 def _check_settings(settings: CountdownData) -> None:

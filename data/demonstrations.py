@@ -148,8 +148,7 @@ def preview_demonstrations(
 ) -> None:
     """Tokenize the first rows as the stage will, if there is a tokenizer, and parse the following lines.
 
-    Raises:
-        DataError: a row breaks the form, a line cannot be read, or the template changes a response.
+    Raises DataError where a row breaks the form, a line cannot be read, or the template changes a response.
     """
     file = Path(config.demonstrations or "").expanduser()
     rows = records_of(file)
@@ -211,7 +210,7 @@ def _conversation(row: Record) -> _Conversation:
         columns = ", ".join(map(str, row.values)) or "none"
         raise DataError(
             f"{row.where}: must be a conversation, as the first row of the file is, got the columns {columns}; rename "
-            "them, or write the row to a file of its own"
+            "them, or write the row to a separate file"
         )
     found, first = _turns(row)
     if not isinstance(found, list) or not found:
@@ -325,7 +324,7 @@ def _encoder(tokenizer_dir: Path, chat_template_kwargs: Mapping[str, Any] | None
     if _is_conversation(first.values):
         return _Conversations(tokenizer_dir, chat_template_kwargs).encode
     if {"prompt", "completion"} <= first.values.keys():
-        tokenizer = PromptTokenizer(tokenizer_dir, chat=False, short_way=False)
+        tokenizer = PromptTokenizer(tokenizer_dir, chat=False, fast_path=False)
         return lambda rows: _completions(rows, tokenizer)
     columns = ", ".join(map(str, first.values)) or "none"
     raise DataError(
@@ -356,7 +355,7 @@ class _Conversations:
     def __init__(self, tokenizer_dir: Path, chat_template_kwargs: Mapping[str, Any] | None) -> None:
         self._name = str(tokenizer_dir)
         self._tokenizer = PromptTokenizer(
-            tokenizer_dir, chat=True, short_way=False, chat_template_kwargs=chat_template_kwargs
+            tokenizer_dir, chat=True, fast_path=False, chat_template_kwargs=chat_template_kwargs
         )
 
     def encode(self, rows: Sequence[Record]) -> list[Tokenized | None]:

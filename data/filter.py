@@ -39,7 +39,7 @@ from data.schema import (
     write_filter_card,
 )
 from data.tasks import StageResult, publish_mixture
-from data.tokenizer import ID_BYTES, FrameError, Messages, PromptTokenizer, tokenizer_fingerprint
+from data.tokenizer import ID_BYTES, FastPathError, Messages, PromptTokenizer, tokenizer_fingerprint
 from rlcore.config.data import FilterConfig
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
@@ -142,8 +142,8 @@ def filter_dataset(
     overlap = SuiteOverlap(suites or {})
     with published_directory(directory, facts) as folder:
 
-        def run(*, short_way: bool) -> _Filter:
-            work = _Filter(config, cache(partial(tokenizer, short_way=short_way)), overlap, on_progress)
+        def run(*, fast_path: bool) -> _Filter:
+            work = _Filter(config, cache(partial(tokenizer, fast_path=fast_path)), overlap, on_progress)
             for split in ("validation", "train"):  # training rows are compared with the held-out ones
                 source = dataset_dir / f"{split}.parquet"
                 if split == "validation" or source.is_file():  # a suite has no training split
@@ -151,11 +151,11 @@ def filter_dataset(
             return work
 
         try:
-            work = run(short_way=True)
-        except FrameError as difference:
+            work = run(fast_path=True)
+        except FastPathError as difference:
             log.warning("%s: tokenized word by word, a prompt comes out differently; starting again", tokenizer_dir)
             log.debug("the prompt: %r", difference.args)
-            work = run(short_way=False)
+            work = run(fast_path=False)
         if work.num_unknown:
             log.warning(
                 f"{tokenizer_dir}: does not know a word of {work.num_unknown:,} of "
@@ -352,8 +352,7 @@ def _as_lists(rows: list[bytes]) -> pa.ListArray:
 def _contains_answer(where: str, words: str, solution: str, ground_truth: object) -> bool:
     """Return whether the assistant's words in a prompt contain the ground truth, a number.
 
-    Raises:
-        DataError: they end with the ground truth or the solution.
+    Raises DataError where they end with the ground truth or the solution.
     """
     truth = str(ground_truth).strip()
     for name, text in (("solution", solution), ("ground truth", truth)):
@@ -376,10 +375,7 @@ def _answers_in_prompts(count: int) -> str:
 def check_continued(path: Path) -> str:
     """Check prompts that end with the assistant's words, in a file in the row schema, without a tokenizer.
 
-    Returns a warning, or ''.
-
-    Raises:
-        DataError: a prompt ends with the row's answer.
+    Returns a warning, or ''. Raises DataError where a prompt ends with the row's answer.
     """
     file, start, count = open_parquet(path), 0, 0
     require_row_schema(file.schema_arrow, path)

@@ -88,8 +88,7 @@ class DatasetReport:
 def inspect_dataset(path: Path, *, num_rows: int = 3, seed: int = 0) -> DatasetReport:
     """Read a parquet file, or every parquet file of a folder; `seed` chooses the `num_rows` random rows of each.
 
-    Raises:
-        DataError: there is no file, or a file cannot be read.
+    Raises DataError where there is no file, or a file cannot be read.
     """
     scans = [_scan(file, name, num_rows, seed) for name, file in _files(path)]
     leakage = tuple(starmap(_leakage, combinations(scans, 2)))

@@ -39,8 +39,7 @@ class _BusyError(JudgeError):
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
     """Score by the judge's verdict, 0 to 1, as part `judge`. Total and parts of `reward.judge.rules` are added.
 
-    Raises:
-        JudgeError: the endpoint gave no verdict in time, or one that cannot be read.
+    Raises JudgeError where the endpoint gave no verdict in time, or one that cannot be read.
     """
     settings = JudgeConfig.model_validate_json(os.environ[JUDGE_VARIABLE])
     truth = json.dumps(ground_truth, ensure_ascii=False, sort_keys=True)

@@ -46,8 +46,7 @@ _TRIES = 10
 def inputs(settings: "ReasoningGymData") -> dict[str, str]:
     """Return the version of the package, which every row depends on.
 
-    Raises:
-        DataError: it is not installed, or has no such task or level, or the task is left out.
+    Raises DataError where it is not installed, or has no such task or level, or the task is left out.
     """
     if find_spec(PACKAGE) is None:
         raise DataError(

@@ -50,8 +50,7 @@ class Record:
 
         Numbers are written without an exponent, and whole numbers without a point: 1e-05 as 0.00001, 76.0 as 76.
 
-        Raises:
-            DataError: it is missing, empty, or neither text nor a finite number.
+        Raises DataError where it is missing, empty, or neither text nor a finite number.
         """
         found = self._at(column)
         if isinstance(found, float) and math.isfinite(found):
@@ -203,8 +202,7 @@ def digests(source: str, splits: Sequence[str], subset: str = "", revision: str 
 def records(source: str, split: str, subset: str = "", revision: str = "") -> Iterator[Record]:
     """Read all records of a split, in order.
 
-    Raises:
-        DataError: a file, line or row cannot be read, or a hub dataset cannot be downloaded.
+    Raises DataError where a file, line or row cannot be read, or a hub dataset cannot be downloaded.
     """
     files = local_files(source, [split])
     if files is None:
@@ -345,8 +343,7 @@ def _from_hub(source: str, subset: str, split: str, revision: str) -> Iterator[R
 def commit_of(source: str, revision: str) -> str:
     """Return the commit of a branch, a tag or '' (main), from the hub, or from the cache if the hub is unreachable.
 
-    Raises:
-        DataError: neither knows it.
+    Raises DataError where neither knows it.
     """
     if _COMMIT.fullmatch(revision):
         return revision

@@ -15,7 +15,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -63,12 +63,12 @@ WRONG = "0"  # response for rows without a known right one
 _BATCH = 128  # rows that are scored together, and lost when time runs out
 Form = tuple[str, str]
 """Texts before and after a reference in a response."""
-FORMS: Mapping[str, tuple[Form, ...]] = {
-    "data.math:score": (("\\boxed{", "}"),),
-    "data.gsm8k:score": (("#### ", ""),),
-    "data.gsm8k:score_numeric": (("#### ", ""),),
-    "data.countdown:score": (),
-    PROGRAMS: (),
+FORMS: Mapping[str, Form | None] = {
+    "data.math:score": ("\\boxed{", "}"),
+    "data.gsm8k:score": ("#### ", ""),
+    "data.gsm8k:score_numeric": ("#### ", ""),
+    "data.countdown:score": None,
+    PROGRAMS: None,
 }
 """Forms of Millrace's scorers. For other scorers, `USUAL_FORMS` are tried."""
 USUAL_FORMS: tuple[Form, ...] = (("", ""), ("\\boxed{", "}"), ("#### ", ""), ("<answer>", "</answer>"))
@@ -144,10 +144,8 @@ class ReferenceReport:
 
 def is_checked(data: TaskData) -> bool:
     """Return whether references are checked: not for environments, judges and generated problems."""
-    if data.environment or data.scorer == JUDGE:
-        return False
-    is_drawn = isinstance(data, CountdownData | ReasoningGymData)
-    return not (is_drawn and has_default_scorer(data))
+    is_generated = isinstance(data, CountdownData | ReasoningGymData)
+    return not (data.environment or data.scorer == JUDGE or (is_generated and has_default_scorer(data)))
 
 
 def check_parts(config: RunConfig, splits: Sequence[str] = SPLITS, *, keep: bool) -> str:
@@ -157,11 +155,11 @@ def check_parts(config: RunConfig, splits: Sequence[str] = SPLITS, *, keep: bool
     sandbox.set_limits(config.sandbox)
     root, warm = Path(config.paths.root).resolve(), config.warm_start
     is_taught = "train" in splits and warm.enabled and warm.demonstrations is None
-    found = (
+    reports = (
         check_references(part.data, config.data.seed, config.reward, root, splits, is_taught=is_taught, keep=keep)
         for part in parts_of(config.data)
     )
-    return "\n".join(filter(None, found))
+    return "\n".join(filter(None, reports))
 
 
 def check_references(
@@ -186,18 +184,18 @@ def check_references(
     if not is_checked(data):
         return ""
     dataset = dataset_fingerprint(data, seed, splits)
-    kept = _saved_result(root, dataset, data, reward, is_taught=is_taught)
-    found = KNOWN.get(kept) or _read(kept)
-    if found is None:
+    file = _saved_result(root, dataset, data, reward, is_taught=is_taught)
+    report = KNOWN.get(file) or _read(file)
+    if report is None:
         rows = _rows(data, seed, root, dataset, splits)
         if rows is None:
             return ""
-        found = _check(data, reward, list(rows), is_taught=is_taught)
-    KNOWN[kept] = found
-    if keep and not kept.is_file():
-        write_json_atomically(kept, asdict(found))
-    text = found.text("the scorer of its data source" if data.scorer == BY_ROW else data.scorer)
-    if found.share > reward.max_unmet_references:
+        report = _check(data, reward, rows, is_taught=is_taught)
+    KNOWN[file] = report
+    if keep and not file.is_file():
+        write_json_atomically(file, asdict(report))
+    text = report.text("the scorer of its data source" if data.scorer == BY_ROW else data.scorer)
+    if report.share > reward.max_unmet_references:
         raise DataError(
             f"{text}\nreward.max_unmet_references={reward.max_unmet_references:g} is the share of a split that is "
             "accepted. Repair or remove these rows, name another column (data.answer, data.solution) or another "
@@ -213,47 +211,33 @@ KNOWN: dict[Path, ReferenceReport] = {}
 def _saved_result(root: Path, dataset: str, data: TaskData, reward: RewardConfig, *, is_taught: bool) -> Path:
     code = {source.name: source.sha256 for name in scorers_of(data) for source in code_for(name)}
     payload = {
-        "dataset": dataset,
-        "scorer": data.scorer,
-        "code": code,
-        "deadline_s": reward.deadline_s,
-        "weights": sorted(reward.weights),
-        "is_taught": is_taught,
-        "version": VERSION,
-    }
+        "dataset": dataset, "scorer": data.scorer, "code": code, "deadline_s": reward.deadline_s,
+        "weights": sorted(reward.weights), "is_taught": is_taught, "version": VERSION,
+    }  # fmt: skip
     return root / "datasets" / f"references-{fingerprint('references', payload)}.json"
 
 
-def _rows(data: TaskData, seed: int, root: Path, dataset: str, splits: Sequence[str]) -> Iterator[RowReference] | None:
+def _rows(data: TaskData, seed: int, root: Path, dataset: str, splits: Sequence[str]) -> list[RowReference] | None:
     """Read the rows of local files, or of the dataset; None where neither exists."""
+    rows = []
     if isinstance(data, ParquetData | Gsm8kData | MappedData) and not is_on_hub(data):
         made = task_of(data).build(data, seed)
-        return (
-            RowReference(
-                split,
-                number,
-                row.where,
-                row.data_source or made.data_source,
-                json.dumps(row.ground_truth),
-                row.solution,
-            )
-            for split in splits
-            for number, row in enumerate(made.splits[split])
-        )
+        for split in splits:
+            for number, row in enumerate(made.splits[split]):
+                source, truth = row.data_source or made.data_source, json.dumps(row.ground_truth)
+                rows.append(RowReference(split, number, row.where, source, truth, row.solution))
+        return rows
     directory = dataset_directory(dataset, root)
-    return None if read_manifest(directory) is None else _published(directory, splits)
-
-
-def _published(dataset: Path, splits: Sequence[str]) -> Iterator[RowReference]:
+    if read_manifest(directory) is None:
+        return None
     for split in splits:
-        path, number = dataset / f"{split}.parquet", 0
-        for batch in read_batches(open_parquet(path), path, _BATCH):
-            for values in batch.select(["data_source", "reward_model", "extra_info"]).to_pylist():
-                truth = json.dumps(values["reward_model"]["ground_truth"])
-                solution = values["extra_info"].get("solution") or ""
-                where = f"{path}: row {number}"
-                yield RowReference(split, number, where, values["data_source"], truth, solution)
-                number += 1
+        path = directory / f"{split}.parquet"
+        batches = read_batches(open_parquet(path), path, _BATCH, ["data_source", "reward_model", "extra_info"])
+        for number, values in enumerate(values for batch in batches for values in batch.to_pylist()):
+            truth = json.dumps(values["reward_model"]["ground_truth"])
+            solution = values["extra_info"].get("solution") or ""
+            rows.append(RowReference(split, number, f"{path}: row {number}", values["data_source"], truth, solution))
+    return rows
 
 
 class _OutOfTimeError(Exception):
@@ -301,61 +285,55 @@ class _Checker:
         self._known: dict[tuple[str, str], Score] = {}
         self._has_full_marks = False
         sample = rows[:: -(-len(rows) // SAMPLE)]
-        self._form = self._find_form(FORMS.get(scorer, USUAL_FORMS), sample, is_ours=scorer in FORMS)
+        references = [(row, text) for row in sample if (text := _reference(row)) is not None]
+        self._form = (FORMS[scorer] if scorer in FORMS else self._find_form(references)) if references else None
         is_solution_due = is_taught or (scorer in FORMS and self._form is None)
         self._reads_solutions = is_solution_due or any(
             score.failure is None and score.total > 0
             for score in self._scores([(row.solution, row.truth_json) for row in sample if row.solution])
         )
 
-    def _find_form(self, forms: Sequence[Form], sample: Sequence[RowReference], *, is_ours: bool) -> Form | None:
-        """Return the best form for the references of the sample; None if no form works for half of them."""
-        references = [(row, text) for row in sample if (text := _reference(row)) is not None]
-        if not references or not forms:
-            return None
-        if is_ours:
-            return forms[0]
-        earned = {}
-        for before, after in forms:
+    def _find_form(self, references: Sequence[tuple[RowReference, str]]) -> Form | None:
+        """Return the form with the most full scores; None if no form works for half of the references."""
+        counts: dict[Form, int] = {}
+        for before, after in USUAL_FORMS:
             scores = self._scores([(f"{before}{text}{after}", row.truth_json) for row, text in references])
-            earned[before, after] = sum(_is_full_score(score) for score in scores)
-        best = max(forms, key=lambda form: earned[form])
-        return best if 2 * earned[best] >= len(references) else None
+            counts[before, after] = sum(map(_is_full_score, scores))
+        best = max(counts, key=lambda form: counts[form])
+        return best if 2 * counts[best] >= len(references) else None
 
     def mismatches(self, rows: Sequence[RowReference]) -> list[Mismatch]:
         """Return the rows whose right response misses the full score."""
-        asked: list[tuple[RowReference, str, bool]] = []
+        cases: list[tuple[RowReference, str, bool]] = []  # row, response, is it right
         for row in rows:
             if row.solution:
-                asked.append((row, row.solution, self._reads_solutions))
+                cases.append((row, row.solution, self._reads_solutions))
             if self._form is not None and (text := _reference(row)) is not None:
-                asked.append((row, f"{self._form[0]}{text}{self._form[1]}", True))
+                cases.append((row, f"{self._form[0]}{text}{self._form[1]}", True))
             elif not row.solution:
-                asked.append((row, WRONG, False))
-        scores = self._scores([(answer, row.truth_json) for row, answer, _ in asked])
-        self._has_full_marks |= any(
-            is_right and _is_full_score(score) for (_, _, is_right), score in zip(asked, scores, strict=True)
-        )
+                cases.append((row, WRONG, False))
+        scored = list(zip(cases, self._scores([(text, row.truth_json) for row, text, _ in cases]), strict=True))
+        self._has_full_marks |= any(is_right and _is_full_score(score) for (_, _, is_right), score in scored)
         found: dict[tuple[str, int], Mismatch] = {}
-        for (row, answer, is_right), score in zip(asked, scores, strict=True):
-            # A scorer that never gives 1 has full marks of its own, which are not known.
-            earns = _is_full_score(score) if self._has_full_marks else score.total > 0
-            if score.failure is not None or (is_right and not earns):
-                failure = score.failure or ""
-                unmet = Mismatch(row.split, row.number, row.where, row.truth_json, answer, score.total, failure)
-                found.setdefault((row.split, row.number), unmet)
+        for (row, text, is_right), score in scored:
+            # The full score of a scorer that never gives 1 is unknown.
+            is_full = _is_full_score(score) if self._has_full_marks else score.total > 0
+            if score.failure is not None or (is_right and not is_full):
+                values = (row.where, row.truth_json, text, score.total, score.failure or "")
+                found.setdefault((row.split, row.number), Mismatch(row.split, row.number, *values))
         return list(found.values())
 
-    def _scores(self, asked: Sequence[tuple[str, str]]) -> list[Score]:
-        new = [pair for pair in dict.fromkeys(asked) if pair not in self._known]
-        job = self._pool.submit([answer for answer, _ in new], [truth for _, truth in new])
+    def _scores(self, pairs: Sequence[tuple[str, str]]) -> list[Score]:
+        """Score pairs of response and ground truth."""
+        new = [pair for pair in dict.fromkeys(pairs) if pair not in self._known]
+        job = self._pool.submit([response for response, _ in new], [truth for _, truth in new])
         if not job.done.wait(max(0.0, self._deadline - time.monotonic())):
             raise _OutOfTimeError
         for pair, score in zip(new, self._pool.collect(job), strict=True):
             if problem := weights_problem(score.failure):
                 raise ConfigError(f"{problem}, by {self._scorer}")
             self._known[pair] = score
-        return [self._known[pair] for pair in asked]
+        return [self._known[pair] for pair in pairs]
 
 
 def _is_full_score(score: Score) -> bool:

@@ -104,8 +104,7 @@ _OPTIONAL: tuple[tuple[str, str, Check], ...] = (
 def require_row_schema(schema: pa.Schema, path: Path) -> None:
     """Check the columns of a file.
 
-    Raises:
-        DataError: every missing or mistyped column: file, column, expected type, actual type, remedy.
+    Raises DataError with every missing or mistyped column: file, column, expected type, actual type, remedy.
     """
     problems = []
     for name, expected, check in _RULES:
@@ -188,8 +187,7 @@ def read_batches(
 ) -> Iterator[pa.RecordBatch]:
     """Read the rows (of some columns), at most `num_rows` at a time.
 
-    Raises:
-        DataError: a page is damaged; the message has the number of rows before it.
+    Raises DataError where a page is damaged, with the number of rows before it.
     """
     done = 0
     batches = file.iter_batches(batch_size=num_rows, columns=columns)
@@ -229,8 +227,7 @@ def write_splits(
 ) -> dict[str, int]:
     """Write `<split>.parquet` for each split, with `document` as provenance, and return the rows of each.
 
-    Raises:
-        DataError: a split is missing or has no row.
+    Raises DataError where a split is missing or has no row.
     """
     if missing := [split for split in splits if split not in task.splits]:
         raise DataError(

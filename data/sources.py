@@ -67,8 +67,7 @@ def _parquet_inputs(settings: ParquetData) -> dict[str, str]:
 def require_scorers(settings: ParquetData, splits: Sequence[str]) -> None:
     """Require a known scorer for every row of these splits.
 
-    Raises:
-        DataError: the data source of some rows has none, or a file cannot be read.
+    Raises DataError where the data source of some rows has none, or a file cannot be read.
     """
     for path in (path for split, path in _parquet_files(settings).items() if split in splits):
         file = open_parquet(path)
@@ -179,8 +178,7 @@ def build_custom(settings: CustomData, seed: int) -> TaskRows:
 def _custom_inputs(settings: CustomData) -> dict[str, str]:
     """Return sha256 of the function's source files, and of the files named in `data.options`.
 
-    Raises:
-        DataError: there is no module of that name, or it has no source file.
+    Raises DataError where there is no module of that name, or it has no source file.
     """
     sources = code_for(settings.build)
     if not sources:

@@ -1,6 +1,6 @@
 """Renders and tokenizes many prompts at a time, exactly as one tokenizer does.
 
-A short way is used where it gives the same result. The chat template is rendered once, for the text around a message
+A fast path is used where it gives the same result. The chat template is rendered once, for the text around a message
 (`ChatFrame`). Each word is tokenized once (`PieceEncoder`): byte-level BPE (as in GPT) first splits a text into words,
 and starts a new word at every single space between two visible characters. So the ids of a text are the ids of its
 pieces " word" in a row, and the prompts of a template or a language share pieces. Tokenizers that do not split there
@@ -39,7 +39,7 @@ _FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-# One text in so many is also rendered and tokenized without the short way, and compared.
+# One text in so many is also rendered and tokenized without the fast path, and compared.
 _CHECK_EVERY = 256
 _MARK = "MillraceContent"
 _LAST_TAG = re.compile(r"([<\[][^<>\[\]]*[>\]])\s*\Z")
@@ -57,8 +57,8 @@ class ResponseChangedError(Exception):
     """A response has no tokens to train on. The message gives the reason."""
 
 
-class FrameError(Exception):
-    """The short way differs from the tokenizer. The filter starts again without it."""
+class FastPathError(Exception):
+    """The fast path differs from the tokenizer. The filter starts again without it."""
 
 
 def tokenizer_fingerprint(directory: Path) -> str:
@@ -99,7 +99,7 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 class PromptTokenizer:
-    """Renders and tokenizes prompts and responses. The short way is checked on a sample of the texts.
+    """Renders and tokenizes prompts and responses. The fast path is checked on a sample of the texts.
 
     `tools`: JSON schemas of functions for the chat template. `chat_template_kwargs`: further names that it reads.
 
@@ -113,7 +113,7 @@ class PromptTokenizer:
         directory: Path,
         *,
         chat: bool,
-        short_way: bool = True,
+        fast_path: bool = True,
         tools: Sequence[Mapping[str, Any]] = (),
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
@@ -144,15 +144,14 @@ class PromptTokenizer:
         self.stop_ids = end_of_text_ids(directory, self._tokenizer)
         eos = int(self._tokenizer.eos_token_id)
         self._end = to_bytes([eos if eos in self.stop_ids else min(self.stop_ids)])
-        self._pieces = PieceEncoder.of(self.backend) if short_way else None
-        self._frame = ChatFrame.of(self._template(), self.render) if chat and short_way else None
+        self._pieces = PieceEncoder.of(self.backend) if fast_path else None
+        self._frame = ChatFrame.of(self._template(), self.render) if chat and fast_path else None
         self._around = (b"", b"") if chat else self._find_special_tokens()
 
     def texts(self, prompts: Sequence[Messages], where: Callable[[int], str] = lambda place: "") -> list[str]:
         """Return each prompt as text: the chat template with the assistant's turn begun, or the plain messages.
 
-        Raises:
-            DataError: as `prompt`, with `where` of the prompt's place before the message.
+        Raises DataError as `prompt`, with `where` of the prompt's place before the message.
         """
         if not self.chat:
             return [self.render(prompt) for prompt in prompts]
@@ -165,7 +164,7 @@ class PromptTokenizer:
                 except DataError as error:
                     raise DataError(f"{where(place)}{error}") from error
                 if framed is not None and framed != rendered:
-                    raise FrameError(prompt)
+                    raise FastPathError(prompt)
                 framed = rendered
             found.append(framed)
         return found
@@ -173,8 +172,7 @@ class PromptTokenizer:
     def prompt(self, messages: Messages, tools: Sequence[Any] = ()) -> str:
         """Render a chat prompt with the assistant's turn begun, or up to the end of a last message of the assistant.
 
-        Raises:
-            DataError: there is no user message, the last one ends its turn, or the template cannot render it.
+        Raises DataError where there is no user message, the last one ends its turn, or the template cannot render it.
         """
         roles = [message["role"] for message in messages]
         if "user" not in roles:
@@ -207,8 +205,7 @@ class PromptTokenizer:
         The second result gives, by place, why other responses have no ids, see `ResponseChangedError`. `texts` are the
         prompts as text.
 
-        Raises:
-            DataError: a response has a word without a token, which no model with this tokenizer can write.
+        Raises DataError where a response has a word without a token, which no model with this tokenizer can write.
         """
         found, unwritten, wholes = [b""] * len(responses), dict[int, str](), dict[int, str]()
         for place, response in enumerate(responses):
@@ -236,8 +233,7 @@ class PromptTokenizer:
 
         `whole` is the text up to that end. A tag that the prompt opens (`<think>`) may begin the response.
 
-        Raises:
-            ResponseChangedError: the template changes it.
+        Raises ResponseChangedError where the template changes it.
         """
         if not whole.startswith(prompt):
             raise ResponseChangedError(f"does not write it behind {prompt[-40:]!r}, the end of the prompt")
@@ -253,8 +249,7 @@ class PromptTokenizer:
         `before`: ids before the response. `joint`: these with the response and the end of its turn, together `written`.
         Where a token of `joint` crosses the boundary, the response is tokenized alone, as it is sampled.
 
-        Raises:
-            ResponseChangedError: no token ends it, or it has no tokens that follow those before it.
+        Raises ResponseChangedError where no token ends it, or it has no tokens that follow those before it.
         """
         found = joint[len(before) :] if joint.startswith(before) else self._from_boundary(before, joint, written)
         if not self.chat:
@@ -335,13 +330,13 @@ class PromptTokenizer:
         return ChatFrame.of(self._template(), render)
 
     def _framed(self, messages: Messages) -> str | None:
-        """Return the prompt of a single user message by the short way, or None."""
+        """Return the prompt of a single user message by the fast path, or None."""
         if self._frame is None or len(messages) != 1 or messages[0]["role"] != "user":
             return None
         return self._frame.text(messages[0]["content"])
 
     def _framed_response(self, prompt: Messages, response: str) -> str | None:
-        """Return the text after the prompt of a single user message by the short way, or None."""
+        """Return the text after the prompt of a single user message by the fast path, or None."""
         if response != response.strip() or self._framed(prompt) is None or self._response_frame is None:
             return None
         return self._response_frame.text(response)
@@ -364,7 +359,7 @@ class PromptTokenizer:
         except DataError as error:
             raise ResponseChangedError(str(error)) from error
         if framed is not None and text + framed != whole:
-            raise FrameError(response)
+            raise FastPathError(response)
         return whole
 
     def _joined(self, texts: Sequence[str], wholes: Collection[str]) -> Iterator[tuple[bytes, bytes]]:
@@ -400,7 +395,7 @@ class PromptTokenizer:
         sample = range(0, len(texts), _CHECK_EVERY)
         for index, ids in zip(sample, encode_whole(self.backend, [texts[i] for i in sample]), strict=True):
             if found[index] != ids:
-                raise FrameError(texts[index])
+                raise FastPathError(texts[index])
         return found
 
     def _template(self) -> str:

@@ -53,8 +53,7 @@ class FirstRow:
 def first_row(config: TaskData, seed: int, root: Path) -> FirstRow | None:
     """Return the first training row, from the dataset if it exists; None where making it would take long.
 
-    Raises:
-        DataError: the task cannot be made by these settings.
+    Raises DataError where the task cannot be made by these settings.
     """
     dataset = dataset_directory(dataset_fingerprint(config, seed), root)
     if read_manifest(dataset) is not None:
@@ -77,8 +76,7 @@ def validate_rows(
     scorer for each row. `each_once`: refuse repeated prompts in a split, as the filter will; splits never share one.
     Returns the number of the first split's rows, or None where they are not made.
 
-    Raises:
-        DataError: file and line of an unusable row.
+    Raises DataError with file and line of an unusable row.
     """
     if isinstance(config, ParquetData):
         require_scorers(config, splits)
