@@ -1,15 +1,15 @@
-"""The filter on 327,680 countdown prompts in chat form against the usual way, row by row, side by side.
+"""The filter on 327,680 countdown prompts in chat form, compared with the usual row-by-row way.
 
     python benchmarks/data_filter.py                          # about three minutes on two cores
     python benchmarks/data_filter.py --rows=20000             # a smaller one
-    python benchmarks/data_filter.py --check --write          # exit code 1 below ten times or over 2 s; write figures
+    python benchmarks/data_filter.py --check --write          # exit code 1 below ten times or over 2 s; writes JSON
 
-A byte-level BPE tokenizer of 32,768 tokens is trained here on the Python sources of the standard library and on prompts
-of another seed. The usual way takes one row at a time: apply the chat template, tokenize, count, keep. Blocks of it run
-in turn with whole runs of the filter, so that both meet the same load; it does nothing else, while the filter's time
-also holds loading the tokenizer, reading and writing parquet, tokenizing solutions and distractors, and the search for
-duplicates and leaks. Both have run before on a few rows: modules are loaded.
-The second run is a new process that finds the result by its fingerprint. Token ids of both ways must agree.
+A byte-level BPE tokenizer of 32,768 tokens is trained on the Python sources of the standard library and on prompts of
+another seed. The usual way takes one row at a time: apply the chat template, tokenize, count, keep. Its blocks
+alternate with whole runs of the filter, so that both have the same load. The filter's time includes loading the
+tokenizer, reading and writing parquet, tokenizing solutions and distractors, and the search for duplicates and leaks.
+Both have run before on a few rows, so modules are loaded. The second run is a new process that finds the result by its
+fingerprint. Token ids of both ways must agree.
 """
 
 import argparse
@@ -32,9 +32,9 @@ from rlcore.config import CountdownData, FilterConfig
 ROOT = Path(__file__).resolve().parents[1]
 MIN_RATIO, MAX_SECOND_S = 10.0, 2.0
 VOCAB_SIZE = 32_768
-# Bytes of Python source that the tokenizer learns from.
+# Bytes of Python source for training the tokenizer.
 CORPUS_BYTES = 6_000_000
-# Words as the tokenizers of Qwen and Llama cut them.
+# Words as split by the tokenizers of Qwen and Llama.
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def trained_tokenizer(folder: Path) -> Path:
-    """A byte-level BPE tokenizer of 32,768 tokens with a chat template."""
+    """Train a byte-level BPE tokenizer of 32,768 tokens with a chat template."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -105,7 +105,7 @@ def trained_tokenizer(folder: Path) -> Path:
 
 
 def corpus() -> list[str]:
-    """Texts with many words: sources of the standard library, and the prompts' own wording."""
+    """Return texts with many words: sources of the standard library, and prompts."""
     from data.countdown import build
 
     texts, size = [], 0
@@ -118,7 +118,7 @@ def corpus() -> list[str]:
 
 
 def in_turn(arguments: argparse.Namespace, dataset: Path, tokenizer: Path, folder: Path) -> dict[str, Any]:
-    """Blocks of the usual way between runs of the filter."""
+    """Alternate blocks of the usual way with runs of the filter."""
     import pyarrow.parquet as pq
     from transformers import AutoTokenizer
 
@@ -144,7 +144,7 @@ def in_turn(arguments: argparse.Namespace, dataset: Path, tokenizer: Path, folde
         if turn == arguments.turns:
             break
         with Cost() as cost:
-            # Its own root each time, but the last one stays for the second run.
+            # A new root each time; the last one is for the second run.
             root = folder if turn == arguments.turns - 1 else folder / f"turn{turn}"
             result = filter_dataset(dataset, tokenizer, FilterConfig(), root=root)
         fast_s, fast_cpu_s = fast_s + cost.wall_s, fast_cpu_s + cost.cpu_s
@@ -166,7 +166,7 @@ def in_turn(arguments: argparse.Namespace, dataset: Path, tokenizer: Path, folde
 
 
 def in_new_process(folder: Path) -> dict[str, float]:
-    """The second run, from the start of its process on."""
+    """Run the second run in a new process, timed from its start."""
     command = [sys.executable, __file__, *sys.argv[1:], "--second", str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     start = time.perf_counter()
@@ -175,7 +175,7 @@ def in_new_process(folder: Path) -> dict[str, float]:
 
 
 def second_run(settings: CountdownData, folder: Path) -> dict[str, float]:
-    """Find both stages' results by their fingerprints."""
+    """Find the results of both stages by their fingerprints."""
     with Cost() as cost:
         dataset = build_dataset(settings, seed=1, root=folder)
         filtered = filter_dataset(dataset.directory, folder / "tokenizer", FilterConfig(), root=folder)

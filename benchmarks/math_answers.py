@@ -1,10 +1,10 @@
-r"""Answers made of references by edits, judged by `data.math` and by plain math-verify.
+r"""Answers made of references by edits, scored by `data.math` and by plain math-verify.
 
-    python -m benchmarks.math_answers 20000        # figures as JSON; exit code 1 where a difference has no rule
+    python -m benchmarks.math_answers 20000        # prints JSON; exit code 1 where a difference has no rule
 
-An edit repeats the reference in another form (right by construction), or makes of it another number, the question
-whose answer it is, a part of it, or two answers. None may be paid that math-verify does not pay, but for a right one;
-none refused that math-verify pays, but by a rule of docs/data.md.
+An edit repeats the reference in another form (right by construction), or makes another number, the question, a part,
+or two answers of it. An answer that math-verify refuses may be paid only if it is right. One that math-verify pays may
+be refused only by a rule of docs/data.md.
 """
 
 import json
@@ -26,12 +26,12 @@ from data.math_reading import Reading, number_in_words, read
 
 REFERENCES = Path(__file__).parents[1] / "tests" / "data" / "math_references.txt"
 _NUMBER = re.compile(r"[0-9]+")
-# A solution with a box, and what one edit makes a number that takes minutes to compute.
+# Solutions with a box, and references that an edit turns into a computation of minutes.
 _LEFT_OUT = re.compile(r"boxed|!(?!:)|\^\{?[0-9]{2}|\\binom|\\dbinom|e\+|\^\{?n")
 
 
 class Answer(NamedTuple):
-    """An answer text without its box. `is_right`: it says what the reference says, by construction."""
+    """An answer without its box. `is_right`: it equals the reference by construction."""
 
     edit: str
     text: str
@@ -40,15 +40,15 @@ class Answer(NamedTuple):
 
 @lru_cache(maxsize=1)
 def readings() -> dict[str, str]:
-    """References and what each is read as: `number 25/2%`, `words sunday`, `base 1011 2`, `expression`, `refused`."""
+    """Return references and their readings: `number 25/2%`, `words sunday`, `base 1011 2`, `expression`, `refused`."""
     rows = (line.partition("\t") for line in REFERENCES.read_text().splitlines())
-    return {reference: said for reference, _, said in rows}
+    return {reference: reading for reference, _, reading in rows}
 
 
 def answers(count: int, seed: int) -> Iterator[tuple[str, Answer]]:
-    """References that can be read and an answer each, drawn uniformly over references and edits."""
+    """Make an answer for each drawn reference that can be read, uniformly over references and edits."""
     rng = random.Random(seed)
-    references = [text for text, said in readings().items() if said != "refused" and not _LEFT_OUT.search(text)]
+    references = [text for text, reading in readings().items() if reading != "refused" and not _LEFT_OUT.search(text)]
     for _ in range(count):
         reference, edit = rng.choice(references), rng.choice((_other_number, _question, _part, _two_answers, _again))
         yield reference, edit(reference, rng)
@@ -80,10 +80,10 @@ def _other_number(reference: str, rng: random.Random) -> Answer:
 
 
 def _question(reference: str, rng: random.Random) -> Answer:
-    said = read(reference)
-    if (number := said.number) is None or number.percent or number.value.denominator > 1:
-        plain = said.plain
-        if said.words or said.based or re.search(r"[,;<>=]|\b(?:and|or|in)\b", plain):
+    reading = read(reference)
+    if (number := reading.number) is None or number.percent or number.value.denominator > 1:
+        plain = reading.plain
+        if reading.words or reading.based or re.search(r"[,;<>=]|\b(?:and|or|in)\b", plain):
             return _other_number(reference, rng)
         return Answer("question", rng.choice((f"{plain} + 0", f"1 \\cdot {plain}", f"\\frac{{{plain}}}{{1}}")), False)
     value = number.value.numerator
@@ -111,63 +111,60 @@ def _two_answers(reference: str, rng: random.Random) -> Answer:
     return Answer("two answers", rng.choice(joints).join(pair), is_right=False)
 
 
-# ---------------------------------------------------------------------- both judgements
-
-
 @lru_cache(maxsize=1_024)
 def _plain_gold(reference: str) -> Any:
     return parse(f"\\boxed{{{reference}}}", parsing_timeout=None)
 
 
 def math_verify_pays(reference: str, answer: str) -> bool:
-    """Whether math-verify as it comes takes the boxed answer for the boxed reference."""
+    """Return whether unmodified math-verify accepts the boxed answer for the boxed reference."""
     return bool(
         verify(_plain_gold(reference), parse(f"\\boxed{{{answer}}}", parsing_timeout=None), timeout_seconds=None)
     )
 
 
 def rule(reference: str, answer: str) -> str | None:
-    """The rule of docs/data.md by which an answer that math-verify pays is refused; None where there is none."""
-    gold, said = read(reference), read(answer)
+    """Return the rule of docs/data.md that refuses an answer paid by math-verify, or None."""
+    gold, reading = read(reference), read(answer)
     if gold.number is not None:
-        return _number_rule(gold, said)
+        return _number_rule(gold, reading)
     if gold.words is not None or gold.based is not None:
-        return "words and digits of a base are compared as they stand"
-    if gold.entries and said.entries:
+        return "words and digits of a base are compared as written"
+    if gold.entries and reading.entries:
         return "a list has as many entries, each by the rule of its kind, and those with names by name"
-    if said.problem is not None or said.words is not None or said.based is not None:
+    if reading.problem is not None or reading.words is not None or reading.based is not None:
         return "an answer is read wholly or not at all"
-    return "a letter is a variable, no unit" if _has_letter_more(gold, said) else None
+    return "a letter is a variable, no unit" if _has_letter_more(gold, reading) else None
 
 
-def _number_rule(gold: Reading, said: Reading) -> str | None:
-    number = said.number or number_in_words(said.plain)
+def _number_rule(gold: Reading, reading: Reading) -> str | None:
+    number = reading.number or number_in_words(reading.plain)
     if number is None:
         return "an answer to a number is one written number"
-    if gold.left and said.left and gold.left[0] != said.left[0]:
+    if gold.left and reading.left and gold.left[0] != reading.left[0]:
         return "a name on the left of = is the same one, or left out"
     if gold.number != number and Fraction(number.value) != Fraction(gold.number.value if gold.number else 0):
         return "numbers are equal exactly, or to six places for a fraction that no decimal writes"
     return None
 
 
-def _has_letter_more(gold: Reading, said: Reading) -> bool:
-    letters = [set(re.findall("[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", each.plain))) for each in (gold, said)]
+def _has_letter_more(gold: Reading, reading: Reading) -> bool:
+    letters = [set(re.findall("[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", each.plain))) for each in (gold, reading)]
     return letters[0] != letters[1]
 
 
 def _paid_by(reference: str, answer: str) -> str | None:
-    """The rule by which an answer is paid that math-verify refuses, by the reading in the file and a naive one."""
-    kind, _, said = readings()[reference].partition(" ")
+    """Return the rule that pays an answer refused by math-verify, from the listed and a naive reading."""
+    kind, _, reading = readings()[reference].partition(" ")
     same = answer.rstrip("\\% ") == reference.rstrip("\\% ")
-    if kind == "number" and (same or _naive_number(answer) == Fraction(said.rstrip("%"))):
+    if kind == "number" and (same or _naive_number(answer) == Fraction(reading.rstrip("%"))):
         return "units, currencies, percent signs and names count for nothing"
     if (
         kind == "words"
-        and re.findall("[A-J]", answer)[:1] == [said[1:2].upper()]
+        and re.findall("[A-J]", answer)[:1] == [reading[1:2].upper()]
         and not re.search(r",|\bor\b", answer)
     ):
-        return "the letter of a choice stands alone or with its text"
+        return "the letter of a choice counts without or with its text"
     return "a letter is a variable, no unit" if re.fullmatch("[0-9]*[a-z]+", reference) else None
 
 
@@ -180,7 +177,7 @@ def _naive_number(answer: str) -> Fraction | None:
 
 
 def compared(count: int, seed: int) -> tuple[dict[str, Any], list[str]]:
-    """Figures of `count` answers, and the differences that no rule explains."""
+    """Return statistics of `count` answers, and the differences without a rule."""
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     figures: Counter[str] = Counter()
     rules: Counter[str] = Counter()
@@ -189,24 +186,24 @@ def compared(count: int, seed: int) -> tuple[dict[str, Any], list[str]]:
         paid = score(f"\\boxed{{{answer.text}}}", {"answer": reference}).total == 1.0
         expected = math_verify_pays(reference, answer.text)
         figures[f"{answer.edit}: {'paid' if paid else 'refused'}, math-verify {'pays' if expected else 'refuses'}"] += 1
-        told = f"{answer.edit}: reference {reference!r}, answer {answer.text!r}"
+        case = f"{answer.edit}: reference {reference!r}, answer {answer.text!r}"
         if answer.is_right and not paid:
-            unexplained.append(f"a right answer is refused; {told}")
+            unexplained.append(f"a right answer is refused; {case}")
         elif paid and not expected and not answer.is_right:
             if (name := _paid_by(reference, answer.text)) is None:
-                unexplained.append(f"paid beyond math-verify; {told}")
+                unexplained.append(f"paid beyond math-verify; {case}")
             else:
                 rules[f"paid: {name}"] += 1
         elif expected and not paid:
             if (name := rule(reference, answer.text)) is None:
-                unexplained.append(f"refused by no rule; {told}")
+                unexplained.append(f"refused by no rule; {case}")
             else:
                 rules[name] += 1
     return {"answers": count, "seed": seed, **dict(sorted(figures.items())), "rules": dict(rules)}, unexplained
 
 
 def main() -> None:
-    """Print the figures, and the differences without a rule on stderr."""
+    """Print the statistics, and the differences without a rule on stderr."""
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 20_000
     figures, unexplained = compared(count, seed=1)
     figures["references"] = sum(reference_problem(text) is None for text in readings())

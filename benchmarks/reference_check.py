@@ -1,9 +1,9 @@
-"""Seconds that the check of references takes, of 30,000 rows of three kinds.
+"""Seconds of the reference check for 30,000 rows of three kinds.
 
-    python -m benchmarks.reference_check GSM8K       # folder with GSM8K's train.jsonl and test.jsonl; figures as JSON
+    python -m benchmarks.reference_check GSM8K       # folder with GSM8K's train.jsonl and test.jsonl; prints JSON
 
-GSM8K has each row scored by its solution and by its reference. Integers are as DAPO-Math-17k has them. The forms of
-MATH are those of tests/data/math_references.txt that can be read, over and over.
+Rows of GSM8K are scored by their solution and their reference. Integers are those of DAPO-Math-17k. The forms of MATH
+are the readable forms of tests/data/math_references.txt, repeated.
 """
 
 import json
@@ -22,7 +22,7 @@ FORMS = Path(__file__).parents[1] / "tests" / "data" / "math_references.txt"
 
 
 def main() -> None:
-    """Check each kind once, and once more from the kept result."""
+    """Check each kind once, and again from the stored result."""
     lines = FORMS.read_text(encoding="utf-8").splitlines()
     forms = [form for line in lines if not reference_problem(form := line.partition("\t")[0])]
     kinds = {
@@ -45,9 +45,9 @@ def main() -> None:
             for _ in range(2):
                 KNOWN.clear()  # of this process
                 begun = time.perf_counter()
-                told = check_references(data, 1, RewardConfig(num_processes=2), root)
+                report = check_references(data, 1, RewardConfig(num_processes=2), root)
                 seconds.append(round(time.perf_counter() - begun, 2))
-            print(json.dumps({"rows": kind, "first_s": seconds[0], "kept_s": seconds[1], "report": told}), flush=True)
+            print(json.dumps({"rows": kind, "first_s": seconds[0], "kept_s": seconds[1], "report": report}), flush=True)
 
 
 if __name__ == "__main__":

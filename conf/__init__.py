@@ -1,1 +1,1 @@
-"""Settings files: Hydra groups and experiments. YAML says only what differs from the defaults in rlcore.config."""
+"""Settings files: Hydra groups and experiments. YAML has only differences from the defaults in rlcore.config."""

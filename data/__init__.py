@@ -1,1 +1,1 @@
-"""What a model is trained on: one module per task, the row schema, the tokenization filter, inspection."""
+"""Training data: a module per task, the row schema, the tokenization filter, and inspection."""

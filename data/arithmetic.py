@@ -1,28 +1,27 @@
-"""Exact arithmetic on an equation that a model wrote. Nothing is ever evaluated by Python.
+"""Exact arithmetic on an equation written by a model.
 
-The grammar is integers, `+ - * /`, parentheses and ASCII white space: no unary sign, no decimals, no powers, no
-`//` or `%`. Time and memory are bounded by the length of the text.
+Expressions are integers, `+ - * /`, parentheses and ASCII white space: no unary sign, decimals, powers, `//` or `%`.
+Time and memory are bounded by the length of the text, and Python never evaluates it.
 """
 
 import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-# Six numbers with every bracket and space stay far below it; it bounds the size of a product too (no powers).
 MAX_EXPRESSION_CHARS = 1_000
-
+"""Bound on the text, and so on the size of a product."""
 _ALLOWED = re.compile(r"[0-9+\-*/() \t\r\n]*")
-# "07" falls apart into two numbers side by side, which no rule of the grammar allows.
+# "07" becomes two adjacent numbers, which the grammar refuses.
 _TOKEN = re.compile(r"0|[1-9][0-9]*|[-+*/()]")
 _PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
-
-Rational = tuple[int, int]  # numerator, denominator; not reduced
+Rational = tuple[int, int]
+"""Numerator and denominator, not reduced."""
 _Operation = tuple[Rational, str, Rational, Rational]  # left, operator, right, result
 
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """A well-formed expression: its numbers as written, its value (None: division by zero), and each operation done."""
+    """A well-formed expression: its numbers as written, its value (None: division by zero) and its operations."""
 
     numbers: tuple[int, ...]
     value: Fraction | None
@@ -30,19 +29,20 @@ class Expression:
     """Left value, operator, right value and result, in the order of the computation."""
 
     def solution_steps(self) -> str:
-        """Every operation with its result, in order.
+        """Write every operation with its result, in order.
 
         >>> evaluate("44 - 14 - (38 - 21)").solution_steps()
         '44 - 14 = 30, 38 - 21 = 17, 30 - 17 = 13'
         """
-        return ", ".join(
-            f"{_written(left)} {operator} {_written(right)} = {_written(result)}"
-            for left, operator, right, result in self.operations
-        )
+
+        def text(value: Rational) -> str:
+            return str(Fraction(*value)) if value[1] else "undefined"
+
+        return ", ".join(f"{text(a)} {operator} {text(b)} = {text(value)}" for a, operator, b, value in self.operations)
 
 
 def evaluate(text: str) -> Expression | None:
-    """Parse and compute; None where the text is no expression of the grammar.
+    """Parse and compute an expression; None where the text is not one.
 
     >>> evaluate("(8 - 3) / 2").value
     Fraction(5, 2)
@@ -56,14 +56,14 @@ def evaluate(text: str) -> Expression | None:
     numbers: list[int] = []
     values: list[Rational] = []
     done: list[_Operation] = []
-    waiting: list[str] = []  # operators and open brackets, innermost last
+    pending: list[str] = []  # operators and open brackets, innermost last
     wants_operand = True
     for token in _TOKEN.findall(text):
         if token == "(" or token[0].isdigit():
             if not wants_operand:
                 return None
             if token == "(":
-                waiting.append(token)
+                pending.append(token)
                 continue
             numbers.append(int(token))
             values.append((numbers[-1], 1))
@@ -71,30 +71,22 @@ def evaluate(text: str) -> Expression | None:
             continue
         if wants_operand:
             return None
-        if token == ")":
-            if not _close(values, waiting, done):
-                return None
-            continue
-        while waiting and waiting[-1] != "(" and _PRECEDENCE[waiting[-1]] >= _PRECEDENCE[token]:
-            _apply(values, waiting.pop(), done)
-        waiting.append(token)
-        wants_operand = True
-    if wants_operand or "(" in waiting:
+        precedence = _PRECEDENCE.get(token, 0)
+        while pending and pending[-1] != "(" and _PRECEDENCE[pending[-1]] >= precedence:
+            _apply(values, pending.pop(), done)
+        if token != ")":
+            pending.append(token)
+            wants_operand = True
+        elif not pending:
+            return None
+        else:
+            pending.pop()
+    if wants_operand or "(" in pending:
         return None
-    while waiting:
-        _apply(values, waiting.pop(), done)
+    while pending:
+        _apply(values, pending.pop(), done)
     numerator, denominator = values[0]
     return Expression(tuple(numbers), Fraction(numerator, denominator) if denominator else None, tuple(done))
-
-
-def _close(values: list[Rational], waiting: list[str], done: list[_Operation]) -> bool:
-    """Compute back to the matching open bracket; False where there is none."""
-    while waiting:
-        operator = waiting.pop()
-        if operator == "(":
-            return True
-        _apply(values, operator, done)
-    return False
 
 
 def _apply(values: list[Rational], operator: str, done: list[_Operation]) -> None:
@@ -113,26 +105,22 @@ def _apply(values: list[Rational], operator: str, done: list[_Operation]) -> Non
     done.append(((a, b), operator, (c, d), values[-1]))
 
 
-def _written(value: Rational) -> str:
-    return str(Fraction(*value)) if value[1] else "undefined"
-
-
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A piece of text under construction; `precedence` 3 is a number, 2 a product, 1 a sum."""
+    """Text of a partial expression. `precedence`: 3 for a number, 2 for a product, 1 for a sum."""
 
     text: str
     precedence: int
 
 
 def join(left: Term, operator: str, right: Term) -> Term:
-    """`left operator right` with no more brackets than exact arithmetic needs.
+    """Write `left operator right` with no more brackets than exact arithmetic needs.
 
     >>> join(join(Term("7", 3), "-", Term("2", 3)), "*", Term("3", 3)).text
     '(7 - 2) * 3'
     """
-    own = _PRECEDENCE[operator]
-    a = f"({left.text})" if left.precedence < own else left.text
-    tight = right.precedence < own or (right.precedence == own and operator in "-/")
-    b = f"({right.text})" if tight else right.text
-    return Term(f"{a} {operator} {b}", own)
+    precedence = _PRECEDENCE[operator]
+    a = f"({left.text})" if left.precedence < precedence else left.text
+    needs_brackets = right.precedence < precedence or (right.precedence == precedence and operator in "-/")
+    b = f"({right.text})" if needs_brackets else right.text
+    return Term(f"{a} {operator} {b}", precedence)

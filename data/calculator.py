@@ -1,4 +1,4 @@
-"""Exact arithmetic for the model: as a tool that it calls, and as environments in which a turn ends with a computation.
+"""Exact arithmetic for the model: a tool, and environments in which a turn ends with a computation.
 
 data.environment=rlcore.rollout.tools:Tools episode.tools=[data.calculator:calculate]
 millrace run experiment=countdown_calculator
@@ -41,48 +41,49 @@ def calculate(expression: str) -> str:
 
 
 class Countdown:
-    """Countdown with a calculator: each turn is an equation, the reply its value (`> VALUE =`, or `: =` where it is no
-    equation), in the words of a model made from nothing. The episode ends with the right one.
+    """Countdown with a calculator: a turn is an equation, and the reply its value (`> VALUE =`, or `: =` without one).
+
+    The reply has words of the scratch tokenizer. The episode ends with the right equation.
     """
 
     def reset(self, row: Mapping[str, Any]) -> None:
-        """Keep the problem."""
+        """Set the problem."""
         self._row = row
 
     def step(self, text: str) -> Turn:
-        """Compute an equation, and score it."""
+        """Compute and score an equation."""
         found = score(text, self._row)
         reply = COMPUTED.format(value=calculate(text)) if evaluate(text) else ": ="
         return Turn(reply, done=found.parts["correct"] == 1.0, reward=found.parts["correct"], parts=found.parts)
 
 
 class WordProblems:
-    """GSM8K with a calculator: a turn that ends with `<<48/2=` is answered by the value, any other ends the episode.
+    """GSM8K with a calculator: a turn that ends with `<<48/2=` gets the value as reply, any other ends the episode.
 
-    The reward is the strict score of all that the model wrote.
+    The reward is the strict score of all turns.
     """
 
     def reset(self, row: Mapping[str, Any]) -> None:
-        """Keep the ground truth."""
+        """Set the ground truth."""
         self._row, self._calls, self._failed = row, 0, 0
         self._texts: list[str] = []
 
     def step(self, text: str) -> Turn:
-        """Compute what the turn asks for, or score the answer."""
+        """Compute the requested value, or score the response."""
         self._texts.append(text)
-        asked = _REQUEST.search(text.rstrip())
-        reply = calculator_line(asked[1]) if asked else None
-        self._calls += asked is not None
-        self._failed += asked is not None and reply is None
+        request = _REQUEST.search(text.rstrip())
+        reply = calculator_line(request[1]) if request else None
+        self._calls += request is not None
+        self._failed += request is not None and reply is None
         found = gsm8k.score("\n".join(self._texts), self._row)
         parts = {**found.parts, "calls": self._calls, "calls_failed": self._failed}
-        if asked:
+        if request:
             return Turn(reply or "?", parts=parts)
         return Turn("", done=True, reward=found.total, parts=parts)
 
 
 def calculator_line(expression: str) -> str | None:
-    """The value of an expression of numbers with or without decimals, to four places; None where there is none.
+    """Return the value of an expression with or without decimals to four places, or None.
 
     >>> calculator_line("0.5*30"), calculator_line("100/3"), calculator_line("-2"), calculator_line("1/0")
     ('15', '33.3333', None, None)
@@ -96,7 +97,7 @@ def calculator_line(expression: str) -> str | None:
 
 
 def episode(answer: str) -> list[dict[str, str]] | None:
-    """A published solution as the messages of an episode; None where a stated value is not the calculator's.
+    """Return a published solution as messages of an episode; None where a stated value is not the calculator's.
 
     >>> [message["content"] for message in episode("He has 48/2 = <<48/2=24>>24 clips.\\n#### 24")]
     ['He has 48/2 = <<48/2=', '24', '24 clips.\\n#### 24']
@@ -117,7 +118,7 @@ def episode(answer: str) -> list[dict[str, str]] | None:
 
 
 def main(source: Path, target: Path) -> None:
-    """Write the demonstrations of a published file of GSM8K, and tell how many solutions were left out."""
+    """Write demonstrations for a published file of GSM8K, and print how many solutions were left out."""
     from data.records import records_of
 
     left_out, lines = 0, []
@@ -126,8 +127,8 @@ def main(source: Path, target: Path) -> None:
         if messages is None:
             left_out += 1
             continue
-        asked = {"role": "user", "content": gsm8k.prompt_of(record.text("question"))}
-        lines.append(json.dumps({"messages": [asked, *messages]}))
+        prompt = {"role": "user", "content": gsm8k.prompt_of(record.text("question"))}
+        lines.append(json.dumps({"messages": [prompt, *messages]}))
     target.write_text("\n".join(lines) + "\n")
     print(f"{target}: {len(lines):,} demonstrations; {left_out:,} solutions state a value that is not the calculator's")
 

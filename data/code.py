@@ -1,13 +1,13 @@
-"""Programs as answers: problems with tests from jsonl files; an answer's program runs in the sandbox.
+"""Programs as responses: problems with tests from jsonl files. The program of a response runs in the sandbox.
 
     millrace run ... data=code 'data.options=[FOLDER]'
 
-The folder holds `train.jsonl` and `test.jsonl`. A line has a `question`, perhaps a `solution`, and `tests`: of each
-either what the program reads and prints (`{"stdin": "3 4", "stdout": "7"}`; white space at the ends of lines does not
-count), or Python that runs after it (`"assert add(3, 4) == 7"`). The score is the share of tests that pass.
+The folder contains `train.jsonl` and `test.jsonl`. A line has a `question`, `tests`, and optionally a `solution`. A
+test is the input and output of the program (`{"stdin": "3 4", "stdout": "7"}`; white space at line ends is ignored), or
+Python that runs after the program (`"assert add(3, 4) == 7"`). The score is the share of passed tests.
 
-A program that exits before the lines of its test does not pass it. One that looks for the test in its own process can
-find it there: keep what must not be guessed in `stdin` and `stdout`, of which the program never sees the second.
+A program that exits before the lines of its test does not pass it. A program can find a Python test in its own process:
+keep secret values in `stdin` and `stdout`, since it never sees the latter.
 """
 
 import json
@@ -34,7 +34,7 @@ _SPLITS = {"train": "train", "validation": "test"}
 
 
 def build(settings: "CustomData", seed: int) -> TaskRows:
-    """The problems of both files, at most `data.train_size` and `data.validation_size`. Raises DataError by line."""
+    """Return at most `data.train_size` and `data.validation_size` problems of the files. Raises DataError by line."""
     if len(settings.options) != 1:
         raise DataError(f"data.options: must name the folder of train.jsonl and test.jsonl; got {settings.options}")
     most = {"train": settings.train_size, "validation": settings.validation_size}
@@ -76,7 +76,7 @@ def _is_test(test: object) -> bool:
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """The share of tests that the answer's program passes in `sandbox.time_s`, all tests together.
+    """Score the share of tests that the program passes in `sandbox.time_s` together.
 
     Parts: `passed` (all of them) and `compiles`, each 0 or 1.
     """
@@ -89,7 +89,7 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
             break
         is_passed, ran = _run_test(program, test, left)
         passed += is_passed
-        if not is_passed and compiles is None and _BROKEN.search(ran.stderr):  # of the answer, or of what it evaluates
+        if not is_passed and compiles is None and _BROKEN.search(ran.stderr):  # of the program, or of evaluated text
             compiles = _compiles(program, until - time.monotonic())
         if compiles is False:
             break  # the others cannot pass either
@@ -97,7 +97,7 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
 
 
 def program_of(response: str) -> str:
-    """The last block of code of an answer, the whole answer without one.
+    """Return the last code block of a response, or the whole response without one.
 
     >>> program_of("So:\\n```python\\nprint(1)\\n```\\nDone.")
     'print(1)\\n'

@@ -1,12 +1,11 @@
 """The countdown task: reach a target from given numbers, each used exactly once.
 
-Rows, prompts and scorer. With tags (every template but `bare`) the equation stands between `<answer>` and
-`</answer>`; text around it is free, and text without tags scores 0. The last finished pair counts; after a few-shot
-prompt the first, since a base model goes on with problems of its own. In the `bare` template, meant for small models
-made from nothing, the whole answer is the equation. Rows of these two templates are marked (`form` in the
-ground truth), so a dataset cannot meet the wrong scorer.
+Rows, prompts and scorer. Templates other than `bare` expect the equation between `<answer>` and `</answer>`, and the
+last complete pair counts. After a few-shot prompt the first pair counts, since a base model continues with further
+problems. In the `bare` template the whole response is the equation. The ground truth of these two templates has a
+`form`, by which the scorer reads the response.
 
-    tags   1.0 correct, 0.1 one well-formed expression that is wrong (value, or numbers not used exactly once), else 0
+    tags   1.0 correct, 0.1 a well-formed expression with a wrong value or wrong numbers, else 0
     bare   1.0 correct, else 0
 """
 
@@ -47,57 +46,51 @@ _FEW_SHOT = (
     "Numbers: 7, 30, 12\nTarget: 25\nAnswer: <answer> 30 - 12 + 7 </answer>\n\n"
     "Numbers: {listed}\nTarget: {target}\nAnswer:"
 )
-# Only symbols of the tokenizer made from nothing: each integer and each sign is one token.
+# The scratch tokenizer has one token for each integer and each sign.
 _BARE = "{spaced} : {target} ="
-
 _TEMPLATES = {"bare": _BARE, "base": _BASE, "qwen-instruct": _QWEN_INSTRUCT, "chat": _TASK, "few-shot": _FEW_SHOT}
 CALCULATOR = "data.calculator:Countdown"
-"""The environment whose turns a solution in the `bare` template shows."""
+"""Environment whose turns are part of the solutions of the `bare` template."""
 COMPUTED = "> {value} ="
-"""What that environment replies to an equation."""
+"""Reply of that environment to an equation."""
 TURN_END = "<eos>"
-"""How a turn ends in the text of a solution: the end token of the tokenizer made from nothing."""
-# A whole answer, as it would go on from the prompt.
-_ANSWERS = {
+"""End token of the scratch tokenizer, which ends each turn in the text of a solution."""
+_SOLUTIONS = {
     "bare": "{work}{equation}",
     "base": " {work} </think>\n<answer> {equation} </answer>",
     "qwen-instruct": " {work} </think>\n<answer> {equation} </answer>",
     "chat": "<think> {work} </think>\n<answer> {equation} </answer>",
     "few-shot": " <answer> {equation} </answer>",
 }
-
 _FORMS = {"bare": "bare", "few-shot": "first"}
 
 
 def build(settings: "CountdownData", seed: int) -> TaskRows:
-    """The task's rows; the seed fixes every byte. Raises DataError where the settings allow too few problems."""
+    """Make the rows; the seed determines every byte. Raises DataError where the settings allow too few problems."""
     from data.countdown_problems import generate
 
-    problems = generate(settings, seed)
     return TaskRows(
         data_source="countdown",
         ability="math",
         prompt_form="chat" if settings.template == "chat" else "text",
-        splits={split: _rows(settings, found, seed) for split, found in problems.items()},
+        splits={split: _rows(settings, problems, seed) for split, problems in generate(settings, seed).items()},
     )
 
 
 def inputs(settings: "CountdownData") -> Mapping[str, str]:
-    """No files: every row is drawn."""
+    """Return no digests: the rows are generated."""
     return {}
 
 
 def _rows(settings: "CountdownData", problems: "Iterable[Problem]", seed: int) -> Iterator[Row]:
-    template = _TEMPLATES[settings.template]
-    operations = ", ".join(settings.operations)
     for problem in problems:
         numbers = problem.numbers
-        content = template.format(
+        content = _TEMPLATES[settings.template].format(
             numbers=list(numbers),
             listed=", ".join(map(str, numbers)),
             spaced=" ".join(map(str, numbers)),
             target=problem.target,
-            operations=operations,
+            operations=", ".join(settings.operations),
         )
         ground_truth: dict[str, str | int | float | list[int]] = {"target": problem.target, "numbers": list(numbers)}
         if settings.template in _FORMS:
@@ -106,38 +99,31 @@ def _rows(settings: "CountdownData", problems: "Iterable[Problem]", seed: int) -
             prompt=(Message("user", content),),
             ground_truth=ground_truth,
             difficulty=problem.difficulty,
-            solution=_answer(settings, problem, problem.solution, seed),
-            distractor=_answer(settings, problem, problem.distractor, seed) if problem.distractor else "",
+            solution=_solution(settings, problem, problem.solution, seed),
+            distractor=_solution(settings, problem, problem.distractor, seed) if problem.distractor else "",
         )
 
 
-def _answer(settings: "CountdownData", problem: "Problem", equation: str, seed: int) -> str:
-    work = _work(settings, problem, equation, seed)
-    return _ANSWERS[settings.template].format(work=work, equation=equation)
-
-
-def _work(settings: "CountdownData", problem: "Problem", equation: str, seed: int) -> str:
-    """What a solution shows before its answer: the value alone, or a search that ends at the equation. In the `bare`
-    template nothing, or the turns of an episode with a calculator: an equation, the end of a turn, the reply.
-    """
+def _solution(settings: "CountdownData", problem: "Problem", equation: str, seed: int) -> str:
+    """Return the response that gives an equation, with the value or the search before it as the template has it."""
     last = evaluate(equation)
     assert last is not None
-    tries = (
-        [] if settings.search_tries is None else problem.wrong_tries(settings.search_tries, settings.operations, seed)
-    )
+    num_tries, tries = settings.search_tries, list[str]()
+    if num_tries is not None:
+        tries = problem.wrong_tries(num_tries, settings.operations, seed)
     wrong = [(text, one) for text, one in zip(tries, map(evaluate, tries), strict=True) if one is not None]
     if settings.template == "bare":
-        shown = wrong if settings.environment == CALCULATOR else []
-        return "".join(f"{text} {TURN_END} {COMPUTED.format(value=one.value)} " for text, one in shown)
-    if settings.search_tries is None:
-        return f"{equation} = {last.value}"
-    return "".join(f"{one.solution_steps()}, no\n" for _, one in wrong) + last.solution_steps()
+        turns = wrong if settings.environment == CALCULATOR else []
+        work = "".join(f"{text} {TURN_END} {COMPUTED.format(value=one.value)} " for text, one in turns)
+    elif num_tries is None:
+        work = f"{equation} = {last.value}"
+    else:
+        work = "".join(f"{one.solution_steps()}, no\n" for _, one in wrong) + last.solution_steps()
+    return _SOLUTIONS[settings.template].format(work=work, equation=equation)
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score an answer text. Parts: `correct` and `format` (one well-formed expression), each 0 or 1.
-
-    Bounded in time and memory by the length of the text: exact arithmetic on a parsed expression.
+    """Score a response. Parts: `correct` and `format` (one well-formed expression), each 0 or 1.
 
     >>> score("so <answer> (8 - 3) * 2 </answer>", {"target": 10, "numbers": [2, 3, 8]}).total
     1.0
@@ -147,19 +133,18 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
     form, target, numbers = (ground_truth.get(name) for name in ("form", "target", "numbers"))
     if not isinstance(target, int | float) or not isinstance(numbers, Sequence):
         raise TypeError(f"the ground truth of countdown is {{target, numbers}}, got {str(dict(ground_truth))[:100]}")
-    bare = form == "bare"
-    equation = response if bare else tagged_answer(response, first=form == "first")
+    equation = response if form == "bare" else tagged_answer(response, first=form == "first")
     expression = None if equation is None else evaluate(equation)
-    said = None if equation is None else "".join(equation.split())
+    vote = None if equation is None else "".join(equation.split())
     if expression is None:
-        return Score(0.0, {"correct": 0.0, "format": 0.0}, said)
+        return Score(0.0, {"correct": 0.0, "format": 0.0}, vote)
     if expression.value == target and sorted(expression.numbers) == sorted(numbers):
-        return Score(1.0, {"correct": 1.0, "format": 1.0}, said)
-    return Score(0.0 if bare else WELL_FORMED_SCORE, {"correct": 0.0, "format": 1.0}, said)
+        return Score(1.0, {"correct": 1.0, "format": 1.0}, vote)
+    return Score(0.0 if form == "bare" else WELL_FORMED_SCORE, {"correct": 0.0, "format": 1.0}, vote)
 
 
 def tagged_answer(response: str, *, first: bool = False) -> str | None:
-    """Text of the last (or first) finished `<answer>` pair, None without one. Linear in the length of the text.
+    """Return the text of the last (or first) complete `<answer>` pair, or None, in linear time.
 
     >>> tagged_answer("<answer> 1 </answer> no, <answer> 2 </answer> or <answer> 3")
     ' 2 '

@@ -1,9 +1,9 @@
-"""Countdown problems, each solvable by construction, dealt to two splits that share no multiset of numbers.
+"""Countdown problems, solvable by construction, in two splits that share no multiset of numbers.
 
 Small spaces (the demo's 5,326 problems) are enumerated by a solver, so a request for too many is refused with their
-exact number. In large spaces random equations over random numbers are drawn, or numbers and targets independently, of
-which those are kept that an equation reaches (`data.targets`), in chunks with generators of their own, made from (seed,
-chunk), and used in order.
+exact number. In large spaces random equations over random numbers are drawn. With uniform targets (`data.targets`),
+numbers and targets are drawn independently, and those that an equation reaches are kept. Problems are drawn in chunks,
+each with a generator seeded by (seed, chunk), and used in order.
 """
 
 import random
@@ -19,42 +19,38 @@ from data.arithmetic import Rational, Term, evaluate, join
 from rlcore.config.data import CountdownData
 from rlcore.errors import DataError
 
-# Rough cost of solving a whole space, in combinations of two values; above it problems are drawn instead.
+# Most combinations of two values for which a whole space is solved.
 _MAX_ENUMERATED = 4_000_000
-# Combinations that the solver makes for one multiset of n numbers (measured, without equal values).
+# Combinations that the solver makes for one multiset of n numbers, measured without equal values.
 _COST = {2: 6, 3: 150, 4: 3_500, 5: 90_000, 6: 3_000_000}
-# Estimate of a space that is too large to enumerate: multisets that are solved for it, the most that one may cost, and
-# the excess over the estimate (its error is a few percent) at which a request is refused without a draw.
+# Estimate of a large space: solved multisets, the highest cost of one, and the excess over the estimate (its error is
+# a few percent) above which a request is refused.
 _SAMPLED = 200
 _MAX_SAMPLED_COST = 10_000
 _SAMPLE_MARGIN = 1.25
-# A request for fewer problems than this share of the multisets needs no estimate: every usual range has more.
+# Requests below this share of the multisets need no estimate: usual ranges have more problems.
 _FEW_SHARE = 0.1
-# Every so many chunks: share of new ones among the wanted problems below which the space counts as used up.
+# Every `_STALL_CHUNKS` chunks: share of new problems below which the space counts as exhausted.
 _STALL_CHUNKS = 32
 _STALL_SHARE = 0.01
 CHUNK = 4_096
 """Equations drawn together."""
-# Each try finds one for a third of the rows; the rows left have mostly numbers that reach nothing else.
-_DISTRACTOR_TRIES = 16
-# Most uniform targets that are tried with one draw of numbers.
-_MOST_TARGETS = 32
-# Equations drawn for each wrong one of a search; the nearest to the target are taken.
-_TRIES_FOR_ONE = 8
-
+_DISTRACTOR_TRIES = 16  # each finds one for a third of the rows
+_MOST_TARGETS = 32  # uniform targets that are tried with one draw of numbers
+_TRIES_FOR_ONE = 8  # equations drawn for each wrong one of a search
 _TRAIN, _VALIDATION = "train", "validation"
 _SIGNS = "+-*/"
 
 Multiset = tuple[int, ...]
 Merge = tuple[int, int, int]
-"""Two slots and the place of an operation in `_SIGNS`: the second slot goes into the first."""
+"""Two slots and the index of an operation in `_SIGNS`. The result of the second slot replaces the first."""
 Fraction = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""Numerators and denominators [M] of a slot's values."""
+"""Numerators and denominators [M] of a slot."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Numbers, target, an equation for it, and one over the same numbers for another target ('' without one)."""
+    """A problem: numbers, target, an equation, and an equation for another target ('' without one)."""
 
     numbers: tuple[int, ...]
     target: int
@@ -64,13 +60,13 @@ class Problem:
 
     @property
     def difficulty(self) -> int:
-        """Fewest operations: every number must be used, so one less than there are numbers."""
+        """Return the number of operations. Every number is used, so it is one less than the numbers."""
         return len(self.numbers) - 1
 
     def wrong_tries(self, most: int, operations: Sequence[str], seed: int) -> list[str]:
-        """Up to `most` equations over the numbers that miss the target; the nearest one is last.
+        """Return up to `most` equations over the numbers that miss the target, the nearest last.
 
-        Every value on the way is a whole number that is not negative.
+        Every intermediate value is a non-negative whole number.
         """
         rng = random.Random(f"{seed} {self.numbers} {self.target}")
         wanted = rng.randint(0, most)
@@ -90,7 +86,7 @@ class Problem:
         return [found[value] for value in sorted(found, key=lambda value: abs(value - self.target))[:wanted]][::-1]
 
     def proved(self) -> "Problem":
-        """This problem, after its equation has been computed as the scorer computes it."""
+        """Return this problem after its equation has been checked by the scorer's arithmetic."""
         found = evaluate(self.solution)
         if found is None or found.value != self.target or sorted(found.numbers) != sorted(self.numbers):
             raise AssertionError(f"{self} does not solve itself")
@@ -98,10 +94,9 @@ class Problem:
 
 
 def generate(settings: CountdownData, seed: int) -> Mapping[str, list[Problem]]:
-    """Problems of both splits in their final order. No multiset of numbers occurs in both, no problem twice.
+    """Return the problems of both splits in their final order, without duplicates or shared multisets of numbers.
 
-    Raises:
-        DataError: the settings contradict each other, or allow fewer problems than asked.
+    Raises DataError where the settings contradict each other, or allow fewer problems than requested.
     """
     _check_settings(settings)
     if _is_enumerated(settings):
@@ -116,44 +111,45 @@ def generate(settings: CountdownData, seed: int) -> Mapping[str, list[Problem]]:
 
 
 def require_enough(settings: CountdownData, seed: int) -> None:
-    """Refuse a request for more problems than exist: counted in a small space, estimated by a sample in a large one.
+    """Refuse a request for more problems than exist: counted in a small space, estimated in a large one.
 
-    Raises:
-        DataError: the settings contradict each other, or allow fewer problems than asked.
+    Raises DataError where the settings contradict each other, or allow fewer problems than requested.
     """
     _check_settings(settings)
     if _is_enumerated(settings):
         _enumerate_problems(settings, seed)
         return
-    span = settings.number_high - settings.number_low + 1
     for counts, quota in zip(_classes(settings), _quotas(settings), strict=True):
-        if sum(quota.values()) < _FEW_SHARE * sum(comb(span + n - 1, n) for n in counts):
-            continue
-        total = sum(_num_problems(n, settings) for n in counts)
-        if (asked := sum(quota.values())) > _SAMPLE_MARGIN * total:
-            _raise_too_few(settings, counts, asked, round(total), about=True)
+        requested = sum(quota.values())
+        if requested >= _FEW_SHARE * sum(_num_multisets(n, settings) for n in counts):
+            total = sum(_num_problems(n, settings) for n in counts)
+            if requested > _SAMPLE_MARGIN * total:
+                _raise_too_few(settings, counts, requested, round(total), about=True)
 
 
 def _num_problems(n: int, settings: CountdownData) -> float:
-    """About how many problems of n numbers exist; infinite where a sample would cost more than a draw of all."""
+    """Estimate the number of problems of n numbers; infinite where a sample would cost more than drawing them all."""
     if _COST[n] > _MAX_SAMPLED_COST:
         return inf
     span = settings.number_high - settings.number_low + 1
     places = np.random.default_rng(n)
     targets = 0
-    for _ in range(_SAMPLED):  # multisets with equal chances: n places among span + n - 1
+    for _ in range(_SAMPLED):  # multisets with equal probability: n places among span + n - 1
         chosen = np.sort(places.choice(span + n - 1, size=n, replace=False)) - np.arange(n) + settings.number_low
         targets += sum(
             bottom == 1 and settings.target_low <= top <= settings.target_high
             for top, bottom in solve(tuple(chosen.tolist()), settings.operations)
         )
-    return comb(span + n - 1, n) * targets / _SAMPLED
+    return _num_multisets(n, settings) * targets / _SAMPLED
 
 
 def _is_enumerated(settings: CountdownData) -> bool:
     counts = range(settings.min_numbers, settings.max_numbers + 1)
-    span = settings.number_high - settings.number_low + 1
-    return sum(_COST[n] * comb(span + n - 1, n) for n in counts) <= _MAX_ENUMERATED
+    return sum(_COST[n] * _num_multisets(n, settings) for n in counts) <= _MAX_ENUMERATED
+
+
+def _num_multisets(n: int, settings: CountdownData) -> int:
+    return comb(settings.number_high - settings.number_low + n, n)
 
 
 def _check_settings(settings: CountdownData) -> None:
@@ -163,7 +159,7 @@ def _check_settings(settings: CountdownData) -> None:
         if a > b:
             problems.append(f"data.{low} must not be above data.{high}, got {a} and {b}")
     n = settings.max_numbers
-    # An unreduced numerator is a sum of at most 2^(n-1) products of the n numbers; it must fit 63 bits.
+    # An unreduced numerator is a sum of at most 2^(n-1) products of the n numbers and must fit in 63 bits.
     if settings.number_high**n * 2 ** (n - 1) >= 2**63:
         highest = int((2**63 / 2 ** (n - 1)) ** (1 / n)) - 1
         problems.append(f"data.number_high must be at most {highest} with {n} numbers, got {settings.number_high}")
@@ -173,30 +169,20 @@ def _check_settings(settings: CountdownData) -> None:
         raise DataError("; ".join(problems))
 
 
-def _sizes(settings: CountdownData) -> Mapping[str, int]:
-    return {_TRAIN: settings.train_size, _VALIDATION: settings.validation_size}
-
-
 def _classes(settings: CountdownData) -> list[tuple[int, ...]]:
-    """Counts of numbers that share a quota: one each where difficulties are balanced, else all together."""
+    """Return the groups of counts of numbers that share a quota: one each for balanced difficulties, else one."""
     counts = tuple(range(settings.min_numbers, settings.max_numbers + 1))
     return [(n,) for n in counts] if settings.balance_difficulty else [counts]
 
 
 def _quotas(settings: CountdownData) -> list[Mapping[str, int]]:
-    """Rows of each split for each class, as equal as whole numbers can be."""
-    parts = len(_classes(settings))
-    return [
-        {split: size // parts + (index < size % parts) for split, size in _sizes(settings).items()}
-        for index in range(parts)
-    ]
-
-
-# ---------------------------------------------------------------- small spaces: solved whole
+    """Return the rows of each split for each class, as equal as possible."""
+    parts, sizes = len(_classes(settings)), {_TRAIN: settings.train_size, _VALIDATION: settings.validation_size}
+    return [{split: n // parts + (index < n % parts) for split, n in sizes.items()} for index in range(parts)]
 
 
 def _enumerate_problems(settings: CountdownData, seed: int) -> dict[str, list[Problem]]:
-    """Problems out of all that exist, dealt to the splits multiset by multiset."""
+    """Choose from all problems that exist, multiset by multiset."""
     rng = np.random.default_rng((seed, 0))
     found: dict[str, list[Problem]] = {_TRAIN: [], _VALIDATION: []}
     for counts, quota in zip(_classes(settings), _quotas(settings), strict=True):
@@ -250,7 +236,7 @@ def _raise_too_few(
 def _deal(
     groups: list[list[Problem]], num_held_out: int, rng: np.random.Generator
 ) -> tuple[list[Problem], list[Problem]]:
-    """Whole groups at random until exactly `num_held_out` problems are set apart, if whole groups can make it."""
+    """Choose whole groups at random until exactly `num_held_out` problems are held out, if whole groups allow it."""
     held_out: list[Problem] = []
     rest: list[Problem] = []
     for index in rng.permutation(len(groups)).tolist():
@@ -269,7 +255,7 @@ def _sample(pool: list[Problem], size: int, split: str, rng: np.random.Generator
 
 
 def solve(numbers: tuple[int, ...], operations: tuple[str, ...]) -> dict[Rational, Term]:
-    """Every value that an equation over all the numbers can reach, with the shortest equation for it.
+    """Return every value of an equation over all the numbers, with the shortest equation for it.
 
     >>> solve((2, 3), ("+", "/"))[(2, 3)].text
     '2 / 3'
@@ -295,7 +281,7 @@ def solve(numbers: tuple[int, ...], operations: tuple[str, ...]) -> dict[Rationa
 
 
 def _apply(left: Rational, operation: str, right: Rational) -> Rational | None:
-    """Reduced result with a positive denominator; None for a division by zero."""
+    """Return the reduced result with a positive denominator, or None for a division by zero."""
     (a, b), (c, d) = left, right
     if operation == "+":
         top, bottom = a * d + c * b, b * d
@@ -311,20 +297,13 @@ def _apply(left: Rational, operation: str, right: Rational) -> Rational | None:
     return top // divisor, bottom // divisor
 
 
-# ---------------------------------------------------------------- large spaces: drawn
+def _random_equations(
+    rng: np.random.Generator, numbers: np.ndarray, operations: tuple[str, ...]
+) -> tuple[Fraction, NDArray[np.int8]]:
+    """Draw an equation over each row of `numbers` [M, n]: two slots are merged by an operation, n - 1 times.
 
-
-@dataclass(frozen=True, slots=True)
-class _RandomEquations:
-    """Equations of one chunk: values (numerator, denominator) [M] and the merges that made them, `plan` [M, n-1, 3]."""
-
-    numerator: np.ndarray
-    denominator: np.ndarray
-    plan: np.ndarray
-
-
-def _random_equations(rng: np.random.Generator, numbers: np.ndarray, operations: tuple[str, ...]) -> _RandomEquations:
-    """A random equation over each row of `numbers` [M, n]: two slots merged by an operation, n - 1 times."""
+    Return the values, and the merges [M, n-1, 3].
+    """
     rows, n = numbers.shape
     every = np.arange(rows)
     top, bottom = numbers.copy(), np.ones_like(numbers)
@@ -342,16 +321,16 @@ def _random_equations(rng: np.random.Generator, numbers: np.ndarray, operations:
         top[every, i] = np.choose(code, [a * d + c * b, a * d - c * b, a * c, a * d])
         bottom[every, i] *= d != 0
         top[every, j], bottom[every, j] = top[:, left - 1], bottom[:, left - 1]
-    return _RandomEquations(top[:, 0], bottom[:, 0], plan)
+    return (top[:, 0], bottom[:, 0]), plan
 
 
 def equations_for(
     numbers: NDArray[np.int64], targets: NDArray[np.int64], operations: tuple[str, ...]
 ) -> tuple[NDArray[np.int8], NDArray[np.bool_]]:
-    """For each of the `targets` [M, T] the merges of an equation over its row of `numbers` [M, n], as `_Drawn.plan`
-    [M, T, n-1, 3], and whether there is one (bool [M, T]); of several the first by the order of `operations`.
+    """Solve each of the `targets` [M, T] with its row of `numbers` [M, n], by computing every equation for all rows.
 
-    Every equation over n numbers is computed for all rows at once: 6 of 2 numbers, 108 of 3, 3,888 of 4.
+    There are 6 equations of 2 numbers, 108 of 3 and 3,888 of 4. Return the merges [M, T, n-1, 3] of the first equation
+    by the order of `operations`, and whether there is one (bool [M, T]).
     """
     rows, n = numbers.shape
     plan, solved = np.zeros((*targets.shape, n - 1, 3), dtype=np.int8), np.zeros(targets.shape, dtype=bool)
@@ -371,7 +350,7 @@ def equations_for(
                     visit(left, merges)
                     continue
                 top, bottom = left[0]
-                near = np.flatnonzero(np.abs(top / bottom) <= farthest + 1)  # few: the exact division is the slow one
+                near = np.flatnonzero(np.abs(top / bottom) <= farthest + 1)  # few, since the exact division is slow
                 value, rest = np.divmod(top[near], bottom[near])
                 near, value = near[rest == 0], value[rest == 0]
                 row, column = np.nonzero((targets[near] == value[:, None]) & ~solved[near])
@@ -383,7 +362,7 @@ def equations_for(
 
 
 def _merge(left: Fraction, sign: str, right: Fraction) -> Fraction:
-    """One operation; a division by zero leaves a denominator of 0, as do all operations after it."""
+    """Apply one operation. A division by zero leaves a denominator of 0, as do all operations after it."""
     (a, b), (c, d) = left, right
     if sign == "/":
         return a * d, b * c * (d != 0)
@@ -393,7 +372,7 @@ def _merge(left: Fraction, sign: str, right: Fraction) -> Fraction:
 
 
 def _equation(numbers: list[int], plan: list[list[int]]) -> str:
-    """Text of one drawn equation: the merges of `_random_equations` done again, on text."""
+    """Write a drawn equation by repeating its merges on text."""
     slots = [Term(str(number), 3) for number in numbers]
     for i, j, code in plan:
         slots[i] = join(slots[i], _SIGNS[code], slots[j])
@@ -402,58 +381,58 @@ def _equation(numbers: list[int], plan: list[list[int]]) -> str:
     return slots[0].text
 
 
-def _whole_values(drawn: _RandomEquations, settings: CountdownData) -> tuple[np.ndarray, np.ndarray]:
-    """Values [M] where they are whole and in the target's range, and where that is (bool [M])."""
-    bottom = np.where(drawn.denominator == 0, 1, drawn.denominator)
-    value, rest = np.divmod(drawn.numerator, bottom)
-    good = (drawn.denominator != 0) & (rest == 0) & (value >= settings.target_low) & (value <= settings.target_high)
-    return value, good
+def _whole_values(values: Fraction, settings: CountdownData) -> tuple[np.ndarray, np.ndarray]:
+    """Return the values [M], and where they are whole and in the target's range (bool [M])."""
+    top, bottom = values
+    value, rest = np.divmod(top, np.where(bottom == 0, 1, bottom))
+    return value, (bottom != 0) & (rest == 0) & (value >= settings.target_low) & (value <= settings.target_high)
 
 
 def _distractors(
     rng: np.random.Generator, numbers: np.ndarray, target: np.ndarray, settings: CountdownData
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For each row the plan and value of an equation with another target, and whether none was found."""
+    """Draw equations with another target: their plans and values, and the rows without one (bool [M])."""
     rows, n = numbers.shape
     plan, found = np.zeros((rows, n - 1, 3), dtype=np.int8), np.zeros_like(target)
     still = np.arange(rows)
     for _ in range(_DISTRACTOR_TRIES):
-        drawn = _random_equations(rng, numbers[still], settings.operations)
-        value, whole = _whole_values(drawn, settings)
+        values, merges = _random_equations(rng, numbers[still], settings.operations)
+        value, whole = _whole_values(values, settings)
         good = whole & (value != target[still])
-        plan[still[good]], found[still[good]] = drawn.plan[good], value[good]
+        plan[still[good]], found[still[good]] = merges[good], value[good]
         still = still[~good]
     return plan, found, np.isin(np.arange(rows), still)
 
 
 def draw_chunk(settings: CountdownData, seed: int, chunk: int) -> list[Problem]:
-    """The problems of one chunk: a function of (settings, seed, chunk) alone. Those of random equations all have the
-    same count of numbers; those of uniform targets have every count, mixed."""
+    """Return the problems of one chunk, which depend on (settings, seed, chunk) alone.
+
+    Random equations of a chunk have one count of numbers. Uniform targets mix all counts.
+    """
     rng = np.random.default_rng((seed, 1, chunk))
     if settings.targets == "uniform":
         counts = range(settings.min_numbers, settings.max_numbers + 1)
         found = [problem for n in counts for problem in _with_uniform_targets(settings, rng, n)]
         return [found[index] for index in rng.permutation(len(found)).tolist()]
     num_counts = settings.max_numbers - settings.min_numbers + 1
-    numbers = _random_numbers(settings, rng, settings.min_numbers + chunk % num_counts)
-    drawn = _random_equations(rng, numbers, settings.operations)
-    target, good = _whole_values(drawn, settings)
-    return _problems(settings, rng, numbers[good], target[good], drawn.plan[good])
+    n = settings.min_numbers + chunk % num_counts
+    numbers = rng.integers(settings.number_low, settings.number_high + 1, size=(CHUNK, n))
+    values, plan = _random_equations(rng, numbers, settings.operations)
+    target, good = _whole_values(values, settings)
+    return _problems(settings, rng, numbers[good], target[good], plan[good])
 
 
 def _with_uniform_targets(settings: CountdownData, rng: np.random.Generator, n: int) -> list[Problem]:
-    """Problems of n numbers and independent targets. Several targets are tried with each draw of numbers, since of
-    those to 1,000 one in twenty is reached by four numbers; each pair of numbers and target is as likely as with one.
+    """Draw problems of n numbers with independent targets.
+
+    Several targets are tried with each draw of numbers: four numbers reach one in twenty of the targets up to 1,000.
+    Each pair of numbers and target stays equally likely.
     """
-    numbers = _random_numbers(settings, rng, n)
+    numbers = rng.integers(settings.number_low, settings.number_high + 1, size=(CHUNK, n))
     num_targets = min(_MOST_TARGETS, 1 + (settings.target_high - settings.target_low) // _MOST_TARGETS)
     targets = rng.integers(settings.target_low, settings.target_high + 1, size=(CHUNK, num_targets))
     plan, solved = equations_for(numbers, targets, settings.operations)
     return _problems(settings, rng, numbers[np.nonzero(solved)[0]], targets[solved], plan[solved])
-
-
-def _random_numbers(settings: CountdownData, rng: np.random.Generator, n: int) -> NDArray[np.int64]:
-    return rng.integers(settings.number_low, settings.number_high + 1, size=(CHUNK, n))
 
 
 def _problems(
@@ -463,7 +442,7 @@ def _problems(
     target: NDArray[np.int64],
     plan: NDArray[np.int8],
 ) -> list[Problem]:
-    """Problems out of numbers [M, n], targets [M] and the merges of their equations [M, n-1, 3]."""
+    """Make problems from numbers [M, n], targets [M] and the merges of their equations [M, n-1, 3]."""
     other, other_value, is_open = _distractors(rng, numbers, target, settings)
     order = rng.permuted(np.broadcast_to(np.arange(numbers.shape[1]), numbers.shape), axis=1)
     shown = np.sort(numbers, axis=1) if settings.template == "bare" else np.take_along_axis(numbers, order, axis=1)
@@ -475,7 +454,7 @@ def _problems(
 
 
 class _Dealer:
-    """Deals drawn problems to splits and classes until all quotas are full."""
+    """Distributes drawn problems to splits and classes until all quotas are full."""
 
     def __init__(self, settings: CountdownData, seed: int) -> None:
         self._seed = seed
@@ -484,10 +463,9 @@ class _Dealer:
         self._found: list[dict[str, list[Problem]]] = [{_TRAIN: [], _VALIDATION: []} for _ in self._quotas]
         self._seen: set[tuple[Multiset, int]] = set()
         self._num_wanted = self._num_new = 0
-        sizes = _sizes(settings)
-        held_out = sizes[_VALIDATION]
-        # Three standard deviations more than its share, so that the held-out split is full before the training split.
-        self._share = min(0.5, (held_out + 3 * held_out**0.5 + 3) / sum(sizes.values()))
+        held_out = settings.validation_size
+        # Three standard deviations above its share, so that the held-out split is full before the training split.
+        self._share = min(0.5, (held_out + 3 * held_out**0.5 + 3) / (settings.train_size + held_out))
 
     def deal(self, chunks: Iterator[list[Problem]]) -> dict[str, list[Problem]]:
         """Use chunks until every quota is full."""
@@ -533,7 +511,7 @@ class _Dealer:
 
 
 def _unit_hash(multiset: Multiset, seed: int) -> float:
-    """A number in [0, 1) that depends on the multiset and the seed alone (splitmix64)."""
+    """Return a number in [0, 1) that depends on the multiset and the seed alone (splitmix64)."""
     state = seed
     for number in multiset:
         state = (state * 1_000_003 + number + 1) & 0xFFFFFFFFFFFFFFFF

@@ -1,4 +1,4 @@
-"""Demonstrations of one's own for the warm start, tokenized once: conversations, or prompts with completions.
+"""The user's demonstrations for the warm start, tokenized once: conversations, or prompts with completions.
 
 A row of the file is one of
 
@@ -8,16 +8,15 @@ A row of the file is one of
     {"instruction": ..., "input": ..., "output": ...}                                               Alpaca
     {"prompt": "plain text", "completion": "plain text"}
 
-Content may be a list of text parts. A turn may have `tool_calls` and a row `tools`, as OpenAI writes them.
+Content may be a list of text parts. A turn may have `tool_calls` and a row `tools`, as in OpenAI's API.
 
-Each turn of the assistant is learned (those of `completion` where there is one), with the token that ends it, and
-nothing else. A `prompt` that ends with the assistant's words is continued by `completion`: one turn, whose rest is
-learned. A chat template may write a turn otherwise once another follows (some cut out what was thought): then what
-is learned is not what is sampled, so each prefix of a conversation must keep its tokens. The result has, for training
-and held out,
+The targets are the assistant's turns (of `completion`, if there is one) with their end tokens. A `completion` continues
+a `prompt` that ends with the assistant's words: one turn, whose second part is a target. Some chat templates write a
+turn differently once another follows (they cut out thoughts). Then the targets would differ from sampled text, so each
+prefix of a conversation must keep its tokens. The result has for each split
 
     token_ids        list<int32>   the whole conversation
-    answer_lengths   list<int32>   runs of tokens that are no answer's and of an answer's, in turn
+    answer_lengths   list<int32>   lengths of alternating runs of context and target tokens
 """
 
 import json
@@ -33,10 +32,9 @@ import numpy as np
 import pyarrow as pa
 
 from data.records import Record, records_of
-from data.schema import ROWS_PER_GROUP, provenance_metadata
-from data.stage import StageResult
+from data.schema import ROWS_PER_GROUP, parquet_writer, provenance_metadata
+from data.tasks import StageResult
 from data.tokenizer import ID_BYTES, PromptTokenizer, ResponseChangedError, encode_whole, tokenizer_fingerprint
-from data.write import parquet_writer
 from rlcore.config import WarmStartConfig
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
@@ -48,29 +46,29 @@ VERSION = 1
 """Raise it when equal rows give other columns or other token ids."""
 ROLES = ("system", "user", "assistant", "tool")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
-"""Names that ShareGPT's files give to roles."""
+"""Names of the roles in ShareGPT's files."""
 MOST_HELD_OUT = 10
-"""One row in so many is held out, at most."""
+"""At most one row in so many is held out."""
 _IDS = pa.list_(pa.int32())
 _SCHEMA = pa.schema([("token_ids", _IDS), ("answer_lengths", _IDS)])
 
 
 @dataclass(frozen=True, slots=True)
 class Tokenized:
-    """A row: its ids as bytes, and runs of tokens in turn, see `answer_lengths`."""
+    """A row: its ids as bytes, and the runs of `answer_lengths`."""
 
     ids: bytes
     lengths: tuple[int, ...]
 
 
 Encode = Callable[[Sequence[Record]], list[Tokenized | None]]
-"""Tokenizes rows: None for one without text to learn."""
+"""Tokenizes rows; None for a row without targets."""
 
 
 def demonstrations_fingerprint(
     config: WarmStartConfig, tokenizer_dir: Path, *, seed: int, chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> str:
-    """Fingerprint of the tokenized demonstrations of `warm_start.demonstrations`."""
+    """Return the fingerprint of the tokenized demonstrations of `warm_start.demonstrations`."""
     payload = {
         "version": VERSION,
         "file": content_digest(Path(config.demonstrations or "")),
@@ -84,7 +82,7 @@ def demonstrations_fingerprint(
 
 
 def tokenized_directory(digest: str, root: Path) -> Path:
-    """Folder of the tokenized demonstrations with this fingerprint."""
+    """Return the folder of the tokenized demonstrations with this fingerprint."""
     return root / "demonstrations" / digest
 
 
@@ -96,13 +94,13 @@ def tokenize_demonstrations(
     root: Path,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> StageResult:
-    """Tokenize a file of demonstrations, unless that has been done, and hold out some of them.
+    """Tokenize a file of demonstrations unless the result exists, and hold out some rows.
 
-    Counts are rows of `train` and `validation`, and of what was left out: `overlong`, `empty` (an answer without text),
+    Counts are rows of `train` and `validation`, and omitted rows: `overlong`, `empty` (a turn without text),
     `duplicate`. `chat_template_kwargs` are further names that the chat template reads.
 
     Raises:
-        DataError: a row that breaks the form, an answer that the template changes, or no row left.
+        DataError: a row breaks the form, the template changes a response, or no row is left.
         DiskSpaceError: no room. Nothing is left behind.
     """
     digest = demonstrations_fingerprint(config, tokenizer_dir, seed=seed, chat_template_kwargs=chat_template_kwargs)
@@ -131,7 +129,13 @@ def tokenize_demonstrations(
     facts["counts"] = dict(sorted(counts.items()))
     with published_directory(directory, facts) as folder:
         for split, rows in splits.items():
-            _write(folder / f"{split}.parquet", rows, facts)
+            with parquet_writer(folder / f"{split}.parquet", _SCHEMA) as writer:
+                for start in range(0, len(rows), ROWS_PER_GROUP):
+                    batch = rows[start : start + ROWS_PER_GROUP]
+                    ids = [np.frombuffer(row.ids, dtype=np.int32) for row in batch]
+                    arrays = [pa.array(ids, _IDS), pa.array([list(row.lengths) for row in batch], _IDS)]
+                    writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=_SCHEMA))
+                writer.add_key_value_metadata(provenance_metadata({**facts, "split": split}))
     return StageResult(directory, digest, cached=False, counts=facts["counts"])
 
 
@@ -141,10 +145,9 @@ def preview_demonstrations(
     num_rows: int,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> None:
-    """Tokenize the first rows as the stage will, where the tokenizer is there, and read the lines that follow.
+    """Tokenize the first rows as the stage will, if there is a tokenizer, and parse the following lines.
 
-    Raises:
-        DataError: a row breaks the form, a line cannot be read, or the template changes an answer.
+    Raises DataError where a row breaks the form, a line cannot be read, or the template changes a response.
     """
     file = Path(config.demonstrations or "").expanduser()
     rows = records_of(file)
@@ -158,7 +161,7 @@ def preview_demonstrations(
 def _rows_that_fit(
     file: Path, encoder: Callable[[Record], Encode], max_tokens: int, counts: Counter[str]
 ) -> list[Tokenized]:
-    """The rows that are left, in the file's order; the others are counted."""
+    """Return the selected rows in the file's order, and count the others."""
     rows, kept, seen = records_of(file), [], set()
     encode: Encode | None = None
     while batch := list(islice(rows, ROWS_PER_GROUP)):
@@ -176,23 +179,12 @@ def _rows_that_fit(
     return kept
 
 
-def _write(target: Path, rows: Sequence[Tokenized], facts: Mapping[str, Any]) -> None:
-    with parquet_writer(target, _SCHEMA) as writer:
-        for start in range(0, len(rows), ROWS_PER_GROUP):
-            batch = rows[start : start + ROWS_PER_GROUP]
-            ids = [np.frombuffer(row.ids, dtype=np.int32) for row in batch]
-            arrays = [pa.array(ids, _IDS), pa.array([list(row.lengths) for row in batch], _IDS)]
-            writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=_SCHEMA))
-        writer.add_key_value_metadata(provenance_metadata({**facts, "split": target.stem}))
-
-
-# ---------------------------------------------------------------------- rows of the file
-
-
 @dataclass(frozen=True, slots=True)
 class _Conversation:
-    """Messages as a chat template takes them. The assistant's turns from message `first` on are learned, that one
-    without the words `begun` that its content begins with."""
+    """Messages for a chat template. The targets are the assistant's turns from message `first` on.
+
+    The content of that message begins with `begun`, which is not a target.
+    """
 
     messages: list[dict[str, Any]]
     tools: tuple[dict[str, Any], ...] = ()
@@ -201,7 +193,7 @@ class _Conversation:
 
     @property
     def learned(self) -> list[int]:
-        """Places of the turns that are learned."""
+        """Return the places of the target turns."""
         return [n for n, message in enumerate(self.messages) if message["role"] == "assistant" and n >= self.first]
 
 
@@ -212,12 +204,12 @@ def _is_conversation(values: Mapping[str, Any]) -> bool:
 
 
 def _conversation(row: Record) -> _Conversation:
-    """The row's conversation, checked, whichever form it has."""
+    """Return the row's conversation, checked, whichever form it has."""
     if not _is_conversation(row.values):
         columns = ", ".join(map(str, row.values)) or "none"
         raise DataError(
             f"{row.where}: must be a conversation, as the first row of the file is, got the columns {columns}; rename "
-            "them, or write the row to a file of its own"
+            "them, or write the row to a separate file"
         )
     found, first = _turns(row)
     if not isinstance(found, list) or not found:
@@ -243,7 +235,7 @@ def _conversation(row: Record) -> _Conversation:
 
 
 def _turns(row: Record) -> tuple[Any, int]:
-    """The row's messages as they are written, and the first that may be learned."""
+    """Return the row's messages as written, and the place of the first possible target."""
     values = row.values
     if "messages" in values:
         return values["messages"], 0
@@ -251,17 +243,16 @@ def _turns(row: Record) -> tuple[Any, int]:
         return _from_sharegpt(values["conversations"]), 0
     if "instruction" in values:
         return _from_alpaca(row)
-    asked, completion = values["prompt"], values["completion"]
-    return ([*asked, *completion], len(asked)) if isinstance(completion, list) else (completion, 0)
+    prompt, completion = values["prompt"], values["completion"]
+    return ([*prompt, *completion], len(prompt)) if isinstance(completion, list) else (completion, 0)
 
 
 def _from_sharegpt(turns: Any) -> Any:
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         return turns
-    roles = [turn.get("from") for turn in turns]
     return [
-        {"role": SHAREGPT_ROLES.get(str(role), role), "content": turn.get("value")}
-        for role, turn in zip(roles, turns, strict=True)
+        {"role": SHAREGPT_ROLES.get(str(role := turn.get("from")), role), "content": turn.get("value")}
+        for turn in turns
     ]
 
 
@@ -271,13 +262,13 @@ def _from_alpaca(row: Record) -> tuple[list[dict[str, str]], int]:
         _require_text(values.get(name), f"{row.where}: {name}")
     if values.get("history"):
         raise DataError(f"{row.where}: history is not read; write the whole conversation as messages")
-    asked = "\n\n".join(filter(None, (values["instruction"], values.get("input"))))
-    found = [{"role": "system", "content": values["system"]}] if values.get("system") else []
-    return [*found, {"role": "user", "content": asked}, {"role": "assistant", "content": values["output"]}], len(found)
+    prompt = "\n\n".join(filter(None, (values["instruction"], values.get("input"))))
+    first = [{"role": "system", "content": values["system"]}] if values.get("system") else []
+    return [*first, {"role": "user", "content": prompt}, {"role": "assistant", "content": values["output"]}], len(first)
 
 
 def _message(found: object, where: str) -> dict[str, Any]:
-    """A message with its content as one text, and its tool calls."""
+    """Return a message with its content as one text, and its tool calls."""
     message = found if isinstance(found, dict) else {}
     role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
     if role not in ROLES:
@@ -294,31 +285,28 @@ def _message(found: object, where: str) -> dict[str, Any]:
 
 
 def _tool_call(call: object, where: str) -> dict[str, Any]:
-    """A tool call whose arguments are an object: as JSON text, templates would write them quoted."""
+    """Return a tool call with an object of arguments, since templates would quote JSON text."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise DataError(f"{where}: tool_calls must have a function with a name, got {call!r:.80}; repair it")
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError as error:
-            raise DataError(f"{where}: arguments of {function['name']} must be JSON ({error}); repair it") from error
+    arguments = _from_json(function.get("arguments") or {}, f"{where}: arguments of {function['name']}")
     return {**call, "function": {**function, "arguments": arguments}}  # type: ignore[dict-item]
 
 
 def _tools(row: Record) -> tuple[dict[str, Any], ...]:
-    """Schemas of the functions that a row offers: a list, or its JSON text."""
-    found = row.values.get("tools") or ()
-    if isinstance(found, str):
-        try:
-            found = json.loads(found)
-        except ValueError as error:
-            raise DataError(f"{row.where}: tools must be JSON ({error}); repair it") from error
+    """Return the function schemas of a row: a list, or its JSON text."""
+    found = _from_json(row.values.get("tools") or (), f"{row.where}: tools")
     schemas = [tool.get("function", tool) if isinstance(tool, dict) else None for tool in found]
     if not isinstance(found, list | tuple) or not all(isinstance(one, dict) and "name" in one for one in schemas):
         raise DataError(f"{row.where}: tools must be a list of function schemas, got {found!r:.80}; repair it")
     return tuple(found)
+
+
+def _from_json(value: Any, what: str) -> Any:
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise DataError(f"{what} must be JSON ({error}); repair it") from error
 
 
 def _require_text(found: object, what: str) -> None:
@@ -330,15 +318,12 @@ def _require_text(found: object, what: str) -> None:
         raise DataError(f"{what} must be UTF-8 ({error}); repair or remove it") from error
 
 
-# ---------------------------------------------------------------------- rows to tokens
-
-
 def _encoder(tokenizer_dir: Path, chat_template_kwargs: Mapping[str, Any] | None, first: Record) -> Encode:
-    """How the rows of a file are tokenized, by the form of the first: None for one without text to learn."""
+    """Return the encoder for the rows of a file, by the form of the first row."""
     if _is_conversation(first.values):
         return _Conversations(tokenizer_dir, chat_template_kwargs).encode
     if {"prompt", "completion"} <= first.values.keys():
-        tokenizer = PromptTokenizer(tokenizer_dir, chat=False, short_way=False)
+        tokenizer = PromptTokenizer(tokenizer_dir, chat=False, fast_path=False)
         return lambda rows: _completions(rows, tokenizer)
     columns = ", ".join(map(str, first.values)) or "none"
     raise DataError(
@@ -353,13 +338,13 @@ def _completions(rows: Sequence[Record], tokenizer: PromptTokenizer) -> list[Tok
             _require_text(row.values.get(name), f"{row.where}: {name}")
     texts = [row.values["prompt"] for row in rows]
     prompts = tokenizer.encode_prompts(texts)
-    asked = [[{"role": "user", "content": text}] for text in texts]
-    answers, unwritten = tokenizer.encode_responses(asked, texts, [row.values["completion"] for row in rows])
+    messages = [[{"role": "user", "content": text}] for text in texts]
+    targets, unwritten = tokenizer.encode_responses(messages, texts, [row.values["completion"] for row in rows])
     for place, why in unwritten.items():
         raise DataError(f"{rows[place].where}: completion: {why}; put white space between it and the prompt")
     return [
-        Tokenized(prompt + answer, (len(prompt) // ID_BYTES, len(answer) // ID_BYTES)) if prompt and answer else None
-        for prompt, answer in zip(prompts, answers, strict=True)
+        Tokenized(prompt + target, (len(prompt) // ID_BYTES, len(target) // ID_BYTES)) if prompt and target else None
+        for prompt, target in zip(prompts, targets, strict=True)
     ]
 
 
@@ -369,11 +354,11 @@ class _Conversations:
     def __init__(self, tokenizer_dir: Path, chat_template_kwargs: Mapping[str, Any] | None) -> None:
         self._name = str(tokenizer_dir)
         self._tokenizer = PromptTokenizer(
-            tokenizer_dir, chat=True, short_way=False, chat_template_kwargs=chat_template_kwargs
+            tokenizer_dir, chat=True, fast_path=False, chat_template_kwargs=chat_template_kwargs
         )
 
     def encode(self, rows: Sequence[Record]) -> list[Tokenized | None]:
-        """Ids and answers of each row; all prefixes of all rows are tokenized together."""
+        """Tokenize rows; all prefixes of all rows are tokenized in one call."""
         conversations = [_conversation(row) for row in rows]
         prefixes = []
         for row, conversation in zip(rows, conversations, strict=True):
@@ -388,7 +373,7 @@ class _Conversations:
         ]
 
     def _prefixes(self, conversation: _Conversation) -> list[str]:
-        """Up to each answer's first token, up to its end, and the whole: each begins with the one before."""
+        """Render each target's beginning and end, and the whole: each text begins with the previous one."""
         messages, found = conversation.messages, []
         render = partial(self._tokenizer.render, tools=conversation.tools)
         for place in conversation.learned:
@@ -432,14 +417,14 @@ class _Conversations:
             if texts[after + 1] == texts[after]:
                 whole = ended + self._tokenizer.after_end()
             elif not ids[after + 1].startswith(ended):
-                raise DataError(self._changed(where, number, "writes it otherwise before the turns that follow"))
+                raise DataError(self._changed(where, number, "writes it differently before the turns that follow"))
             lengths += [len(ids[before]) // ID_BYTES - sum(lengths), len(learned) // ID_BYTES]
         lengths.append(len(whole) // ID_BYTES - sum(lengths))
         return Tokenized(whole, tuple(lengths))
 
     def _changed(self, where: str, number: int, how: str) -> str:
         return (
-            f"{where}: the chat template of {self._name} drops or changes answer {number} of the conversation: it "
-            f"{how}. So what is learned would not be what is sampled. Cut the conversation before that answer, or use "
+            f"{where}: the chat template of {self._name} drops or changes response {number} of the conversation: it "
+            f"{how}. So the targets would differ from sampled text. Cut the conversation before that response, or use "
             "a template that keeps every turn"
         )

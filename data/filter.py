@@ -1,12 +1,12 @@
-"""The tokenization filter: each prompt is tokenized once, here, and overlong ones are dropped, cut or refused.
+"""The tokenization filter: each prompt is tokenized once, and overlong ones are dropped, cut or refused.
 
-Rows are read batch by batch, so memory does not grow with the dataset. The result has all columns of the dataset and
+Rows are read in batches, so memory does not grow with the dataset. The result has all columns of the dataset and
 
-    prompt_ids       list<int32>   the prompt as the engine takes it, chat template included
-    solution_ids     list<int32>   the solution as it follows the prompt, with the token that ends it; [] where there is
-                                   none, or the chat template does not write it
-    distractor_ids   list<int32>   the same of the distractor
-    ground_truth_json   string     what the scorer takes
+    prompt_ids       list<int32>   the prompt for the engine, chat template included
+    solution_ids     list<int32>   the solution after the prompt, with its end token; [] where there is none, or where
+                                   the chat template does not write it
+    distractor_ids   list<int32>   the same for the distractor
+    ground_truth_json   string     ground truth for the scorer
 
 Prompts that occur twice in a split are found here too, and those that training would share with validation or a suite.
 """
@@ -25,18 +25,21 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from data.rows import SPLITS
 from data.schema import (
     ROWS_PER_GROUP,
     ground_truth_json,
     open_parquet,
+    parquet_writer,
     provenance,
     provenance_metadata,
     read_batches,
     require_row_schema,
+    summarize,
+    write_filter_card,
 )
-from data.stage import SPLITS, StageResult, publish_mixture
-from data.tokenizer import ID_BYTES, FrameError, Messages, PromptTokenizer, tokenizer_fingerprint
-from data.write import parquet_writer, summarize, write_filter_card
+from data.tasks import StageResult, publish_mixture
+from data.tokenizer import ID_BYTES, FastPathError, Messages, PromptTokenizer, tokenizer_fingerprint
 from rlcore.config.data import FilterConfig
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
@@ -45,17 +48,20 @@ from rlcore.storage.manifest import part_directories, read_finished, read_finish
 from rlcore.storage.publish import published_directory
 
 VERSION = 1
-"""Raise it when equal rows give other columns, other token ids or other rows that stay."""
+"""Raise it when equal rows give other columns, other token ids or another selection of rows."""
 
 _IDS = pa.list_(pa.int32())
+NGRAM = 13
+"""Consecutive words that two prompts must share (Brown et al. 2020, arXiv:2005.14165, appendix C)."""
+MOST_SHARED = 10
+"""Most problems of a suite that share an n-gram; more share the wording of the task, as does half of a small suite."""
+_WORDS = re.compile(r"\w+")
+_IS_NUMBER = re.compile(r"-?[0-9][0-9.,]*")
 _ADDED = [("prompt_ids", _IDS), ("solution_ids", _IDS), ("distractor_ids", _IDS), ("ground_truth_json", pa.string())]
-
 Multiset = tuple[int, ...]
-
 log = logging.getLogger(__name__)
-
 Progress = Callable[[str, int, int], None]
-"""Called after each batch of rows with the split, the rows done and all its rows."""
+"""Called after each batch with the split, the number of finished rows and the number of all rows."""
 
 
 def filter_fingerprint(
@@ -67,7 +73,7 @@ def filter_fingerprint(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     suites: Mapping[str, Path] | None = None,
 ) -> str:
-    """Fingerprint of the filtered rows; `dataset` and `tokenizer` are fingerprints too."""
+    """Return the fingerprint of the filtered rows; `dataset` and `tokenizer` are fingerprints too."""
     payload = {
         "version": VERSION,
         "dataset": dataset,
@@ -81,7 +87,7 @@ def filter_fingerprint(
 
 
 def filtered_directory(fingerprint: str, root: Path) -> Path:
-    """Folder of the filtered dataset under `paths.root`."""
+    """Return the folder of the filtered dataset under `paths.root`."""
     return root / "filtered" / fingerprint
 
 
@@ -96,14 +102,14 @@ def filter_dataset(
     suites: Mapping[str, Path] | None = None,
     on_progress: Progress | None = None,
 ) -> StageResult:
-    """Tokenize and filter a published dataset, unless that has been done; a mixture part by part.
+    """Tokenize and filter a published dataset unless the result exists; a mixture part by part.
 
-    `tools` are those of `episode.tools`, which the template shows; `chat_template_kwargs` are further names that it
-    reads. `suites`: folders of the datasets that `decontaminate` is about, by the name of the suite.
-    Counts are rows of `train` and `validation`, and of what was left out: `train/overlong`, `train/duplicate`, ...
+    `tools` are those of `episode.tools`, for the template. `chat_template_kwargs` are further names that the template
+    reads. `suites`: dataset folders of the suites of `decontaminate`, by name. Counts are rows of `train` and
+    `validation`, and of omitted rows: `train/overlong`, `train/duplicate`, ...
 
     Raises:
-        DataError: a row that breaks the schema or the settings, no row left, or splits that overlap.
+        DataError: a row breaks the schema or the settings, no row is left, or the splits overlap.
         DiskSpaceError: no room. Nothing is left behind.
     """
     dataset = read_finished(dataset_dir)
@@ -114,13 +120,13 @@ def filter_dataset(
     digest = filter_fingerprint(dataset.values["fingerprint"], tokenizer_print, config, **rendering)
     directory = filtered_directory(digest, root)
     if (parts := part_directories(dataset_dir)) != (dataset_dir,):
-        found = [
+        results = [
             filter_dataset(part, tokenizer_dir, config, root=root, on_progress=on_progress, **rendering)
             for part in parts
         ]
         if read_finished_or_set_aside(directory) is None:
-            _require_no_leak([part.directory for part in found])
-        return publish_mixture("filtered", directory, found)
+            _require_no_leak([part.directory for part in results])
+        return publish_mixture("filtered", directory, results)
     if (manifest := read_finished_or_set_aside(directory)) is not None:
         return StageResult(directory, digest, cached=True, counts=manifest.values["counts"])
     document = {
@@ -131,47 +137,43 @@ def filter_dataset(
     }
     facts: dict[str, Any] = {"kind": "filtered", **document}
     schemas = tool_schemas(tools) if tools else ()
-    opened = partial(PromptTokenizer, tokenizer_dir, tools=schemas, chat_template_kwargs=chat_template_kwargs)
-    watch = SuiteOverlap(suites or {})
+    tokenizer = partial(PromptTokenizer, tokenizer_dir, tools=schemas, chat_template_kwargs=chat_template_kwargs)
+    overlap = SuiteOverlap(suites or {})
     with published_directory(directory, facts) as folder:
 
-        def run(*, short_way: bool) -> _Filter:
-            work = _Filter(config, cache(partial(opened, short_way=short_way)), watch, on_progress)
-            for split in ("validation", "train"):  # the held-out one is small, and training rows are checked against it
+        def run(*, fast_path: bool) -> _Filter:
+            work = _Filter(config, cache(partial(tokenizer, fast_path=fast_path)), overlap, on_progress)
+            for split in ("validation", "train"):  # training rows are compared with the held-out ones
                 source = dataset_dir / f"{split}.parquet"
-                if split == "validation" or source.is_file():  # a suite's dataset has no other
+                if split == "validation" or source.is_file():  # a suite has no training split
                     work.write(split, source, folder / source.name, {**document, "format_version": VERSION})
             return work
 
         try:
-            work = run(short_way=True)
-        except FrameError as difference:
+            work = run(fast_path=True)
+        except FastPathError as difference:
             log.warning("%s: tokenized word by word, a prompt comes out differently; starting again", tokenizer_dir)
             log.debug("the prompt: %r", difference.args)
-            work = run(short_way=False)
+            work = run(fast_path=False)
         if work.num_unknown:
             log.warning(
-                "%s: does not know a word of %s prompts, such as %r: all such words are one token to the model. Take "
-                "another model, or other prompts (a model made from nothing reads arithmetic alone)",
-                tokenizer_dir,
-                f"{work.num_unknown:,} of {sum(work.counts[split] for split in SPLITS):,}",
-                work.unknown_example[:200],
+                f"{tokenizer_dir}: does not know a word of {work.num_unknown:,} of "
+                f"{sum(work.counts[split] for split in SPLITS):,} prompts, such as {work.unknown_example[:200]!r}: all "
+                "such words are one token to the model. Take another model, or other prompts (a randomly initialized "
+                "model reads arithmetic alone)"
             )
-        if work.num_given:
-            log.warning("%s: %s", dataset_dir, _given(work.num_given))
+        if work.num_with_answer:
+            log.warning(f"{dataset_dir}: {_answers_in_prompts(work.num_with_answer)}")
         if work.unwritten:
             why, example = work.unwritten[0]
             log.warning(
-                "%s: a warm start cannot show %s solutions, such as %r: the chat template %s",
-                tokenizer_dir,
-                f"{len(work.unwritten):,}",
-                example[:200],
-                why,
+                f"{tokenizer_dir}: a warm start cannot show {len(work.unwritten):,} solutions, such as "
+                f"{example[:200]!r}: the chat template {why}"
             )
             facts["unwritten_solutions"] = {"rows": len(work.unwritten), "why": why}
         facts["counts"] = dict(sorted(work.counts.items()))
         facts["lengths"] = {
-            split: asdict(figures) for split in SPLITS if (figures := summarize(work.lengths.get(split, Counter())))
+            split: asdict(summary) for split in SPLITS if (summary := summarize(work.lengths.get(split, Counter())))
         }
         write_filter_card(folder, facts)
     return StageResult(directory, digest, cached=False, counts=facts["counts"])
@@ -180,8 +182,8 @@ def filter_dataset(
 class _Filter:
     """Filters the splits of one dataset, the held-out one first.
 
-    Counts rows by split and reason, prompt lengths by split (before overlong ones are dropped), and prompts with a word
-    that is not in the tokenizer's vocabulary. Each prompt is kept as a 64-bit hash: a few dozen bytes a row.
+    Counts rows by split and reason, prompt lengths by split (overlong ones included), and prompts with a word outside
+    the vocabulary. Each prompt is stored as a 64-bit hash: a few dozen bytes a row.
     """
 
     def __init__(
@@ -191,26 +193,25 @@ class _Filter:
         suites: "SuiteOverlap",
         on_progress: Progress | None,
     ) -> None:
-        """`tokenizer`: by `chat`, that of chats or of plain text."""
         self._config, self._tokenizer_for, self._suites, self._on_progress = config, tokenizer, suites, on_progress
         self.counts: Counter[str] = Counter()
         self.lengths: dict[str, Counter[int]] = {}
         self.num_unknown, self.unknown_example = 0, ""
-        self.num_given = 0
-        """Prompts with the ground truth among the words that are continued."""
+        self.num_with_answer = 0
+        """Prompts with the ground truth in the assistant's words."""
         self.unwritten: list[tuple[str, str]] = []
-        """Why a solution has no tokens, and the solution."""
-        self._held_out = HeldOut("row {} of the validation split", "Remove it from one of the two files")
+        """Reason why a solution has no tokens, and the solution."""
+        self._held_out = _HeldOut("row {} of the validation split", "Remove it from one of the two files")
 
     def write(self, split: str, source: Path, target: Path, document: Mapping[str, Any]) -> None:
-        """Write the rows of a split that stay, with `document` in its provenance."""
+        """Write the selected rows of a split, with `document` in their provenance."""
         file, origin = open_parquet(source), provenance(source)
         require_row_schema(file.schema_arrow, source)
         self._split, self._source = split, source
         self._tokenizer = self._tokenizer_for(chat=origin.get("prompt_form") != "text")
         self._seen: dict[int, int] = {}  # hash of a prompt -> row
-        kept = [column for column in file.schema_arrow if column.name not in dict(_ADDED)]
-        schema = pa.schema([*kept, *_ADDED])
+        columns = [column for column in file.schema_arrow if column.name not in dict(_ADDED)]
+        schema = pa.schema([*columns, *_ADDED])
         total, done = file.metadata.num_rows, 0
         with parquet_writer(target, schema) as writer:
             for batch in read_batches(file, source, ROWS_PER_GROUP):
@@ -229,7 +230,7 @@ class _Filter:
             writer.add_key_value_metadata(provenance_metadata({**document, **facts}))
 
     def _filtered(self, batch: pa.RecordBatch, start: int, schema: pa.Schema) -> pa.RecordBatch:
-        """The rows of a batch that stay, with their token ids; `start` is the batch's first row in the file."""
+        """Return the selected rows of a batch with their token ids; `start` is the batch's first row in the file."""
         prompts = self._prompts(batch, start)
         texts = self._tokenizer.texts(prompts, lambda place: f"{self._source}: row {start + place}: ")
         truths = pc.struct_field(batch.column("reward_model"), "ground_truth")
@@ -237,8 +238,8 @@ class _Filter:
         if self._split == "train" and self._suites:
             unique = self._not_in_suites(prompts, unique)
         ids = self._tokenizer.encode_prompts([texts[row] for row in unique] if len(unique) < len(texts) else texts)
-        kept = self._rows_that_fit(unique, ids, start)
-        rows, ids = [unique[place] for place in kept], [ids[place] for place in kept]
+        fitting = self._rows_that_fit(unique, ids, start)
+        rows, ids = [unique[place] for place in fitting], [ids[place] for place in fitting]
         if unknown := self._tokenizer.with_unknown_words(ids):
             self.num_unknown += len(unknown)
             self.unknown_example = self.unknown_example or texts[rows[unknown[0]]]
@@ -246,16 +247,21 @@ class _Filter:
         if len(rows) < batch.num_rows:
             chosen = pa.array(rows, pa.int64())
             batch, truths = batch.take(chosen), truths.take(chosen)
-        asked = [prompts[row] for row in rows], [texts[row] for row in rows]
+        prompts, texts = [prompts[row] for row in rows], [texts[row] for row in rows]
         extra = batch.column("extra_info")
-        solutions = _answers(extra, "solution")
-        self._require_open(asked[0], solutions, truths, [start + row for row in rows])
-        solution_ids, unwritten = self._tokenizer.encode_responses(*asked, solutions)
+        solutions = _text_field(extra, "solution")
+        if self._tokenizer.chat:
+            for row, prompt, solution, truth in zip(rows, prompts, solutions, truths, strict=True):
+                if prompt[-1]["role"] == "assistant":
+                    where, words = f"{self._source}: row {start + row}", prompt[-1]["content"]
+                    self.num_with_answer += _contains_answer(where, words, solution, truth.as_py())
+        solution_ids, unwritten = self._tokenizer.encode_responses(prompts, texts, solutions)
         self.unwritten += [(why, solutions[place]) for place, why in unwritten.items()]
+        distractors = _text_field(extra, "distractor")
         added = {
-            "prompt_ids": _as_lists([found[-self._config.max_prompt_tokens * ID_BYTES :] for found in ids]),
+            "prompt_ids": _as_lists([prompt[-self._config.max_prompt_tokens * ID_BYTES :] for prompt in ids]),
             "solution_ids": _as_lists(solution_ids),
-            "distractor_ids": _as_lists(self._tokenizer.encode_responses(*asked, _answers(extra, "distractor"))[0]),
+            "distractor_ids": _as_lists(self._tokenizer.encode_responses(prompts, texts, distractors)[0]),
             "ground_truth_json": pa.array([ground_truth_json(truth) for truth in truths.to_pylist()], pa.string()),
         }
         arrays = [added[f.name] if f.name in added else batch.column(f.name) for f in schema]
@@ -276,18 +282,8 @@ class _Filter:
                 )
         return prompts
 
-    def _require_open(
-        self, prompts: Sequence[Messages], solutions: Sequence[str], truths: pa.Array, rows: Sequence[int]
-    ) -> None:
-        """Refuse prompts that end with an answer in the assistant's words, and count those that have it elsewhere."""
-        for place, prompt in enumerate(prompts if self._tokenizer.chat else ()):
-            if prompt[-1]["role"] != "assistant":
-                continue
-            where = f"{self._source}: row {rows[place]}"
-            self.num_given += _gives_answer(where, prompt[-1]["content"], solutions[place], truths[place].as_py())
-
     def _without_duplicates(self, texts: Sequence[str], numbers: Sequence[Multiset], start: int) -> list[int]:
-        """Positions in the batch of the rows that stay as regards duplicates; refuses those that are held out."""
+        """Return the rows of the batch without duplicates, and refuse held-out ones in training."""
         keys = [hash(text) for text in texts]
         if self._split == "validation":
             self._held_out.add(keys, range(start, start + len(keys)))
@@ -297,12 +293,12 @@ class _Filter:
         if len(set(keys)) == len(keys) and self._seen.keys().isdisjoint(keys):
             self._seen.update(zip(keys, range(start, start + len(keys)), strict=True))
             return list(range(len(keys)))
-        kept = []
+        rows = []
         for position, key in enumerate(keys):
             row = start + position
             first = self._seen.setdefault(key, row)
             if first == row or self._config.duplicates == "keep":
-                kept.append(position)
+                rows.append(position)
             elif self._config.duplicates == "drop":
                 self.counts[f"{self._split}/duplicate"] += 1
             else:
@@ -310,22 +306,22 @@ class _Filter:
                     f"{self._source}: row {row}: the same prompt as row {first}. Remove one of them, or set "
                     "filter.duplicates to drop or keep"
                 )
-        return kept
+        return rows
 
     def _not_in_suites(self, prompts: Sequence[Messages], rows: list[int]) -> list[int]:
-        """The rows that stay: those in no suite, or with `tell` all. Those in one are counted by suite and kind."""
+        """Count rows in a suite by suite and kind, and return the others, or with `tell` all."""
         found = {row: which for row in rows if (which := self._suites.find(prompt_text(prompts[row]))) is not None}
         for name, kind in found.values():
             self.counts[f"{self._split}/{kind} in suite {name}"] += 1
         return rows if self._config.decontaminate == "tell" else [row for row in rows if row not in found]
 
     def _rows_that_fit(self, rows: list[int], ids: list[bytes], start: int) -> Sequence[int]:
-        """Places of the prompts within the limits, or to be cut; `rows` are their positions in the batch."""
+        """Return the places of prompts within the limits, or to be cut; `rows` are their positions in the batch."""
         limit = self._config.max_prompt_tokens
-        lengths = np.array([len(found) for found in ids], dtype=np.int64) // ID_BYTES
+        lengths = np.array([len(prompt) for prompt in ids], dtype=np.int64) // ID_BYTES
         self.lengths.setdefault(self._split, Counter()).update(lengths.tolist())
-        good = (lengths > 0) & (lengths <= limit)
-        if good.all():
+        fits = (lengths > 0) & (lengths <= limit)
+        if fits.all():
             return range(len(rows))
         if self._config.overlong == "error" and (lengths > limit).any():
             first = int(np.argmax(lengths > limit))
@@ -334,13 +330,13 @@ class _Filter:
                 f"{lengths[first]} tokens. Raise the limit, or set filter.overlong to drop or truncate_left"
             )
         self.counts[f"{self._split}/empty"] += int((lengths == 0).sum())
-        cut = self._config.overlong == "truncate_left"
-        self.counts[f"{self._split}/{'truncated' if cut else 'overlong'}"] += int((lengths > limit).sum())
-        return list[int](np.flatnonzero(lengths > 0 if cut else good).tolist())
+        is_cut = self._config.overlong == "truncate_left"
+        self.counts[f"{self._split}/{'truncated' if is_cut else 'overlong'}"] += int((lengths > limit).sum())
+        return list[int](np.flatnonzero(lengths > 0 if is_cut else fits).tolist())
 
 
-def _answers(extra_info: pa.StructArray, name: str) -> list[str]:
-    """A text field of extra_info; '' where the file has no such field or value."""
+def _text_field(extra_info: pa.StructArray, name: str) -> list[str]:
+    """Return a text field of extra_info; '' where the file has no such field or value."""
     if extra_info.type.get_field_index(name) < 0:
         return [""] * len(extra_info)
     return [text or "" for text in pc.struct_field(extra_info, name).to_pylist()]
@@ -352,13 +348,11 @@ def _as_lists(rows: list[bytes]) -> pa.ListArray:
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.frombuffer(b"".join(rows), dtype=np.int32)))
 
 
-# ---------------------------------------------------------------------- prompts that end with the assistant's words
+def _contains_answer(where: str, words: str, solution: str, ground_truth: object) -> bool:
+    """Return whether the assistant's words in a prompt contain the ground truth, a number.
 
-_IS_NUMBER = re.compile(r"-?[0-9][0-9.,]*")
-
-
-def _gives_answer(where: str, words: str, solution: str, ground_truth: object) -> bool:
-    """Whether the ground truth, a number, stands in an assistant's words that are continued; refused at their end."""
+    Raises DataError where they end with the ground truth or the solution.
+    """
     truth = str(ground_truth).strip()
     for name, text in (("solution", solution), ("ground truth", truth)):
         if text.strip() and re.search(rf"(?<!\w){re.escape(text.strip())}\W*\Z", words):
@@ -370,7 +364,7 @@ def _gives_answer(where: str, words: str, solution: str, ground_truth: object) -
     return is_number and re.search(rf"(?<![\w.,-]){re.escape(truth)}(?![\w]|[.,]\d)", words) is not None
 
 
-def _given(count: int) -> str:
+def _answers_in_prompts(count: int) -> str:
     return (
         f"{count:,} prompts that end with the assistant's words have their ground truth, a number, among them. Look at "
         "them: words that give the answer are no prompt"
@@ -378,12 +372,9 @@ def _given(count: int) -> str:
 
 
 def check_continued(path: Path) -> str:
-    """Check the prompts of a file in the row schema that end with the assistant's words, before a tokenizer is there.
+    """Check prompts that end with the assistant's words, in a file in the row schema, without a tokenizer.
 
-    Returns what to report all the same; '' if there is nothing.
-
-    Raises:
-        DataError: one ends with the row's answer.
+    Returns a warning, or ''. Raises DataError where a prompt ends with the row's answer.
     """
     file, start, count = open_parquet(path), 0, 0
     require_row_schema(file.schema_arrow, path)
@@ -396,16 +387,13 @@ def check_continued(path: Path) -> str:
             if row["prompt"] and row["prompt"][-1]["role"] == "assistant":
                 solution = (row.get("extra_info") or {}).get("solution") or ""
                 truth, words = (row["reward_model"] or {}).get("ground_truth"), row["prompt"][-1]["content"] or ""
-                count += _gives_answer(f"{path}: row {start + number}", words, solution, truth)
+                count += _contains_answer(f"{path}: row {start + number}", words, solution, truth)
         start += batch.num_rows
-    return f"warning: {path}: {_given(count)}" if count else ""
-
-
-# ---------------------------------------------------------------------- rows that occur twice
+    return f"warning: {path}: {_answers_in_prompts(count)}" if count else ""
 
 
 def multisets(ground_truths: pa.Array) -> list[Multiset]:
-    """The sorted numbers of each countdown problem (it has a target too); [] for another task, or where a row has none.
+    """Return the sorted numbers of each countdown problem (it has a target too); [] for other tasks or missing values.
 
     >>> multisets(pa.array([{"target": 6, "numbers": [3, 1, 2]}, {"target": 9, "numbers": [5, 4]}]))
     [(1, 2, 3), (4, 5)]
@@ -422,50 +410,46 @@ def multisets(ground_truths: pa.Array) -> list[Multiset]:
     return [tuple(sorted(flat[start:end])) for start, end in pairwise([0, *ends])]
 
 
-class HeldOut:
-    """Prompts (by any key) and multisets of numbers of held-out rows, and where each of them is.
-
-    In the message of a training row that has one, `named` says where by `{}`, and `remedy` what to do.
-    """
+class _HeldOut:
+    """Places of held-out rows by prompt (any key) and by multiset of numbers. `named` formats a place for messages."""
 
     def __init__(self, named: str, remedy: str) -> None:
         self._named, self._remedy = named, remedy
-        self._where: dict[Any, Any] = {}
+        self._places: dict[Any, Any] = {}
 
-    def add(self, keys: Sequence[Any], where: Iterable[Any]) -> None:
-        """Note the keys of rows, the first of equal ones."""
-        for key, place in zip(keys, where, strict=False):
-            self._where.setdefault(key, place)
+    def add(self, keys: Sequence[Any], places: Iterable[Any]) -> None:
+        for key, place in zip(keys, places, strict=False):
+            self._places.setdefault(key, place)
 
     def refuse(self, path: Path, start: int, *keys_of_rows: Sequence[Any]) -> None:
-        """Raise DataError where a row of a batch of training rows, from row `start` of the file, is held out."""
+        """Raise DataError where a training row of a batch, which begins at row `start` of the file, is held out."""
         for keys in keys_of_rows:
-            if self._where.keys().isdisjoint(keys):
-                continue
-            position, key = next((place, key) for place, key in enumerate(keys) if key in self._where)
-            what = f"multiset of numbers {list(key)}" if isinstance(key, tuple) else "prompt"
-            raise DataError(
-                f"{path}: row {start + position}: has the same {what} as {self._named.format(self._where[key])}, so "
-                f"validation would not measure what is new to the model. {self._remedy}"
-            )
+            for position, key in enumerate(keys if not self._places.keys().isdisjoint(keys) else ()):
+                if key in self._places:
+                    what = f"multiset of numbers {list(key)}" if isinstance(key, tuple) else "prompt"
+                    raise DataError(
+                        f"{path}: row {start + position}: has the same {what} as "
+                        f"{self._named.format(self._places[key])}, so validation would not measure what is new to the "
+                        f"model. {self._remedy}"
+                    )
 
 
 def _require_no_leak(directories: Sequence[Path]) -> None:
-    """Refuse training rows that another part of a mixture holds out. Each part alone has been checked before."""
-    held_out = HeldOut(
+    """Refuse training rows that another part of a mixture holds out. Each part alone was checked before."""
+    held_out = _HeldOut(
         "a held-out row of {}, another part of the mixture",
         "Choose parts that do not overlap (other numbers, other sources), or remove the row",
     )
     for directory in directories:
-        for _, prompts, numbers in _rows(directory / "validation.parquet"):
+        for _, prompts, numbers in _keys(directory / "validation.parquet"):
             held_out.add([*prompts, *numbers], repeat(directory))
     for directory in directories:
-        for start, prompts, numbers in _rows(path := directory / "train.parquet"):
+        for start, prompts, numbers in _keys(path := directory / "train.parquet"):
             held_out.refuse(path, start, prompts, numbers)
 
 
-def _rows(path: Path) -> Iterator[tuple[int, list[bytes], list[Multiset]]]:
-    """First row, prompts (their token ids as bytes) and multisets of numbers of each batch."""
+def _keys(path: Path) -> Iterator[tuple[int, list[bytes], list[Multiset]]]:
+    """Read the first row, the prompts (token ids as bytes) and the multisets of numbers of each batch."""
     start = 0
     for batch in read_batches(open_parquet(path), path, ROWS_PER_GROUP):
         ids = batch.column("prompt_ids")
@@ -476,23 +460,13 @@ def _rows(path: Path) -> Iterator[tuple[int, list[bytes], list[Multiset]]]:
         start += batch.num_rows
 
 
-# ---------------------------------------------------------------------- rows that a suite has too
-
-NGRAM = 13
-"""Words in a row that two prompts must have in common (Brown et al. 2020, arXiv:2005.14165, appendix C)."""
-MOST_SHARED = 10
-"""Problems of one suite that may share such a row of words: beyond, or in more than half of a small suite, it is the
-wording of the task, and says nothing."""
-_WORDS = re.compile(r"\w+")
-
-
 def prompt_text(messages: Sequence[Mapping[str, str]] | None) -> str:
-    """The text of a prompt's messages, for comparison."""
+    """Return the text of a prompt's messages, for comparison."""
     return "\n".join((message["content"] or "").strip() for message in messages or ())
 
 
 def ngrams(text: str) -> set[int]:
-    """Hashes of every `NGRAM` words in a row, in lower case and without punctuation.
+    """Return hashes of every `NGRAM` consecutive words, in lower case and without punctuation.
 
     >>> len(ngrams("one two three")), len(ngrams("w " * 13 + "x"))
     (0, 2)
@@ -502,10 +476,10 @@ def ngrams(text: str) -> set[int]:
 
 
 class SuiteOverlap:
-    """Finds prompts that occur in a suite: as a whole, or with `NGRAM` words in a row. False without a suite."""
+    """Finds prompts that occur in a suite, as a whole or by an n-gram. False without a suite."""
 
     def __init__(self, suites: Mapping[str, Path]) -> None:
-        """`suites`: the folder of each suite's dataset by its name. Raises DataError where one cannot be read."""
+        """Read the dataset folders of suites, by name. Raises DataError where one cannot be read."""
         self._texts: dict[int, str] = {}
         self._grams: dict[int, str] = {}
         for name, folder in suites.items():
@@ -527,7 +501,7 @@ class SuiteOverlap:
         return bool(self._texts)
 
     def find(self, text: str) -> tuple[str, str] | None:
-        """The suite that has a prompt, and how: `exact` or `13-gram`; None where none has it."""
+        """Return the suite that has a prompt, and the kind of overlap: `exact` or `13-gram`."""
         if (name := self._texts.get(hash(text))) is not None:
             return name, "exact"
         gram = next((gram for gram in ngrams(text) if gram in self._grams), None)

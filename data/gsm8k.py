@@ -1,15 +1,15 @@
 """GSM8K: grade-school word problems with a whole number as answer (`#### 18`).
 
-Rows from the published jsonl files, with the field's prompt and ground truth. Two readings of an answer:
+Rows come from the published jsonl files, with the field's prompt and ground truth. A response has two readings:
 
-    strict    `#### <number>` in the last 300 characters, the same digits as the reference: what the field reports.
-              Of the reference a thousands separator, a currency, a unit and `.0` do not count
+    strict    `#### <number>` in the last 300 characters with the digits of the reference, as the field reports it; a
+              thousands separator, a currency, a unit and `.0` of the reference are ignored
     numeric   the number after the last `####`, else the last number of the text; equal as a number (18.0 = 18)
 
 Both need a line that states one number, with or without brackets, emphasis, a currency or a unit. A second number (`18
 or 19`, `18/19`, `18*10`), an exponent (`18e5`), a magnitude (`18 million`) or a sign in words (`minus 18`) makes it
-another one. The field's regular expressions stop at the first digits, so they take `18/19`, `18e5` and `18 or 19` for
-18; they accept whatever the strict reading accepts.
+another number. The field's regular expressions stop at the first digits and take `18/19`, `18e5` and `18 or 19` for
+18. They accept whatever the strict reading accepts.
 """
 
 import re
@@ -30,15 +30,22 @@ VERSION = 1
 """Raise it when the rows of equal settings change."""
 _INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 _SPLITS = {"train": "train", "validation": "test"}
-_SUBSET = "main"  # on the hub; the other one has other answers
-
-# The field reads this many characters from the end, and so does the strict reading.
-_STRICT_CHARS = 300
+_SUBSET = "main"  # the other subset of the hub dataset has other answers
+_STRICT_CHARS = 300  # as the field
 _STRICT = re.compile(r" (-?[0-9.,]+)")
+# Bounded repeats keep the search linear.
+_NUMBER = re.compile(r"-?[$\u20ac\u00a3]?((?:[0-9]{1,3}(?:,[0-9]{3}){1,8}|[0-9]{1,40})(?:\.[0-9]{1,20})?)([a-zA-Z]*)")
+# Signs between numbers that do not join them, and LaTeX of the typesetting.
+_SEPARATOR = re.compile(r"[=<>|~\"`\u2248]|(?<![0-9]):|:(?![0-9])")
+_TYPESETTING = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf|left|right)\b|\\[()\[\],;! ]")
+_LEADING, _TRAILING = "([{*_'\\$\u20ac\u00a3+", ")]}*_'\\$\u20ac\u00a3%\u00b0.,;!?"
+_OPERATORS = "-+*/^\u00d7\u00f7\u00b7\u2212\u2013\u2014"
+_MAGNITUDE = re.compile(r"[kmbtex]|mm|mn|mil|bn|bil|tn", re.IGNORECASE)
+_MAKES_THE_NEXT_ANOTHER = re.compile(r"not|minus|negative|n?or|plus|times|over|under|than|point")
 
 
 def build(settings: "Gsm8kData", seed: int) -> TaskRows:
-    """The rows of both splits; the published test file is the validation split."""
+    """Return the rows; the published test file is the validation split."""
     return TaskRows(
         data_source="openai/gsm8k",
         ability="math",
@@ -48,7 +55,7 @@ def build(settings: "Gsm8kData", seed: int) -> TaskRows:
 
 
 def inputs(settings: "Gsm8kData") -> dict[str, str]:
-    """Digests of the files that the rows are made from."""
+    """Return digests of the source files."""
     from data.records import digests
 
     return digests(settings.source, tuple(_SPLITS.values()), _SUBSET, settings.revision)
@@ -68,12 +75,12 @@ def _rows(settings: "Gsm8kData", split: str) -> Iterator[Row]:
 
 
 def prompt_of(question: str) -> str:
-    """What the model is asked."""
+    """Return the prompt of a question."""
     return f"{question} {_INSTRUCTION}"
 
 
 def reference_number(answer: str, where: str) -> str:
-    """The number after `####` of a reference answer, without thousands separators. Raises DataError without one."""
+    """Return the number after `####` without thousands separators. Raises DataError where there is none."""
     found = re.search(r"#### (-?[0-9][0-9.,]*)\s*$", answer)
     if found is None:
         raise DataError(f"{where}: the answer must end in '#### <number>', got {answer[-40:]!r}; repair or remove it")
@@ -81,34 +88,36 @@ def reference_number(answer: str, where: str) -> str:
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """The strict reading as total; parts `strict`, `numeric` and `format` (a `####` number is there), each 0 or 1."""
+    """Score by the strict reading. Parts: `strict`, `numeric` and `format` (a `####` number), each 0 or 1."""
     return _score(response, ground_truth, "strict")
 
 
 def score_numeric(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """The numeric reading as total; the same parts."""
+    """Score by the numeric reading; the parts are those of `score`."""
     return _score(response, ground_truth, "numeric")
 
 
 def _score(response: str, ground_truth: Mapping[str, object], reading: str) -> Score:
-    wanted, digits = _reference_value(str(ground_truth["answer"]))
+    reference, digits = _reference_value(str(ground_truth["answer"]))
     _, mark, tail = response[-_STRICT_CHARS:].rpartition("####")
     marked = _STRICT.match(tail) if mark else None
     number = last_number(response)
-    numeric = number is not None and number == wanted
+    numeric = number is not None and number == reference
     strict = numeric and marked is not None and marked.group(1).replace(",", "") in digits
     parts = {"strict": float(strict), "numeric": float(numeric), "format": float(marked is not None)}
-    # The vote is the number, however it is written; without the mark there is none in the strict reading.
+    # Equal numbers have equal votes. Without the mark the strict reading has none.
     votes = number is not None and (reading == "numeric" or "####" in response)
     return Score(parts[reading], parts, str(number) if votes else None)
 
 
 @lru_cache(maxsize=16_384)
 def _reference_value(reference: str) -> tuple[Fraction | None, tuple[str, ...]]:
-    """Number and digits of a reference, which is a number or GSM8K's whole `answer`; 76.0 may be written 76 too.
+    """Read a number or GSM8K's whole `answer`: its value and its digits, where 76.0 may be written 76 too.
 
-    >>> _reference_value(" $1,234"), _reference_value("9 * 2 = 18\\n#### 18")[1], _reference_value("76.0")[1], _reference_value("18 or 19")
-    ((Fraction(1234, 1), ('1234', '1234')), ('18', '18'), ('76.0', '76'), (None, ()))
+    >>> _reference_value(" $1,234"), _reference_value("9 * 2 = 18\\n#### 18")[1], _reference_value("76.0")[1]
+    ((Fraction(1234, 1), ('1234', '1234')), ('18', '18'), ('76.0', '76'))
+    >>> _reference_value("18 or 19")
+    (None, ())
     """
     stated = reference.rpartition("####")[2].strip()
     number = only_number(stated)
@@ -119,7 +128,7 @@ def _reference_value(reference: str) -> tuple[Fraction | None, tuple[str, ...]]:
 
 
 def last_number(response: str) -> Fraction | None:
-    """The number of the line after the last `####`, else the last number of the text; None where there is none.
+    """Return the number of the line after the last `####`, else the last number of the text.
 
     >>> last_number("18 eggs a day, so #### $18.00 a day"), last_number("9 * 2 = **18** eggs.")
     (Fraction(18, 1), Fraction(18, 1))
@@ -130,21 +139,8 @@ def last_number(response: str) -> Fraction | None:
     return final_number(response, _STRICT_CHARS)
 
 
-# ---------------------------------------------------------------------- the one number that a text states
-
-# Bounded repeats: no text makes the search slow.
-_NUMBER = re.compile(r"-?[$\u20ac\u00a3]?((?:[0-9]{1,3}(?:,[0-9]{3}){1,8}|[0-9]{1,40})(?:\.[0-9]{1,20})?)([a-zA-Z]*)")
-# What stands between numbers without joining them, and LaTeX that only sets type.
-_SEPARATOR = re.compile(r"[=<>|~\"`\u2248]|(?<![0-9]):|:(?![0-9])")
-_TYPESETTING = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf|left|right)\b|\\[()\[\],;! ]")
-_LEADING, _TRAILING = "([{*_'\\$\u20ac\u00a3+", ")]}*_'\\$\u20ac\u00a3%\u00b0.,;!?"
-_OPERATORS = "-+*/^\u00d7\u00f7\u00b7\u2212\u2013\u2014"
-_MAGNITUDE = re.compile(r"[kmbtex]|mm|mn|mil|bn|bil|tn", re.IGNORECASE)
-_MAKES_THE_NEXT_ANOTHER = re.compile(r"not|minus|negative|n?or|plus|times|over|under|than|point")
-
-
 def only_number(line: str) -> Fraction | None:
-    """The number of a text that holds one.
+    """Return the number of a text that contains exactly one.
 
     >>> only_number("**$1,018.50** a day")
     Fraction(2037, 2)
@@ -153,11 +149,11 @@ def only_number(line: str) -> Fraction | None:
     """
     words = _words(line)
     places = [place for place, word in enumerate(words) if _has_digit(word)]
-    return _stated(words, places[0], words) if len(places) == 1 else None
+    return _number_at(words, places[0], words) if len(places) == 1 else None
 
 
 def final_number(text: str, within: int) -> Fraction | None:
-    """The last number of a text, searched in its last `within` characters.
+    """Return the last number of a text, searched in its last `within` characters.
 
     >>> final_number("9 * 2 = 18, so it is 18.", 300), final_number("it is 17 or 18", 300)
     (Fraction(18, 1), None)
@@ -170,7 +166,7 @@ def final_number(text: str, within: int) -> Fraction | None:
         return None
     sentence = words[place:]
     ends = (number for number, word in enumerate(sentence, start=1) if word[-1] in ".!?")
-    return _stated(words, place, sentence[: next(ends, None)])
+    return _number_at(words, place, sentence[: next(ends, None)])
 
 
 def _words(text: str) -> list[str]:
@@ -178,12 +174,12 @@ def _words(text: str) -> list[str]:
 
 
 def _has_digit(word: str) -> bool:
-    """Whether a word has a digit of any script, a superscript or a fraction: none may stand beside the number."""
+    """Return whether a word has a digit of any script, a superscript or a fraction."""
     return any(letter.isnumeric() for letter in word)
 
 
-def _stated(words: list[str], place: int, context: list[str]) -> Fraction | None:
-    """The number in the word at `place`; None where it is none, or a word around it (in `context`) changes it."""
+def _number_at(words: list[str], place: int, context: list[str]) -> Fraction | None:
+    """Return the number of the word at `place`, or None where a word around it (in `context`) changes it."""
     word = words[place].lstrip(_LEADING).rstrip(_TRAILING)
     found = _NUMBER.fullmatch(word)
     if found is None or _MAGNITUDE.fullmatch(found.group(2)) or any(map(makes_another, context)):
@@ -197,7 +193,7 @@ def _stated(words: list[str], place: int, context: list[str]) -> Fraction | None
 
 
 def _joins(before: list[str]) -> bool:
-    """Whether the one or two words before a number join it to another one: `9 *`, `9*`, `9`, `= -`."""
+    """Return whether the one or two words before a number join it to another: `9 *`, `9*`, `9`, `= -`."""
     if _has_digit(before[-1]):
         return before[-1][-1].isalnum() or before[-1][-1] in _OPERATORS
     if before[-1].strip(_OPERATORS):

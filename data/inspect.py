@@ -1,4 +1,4 @@
-"""Contents of a dataset for `millrace data inspect PATH`, as tables of a terminal or as JSON."""
+"""Contents of a dataset for `millrace data inspect PATH`, as tables for a terminal or as JSON."""
 
 import json
 from collections import Counter
@@ -16,14 +16,22 @@ from rich.table import Table
 from rich.text import Text
 
 from data.filter import multisets
-from data.schema import ROWS_PER_GROUP, find_type, open_parquet, provenance, read_batches, require_row_schema
-from data.stage import SPLITS
-from data.write import LengthSummary, summarize
+from data.rows import SPLITS
+from data.schema import (
+    ROWS_PER_GROUP,
+    LengthSummary,
+    find_type,
+    open_parquet,
+    provenance,
+    read_batches,
+    require_row_schema,
+    summarize,
+)
 from rlcore.errors import DataError
 from rlcore.storage.manifest import part_directories
 
 LONGEST_SHOWN_CHARS = 600
-"""Longer texts of a shown row are cut in tables; JSON has them whole."""
+"""Longer texts of a row are cut in tables; JSON has them in full."""
 _TOKEN_IDS = ("prompt_ids", "solution_ids", "distractor_ids")
 
 
@@ -31,8 +39,8 @@ _TOKEN_IDS = ("prompt_ids", "solution_ids", "distractor_ids")
 class SplitReport:
     """Contents of one parquet file.
 
-    `lengths` counts tokens where the filter has written them, else characters (`length_unit`). `num_duplicates` counts
-    rows whose prompt occurs earlier in the file. `problem` says how it breaks the row schema, None where it does not.
+    `lengths` counts tokens in filtered files, else characters (`length_unit`). `num_duplicates` counts rows with an
+    earlier row's prompt. `problem`: how it breaks the row schema, or None.
     """
 
     name: str
@@ -73,15 +81,14 @@ class DatasetReport:
     leakage: tuple[Leakage, ...]
 
     def as_json(self) -> str:
-        """Everything, as JSON text."""
+        """Return everything as JSON text."""
         return json.dumps(asdict(self), indent=2, ensure_ascii=False, default=str)
 
 
 def inspect_dataset(path: Path, *, num_rows: int = 3, seed: int = 0) -> DatasetReport:
     """Read a parquet file, or every parquet file of a folder; `seed` chooses the `num_rows` random rows of each.
 
-    Raises:
-        DataError: nothing there, or a file that cannot be read.
+    Raises DataError where there is no file, or a file cannot be read.
     """
     scans = [_scan(file, name, num_rows, seed) for name, file in _files(path)]
     leakage = tuple(starmap(_leakage, combinations(scans, 2)))
@@ -89,7 +96,7 @@ def inspect_dataset(path: Path, *, num_rows: int = 3, seed: int = 0) -> DatasetR
 
 
 def _files(path: Path) -> list[tuple[str, Path]]:
-    """Name and file of each split; those of a mixture are named `<part's folder>/<split>`."""
+    """Return name and file of each split. Splits of a mixture are named `<part's folder>/<split>`."""
     if path.is_file() and path.suffix == ".parquet":
         return [(path.stem, path)]
     parts = part_directories(path)
@@ -108,7 +115,7 @@ _Scan = tuple[SplitReport, Counter[str], Counter[tuple[int, ...]]]
 
 
 def _scan(path: Path, name: str, num_rows: int, seed: int) -> _Scan:
-    """Read one file. Columns that it lacks, or that are of another kind, count nothing."""
+    """Read one file. Missing columns, or columns of another type, count as empty."""
     file = open_parquet(path)
     schema = file.schema_arrow
     table = pa.Table.from_batches(read_batches(file, path, ROWS_PER_GROUP), schema=schema)
@@ -150,7 +157,7 @@ def _scan(path: Path, name: str, num_rows: int, seed: int) -> _Scan:
 
 
 def _column(table: pa.Table, name: str) -> pa.ChunkedArray:
-    """The column at a dotted path."""
+    """Return the column at a dotted path."""
     head, *rest = name.split(".")
     return pc.struct_field(table.column(head), rest) if rest else table.column(head)
 
@@ -171,7 +178,7 @@ def _leakage(first: _Scan, second: _Scan) -> Leakage:
 
 
 def _facts(split: SplitReport) -> Iterator[tuple[str, str]]:
-    """Name and value of each figure of a split."""
+    """Return the name and value of each statistic of a split."""
     yield "rows", f"{split.num_rows:,} ({split.size_bytes / 1e6:.2f} MB)"
     yield "source", ", ".join(f"{name} ({count:,})" for name, count in split.data_sources.items()) or "none"
     if split.lengths is not None:
@@ -190,7 +197,7 @@ def _facts(split: SplitReport) -> Iterator[tuple[str, str]]:
 
 
 def _shown_row(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Name and value of each message, column and field of a row in the row schema."""
+    """Return the name and value of each message, column and field of a row in the row schema."""
     for message in row["prompt"] or ():
         role, content = (message or {}).get("role"), (message or {}).get("content")
         yield f"prompt ({role})", _text(content or "")
@@ -209,7 +216,7 @@ def _text(value: Any) -> str:
 
 
 def as_rich(report: DatasetReport) -> RenderableType:
-    """Tables for a terminal."""
+    """Return tables for a terminal."""
     tables = [_table(title, rows) for split in report.splits for title, rows in _sections(split)]
     leaks = (
         Text(str(pair), style="bold red" if pair.num_prompts or pair.num_multisets else "green")

@@ -1,7 +1,7 @@
-"""A model that judges answers, behind an OpenAI-compatible endpoint, alone or beside a scorer of rules.
+"""A judge model behind an OpenAI-compatible endpoint, alone or in addition to a rule-based scorer.
 
-What an endpoint does wrong costs an answer its score and never gives it one: `score` raises, the scoring pool counts
-the answer as failed, and training leaves it out. No message holds the key, or what the endpoint sent.
+A failure of the endpoint costs a response its score and never gives it one: `score` raises, the scoring pool counts
+the response as failed, and training ignores it. No message contains the key, or the endpoint's output.
 """
 
 import asyncio
@@ -21,12 +21,9 @@ from rlcore.config.rollout import JudgeConfig
 from rlcore.rollout.scoring_worker import JUDGE_VARIABLE, resolve_scorer, score_one
 from rlcore.score import Score
 
-_MOST_BYTES = 1_000_000
-"""Longest reply that is read."""
-_FIRST_PAUSE_S = 0.5
-"""Before the second try; doubled before each further one."""
-_RETRY_STATUSES = frozenset({408, 425, 429})
-"""Statuses that ask for another try, besides those of 500 and above."""
+_MOST_BYTES = 1_000_000  # longest reply
+_FIRST_PAUSE_S = 0.5  # before the second attempt, doubled before each further one
+_RETRY_STATUSES = frozenset({408, 425, 429})  # in addition to 500 and above
 _NUMBER = r"(-?\d+(?:\.\d+)?)"
 _VERDICT = re.compile(rf'<score>\s*{_NUMBER}\s*</score>|\{{\s*"score"\s*:\s*{_NUMBER}\s*\}}')
 
@@ -36,15 +33,13 @@ class JudgeError(ValueError):
 
 
 class _BusyError(JudgeError):
-    """It may give one to another request."""
+    """Another attempt may succeed."""
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """The judge's verdict, 0 to 1, as part `judge`; with `reward.judge.rules` added to the total of that scorer, whose
-    parts come too.
+    """Score by the judge's verdict, 0 to 1, as part `judge`. Total and parts of `reward.judge.rules` are added.
 
-    Raises:
-        JudgeError: the endpoint gave no verdict in time, or one that cannot be read.
+    Raises JudgeError where the endpoint gave no verdict in time, or one that cannot be read.
     """
     settings = JudgeConfig.model_validate_json(os.environ[JUDGE_VARIABLE])
     truth = json.dumps(ground_truth, ensure_ascii=False, sort_keys=True)
@@ -54,30 +49,27 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
 
 
 def judge_response(settings: JudgeConfig, response: str, truth: str) -> float:
-    """The verdict on an answer, from the cache where the same was asked before. Raises JudgeError."""
-    # one pass over the template: what an answer holds is never taken for a place in it
+    """Return the verdict on a response, cached by the request. Raises JudgeError."""
+    # one pass over the template, so that a response is never taken for a placeholder
     words = {"{response}": response, "{ground_truth}": truth}
     text = re.sub(r"\{response\}|\{ground_truth\}", lambda found: words[found[0]], settings.prompt)
-    asked = json.dumps({
-        "model": settings.model,
-        "messages": [{"role": "user", "content": text}],
-        "temperature": 0,
-        "max_tokens": settings.max_tokens,
-        **_form(settings),
+    request = json.dumps({
+        "model": settings.model, "messages": [{"role": "user", "content": text}], "temperature": 0,
+        "max_tokens": settings.max_tokens, **_response_format(settings),
     })  # fmt: skip
-    key = hashlib.sha256(f"{settings.url}\n{settings.highest}\n{asked}".encode()).hexdigest()
+    key = hashlib.sha256(f"{settings.url}\n{settings.highest}\n{request}".encode()).hexdigest()
     cached = _cache(settings.cache)
     row = cached.execute("select verdict from verdicts where key = ?", (key,)).fetchone()
     if row is not None:
         return float(row[0])
-    verdict = read_verdict(asyncio.run(_request(settings, asked)), settings.highest)
+    verdict = read_verdict(asyncio.run(_request(settings, request)), settings.highest)
     with suppress(sqlite3.OperationalError), cached:  # locked or full: the verdict counts all the same
         cached.execute("insert or ignore into verdicts values (?, ?)", (key, verdict))
     return verdict
 
 
-def _form(settings: JudgeConfig) -> Mapping[str, object]:
-    """What a request says of the form of its answer. An enumeration ends, where a number may get digits for ever."""
+def _response_format(settings: JudgeConfig) -> Mapping[str, object]:
+    """Return the response format of a request. An enumeration bounds the digits of a number."""
     if settings.levels is None:
         return {}
     evenly = (settings.highest * level / (settings.levels - 1) for level in range(settings.levels))
@@ -96,9 +88,9 @@ def _form(settings: JudgeConfig) -> Mapping[str, object]:
 
 
 def read_verdict(text: str, highest: float) -> float:
-    """The one `{"score": 3}` or `<score>3</score>` that a text ends with, over `highest`.
+    """Read the one `{"score": 3}` or `<score>3</score>` at the end of a text, divided by `highest`.
 
-    Raises JudgeError where there is none, more than one (the judge may have quoted the answer), or one out of range.
+    Raises JudgeError for none, several (the judge may have quoted the response), or a number out of range.
 
     >>> read_verdict('Good. {"score": 3}', 4)
     0.75
@@ -112,22 +104,22 @@ def read_verdict(text: str, highest: float) -> float:
     return number / highest
 
 
-async def _request(settings: JudgeConfig, asked: str) -> str:
-    """The judge's text. Raises JudgeError."""
+async def _request(settings: JudgeConfig, content: str) -> str:
+    """Return the judge's text. Raises JudgeError."""
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
     if settings.key_variable:
         headers["Authorization"] = f"Bearer {_secret(settings.key_variable)}"
     last, pause_s = "", _FIRST_PAUSE_S
     try:
         async with asyncio.timeout(settings.deadline_s):
-            # a client a call: an idle connection between two answers may have been closed by the other side
+            # a new client for each call, since the endpoint may close an idle connection
             async with httpx.AsyncClient(timeout=None, trust_env=False) as client:
                 for number in range(settings.tries):
                     if number:
                         await asyncio.sleep(pause_s)
                         pause_s *= 2
                     try:
-                        return await _request_once(client, settings.url, headers, asked)
+                        return await _request_once(client, settings.url, headers, content)
                     except (httpx.TransportError, _BusyError) as error:
                         last = str(error) if isinstance(error, JudgeError) else type(error).__name__
     except TimeoutError:
@@ -147,10 +139,10 @@ def _secret(variable: str) -> str:
     return value
 
 
-async def _request_once(client: httpx.AsyncClient, url: str, headers: Mapping[str, str], asked: str) -> str:
-    """The text of the first choice. A redirection is not followed: the key is for this endpoint alone."""
+async def _request_once(client: httpx.AsyncClient, url: str, headers: Mapping[str, str], content: str) -> str:
+    """Return the text of the first choice. Redirections are not followed, since the key is for this endpoint alone."""
     address = f"{url.rstrip('/')}/chat/completions"
-    async with client.stream("POST", address, headers=headers, content=asked.encode()) as reply:
+    async with client.stream("POST", address, headers=headers, content=content.encode()) as reply:
         status, kind = reply.status_code, reply.headers.get("content-type", "").partition(";")[0].strip()
         if status >= 500 or status in _RETRY_STATUSES:
             raise _BusyError(f"the endpoint answered with status {status}")
@@ -174,7 +166,7 @@ async def _request_once(client: httpx.AsyncClient, url: str, headers: Mapping[st
 
 @cache
 def _cache(file: str) -> sqlite3.Connection:
-    """Verdicts by what was asked: of this process, or in a file that all processes share. Raises JudgeError."""
+    """Open the verdicts by request, of this process or in a file shared by processes. Raises JudgeError."""
     try:
         if file:
             expand_path(file).parent.mkdir(parents=True, exist_ok=True)

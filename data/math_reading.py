@@ -1,7 +1,7 @@
-r"""What a statement of mathematics says: a number, words, digits of a base or an expression, each read wholly.
+r"""Reads a mathematical statement: a number, words, digits in a base, a list or an expression, each as a whole.
 
-Reference and answer are read by the same rules. What math-verify would read in part only is told as a problem: it
-ignores `\approx`, primes, bases and units, and reads `2 3` as 5.
+Reference and response are read by the same rules. A text that math-verify would read in part has a `problem`: the
+library ignores `\approx`, primes, bases and units, and reads `2 3` as 5.
 """
 
 import re
@@ -10,38 +10,101 @@ from typing import NamedTuple
 from data.written_numbers import UNIT, Number, is_counted, is_unit, makes_another, read_number, typeset
 
 LONGEST_CHARS = 2_000
-
-
-class Reading(NamedTuple):
-    """A statement, read. One of `number`, `words`, `based` and `entries` is set, or none of an expression."""
-
-    plain: str
-    """Without typesetting, and without a unit behind a constant."""
-    left: tuple[str, ...] = ()
-    """What stands left of each `=` before a number."""
-    number: Number | None = None
-    words: tuple[str, ...] | None = None
-    """Of a choice the letter in brackets, and the text behind it."""
-    based: tuple[str, str] | None = None
-    """Digits and base."""
-    entries: tuple["Reading", ...] = ()
-    """Of a list; each may be a list again."""
-    brackets: str = ""
-    """Around a list that is ordered."""
-    name: str = ""
-    """Of an entry."""
-    problem: str | None = None
-    """Why it cannot be read wholly."""
-
-
 COMMAND = re.compile(r"\\([a-zA-Z]+)")
 LIST = re.compile(r"[,;]|\b(?:and|or)\b")
 _WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
 _QUOTED = re.compile('"[^"]*"')
+_IS_NAME = re.compile(r" ?(?:\\?[a-zA-Z]|\\[a-z]+) ?")
+_NO_VALUE = re.compile(r'[-+]?"? ?(?:nan|inf|infinity|null) ?"?', re.IGNORECASE)
+_SPACE = re.compile("(?<![0-9.]) | (?![0-9.])")
+_NO_SIDE = re.compile(r"[<>;]|(?<![0-9)])! ?$|\b(?:and|or)\b|\\(?:[lg]eq?|[lg]t|neq?|in|pm)(?![a-zA-Z])")
+_BASED = re.compile(r'([0-9A-F]*[0-9][0-9A-F]*) ?_ ?(?:\{ ?|(?="))?"?([0-9]+|[a-z]+)"?(?: ?\})?')
+_AND = re.compile(r"\b(?:and|or)\b")
+_THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
+_INTRODUCTION = re.compile(
+    r"""(?:(?:"[^"()0-9]*[a-zA-Z]{2}[^"()0-9]*"|[a-zA-Z']{2,}(?![a-zA-Z'])):?\.?\ ?)+(?=[-+0-9.\\])"""
+)
+_INTRODUCES = re.compile(
+    r"(?:(?:the|a|our|final|correct|exactly|so|thus|hence|then|therefore|it|there|he|she|they|we|is|are|was|were|be"
+    r"|will|would|has|have|gets?|equals?|equal to|answer|result|solution|value|total|number|amount|area|perimeter"
+    r"|volume|length|width|height|distance|speed|time|cost|price|age|probability|average|mean|median|usd|eur|gbp|inr|rs)"
+    r"(?:[ .:,]+|$))+",
+    re.IGNORECASE,
+)
+_LETTER_UNIT = re.compile(r"(?<=[0-9}]) ?[mghsl]$")
+_PART = re.compile(
+    r'(?P<open>\\\{|[({\[])|(?P<close>\\\}|[)}\]])|(?P<joint>[,;]? ?\b(?:and|or)\b|[,;])|\\[a-zA-Z]+|"[^"]*"'
+)
+_DEEPEST = 8
+_OUTER = re.compile(r"(?:\\\{|([(\[]))(.*)(?:\\\}|([)\]]))")
+_OF_LIST = re.compile(r"(?P<name>[a-zA-Z]|\([a-zA-Z\\, ]*\)) ?(?:=|\\in) ?(?=\\\{|[(\[])")
+_BOTH = re.compile(r"([a-zA-Z] ?= ?)?\\pm ?([^-+]*)")
+_IS_LETTER = re.compile(r'\(?"?[A-Z]"?\)?')
+_NAME = re.compile(r"\\?[a-zA-Z]+(?: ?_ ?(?:[0-9a-z]|\{[^{}]*\}))?(?: ?\([^()]*\))? ?")
+_CHOICE = re.compile(r"(?:\( ?([A-J]) ?\)|([A-J])[.:)](?= |$))(?! ?[-+*/^=,;<>&]) ?(.*)")
+_ONLY_WORDS = re.compile(r"(?:[a-zA-Z0-9 .,:;()?-]|(?<=[a-zA-Z])')+")
+_IS_WORDS = re.compile(r'"|(?<![a-zA-Z])(?:[a-zA-Z]{4,}|[yY]es$|[nN]o$|odd$|[aApP]\.?[mM]$)|^[A-J]$')
+_DOT = re.compile(r"(?<=[a-z])\.")
+_TOKEN = re.compile(r"[a-z']+|[0-9]+(?:\.[0-9]+)?|:|(?<![a-z])-|-(?![a-z])")
+# Words that change the meaning of a number next to them: a day, a side, another number.
+_MEANINGFUL = re.compile(
+    r"(?:jan|febr)uary|march|april|may|june|july|august|(?:septem|octo|novem|decem)ber|(?:mon|tues|wednes|thurs|fri|satur|sun)day"
+    r"|jan|feb|mar|apr|jun|jul|aug|sept?|oct|nov|dec|[ap]m|noon|midnight|o'clock|bc|ad|b?ce|ago|before|after|north|south|east|west"
+    r"|(?:north|south)(?:east|west)|left|right|up|down|above|below|(?:counter|anti)?clockwise|[a-z]*wards?|profits?|loss(?:es)?"
+    r"|gains?|increased?|decreased?|more|less|fewer|older|younger|remainder|out|crores?|lakhs?|grand|bn|mn|score"
+    r"|and|of|to|at|on|the|an|per|by|from|choice|option"
+)
+_CONSTANT = re.compile(r"\\(?:pi|sqrt)(?![a-zA-Z])")
+_UNIT = re.compile(rf'(?:(?<![\\a-zA-Z])|(?=")){UNIT}$', re.VERBOSE)
+# Commands that math-verify reads. It silently ignores some others.
+_KNOWN = re.compile(
+    r"frac|sqrt|cdot|times|div|pm|mp|circ|degree|pi|infty|emptyset|varnothing|in|cup|cap|setminus|math(?:bb|cal)"
+    r"|begin|end|leq?|geq?|lt|gt|neq?|[dt]?binom|choose|over|(?:arc)?(?:sin|cos|tan)|cot|sec|csc|(?:sin|cos|tan)h|log|ln"
+    r"|exp|[lr]floor|[lr]ceil|[lr]?vert|[lr]angle|alpha|beta|gamma|delta|epsilon|theta|lambda|mu|rho|sigma|tau|phi|omega"
+    r"|Delta|Gamma|Omega|sum|prod|int|lim|to|overline|overrightarrow|vec|hat|bar|angle|triangle|max|min|gcd|operatorname"
+)
+_NAMES = re.compile(r"\\(?:begin|end)\{(?:[pbv]?matrix|array)\}|\\operatorname\{[a-z]+\}|\\mathbb\{[A-Z]\}")
+_FUNCTION = re.compile("and|or|sqrt|infinity|sin|cos|tan|log|ln|gcd|lcm|max|min")
+_UNREAD = (
+    (re.compile(r"[^a-zA-Z0-9 +\-*/^_=<>|!.,;:(){}\[\]&\\\"]"), "is not read"),
+    (re.compile(r"[0-9})\]] ?_"), "is a base or an index of a number"),
+    (re.compile(r"(?<![_0-9.])[0-9.]+ [0-9.]"), "has two numbers side by side"),
+    (re.compile(r'"[^"]*" ?[0-9]'), "has words between numbers"),
+    (
+        re.compile(r'^[-+0-9., /]*(?:\\frac ?\{[-+0-9, ]+\} ?\{[-+0-9, ]+\})? ?"[^"]*"$'),
+        "is a number with an unknown word",
+    ),
+    (re.compile(r"[0-9.] ?\\(?:overline|bar|dot)"), "is a recurring decimal among others"),
+    (re.compile(r"[0-9] ?\\frac ?\{[0-9]+\} ?\{[0-9]+\} ?[a-zA-Z\"\\(]"), "is a mixed number as a factor"),
+    (re.compile(r"[({\[]{9}"), "is nested too deep"),
+    (re.compile(r"\.\.|^[*/^_=,;&!]|[-+*/^_=<>,;&\\]$"), "is not whole"),
+)
+
+
+class Reading(NamedTuple):
+    """A statement as read. One of `number`, `words`, `based` and `entries` is set, or none for an expression."""
+
+    plain: str
+    """Text without typesetting, and without a unit after a constant."""
+    left: tuple[str, ...] = ()
+    """Texts left of each `=` before a number."""
+    number: Number | None = None
+    words: tuple[str, ...] | None = None
+    """For a choice: its letter in brackets, and its text."""
+    based: tuple[str, str] | None = None
+    """Digits and base."""
+    entries: tuple["Reading", ...] = ()
+    """Entries of a list; each may be a list."""
+    brackets: str = ""
+    """Brackets around an ordered list."""
+    name: str = ""
+    """Name of an entry."""
+    problem: str | None = None
+    """Reason why it cannot be read as a whole."""
 
 
 def read(stated: str) -> Reading:
-    r"""What a text with or without LaTeX says.
+    r"""Read a text with or without LaTeX.
 
     >>> read(r"x = \$36").number, read(r"\textbf{(B)}\ 36").words, read("1011_2").based, read(r"x \approx 3").problem
     (Number(value=Fraction(36, 1), percent=False), ('(b)', '36'), ('1011', '2'), 'the command \\approx is not known')
@@ -75,44 +138,20 @@ def _read(plain: str) -> Reading:
     return Reading(plain, problem=expression_problem(plain))
 
 
-_IS_NAME = re.compile(r" ?(?:\\?[a-zA-Z]|\\[a-z]+) ?")
-_NO_VALUE = re.compile(r'[-+]?"? ?(?:nan|inf|infinity|null) ?"?', re.IGNORECASE)
-_SPACE = re.compile("(?<![0-9.]) | (?![0-9.])")
-
-
 def closed_up(plain: str) -> str:
-    """A text without its spaces, but for those between digits: `1 2` is not 12."""
+    """Remove spaces except those between digits: `1 2` is not 12."""
     return _SPACE.sub("", plain)
 
 
-_NO_SIDE = re.compile(r"[<>;]|(?<![0-9)])! ?$|\b(?:and|or)\b|\\(?:[lg]eq?|[lg]t|neq?|in|pm)(?![a-zA-Z])")
-_BASED = re.compile(r'([0-9A-F]*[0-9][0-9A-F]*) ?_ ?(?:\{ ?|(?="))?"?([0-9]+|[a-z]+)"?(?: ?\})?')
-_AND = re.compile(r"\b(?:and|or)\b")
-_THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
-
-
 def _are_sides(left: list[str]) -> bool:
-    """Whether these are names and terms that a number can be equal to: no relation, no second equation."""
+    """Return whether these are names and terms that a number can equal: no relation, no second equation."""
     if any(_NO_SIDE.search(side) or _unknown(side) for side in left) or (len(left) > 1 and any("," in s for s in left)):
         return False
     return not any(makes_another(word) for side in left for word in _WORD.findall(side))
 
 
-_INTRODUCTION = re.compile(
-    r"""(?:(?:"[^"()0-9]*[a-zA-Z]{2}[^"()0-9]*"|[a-zA-Z']{2,}(?![a-zA-Z'])):?\.?\ ?)+(?=[-+0-9.\\])"""
-)
-_INTRODUCES = re.compile(
-    r"(?:(?:the|a|our|final|correct|exactly|so|thus|hence|then|therefore|it|there|he|she|they|we|is|are|was|were|be"
-    r"|will|would|has|have|gets?|equals?|equal to|answer|result|solution|value|total|number|amount|area|perimeter"
-    r"|volume|length|width|height|distance|speed|time|cost|price|age|probability|average|mean|median|usd|eur|gbp|inr|rs)"
-    r"(?:[ .:,]+|$))+",
-    re.IGNORECASE,
-)
-_LETTER_UNIT = re.compile(r"(?<=[0-9}]) ?[mghsl]$")
-
-
 def without_introduction(text: str) -> str:
-    """A text without what may stand before a number: `The answer is 18`, `Area: 18`, `USD 18`; else as it is.
+    """Remove words that introduce a number: `The answer is 18`, `Area: 18`, `USD 18`.
 
     >>> [without_introduction(text) for text in ("It is 18", '"Rs. "450', "twice 18", '"sum of "18')]
     ['18', '450', 'twice 18', '"sum of "18']
@@ -123,24 +162,14 @@ def without_introduction(text: str) -> str:
 
 
 def number_in_words(plain: str) -> Number | None:
-    """The number of an answer whose reference is a number, where a letter behind it is a unit: `18 m`."""
+    """Read the number of a response to a numeric reference, where a letter after it is a unit: `18 m`."""
     *left, last = plain.split("=")
     text = _LETTER_UNIT.sub("", without_introduction(last.strip()))
     return read_number(text) if _are_sides(left) else None
 
 
-# ---------------------------------------------------------------------- lists
-
-_PART = re.compile(
-    r'(?P<open>\\\{|[({\[])|(?P<close>\\\}|[)}\]])|(?P<joint>[,;]? ?\b(?:and|or)\b|[,;])|\\[a-zA-Z]+|"[^"]*"'
-)
-_DEEPEST = 8
-_OUTER = re.compile(r"(?:\\\{|([(\[]))(.*)(?:\\\}|([)\]]))")
-_OF_LIST = re.compile(r"(?P<name>[a-zA-Z]|\([a-zA-Z\\, ]*\)) ?(?:=|\\in) ?(?=\\\{|[(\[])")
-
-
 def _split(text: str) -> list[str]:
-    """The entries of a list without brackets, or what is in the brackets around it all: one entry."""
+    """Split a list without brackets into entries. A text in brackets is one entry."""
     depth, start, found = 0, 0, []
     for part in _PART.finditer(text):
         depth += (part["open"] is not None) - (part["close"] is not None)
@@ -154,7 +183,7 @@ def _split(text: str) -> list[str]:
 
 
 def _read_list(plain: str) -> Reading | None:
-    """A list of two entries or more, with or without brackets around it; None of other texts."""
+    """Read a list of two entries or more, with or without brackets around it; None for other texts."""
     name = _OF_LIST.match(plain)
     text = plain[name.end() :] if name else plain
     brackets, texts = "", []
@@ -180,10 +209,6 @@ def _read_list(plain: str) -> Reading | None:
     )
 
 
-_BOTH = re.compile(r"([a-zA-Z] ?= ?)?\\pm ?([^-+]*)")
-_IS_LETTER = re.compile(r'\(?"?[A-Z]"?\)?')
-
-
 def _read_entry(text: str) -> Reading:
     name, equals, value = text.rpartition("=")
     if equals and _NAME.fullmatch(name):
@@ -191,26 +216,14 @@ def _read_entry(text: str) -> Reading:
     return _read(text)
 
 
-_NAME = re.compile(r"\\?[a-zA-Z]+(?: ?_ ?(?:[0-9a-z]|\{[^{}]*\}))?(?: ?\([^()]*\))? ?")
-
-
 def _unit_of(entry: str) -> str:
-    """The words behind the number of an entry."""
+    """Return the words after the number of an entry."""
     found = re.search(r'[0-9)}] ?("[^"]*"|[a-zA-Z]{2,})', entry)
     return found[1].strip('" ') if found and read_number(entry) else ""
 
 
-# ---------------------------------------------------------------------- words
-
-_CHOICE = re.compile(r"(?:\( ?([A-J]) ?\)|([A-J])[.:)](?= |$))(?! ?[-+*/^=,;<>&]) ?(.*)")
-_ONLY_WORDS = re.compile(r"(?:[a-zA-Z0-9 .,:;()?-]|(?<=[a-zA-Z])')+")
-_IS_WORDS = re.compile(r'"|(?<![a-zA-Z])(?:[a-zA-Z]{4,}|[yY]es$|[nN]o$|odd$|[aApP]\.?[mM]$)|^[A-J]$')
-_DOT = re.compile(r"(?<=[a-z])\.")
-_TOKEN = re.compile(r"[a-z']+|[0-9]+(?:\.[0-9]+)?|:|(?<![a-z])-|-(?![a-z])")
-
-
 def read_words(plain: str) -> tuple[str, ...] | None:
-    """Words and the numbers between them, or a choice's letter and the text behind it; None where it is no such text.
+    """Read words and the numbers between them, or a choice's letter and its text; None for other texts.
 
     >>> read_words('5" ft "2" in"'), read_words("36 and 48"), read_words("infinity"), read_words("C, D")
     (('5', 'ft', '2', 'in'), None, None, None)
@@ -226,78 +239,39 @@ def read_words(plain: str) -> tuple[str, ...] | None:
     return tokens or None
 
 
-# Words that with a number say something else than it: a day, a side, another number.
-_SAYS = re.compile(
-    r"(?:jan|febr)uary|march|april|may|june|july|august|(?:septem|octo|novem|decem)ber|(?:mon|tues|wednes|thurs|fri|satur|sun)day"
-    r"|jan|feb|mar|apr|jun|jul|aug|sept?|oct|nov|dec|[ap]m|noon|midnight|o'clock|bc|ad|b?ce|ago|before|after|north|south|east|west"
-    r"|(?:north|south)(?:east|west)|left|right|up|down|above|below|(?:counter|anti)?clockwise|[a-z]*wards?|profits?|loss(?:es)?"
-    r"|gains?|increased?|decreased?|more|less|fewer|older|younger|remainder|out|crores?|lakhs?|grand|bn|mn|score"
-    r"|and|of|to|at|on|the|an|per|by|from|choice|option",
-)
-
-
-def _is_another(word: str) -> bool:
-    return makes_another(word) and word not in ("or", "nor", "not", "wrong", "incorrect")
-
-
 def _unknown_word(plain: str, words: tuple[str, ...]) -> str | None:
-    """Why words with a number among them are not compared as they stand: another word may only introduce the number."""
+    """Return why words around a number cannot be compared: one of them is neither a unit nor known."""
     if words[0].startswith("(") or not re.search("[0-9]", plain):
         return None
-    said = [word for word in words if len(word) > 1 and word.isalpha()]
-    unknown = (word for word in said if not (_SAYS.fullmatch(word) or is_counted(word) or _is_another(word)))
-    return next((f"{word!r} beside a number is no known unit or word" for word in unknown), None)
+    denials = ("or", "nor", "not", "wrong", "incorrect")
+    unknown = (
+        word
+        for word in words
+        if len(word) > 1 and word.isalpha()
+        if not (_MEANINGFUL.fullmatch(word) or is_counted(word) or (makes_another(word) and word not in denials))
+    )
+    return next((f"{word!r} next to a number is no known unit or word" for word in unknown), None)
 
 
 def _without_unit(plain: str) -> str:
-    """A constant without the unit behind it: `4\\pi cm`, but not `2ab`."""
+    """Remove the unit after a constant: `4\\pi cm`, but not `2ab`."""
     unit = _UNIT.search(plain)
     rest = plain[: unit.start()].rstrip() if unit else ""
     is_constant = _CONSTANT.search(rest) and not re.search("[a-zA-Z]", COMMAND.sub(" ", rest))
     return rest if unit and is_constant and is_unit(unit[0]) else plain
 
 
-_CONSTANT = re.compile(r"\\(?:pi|sqrt)(?![a-zA-Z])")
-_UNIT = re.compile(rf'(?:(?<![\\a-zA-Z])|(?=")){UNIT}$', re.VERBOSE)
-
-# ---------------------------------------------------------------------- expressions
-
-# Commands that math-verify reads. It ignores some others, whatever they mean.
-_KNOWN = re.compile(
-    r"frac|sqrt|cdot|times|div|pm|mp|circ|degree|pi|infty|emptyset|varnothing|in|cup|cap|setminus|math(?:bb|cal)"
-    r"|begin|end|leq?|geq?|lt|gt|neq?|[dt]?binom|choose|over|(?:arc)?(?:sin|cos|tan)|cot|sec|csc|(?:sin|cos|tan)h|log|ln"
-    r"|exp|[lr]floor|[lr]ceil|[lr]?vert|[lr]angle|alpha|beta|gamma|delta|epsilon|theta|lambda|mu|rho|sigma|tau|phi|omega"
-    r"|Delta|Gamma|Omega|sum|prod|int|lim|to|overline|overrightarrow|vec|hat|bar|angle|triangle|max|min|gcd|operatorname"
-)
-_NAMES = re.compile(r"\\(?:begin|end)\{(?:[pbv]?matrix|array)\}|\\operatorname\{[a-z]+\}|\\mathbb\{[A-Z]\}")
-_FUNCTION = re.compile("and|or|sqrt|infinity|sin|cos|tan|log|ln|gcd|lcm|max|min")
-_UNREAD = (
-    (re.compile(r"[^a-zA-Z0-9 +\-*/^_=<>|!.,;:(){}\[\]&\\\"]"), "is not read"),
-    (re.compile(r"[0-9})\]] ?_"), "is a base or an index of a number"),
-    (re.compile(r"(?<![_0-9.])[0-9.]+ [0-9.]"), "has two numbers side by side"),
-    (re.compile(r'"[^"]*" ?[0-9]'), "has words between numbers"),
-    (
-        re.compile(r'^[-+0-9., /]*(?:\\frac ?\{[-+0-9, ]+\} ?\{[-+0-9, ]+\})? ?"[^"]*"$'),
-        "is a number with an unknown word",
-    ),
-    (re.compile(r"[0-9.] ?\\(?:overline|bar|dot)"), "is a recurring decimal among others"),
-    (re.compile(r"[0-9] ?\\frac ?\{[0-9]+\} ?\{[0-9]+\} ?[a-zA-Z\"\\(]"), "is a mixed number as a factor"),
-    (re.compile(r"[({\[]{9}"), "is nested too deep"),
-    (re.compile(r"\.\.|^[*/^_=,;&!]|[-+*/^_=<>,;&\\]$"), "is not whole"),
-)
-
-
 def expression_problem(plain: str) -> str | None:
-    """Why math-verify would read only a part of a text, or nothing; None where it reads it.
+    """Return why math-verify would read only a part of a text, or None.
 
     >>> expression_problem("2 3"), expression_problem("x'"), expression_problem("1011_2 + 1")[:3]
     ("'2 3' has two numbers side by side", '"\\'" is not read', "'1_")
     """
     if command := _unknown(plain):
         return f"the command \\{command} is not known"
-    for pattern, told in _UNREAD:
+    for pattern, problem in _UNREAD:
         if found := pattern.search(plain):
-            return f"{found[0]!r} {told}"
+            return f"{found[0]!r} {problem}"
     for word in _WORD.findall(_QUOTED.sub("", _NAMES.sub(" ", plain))):
         if len(word) > 3 and not _FUNCTION.fullmatch(word):
             return f"{word!r} is a word among mathematics"

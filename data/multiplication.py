@@ -1,10 +1,8 @@
-"""A custom task in one file: products of two numbers.
+"""A custom task in one file: products of two numbers, explained in docs/data.md.
 
-A task needs `build`, which makes rows, and `score`, which judges an answer. This one runs with
+A task needs `build`, which makes rows, and `score`, which scores a response:
 
     millrace run experiment=debug data=custom data.build=data.multiplication:build data.scorer=data.multiplication:score
-
-and docs/data.md walks through it.
 """
 
 import random
@@ -22,7 +20,7 @@ _HIGHEST = 99
 
 
 def build(settings: "CustomData", seed: int) -> TaskRows:
-    """Every pair of numbers is one problem; none is in both splits. The same seed gives the same rows."""
+    """Return products of different pairs of numbers; a pair is in one split alone."""
     pairs = [(a, b) for a in range(2, _HIGHEST + 1) for b in range(a, _HIGHEST + 1)]
     wanted = settings.train_size + settings.validation_size
     if wanted > len(pairs):
@@ -32,7 +30,7 @@ def build(settings: "CustomData", seed: int) -> TaskRows:
     return TaskRows(
         data_source="multiplication",
         ability="math",
-        prompt_form="text",  # the message is the whole prompt; "chat" would put it into the tokenizer's chat template
+        prompt_form="text",  # the message is the whole prompt; "chat" applies the tokenizer's chat template
         splits={split: _rows(found) for split, found in splits.items()},
     )
 
@@ -43,15 +41,14 @@ def _rows(pairs: list[tuple[int, int]]) -> Iterator[Row]:
             prompt=(Message("user", f"{a} * {b} ="),),
             ground_truth={"product": a * b},
             difficulty=len(str(a * b)),
-            solution=" ".join(str(a * b)),  # what a warm start shows: here digit by digit
+            solution=" ".join(str(a * b)),  # for a warm start, here digit by digit
         )
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """1 for the product, white space aside, else 0. `format` is 1 for an answer that is a number, else 0."""
+    """Score 1 for the product, ignoring white space, else 0. Part `format`: whether the response is a number."""
     digits = "".join(response.split())
     is_number = digits.isascii() and digits.isdigit() and len(digits) <= 20
     correct = is_number and int(digits) == ground_truth["product"]
-    # What majority votes (`maj@k`) compare: equal for equal answers.
-    said = str(int(digits)) if is_number else None
-    return Score(float(correct), {"correct": float(correct), "format": float(is_number)}, said)
+    vote = str(int(digits)) if is_number else None  # equal for equal answers: majority votes (`maj@k`) compare it
+    return Score(float(correct), {"correct": float(correct), "format": float(is_number)}, vote)

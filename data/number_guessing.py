@@ -1,9 +1,9 @@
-"""An environment in one file: guess a number from 1 to 7, told after each guess whether it is higher or lower.
+"""An environment in one file: guess a number from 1 to 7. Each reply says whether the number is higher or lower.
 
     millrace run experiment=number_guessing
 
-The words are those of a model made from nothing: `+` is higher, `-` is lower, `:` is no guess. A prompt is the
-game's number in three digits of base 8, which means nothing, since the number to guess comes from the episode's seed.
+The replies are words of the scratch tokenizer: `+` is higher, `-` is lower, `:` is an invalid guess. A prompt is the
+game's index in three digits of base 8, which is no hint: the number comes from the episode's seed.
 """
 
 import random
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from rlcore.config.data import CustomData
 
 HIGHEST = 7
-"""By halving, 17 / 7 = 2.43 guesses are needed on average: 1 for the middle, 2 for 2 numbers, 3 for 4."""
+"""Binary search needs 17 / 7 = 2.43 guesses on average: 1 for the middle, 2 for 2 numbers, 3 for 4."""
 WRONG = -0.1
-"""Reward of each wrong guess; the right one earns 1."""
+"""Reward of each wrong guess. The right guess earns 1."""
 
 
 def build(settings: "CustomData", seed: int) -> TaskRows:
-    """Games that differ in their number alone; the held-out ones come first."""
+    """Return games that differ in their index alone, the held-out ones first."""
     held_out, total = settings.validation_size, settings.validation_size + settings.train_size
     splits = {"validation": range(held_out), "train": range(held_out, total)}
     return TaskRows(

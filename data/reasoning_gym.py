@@ -1,7 +1,7 @@
-"""Tasks of the package reasoning_gym: problems without end, each with a scorer of its own, and no hub.
+"""Tasks of the package reasoning_gym: any number of generated problems, each with its own scorer.
 
-A row's ground truth is the task's name and the package's own entry as JSON, which its scorer takes back. Tasks whose
-scorer evaluates the answer as Python, runs programs, or compares with values that JSON cannot hold are left out.
+The ground truth of a row is the task's name and the package's entry as JSON, which the package's scorer reads. Tasks
+are left out whose scorer evaluates a response as Python, runs programs, or needs values that JSON cannot represent.
 """
 
 import json
@@ -24,8 +24,8 @@ VERSION = 1
 """Raise it when the rows of equal settings change."""
 PACKAGE = "reasoning_gym"
 INSTRUCTION = "Think step by step, then give the final answer alone between <answer> and </answer>."
-_EVALUATED = "its scorer evaluates an answer as Python"
-_NO_JSON = "its scorer compares with values that JSON cannot hold"
+_EVALUATED = "its scorer evaluates a response as Python"
+_NO_JSON = "its scorer compares with values that JSON cannot represent"
 LEFT_OUT: Mapping[str, str] = {
     **dict.fromkeys(("binary_matrix", "n_queens", "spiral_matrix", "string_insertion"), _EVALUATED),
     **dict.fromkeys(("intermediate_integration", "polynomial_multiplication", "simple_integration"), _EVALUATED),
@@ -34,20 +34,19 @@ LEFT_OUT: Mapping[str, str] = {
     "codeio": "it runs programs from a file",
     "composite": "it mixes other tasks: name those in data.tasks",
 }
-"""Tasks of the package that are refused, and why."""
+"""Tasks of the package that are refused, with the reason."""
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _VALIDATION_SEED = 1_500_000_000
 _SEED_STEP = 7_919_000
 _SEEDS = 2**31
 _TRIES = 10
-"""Problems made for each row at most: small tasks repeat themselves."""
+"""Problems generated for each row at most, since small tasks repeat themselves."""
 
 
 def inputs(settings: "ReasoningGymData") -> dict[str, str]:
-    """Version of the package, on which every row depends.
+    """Return the version of the package, which every row depends on.
 
-    Raises:
-        DataError: it is not installed, or has no such task or level, or the task is left out.
+    Raises DataError where it is not installed, or has no such task or level, or the task is left out.
     """
     if find_spec(PACKAGE) is None:
         raise DataError(
@@ -62,7 +61,7 @@ def inputs(settings: "ReasoningGymData") -> dict[str, str]:
 
 
 def build(settings: "ReasoningGymData", seed: int) -> TaskRows:
-    """Rows of all tasks in turn. Raises DataError where a task has too few different problems."""
+    """Return rows of all tasks in turn. Raises DataError where a task has too few different problems."""
     seen: set[str] = set()
     held_out = list(_rows(settings, seed, "validation", settings.validation_size, seen))
     return TaskRows(
@@ -88,7 +87,7 @@ def _rows(settings: "ReasoningGymData", seed: int, split: str, count: int, seen:
 
 
 def _problems(named: str, seed: int, count: int, seen: set[str]) -> Iterator[Mapping[str, Any]]:
-    """Problems whose question has not been seen; each is noted."""
+    """Generate problems with unseen questions, and add these to `seen`."""
     size = _TRIES * count
     dataset = _dataset(named, size=size, seed=seed)
     for index in range(size):
@@ -112,21 +111,21 @@ def _row(task: str, level: int | None, entry: Mapping[str, Any]) -> Row:
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """The package's own score of the last `<answer>...</answer>`, 0 to 1; parts `correct` and `format`.
+    """Score the last `<answer>...</answer>` by the package, 0 to 1; parts `correct` and `format`.
 
-    An answer on which the package's scorer fails is worth 0: it cannot be read.
+    A response on which the package's scorer fails scores 0.
     """
     found = _ANSWER.findall(response)
     if not found:
         return Score(0.0, {"correct": 0.0, "format": 0.0})
-    said = found[-1].strip()
+    answer = found[-1].strip()
     try:
-        total = float(_scorer(str(ground_truth["task"]))(said, json.loads(str(ground_truth["entry"]))))
+        total = float(_scorer(str(ground_truth["task"]))(answer, json.loads(str(ground_truth["entry"]))))
     except DataError:
         raise
-    except Exception:  # of any kind: the package reads answers in a hundred ways
+    except Exception:  # the package parses responses in many ways
         total = 0.0
-    return Score(total, {"correct": float(total >= 1), "format": 1.0}, said)
+    return Score(total, {"correct": float(total >= 1), "format": 1.0}, answer)
 
 
 @cache
@@ -136,7 +135,7 @@ def _scorer(task: str) -> Callable[[str, Mapping[str, Any]], float]:
 
 
 def _parsed(named: str) -> tuple[str, int | None]:
-    """Task and level of `task@level`.
+    """Return the task and level of `task@level`.
 
     >>> _parsed("chain_sum@2"), _parsed("chain_sum")
     (('chain_sum', 2), ('chain_sum', None))
@@ -148,7 +147,7 @@ def _parsed(named: str) -> tuple[str, int | None]:
 
 
 def _dataset(named: str, *, size: int, seed: int) -> Any:
-    """The package's dataset of `task@level`. Raises DataError where there is none that may be used."""
+    """Return the package's dataset of `task@level`. Raises DataError where none can be used."""
     task, level = _parsed(named)
     factory = import_module(f"{PACKAGE}.factory")
     if task in LEFT_OUT:

@@ -1,9 +1,9 @@
-"""Records of data files and of hub datasets, one at a time, each with its place for messages.
+"""Records of data files and hub datasets, one at a time, each with its place for messages.
 
-Files are JSON (objects one a line, or one array of them) and CSV, plain or compressed, parquet, and Arrow as
-`save_to_disk` writes it. Cells of a CSV file are texts as they stand: `007` and `0.10` are no numbers there.
+Files are JSON (an object per line, or one array) and CSV, plain or compressed, parquet, and Arrow as written by
+`save_to_disk`. Cells of a CSV file stay text: `007` and `0.10` are not numbers.
 
-A hub dataset is taken at one commit, from the cache of this machine or fetched into it.
+A hub dataset is read at one commit, from the local cache or after a download.
 """
 
 import codecs
@@ -31,15 +31,11 @@ from rlcore.storage.documents import sha256_of
 
 _HUB_ID = re.compile(r"[A-Za-z0-9_.\-]+/[A-Za-z0-9_.\-]+")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-# Of one request to the hub; without an answer the cache decides.
-_HUB_TIMEOUT_S = 10.0
+_HUB_TIMEOUT_S = 10.0  # for one request; without a reply the cache is used
 _INDEX = re.compile(r"-?[0-9]+")
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _LONGEST_CELL = 2**31 - 1
 _MOST_SHOWN = 8
-
-
-# ---------------------------------------------------------------------- records of files and of the hub
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +46,11 @@ class Record:
     values: Mapping[str, Any]
 
     def text(self, column: str) -> str:
-        """A column as text; `a.b` is field b of column a, `a.0` the first entry of a list, `a.-1` the last.
+        """Return a column as text; `a.b` is field b of column a, `a.0` the first entry of a list, `a.-1` the last.
 
-        Numbers are written without an exponent, and whole ones without a point: 1e-05 as 0.00001, 76.0 as 76.
+        Numbers are written without an exponent, and whole numbers without a point: 1e-05 as 0.00001, 76.0 as 76.
 
-        Raises:
-            DataError: it is missing, empty, or neither text nor a finite number.
+        Raises DataError where it is missing, empty, or neither text nor a finite number.
         """
         found = self._at(column)
         if isinstance(found, float) and math.isfinite(found):
@@ -99,14 +94,14 @@ class Record:
 
 
 def local_files(source: str, splits: Sequence[str]) -> dict[str, tuple[Path, ...]] | None:
-    """Files of each split; None where `source` is a hub id.
+    """Find the files of each split; None where `source` is a hub id.
 
-    A split is one file `<split>.jsonl` (or of another kind), all shards `<split>-00000-of-00002.parquet` as the hub
-    has them, or the folder `<split>` that `save_to_disk` has written.
+    A split is one file `<split>.jsonl` (or another kind), all shards `<split>-00000-of-00002.parquet` as on the hub, or
+    the folder `<split>` written by `save_to_disk`.
 
     Raises:
         DataError: `source` is neither a folder with these files nor a hub id, shards are missing, or another file
-            looks as if it belonged to the split.
+            seems to belong to the split.
     """
     folder = expand_path(source)
     if not source or not folder.is_dir():
@@ -121,19 +116,19 @@ def local_files(source: str, splits: Sequence[str]) -> dict[str, tuple[Path, ...
         inside = sorted(path for path in chain(folder.glob("*"), folder.glob("*/*")) if DATA_FILE.fullmatch(path.name))
         raise DataError(
             f"data.source: {folder} lacks {' and '.join(missing)}, as {KINDS_OF_FILES}. Its data files: "
-            f"{format_names(str(path.relative_to(folder)) for path in inside) or 'none'}. Put the files there, rename them, "
-            "or give the folder that has them"
+            f"{format_names(str(path.relative_to(folder)) for path in inside) or 'none'}. Put the files there, "
+            "rename them, or give the folder that has them"
         )
     return found
 
 
 def is_on_hub(config: TaskData) -> bool:
-    """Whether the rows come from a dataset of the hub. Raises DataError as `local_files`."""
+    """Return whether the rows come from a hub dataset. Raises DataError as `local_files`."""
     return isinstance(config, Gsm8kData | MappedData) and local_files(config.source, []) is None
 
 
 def _files_of(folder: Path, split: str) -> tuple[Path, ...]:
-    """Files of a split in their order; () where there is none."""
+    """Return the files of a split in their order, or ()."""
     looks = re.compile(rf"{re.escape(split)}(?:[-. ].*|_?[0-9].*)?")
     names = (path.name for path in sorted(folder.iterdir()) if path.is_file())
     found = [name for name in names if (match := DATA_FILE.fullmatch(name)) and looks.fullmatch(match[1])]
@@ -147,13 +142,13 @@ def _files_of(folder: Path, split: str) -> tuple[Path, ...]:
         return tuple(folder / name for name in saved)
     if not found or (len(found) == 1 and found[0].startswith(f"{split}.") and not state.is_file()):
         return tuple(folder / name for name in found)
-    # The hub once wrote a digest behind the count.
+    # The hub once wrote a digest after the count.
     shard = re.compile(rf"{re.escape(split)}-(?P<number>[0-9]+)-of-(?P<count>[0-9]+)(?:-[0-9a-f]{{16}})?(?P<kind>\..+)")
     shards = {int(match["number"]): match for match in map(shard.fullmatch, found) if match}
     of_one_kind = len({(match["count"], match["kind"]) for match in shards.values()}) == 1
     if of_one_kind and len(shards) == len(found) and not state.is_file():
         one = next(iter(shards.values()))
-        count, first = int(one["count"]), 0 if 0 in shards else 1  # some count from 1
+        count, first = int(one["count"]), 0 if 0 in shards else 1  # some writers count from 1
         wanted = range(first, first + count)
         if absent := [
             f"{split}-{number:0{len(one['number'])}}-of-{one['count']}{one['kind']}"
@@ -162,19 +157,20 @@ def _files_of(folder: Path, split: str) -> tuple[Path, ...]:
         ]:
             raise DataError(
                 f"data.source: {folder} holds {count - len(absent)} of the {count} shards of {split}; missing: "
-                f"{format_names(absent)}. Fetch them, or write the rows that shall count into one file {split}{one['kind']}"
+                f"{format_names(absent)}. Fetch them, or write the rows that shall count into one file "
+                f"{split}{one['kind']}"
             )
         if len(shards) == count:
             return tuple(folder / shards[number][0] for number in wanted)
     raise DataError(
         f"data.source: {folder}: {split} must be one file or folder, or all shards of one count and kind, got "
-        f"{format_names([*found, *[f'{split}/'] * state.is_file()])}. Move elsewhere what does not count, so that no file is "
-        "passed over"
+        f"{format_names([*found, *[f'{split}/'] * state.is_file()])}. Move elsewhere what does not "
+        "count, so that no file is ignored"
     )
 
 
 def format_names(names: Iterable[str]) -> str:
-    """A list for a message, cut.
+    """List names for a message, cut after `_MOST_SHOWN`.
 
     >>> format_names("abcdefghij")
     'a, b, c, d, e, f, g, h and 2 more'
@@ -185,7 +181,7 @@ def format_names(names: Iterable[str]) -> str:
 
 
 def digests(source: str, splits: Sequence[str], subset: str = "", revision: str = "") -> dict[str, str]:
-    """Digests of a source: sha256 of each local file, or name and commit of a hub dataset."""
+    """Return the sha256 of each local file, or the name and commit of a hub dataset."""
     files = local_files(source, splits)
     if files is None:
         return {"hub": f"{source}/{subset}" if subset else source, "commit": commit_of(source, revision)}
@@ -197,17 +193,16 @@ def digests(source: str, splits: Sequence[str], subset: str = "", revision: str 
         if path.is_file() and path not in read and DATA_FILE.fullmatch(path.name) and named.fullmatch(path.name)
     ):
         raise DataError(
-            f"data.source: {folder}: {format_names(passed)} would be passed over beside the files of "
+            f"data.source: {folder}: {format_names(passed)} would be ignored next to the files of "
             f"{' and '.join(splits)}. Move elsewhere what does not count, or name it as a shard of a split"
         )
     return {path.relative_to(folder).as_posix(): sha256_of(path) for path in sorted(read)}
 
 
 def records(source: str, split: str, subset: str = "", revision: str = "") -> Iterator[Record]:
-    """All records of a split, in order.
+    """Read all records of a split, in order.
 
-    Raises:
-        DataError: a file, line or row that cannot be read, or a hub dataset that cannot be had.
+    Raises DataError where a file, line or row cannot be read, or a hub dataset cannot be downloaded.
     """
     files = local_files(source, [split])
     if files is None:
@@ -218,7 +213,7 @@ def records(source: str, split: str, subset: str = "", revision: str = "") -> It
 
 
 def records_of(path: Path) -> Iterator[Record]:
-    """All records of a file, in order. Raises DataError where one cannot be read, or the file's kind is unknown."""
+    """Read all records of a file, in order. Raises DataError where one cannot be read, or the kind is unknown."""
     match = DATA_FILE.fullmatch(path.name)
     if match is None:
         raise DataError(f"{path}: must be {KINDS_OF_FILES}, by its name; rename or convert it")
@@ -229,7 +224,7 @@ def records_of(path: Path) -> Iterator[Record]:
 
 
 def _from_json(path: Path) -> Iterator[Record]:
-    """Objects of a file with one a line, or with one array of them."""
+    """Read the objects of a file with one a line, or with one array of them."""
     lines = _lines(path)
     is_first = True
     for number, line in enumerate(lines, start=1):
@@ -269,10 +264,10 @@ def _parsed(text: bytes) -> Any:
 
 
 def _from_csv(path: Path) -> Iterator[Record]:
-    """Rows of a file with a header; a place is the line where the row begins."""
+    """Read the rows of a file with a header. The place of a row is its first line."""
     csv.field_size_limit(_LONGEST_CELL)
     names: list[str] = []
-    # Decoded line by line, so that a byte that is no UTF-8 is told with its line.
+    # Decoded line by line, so that the message of an invalid byte names its line.
     rows = csv.reader(
         (line.decode("utf-8-sig" if n == 0 else "utf-8") for n, line in enumerate(_lines(path))), strict=True
     )
@@ -297,7 +292,7 @@ def _from_csv(path: Path) -> Iterator[Record]:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """Lines of a file, which is decompressed where it begins as gzip or zstd do, whatever its name."""
+    """Read the lines of a file, decompressed where it begins as gzip or zstd, whatever its name."""
     number = 0
     try:
         with path.open("rb") as file:
@@ -317,7 +312,7 @@ def _from_batches(path: Path, kind: str) -> Iterator[Record]:
 
 
 def _from_arrow(path: Path) -> Iterator[pa.RecordBatch]:
-    """The rows of an Arrow file, as a stream (`save_to_disk`) or with an index."""
+    """Read the batches of an Arrow file, as a stream (`save_to_disk`) or with an index."""
     try:
         with pa.memory_map(str(path)) as file:
             is_indexed = file.read(6) == b"ARROW1"
@@ -346,10 +341,9 @@ def _from_hub(source: str, subset: str, split: str, revision: str) -> Iterator[R
 
 @cache
 def commit_of(source: str, revision: str) -> str:
-    """The commit of a branch, a tag or '' (main): from the hub, or from the cache where the hub does not answer.
+    """Return the commit of a branch, a tag or '' (main), from the hub, or from the cache if the hub is unreachable.
 
-    Raises:
-        DataError: neither has it.
+    Raises DataError where neither knows it.
     """
     if _COMMIT.fullmatch(revision):
         return revision
@@ -369,10 +363,10 @@ def commit_of(source: str, revision: str) -> str:
 
 @cache
 def snapshot(source: str, revision: str) -> Path:
-    """The folder with the dataset's files as of `commit_of`, fetched unless it is in the cache.
+    """Return the folder with the dataset's files at `commit_of`, downloaded unless cached.
 
     Raises:
-        DataError: it is not there and cannot be fetched.
+        DataError: it is not cached and cannot be downloaded.
         DiskSpaceError: no room.
     """
     from huggingface_hub import constants
@@ -381,7 +375,7 @@ def snapshot(source: str, revision: str) -> Path:
 
     commit = commit_of(source, revision)
     try:
-        # A request by name lets the cache record the commit, so that a start without a network finds it.
+        # A request by name lets the cache record the commit for a start without a network.
         folder = _download(source, revision or "main")
         return folder if folder.name == commit else _download(source, commit)  # the branch has moved in between
     except Exception as error:

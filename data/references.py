@@ -1,29 +1,29 @@
-"""Check of each reference against the scorer that will judge answers to it.
+"""Checks each reference against its scorer before a run.
 
-A reference that its own scorer cannot read gives every right answer 0, and one that is read as something else pays
-wrong answers. So each row is scored, before a run, on answers that are right by construction: its own solution, and its
-reference in the form that the scorer reads. Rows whose reference has no such form (tests of a program, the numbers of a
-countdown) have their solution alone; without one, the scorer must at least accept the row.
+A reference that its scorer cannot read gives every correct response 0, and a misread reference rewards wrong ones.
+So each row is scored on responses that are right by construction: its solution, and its reference in a form that the
+scorer reads. Rows without such a form (tests of a program, numbers of a countdown) are scored on their solution alone.
+Without a solution, the scorer must at least accept the row.
 
-Solutions in a form that the scorer does not read are no fault where no warm start teaches them: those of GSM8K end with
-`####`, whatever form a scorer asks for.
+Solutions in a form that the scorer does not read are accepted if no warm start trains on them: those of GSM8K end with
+`####`, whatever the form of the scorer.
 
-The result is kept beside the datasets, by the dataset and the scorer's code.
+The result is stored next to the datasets, by the dataset and the scorer's code.
 """
 
 import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from data.records import is_on_hub
+from data.rows import SPLITS
 from data.schema import open_parquet, read_batches
-from data.stage import SPLITS
 from data.tasks import dataset_directory, dataset_fingerprint, task_of
 from rlcore import sandbox
 from rlcore.config import RewardConfig, RunConfig
@@ -55,34 +55,28 @@ from rlcore.user_code import code_for
 VERSION = 1
 """Raise it when equal rows and scorers give another result."""
 BUDGET_S = 60.0
-"""Seconds for one dataset. A scorer that is slower is tried on rows spread evenly over the file."""
-SAMPLE = 64
-"""References on which the form that a scorer reads is found."""
-MAX_SHOWN = 5
-"""Rows that a message shows."""
-MAX_SAVED = 100
-"""Rows that the kept result has."""
-WRONG = "0"
-"""An answer to rows of which none is known to be right."""
-_BATCH = 128
-"""Rows that are scored together: the most that are not counted when time runs out."""
-
+"""Seconds for one dataset. A slower scorer is tried on rows spread evenly over the file."""
+SAMPLE = 64  # references for finding the form that a scorer reads
+MAX_SHOWN = 5  # rows in a message
+MAX_SAVED = 100  # rows in the stored result
+WRONG = "0"  # response for rows without a known right one
+_BATCH = 128  # rows that are scored together, and lost when time runs out
 Form = tuple[str, str]
-"""What stands before and after a reference in an answer."""
-FORMS: Mapping[str, tuple[Form, ...]] = {
-    "data.math:score": (("\\boxed{", "}"),),
-    "data.gsm8k:score": (("#### ", ""),),
-    "data.gsm8k:score_numeric": (("#### ", ""),),
-    "data.countdown:score": (),
-    PROGRAMS: (),
+"""Texts before and after a reference in a response."""
+FORMS: Mapping[str, Form | None] = {
+    "data.math:score": ("\\boxed{", "}"),
+    "data.gsm8k:score": ("#### ", ""),
+    "data.gsm8k:score_numeric": ("#### ", ""),
+    "data.countdown:score": None,
+    PROGRAMS: None,
 }
-"""Forms of our own scorers. Those of other scorers are found by trying `USUAL_FORMS`."""
+"""Forms of Millrace's scorers. For other scorers, `USUAL_FORMS` are tried."""
 USUAL_FORMS: tuple[Form, ...] = (("", ""), ("\\boxed{", "}"), ("#### ", ""), ("<answer>", "</answer>"))
 
 
 @dataclass(frozen=True, slots=True)
 class RowReference:
-    """What is checked of row `number` of a split. `where`: its file and line; `truth_json`: its ground truth."""
+    """Checked fields of row `number` of a split. `where`: its file and line; `truth_json`: its ground truth."""
 
     split: str
     number: int
@@ -94,7 +88,7 @@ class RowReference:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A row whose own answer does not earn full marks: `answer` got `score`, or the scorer failed with `failure`."""
+    """A row whose own response misses the full score: `answer` got `score`, or the scorer failed with `failure`."""
 
     split: str
     number: int
@@ -111,8 +105,10 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceReport:
-    """Result of a check: by split the rows that were checked, and those of them that do not earn full marks, the first
-    of which are `shown`. `total`: rows of all splits, checked or not."""
+    """Result of a check: the checked rows by split, and those without a full score, of which the first are `shown`.
+
+    `total`: rows of all splits, checked or not.
+    """
 
     rows: Mapping[str, int]
     unmet: Mapping[str, int]
@@ -121,11 +117,11 @@ class ReferenceReport:
 
     @property
     def share(self) -> float:
-        """Share of the checked rows that do not earn full marks, in the split where it is highest."""
+        """Return the highest share of a split's checked rows without a full score."""
         return max((self.unmet[split] / self.rows[split] for split in self.unmet), default=0.0)
 
     def text(self, scorer: str) -> str:
-        """The finding in words, with file and line of the first rows; '' where every row earns full marks."""
+        """Describe the rows without a full score, with file and line of the first; '' without any."""
         num_checked, num_unmet = sum(self.rows.values()), sum(self.unmet.values())
         if self.total and not num_checked:
             return f"data.scorer: {scorer} has scored no reference in {BUDGET_S:g} s, so none is checked"
@@ -147,25 +143,23 @@ class ReferenceReport:
 
 
 def is_checked(data: TaskData) -> bool:
-    """Whether references are checked. Environments and judges have none; drawn problems come with tested solutions."""
-    if data.environment or data.scorer == JUDGE:
-        return False
-    is_drawn = isinstance(data, CountdownData | ReasoningGymData)
-    return not (is_drawn and has_default_scorer(data))
+    """Return whether references are checked: not for environments, judges and generated problems."""
+    is_generated = isinstance(data, CountdownData | ReasoningGymData)
+    return not (data.environment or data.scorer == JUDGE or (is_generated and has_default_scorer(data)))
 
 
 def check_parts(config: RunConfig, splits: Sequence[str] = SPLITS, *, keep: bool) -> str:
-    """`check_references` of each task of a run, or of a suite as `suite_settings` gives it."""
+    """Run `check_references` for each task of a run, or of a suite as given by `suite_settings`."""
     if config.data.environment:
         return ""
     sandbox.set_limits(config.sandbox)
     root, warm = Path(config.paths.root).resolve(), config.warm_start
     is_taught = "train" in splits and warm.enabled and warm.demonstrations is None
-    found = (
+    reports = (
         check_references(part.data, config.data.seed, config.reward, root, splits, is_taught=is_taught, keep=keep)
         for part in parts_of(config.data)
     )
-    return "\n".join(filter(None, found))
+    return "\n".join(filter(None, reports))
 
 
 def check_references(
@@ -178,31 +172,30 @@ def check_references(
     is_taught: bool = False,
     keep: bool = True,
 ) -> str:
-    """Check the rows of a task: of its dataset, or of the files here that the dataset will be made of.
+    """Check the rows of a task, from its dataset or from the local files of a future dataset.
 
-    `is_taught`: a warm start learns from the solutions. `keep`: the result is written, for later starts too.
-    Returns what to report of rows below the allowed share; '' where there is nothing, or where no row is known yet.
+    `is_taught`: a warm start trains on the solutions. `keep`: the result is stored for later starts.
+    Returns a warning about rows below the allowed share, or ''.
 
     Raises:
-        DataError: more than `reward.max_unmet_references` of a split's rows do not earn full marks; file, line and
-            reference of the first ones.
-        ConfigError: `reward.weights` names what is no part of the scorer.
+        DataError: more than `reward.max_unmet_references` of a split's rows miss the full score.
+        ConfigError: `reward.weights` names no part of the scorer.
     """
     if not is_checked(data):
         return ""
     dataset = dataset_fingerprint(data, seed, splits)
-    kept = _saved_result(root, dataset, data, reward, is_taught=is_taught)
-    found = KNOWN.get(kept) or _read(kept)
-    if found is None:
+    file = _saved_result(root, dataset, data, reward, is_taught=is_taught)
+    report = KNOWN.get(file) or _read(file)
+    if report is None:
         rows = _rows(data, seed, root, dataset, splits)
         if rows is None:
             return ""
-        found = _check(data, reward, list(rows), is_taught=is_taught)
-    KNOWN[kept] = found
-    if keep and not kept.is_file():
-        write_json_atomically(kept, asdict(found))
-    text = found.text("the scorer of its data source" if data.scorer == BY_ROW else data.scorer)
-    if found.share > reward.max_unmet_references:
+        report = _check(data, reward, rows, is_taught=is_taught)
+    KNOWN[file] = report
+    if keep and not file.is_file():
+        write_json_atomically(file, asdict(report))
+    text = report.text("the scorer of its data source" if data.scorer == BY_ROW else data.scorer)
+    if report.share > reward.max_unmet_references:
         raise DataError(
             f"{text}\nreward.max_unmet_references={reward.max_unmet_references:g} is the share of a split that is "
             "accepted. Repair or remove these rows, name another column (data.answer, data.solution) or another "
@@ -212,63 +205,43 @@ def check_references(
 
 
 KNOWN: dict[Path, ReferenceReport] = {}
-"""Results of this process, by the files that keep them: a plan writes nothing, and the run after it checks once."""
+"""Results of this process, by their files. A plan writes nothing, and the following run does not check again."""
 
 
 def _saved_result(root: Path, dataset: str, data: TaskData, reward: RewardConfig, *, is_taught: bool) -> Path:
     code = {source.name: source.sha256 for name in scorers_of(data) for source in code_for(name)}
     payload = {
-        "dataset": dataset,
-        "scorer": data.scorer,
-        "code": code,
-        "deadline_s": reward.deadline_s,
-        "weights": sorted(reward.weights),
-        "is_taught": is_taught,
-        "version": VERSION,
-    }
+        "dataset": dataset, "scorer": data.scorer, "code": code, "deadline_s": reward.deadline_s,
+        "weights": sorted(reward.weights), "is_taught": is_taught, "version": VERSION,
+    }  # fmt: skip
     return root / "datasets" / f"references-{fingerprint('references', payload)}.json"
 
 
-# ---------------------------------------------------------------------- rows
-
-
-def _rows(data: TaskData, seed: int, root: Path, dataset: str, splits: Sequence[str]) -> Iterator[RowReference] | None:
-    """The rows of local files, or of the dataset; None where neither is here."""
+def _rows(data: TaskData, seed: int, root: Path, dataset: str, splits: Sequence[str]) -> list[RowReference] | None:
+    """Read the rows of local files, or of the dataset; None where neither exists."""
+    rows = []
     if isinstance(data, ParquetData | Gsm8kData | MappedData) and not is_on_hub(data):
         made = task_of(data).build(data, seed)
-        return (
-            RowReference(
-                split,
-                number,
-                row.where,
-                row.data_source or made.data_source,
-                json.dumps(row.ground_truth),
-                row.solution,
-            )
-            for split in splits
-            for number, row in enumerate(made.splits[split])
-        )
+        for split in splits:
+            for number, row in enumerate(made.splits[split]):
+                source, truth = row.data_source or made.data_source, json.dumps(row.ground_truth)
+                rows.append(RowReference(split, number, row.where, source, truth, row.solution))
+        return rows
     directory = dataset_directory(dataset, root)
-    return None if read_manifest(directory) is None else _published(directory, splits)
-
-
-def _published(dataset: Path, splits: Sequence[str]) -> Iterator[RowReference]:
+    if read_manifest(directory) is None:
+        return None
     for split in splits:
-        path, number = dataset / f"{split}.parquet", 0
-        for batch in read_batches(open_parquet(path), path, _BATCH):
-            for values in batch.select(["data_source", "reward_model", "extra_info"]).to_pylist():
-                truth = json.dumps(values["reward_model"]["ground_truth"])
-                solution = values["extra_info"].get("solution") or ""
-                where = f"{path}: row {number}"
-                yield RowReference(split, number, where, values["data_source"], truth, solution)
-                number += 1
-
-
-# ---------------------------------------------------------------------- the check
+        path = directory / f"{split}.parquet"
+        batches = read_batches(open_parquet(path), path, _BATCH, ["data_source", "reward_model", "extra_info"])
+        for number, values in enumerate(values for batch in batches for values in batch.to_pylist()):
+            truth = json.dumps(values["reward_model"]["ground_truth"])
+            solution = values["extra_info"].get("solution") or ""
+            rows.append(RowReference(split, number, f"{path}: row {number}", values["data_source"], truth, solution))
+    return rows
 
 
 class _OutOfTimeError(Exception):
-    """The time for one dataset is over."""
+    pass
 
 
 def _check(data: TaskData, reward: RewardConfig, rows: Sequence[RowReference], *, is_taught: bool) -> ReferenceReport:
@@ -303,7 +276,7 @@ def _check(data: TaskData, reward: RewardConfig, rows: Sequence[RowReference], *
 
 
 class _Checker:
-    """Scores the rows of one scorer. Equal answers to equal references are scored once."""
+    """Scores the rows of one scorer. Equal responses to equal references are scored once."""
 
     def __init__(
         self, scorer: str, pool: ScoringPool, rows: Sequence[RowReference], deadline: float, *, is_taught: bool
@@ -312,61 +285,55 @@ class _Checker:
         self._known: dict[tuple[str, str], Score] = {}
         self._has_full_marks = False
         sample = rows[:: -(-len(rows) // SAMPLE)]
-        self._form = self._find_form(FORMS.get(scorer, USUAL_FORMS), sample, is_ours=scorer in FORMS)
+        references = [(row, text) for row in sample if (text := _reference(row)) is not None]
+        self._form = (FORMS[scorer] if scorer in FORMS else self._find_form(references)) if references else None
         is_solution_due = is_taught or (scorer in FORMS and self._form is None)
         self._reads_solutions = is_solution_due or any(
             score.failure is None and score.total > 0
             for score in self._scores([(row.solution, row.truth_json) for row in sample if row.solution])
         )
 
-    def _find_form(self, forms: Sequence[Form], sample: Sequence[RowReference], *, is_ours: bool) -> Form | None:
-        """The form in which most references of the sample earn full marks; None where half of them do in none."""
-        references = [(row, text) for row in sample if (text := _reference(row)) is not None]
-        if not references or not forms:
-            return None
-        if is_ours:
-            return forms[0]
-        earned = {}
-        for before, after in forms:
+    def _find_form(self, references: Sequence[tuple[RowReference, str]]) -> Form | None:
+        """Return the form with the most full scores; None if no form works for half of the references."""
+        counts: dict[Form, int] = {}
+        for before, after in USUAL_FORMS:
             scores = self._scores([(f"{before}{text}{after}", row.truth_json) for row, text in references])
-            earned[before, after] = sum(_is_full_score(score) for score in scores)
-        best = max(forms, key=lambda form: earned[form])
-        return best if 2 * earned[best] >= len(references) else None
+            counts[before, after] = sum(map(_is_full_score, scores))
+        best = max(counts, key=lambda form: counts[form])
+        return best if 2 * counts[best] >= len(references) else None
 
     def mismatches(self, rows: Sequence[RowReference]) -> list[Mismatch]:
-        """The rows of which an answer that is right does not earn full marks."""
-        asked: list[tuple[RowReference, str, bool]] = []
+        """Return the rows whose right response misses the full score."""
+        cases: list[tuple[RowReference, str, bool]] = []  # row, response, is it right
         for row in rows:
             if row.solution:
-                asked.append((row, row.solution, self._reads_solutions))
+                cases.append((row, row.solution, self._reads_solutions))
             if self._form is not None and (text := _reference(row)) is not None:
-                asked.append((row, f"{self._form[0]}{text}{self._form[1]}", True))
+                cases.append((row, f"{self._form[0]}{text}{self._form[1]}", True))
             elif not row.solution:
-                asked.append((row, WRONG, False))
-        scores = self._scores([(answer, row.truth_json) for row, answer, _ in asked])
-        self._has_full_marks |= any(
-            is_right and _is_full_score(score) for (_, _, is_right), score in zip(asked, scores, strict=True)
-        )
+                cases.append((row, WRONG, False))
+        scored = list(zip(cases, self._scores([(text, row.truth_json) for row, text, _ in cases]), strict=True))
+        self._has_full_marks |= any(is_right and _is_full_score(score) for (_, _, is_right), score in scored)
         found: dict[tuple[str, int], Mismatch] = {}
-        for (row, answer, is_right), score in zip(asked, scores, strict=True):
-            # A scorer that never gives 1 has full marks of its own, which are not known.
-            earns = _is_full_score(score) if self._has_full_marks else score.total > 0
-            if score.failure is not None or (is_right and not earns):
-                failure = score.failure or ""
-                unmet = Mismatch(row.split, row.number, row.where, row.truth_json, answer, score.total, failure)
-                found.setdefault((row.split, row.number), unmet)
+        for (row, text, is_right), score in scored:
+            # The full score of a scorer that never gives 1 is unknown.
+            is_full = _is_full_score(score) if self._has_full_marks else score.total > 0
+            if score.failure is not None or (is_right and not is_full):
+                values = (row.where, row.truth_json, text, score.total, score.failure or "")
+                found.setdefault((row.split, row.number), Mismatch(row.split, row.number, *values))
         return list(found.values())
 
-    def _scores(self, asked: Sequence[tuple[str, str]]) -> list[Score]:
-        new = [pair for pair in dict.fromkeys(asked) if pair not in self._known]
-        job = self._pool.submit([answer for answer, _ in new], [truth for _, truth in new])
+    def _scores(self, pairs: Sequence[tuple[str, str]]) -> list[Score]:
+        """Score pairs of response and ground truth."""
+        new = [pair for pair in dict.fromkeys(pairs) if pair not in self._known]
+        job = self._pool.submit([response for response, _ in new], [truth for _, truth in new])
         if not job.done.wait(max(0.0, self._deadline - time.monotonic())):
             raise _OutOfTimeError
         for pair, score in zip(new, self._pool.collect(job), strict=True):
             if problem := weights_problem(score.failure):
                 raise ConfigError(f"{problem}, by {self._scorer}")
             self._known[pair] = score
-        return [self._known[pair] for pair in asked]
+        return [self._known[pair] for pair in pairs]
 
 
 def _is_full_score(score: Score) -> bool:
@@ -374,7 +341,7 @@ def _is_full_score(score: Score) -> bool:
 
 
 def _reference(row: RowReference) -> str | None:
-    """The ground truth as text; None where it is no text and no number."""
+    """Return the ground truth as text; None unless it is a text or a number."""
     truth = json.loads(row.truth_json)
     if isinstance(truth, dict) and set(truth) == {"answer"}:
         truth = truth["answer"]

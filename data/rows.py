@@ -1,14 +1,17 @@
-"""One problem as a task makes it. Plain Python: a task file needs no Arrow."""
+"""Rows as a task makes them. Plain Python: a task file does not need Arrow."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+SPLITS = ("train", "validation")
+"""Splits of a dataset. The dataset of a suite has the second alone."""
+
 PromptForm = Literal["text", "chat"]
-"""text: the one user message is the whole prompt, template and all. chat: the tokenizer's chat template is applied."""
+"""text: the one user message is the whole prompt. chat: the tokenizer's chat template is applied."""
 
 GroundTruth = str | int | float | list[int] | Mapping[str, str | int | float | list[int]]
-"""Of one shape in all rows. A scorer gets the mapping, or anything else as `{"answer": ...}`."""
+"""The same shape in all rows. A scorer gets a mapping as it is, and any other value as `{"answer": ...}`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +26,9 @@ class Message:
 class Row:
     """One problem.
 
-    `solution` is a whole answer that the scorer gives full marks, `distractor` a whole answer of the same form that
-    reaches something else; '' where there is none. `difficulty` is the task's own measure, 0 where it has none.
-    `data_source` and `ability` are the task's where they are ''. `where`: its file and line, for messages.
+    `solution` is a response with a full score, `distractor` a response of the same form with another result; '' where
+    there is none. `difficulty` is the task's measure, 0 without one. `data_source` and `ability` default to the task's.
+    `where` is the file and line for messages.
     """
 
     prompt: tuple[Message, ...]
@@ -40,10 +43,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class TaskRows:
-    """All rows of a task, split by split, and what holds for every row.
+    """All rows of a task by split, and properties of every row.
 
-    The rows may be made while they are read: a large dataset never lies in memory as a whole. `ground_truth_type` is an
-    Arrow type; None takes that of the first row's.
+    Rows may be generators, so that a large dataset is never in memory as a whole. `ground_truth_type` is an Arrow type;
+    None infers it from the first row.
     """
 
     data_source: str

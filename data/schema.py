@@ -1,28 +1,34 @@
-"""The row schema as Arrow types, and the check of a parquet file against it.
+"""The row schema as Arrow types; reading and writing of its parquet files, with their provenance and cards.
 
-A row is what the field writes: `data_source`, `prompt` (chat messages), `ability`, `reward_model{style, ground_truth}`,
-`extra_info{split, index, ...}`. The ground truth is the task's own: a struct, or a plain string. What nothing reads
-(style, index and split of a file from elsewhere) may be of any type, or missing.
+A row has the field's columns: `data_source`, `prompt` (chat messages), `ability`, `reward_model{style, ground_truth}`,
+`extra_info{split, index, ...}`. The ground truth belongs to the task: a struct, or a plain string. Unused columns
+(style, and index and split of a foreign file) may be of any type, or missing.
+
+Files are written in bounded memory, and equal rows give equal bytes. A card is a README.md about the rows and their
+origin. The card of a filtered dataset summarizes the lengths of its prompts.
 """
 
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from data.rows import SPLITS, Row, TaskRows
 from rlcore.errors import DataError
 
 PROVENANCE_KEY = b"millrace"
-"""Key of the JSON document in a parquet file's metadata with the origin of its rows."""
-
+"""Metadata key of a parquet file's JSON document with the origin of its rows."""
 ROWS_PER_GROUP = 8_192
-"""Rows of a parquet row group: what is in memory at one time."""
-
+"""Rows of a parquet row group, and of a batch in memory."""
 PROMPT_TYPE = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 EXTRA_INFO_TYPE = pa.struct(
     [
@@ -33,12 +39,16 @@ EXTRA_INFO_TYPE = pa.struct(
         ("distractor", pa.string()),
     ]
 )
-
+CARD = "README.md"
+"""File name of a card."""
 Check = Callable[[pa.DataType], bool]
+_encode = json.JSONEncoder(ensure_ascii=False, sort_keys=True).encode
+# A missing value as Python, NumPy, pandas and JSON write it.
+_NO_VALUE = re.compile(r"[-+]?(?:nan|NaN|NAN|inf|Inf|[iI]nfinity)|None|null|NULL|NaT|<NA>")
 
 
 def row_schema(ground_truth: pa.DataType) -> pa.Schema:
-    """Schema of the rows that Millrace writes, for a task's type of ground truth."""
+    """Return the schema of written rows for a type of ground truth."""
     return pa.schema(
         [
             ("data_source", pa.string()),
@@ -51,7 +61,7 @@ def row_schema(ground_truth: pa.DataType) -> pa.Schema:
 
 
 def ground_truth_type(example: object) -> pa.DataType:
-    """Arrow type of a task's ground truth, from an example of it. Raises DataError where there is none."""
+    """Infer the Arrow type of a ground truth. Raises DataError where there is none."""
     if isinstance(example, Mapping):
         return pa.struct([(str(name), ground_truth_type(value)) for name, value in example.items()])
     if isinstance(example, list | tuple) and example:
@@ -61,21 +71,16 @@ def ground_truth_type(example: object) -> pa.DataType:
             return arrow
     raise DataError(
         f"ground_truth: must be a string, a number, a non-empty list or a mapping of these, got {example!r}. "
-        "Change what the task's rows give as ground truth."
+        "Change the ground truth of the task's rows."
     )
 
 
-def _is_text(found: pa.DataType) -> bool:
-    return bool(pa.types.is_string(found) or pa.types.is_large_string(found))
+def _any_of(*names: str) -> Check:
+    return lambda found: any(getattr(pa.types, f"is_{name}")(found) for name in names)
 
 
-def _is_list(found: pa.DataType) -> bool:
-    return bool(pa.types.is_list(found) or pa.types.is_large_list(found))
-
-
-def _is_ground_truth(found: pa.DataType) -> bool:
-    is_number = pa.types.is_integer(found) or pa.types.is_floating(found) or pa.types.is_boolean(found)
-    return is_number or _is_text(found) or _is_list(found) or bool(pa.types.is_struct(found))
+_is_text, _is_list = _any_of("string", "large_string"), _any_of("list", "large_list")
+_is_ground_truth = _any_of("integer", "floating", "boolean", "string", "large_string", "list", "large_list", "struct")
 
 
 # Path in the row, rule in words, rule; "[]" steps into a list. Foreign files may use the large or shorter Arrow types.
@@ -99,8 +104,7 @@ _OPTIONAL: tuple[tuple[str, str, Check], ...] = (
 def require_row_schema(schema: pa.Schema, path: Path) -> None:
     """Check the columns of a file.
 
-    Raises:
-        DataError: every missing or mistyped column at once: file, column, expected, got, remedy.
+    Raises DataError with every missing or mistyped column: file, column, expected type, actual type, remedy.
     """
     problems = []
     for name, expected, check in _RULES:
@@ -111,11 +115,11 @@ def require_row_schema(schema: pa.Schema, path: Path) -> None:
         found = find_type(schema, name)
         if found is not None and not pa.types.is_null(found) and not check(found):
             problems.append((name, expected, str(found)))
-    # The fields of a missing parent need no lines of their own.
+    # Fields of a missing parent are not reported.
     missing = {name for name, _, got in problems if got == "nothing"}
-    told = [p for p in problems if not any(p[0].startswith(f"{parent}.") for parent in missing)]
-    if told:
-        lines = "".join(f"\n  column {name}: expected {expected}, got {got}" for name, expected, got in told)
+    reported = [p for p in problems if not any(p[0].startswith(f"{parent}.") for parent in missing)]
+    if reported:
+        lines = "".join(f"\n  column {name}: expected {expected}, got {got}" for name, expected, got in reported)
         raise DataError(
             f"{path}: does not have the row schema:{lines}\n"
             "Rename or cast these columns (docs/data.md has the schema), or read the file by data=mapped, whose "
@@ -124,7 +128,7 @@ def require_row_schema(schema: pa.Schema, path: Path) -> None:
 
 
 def find_type(schema: pa.Schema, name: str) -> pa.DataType | None:
-    """Type at a dotted path, None where there is no such column or field."""
+    """Return the type at a dotted path, or None."""
     head, *rest = name.split(".")
     if schema.get_field_index(head) < 0:
         return None
@@ -137,6 +141,33 @@ def find_type(schema: pa.Schema, name: str) -> pa.DataType | None:
         else:
             return None
     return found
+
+
+def has_non_finite(ground_truth: object) -> bool:
+    """Return whether a ground truth contains NaN or an infinity, or is the text of a missing value.
+
+    >>> has_non_finite({"numbers": [1, 2.5, float("nan")]}), has_non_finite(["nan", 3]), has_non_finite("NaN")
+    (True, False, True)
+    """
+    if isinstance(ground_truth, str):
+        return _NO_VALUE.fullmatch(ground_truth.strip()) is not None
+    return _has_non_finite(ground_truth)
+
+
+def _has_non_finite(ground_truth: object) -> bool:
+    if isinstance(ground_truth, Mapping):
+        return any(map(_has_non_finite, ground_truth.values()))
+    if isinstance(ground_truth, list | tuple):
+        return any(map(_has_non_finite, ground_truth))
+    return isinstance(ground_truth, float) and not math.isfinite(ground_truth)
+
+
+def ground_truth_json(ground_truth: object) -> str:
+    """Return a ground truth as JSON for the scoring pool; a plain string becomes `{"answer": ...}`."""
+    value = ground_truth if isinstance(ground_truth, Mapping) else {"answer": ground_truth}
+    if has_non_finite(value):
+        raise DataError(f"ground_truth: NaN and infinity are no references, got {ground_truth}; repair the task's rows")
+    return _encode(value)
 
 
 def open_parquet(path: Path) -> pq.ParquetFile:
@@ -154,8 +185,10 @@ def open_parquet(path: Path) -> pq.ParquetFile:
 def read_batches(
     file: pq.ParquetFile, path: Path, num_rows: int, columns: Sequence[str] | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """The rows (of some columns), at most `num_rows` at a time. Raises DataError where a page is damaged, naming the
-    rows before it."""
+    """Read the rows (of some columns), at most `num_rows` at a time.
+
+    Raises DataError where a page is damaged, with the number of rows before it.
+    """
     done = 0
     batches = file.iter_batches(batch_size=num_rows, columns=columns)
     while True:
@@ -170,49 +203,184 @@ def read_batches(
 
 
 def provenance(path: Path) -> dict[str, Any]:
-    """The provenance document of a file, {} where it has none. Raises DataError where the file cannot be read."""
+    """Return the provenance document of a file, or {}. Raises DataError where the file cannot be read."""
     raw = (open_parquet(path).metadata.metadata or {}).get(PROVENANCE_KEY)
     try:
         found = json.loads(raw) if raw else {}
-    except ValueError:  # of another writer
+    except ValueError:  # another program wrote it
         found = {}
     return found if isinstance(found, dict) else {}
 
 
 def provenance_metadata(document: Mapping[str, Any]) -> dict[bytes, bytes]:
-    """A provenance document as a parquet file's metadata."""
+    """Return a provenance document as metadata of a parquet file."""
     return {PROVENANCE_KEY: json.dumps(document, sort_keys=True, ensure_ascii=False, allow_nan=False).encode()}
 
 
-_encode = json.JSONEncoder(ensure_ascii=False, sort_keys=True).encode
+def parquet_writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
+    """Return a writer without dictionaries and statistics, since values seldom repeat and are not selected by value."""
+    return pq.ParquetWriter(path, schema, compression="zstd", use_dictionary=False, write_statistics=False)
 
 
-def has_non_finite(ground_truth: object) -> bool:
-    """Whether NaN or an infinity stands somewhere in a ground truth, or it is the text that a missing value leaves.
+def write_splits(
+    directory: Path, task: TaskRows, document: Mapping[str, Any], splits: Sequence[str] = SPLITS
+) -> dict[str, int]:
+    """Write `<split>.parquet` for each split, with `document` as provenance, and return the rows of each.
 
-    >>> has_non_finite({"numbers": [1, 2.5, float("nan")]}), has_non_finite(["nan", 3]), has_non_finite("NaN")
-    (True, False, True)
+    Raises DataError where a split is missing or has no row.
     """
-    if isinstance(ground_truth, str):
-        return _NO_VALUE.fullmatch(ground_truth.strip()) is not None
-    return _has_non_finite(ground_truth)
+    if missing := [split for split in splits if split not in task.splits]:
+        raise DataError(
+            f"{task.data_source}: the task's rows have no split {missing}; give both {' and '.join(SPLITS)}"
+        )
+    return {split: _write(directory, task, split, document) for split in splits}
 
 
-# As Python, NumPy, pandas and JSON write them.
-_NO_VALUE = re.compile(r"[-+]?(?:nan|NaN|NAN|inf|Inf|[iI]nfinity)|None|null|NULL|NaT|<NA>")
+def _write(directory: Path, task: TaskRows, split: str, document: Mapping[str, Any]) -> int:
+    rows = iter(task.splits[split])
+    first = next(rows, None)
+    if first is None:
+        raise DataError(
+            f"{task.data_source}: the {split} split has no row; raise data.{split}_size or check the source"
+        )
+    kind = task.ground_truth_type
+    schema = row_schema(ground_truth_type(first.ground_truth) if kind is None else kind)
+    example = first.ground_truth if kind is None else None
+    difficulties: Counter[int] = Counter()
+    with parquet_writer(directory / f"{split}.parquet", schema) as writer:
+        rows = chain([first], rows)
+        while batch := list(islice(rows, ROWS_PER_GROUP)):
+            writer.write_batch(_record_batch(batch, task, split, difficulties.total(), schema, example))
+            difficulties.update(row.difficulty for row in batch)
+        num_rows = difficulties.total()
+        facts = {
+            "split": split,
+            "data_source": task.data_source,
+            "prompt_form": task.prompt_form,
+            "counts": {
+                "rows": num_rows,
+                "by_difficulty": {str(key): difficulties[key] for key in sorted(difficulties)},
+            },
+        }
+        writer.add_key_value_metadata(provenance_metadata({**document, **facts}))
+    return num_rows
 
 
-def _has_non_finite(ground_truth: object) -> bool:
-    if isinstance(ground_truth, Mapping):
-        return any(map(_has_non_finite, ground_truth.values()))
-    if isinstance(ground_truth, list | tuple):
-        return any(map(_has_non_finite, ground_truth))
-    return isinstance(ground_truth, float) and not math.isfinite(ground_truth)
+def _record_batch(
+    rows: list[Row], task: TaskRows, split: str, start: int, schema: pa.Schema, example: object
+) -> pa.RecordBatch:
+    """Return rows as columns. `example`: the split's first ground truth, if it determines the type of all."""
+    columns = {
+        "data_source": [row.data_source or task.data_source for row in rows],
+        "prompt": [[{"role": m.role, "content": m.content} for m in row.prompt] for row in rows],
+        "ability": [row.ability or task.ability for row in rows],
+        "reward_model": [{"style": "rule", "ground_truth": row.ground_truth} for row in rows],
+        "extra_info": [
+            {
+                "split": split,
+                "index": index,
+                "difficulty": row.difficulty,
+                "solution": row.solution,
+                "distractor": row.distractor,
+            }
+            for index, row in enumerate(rows, start=start)
+        ],
+    }
+    try:
+        for index, row in enumerate(rows, start=start):
+            for name in _extra_fields(row.ground_truth, example):  # Arrow would drop it
+                raise ValueError(f"row {index} has the field {name!r}, which the first row has not")
+        return pa.RecordBatch.from_arrays([pa.array(columns[f.name], type=f.type) for f in schema], schema=schema)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+        raise DataError(
+            f"{task.data_source}: rows {start} to {start + len(rows) - 1} of {split} do not all have the types of the "
+            f"first row ({error}); give every row the same kind of ground truth, and whole numbers at most 64 bits"
+        ) from error
 
 
-def ground_truth_json(ground_truth: object) -> str:
-    """A row's ground truth as the scoring pool carries it: a plain string becomes `{"answer": ...}`."""
-    value = ground_truth if isinstance(ground_truth, Mapping) else {"answer": ground_truth}
-    if has_non_finite(value):
-        raise DataError(f"ground_truth: NaN and infinity are no references, got {ground_truth}; repair the task's rows")
-    return _encode(value)
+def _extra_fields(value: object, example: object) -> Iterator[str]:
+    """Find fields of a ground truth that the example, or the first entry of a list in it, does not have."""
+    if isinstance(value, Mapping) and isinstance(example, Mapping):
+        for name, inner in value.items():
+            yield from _extra_fields(inner, example[name]) if name in example else (name,)
+    elif isinstance(value, list | tuple) and isinstance(example, list | tuple) and example:
+        for inner in value:
+            yield from _extra_fields(inner, example[0])
+
+
+@dataclass(frozen=True, slots=True)
+class LengthSummary:
+    """Token counts of the prompts of one split."""
+
+    num_prompts: int
+    min_tokens: int
+    mean_tokens: float
+    p50_tokens: int
+    p95_tokens: int
+    max_tokens: int
+
+
+def summarize(lengths: Counter[int]) -> LengthSummary | None:
+    """Summarize counts by length. A quantile is the smallest length that its share of the prompts does not exceed."""
+    every = np.repeat(*(np.fromiter(part, dtype=np.int64) for part in (lengths.keys(), lengths.values())))
+    if not len(every):
+        return None
+    p50, p95 = np.quantile(every, [0.5, 0.95], method="inverted_cdf").tolist()
+    low, high = int(every.min()), int(every.max())
+    return LengthSummary(len(every), low, round(float(every.mean()), 3), p50, p95, high)
+
+
+def write_dataset_card(folder: Path) -> None:
+    """Write the card of a dataset, from the provenance and the first row of each split."""
+    files = {split: path for split in SPLITS if (path := folder / f"{split}.parquet").is_file()}
+    documents = {split: provenance(path) for split, path in files.items()}
+    any_split = next(iter(documents.values()))
+    lines = [
+        f"# {any_split['data_source']}",
+        "",
+        f"Fingerprint `{any_split['fingerprint']}`, task `{any_split['task']}`, seed {any_split['seed']}, "
+        f"version `{any_split['task_version']}`, prompts as {any_split['prompt_form']}.",
+        "",
+        "| split | rows | by difficulty |",
+        "| --- | ---: | --- |",
+    ]
+    for split, document in documents.items():
+        counts = document["counts"]
+        by_difficulty = ", ".join(f"{key}: {value:,}" for key, value in counts["by_difficulty"].items())
+        lines.append(f"| {split} | {counts['rows']:,} | {by_difficulty} |")
+    if any_split["inputs"]:
+        lines += ["", "Made from these files (sha256):", ""]
+        lines += [f"- `{name}` {digest}" for name, digest in any_split["inputs"].items()]
+    lines += ["", "## Settings", *_json_block(any_split["settings"])]
+    for split, path in files.items():
+        row = open_parquet(path).read_row_group(0).slice(0, 1).to_pylist()[0]
+        lines += ["", f"## First row of {split}", *_json_block(row)]
+    (folder / CARD).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _json_block(value: object) -> tuple[str, ...]:
+    return "", "```json", json.dumps(value, indent=2, ensure_ascii=False), "```"
+
+
+def write_filter_card(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Write the card of a filtered dataset, from the facts of its manifest."""
+    settings = facts["settings"]
+    lines = [
+        "# Filtered dataset",
+        "",
+        f"Fingerprint `{facts['fingerprint']}`: dataset `{facts['dataset']}` tokenized by `{facts['tokenizer']}`, at "
+        f"most {settings['max_prompt_tokens']} tokens a prompt (overlong: {settings['overlong']}, duplicates: "
+        f"{settings['duplicates']}, rows of suites: {settings['decontaminate']}).",
+        "",
+        "| what | rows |",
+        "| --- | ---: |",
+        *(f"| {name} | {count:,} |" for name, count in facts["counts"].items()),
+        "",
+        "| prompts before the filter | number | mean | median | p95 | longest (tokens) |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for split, summary in facts["lengths"].items():
+        found = LengthSummary(**summary)
+        lengths = f"{found.mean_tokens:.1f} | {found.p50_tokens} | {found.p95_tokens} | {found.max_tokens}"
+        lines.append(f"| {split} | {found.num_prompts:,} | {lengths} |")
+    (folder / CARD).write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -1,57 +1,82 @@
-"""From settings to a published dataset.
+"""The dataset stage: from settings to a published dataset.
 
-`data.task` names a module of this package. Its `build(settings, seed)` gives rows, `data.write` writes them as parquet
-with a card, and the folder is published under the fingerprint of what the rows depend on.
+A task makes rows, `data.schema` writes them as parquet with a card, and the folder is published under the fingerprint
+of everything the rows depend on.
+
+Each part of a mixture is made and filtered under its own fingerprint. The folder of the mixture has no rows: its
+manifest names the folders of the parts next to it, in order. Weights, names and scorers stay in the settings, so
+another weight needs no new rows.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from data.rows import TaskRows
-from data.stage import SPLITS, StageResult, publish_mixture
+from data.rows import SPLITS, TaskRows
 from rlcore.config.data import CountdownData, DataConfig, MixtureData, TaskData
 from rlcore.config.fingerprint import fingerprint
-from rlcore.storage.manifest import part_directories, read_finished_or_set_aside, read_manifest
+from rlcore.storage.manifest import PARTS_KEY, part_directories, read_finished_or_set_aside, read_manifest
 from rlcore.storage.publish import published_directory
 
 DATASET_FORMAT = 1
 """Raise it when the layout of the dataset's files changes."""
-
 _PLACES: Mapping[str, tuple[str, ...]] = {
     "gsm8k": ("source", "revision"),
     "parquet": ("train_file", "validation_file"),
     "mapped": ("revision",),  # not the source: rows are named after it unless the settings give a name
 }
-"""Settings that say where the files are. The files' digests count in place of them."""
+"""Settings with the places of files. The fingerprint has the files' digests instead."""
 _GENERATED = ("countdown", "reasoning_gym", "custom")
 """Tasks whose rows depend on the seed."""
 
 
 class Task(Protocol):
-    """A module `data.<task>`."""
+    """A module `data.<task>`, or an entry of `data.sources.TASKS`."""
 
     VERSION: int
-    """Raised when the rows of equal settings and files change."""
+    """Version of the rows of equal settings and files."""
 
-    def build(self, settings: Any, seed: int) -> TaskRows:
-        """The rows."""
+    def build(self, settings: Any, seed: int, /) -> TaskRows:
+        """Return the rows."""
 
-    def inputs(self, settings: Any) -> Mapping[str, str]:
-        """Digests of the files that the rows are made from."""
+    def inputs(self, settings: Any, /) -> Mapping[str, str]:
+        """Return digests of the input files."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageResult:
+    """A published directory. `cached`: it existed before.
+
+    `counts`: rows of each split, and omitted rows by reason. `warning`: a remark about the rows, or ''.
+    """
+
+    directory: Path
+    fingerprint: str
+    cached: bool
+    counts: Mapping[str, int]
+    warning: str = ""
 
 
 def task_of(config: TaskData) -> Task:
-    """The module that makes rows of these settings."""
+    """Return the task of these settings."""
+    if config.task in ("custom", "mapped", "parquet"):
+        from data.sources import TASKS
+
+        return TASKS[config.task]
     return cast(Task, import_module(f"data.{config.task}"))
 
 
 def _origin(config: TaskData, seed: int) -> dict[str, Any]:
-    """What the rows depend on. The scorer changes no row, nor does an environment whose turns no solution shows."""
+    """Return everything the rows depend on.
+
+    Scorers and environments do not count, except an environment whose turns are part of the solutions.
+    """
     left_out = {"scorer", "environment", "chat_template_kwargs", "seed", *_PLACES.get(config.task, ())}
     if isinstance(config, CountdownData) and config.template == "bare" and config.search_tries is not None:
-        left_out.remove("environment")  # solutions show the turns of data.calculator's
+        left_out.remove("environment")  # solutions have the turns of data.calculator
     return {
         "format_version": DATASET_FORMAT,
         "task": config.task,
@@ -63,30 +88,27 @@ def _origin(config: TaskData, seed: int) -> dict[str, Any]:
 
 
 def input_digests(config: DataConfig) -> dict[str, str]:
-    """Digests of the files that the dataset is made of, as they are now; of a mixture by part.
-
-    Raises:
-        DataError: one that the settings name is missing.
-    """
+    """Return current digests of the input files; for a mixture by part. Raises DataError where a file is missing."""
     if isinstance(config, MixtureData):
-        by_part = [input_digests(part.data) for part in config.parts]
-        return {f"part {n}: {name}": digest for n, inputs in enumerate(by_part) for name, digest in inputs.items()}
+        return _by_part([input_digests(part.data) for part in config.parts])
     return dict(task_of(config).inputs(config))
 
 
 def inputs_of(dataset: Path) -> dict[str, str]:
-    """`input_digests` of a finished dataset as they were when it was made; empty where its manifest has none."""
+    """Return `input_digests` from the manifest of a finished dataset; empty where it has none."""
     manifests = [read_manifest(part) for part in part_directories(dataset)]
     inputs = [{} if manifest is None else manifest.values.get("inputs", {}) for manifest in manifests]
-    if len(inputs) == 1:
-        return dict(inputs[0])
+    return dict(inputs[0]) if len(inputs) == 1 else _by_part(inputs)
+
+
+def _by_part(inputs: Sequence[Mapping[str, str]]) -> dict[str, str]:
     return {f"part {n}: {name}": digest for n, part in enumerate(inputs) for name, digest in part.items()}
 
 
 def dataset_fingerprint(config: DataConfig, seed: int, splits: Sequence[str] = SPLITS) -> str:
-    """Fingerprint of task version, settings, seed (where rows are drawn) and digests of the input files.
+    """Return the fingerprint of task version, settings, seed (of generated rows), input files and written splits.
 
-    That of a mixture is made of its parts' fingerprints. `splits`: those that are written.
+    A mixture combines the fingerprints of its parts.
     """
     if isinstance(config, MixtureData):
         return fingerprint("dataset-mixture", [dataset_fingerprint(part.data, seed) for part in config.parts])
@@ -94,16 +116,15 @@ def dataset_fingerprint(config: DataConfig, seed: int, splits: Sequence[str] = S
 
 
 def dataset_directory(fingerprint: str, root: Path) -> Path:
-    """Folder of the dataset under `paths.root`."""
+    """Return the folder of the dataset under `paths.root`."""
     return root / "datasets" / fingerprint
 
 
 def build_dataset(config: DataConfig, *, seed: int, root: Path, splits: Sequence[str] = SPLITS) -> StageResult:
-    """Make the dataset and publish it, unless it is there; a mixture part by part. `splits`: those that are written; a
-    suite has `validation` alone.
+    """Make and publish the dataset unless it exists; a mixture part by part. A suite writes `validation` alone.
 
     Raises:
-        DataError: settings or source files that give no sound dataset; nothing is left behind.
+        DataError: settings or source files give no valid dataset. Nothing is left behind.
         DiskSpaceError: no room.
     """
     if isinstance(config, MixtureData):
@@ -113,15 +134,34 @@ def build_dataset(config: DataConfig, *, seed: int, root: Path, splits: Sequence
     directory = dataset_directory(digest, root)
     if (manifest := read_finished_or_set_aside(directory)) is not None:
         return StageResult(directory, digest, cached=True, counts=manifest.values["counts"])
-    return _build(config, seed, directory, splits)
+    from data.schema import write_dataset_card, write_splits
 
-
-def _build(config: TaskData, seed: int, directory: Path, splits: Sequence[str]) -> StageResult:
-    from data.write import write_dataset_card, write_splits
-
-    origin = {**_origin(config, seed), "fingerprint": directory.name}
+    origin = {**_origin(config, seed), "fingerprint": digest}
     facts = {"kind": "dataset", **{name: origin[name] for name in ("fingerprint", "task", "inputs")}}
     with published_directory(directory, facts) as folder:
         facts["counts"] = write_splits(folder, task_of(config).build(config, seed), origin, splits)
         write_dataset_card(folder)
-    return StageResult(directory, directory.name, cached=False, counts=facts["counts"])
+    return StageResult(directory, digest, cached=False, counts=facts["counts"])
+
+
+def publish_mixture(kind: str, directory: Path, parts: Sequence[StageResult]) -> StageResult:
+    """Publish the folder of a mixture unless it exists; `kind` is `dataset` or `filtered`, counts are sums.
+
+    Raises DiskSpaceError where there is no room.
+    """
+    counts = dict(sorted(sum((Counter(part.counts) for part in parts), Counter()).items()))
+    if read_finished_or_set_aside(directory) is not None:
+        return StageResult(directory, directory.name, cached=all(part.cached for part in parts), counts=counts)
+    facts: dict[str, Any] = {
+        "kind": f"{kind}-mixture",
+        "fingerprint": directory.name,
+        PARTS_KEY: [part.directory.name for part in parts],
+        "counts": counts,
+    }
+    with published_directory(directory, facts) as folder:
+        lines = [f"# Mixture of {len(parts)} datasets", "", "| part | rows |", "| --- | --- |"]
+        for part in parts:
+            rows = ", ".join(f"{count:,} {name}" for name, count in part.counts.items())
+            lines.append(f"| [{part.fingerprint}](../{part.fingerprint}) | {rows} |")
+        (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return StageResult(directory, directory.name, cached=False, counts=counts)

@@ -1,16 +1,15 @@
-"""Prompts to text and token ids, many at a time, exactly as one tokenizer gives them.
+"""Renders and tokenizes many prompts at a time, exactly as one tokenizer does.
 
-A short way is taken where it gives the same result. The chat template is rendered once, for the text that it puts
-around a message (`ChatFrame`). Each word is tokenized once (`PieceEncoder`): a tokenizer of the GPT kind (byte-level
-BPE) first cuts a text into words, and starts a new one at every single space between two visible characters. So the ids
-of a text are the ids of its pieces " word" end to end, and prompts made from a template, or written in one language,
-repeat pieces. A tokenizer that does not cut there is found by its description and by a probe; its texts, and texts with
-other white space, are tokenized whole.
+A fast path is used where it gives the same result. The chat template is rendered once, for the text around a message
+(`ChatFrame`). Each word is tokenized once (`PieceEncoder`): byte-level BPE (as in GPT) first splits a text into words,
+and starts a new word at every single space between two visible characters. So the ids of a text are the ids of its
+pieces " word" in a row, and the prompts of a template or a language share pieces. Tokenizers that do not split there
+are detected by their description and a probe. Their texts, and texts with other white space, are tokenized as a whole.
 
-An answer is tokenized with its prompt, as the chat template writes both: what follows the prompt's ids is learned.
+A response is tokenized with its prompt, as the chat template writes both: the ids after the prompt's are the targets.
 
-Token ids are bytes, four for each (int32), which are joined and cut at the speed of memory. transformers is imported
-when a tokenizer is opened, so a cached filter starts quickly.
+Token ids are bytes, four for each (int32), which are fast to join and cut. transformers is imported when a tokenizer is
+opened, so a cached filter starts quickly.
 """
 
 import hashlib
@@ -34,54 +33,42 @@ from rlcore.rollout.turns import TODAY
 Messages = Sequence[Mapping[str, str]]
 Render = Callable[[Messages], str]
 
-ID_BYTES = 4
-"""Bytes of one token id."""
+ID_BYTES = 4  # of one token id
 
 _FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-# One text in so many is also rendered and tokenized the long way, and compared.
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+# One text in so many is also rendered and tokenized without the fast path, and compared.
 _CHECK_EVERY = 256
 _MARK = "MillraceContent"
 _LAST_TAG = re.compile(r"([<\[][^<>\[\]]*[>\]])\s*\Z")
 
-# Pieces kept; a piece is a short string and a few ids, so this bounds the cache at some 200 MB.
+# Bound of the cache, some 200 MB.
 _MAX_PIECES = 1_000_000
 
-# Characters on the two sides of a space, each pair of which is probed: letters with and without accents, other scripts,
-# digits, punctuation, quotes, brackets, symbols.
+# Characters of which each pair around a space is probed: letters of several scripts, digits, punctuation, symbols.
 _EDGES = (*"aZ7.,'\"()<>|-+=#$_", "\u00e9", "\u4e2d", "\u0438", "\u0663", "\u20ac", "\U0001f642")
-# White space inside a piece, but for a line's end, which is tokenized with the piece.
+# White space inside a piece, except a line's end, which is tokenized with the piece.
 _OTHER_SPACE = re.compile(r"[^\S\n]")
 
 
 class ResponseChangedError(Exception):
-    """An answer has no tokens that could be learned; the message says why."""
+    """A response has no tokens to train on. The message gives the reason."""
 
 
-class FrameError(Exception):
-    """The short way gave another result than the tokenizer itself. The filter starts again without it."""
+class FastPathError(Exception):
+    """The fast path differs from the tokenizer. The filter starts again without it."""
 
 
 def tokenizer_fingerprint(directory: Path) -> str:
-    """16 hex digits over the tokenizer's files in a model directory, and the ids that end an answer of the model.
-
-    Raises DataError where there is none."""
+    """Return 16 hex digits over the tokenizer's files and the model's stop ids. Raises DataError without files."""
     digest = hashlib.sha256()
     found = [name for name in _FILES if (directory / name).is_file()]
     if not found:
         raise DataError(
             f"{directory}: holds no tokenizer (looked for {', '.join(_FILES[:3])}, ...). Give model.path a directory "
-            "that has the tokenizer beside the model"
+            "that has the tokenizer next to the model"
         )
     for name in found:
         content = (directory / name).read_bytes()
@@ -92,8 +79,8 @@ def tokenizer_fingerprint(directory: Path) -> str:
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """The transformers tokenizer of a directory. Raises DataError where that fails, or it is not a fast one."""
-    # Not AutoTokenizer: beside some config.json files it ignores the tokenizer's own class.
+    """Load the transformers tokenizer of a directory. Raises DataError where that fails, or it is not a fast one."""
+    # AutoTokenizer ignores the tokenizer's own class for some config.json files.
     from rlcore.models.tokenizer import load_tokenizer as load_as_its_file_says
 
     try:
@@ -112,14 +99,13 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 class PromptTokenizer:
-    """Renders and tokenizes prompts and answers. The short way is checked on a sample of the texts.
+    """Renders and tokenizes prompts and responses. The fast path is checked on a sample of the texts.
 
-    `tools`: JSON schemas of functions that the chat template shows to the model. `chat_template_kwargs`: further names
-    that it reads.
+    `tools`: JSON schemas of functions for the chat template. `chat_template_kwargs`: further names that it reads.
 
     Raises:
-        DataError: no tokenizer, or prompts are chats and it has no chat template, or one that shows no tools, or does
-            not read one of the names.
+        DataError: there is no tokenizer; or prompts are chats, and there is no chat template, or it shows no tools or
+            does not read one of the names.
     """
 
     def __init__(
@@ -127,7 +113,7 @@ class PromptTokenizer:
         directory: Path,
         *,
         chat: bool,
-        short_way: bool = True,
+        fast_path: bool = True,
         tools: Sequence[Mapping[str, Any]] = (),
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
@@ -137,7 +123,7 @@ class PromptTokenizer:
         if chat and not self._tokenizer.chat_template:
             raise DataError(
                 f"{directory}: the prompts are chats, but this tokenizer has no chat template. Use an instruct model, "
-                "put a chat_template.jinja beside the tokenizer, or choose a prompt that is plain text "
+                "put a chat_template.jinja next to the tokenizer, or choose a prompt that is plain text "
                 "(data.template=base for countdown, data.template=text for gsm8k)"
             )
         self._template_kwargs = chat_template_kwargs or {}
@@ -145,30 +131,27 @@ class PromptTokenizer:
         if chat and self._template_kwargs:
             self._require_read(self._template_kwargs)
         if chat and tools:
-            asked = [{"role": "user", "content": _MARK}]
-            without, self._tools = self.render(asked), list(tools)
-            if self.render(asked) == without:
+            question = [{"role": "user", "content": _MARK}]
+            without, self._tools = self.render(question), list(tools)
+            if self.render(question) == without:
                 raise DataError(
                     f"{directory}: its chat template shows no tools to the model (episode.tools). Take a model whose "
-                    "template does, or put a chat_template.jinja that renders `tools` beside the tokenizer"
+                    "template does, or put a chat_template.jinja that renders `tools` next to the tokenizer"
                 )
         self.backend = self._tokenizer.backend_tokenizer
-        """The `tokenizers.Tokenizer`."""
         from rlcore.models.tokenizer import end_of_text_ids
 
         self.stop_ids = end_of_text_ids(directory, self._tokenizer)
-        """Ids that end an answer of the model, any of them."""
-        own = int(self._tokenizer.eos_token_id)
-        self._end = to_bytes([own if own in self.stop_ids else min(self.stop_ids)])
-        self._pieces = PieceEncoder.of(self.backend) if short_way else None
-        self._frame = ChatFrame.of(self._template(), self.render) if chat and short_way else None
+        eos = int(self._tokenizer.eos_token_id)
+        self._end = to_bytes([eos if eos in self.stop_ids else min(self.stop_ids)])
+        self._pieces = PieceEncoder.of(self.backend) if fast_path else None
+        self._frame = ChatFrame.of(self._template(), self.render) if chat and fast_path else None
         self._around = (b"", b"") if chat else self._find_special_tokens()
 
     def texts(self, prompts: Sequence[Messages], where: Callable[[int], str] = lambda place: "") -> list[str]:
-        """Each prompt as text: the chat template with the assistant's turn begun, or the messages as they are.
+        """Return each prompt as text: the chat template with the assistant's turn begun, or the plain messages.
 
-        Raises:
-            DataError: as `prompt`, with `where` of the prompt's place before it.
+        Raises DataError as `prompt`, with `where` of the prompt's place before the message.
         """
         if not self.chat:
             return [self.render(prompt) for prompt in prompts]
@@ -181,17 +164,15 @@ class PromptTokenizer:
                 except DataError as error:
                     raise DataError(f"{where(place)}{error}") from error
                 if framed is not None and framed != rendered:
-                    raise FrameError(prompt)
+                    raise FastPathError(prompt)
                 framed = rendered
             found.append(framed)
         return found
 
     def prompt(self, messages: Messages, tools: Sequence[Any] = ()) -> str:
-        """A chat prompt as text: with the assistant's turn begun, or, where the last message is the assistant's, up to
-        that message's end.
+        """Render a chat prompt with the assistant's turn begun, or up to the end of a last message of the assistant.
 
-        Raises:
-            DataError: there is no user's message, the last one ends its turn, or the template cannot render it.
+        Raises DataError where there is no user message, the last one ends its turn, or the template cannot render it.
         """
         roles = [message["role"] for message in messages]
         if "user" not in roles:
@@ -211,29 +192,26 @@ class PromptTokenizer:
         return self.render(messages, continued=True, tools=tools)
 
     def encode_prompts(self, texts: Sequence[str]) -> list[bytes]:
-        """Token ids (int32, as bytes) of each prompt's text. A chat template writes its own special tokens; plain text
-        gets the tokenizer's here."""
+        """Return the token ids (int32, as bytes) of each prompt's text, with special tokens around plain text."""
         before, after = self._around
-        # A prompt that was rendered elsewhere may begin with the first token already.
+        # A prompt rendered by another program may begin with the first token already.
         return [(b"" if before and ids.startswith(before) else before) + ids + after for ids in self._encode(texts)]
 
     def encode_responses(
         self, prompts: Sequence[Messages], texts: Sequence[str], responses: Sequence[str]
     ) -> tuple[list[bytes], dict[int, str]]:
-        """Token ids of each answer as it follows its prompt, the token that ends it among them; none for ''. And by
-        their places the answers that have none for another reason, see `ResponseChangedError`.
+        """Return the token ids of each response after its prompt, end token included; none for ''.
 
-        `texts`: what `texts` gives for the prompts.
+        The second result gives, by place, why other responses have no ids, see `ResponseChangedError`. `texts` are the
+        prompts as text.
 
-        Raises:
-            DataError: an answer has a word without a token, which no model with this tokenizer can write.
+        Raises DataError where a response has a word without a token, which no model with this tokenizer can write.
         """
-        found, unwritten = [b""] * len(responses), dict[int, str]()
-        wholes = dict[int, str]()
-        for place, answer in enumerate(responses):
-            if answer.strip():
+        found, unwritten, wholes = [b""] * len(responses), dict[int, str](), dict[int, str]()
+        for place, response in enumerate(responses):
+            if response.strip():
                 try:
-                    wholes[place] = self._whole(prompts[place], texts[place], answer, place % _CHECK_EVERY == 0)
+                    wholes[place] = self._whole(prompts[place], texts[place], response, place % _CHECK_EVERY == 0)
                 except ResponseChangedError as error:
                     unwritten[place] = str(error)
         joined = self._joined([texts[place] for place in wholes], wholes.values())
@@ -244,35 +222,34 @@ class PromptTokenizer:
                 unwritten[place] = str(error)
         if places := self.with_unknown_words(found):
             raise DataError(
-                f"{self._name}: the tokenizer has no token for a word of the answer {responses[places[0]][:200]!r}. Take "
-                "another model, or a task whose answers it can write (model.scratch.max_integer bounds the numbers of "
-                "a model made from nothing)"
+                f"{self._name}: the tokenizer has no token for a word of the solution {responses[places[0]][:200]!r}. "
+                "Take another model, or a task whose solutions it can write (model.scratch.max_integer bounds the "
+                "numbers of a randomly initialized model)"
             )
         return found, unwritten
 
-    def require_response(self, prompt: str, whole: str, answer: str) -> None:
-        """Refuse an answer that the chat template does not write, white space aside, between a prompt's text and the
-        end of its turn, which is the end of `whole`. A tag that the prompt opens (`<think>`) may begin the answer.
+    def require_response(self, prompt: str, whole: str, response: str) -> None:
+        """Require that the chat template writes a response, white space aside, after the prompt in its turn.
 
-        Raises:
-            ResponseChangedError: it does not.
+        `whole` is the text up to that end. A tag that the prompt opens (`<think>`) may begin the response.
+
+        Raises ResponseChangedError where the template changes it.
         """
         if not whole.startswith(prompt):
             raise ResponseChangedError(f"does not write it behind {prompt[-40:]!r}, the end of the prompt")
         written = whole[len(prompt) :]
         if (tag := _LAST_TAG.search(prompt)) is not None:
-            answer = answer.lstrip().removeprefix(tag[1])
-        if not written.endswith(self._closing[0]) or "".join(answer.split()) not in "".join(written.split()):
+            response = response.lstrip().removeprefix(tag[1])
+        if not written.endswith(self._closing[0]) or "".join(response.split()) not in "".join(written.split()):
             raise ResponseChangedError("does not write it as it is")
 
     def response_ids(self, before: bytes, joint: bytes, written: str) -> bytes:
-        """Token ids of an answer with the token that ends it. `before`: ids of what comes before it; `joint`: with the
-        answer and what closes its turn, which together are the text `written`.
+        """Return the token ids of a response with its end token.
 
-        Where one token of `joint` reaches over the boundary, the answer is tokenized from there on, as it is sampled.
+        `before`: ids before the response. `joint`: these with the response and the end of its turn, together `written`.
+        Where a token of `joint` crosses the boundary, the response is tokenized alone, as it is sampled.
 
-        Raises:
-            ResponseChangedError: no token ends it, or it has no tokens that follow those before it.
+        Raises ResponseChangedError where no token ends it, or it has no tokens that follow those before it.
         """
         found = joint[len(before) :] if joint.startswith(before) else self._from_boundary(before, joint, written)
         if not self.chat:
@@ -287,13 +264,13 @@ class PromptTokenizer:
         return found[: len(found) - len(closing) + ID_BYTES]
 
     def after_end(self) -> bytes:
-        """Ids that the template writes behind the token that ends an answer; they are never sampled."""
+        """Return the ids that the template writes after the end token of a response, and that are never sampled."""
         return self._closing[1][ID_BYTES:]
 
     def with_unknown_words(self, encoded: Sequence[bytes]) -> list[int]:
-        """Indices of the texts with a word that is not in the vocabulary."""
+        """Return the indices of texts with a word outside the vocabulary."""
         unknown = self._tokenizer.unk_token_id
-        # Byte-level tokenizers have tokens for every word; some name an end-of-text token as the unknown one.
+        # Byte-level tokenizers have tokens for every word; some use an end-of-text token as the unknown one.
         if unknown is None or self._pieces is not None:
             return []
         return [place for place, ids in enumerate(encoded) if unknown in np.frombuffer(ids, dtype=np.int32)]
@@ -301,8 +278,10 @@ class PromptTokenizer:
     def render(
         self, messages: Messages, *, opened: bool = True, continued: bool = False, tools: Sequence[Any] = ()
     ) -> str:
-        """Messages as text; `opened`: with a turn of the assistant's begun; `continued`: up to the last one's end.
-        `tools`: schemas of functions in place of the tokenizer's."""
+        """Render messages. `opened`: with the assistant's turn begun; `continued`: up to the end of the last message.
+
+        `tools`: function schemas that replace the tokenizer's.
+        """
         if not self.chat:
             return "".join(message["content"] for message in messages)
         try:
@@ -325,13 +304,13 @@ class PromptTokenizer:
                     "them, or choose another model"
                 ) from error
             raise DataError(
-                f"{self._name}: the chat template cannot render the prompt ({type(error).__name__}: {error}). Mend "
+                f"{self._name}: the chat template cannot render the prompt ({type(error).__name__}: {error}). Repair "
                 "chat_template.jinja, or choose another model"
             ) from error
 
     @cached_property
     def _closing(self) -> tuple[str, bytes]:
-        """What the template writes behind an answer: its text, and its ids from the first that ends one on."""
+        """Text of the template after a response, and its ids from the first stop id on."""
         answered = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
         text = self.render(answered, opened=False).rpartition(_MARK)[2]
         [ids] = encode_whole(self.backend, [text])
@@ -340,62 +319,64 @@ class PromptTokenizer:
 
     @cached_property
     def _response_frame(self) -> "ChatFrame | None":
-        """What the template writes around an answer to a single user message, from the prompt's end on."""
-        asked = [{"role": "user", "content": "?"}]
+        """Text around a response to a single user message, from the end of the prompt."""
+        question = [{"role": "user", "content": "?"}]
+        prompt = self.render(question)
 
         def render(messages: Messages) -> str:
-            whole = self.render([*asked, {**messages[0], "role": "assistant"}], opened=False)
+            whole = self.render([*question, {**messages[0], "role": "assistant"}], opened=False)
             return whole.removeprefix(prompt) if whole.startswith(prompt) else ""
 
-        if self._frame is None:
-            return None
-        prompt = self.render(asked)
         return ChatFrame.of(self._template(), render)
 
     def _framed(self, messages: Messages) -> str | None:
-        """The prompt of a single user message, in the short way; None where it has to be rendered."""
+        """Return the prompt of a single user message by the fast path, or None."""
         if self._frame is None or len(messages) != 1 or messages[0]["role"] != "user":
             return None
         return self._frame.text(messages[0]["content"])
 
-    def _framed_response(self, prompt: Messages, answer: str) -> str | None:
-        """What follows the prompt of a single user message, in the short way; None where it has to be rendered."""
-        if self._response_frame is None or answer != answer.strip() or self._framed(prompt) is None:
+    def _framed_response(self, prompt: Messages, response: str) -> str | None:
+        """Return the text after the prompt of a single user message by the fast path, or None."""
+        if response != response.strip() or self._framed(prompt) is None or self._response_frame is None:
             return None
-        return self._response_frame.text(answer)
+        return self._response_frame.text(response)
 
-    def _whole(self, prompt: Messages, text: str, answer: str, check: bool) -> str:
-        """Prompt and answer as one text, to the end of its turn. Raises ResponseChangedError as `require_written`."""
+    def _whole(self, prompt: Messages, text: str, response: str, check: bool) -> str:
+        """Render prompt and response to the end of the turn. Raises ResponseChangedError as `require_response`."""
         if not self.chat:
-            return text + answer
+            return text + response
         try:
-            framed = self._framed_response(prompt, answer)
+            framed = self._framed_response(prompt, response)
             if framed is not None and not check:
                 return text + framed
             *before, last = prompt
             if last["role"] == "assistant":
-                answered = [*before, {**last, "content": last["content"] + answer}]
+                messages = [*before, {**last, "content": last["content"] + response}]
             else:
-                answered = [*before, last, {"role": "assistant", "content": answer}]
-            whole = self.render(answered, opened=False)
-            self.require_response(text, whole, answer)
+                messages = [*before, last, {"role": "assistant", "content": response}]
+            whole = self.render(messages, opened=False)
+            self.require_response(text, whole, response)
         except DataError as error:
             raise ResponseChangedError(str(error)) from error
         if framed is not None and text + framed != whole:
-            raise FrameError(answer)
+            raise FastPathError(response)
         return whole
 
     def _joined(self, texts: Sequence[str], wholes: Collection[str]) -> Iterator[tuple[bytes, bytes]]:
-        """Ids of each prompt, and of prompt and answer together, without special tokens of plain text; where pieces are
-        tokenized, both from the prompt's last piece on."""
+        """Return the ids of each prompt and of prompt and response, without special tokens around plain text.
+
+        With pieces, both begin at the prompt's last piece.
+        """
         starts = [0 if self._pieces is None else _last_piece(text) for text in texts]
         prompts = self._encode([text[start:] for text, start in zip(texts, starts, strict=True)])
         joints = self._encode([whole[start:] for whole, start in zip(wholes, starts, strict=True)])
         return zip(prompts, joints, strict=True)
 
     def _from_boundary(self, before: bytes, joint: bytes, written: str) -> bytes:
-        """Ids of a text that follows others. A tokenizer that puts a mark before a text's first word puts it before a
-        line's end that comes first."""
+        """Return ids of a text that follows others.
+
+        A tokenizer with a mark before a text's first word puts it before a line's end that comes first.
+        """
         alone, line_end, behind = encode_whole(self.backend, [written, "\n", f"\n{written}"])
         ways = [alone, *([behind[len(line_end) :]] if behind.startswith(line_end) else [])]
         text = self._decode(joint)
@@ -414,7 +395,7 @@ class PromptTokenizer:
         sample = range(0, len(texts), _CHECK_EVERY)
         for index, ids in zip(sample, encode_whole(self.backend, [texts[i] for i in sample]), strict=True):
             if found[index] != ids:
-                raise FrameError(texts[index])
+                raise FastPathError(texts[index])
         return found
 
     def _template(self) -> str:
@@ -424,24 +405,21 @@ class PromptTokenizer:
             raise DataError(f"{self._name}: must have one chat template, or a default one: {error}") from error
 
     def _require_read(self, names: Collection[str]) -> None:
-        """Refuse names that the template does not read: transformers passes over them in silence."""
+        """Refuse names that the template does not read, which transformers silently ignores."""
         try:
             tree = _template_syntax().parse(self._template())
-        except TemplateSyntaxError:  # rendering says what is wrong, or knows a tag that jinja does not
+        except TemplateSyntaxError:  # rendering reports it, or knows a tag that jinja does not
             return
         read = find_undeclared_variables(tree) - RENDERING_NAMES - set(self._tokenizer.special_tokens_map)
         if unread := sorted(set(names) - read):
             raise DataError(
                 f"{self._name}: its chat template does not read {', '.join(unread)} (data.chat_template_kwargs), only "
                 f"{', '.join(sorted(read)) or 'the messages'}. Correct the name or leave it out, or put a "
-                "chat_template.jinja that reads it beside the tokenizer"
+                "chat_template.jinja that reads it next to the tokenizer"
             )
 
     def _find_special_tokens(self) -> tuple[bytes, bytes]:
-        """Special tokens that the tokenizer puts before and after plain text, such as a beginning-of-sequence token.
-
-        An end-of-sequence token after it is left out, since the answer follows the prompt.
-        """
+        """Return the special tokens before and after plain text, without a final end-of-sequence token."""
         [plain] = encode_whole(self.backend, ["a"])
         [full] = encode_whole(self.backend, ["a"], add_special_tokens=True)
         for start in range(0, len(full) - len(plain) + 1, ID_BYTES):
@@ -454,15 +432,12 @@ class PromptTokenizer:
         )
 
 
-# ---------------------------------------------------------------------- one rendering for all messages
-
-
 @dataclass(frozen=True, slots=True)
 class ChatFrame:
-    """The text that a chat template puts around a single user message.
+    """Text of a chat template around a single user message.
 
-    `strips`: the template removes white space at the message's ends. `looked_for` matches the strings that the template
-    searches for in a message (`'</think>' in content`); a message with one of them has to be rendered.
+    `strips`: the template strips the message. `looked_for` matches strings that the template searches in a message
+    (`'</think>' in content`); a message with one of them has to be rendered.
     """
 
     before: str
@@ -472,7 +447,7 @@ class ChatFrame:
 
     @classmethod
     def of(cls, template: str, render: Render) -> "ChatFrame | None":
-        """The frame; None where the template cannot be parsed, or does more than put text around a message."""
+        """Find the frame; None where the template cannot be parsed, or changes messages."""
         try:
             strings = _looked_for(template)
         except TemplateSyntaxError:
@@ -487,19 +462,19 @@ class ChatFrame:
         return None
 
     def text(self, content: str) -> str | None:
-        """The whole prompt; None where the message has to be rendered."""
+        """Return the whole prompt, or None where the message has to be rendered."""
         if self.looked_for is not None and self.looked_for.search(content):
             return None
         return f"{self.before}{content.strip() if self.strips else content}{self.after}"
 
 
 def _template_syntax() -> Environment:
-    """Parses chat templates; nothing is run."""
+    """Return an environment that parses chat templates without running them."""
     return Environment(extensions=["jinja2.ext.loopcontrols"])
 
 
 def _looked_for(template: str) -> list[str]:
-    """String constants on the left of `in`, and arguments of methods, functions and filters."""
+    """Return string constants left of `in`, and arguments of methods, functions and filters."""
     tree = _template_syntax().parse(template)
     places = [compare.expr for compare in tree.find_all(nodes.Compare) if {"in", "notin"} & {o.op for o in compare.ops}]
     for call in tree.find_all((nodes.Call, nodes.Filter)):
@@ -508,26 +483,23 @@ def _looked_for(template: str) -> list[str]:
     return sorted({value for value in values if isinstance(value, str) and value.strip()})
 
 
-# ---------------------------------------------------------------------- each word once
-
-
 def to_bytes(ids: Sequence[int]) -> bytes:
-    """Token ids as bytes."""
+    """Return token ids as bytes."""
     return np.asarray(ids, dtype=np.int32).tobytes()
 
 
 def encode_whole(backend: Any, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[bytes]:
-    """Token ids of each text by the tokenizer itself."""
+    """Return the token ids of each text by the tokenizer itself."""
     found = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
     return [to_bytes(encoding.ids) for encoding in found]
 
 
 class _PieceSpaceError(Exception):
-    """A piece does not stand between single spaces."""
+    """A piece is not between single spaces."""
 
 
 class _Pieces(dict[str, bytes]):
-    """Token ids by piece, tokenized at first use. `lead`: what precedes each piece in a text."""
+    """Token ids by piece, tokenized at first use. `lead` precedes each piece in a text."""
 
     def __init__(self, backend: Any, lead: str) -> None:
         super().__init__()
@@ -543,7 +515,7 @@ class _Pieces(dict[str, bytes]):
 
 
 class PieceEncoder:
-    """Token ids by pieces, without special tokens, exactly as the tokenizer gives them for the whole text."""
+    """Tokenizes by pieces, without special tokens, exactly as the tokenizer does for the whole text."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
@@ -552,11 +524,11 @@ class PieceEncoder:
 
     @classmethod
     def of(cls, backend: Any) -> "PieceEncoder | None":
-        """An encoder for a `tokenizers.Tokenizer`, None where it does not cut at single spaces."""
+        """Return an encoder for a `tokenizers.Tokenizer`, or None where it does not split at single spaces."""
         return cls(backend) if _is_byte_level(json.loads(backend.to_str())) and _cuts_at_spaces(backend) else None
 
     def encode(self, texts: Sequence[str]) -> list[bytes]:
-        """Token ids of each text. Texts with other white space than single spaces are tokenized whole."""
+        """Return the token ids of each text. Texts with other white space are tokenized as a whole."""
         found = [self._by_pieces(text) for text in texts]
         odd = [place for place, ids in enumerate(found) if ids is None]
         whole = iter(encode_whole(self._backend, [texts[place] for place in odd]))
@@ -573,7 +545,7 @@ class PieceEncoder:
 
 
 def _last_piece(text: str) -> int:
-    """Where the last piece begins, with its space; 0 where the last space is not single between visible characters.
+    """Return where the last piece begins, with its space; 0 where that space is not single between visible characters.
 
     >>> _last_piece("add 1 and 2?\\n"), _last_piece("add: ")
     (9, 0)
@@ -584,7 +556,7 @@ def _last_piece(text: str) -> int:
 
 
 def _is_byte_level(description: dict[str, Any]) -> bool:
-    """Whether the description is of the GPT kind, without parts that depend on text across a space."""
+    """Return whether the description is byte-level BPE without parts that depend on text across a space."""
     plain_normalizer = description["normalizer"] is None or description["normalizer"]["type"] == "NFC"
     steps = description["pre_tokenizer"] or {}
     parts = steps.get("pretokenizers", [steps])

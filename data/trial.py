@@ -1,4 +1,4 @@
-"""Rows of a task that are tried before its dataset is made.
+"""Rows of a task, tried before its dataset is made.
 
 The first row is for the scorer and the tokenizer. A user's build makes it in a process with a deadline: `python -m
 data.trial` reads settings and seed as JSON, and writes the row as JSON.
@@ -14,11 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from data.parquet import require_scorers
 from data.records import is_on_hub
-from data.rows import PromptForm
+from data.rows import SPLITS, PromptForm
 from data.schema import ground_truth_json, open_parquet, provenance
-from data.stage import SPLITS
+from data.sources import require_scorers
 from data.tasks import dataset_directory, dataset_fingerprint, task_of
 from rlcore.config.data import (
     BY_ROW,
@@ -37,13 +36,13 @@ from rlcore.start import python_path
 from rlcore.storage.manifest import read_manifest
 
 BUILD_DEADLINE_S = 20.0
-"""Seconds for the first row of a user's build. A slower one is not tried before the dataset is made."""
-_ANSWER = "first row for Millrace: "  # among lines that the build prints
+"""Seconds for the first row of a user's build. A slower build is not tried."""
+_MARK = "first row for Millrace: "  # among lines that the build prints
 
 
 @dataclass(frozen=True, slots=True)
 class FirstRow:
-    """A row to try: its messages, the ground truth as JSON, an answer of full marks or ''."""
+    """A row to try: messages, ground truth as JSON, and a response with a full score or ''."""
 
     prompt: list[dict[str, str]]
     prompt_form: PromptForm
@@ -52,10 +51,9 @@ class FirstRow:
 
 
 def first_row(config: TaskData, seed: int, root: Path) -> FirstRow | None:
-    """The first row for training: of the dataset if it exists, else made now; None where that would take long.
+    """Return the first training row, from the dataset if it exists; None where making it would take long.
 
-    Raises:
-        DataError: the task cannot be made by these settings.
+    Raises DataError where the task cannot be made by these settings.
     """
     dataset = dataset_directory(dataset_fingerprint(config, seed), root)
     if read_manifest(dataset) is not None:
@@ -72,14 +70,13 @@ def first_row(config: TaskData, seed: int, root: Path) -> FirstRow | None:
 def validate_rows(
     config: TaskData, seed: int, root: Path, splits: Sequence[str] = SPLITS, *, each_once: bool
 ) -> int | None:
-    """Make the rows of local files as the dataset's stage will, unless it has; half a second for 100,000.
+    """Make the rows of local files as the dataset stage does, unless it has done so; 0.5 s for 100,000.
 
-    Rows of the hub, of parquet files in the row schema and of a user's build are not tried; of parquet files, whether a
-    scorer is known for each row. `each_once`: no prompt stands twice in a split, as the filter will ask; in two splits
-    none ever does. Returns the number of the first split's rows; None where they are not tried.
+    Rows of the hub, of parquet files in the row schema and of a user's build are not made; parquet files need a known
+    scorer for each row. `each_once`: refuse repeated prompts in a split, as the filter will; splits never share one.
+    Returns the number of the first split's rows, or None where they are not made.
 
-    Raises:
-        DataError: file and line of a row that cannot be used.
+    Raises DataError with file and line of an unusable row.
     """
     if isinstance(config, ParquetData):
         require_scorers(config, splits)
@@ -129,7 +126,7 @@ def _build_first_row(config: TaskData, seed: int) -> FirstRow:
 
 
 def _truth_json(config: TaskData, data_source: str, ground_truth: object) -> str:
-    """A ground truth as the scorer of the settings takes it."""
+    """Return a ground truth for the scorer of the settings."""
     scorer = scorer_of_row(config, data_source) if config.scorer == BY_ROW else None
     if scorer is None:
         return json.dumps(ground_truth)
@@ -137,32 +134,32 @@ def _truth_json(config: TaskData, data_source: str, ground_truth: object) -> str
 
 
 def _build_in_process(config: CustomData, seed: int) -> FirstRow | None:
-    wanted = json.dumps({"config": config.model_dump(mode="json"), "seed": seed})
+    request = json.dumps({"config": config.model_dump(mode="json"), "seed": seed})
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "data.trial"], input=wanted, stdout=subprocess.PIPE,
+            [sys.executable, "-P", "-m", "data.trial"], input=request, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, text=True, errors="replace", timeout=BUILD_DEADLINE_S,
             env={**os.environ, "PYTHONPATH": python_path()},
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return None
-    lines = [line for line in done.stdout.split("\n") if line.startswith(_ANSWER)]
-    answer: dict[str, Any] = json.loads(lines[-1].removeprefix(_ANSWER)) if lines else {}
-    if "error" in answer or not answer:
-        raise DataError(answer.get("error") or f"data.build: {config.build} ended its process ({done.returncode})")
-    return FirstRow(**answer)
+    lines = [line for line in done.stdout.split("\n") if line.startswith(_MARK)]
+    result: dict[str, Any] = json.loads(lines[-1].removeprefix(_MARK)) if lines else {}
+    if "error" in result or not result:
+        raise DataError(result.get("error") or f"data.build: {config.build} ended its process ({done.returncode})")
+    return FirstRow(**result)
 
 
 def _main() -> None:
-    wanted = json.load(sys.stdin)
-    config = CustomData.model_validate(wanted["config"])
+    request = json.load(sys.stdin)
+    config = CustomData.model_validate(request["config"])
     try:
-        answer = asdict(_build_first_row(config, wanted["seed"]))
+        result = asdict(_build_first_row(config, request["seed"]))
     except MillraceError as error:
-        answer = {"error": str(error)}
+        result = {"error": str(error)}
     except Exception as error:  # a user's build can raise anything
-        answer = {"error": f"data.build: {config.build} failed to make its first row: {type(error).__name__}: {error}"}
-    sys.stdout.write(f"\n{_ANSWER}{json.dumps(answer)}\n")
+        result = {"error": f"data.build: {config.build} failed to make its first row: {type(error).__name__}: {error}"}
+    sys.stdout.write(f"\n{_MARK}{json.dumps(result)}\n")
 
 
 if __name__ == "__main__":

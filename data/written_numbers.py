@@ -1,39 +1,23 @@
-r"""Written numbers: what a text or its LaTeX states as one number, read exactly and without computing anything.
+r"""Reads written numbers: one number from a text or its LaTeX, exactly and without arithmetic.
 
     whole      36   1,234   1{,}234   1\,234        fraction     1/2   \frac12   \dfrac{-1}{2}
     decimal    2.5   .5   5.                        mixed        12\frac12   12 1/2
     recurring  0.\overline{3}   0.\bar{3}   0.(3)   scientific   2.5 \times 10^3   1e-05
 
-Each with one sign, a currency, a percent sign or a unit. All else is arithmetic to be done, or no number: `36/2` (18),
-`9+9`, `2^{10}`, `--5`, `18 \times 10`, `18 million`, `5 ft 2 in`.
+A number may have a sign, a currency, a percent sign or a unit. Anything else needs arithmetic or is not a number:
+`36/2` (18), `9+9`, `2^{10}`, `--5`, `18 \times 10`, `18 million`, `5 ft 2 in`.
 """
 
 import re
 from fractions import Fraction
 from typing import NamedTuple
 
-# ---------------------------------------------------------------------- typesetting
-
-_UNICODE = str.maketrans(
-    {
-        "\u2212": "-",
-        "\u00a0": " ",
-        "\u202f": " ",
-        "\u2009": " ",
-        "\u00d7": r"\times ",
-        "\u00b7": r"\cdot ",
-        "\u00f7": r"\div ",
-        "\u03c0": r"\pi ",
-        "\u221e": r"\infty ",
-        "\u2264": r"\le ",
-        "\u2265": r"\ge ",
-        "\u2260": r"\ne ",
-        "\u00b1": r"\pm ",
-        "\u222a": r"\cup ",
-        "\u00b0": r"^\circ",
-    }
-)
-# Marks of mathematics and currencies, spaces, sizes of brackets, styles: none is a part of what is said.
+_UNICODE = str.maketrans({
+    "\u2212": "-", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "\u00d7": r"\times ", "\u00b7": r"\cdot ",
+    "\u00f7": r"\div ", "\u03c0": r"\pi ", "\u221e": r"\infty ", "\u2264": r"\le ", "\u2265": r"\ge ",
+    "\u2260": r"\ne ", "\u00b1": r"\pm ", "\u222a": r"\cup ", "\u00b0": r"^\circ",
+})  # fmt: skip
+# Math delimiters, currencies, spaces, bracket sizes and styles carry no meaning.
 _BLANK = re.compile(
     r"\\?[$\u20ac\u00a3]|(?<!\\)\\[()\[\],;:> \n]|[~\s]+|\\(?:q?quad|(?:thin|med|thick)?space|pounds|euro)(?![a-zA-Z])"
     r"|\\(?:boxed|fbox)(?![a-zA-Z])(?!\s*\{)|\\(?:[hv]?phantom|hspace\*?)\s*\{[^{}]*\}"
@@ -57,12 +41,78 @@ _HAS_LETTER = re.compile("[a-zA-Z]")
 _HAS_DIGIT = re.compile("[0-9]")
 _PLAIN = re.compile(r"-?[0-9]{1,15}")
 _MOST_BRACES = 8
+_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
+WHOLE = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
+_WHOLE = rf"(?:[0-9]{{1,3}}(?:\ [0-9]{{3}})+|{WHOLE})"
+_SIGNED = rf"\{{\ ?([-+]?)\ ?({_WHOLE})\ ?\}}"
+_FRACTION = rf"""(?:
+    \\frac\ ?(?:{_SIGNED}|([0-9]))\ ?(?:{_SIGNED}|([0-9])) | ({_WHOLE})\ ?(?:/|\\over)\ ?([-+]?)({_WHOLE})
+)"""
+_POWER = r"(?:\^\ ?(?:[1-3]|\{\ ?-?[1-3]\ ?\})|[\u00b2\u00b3])?"
+# A word of two letters or more, or a quoted text. A single letter is a variable, except as a unit after a slash.
+_NAME = rf'(?:"[^"=<>+*^_]*"|[a-zA-Z]{{2,}}(?![a-zA-Z])\.?|(?<=/)[smhgL](?![a-zA-Z])){_POWER}'
+_DEGREE = r"\ ?(?:\^\ ?(?:\\circ(?![a-zA-Z])|\{\ ?\\circ\ ?\})|\\degree(?![a-zA-Z]))(?:\ ?[CF](?![a-zA-Z]))?"
+UNIT = rf"(?:{_DEGREE})?(?:\ ?(?:(?:/|\\cdot)\ ?)?{_NAME})*"
+_PERCENT = r'\ ?(?:\\?%|"?\ ?(?:per\ ?cent|percentage|pct)\b\ ?"?)'
+_NUMBER = re.compile(
+    rf"""
+    (?P<sign>[-+]?)\ ?
+    (?:
+        (?:(?P<whole>{_WHOLE})(?:\ ?(?=\\)|\ ))?(?P<fraction>{_FRACTION})
+      | (?=\.?[0-9]|\.\\) (?P<int>{_WHOLE})? (?:\.(?P<places>[0-9]*) (?:
+            (?:\\(?:overline|bar|dot)\ ?(?:\{{\ ?(?P<bar>[0-9]+)\ ?\}}|(?P<digit>[0-9]))|\((?P<cycle>[0-9]+)\)) )? )?
+        (?: \ ?(?:\\times|\\cdot|[*x])\ ?10\ ?\^\ ?[{{(]?\ ?(?P<power>[-+]?[0-9]{{1,3}})\ ?[)}}]?
+          | [eE](?P<exponent>[-+]?[0-9]{{1,3}}) )?
+    )
+    (?: (?P<percent>{_PERCENT}) | (?P<unit>{UNIT}) )
+    """,
+    re.VERBOSE,
+)
+# Units of one letter. Another letter in \text{} is a variable in another font.
+_LETTER_UNITS = frozenset("mghslLtdNJWVACF")
+_WORD = re.compile("[a-zA-Z]+")
+_QUOTED = re.compile('"([^"]*)"')
+_BARE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
+# An article, or the ending of an ordinal.
+_FILLER = re.compile(r"\ban? (?=[a-z]{2})|^ ?(?:st|nd|rd|th)\b")
+_SI = re.compile("[numcdkMGT]?(?:m|s|g|L|l|Hz|Pa|eV|W|J|N|V|A|B|mol|cal|Wh)")
+# Without quotes, two or three letters may be variables, and so may more letters next to the number.
+_TOUCHING = re.compile(r"(?:^|(?<=[^\\a-zA-Z ]))[a-zA-Z]{2,}")
+_SHORT_UNIT = re.compile(
+    "mm|cm|dm|km|mg|kg|m[lL]|in|ft|yd|mi|sq|cu|oz|lbs?|pt|qt|gal|hrs?|mins?|sec|day|men|way|cup|mph|kph|kmh|deg|per|rad"
+)
+# Units, and counted things that are not regular plurals.
+_UNIT_WORD = re.compile(
+    r"|".join(
+        (
+            _SHORT_UNIT.pattern,
+            "(?:milli|centi|deci|kilo)?(?:met(?:er|re)|gram|lit(?:er|re)|watt|joule)|inch|foot|feet|yard|mile|acre|hectare",
+            "ounce|pound|ton(?:ne)?|cubic|square|unit|gallon|quart|pint|second|minute|hour|week|month|year|decade|century",
+            "degree|celsius|fahrenheit|kelvin|radian|knot|newton|volt|ampere|ohm|hertz|k?hz|k[wj]h?|mol|rpm|cc",
+            "dollar|cent|euro|rupee|yen|yuan|peso|usd|eur|gbp|inr|cad|aud|rs",
+            "people|person|woman|women|man|child|children|mice|geese|teeth|fish|sheep|deer|dice|each|total|altogether",
+        )
+    ),
+    re.IGNORECASE,
+)
+_PLURAL = re.compile(r"[a-z]{2,}[^iusS]s")
+_NO_PLURAL = re.compile(
+    r"[a-z]*wards|profits|losses|gains|savings|always|besides|sometimes|perhaps|twos|tens|quarters|scores|lakhs|crores|grands"
+    r"|(?:fif|six|seven|eigh|nin|ten|eleven|twelf|[a-z]+teen|[a-z]+tie|[mb]illion)ths|negatives|opposites|mills|brackets"
+)
+_NEGATIVE = re.compile(r"- ?\( ?([^-+()]*)\)")
+_MAKES_ANOTHER = re.compile(
+    r"not|n?or|minus|negative|plus|point|over|squared|cubed|factorial|wrong|incorrect|half|halves|thirds?|quarter|tenths?"
+    r"|(?:dozen|hundred|thousand|million|billion|trillion)s?|(?:hundred|thousand)ths?"
+    r"|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen"
+    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty"
+)
 
 
 def typeset(text: str) -> str:
-    r"""A text without its typesetting: spaces, fonts, brackets' sizes, currencies, `$`, braces and boxes around it all.
+    r"""Remove the typesetting of a text: spaces, fonts, bracket sizes, currencies, `$`, outer braces and boxes.
 
-    Words that stood in `\text{}` stand in quotes.
+    Words of `\text{}` are put in quotes.
 
     >>> typeset(r"$\left( -\$32,\!348\text{ dollars} \right)$"), typeset(r"\textbf{42}"), typeset(r"{1{,}234}")
     ('( - 32,348" dollars" )', '42', '1,234')
@@ -95,11 +145,8 @@ def _quoted(text: re.Match[str]) -> str:
     return f"{{{words}}}" if _HAS_DIGIT.search(words) else f'"{words}"'
 
 
-_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
-
-
 def closing(text: str, start: int) -> int | None:
-    r"""Place of the brace that closes the one at `start`; `\{` and `\}` are no braces. None where it stays open."""
+    r"""Return the place of the brace that closes the one at `start`, or None. `\{` and `\}` are not braces."""
     depth = 0
     for brace in _BRACES.finditer(text, start):
         depth += (brace[0] == "{") - (brace[0] == "}")
@@ -108,86 +155,21 @@ def closing(text: str, start: int) -> int | None:
     return None
 
 
-# ---------------------------------------------------------------------- the grammar
-
-WHOLE = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
-_WHOLE = rf"(?:[0-9]{{1,3}}(?:\ [0-9]{{3}})+|{WHOLE})"
-_SIGNED = rf"\{{\ ?([-+]?)\ ?({_WHOLE})\ ?\}}"
-_FRACTION = rf"""(?:
-    \\frac\ ?(?:{_SIGNED}|([0-9]))\ ?(?:{_SIGNED}|([0-9])) | ({_WHOLE})\ ?(?:/|\\over)\ ?([-+]?)({_WHOLE})
-)"""
-_POWER = r"(?:\^\ ?(?:[1-3]|\{\ ?-?[1-3]\ ?\})|[\u00b2\u00b3])?"
-# A word of two letters or more, or a text in quotes; a single letter is a variable, but for a unit behind a slash.
-_NAME = rf'(?:"[^"=<>+*^_]*"|[a-zA-Z]{{2,}}(?![a-zA-Z])\.?|(?<=/)[smhgL](?![a-zA-Z])){_POWER}'
-_DEGREE = r"\ ?(?:\^\ ?(?:\\circ(?![a-zA-Z])|\{\ ?\\circ\ ?\})|\\degree(?![a-zA-Z]))(?:\ ?[CF](?![a-zA-Z]))?"
-UNIT = rf"(?:{_DEGREE})?(?:\ ?(?:(?:/|\\cdot)\ ?)?{_NAME})*"
-_PERCENT = r'\ ?(?:\\?%|"?\ ?(?:per\ ?cent|percentage|pct)\b\ ?"?)'
-_NUMBER = re.compile(
-    rf"""
-    (?P<sign>[-+]?)\ ?
-    (?:
-        (?:(?P<whole>{_WHOLE})(?:\ ?(?=\\)|\ ))?(?P<fraction>{_FRACTION})
-      | (?=\.?[0-9]|\.\\) (?P<int>{_WHOLE})? (?:\.(?P<places>[0-9]*) (?:
-            (?:\\(?:overline|bar|dot)\ ?(?:\{{\ ?(?P<bar>[0-9]+)\ ?\}}|(?P<digit>[0-9]))|\((?P<cycle>[0-9]+)\)) )? )?
-        (?: \ ?(?:\\times|\\cdot|[*x])\ ?10\ ?\^\ ?[{{(]?\ ?(?P<power>[-+]?[0-9]{{1,3}})\ ?[)}}]?
-          | [eE](?P<exponent>[-+]?[0-9]{{1,3}}) )?
-    )
-    (?: (?P<percent>{_PERCENT}) | (?P<unit>{UNIT}) )
-    """,
-    re.VERBOSE,
-)
-# Units of one letter; another one in \text{} is a variable in another font.
-_LETTER_UNITS = frozenset("mghslLtdNJWVACF")
-_WORD = re.compile("[a-zA-Z]+")
-_QUOTED = re.compile('"([^"]*)"')
-_BARE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
-# An article, the end of an ordinal.
-_FILLER = re.compile(r"\ban? (?=[a-z]{2})|^ ?(?:st|nd|rd|th)\b")
-_SI = re.compile("[numcdkMGT]?(?:m|s|g|L|l|Hz|Pa|eV|W|J|N|V|A|B|mol|cal|Wh)")
-# Without quotes two or three letters may be variables, and so may more that touch the number.
-_TOUCHING = re.compile(r"(?:^|(?<=[^\\a-zA-Z ]))[a-zA-Z]{2,}")
-_SHORT_UNIT = re.compile(
-    "mm|cm|dm|km|mg|kg|m[lL]|in|ft|yd|mi|sq|cu|oz|lbs?|pt|qt|gal|hrs?|mins?|sec|day|men|way|cup|mph|kph|kmh|deg|per|rad"
-)
-# What is counted in a word that is no plural, or measured.
-_UNIT_WORD = re.compile(
-    r"|".join(
-        (
-            _SHORT_UNIT.pattern,
-            "(?:milli|centi|deci|kilo)?(?:met(?:er|re)|gram|lit(?:er|re)|watt|joule)|inch|foot|feet|yard|mile|acre|hectare",
-            "ounce|pound|ton(?:ne)?|cubic|square|unit|gallon|quart|pint|second|minute|hour|week|month|year|decade|century",
-            "degree|celsius|fahrenheit|kelvin|radian|knot|newton|volt|ampere|ohm|hertz|k?hz|k[wj]h?|mol|rpm|cc",
-            "dollar|cent|euro|rupee|yen|yuan|peso|usd|eur|gbp|inr|cad|aud|rs",
-            "people|person|woman|women|man|child|children|mice|geese|teeth|fish|sheep|deer|dice|each|total|altogether",
-        )
-    ),
-    re.IGNORECASE,
-)
-_PLURAL = re.compile(r"[a-z]{2,}[^iusS]s")
-_NO_PLURAL = re.compile(
-    r"[a-z]*wards|profits|losses|gains|savings|always|besides|sometimes|perhaps|twos|tens|quarters|scores|lakhs|crores|grands"
-    r"|(?:fif|six|seven|eigh|nin|ten|eleven|twelf|[a-z]+teen|[a-z]+tie|[mb]illion)ths|negatives|opposites|mills|brackets"
-)
-
-
-_NEGATIVE = re.compile(r"- ?\( ?([^-+()]*)\)")
-
-
 class Number(NamedTuple):
-    """A written number. A percentage has the number before the sign as its value."""
+    """A written number. The value of a percentage is the number before the sign."""
 
     value: Fraction
     percent: bool = False
 
     def __str__(self) -> str:
-        """As few characters as say it, the same for equal numbers."""
+        """Return the shortest text of the number, equal for equal numbers."""
         return f"{self.value}{'%' * self.percent}"
 
     def matches(self, other: "Number") -> bool:
-        """Whether both are the same number: exactly, or to six places where no decimal writes one of them.
+        """Return whether both are the same number: exactly, or to six places where neither is a finite decimal.
 
-        A percentage is its number (50% is 50), but for one below 1%, and its hundredth where that is no whole number
-        (50% is 0.5).
+        A percentage matches its number (50% is 50) unless it is below 1%. It matches its hundredth where that is not a
+        whole number (50% is 0.5).
         """
         is_same = _same(self.value, other.value)
         if self.percent == other.percent or (is_same and not 0 < abs(self.value) < 1):
@@ -204,12 +186,12 @@ def _same(one: Fraction, other: Fraction) -> bool:
 
 
 def _ends(value: Fraction) -> bool:
-    """Whether a decimal writes the value exactly."""
+    """Return whether the value is a finite decimal."""
     return pow(10, value.denominator.bit_length(), value.denominator) == 0
 
 
 def read_number(plain: str) -> Number | None:
-    r"""The number that a text says once its typesetting is gone (`typeset`); None where it says anything else.
+    r"""Read a text without typesetting (`typeset`) as one number; None where it says anything else.
 
     >>> [str(read_number(typeset(text))) for text in (r"\$36", r"0.1\overline{6}", r"12\frac12\%", "2.5e3", "5 cm")]
     ['36', '1/6', '25/2%', '2500', '5']
@@ -232,7 +214,7 @@ def read_number(plain: str) -> Number | None:
 
 
 def is_unit(unit: str) -> bool:
-    """Whether what follows a number is a unit or what is counted: known words and plurals, which leave it the number.
+    """Return whether the text after a number is a unit or a counted thing: known words and plurals.
 
     >>> [is_unit(text) for text in (" apples", '" m/s"^2', "cm", " bn", "xy", '" PM"', '" loss"', " mod")]
     [True, True, True, False, False, False, False, False]
@@ -247,28 +229,31 @@ def is_unit(unit: str) -> bool:
 
 
 def is_counted(word: str) -> bool:
-    """Whether a word of two letters or more is a unit, or a plural that makes no other number."""
+    """Return whether a word of two letters or more is a unit, or a plural that does not change the number."""
     if _UNIT_WORD.fullmatch(word):
         return True
     return _PLURAL.fullmatch(word) is not None and not (_NO_PLURAL.fullmatch(word) or makes_another(word))
 
 
 def _fraction(found: re.Match[str]) -> Fraction | None:
-    """A fraction that is none of a whole number, or a whole number and a part of one."""
+    """Return a proper value of a fraction: not a whole number, or a whole number and a part of one."""
     start = found.re.groupindex["fraction"]
     sign, top, digit, sign_below, bottom, other_digit, over, sign_under, under = found.groups()[start : start + 9]
-    above, below = _int(top or digit or over), _int(bottom or other_digit or under)
+    above, below = int(_digits(top or digit or over)), int(_digits(bottom or other_digit or under))
     signs = sign or "", sign_below or sign_under or ""
     if below == 0 or (above and above % below == 0) or (any(signs) and (found["sign"] or found["whole"])):
         return None
     part = Fraction(-above if signs.count("-") == 1 else above, below)
     if found["whole"] is None:
         return part
-    return _int(found["whole"]) + part if above < below else None
+    return int(_digits(found["whole"])) + part if above < below else None
 
 
 def _decimal(found: re.Match[str]) -> Fraction | None:
-    """A decimal with its recurring digits, or one below 10 (1,000 for thousands, millions, ...) and its power."""
+    """Return a decimal with its recurring digits and its power.
+
+    With a power the decimal must be below 10, or below 1,000 for powers of a thousand.
+    """
     places = found["places"] or ""
     size = Fraction(int((_digits(found["int"] or "") + places) or "0"), 10 ** len(places))
     if cycle := found["bar"] or found["digit"] or found["cycle"]:
@@ -281,24 +266,10 @@ def _decimal(found: re.Match[str]) -> Fraction | None:
     return size * Fraction(10) ** power
 
 
-def _digits(written: str) -> str:
-    return written.replace(",", "").replace(" ", "")
-
-
-def _int(written: str) -> int:
-    return int(_digits(written))
-
-
-# ---------------------------------------------------------------------- words
-
-_MAKES_ANOTHER = re.compile(
-    r"not|n?or|minus|negative|plus|point|over|squared|cubed|factorial|wrong|incorrect|half|halves|thirds?|quarter|tenths?"
-    r"|(?:dozen|hundred|thousand|million|billion|trillion)s?|(?:hundred|thousand)ths?"
-    r"|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen"
-    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty"
-)
+def _digits(text: str) -> str:
+    return text.replace(",", "").replace(" ", "")
 
 
 def makes_another(word: str) -> bool:
-    """Whether a word beside a number makes it another one, or no answer: `million`, `half`, `or`, `nineteen`, `not`."""
+    """Return whether a word next to a number changes or denies it: `million`, `half`, `or`, `nineteen`, `not`."""
     return _MAKES_ANOTHER.fullmatch(word.strip("()[]{}.,;!?*'").lower()) is not None

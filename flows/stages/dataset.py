@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from data.stage import StageResult
+from data.tasks import StageResult
 from flows.stages.inputs import describe_rows, make_dataset, planned_dataset, status_of_rows, warn_of_few_rows
 from flows.stages.stage import Stage, StageStatus
 from flows.stages.trials import Trial, count_rows, is_user_build

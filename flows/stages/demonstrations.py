@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from data.stage import StageResult
+from data.tasks import StageResult
 from flows.stages.inputs import (
     describe_rows,
     planned_demonstrations,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from data.stage import StageResult
+from data.tasks import StageResult
 from flows.stages.inputs import (
     describe_rows,
     filter_rows,

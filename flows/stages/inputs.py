@@ -7,8 +7,8 @@ from typing import Any
 
 from data.filter import filter_dataset, filter_fingerprint, filtered_directory
 from data.references import check_parts
-from data.stage import SPLITS, StageResult
-from data.tasks import build_dataset, dataset_directory, dataset_fingerprint
+from data.rows import SPLITS
+from data.tasks import StageResult, build_dataset, dataset_directory, dataset_fingerprint
 from data.tokenizer import tokenizer_fingerprint
 from flows.progress import display, skipped_suffix
 from flows.stages.stage import StageStatus, remake_note

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from data.stage import SPLITS, StageResult
+from data.rows import SPLITS
+from data.tasks import StageResult
 from flows.stages.inputs import (
     describe_rows,
     filter_rows,

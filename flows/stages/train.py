@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.references import check_parts
-from data.stage import SPLITS
+from data.rows import SPLITS
 from flows.progress import skipped_suffix
 from flows.stages.inputs import call_trainer
 from flows.stages.stage import Stage, StageStatus

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from data.stage import StageResult
+from data.tasks import StageResult
 from flows.parameters import MLFLOW_PAGE
 from flows.stages.export import ExportedWeights
 from flows.stages.report import ReportPage, report_fingerprint

@@ -1,4 +1,4 @@
-"""What the tests of datasets share: the published GSM8K files where they lie beside the repository, and tokenizers."""
+"""Fixtures for the tests of datasets: the published GSM8K files next to the repository, and tokenizers."""
 
 import json
 import os
@@ -19,7 +19,7 @@ CHAT_TEMPLATE = (
     "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-# Words as the tokenizers of Qwen and Llama cut them.
+# Words as split by the tokenizers of Qwen and Llama.
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -59,8 +59,7 @@ def trained_bpe() -> Tokenizer:
     return core
 
 
-def asked(*questions: str) -> list[list[dict[str, str]]]:
-    """A prompt of one user message for each question."""
+def user_prompts(*questions: str) -> list[list[dict[str, str]]]:
     return [[{"role": "user", "content": question}] for question in questions]
 
 
@@ -82,7 +81,7 @@ def chat_tokenizer(trained_bpe, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def base_tokenizer(trained_bpe, tmp_path_factory) -> Path:
-    """Without a chat template, with a token put before every text."""
+    """A tokenizer without a chat template that puts a token before every text."""
     core = Tokenizer.from_str(trained_bpe.to_str())
     core.post_processor = processors.TemplateProcessing(
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]

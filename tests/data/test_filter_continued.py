@@ -1,4 +1,4 @@
-"""A prompt that ends with the assistant's words is continued, and one that ends with an answer refused."""
+"""Prompts that end with the assistant's words are continued, unless they end with the answer."""
 
 import re
 from pathlib import Path
@@ -10,8 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from data.filter import check_continued, filter_dataset
-from data.stage import StageResult
-from data.tasks import build_dataset
+from data.tasks import StageResult, build_dataset
 from rlcore.config import FilterConfig
 from rlcore.config.compose import load_config
 from rlcore.config.data import ParquetData
@@ -25,10 +24,10 @@ from tests.helpers.tokenizer_kinds import KINDS
 PREFILL = "Let me solve this step by step.\n<think>"
 
 
-def row(index: int, *said: tuple[str, str], truth: object = "7", solution: str = "") -> dict[str, Any]:
+def row(index: int, *messages: tuple[str, str], truth: object = "7", solution: str = "") -> dict[str, Any]:
     return {
         "data_source": "mine",
-        "prompt": [{"role": role, "content": content} for role, content in said],
+        "prompt": [{"role": role, "content": content} for role, content in messages],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": truth},
         "extra_info": {"split": "train", "index": index, "difficulty": 0, "solution": solution, "distractor": ""},
@@ -45,8 +44,8 @@ def filtered(folder: Path, tokenizer: Path, rows: list[dict[str, Any]]) -> Stage
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_the_words_go_on_as_transformers_continues_them(name: str, tmp_path: Path) -> None:
-    """Also beside prompts that open a turn; and the solution follows them."""
+def test_words_are_continued_as_by_transformers(name: str, tmp_path: Path) -> None:
+    """Next to prompts that open a turn; the solution follows the words."""
     folder = KINDS[name].saved(tmp_path / "tokenizer")
     solution = " 3 + 4 = 7, so 7"
     rows = [
@@ -56,22 +55,23 @@ def test_the_words_go_on_as_transformers_continues_them(name: str, tmp_path: Pat
         row(3, ("user", "What?"), ("assistant", "9"), ("user", "Sure?"), ("assistant", "No,"), truth="x"),
     ]
     made = filtered(tmp_path, folder, rows)
-    tokenizer, stops = load_tokenizer(folder), end_of_text_ids(folder)
+    tokenizer, stops, num_solutions = load_tokenizer(folder), end_of_text_ids(folder), 0
     for found in pq.read_table(made.directory / "train.parquet").to_pylist():
-        messages, goes_on = found["prompt"], found["prompt"][-1]["role"] == "assistant"
+        messages, is_continued = found["prompt"], found["prompt"][-1]["role"] == "assistant"
         assert found["prompt_ids"] == tokenizer.apply_chat_template(
-            messages, add_generation_prompt=not goes_on, continue_final_message=goes_on, return_dict=False
+            messages, add_generation_prompt=not is_continued, continue_final_message=is_continued, return_dict=False
         )
         if found["solution_ids"]:
+            num_solutions += 1
             messages[-1]["content"] += solution
             whole = tokenizer.apply_chat_template(messages, return_dict=False)
-            told = found["prompt_ids"] + found["solution_ids"]
-            assert (whole[: len(told)], told[-1] in stops) == (told, True)
-    assert sum(bool(ids) for ids in pq.read_table(made.directory / "train.parquet")["solution_ids"].to_pylist()) > 0
+            joint = found["prompt_ids"] + found["solution_ids"]
+            assert (whole[: len(joint)], joint[-1] in stops) == (joint, True)
+    assert num_solutions > 0
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("messages", "problem"),
     [
         ([("user", "a"), ("assistant", "It is 7")], "must not end with the row's ground truth '7', got 'It is 7'"),
         ([("user", "a"), ("assistant", r"So \boxed{7}.")], "must not end with the row's ground truth '7', got"),
@@ -81,14 +81,14 @@ def test_the_words_go_on_as_transformers_continues_them(name: str, tmp_path: Pat
         ([("system", "a")], "the prompt must have a message of the user, got the roles system. Add one, or remove"),
     ],
 )
-def test_a_prompt_with_the_answer_or_no_question_is_refused(
-    chat_tokenizer: Path, tmp_path: Path, said: list[tuple[str, str]], told: str
+def test_prompts_with_the_answer_or_without_a_question_are_refused(
+    chat_tokenizer: Path, tmp_path: Path, messages: list[tuple[str, str]], problem: str
 ) -> None:
     good = row(0, ("user", "x"), ("assistant", "17 or 7 or"), solution="<b>seven</b>")
-    match = rf"train\.parquet: row 1: .*{re.escape(told)}"
+    match = rf"train\.parquet: row 1: .*{re.escape(problem)}"
     with pytest.raises(DataError, match=match):
-        filtered(tmp_path, chat_tokenizer, [good, row(1, *said, solution="<b>seven</b>")])
-    if "row's" in told:  # known before a tokenizer is there
+        filtered(tmp_path, chat_tokenizer, [good, row(1, *messages, solution="<b>seven</b>")])
+    if "row's" in problem:  # found without a tokenizer
         with pytest.raises(DataError, match=match):
             check_continued(tmp_path / "train.parquet")
 
@@ -97,15 +97,15 @@ def test_prompts_that_contain_the_answer_are_counted(
     chat_tokenizer: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     words = ["It is 7, as 3 + 4", r"\\boxed{7} or", "17 or -7 or 7.5 or x7,", "So:", "7 is it"]
-    rows = [row(n, ("user", f"{n}?"), ("assistant", said)) for n, said in enumerate(words)]
+    rows = [row(n, ("user", f"{n}?"), ("assistant", text)) for n, text in enumerate(words)]
     filtered(tmp_path, chat_tokenizer, [*rows, row(9, ("user", "It is 7, as"))])
-    told = "3 prompts that end with the assistant's words have their ground truth, a number, among them"
-    assert told in caplog.text
-    assert f"warning: {tmp_path}/train.parquet: {told}" in check_continued(tmp_path / "train.parquet")
+    warning = "3 prompts that end with the assistant's words have their ground truth, a number, among them"
+    assert warning in caplog.text
+    assert f"warning: {tmp_path}/train.parquet: {warning}" in check_continued(tmp_path / "train.parquet")
     assert check_continued(tmp_path / "validation.parquet") == ""
 
 
-def test_a_template_that_drops_the_words_is_refused(trained_bpe: Tokenizer, tmp_path: Path) -> None:
+def test_templates_that_drop_the_words_are_refused(trained_bpe: Tokenizer, tmp_path: Path) -> None:
     template = CHAT_TEMPLATE.replace("m.content", "(m.content if m.role == 'user' else '')")
     folder = saved(trained_bpe, tmp_path / "tokenizer", chat_template=template)
     rows = [row(0, ("user", "x")), row(1, ("user", "y"), ("assistant", "So"))]
@@ -113,7 +113,7 @@ def test_a_template_that_drops_the_words_is_refused(trained_bpe: Tokenizer, tmp_
         filtered(tmp_path, folder, rows)
 
 
-def test_a_solution_that_the_template_drops_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_solutions_that_the_template_drops_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = KINDS["r1"].saved(tmp_path / "tokenizer")
     rows = [row(index, ("user", f"What is {index} + 7?"), solution=f"<think> {index} </think> 9") for index in range(3)]
     made = filtered(tmp_path, folder, rows)
@@ -121,6 +121,6 @@ def test_a_solution_that_the_template_drops_is_left_out(tmp_path: Path, caplog: 
     assert "a warm start cannot show 3 solutions, such as '<think> 0 </think> 9'" in caplog.text
     assert "does not write it behind '" in caplog.text
     config = load_config(["experiment=debug", "warm_start.enabled=true"])
-    told = r"there is none\. Of 3 solutions the chat template does not write it behind '.*\. Set warm_start\.enabled"
-    with pytest.raises(DataError, match=told):
+    problem = r"there is none\. Of 3 solutions the chat template does not write it behind '.*\. Set warm_start\.enabled"
+    with pytest.raises(DataError, match=problem):
         Demonstrations.read(config, RunInputs(made.directory, folder))

@@ -1,8 +1,9 @@
-"""GSM8K: the published files, both readings of an answer."""
+"""GSM8K: the published files, and both readings of a response."""
 
 import json
 import random
 
+import pyarrow.parquet as pq
 import pytest
 
 from data.gsm8k import final_number, only_number, reference_number, score, score_numeric
@@ -11,11 +12,11 @@ from rlcore.config import Gsm8kData
 from rlcore.errors import DataError
 from rlcore.evaluation.result import ProblemResult, Response, problem_statistics
 
-HUNDRED = {"answer": "1000"}
+THOUSAND = {"answer": "1000"}
 
 
 @pytest.mark.parametrize(
-    ("answer", "strict", "numeric", "has_mark"),
+    ("response", "strict", "numeric", "has_mark"),
     [
         ("so #### 1000", 1, 1, 1),
         ("so #### 1,000", 1, 1, 1),
@@ -42,33 +43,26 @@ HUNDRED = {"answer": "1000"}
         ("\u0661\u0660\u0660\u0660", 0, 0, 0),
     ],
 )
-def test_readings_of_an_answer(answer, strict, numeric, has_mark):
-    found = score(answer, HUNDRED)
+def test_responses_have_both_readings(response, strict, numeric, has_mark):
+    found = score(response, THOUSAND)
     assert (found.parts["strict"], found.parts["numeric"], found.parts["format"]) == (strict, numeric, has_mark)
     assert found.total == strict
-    assert score_numeric(answer, HUNDRED).total == numeric
+    assert score_numeric(response, THOUSAND).total == numeric
 
 
 @pytest.mark.parametrize("scorer", [score, score_numeric])
-def test_answers_that_say_the_same_number_vote_together(scorer):
+def test_equal_numbers_vote_together(scorer):
     same = ["#### 1000", "so #### 1,000", "#### 1000.", "#### 1000.0 apples", "no: #### $1000"]
-    assert {scorer(text, HUNDRED).said for text in same} == {"1000"}
-    texts = ["#### 7", "#### 7", *same[:2], "#### 9"]
-    answers = tuple(
-        Response(text, found.total, found.parts, 3, "stop", said=found.said)
-        for text in texts
-        if (found := scorer(text, HUNDRED))
-    )
-    one = ProblemResult(1, 0, "", json.dumps(HUNDRED), None, answers)
-    assert problem_statistics([one])["reward/maj@5"].tolist() == [0.5]  # a tie of 1000 and 7
-
-
-def test_the_strict_reading_hears_no_vote_without_the_mark():
-    assert (score("it is 7", HUNDRED).said, score_numeric("it is 7", HUNDRED).said) == (None, "7")
+    assert {scorer(text, THOUSAND).said for text in same} == {"1000"}
+    assert scorer("it is 7", THOUSAND).said == ("7" if scorer is score_numeric else None)
+    scores = [(text, scorer(text, THOUSAND)) for text in ("#### 7", "#### 7", *same[:2], "#### 9")]
+    responses = tuple(Response(text, one.total, one.parts, 3, "stop", said=one.said) for text, one in scores)
+    result = ProblemResult(1, 0, "", json.dumps(THOUSAND), None, responses)
+    assert problem_statistics([result])["reward/maj@5"].tolist() == [0.5]  # a tie of 1000 and 7
 
 
 def perturbed(reference, rng):
-    """Five answers that end in another number, or in none."""
+    """Make five solutions that end in another number, or in none."""
     body, _, number = reference.rpartition("#### ")
     value = int(number.replace(",", ""))
     others = rng.sample([delta for delta in range(-60, 61) if delta], 3)
@@ -78,38 +72,33 @@ def perturbed(reference, rng):
 
 
 @pytest.mark.slow
-def test_every_published_row_scores_its_reference_one_and_others_zero(gsm8k_folder, artifacts_root):
-    found = build_dataset(Gsm8kData(source=str(gsm8k_folder)), seed=1, root=artifacts_root)
-    assert found.counts == {"train": 7_473, "validation": 1_319}
-    import pyarrow.parquet as pq
-
-    rng = random.Random(1)
-    wrong = {"strict": 0, "numeric": 0}
-    for split, size in found.counts.items():
-        rows = pq.read_table(found.directory / f"{split}.parquet").to_pylist()
+def test_published_solutions_score_one_and_perturbed_ones_zero(gsm8k_folder, artifacts_root):
+    dataset = build_dataset(Gsm8kData(source=str(gsm8k_folder)), seed=1, root=artifacts_root)
+    assert dataset.counts == {"train": 7_473, "validation": 1_319}
+    rng, num_wrong = random.Random(1), 0
+    for split, size in dataset.counts.items():
+        rows = pq.read_table(dataset.directory / f"{split}.parquet").to_pylist()
         assert len(rows) == size
         for row in rows:
-            truth = {"answer": row["reward_model"]["ground_truth"]}
-            solution = row["extra_info"]["solution"]
+            truth, solution = {"answer": row["reward_model"]["ground_truth"]}, row["extra_info"]["solution"]
             assert row["prompt"][0]["content"].endswith('output the final answer after "####".')
-            assert score(solution, truth).total == score_numeric(solution, truth).total == 1.0
-            for answer in perturbed(solution, rng):
-                wrong["strict"] += score(answer, truth).total != 0.0
-                wrong["numeric"] += score_numeric(answer, truth).total != 0.0
-    assert wrong == {"strict": 0, "numeric": 0}
+            for reference in (truth, {"answer": solution}):
+                assert score(solution, reference).total == score_numeric(solution, reference).total == 1.0
+            for response in perturbed(solution, rng):
+                num_wrong += score(response, truth).total != 0.0 or score_numeric(response, truth).total != 0.0
+    assert num_wrong == 0
 
 
 @pytest.fixture
 def small(tmp_path):
     record = {"question": "How many?", "answer": "They are 3.\n#### 3"}
-    (tmp_path / "train.jsonl").write_text(
-        "\n".join(json.dumps(record | {"question": f"{i}?"}) for i in range(3)) + "\n\n"
-    )
+    lines = [json.dumps(record | {"question": f"{i}?"}) for i in range(3)]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines) + "\n\n")
     (tmp_path / "test.jsonl").write_text(json.dumps(record))
     return tmp_path
 
 
-def test_the_fingerprint_follows_the_files_not_their_place(small, tmp_path):
+def test_fingerprint_depends_on_content_not_place(small, tmp_path):
     here = dataset_fingerprint(Gsm8kData(source=str(small)), 1)
     moved = tmp_path / "moved"
     moved.mkdir()
@@ -120,63 +109,40 @@ def test_the_fingerprint_follows_the_files_not_their_place(small, tmp_path):
     assert dataset_fingerprint(Gsm8kData(source=str(moved)), 1) != here
 
 
-@pytest.mark.parametrize(
-    ("line", "told"),
-    [
-        ('{"question": "x", "answer": "3"}', "must end in '#### <number>', got '3'"),
-    ],
-)
-def test_a_broken_line_is_named(small, artifacts_root, line, told):
+def test_broken_lines_are_named(small, artifacts_root):
     with (small / "train.jsonl").open("a") as file:
-        file.write(line)
-    with pytest.raises(DataError, match=rf"train.jsonl: line 5: .*{told}"):
+        file.write('{"question": "x", "answer": "3"}')
+    with pytest.raises(DataError, match=r"train.jsonl: line 5: .*must end in '#### <number>', got '3'"):
         build_dataset(Gsm8kData(source=str(small)), seed=1, root=artifacts_root)
     assert list((artifacts_root / "datasets").iterdir()) == []
 
 
-@pytest.mark.parametrize(("answer", "number"), [("#### 18", "18"), ("x\n#### -1,234 ", "-1234"), ("#### 2.5", "2.5")])
-def test_reference_numbers(answer, number):
-    assert reference_number(answer, "here") == number
+def test_reference_numbers_are_read():
+    for answer, number in (("#### 18", "18"), ("x\n#### -1,234 ", "-1234"), ("#### 2.5", "2.5")):
+        assert reference_number(answer, "here") == number
 
 
-def test_a_word_that_the_limit_cuts_is_no_number():
-    found = [
-        final_number(text, within) for text, within in (("118", 3), ("118", 2), ("18", 2), (" 18", 2), ("a 18", 3))
-    ]
-    assert found == [118, None, 18, 18, 18]
-    assert final_number("7. Then some words", 300) == 7
-    assert final_number("it is 7 or so", 300) is None
-    assert final_number("no digits", 300) is None
+@pytest.mark.parametrize(
+    ("text", "within", "number"),
+    [
+        ("118", 3, 118), ("118", 2, None), ("18", 2, 18), (" 18", 2, 18), ("a 18", 3, 18),
+        ("7. Then some words", 300, 7), ("it is 7 or so", 300, None), ("no digits", 300, None),
+    ],
+)  # fmt: skip
+def test_final_number_is_searched_within_the_limit(text, within, number):
+    assert final_number(text, within) == number
 
 
 @pytest.mark.parametrize(
     ("line", "number"),
     [
-        ("9 * 18", None),
-        ("9* 18", None),
-        ("= - 18", None),
-        ("= 18", 18),
-        ("- 18", None),
-        ("so - 18", 18),
-        ("18 *", None),
-        ("18 * 2", None),
-        ("18 eggs", 18),
-        ("18m", None),
-        ("18km", 18),
-        ("minus 18", None),
-        ("not 18", None),
-        ("18 or so", None),
-        ("half of 18", None),
-        ("(18)", 18),
-        ("18%", 18),
+        *((line, 18) for line in ("= 18", "so - 18", "18 eggs", "18km", "(18)", "18%", "eggs: 18")),
         ("1,018.5", 1018.5),
-        ("10,18", None),
-        ("eggs: 18", 18),
-        ("18:30", None),
-        ("18 \u00bd", None),
+        *((line, None) for line in ("9 * 18", "9* 18", "= - 18", "- 18", "18 *", "18 * 2", "18m", "minus 18")),
+        *((line, None) for line in ("not 18", "18 or so", "half of 18", "10,18", "18:30", "18 \u00bd")),
     ],
 )
-def test_a_number_stands_alone_or_is_none(line, number):
+def test_only_number_needs_one_number_alone(line, number):
     assert only_number(line) == number
 
 
@@ -198,7 +164,7 @@ def test_a_number_stands_alone_or_is_none(line, number):
         ("18/19", [], [], ["18", "19", "18/19"]),
     ],
 )
-def test_a_reference_is_cleaned_as_an_answer_is(reference, strict, numeric, wrong):
+def test_references_are_cleaned_as_responses_are(reference, strict, numeric, wrong):
     truth = {"answer": reference}
     for answer in strict:
         assert score(f"#### {answer}", truth).total == score_numeric(f"#### {answer}", truth).total == 1.0, answer
@@ -206,11 +172,3 @@ def test_a_reference_is_cleaned_as_an_answer_is(reference, strict, numeric, wron
         assert score_numeric(f"#### {answer}", truth).total == 1.0, answer
     for answer in wrong:
         assert score(f"#### {answer}", truth).total == score_numeric(f"#### {answer}", truth).total == 0.0, answer
-
-
-@pytest.mark.slow
-def test_a_whole_published_answer_works_as_reference(gsm8k_folder):
-    for split in ("train", "test"):
-        for line in (gsm8k_folder / f"{split}.jsonl").read_text().splitlines():
-            answer = json.loads(line)["answer"]
-            assert score(answer, {"answer": answer}).total == score_numeric(answer, {"answer": answer}).total == 1.0

@@ -1,4 +1,4 @@
-"""Inspection of datasets: figures, rows, leakage, as tables and as JSON."""
+"""Inspection of datasets: statistics, rows and leakage, as tables and as JSON."""
 
 import json
 from io import StringIO
@@ -16,14 +16,9 @@ from rlcore.config import CountdownData, FilterConfig
 from rlcore.errors import DataError
 
 SMALL = CountdownData(
-    train_size=80,
-    validation_size=20,
-    max_numbers=3,
-    number_high=9,
-    target_high=20,
-    operations=("+", "-"),
+    train_size=80, validation_size=20, max_numbers=3, number_high=9, target_high=20, operations=("+", "-"),
     template="bare",
-)
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -38,41 +33,42 @@ def as_text(report):
     return console.file.getvalue()
 
 
-def test_figures_of_a_filtered_dataset(filtered):
+def write(file, *rows):
+    pq.write_table(pa.Table.from_pylist(list(rows)), file)
+
+
+def test_filtered_datasets_have_token_statistics(filtered):
     report = inspect_dataset(filtered.directory, num_rows=2)
     train, validation = report.splits
     assert (train.name, train.num_rows, validation.name, validation.num_rows) == ("train", 80, "validation", 20)
-    assert train.problem is None
-    assert (train.length_unit, train.lengths.min_tokens, train.lengths.max_tokens) == ("tokens", 6, 6)
+    assert (train.problem, train.length_unit) == (None, "tokens")
+    assert (train.lengths.min_tokens, train.lengths.max_tokens) == (6, 6)
     assert (train.difficulty, train.data_sources) == ({"2": 80}, {"countdown": 80})
-    assert (train.num_with_solution, train.num_duplicates) == (80, 0)
+    assert (train.num_with_solution, train.num_duplicates, len(train.rows)) == (80, 0, 2)
     assert train.provenance["fingerprint"] == filtered.fingerprint
     assert [(pair.num_prompts, pair.num_multisets) for pair in report.leakage] == [(0, 0)]
-    assert len(train.rows) == 2
 
 
-def test_the_seed_chooses_the_rows(filtered):
+def test_seed_chooses_the_rows(filtered):
     path = filtered.directory / "train.parquet"
-    [first] = inspect_dataset(path, num_rows=5).splits
-    [again] = inspect_dataset(path, num_rows=5).splits
+    first, again = (inspect_dataset(path, num_rows=5).splits[0] for _ in range(2))
     [other] = inspect_dataset(path, num_rows=5, seed=1).splits
     assert first.rows == again.rows != other.rows
     table = pq.read_table(path).to_pylist()
     assert all({**table[row["row"]], "row": row["row"]} == row for row in first.rows)
 
 
-def test_tables_and_json_have_the_same_figures(filtered):
+def test_tables_and_json_have_the_same_values(filtered):
     report = inspect_dataset(filtered.directory, num_rows=1)
-    document = json.loads(report.as_json())
+    document, [prompt] = json.loads(report.as_json()), report.splits[0].rows[0]["prompt"]
     assert [split["num_rows"] for split in document["splits"]] == [80, 20]
-    assert document["splits"][0]["rows"][0]["prompt"] == report.splits[0].rows[0]["prompt"]
-    prompt = report.splits[0].rows[0]["prompt"][0]["content"]
+    assert document["splits"][0]["rows"][0]["prompt"] == [prompt]
     text = as_text(report)
-    for shown in ("countdown (80)", "6 to 6, mean 6.0", prompt, filtered.fingerprint, "share 0 prompts", "6 tokens: ["):
-        assert shown in text
+    shown = ("countdown (80)", "6 to 6, mean 6.0", prompt["content"], filtered.fingerprint, "share 0 prompts")
+    assert [value for value in (*shown, "6 tokens: [") if value not in text] == []
 
 
-def test_tables_have_the_figures_of_the_file(tmp_path: Path) -> None:
+def test_tables_have_the_statistics_of_the_file(tmp_path: Path) -> None:
     def row(index: int, text: str, **extra: object) -> dict[str, object]:
         return {
             "data_source": "sums" if index else "words",
@@ -84,11 +80,10 @@ def test_tables_have_the_figures_of_the_file(tmp_path: Path) -> None:
 
     long = "x" * (LONGEST_SHOWN_CHARS + 1)
     rows = [row(0, "a", solution="7"), row(1, "bbb"), row(2, "bbb"), row(3, long)]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
-    pq.write_table(pa.Table.from_pylist(rows[:2]), tmp_path / "validation.parquet")
+    write(tmp_path / "train.parquet", *rows)
+    write(tmp_path / "validation.parquet", *rows[:2])
     report = inspect_dataset(tmp_path, num_rows=9)
-    train = report.splits[0]
-    size = (tmp_path / "train.parquet").stat().st_size
+    train, size = report.splits[0], (tmp_path / "train.parquet").stat().st_size
     assert (train.num_rows, train.size_bytes, train.path) == (4, size, str(tmp_path / "train.parquet"))
     assert [one["row"] for one in train.rows] == [0, 1, 2, 3]
     text = "".join(" ".join(line.strip("│┃ ").split()) + "\n" for line in as_text(report).splitlines())
@@ -114,30 +109,27 @@ def test_tables_have_the_figures_of_the_file(tmp_path: Path) -> None:
 
 def test_splits_are_listed_in_order(tmp_path: Path) -> None:
     for name in ("validation", "other", "train"):
-        pq.write_table(pa.table({"x": [1]}), tmp_path / f"{name}.parquet")
+        write(tmp_path / f"{name}.parquet", {"x": 1})
     assert [split.name for split in inspect_dataset(tmp_path).splits] == ["train", "validation", "other"]
 
 
-def test_markup_in_rows_does_no_harm(tmp_path):
+def test_markup_in_rows_and_names_is_shown_as_text(tmp_path):
     content = "[red]<script>alert(1)</script>[/nothing]"
-    row = {"prompt": [{"role": "user", "content": content}], "note": "[/]"}
-    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "x.parquet")
-    report = inspect_dataset(tmp_path)
-    assert content in as_text(report)
+    folder = tmp_path / "ds[v1][" / "x]"
+    folder.mkdir(parents=True)
+    write(folder / "<img src=x>.parquet", {"prompt": [{"role": "user", "content": content}], "note": "[/]"})
+    text = as_text(inspect_dataset(folder))
+    assert content in text
+    assert "ds[v1][/x]" in text
 
 
 def test_leaks_and_duplicates_are_counted(tmp_path):
-    def table(questions):
-        truth = [{"target": 1, "numbers": [3, len(text)]} for text in questions]
-        return pa.Table.from_pylist(
-            [
-                {"prompt": [{"role": "user", "content": text}], "reward_model": {"style": "rule", "ground_truth": t}}
-                for text, t in zip(questions, truth, strict=True)
-            ]
-        )
+    def row(text):
+        truth = {"target": 1, "numbers": [3, len(text)]}
+        return {"prompt": [{"role": "user", "content": text}], "reward_model": {"style": "rule", "ground_truth": truth}}
 
-    pq.write_table(table(["a", "bb", "bb", "cccc"]), tmp_path / "train.parquet")
-    pq.write_table(table(["bb", "d"]), tmp_path / "validation.parquet")
+    write(tmp_path / "train.parquet", *map(row, ["a", "bb", "bb", "cccc"]))
+    write(tmp_path / "validation.parquet", *map(row, ["bb", "d"]))
     report = inspect_dataset(tmp_path)
     assert report.splits[0].num_duplicates == 1
     assert [(pair.num_prompts, pair.num_multisets) for pair in report.leakage] == [(2, 3)]
@@ -145,60 +137,47 @@ def test_leaks_and_duplicates_are_counted(tmp_path):
     assert "column data_source: expected string, got nothing" in as_text(report)
 
 
-def test_a_file_of_any_other_schema_is_shown_too(tmp_path):
-    pq.write_table(pa.table({"x": [1, 2, 3], "y": ["a", None, "c"]}), tmp_path / "other.parquet")
-    [split] = inspect_dataset(tmp_path / "other.parquet", num_rows=2).splits
-    assert split.columns == (("x", "int64"), ("y", "string"))
-    assert (split.lengths, len(split.rows)) == (None, 2)
-    as_text(inspect_dataset(tmp_path))
+QUESTION = {"role": "user", "content": "how many?"}
 
 
-FOREIGN = {
-    "a prompt that is a text": ({"prompt": "how many?"}, "how many?"),
-    "messages without a role": ({"prompt": [{"content": "how many?"}]}, "how many?"),
-    "messages with a content of parts": (
-        {"prompt": [{"role": "user", "content": [{"text": "how many?"}]}]},
-        "how many?",
-    ),
-    "a missing message": ({"prompt": [{"role": "user", "content": "how many?"}, None]}, "prompt (None)"),
-    "token ids as text": ({"prompt_ids": "17 4"}, "prompt (user)"),
-    "other sections": ({"extra_info": "easy", "reward_model": "a ground_truth", "data_source": ["a", "b"]}, "easy"),
-}
-
-
-@pytest.mark.parametrize("what", FOREIGN)
-def test_a_row_outside_the_schema_is_shown(tmp_path, what):
-    own, shown = FOREIGN[what]
+@pytest.mark.parametrize(
+    ("changes", "shown"),
+    [
+        ({"prompt": "how many?"}, "how many?"),
+        ({"prompt": [{"content": "how many?"}]}, "how many?"),
+        ({"prompt": [{"role": "user", "content": [{"text": "how many?"}]}]}, "how many?"),
+        ({"prompt": [QUESTION, None]}, "prompt (None)"),
+        ({"prompt_ids": "17 4"}, "prompt (user)"),
+        ({"extra_info": "easy", "reward_model": "a ground_truth", "data_source": ["a", "b"]}, "easy"),
+    ],
+)
+def test_rows_outside_the_schema_are_shown(tmp_path, changes, shown):
     row = {
         "data_source": "mine",
-        "prompt": [{"role": "user", "content": "x"}],
+        "prompt": [QUESTION],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": "1"},
         "extra_info": {"split": "train", "index": 0},
     }
-    pq.write_table(pa.Table.from_pylist([row | own]), tmp_path / "train.parquet")
+    write(tmp_path / "train.parquet", row | changes)
     report = inspect_dataset(tmp_path)
     assert shown in as_text(report)
     json.loads(report.as_json())
 
 
-def test_missing_token_ids_and_metadata_of_another_writer_count_nothing(tmp_path):
+def test_files_of_another_schema_are_shown(tmp_path):
+    pq.write_table(pa.table({"x": [1, 2, 3], "y": ["a", None, "c"]}), tmp_path / "other.parquet")
+    [split] = inspect_dataset(tmp_path / "other.parquet", num_rows=2).splits
+    assert split.columns == (("x", "int64"), ("y", "string"))
+    assert (split.lengths, len(split.rows)) == (None, 2)
+    as_text(inspect_dataset(tmp_path))
     table = pa.table({"prompt_ids": [[1, 2], None]}).replace_schema_metadata({"millrace": "no JSON"})
-    pq.write_table(table, tmp_path / "train.parquet")
+    pq.write_table(table, tmp_path / "other.parquet")
     [split] = inspect_dataset(tmp_path).splits
     assert (split.lengths.num_prompts, split.provenance) == (1, {})
 
 
-def test_names_of_files_are_no_markup(tmp_path):
-    folder = tmp_path / "ds[v1][" / "x]"
-    folder.mkdir(parents=True)
-    prompt = [{"role": "user", "content": "x"}]
-    pq.write_table(pa.Table.from_pylist([{"prompt": prompt}]), folder / "<img src=x>.parquet")
-    report = inspect_dataset(folder)
-    assert "ds[v1][/x]" in as_text(report)
-
-
-def test_nothing_to_inspect(tmp_path):
+def test_missing_and_damaged_files_are_refused(tmp_path):
     with pytest.raises(DataError, match="no parquet file there"):
         inspect_dataset(tmp_path)
     (tmp_path / "bad.parquet").write_bytes(b"PAR1")

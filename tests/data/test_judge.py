@@ -1,133 +1,299 @@
-"""A model as judge, over real HTTP: its failures cost the answer its score, and nothing else."""
+"""A judge model over HTTP: requests, retries, and failures that cost the response its score alone."""
 
+import asyncio
 import json
 import logging
+import os
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from data.judge import JudgeError, read_verdict, score
+from data import judge
+from data.judge import JudgeError, judge_response, read_verdict, score
 from rlcore.config.rollout import JudgeConfig, RewardConfig
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.rollout.scoring_worker import JUDGE_VARIABLE
-from tests.data.judges import GOOD, HOSTILE, Judge, judging
+from tests.data.judges import GOOD, HOSTILE, Judge, Reply, judge_server, message
 from tests.storage.small_disk import fill
 from tests.storage.small_disk import small_disk as small_disk
 
 SECRET = "sk-do-not-tell-1234"
 JUDGE = "data.judge:score"
+FIRST_PAUSE_S = judge._FIRST_PAUSE_S
+Settings = Callable[..., JudgeConfig]
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Judge]:
-    with judging() as found:
-        yield found
+def cases() -> Iterator[Judge]:
+    """A server with a reply by case."""
+    with judge_server() as server:
+        yield server
 
 
 @pytest.fixture
-def url(server: Judge) -> str:
-    return server.url
-
-
-def settings(url: str, *, num_processes: int = 4, deadline_s: float = 8, **judge: object) -> RewardConfig:
-    given = {"url": url, "model": "judge", "key_variable": "JUDGE_KEY", "deadline_s": 4, **judge}
-    return RewardConfig(num_processes=num_processes, deadline_s=deadline_s, judge=JudgeConfig.model_validate(given))
-
-
-def here(monkeypatch: pytest.MonkeyPatch, reward: RewardConfig, response: str, **truth: str) -> float:
-    """A verdict by the scorer in this process: what a process of its own adds is seen in the tests with a pool."""
-    monkeypatch.setenv(JUDGE_VARIABLE, reward.judge.model_dump_json())
-    return score(response, truth).total
-
-
-def test_no_broken_judge_gives_a_score_and_each_is_counted(
-    server: Judge, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def reward(cases: Judge, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RewardConfig]:
     monkeypatch.setenv("JUDGE_KEY", SECRET)
-    cases = [*GOOD, *HOSTILE]
-    with caplog.at_level(logging.DEBUG), ScoringPool(JUDGE, settings(url)) as pool:
-        scores = pool.score([f"an answer, case={case}" for case in cases], ['{"answer": "3"}'] * len(cases))
-        counted = pool.unscored[0]
-    found = dict(zip(cases, scores, strict=True))
-    for case in GOOD:
-        assert (found[case].total, dict(found[case].parts), found[case].failure) == (0.75, {"judge": 0.75}, None)
-    for case in HOSTILE:
-        assert found[case].failure, case
-        assert SECRET not in found[case].failure
-    assert counted == len(HOSTILE)
+
+    def make(*, num_processes: int = 4, **changes: object) -> RewardConfig:
+        values = {"url": cases.url, "model": "judge", "key_variable": "JUDGE_KEY", "deadline_s": 4, **changes}
+        return RewardConfig(num_processes=num_processes, deadline_s=8, judge=JudgeConfig.model_validate(values))
+
+    return make
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
+    """A server with replies in order, for `judge_response` without pauses and earlier verdicts."""
+    monkeypatch.setattr(judge, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(judge, "_cache", judge._cache.__wrapped__)
+    monkeypatch.setenv("JUDGE_KEY", " sk-1 ")
+    with judge_server((200, message('{"score": 3}'), {})) as made:
+        yield made
+
+
+@pytest.fixture
+def settings(server: Judge) -> Settings:
+    def make(**changes: object) -> JudgeConfig:
+        values = {"url": f"{server.url}/", "model": "m", "highest": 4, "deadline_s": 30}
+        return JudgeConfig.model_validate(values | changes)
+
+    return make
+
+
+def test_broken_judges_give_no_score_and_are_counted(
+    cases: Judge, reward: Callable[..., RewardConfig], caplog: pytest.LogCaptureFixture
+) -> None:
+    names = [*GOOD, *HOSTILE]
+    with caplog.at_level(logging.DEBUG), ScoringPool(JUDGE, reward()) as pool:
+        scores = pool.score([f"a response, case={name}" for name in names], ['{"answer": "3"}'] * len(names))
+        num_unscored = pool.unscored[0]
+    found = dict(zip(names, scores, strict=True))
+    for name in GOOD:
+        assert (found[name].total, dict(found[name].parts), found[name].failure) == (0.75, {"judge": 0.75}, None)
+    for name in HOSTILE:
+        assert found[name].failure, name
+        assert SECRET not in found[name].failure
+    assert num_unscored == len(HOSTILE)
     assert SECRET not in caplog.text
-    requests = server.seen
-    assert "elsewhere" not in requests, "the key went to where a redirection pointed"
-    assert [requests[case] for case in ("flaky", "status_500", "closes", "cut_off")] == [3] * 4
-    assert [requests[case] for case in ("tag", "wrong_key", "redirect", "out_of_range")] == [1] * 4
+    assert "elsewhere" not in cases.seen, "the key followed a redirection"
+    assert [cases.seen[name] for name in ("flaky", "status_500", "closes", "cut_off")] == [3] * 4
+    assert [cases.seen[name] for name in ("tag", "wrong_key", "redirect", "not_a_number")] == [1] * 4
     assert "status 401" in str(found["wrong_key"].failure)
 
 
 @pytest.mark.parametrize(
     ("levels", "highest", "second"), [(2, 1, 1.0), (5, 4, 0.25), (11, 0.6666667, 0.1), (3, 7, 0.5)]
 )
-def test_structured_output_allows_levels_from_zero_to_the_highest(
-    url: str, monkeypatch: pytest.MonkeyPatch, levels: int, highest: float, second: float
+def test_structured_output_allows_levels_up_to_the_highest(
+    reward: Callable[..., RewardConfig], monkeypatch: pytest.MonkeyPatch, levels: int, highest: float, second: float
 ) -> None:
-    monkeypatch.setenv("JUDGE_KEY", SECRET)
-    reward = settings(url, tries=1, levels=levels, highest=highest)
-    assert here(monkeypatch, reward, "case=form") == pytest.approx(second, rel=1e-5)
+    made = reward(tries=1, levels=levels, highest=highest)
+    monkeypatch.setenv(JUDGE_VARIABLE, made.judge.model_dump_json())
+    assert score("case=form", {}).total == pytest.approx(second, rel=1e-5)
 
 
-def test_a_file_of_verdicts_is_shared_by_processes(
-    server: Judge, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_verdict_files_are_shared_by_processes(
+    cases: Judge, reward: Callable[..., RewardConfig], tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("JUDGE_KEY", SECRET)
-    reward = settings(url, num_processes=2, cache=str(tmp_path / "new" / "verdicts.sqlite"))
-    before = server.seen["good"]
+    made = reward(num_processes=2, cache=str(tmp_path / "new" / "verdicts.sqlite"))
+    before = cases.seen["good"]
     for _ in range(2):
-        with ScoringPool(JUDGE, reward) as pool:
+        with ScoringPool(JUDGE, made) as pool:
             scores = pool.score(["once"] * 4, ["{}"] * 4)
         assert {score.total for score in scores} == {0.75}
-    # two processes may ask at once; nobody asks later. One more is the first call, on an empty answer.
-    assert server.seen["good"] - before <= 2 + 2
+    # Two processes may ask concurrently, but not later. The first call is on an empty response.
+    assert cases.seen["good"] - before <= 2 + 2
 
 
-def test_a_verdict_counts_where_the_cache_is_full(url: str, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JUDGE_KEY", SECRET)
-    with ScoringPool(JUDGE, settings(url, num_processes=1, cache=str(small_disk / "verdicts.sqlite"))) as pool:
+def test_verdicts_count_where_the_cache_is_full(reward: Callable[..., RewardConfig], small_disk: Path) -> None:
+    with ScoringPool(JUDGE, reward(num_processes=1, cache=str(small_disk / "verdicts.sqlite"))) as pool:
         pool.score(["before"], ["{}"])
         fill(small_disk)
         assert [score.total for score in pool.score(["once"], ["{}"])] == [0.75]
 
 
-def test_rules_beside_the_judge_and_weights_over_both(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JUDGE_KEY", SECRET)
-    reward = settings(url, num_processes=1, rules="data.countdown:score")
+def test_rules_and_weights_combine_with_the_judge(reward: Callable[..., RewardConfig]) -> None:
+    made = reward(num_processes=1, rules="data.countdown:score")
     truth = json.dumps({"numbers": [3, 4], "target": 7})
-    with ScoringPool(JUDGE, reward) as pool:
+    with ScoringPool(JUDGE, made) as pool:
         (score,) = pool.score(["<answer>3 + 4</answer>"], [truth])
     assert (score.total, score.parts["correct"], score.parts["judge"]) == (1.75, 1.0, 0.75)
-    weighted = reward.model_copy(update={"weights": {"correct": 2.0, "judge": -1.0}})
+    weighted = made.model_copy(update={"weights": {"correct": 2.0, "judge": -1.0}})
     with ScoringPool(JUDGE, weighted) as pool:
         (score, failed) = pool.score(["<answer>3 + 4</answer>", "case=not_a_number"], [truth] * 2)
     assert (score.total, score.parts["total"]) == (1.25, 1.75)
     assert failed.failure, "a rule's score alone is not trained on"
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "1", '{"score": 1} or so', '{"score": true}', '{"score": "1"}', '{"score": 1e400}', '{"score": 1.0, "x": 2}',
-     "<score>one</score>", "<score>1</score><score>1</score>", '{"score": 5}', '{"score": -0.1}'],
-)  # fmt: skip
-def test_only_one_final_number_in_range_is_a_verdict(text: str) -> None:
-    with pytest.raises(JudgeError):
-        read_verdict(text, 4)
-
-
-def test_an_endpoint_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JUDGE_KEY", SECRET)
-    with socket.socket() as taken:  # bound and not listening: nobody answers there
+def test_unreachable_endpoints_are_named(settings: Settings) -> None:
+    with socket.socket() as taken:  # bound and not listening
         taken.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
-        told = f"no verdict of {address} (reward.judge.url) in 1 tries"
-        with pytest.raises(JudgeError, match=re.escape(told)):
-            here(monkeypatch, settings(address, tries=1), "1")
+        problem = f"no verdict of {address} (reward.judge.url) in 1 tries"
+        with pytest.raises(JudgeError, match=re.escape(problem)):
+            judge_response(settings(url=address, tries=1), "1", "{}")
+
+
+def test_requests_have_prompt_key_and_response_format(
+    server: Judge, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # the key is for the endpoint alone
+    prompt = "{response}|{ground_truth}|{other}"
+    made = settings(prompt=prompt, key_variable="JUDGE_KEY", max_tokens=77, levels=5, highest=2)
+    server.replies = [(200, message("Fine.\n<score>1.5</score>"), {})]
+    assert judge_response(made, "says {ground_truth}", '{"a": 1}') == 0.75
+    ((path, headers, request),) = server.requests
+    assert path == "/v1/chat/completions"
+    names = ("Content-Type", "Accept-Encoding", "Authorization")
+    assert [headers[name] for name in names] == ["application/json", "identity", "Bearer sk-1"]
+    schema = {
+        "type": "object",
+        "properties": {"score": {"type": "number", "enum": [0, 0.5, 1, 1.5, 2]}},
+        "required": ["score"],
+        "additionalProperties": False,
+    }
+    assert request == {
+        "model": "m",
+        "messages": [{"role": "user", "content": 'says {ground_truth}|{"a": 1}|{other}'}],
+        "temperature": 0,
+        "max_tokens": 77,
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "verdict", "strict": True, "schema": schema},
+        },
+    }
+    judge_response(settings(levels=None), "x", "{}")
+    assert server.requests[1][2].keys() == {"model", "messages", "temperature", "max_tokens"}
+    assert "Authorization" not in server.requests[1][1]
+
+
+VERDICT = message('{"score": 3}')
+
+
+@pytest.mark.parametrize(
+    ("reply", "problem"),
+    [
+        *(((status, b"{}", {}), f"the endpoint answered with status {status}") for status in (400, 499)),
+        ((201, VERDICT, {}), "the endpoint answered with status 201"),
+        ((200, VERDICT, {"Content-Type": "text/html"}), "must be application/json, uncompressed"),
+        ((200, VERDICT, {"Content-Encoding": "gzip"}), "must be application/json, uncompressed"),
+        *(((200, body, {}), "holds no choices[0].message.content")
+          for body in (b"{}", message(None), b'{"choices": 3}', b'{"choices": []}')),
+        ((200, message("3"), {}), "the judge's text must end with its one score; it has 0 in 1 characters"),
+    ],
+)  # fmt: skip
+def test_invalid_replies_are_not_retried(server: Judge, settings: Settings, reply: Reply, problem: str) -> None:
+    server.replies = [reply]
+    with pytest.raises(JudgeError, match=re.escape(problem)):
+        judge_response(settings(tries=3), "x", "{}")
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("status", [408, 425, 429, 500, 503])
+def test_busy_endpoints_are_retried(server: Judge, settings: Settings, status: int) -> None:
+    busy: Reply = (status, b"{}", {})
+    server.replies = [busy, busy, (200, message('{"score": 4}'), {})]
+    assert judge_response(settings(tries=3), "x", "{}") == 1.0
+    server.replies = [busy]
+    with pytest.raises(JudgeError) as error:
+        judge_response(settings(tries=2), "x", "{}")
+    assert str(error.value) == (
+        f"no verdict of {settings().url} (reward.judge.url) in 2 tries (reward.judge.tries); the last one: the "
+        f"endpoint answered with status {status}"
+    )
+    assert len(server.requests) == 3 + 2
+
+
+def test_pauses_between_tries_double(server: Judge, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    monkeypatch.setattr(judge, "_FIRST_PAUSE_S", FIRST_PAUSE_S)
+    server.replies = [(503, b"", {})]
+    with pytest.raises(JudgeError, match="in 4 tries"):
+        judge_response(settings(tries=4), "x", "{}")
+    assert pauses == [0.5, 1.0, 2.0]
+
+
+def test_deadline_ends_the_tries(server: Judge, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge, "_FIRST_PAUSE_S", 60.0)
+    server.replies = [(503, b"", {})]
+    with pytest.raises(JudgeError) as error:
+        judge_response(settings(tries=4, deadline_s=0.25), "x", "{}")
+    assert str(error.value) == (
+        f"no verdict of {settings().url} within 0.25 s (reward.judge.deadline_s); before that the endpoint answered "
+        "with status 503"
+    )
+
+
+def test_reply_length_is_bounded(server: Judge, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge, "_MOST_BYTES", len(VERDICT))
+    assert judge_response(settings(), "x", "{}") == 0.75
+    server.replies = [(200, VERDICT + b" ", {})]
+    with pytest.raises(JudgeError, match=rf"^the endpoint's answer is longer than {len(VERDICT)} bytes$"):
+        judge_response(settings(), "x", "{}")
+
+
+def test_verdicts_are_cached_by_request_and_highest_score(server: Judge, settings: Settings, tmp_path: Path) -> None:
+    file = tmp_path / "new" / "deeper" / "verdicts.sqlite"
+    for _ in range(2):
+        assert judge_response(settings(cache=str(file)), "x", "{}") == 0.75
+    assert len(server.requests) == 1
+    assert judge_response(settings(cache=str(file), highest=6), "x", "{}") == 0.5
+    judge_response(settings(cache=str(file)), "y", "{}")
+    judge_response(settings(cache=str(file), model="n"), "x", "{}")
+    assert len(server.requests) == 4
+    judge_response(settings(), "x", "{}")
+    assert len(server.requests) == 5, "without a file each process has its own"
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["deeper", "new", "verdicts.sqlite"]
+    (tmp_path / "notes.txt").write_text("no database, and longer than the head of one" * 9)
+    for cache in (tmp_path, tmp_path / "notes.txt", tmp_path / "notes.txt" / "below"):
+        with pytest.raises(JudgeError, match=rf"^reward\.judge\.cache: must be a file of verdicts, .*; got {cache} \("):
+            judge_response(settings(cache=str(cache)), "x", "{}")
+
+
+@pytest.mark.parametrize("key", [None, "  ", "two\nlines", "ä"])
+def test_unusable_keys_are_named_by_their_variable(
+    server: Judge, settings: Settings, key: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("JUDGE_KEY")
+    if key is not None:
+        monkeypatch.setitem(os.environ, "JUDGE_KEY", key)
+    with pytest.raises(JudgeError, match=r"^the environment variable JUDGE_KEY \(reward\.judge\.key_variable\) must"):
+        judge_response(settings(key_variable="JUDGE_KEY"), "x", "{}")
+    assert server.requests == []
+
+
+@pytest.mark.parametrize(
+    ("text", "highest", "verdict"),
+    [("<score> 4 </score>\n", 4, 1.0), ('{"score": 0}', 4, 0.0), ('```json\n{ "score" : 0.5 }\n```', 2, 0.25)],
+)
+def test_verdicts_are_shares_of_the_highest_score(text: str, highest: float, verdict: float) -> None:
+    assert read_verdict(text, highest) == verdict
+
+
+RANGE = "the judge's score must be from 0 to 4 (reward.judge.highest), got"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        *((text, "the judge's text must end with its one score; it has 0 in") for text in (
+            "", "1", '{"score": true}', '{"score": "1"}', '{"score": 1e400}', '{"score": 1.0, "x": 2}',
+            "<score>one</score>",
+        )),
+        ('{"score": 1} or so', "the judge's text must end with its one score; it has 1 in 18 characters"),
+        ("<score>1</score> <score>2</score>", "the judge's text must end with its one score; it has 2 in 33"),
+        *((f"<score>{number}</score>", f"{RANGE} {number}") for number in ("4.01", "-0.01")),
+        ('{"score": 5}', f"{RANGE} 5"), ('{"score": -0.1}', f"{RANGE} -0.1"),
+    ],
+)  # fmt: skip
+def test_verdicts_need_one_final_number_in_range(text: str, problem: str) -> None:
+    with pytest.raises(JudgeError, match=f"^{re.escape(problem)}"):
+        read_verdict(text, 4)

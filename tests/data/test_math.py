@@ -1,4 +1,4 @@
-"""Mathematics: what references and answers are read as, and that nothing but the right answer is paid."""
+"""Mathematics: readings of references and responses, and rewards for the right answer alone."""
 
 import json
 import random
@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.math_answers import compared, readings
 
-# `_reference` and `_parsed`: how a text is read has no public name, scores alone do not show it.
+# `_reference` and `_parsed`: scores alone do not show how a text is read.
 from data.math import _parsed, _reference, reference_problem, score
 from data.written_numbers import read_number, typeset
 from rlcore.config import RewardConfig
@@ -24,16 +24,16 @@ def paid(answer: str, reference: str) -> bool:
 def test_published_references_are_read_as_listed():
     assert len(readings()) >= 300
     for reference, expected in readings().items():
-        said = _reference(reference)
-        kinds = {"number": said.number, "words": said.words and " ".join(said.words).strip()}
-        kinds["base"] = said.based and " ".join(said.based)
+        reading = _reference(reference)
+        kinds = {"number": reading.number, "words": reading.words and " ".join(reading.words).strip()}
+        kinds["base"] = reading.based and " ".join(reading.based)
         found = [f"{kind} {value}" for kind, value in kinds.items() if value is not None]
         refused = reference_problem(reference) is not None
         assert (["refused"] if refused else found or ["expression"]) == [expected], reference
         assert paid(reference, reference) is not refused, reference
 
 
-def test_the_forms_in_the_docs_are_read_as_documented():
+def test_documented_forms_are_read_as_documented():
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
     rows = [line.split(" | ") for line in page.partition("| form | read as |")[2].partition("\n\n")[0].splitlines()[2:]]
     forms = [(form, "refused" in reading) for forms, reading in rows for form in re.findall("`([^`]+)`", forms)]
@@ -44,7 +44,7 @@ def test_the_forms_in_the_docs_are_read_as_documented():
 
 
 @pytest.mark.slow
-def test_math_verify_reads_every_expression_that_counts_as_read():
+def test_math_verify_reads_every_accepted_expression():
     for reference, expected in readings().items():
         if expected == "expression":
             found = _parsed(_reference(reference).plain)
@@ -52,13 +52,14 @@ def test_math_verify_reads_every_expression_that_counts_as_read():
 
 
 @pytest.mark.slow
-def test_every_answer_of_gsm8k_earns_full_marks_as_mathematics(gsm8k_folder):
+def test_references_of_gsm8k_earn_full_scores(gsm8k_folder):
     for split in ("train", "test"):
         for line in (gsm8k_folder / f"{split}.jsonl").read_text().splitlines():
             number = json.loads(line)["answer"].rpartition("#### ")[2]
             assert (paid(number, number), paid(f"{number}1", number)) == (True, False), number
 
 
+# fmt: off
 RIGHT_AND_WRONG = [
     # reference, right answers, wrong answers
     (r"\$36", ["36", r"\$36", "$36", r"36\text{ dollars}", "36.00"], ["-36", "3.6", r"\$35"]),
@@ -76,27 +77,18 @@ RIGHT_AND_WRONG = [
     ("2500", [r"2.5 \times 10^3"], [r"25 \times 10^2", r"250 \times 10", r"2.5 \times 1000", "50^2", "2.5"]),
     ("1e-05", ["0.00001", r"10^{-5} = 0.00001"], ["1", "-5"]),
     (r"36\text{ cm}", ["36", "36 cm", r"36\,\mathrm{cm}"], ["3.6", r"35\text{ cm}"]),
-    (
-        r"5\text{ ft }2\text{ in}",
-        ["5 ft 2 in", r"5\text{ ft}, 2\text{ in}"],
-        ["5", "2", r"2\text{ ft }5\text{ in}", "62"],
-    ),
-    (
-        "A",
-        ["(A)", r"\text{A}", r"\textbf{(A)}", "A. 36", r"\textbf{(A)}\ 36"],
-        ["B", "A, B", "A or B", "(A) or 36", "B. 36"],
-    ),
+    (r"5\text{ ft }2\text{ in}", ["5 ft 2 in", r"5\text{ ft}, 2\text{ in}"],
+     ["5", "2", r"2\text{ ft }5\text{ in}", "62"]),
+    ("A", ["(A)", r"\text{A}", r"\textbf{(A)}", "A. 36", r"\textbf{(A)}\ 36"],
+     ["B", "A, B", "A or B", "(A) or 36", "B. 36"]),
     ("A. 36", ["A", r"\textbf{(A)} 36"], ["36", "B. 36", "A. 37", "B"]),
     ("$36 and $48", ["36, 48", r"\$48\text{ and }\$36"], ["36", "48", "36, 49", "84"]),
     (r"\$1,234 and \$5,678", ["1234, 5678"], ["1, 234, 5, 678", "1234"]),
     ("1,2,3", ["3, 2, 1", r"\{1,2,3\}", "1, 2 and 3"], ["1,2", "123", "1,2,4"]),
     ("(1,2)", ["(1, 2)", r"\left(1,2\right)"], ["(2,1)", "1", "[1,2]"]),
     ("[1,2)", ["[1, 2)"], ["(1,2)", "[1,2]", "(1,2]"]),
-    (
-        "42",
-        [r"\text{42}", r"\textbf{42}", r"\mathbf{42}", "{42}", r"\fbox{42}", r"\text{42 apples}", "x = 42"],
-        ["4{2}", "24"],
-    ),
+    ("42", [r"\text{42}", r"\textbf{42}", r"\mathbf{42}", "{42}", r"\fbox{42}", r"\text{42 apples}", "x = 42"],
+     ["4{2}", "24"]),
     (r"\text{42}", ["42"], ["4", "2"]),
     ("1,234", [r"1\,234", "1{,}234", "1 234"], ["1", "234", "235", "1,235"]),
     ("235", ["235"], ["1 234"]),
@@ -139,18 +131,15 @@ RIGHT_AND_WRONG = [
     ("The answer is 24", ["24", r"\text{It is }24"], ["25"]),
     (r"18\frac{\text{m}}{\text{s}}", ["18", r"18\text{ m/s}"], ["1"]),
     (r"18^{\text{th}}", ["18", r"18\text{th}"], ["8"]),
-    # words that say something else than the number
+    # words that change the number
     (r"3\text{ PM}", ["3 pm", r"3\text{ p.m.}"], [r"3\text{ AM}", "3"]),
     (r"4 \text{ July}", ["4 July"], [r"4 \text{ June}", "4"]),
     (r"\$40\text{ loss}", [r"40\text{ loss}"], [r"\$40\text{ profit}", "40"]),
     (r"5\text{ north}", ["5 north"], [r"5\text{ south}", "5"]),
     (r"5\text{ years ago}", ["5 years ago"], ["5"]),
     # lists, entry by entry
-    (
-        "x=24, y=36",
-        ["24, 36", "y=36, x=24", "(24, 36)", r"x = 24 \text{ and } y = 36"],
-        ["36, 24", "(36,24)", "x=36, y=24"],
-    ),
+    ("x=24, y=36", ["24, 36", "y=36, x=24", "(24, 36)", r"x = 24 \text{ and } y = 36"],
+     ["36, 24", "(36,24)", "x=36, y=24"]),
     ("a=1,b=2,c=3", ["c=3, a=1, b=2", "1,2,3"], ["3,2,1", "a=1,b=3,c=2"]),
     (r"x=\sqrt{2}, y=3", [r"\sqrt{2}, 3"], [r"3, \sqrt{2}"]),
     ("x=3, x=-3", ["-3, 3", r"\pm 3"], ["3", "3, 3"]),
@@ -163,11 +152,8 @@ RIGHT_AND_WRONG = [
     (r"0.\overline{3}, 2", [r"2, \frac13"], ["0.3, 2"]),
     (r"50\%, 25\%", ["25, 50", r"0.5, 0.25"], ["50, 24"]),
     # other spellings
-    (
-        r"-\frac{11}{6}",
-        [r"\frac{11}{-6}", r"-\left(\frac{11}{6}\right)", "-(11/6)", "11/-6"],
-        [r"\frac{-11}{-6}", "-(-11/6)"],
-    ),
+    (r"-\frac{11}{6}", [r"\frac{11}{-6}", r"-\left(\frac{11}{6}\right)", "-(11/6)", "11/-6"],
+     [r"\frac{-11}{-6}", "-(-11/6)"]),
     (r"\frac12", [r"\frac{-1}{-2}", r"\frac{{1}}{{2}}"], [r"-\frac{-1}{-2}"]),
     (r"\sqrt2", ["sqrt(2)"], ["sqrt(3)"]),
     (r"10\%", [r"10\text{ \%}"], [r"1\text{ \%}"]),
@@ -175,21 +161,9 @@ RIGHT_AND_WRONG = [
     ("0", ["0/7", r"\frac{0}{5}"], ["7/0"]),
     (r".\overline{6}", [r"\frac23"], ["0.6", "6"]),
     (r"0.\dot{1}\dot{8}", [r"\frac{2}{11}"], ["0.18", "0"]),
-    (
-        "18",
-        [
-            r"\Large 18",
-            r"\phantom{0}18",
-            r"18\hspace{2pt}\text{cm}",
-            r"\underline{18}",
-            r"\textcolor{red}{18}",
-            r"{\color{red}18}",
-        ],
-        [r"1\phantom{0}8", "1 8", r"\underline{1}8"],
-    ),
+    ("18", [r"\Large 18", r"\phantom{0}18", r"18\hspace{2pt}\text{cm}", r"\underline{18}", r"\textcolor{red}{18}",
+            r"{\color{red}18}"], [r"1\phantom{0}8", "1 8", r"\underline{1}8"]),
 ]
-
-# fmt: off
 WORDS = [
     "twice {}", r"\text{double }{}", "log {}", r"\cos {}", "cos {}", "sqrt {}", r"\text{square root of }{}",
     r"\text{sum of }{}", r"\text{reciprocal of }{}", r"\text{no }{}", r"\text{isn't }{}", r"\text{either }{}",
@@ -204,28 +178,22 @@ WORDS = [
 
 
 @pytest.mark.parametrize("form", WORDS)
-def test_a_number_with_an_unknown_word_is_another_one(form):
+def test_numbers_with_unknown_words_are_different(form):
     assert not paid(form.replace("{}", "18"), "18")
     assert not paid("18", form.replace("{}", "18"))
 
 
 @pytest.mark.parametrize(
     "form",
-    [
-        r"\text{about }24",
-        "at least 24",
-        r"24\text{ (approximately)}",
-        "24 or more",
-        r"\text{Route }66",
-        r"24\text{ red apples}",
-    ],
-)
-def test_a_reference_with_an_unknown_word_is_refused(form):
+    [r"\text{about }24", "at least 24", r"24\text{ (approximately)}", "24 or more", r"\text{Route }66",
+     r"24\text{ red apples}"],
+)  # fmt: skip
+def test_references_with_unknown_words_are_refused(form):
     assert "unknown word" in (found := reference_problem(form)) or "is no known unit or word" in found
 
 
 @pytest.mark.parametrize("form", ["NaN", "nan", "inf", "-inf", "Infinity", r"\text{nan}", "null"])
-def test_a_text_for_no_value_is_neither_reference_nor_answer(form):
+def test_missing_values_are_neither_references_nor_answers(form):
     assert "is no value" in reference_problem(form)
     assert not paid(form, form)
     assert not paid(form, r"\infty")
@@ -233,7 +201,7 @@ def test_a_text_for_no_value_is_neither_reference_nor_answer(form):
 
 
 @pytest.mark.parametrize(("reference", "right", "wrong"), RIGHT_AND_WRONG)
-def test_forms_and_their_near_misses(reference, right, wrong):
+def test_equal_forms_are_paid_and_near_misses_are_not(reference, right, wrong):
     assert [answer for answer in [reference, *right] if not paid(answer, reference)] == []
     assert [answer for answer in wrong if paid(answer, reference)] == []
 
@@ -241,13 +209,13 @@ def test_forms_and_their_near_misses(reference, right, wrong):
 # fmt: off
 QUESTIONS = [
     "36 \\div 2", "36\\div 2\\div 1", "(36)/(2)", "36/2", "\\frac{36}{2}", "\\dfrac{18}{1}", "18/1", "18:1", "9+9",
-    "20-2",
-    "--18", "-(-18)", "18 + 0", "18 \\cdot 1", "2 \\times 9", "2\u00d79", "36 \u00f7 2", "(3)(6)", "2(9)", "{2}{9}",
+    "20-2", "--18", "-(-18)", "18 + 0", "18 \\cdot 1", "2 \\times 9", "2\u00d79", "36 \u00f7 2", "(3)(6)", "2(9)",
+    "{2}{9}",
     "1.8 \\times 10", "18 \\times 10^0", "0.18 \\times 10^2", "180 \\times 10^{-1}", "18e0", "\\binom{18}{1}",
     "\\dbinom{18}{17}", "\\tbinom{18}{1}", "{18 \\choose 1}", "18e^0", "18^1", "\\sqrt{324}", "\\sqrt[3]{5832}",
     "\\log_2 2^{18}", "\\ln e^{18}", "18 x^0", "\\frac{18!}{17!}", "18!/17!", "\\sum_{i=1}^{18} 1",
-    "\\prod_{i=18}^{18} i",
-    "\\max(18, 3)", "\\min\\{18, 30\\}", "\\gcd(36, 54)", "|{-18}|", "\\lfloor 18.5 \\rfloor", "118 \\bmod 100",
+    "\\prod_{i=18}^{18} i", "\\max(18, 3)", "\\min\\{18, 30\\}", "\\gcd(36, 54)", "|{-18}|",
+    "\\lfloor 18.5 \\rfloor", "118 \\bmod 100",
     "50\\% of 36", "50\\% \\times 36", "\\{36 \\div 2\\}", "{36 \\div 2}", "\\text{36/2}", "\\mathbf{9 + 9}",
     "\\left(36 \\div 2\\right)", "\\boxed{36 \\div 2}", "\\boxed{36} \\div 2", "36 \\div \\boxed{2}", "17\\frac{2}{2}",
     "17\\frac33", "16\\frac{4}{2}", "\\int_0^{18} 1 dx", "\\lim_{x \\to 18} x", "18\\sin 90^\\circ", "-18i^2",
@@ -256,7 +224,7 @@ QUESTIONS = [
 
 
 @pytest.mark.parametrize("answer", QUESTIONS)
-def test_what_only_repeats_the_question_is_not_paid(answer):
+def test_repeated_questions_are_not_paid(answer):
     assert not paid(answer, "18")
     assert not paid(answer, "18.0")
 
@@ -264,26 +232,18 @@ def test_what_only_repeats_the_question_is_not_paid(answer):
 @pytest.mark.parametrize(
     ("response", "total"),
     [
-        ("\\boxed{42}" + " and so on" * 1_000, 1.0),
-        ("\\boxed{42}" + "\n" * 100_000, 1.0),
-        ("\\boxed{7} then \\boxed{42}", 1.0),
-        ("\\boxed{42} then \\boxed{7}", 0.0),
-        ("\\boxed{42} or \\boxed{7}", 0.0),
-        ("$\\boxed{7}$, $\\boxed{42}$", 0.0),
-        ("\\boxed{42}, \\boxed{42}", 1.0),
-        ("\\fbox{42}", 1.0),
-        ("\\boxed {42}", 1.0),
-        ("$\\boxed 42$ is it", 1.0),
-        ("\\boxed42", 1.0),
-        ("\\boxed{\\boxed{42}}", 1.0),
-        ("\\boxed{4\\boxed{2}}", 0.0),
-        ("\\boxed{x \\boxed{42}", 1.0),
-        ("\\boxed{42} \\boxed{7", 0.0),
-        ("\\boxed{}", 0.0),
-        ("\\boxedness 42", 0.0),
+        *((text, 1.0) for text in (
+            "\\boxed{42}" + " and so on" * 1_000, "\\boxed{42}" + "\n" * 100_000, "\\boxed{7} then \\boxed{42}",
+            "\\boxed{42}, \\boxed{42}", "\\fbox{42}", "\\boxed {42}", "$\\boxed 42$ is it", "\\boxed42",
+            "\\boxed{\\boxed{42}}", "\\boxed{x \\boxed{42}",
+        )),
+        *((text, 0.0) for text in (
+            "\\boxed{42} then \\boxed{7}", "\\boxed{42} or \\boxed{7}", "$\\boxed{7}$, $\\boxed{42}$",
+            "\\boxed{4\\boxed{2}}", "\\boxed{42} \\boxed{7", "\\boxed{}", "\\boxedness 42",
+        )),
     ],
-)
-def test_the_last_box_counts_wherever_it_is(response, total):
+)  # fmt: skip
+def test_last_box_counts(response, total):
     assert score(response, {"answer": "42"}).total == total
     assert score(response, {"answer": "42"}).parts["format"] == float("\\boxedness" not in response)
 
@@ -311,12 +271,12 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("response", HOSTILE)
-def test_hostile_answers_to_a_number_end(response):
+def test_hostile_responses_are_scored_in_time(response):
     assert score(response, {"answer": "18"}).total == 0.0
     reference_problem(response)
 
 
-def test_a_number_equals_a_naive_reading_of_its_parts():
+def test_numbers_equal_a_naive_reading():
     rng = random.Random(1)
     for _ in range(500):
         whole, top = rng.randrange(2_000_000), rng.randrange(1, 50)
@@ -352,7 +312,7 @@ def test_equal_wrong_lists_have_the_same_vote():
 
 
 @pytest.mark.slow
-def test_edited_references_agree_with_math_verify_but_for_rules():
+def test_edited_references_agree_with_math_verify_except_for_rules():
     figures, unexplained = compared(800, seed=7)
     assert unexplained == []
     assert min(sum(n for name, n in figures.items() if name.startswith(edit)) for edit in ("again", "part")) > 100
@@ -370,26 +330,21 @@ IN_A_POOL = [
     ("", "5", 0.0, 0.0),
     ("\\boxed{" * 300, "5", 0.0, 1.0),
     ("so \\boxed{1,000}", "1000", 1.0, 1.0),
-    ("\\boxed{9^{9^{9^{9}}}}", "5", 0.0, 1.0),  # no number as one writes it, so nobody computes it
+    ("\\boxed{9^{9^{9^{9}}}}", "5", 0.0, 1.0),  # not a written number, so it is never computed
 ]
 
 
 @pytest.mark.slow
-def test_an_answer_cannot_hang_a_run():
-    answers = [answer for answer, *_ in IN_A_POOL] + ["\\boxed{9^{9^{9^{9}}}}", IN_A_POOL[0][0]]
-    truths = (
-        [json.dumps({"answer": truth}) for _, truth, *_ in IN_A_POOL]
-        + [json.dumps({"answer": "2^{10}"})]
-        + [json.dumps({"answer": "0.5"})]
-    )
+def test_endless_computations_end_at_the_deadline():
+    responses = [*(response for response, *_ in IN_A_POOL), "\\boxed{9^{9^{9^{9}}}}", IN_A_POOL[0][0]]
+    truths = [json.dumps({"answer": truth}) for truth in (*(truth for _, truth, *_ in IN_A_POOL), "2^{10}", "0.5")]
     with ScoringPool("data.math:score", RewardConfig(num_processes=1, deadline_s=5)) as pool:
-        scores = pool.score(answers, truths)
-        assert [(s.total, s.parts["format"]) for s in scores[: len(IN_A_POOL)]] == [
-            (total, boxed) for *_, total, boxed in IN_A_POOL
-        ]
+        scores = pool.score(responses, truths)
+        expected = [(total, boxed) for *_, total, boxed in IN_A_POOL]
+        assert [(one.total, one.parts["format"]) for one in scores[:-2]] == expected
         assert (scores[-2].total, scores[-1].total) == (0.0, 1.0)
         assert pool.timeouts + pool.errors == 1
         assert scores[-2].failure is not None
         votes = ["\\boxed{1/2}", "\\boxed{\\frac12}", "\\boxed{0.5}", "\\boxed{2}", "\\boxed{2.0}", "none"]
         said = [each.said for each in pool.score(votes, [json.dumps({"answer": "2"})] * len(votes))]
-        assert said == ["1/2", "1/2", "1/2", "2", "2", None]  # through the process; what is right is the reference
+        assert said == ["1/2", "1/2", "1/2", "2", "2", None]  # right responses have the reference

@@ -1,4 +1,4 @@
-"""Tasks of reasoning_gym: which are taken, rows fixed by the seed, splits apart, the package's own scores."""
+"""Tasks of reasoning_gym: usable tasks, rows of a seed, separate splits, and the package's scores."""
 
 import ast
 import inspect
@@ -18,16 +18,16 @@ from rlcore.rollout.scoring import ScoringPool
 SETTINGS = ReasoningGymData(tasks=("chain_sum@0", "leg_counting"), train_size=40, validation_size=9)
 
 
-def test_without_the_package_a_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_reported_with_its_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("data.reasoning_gym.PACKAGE", "reasoning_gym_that_is_not_there")
     with pytest.raises(DataError, match=r"pip install -c constraints\.txt -e '\.\[reasoning-gym\]'"):
         inputs(SETTINGS)
 
 
 @pytest.mark.parametrize(
-    ("tasks", "told"),
+    ("tasks", "message"),
     [
-        (("n_queens",), "n_queens is left out: its scorer evaluates an answer as Python"),
+        (("n_queens",), "n_queens is left out: its scorer evaluates a response as Python"),
         (("chain_sums",), "must be tasks of reasoning_gym"),
         (("chain_sum@99",), "chain_sum has the levels 0 to"),
         (("chain_sum@easy",), "a level must be a whole number"),
@@ -35,13 +35,13 @@ def test_without_the_package_a_line_says_how_to_get_it(monkeypatch: pytest.Monke
         ((), "must name one task or more"),
     ],
 )
-def test_a_task_that_cannot_be_taken_is_told(tasks: tuple[str, ...], told: str) -> None:
+def test_unusable_tasks_are_refused(tasks: tuple[str, ...], message: str) -> None:
     pytest.importorskip("reasoning_gym")
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         inputs(ReasoningGymData(tasks=tasks))
 
 
-def test_rows_are_fixed_by_the_seed_and_distinct(artifacts_root: Path) -> None:
+def test_rows_of_a_seed_are_distinct_and_score_one(artifacts_root: Path) -> None:
     pytest.importorskip("reasoning_gym")
     first, again = ({split: list(rows) for split, rows in build(SETTINGS, 1).splits.items()} for _ in range(2))
     assert first == again
@@ -62,7 +62,7 @@ def test_rows_are_fixed_by_the_seed_and_distinct(artifacts_root: Path) -> None:
     assert missed[2].parts == {"correct": 0.0, "format": 0.0}
 
 
-def test_the_level_is_the_curriculums() -> None:
+def test_levels_are_those_of_the_curriculum() -> None:
     pytest.importorskip("reasoning_gym")
     of_level = ReasoningGymData(tasks=("chain_sum@0",), train_size=1, validation_size=30)
     easy = list(build(of_level, 1).splits["validation"])
@@ -71,7 +71,7 @@ def test_the_level_is_the_curriculums() -> None:
     assert {row.difficulty for row in hard} == {3}
 
 
-def test_a_task_with_too_few_problems_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_with_too_few_problems_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("reasoning_gym")
     monkeypatch.setattr("data.reasoning_gym._TRIES", 1)
     small = ReasoningGymData(tasks=("tower_of_hanoi",), train_size=1, validation_size=120)
@@ -81,8 +81,8 @@ def test_a_task_with_too_few_problems_says_so(monkeypatch: pytest.MonkeyPatch) -
         build(small, 1)
 
 
-def test_every_scorer_that_evaluates_an_answer_is_left_out() -> None:
-    """The calls are looked for in the source of each task's class, so a new release is caught too."""
+def test_tasks_that_evaluate_responses_are_left_out() -> None:
+    """The source of each task's class is searched, so new releases are covered too."""
     pytest.importorskip("reasoning_gym")
     from reasoning_gym.factory import DATASETS
 
@@ -93,7 +93,7 @@ def test_every_scorer_that_evaluates_an_answer_is_left_out() -> None:
 
 
 def _evaluates(made: type) -> bool:
-    """Whether a method of the class with `answer` among its names evaluates a text."""
+    """Return whether a method of the class with an argument `answer` evaluates a text."""
     tree = ast.parse(inspect.getsource(sys.modules[made.__module__]))
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == made.__name__]
     methods = [node for each in classes for node in ast.walk(each) if isinstance(node, ast.FunctionDef)]
@@ -115,6 +115,6 @@ def test_any_text_has_a_score(text: str) -> None:
     assert 0 <= score(text, row.ground_truth).total < 1
 
 
-def test_an_answer_without_tags_is_worth_nothing() -> None:
+def test_responses_without_tags_score_zero() -> None:
     found = score("17 <answer>17", {"task": "chain_sum", "entry": "{}"})
     assert (found.total, found.parts, found.said) == (0.0, {"correct": 0.0, "format": 0.0}, None)

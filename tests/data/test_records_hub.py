@@ -1,4 +1,4 @@
-"""Datasets of the hub, by its protocol from a server on this machine, and from the cache when the server is gone."""
+"""Hub datasets, by the hub's protocol from a local server, and from the cache without the server."""
 
 import io
 import json
@@ -18,7 +18,7 @@ from rlcore.errors import DataError
 from tests.helpers.hub_server import Repository, serving, use_hub
 
 OLD, NEW = "a" * 40, "b" * 40
-# As the published dataset has it: two subsets, of which none is the default.
+# The published dataset has two subsets and no default.
 CARD = "---\nconfigs:" + "".join(
     f"""
 - config_name: {subset}
@@ -32,7 +32,6 @@ CARD = "---\nconfigs:" + "".join(
 
 
 def parquet(label, rows):
-    """A file with the columns of GSM8K; `label` stands in each question."""
     file = io.BytesIO()
     questions = [f"{label} {row}: what?" for row in range(rows)]
     pq.write_table(pa.table({"question": questions, "answer": [f"It is\n#### {row}" for row in range(rows)]}), file)
@@ -54,7 +53,7 @@ def puzzles(commit):
 
 @pytest.fixture
 def reach(monkeypatch, tmp_path):
-    """Begin as a new process does, with a hub at this port."""
+    """Reset the caches of a process, and use a hub at this port."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "arrow")
     client = partial(use_hub, monkeypatch, tmp_path)
 
@@ -73,7 +72,7 @@ def questions(result):
     return [row["prompt"][0]["content"].partition(":")[0] for row in rows]
 
 
-def test_a_second_start_needs_no_network(reach, artifacts_root, tmp_path):
+def test_second_start_needs_no_network(reach, artifacts_root, tmp_path):
     published = Repository({OLD: gsm8k(OLD), NEW: gsm8k(NEW)}, {"main": OLD, "v1": OLD})
     with serving({"datasets/openai/gsm8k": published}) as hub:
         reach(hub.port)
@@ -85,7 +84,7 @@ def test_a_second_start_needs_no_network(reach, artifacts_root, tmp_path):
         assert build_dataset(Gsm8kData(revision=OLD), seed=1, root=artifacts_root).cached
         assert build_dataset(Gsm8kData(revision="v1"), seed=1, root=artifacts_root).cached
         assert hub.asked[num_asked:] == ["GET /api/datasets/openai/gsm8k/revision/v1"]
-    reach(hub.port)  # where nobody listens any more
+    reach(hub.port)  # the server is gone
     again = build_dataset(Gsm8kData(), seed=1, root=artifacts_root)
     assert (again.fingerprint, again.cached) == (first.fingerprint, True)
     elsewhere = build_dataset(Gsm8kData(), seed=1, root=tmp_path / "elsewhere")
@@ -93,7 +92,7 @@ def test_a_second_start_needs_no_network(reach, artifacts_root, tmp_path):
     assert questions(elsewhere) == questions(first)
 
 
-def test_a_moved_branch_makes_another_dataset_and_a_commit_does_not(reach, artifacts_root):
+def test_moved_branches_make_new_datasets_and_commits_do_not(reach, artifacts_root):
     repository = Repository({OLD: puzzles(OLD), NEW: puzzles(NEW)}, {"main": OLD})
     settings = MappedData(source="somebody/puzzles", question="q", answer="a")
     with serving({"datasets/somebody/puzzles": repository}) as hub:
@@ -111,7 +110,7 @@ def test_a_moved_branch_makes_another_dataset_and_a_commit_does_not(reach, artif
     assert build_dataset(settings, seed=1, root=artifacts_root).fingerprint == after.fingerprint
 
 
-def test_a_branch_that_moves_between_question_and_download(reach):
+def test_moved_branch_keeps_the_resolved_commit(reach):
     repository = Repository({OLD: puzzles(OLD), NEW: puzzles(NEW)}, {"main": OLD})
     with serving({"datasets/somebody/puzzles": repository}) as hub:
         reach(hub.port)
@@ -120,7 +119,7 @@ def test_a_branch_that_moves_between_question_and_download(reach):
         assert (snapshot("somebody/puzzles", "") / "train.jsonl").read_bytes() == puzzles(OLD)["train.jsonl"]
 
 
-def test_what_cannot_be_had_is_one_error_with_a_remedy(reach, artifacts_root):
+def test_unavailable_datasets_are_refused_with_a_remedy(reach, artifacts_root):
     repository = Repository({OLD: puzzles(OLD)}, {"main": OLD})
 
     def refused(**settings):

@@ -1,4 +1,4 @@
-"""Each reference is scored against itself: what is counted, shown and refused, and what is not checked."""
+"""Each reference is scored against itself: counted, reported, refused, and unchecked rows."""
 
 import json
 import sys
@@ -46,151 +46,145 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "own_scorers", raising=False)
 
 
-def folder(tmp_path: Path, train: list[Any], test: list[Any] | None = None, **more: list[str]) -> Path:
-    found = tmp_path / "rows"
-    found.mkdir(exist_ok=True)
+def mapped(
+    tmp_path: Path, scorer: str, train: list[str], test: list[str] | None = None, solutions: list[str] | None = None
+) -> MappedData:
+    """Return settings with these references, in files with a line for each."""
+    folder = tmp_path / "rows"
+    folder.mkdir(exist_ok=True)
     for split, answers in (("train", train), ("test", test or train[:1])):
-        rows = [
-            {"question": f"{split} {n}", "answer": answer} | {name: values[n] for name, values in more.items()}
-            for n, answer in enumerate(answers)
-        ]
-        (found / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return found
+        rows = [{"question": f"{split} {n}", "answer": answer} for n, answer in enumerate(answers)]
+        rows = [row | ({"solution": solutions[n]} if solutions else {}) for n, row in enumerate(rows)]
+        (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return MappedData(source=str(folder), scorer=scorer, solution="solution" if solutions else "")
 
 
 def check(tmp_path: Path, data: Any, **reward: Any) -> str:
     return check_references(data, 1, RewardConfig(**reward), tmp_path / "root")
 
 
-def test_readable_references_earn_full_marks_and_the_result_is_kept(tmp_path: Path) -> None:
-    data = MappedData(source=str(folder(tmp_path, ["18", "1/2", "x+1"])), scorer="data.math:score")
+def test_full_scores_are_stored_by_rows(tmp_path: Path) -> None:
+    data = mapped(tmp_path, "data.math:score", ["18", "1/2", "x+1"])
     assert check(tmp_path, data) == ""
-    (kept,) = (tmp_path / "root" / "datasets").glob("references-*.json")
-    assert json.loads(kept.read_text()) == {"rows": {"train": 3, "validation": 1}, "total": 4, "unmet": {}, "shown": []}
-    before = kept.stat().st_mtime_ns
+    (stored,) = (tmp_path / "root" / "datasets").glob("references-*.json")
+    result = {"rows": {"train": 3, "validation": 1}, "total": 4, "unmet": {}, "shown": []}
+    assert json.loads(stored.read_text()) == result
+    before = stored.stat().st_mtime_ns
     assert check(tmp_path, data) == ""
-    assert kept.stat().st_mtime_ns == before
-    folder(tmp_path, ["18", "1/2", "x+2"])
-    check(tmp_path, data)
-    assert len(list(kept.parent.glob("references-*.json"))) == 2, "other rows are checked"
+    assert stored.stat().st_mtime_ns == before
+    check(tmp_path, mapped(tmp_path, "data.math:score", ["18", "1/2", "x+2"]))
+    assert len(list(stored.parent.glob("references-*.json"))) == 2, "other rows are checked"
 
 
-def test_an_unreadable_reference_is_refused_with_file_line_and_reference(tmp_path: Path) -> None:
-    rows = folder(tmp_path, ["18", '[{"input": "1", "output": "2"}]', "7"])
-    with pytest.raises(DataError) as refused:
-        check(tmp_path, MappedData(source=str(rows), scorer="data.math:score"))
-    text = str(refused.value)
+def test_unreadable_references_are_refused_with_their_line(tmp_path: Path) -> None:
+    data = mapped(tmp_path, "data.math:score", ["18", '[{"input": "1", "output": "2"}]', "7"])
+    with pytest.raises(DataError) as error:
+        check(tmp_path, data)
+    text = str(error.value)
     assert text.startswith("data.scorer: must give full marks to the reference of each row and to its solution; ")
     assert "data.math:score does not for 1 of 3 rows of train (33.3%):" in text
-    assert f"{rows}/train.jsonl: line 2: reference" in text
+    assert f"{data.source}/train.jsonl: line 2: reference" in text
     assert "reward.max_unmet_references=0.01 is the share of a split that is accepted. Repair or remove" in text
 
 
-def test_below_the_share_rows_are_reported(tmp_path: Path) -> None:
-    rows = folder(tmp_path, ["18", "{}", "7", "4"])
-    data = MappedData(source=str(rows), scorer="data.gsm8k:score")
-    told = check(tmp_path, data, max_unmet_references=0.25)
-    assert told.startswith("warning: data.scorer: must give full marks")
-    assert "data.gsm8k:score does not for 1 of 4 rows of train (25.0%)" in told
-    assert "line 2" in told
-    assert check(tmp_path, data, max_unmet_references=0.25) == told, "a later start reports it too"
+def test_rows_below_the_share_are_reported(tmp_path: Path) -> None:
+    data = mapped(tmp_path, "data.gsm8k:score", ["18", "{}", "7", "4"])
+    report = check(tmp_path, data, max_unmet_references=0.25)
+    assert report.startswith("warning: data.scorer: must give full marks")
+    assert "data.gsm8k:score does not for 1 of 4 rows of train (25.0%)" in report
+    assert "line 2" in report
+    assert check(tmp_path, data, max_unmet_references=0.25) == report, "a later start reports it too"
     with pytest.raises(DataError, match=r"1 of 4 rows"):
         check(tmp_path, data, max_unmet_references=0.24)
 
 
-def test_held_out_rows_do_not_vanish_among_many_training_rows(tmp_path: Path) -> None:
-    rows = folder(tmp_path, [str(n) for n in range(600)], ["1", "{}", "{}"])
+def test_shares_are_computed_for_each_split(tmp_path: Path) -> None:
+    data = mapped(tmp_path, "data.gsm8k:score", [str(n) for n in range(600)], ["1", "{}", "{}"])
     with pytest.raises(DataError, match=r"does not for 2 of 3 rows of validation \(66\.7%\):\n.*test\.jsonl: line 2"):
-        check(tmp_path, MappedData(source=str(rows), scorer="data.gsm8k:score"))
+        check(tmp_path, data)
 
 
-def test_a_plan_writes_nothing_and_checks_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data, root = MappedData(source=str(folder(tmp_path, ["18", "{}"]))), tmp_path / "root"
+def test_plans_write_nothing_and_check_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, root = MappedData(source=mapped(tmp_path, "", ["18", "{}"]).source), tmp_path / "root"
     lenient = RewardConfig(max_unmet_references=1)
-    told = check_references(data, 1, lenient, root, keep=False)
-    assert "1 of 2 rows of train" in told
+    report = check_references(data, 1, lenient, root, keep=False)
+    assert "1 of 2 rows of train" in report
     assert not root.exists()
     monkeypatch.setattr(references, "ScoringPool", lambda *_, **__: pytest.fail("checked twice"))
-    assert check_references(data, 1, lenient, root) == told
+    assert check_references(data, 1, lenient, root) == report
     monkeypatch.setattr(references, "KNOWN", {})
-    assert check_references(data, 1, lenient, root) == told, "another process reads it"
+    assert check_references(data, 1, lenient, root) == report, "another process reads it"
 
 
-def test_solutions_in_another_form_count_only_if_they_are_taught(tmp_path: Path, gsm8k_folder: Path) -> None:
+def test_solutions_in_another_form_count_only_if_trained_on(tmp_path: Path, gsm8k_folder: Path) -> None:
     data, root = Gsm8kData(source=str(gsm8k_folder), scorer="own_scorers:tagged"), tmp_path / "root"
     assert check_references(data, 1, RewardConfig(max_unmet_references=0), root) == ""
     with pytest.raises(DataError, match=r"own_scorers:tagged does not for .* rows of train \(100\.0%\)"):
         check_references(data, 1, RewardConfig(), root, is_taught=True)
 
 
-def test_a_slow_scorer_ends_the_check_after_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_scorers_end_the_check_after_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(references, "BUDGET_S", 1.0)
-    data = MappedData(source=str(folder(tmp_path, ["18", "7"])), scorer="own_scorers:never_ends")
-    told = check(tmp_path, data, deadline_s=600.0)
-    assert told == "warning: data.scorer: own_scorers:never_ends has scored no reference in 1 s, so none is checked"
+    report = check(tmp_path, mapped(tmp_path, "own_scorers:never_ends", ["18", "7"]), deadline_s=600.0)
+    assert report == "warning: data.scorer: own_scorers:never_ends has scored no reference in 1 s, so none is checked"
 
 
-def test_of_programs_without_solutions_some_are_tried(tmp_path: Path) -> None:
-    """Each runs one."""
-    made = build_dataset(MappedData(source=str(folder(tmp_path, ["no tests"] * 200))), seed=1, root=tmp_path)
-    files = {f"{split}_file": str(made.directory / f"{split}.parquet") for split in ("train", "validation")}
-    with pytest.raises(DataError, match=r"does not for 50 of 50 rows of train \(100\.0%\)"):
-        check(tmp_path, ParquetData(scorer="data.code:score", **files))
+def test_weights_of_unknown_parts_are_refused(tmp_path: Path) -> None:
+    message = r"^reward\.weights: must name parts of the score, got len\. .*data\.gsm8k:score"
+    with pytest.raises(ConfigError, match=message):
+        check(tmp_path, mapped(tmp_path, "data.gsm8k:score", ["18"]), weights={"len": 1.0})
 
 
-def test_weights_of_what_is_no_part_are_named_as_such(tmp_path: Path) -> None:
-    data = MappedData(source=str(folder(tmp_path, ["18"])), scorer="data.gsm8k:score")
-    with pytest.raises(
-        ConfigError, match=r"^reward\.weights: must name parts of the score, got len\. .*data\.gsm8k:score"
-    ):
-        check(tmp_path, data, weights={"len": 1.0})
-
-
-def test_a_rows_own_solution_must_earn_full_marks_too(tmp_path: Path) -> None:
-    rows = folder(tmp_path, ["18", "7"], solution=[r"so \boxed{18}", r"so \boxed{8}"])
+def test_solutions_need_full_scores_too(tmp_path: Path) -> None:
+    data = mapped(tmp_path, "data.math:score", ["18", "7"], solutions=[r"so \boxed{18}", r"so \boxed{8}"])
     with pytest.raises(DataError, match=r"line 2: reference \"7\": the answer .so .*boxed.8.. scores 0"):
-        check(tmp_path, MappedData(source=str(rows), scorer="data.math:score", solution="solution"))
+        check(tmp_path, data)
 
 
-def test_all_of_gsm8k_earns_full_marks(gsm8k_folder: Path, tmp_path: Path) -> None:
-    for scorer in ("data.gsm8k:score", "data.gsm8k:score_numeric"):
-        assert check(tmp_path, Gsm8kData(source=str(gsm8k_folder), scorer=scorer), max_unmet_references=0.0) == ""
+@pytest.mark.parametrize("scorer", ["data.gsm8k:score", "data.gsm8k:score_numeric"])
+def test_all_references_of_gsm8k_earn_full_scores(gsm8k_folder: Path, tmp_path: Path, scorer: str) -> None:
+    assert check(tmp_path, Gsm8kData(source=str(gsm8k_folder), scorer=scorer), max_unmet_references=0.0) == ""
 
 
 @pytest.mark.parametrize(
     ("scorer", "unmet"),
     [("exact", 0), ("never_full", 0), ("long_words", 0), ("raises_at_seven", 1)],
 )
-def test_an_own_scorer_is_checked_in_its_form(tmp_path: Path, scorer: str, unmet: int) -> None:
-    """A scorer for which a reference is no answer is not refused for that; one that fails at a row is."""
-    rows = folder(tmp_path, ["18", "7", "a word", "4"], ["18"])
-    told = check(tmp_path, MappedData(source=str(rows), scorer=f"own_scorers:{scorer}"), max_unmet_references=1)
-    assert (f"{unmet} of 4 rows of train" in told) == bool(unmet), told
-    assert bool(told) == bool(unmet)
+def test_own_scorers_are_checked_in_their_form(tmp_path: Path, scorer: str, unmet: int) -> None:
+    """A scorer that does not read plain references is accepted, one that fails at a row is not."""
+    data = mapped(tmp_path, f"own_scorers:{scorer}", ["18", "7", "a word", "4"], ["18"])
+    report = check(tmp_path, data, max_unmet_references=1)
+    assert (f"{unmet} of 4 rows of train" in report) == bool(report) == bool(unmet), report
 
 
-def test_an_own_build_is_checked_by_its_solutions(tmp_path: Path) -> None:
+def test_own_builds_are_checked_by_their_solutions(tmp_path: Path) -> None:
     data = CustomData(build="own_scorers:build", scorer="own_scorers:says_n")
     assert check(tmp_path, data, max_unmet_references=1) == "", "no row is known yet"
     build_dataset(data, seed=1, root=tmp_path / "root")
-    told = check(tmp_path, data, max_unmet_references=1)
-    assert "1 of 10 rows of train" in told
-    assert "train.parquet: row 7: reference {\"n\": 7}: the answer 'it is 7' scores 0" in told
+    report = check(tmp_path, data, max_unmet_references=1)
+    assert "1 of 10 rows of train" in report
+    assert "train.parquet: row 7: reference {\"n\": 7}: the answer 'it is 7' scores 0" in report
 
 
-def test_rows_of_another_kind_in_the_row_schema_are_refused(tmp_path: Path) -> None:
-    """As code problems among mathematics: the rows at the end of a file too."""
-    build_dataset(MappedData(source=str(folder(tmp_path, ["1", "2", '{"inputs": ["1"]}']))), seed=1, root=tmp_path)
-    (made,) = (tmp_path / "datasets").glob("*/train.parquet")
-    data = ParquetData(
-        train_file=str(made), validation_file=str(made.with_name("validation.parquet")), scorer="data.math:score"
-    )
-    with pytest.raises(DataError, match=r"data\.math:score does not for 1 of 3 rows of train .*\n.*parquet: row 2"):
-        check(tmp_path, data)
+@pytest.mark.parametrize(
+    ("scorer", "answers", "message"),
+    [
+        # rows at the end of the file too
+        ("data.math:score", ["1", "2", '{"inputs": ["1"]}'], r"for 1 of 3 rows of train .*\n.*parquet: row 2"),
+        # each runs a program, so a sample is checked
+        ("data.code:score", ["no tests"] * 200, r"for 50 of 50 rows of train \(100\.0%\)"),
+    ],
+)
+def test_rows_of_another_kind_are_refused(tmp_path: Path, scorer: str, answers: list[str], message: str) -> None:
+    source = MappedData(source=mapped(tmp_path, "", answers).source)
+    made = build_dataset(source, seed=1, root=tmp_path).directory
+    files = {f"{split}_file": str(made / f"{split}.parquet") for split in ("train", "validation")}
+    with pytest.raises(DataError, match=rf"{scorer} does not {message}"):
+        check(tmp_path, ParquetData(scorer=scorer, **files))
 
 
-def test_drawn_problems_judges_and_environments_are_not_checked(tmp_path: Path) -> None:
-    rows = str(folder(tmp_path, ["{}"]))
+def test_generated_problems_judges_and_environments_are_unchecked(tmp_path: Path) -> None:
+    rows = mapped(tmp_path, "", ["{}"]).source
     for data in (
         CountdownData(),
         MappedData(source=rows, scorer="data.judge:score"),

@@ -1,32 +1,57 @@
-"""Types and metadata of the row schema, and ground truths as JSON."""
+"""The row schema: types, ground truths, written files with their provenance, and cards."""
 
 import json
 import math
+import re
+from collections import Counter
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from data import schema
+from data.rows import Message, Row, TaskRows
 from data.schema import (
     PROMPT_TYPE,
+    LengthSummary,
     find_type,
     ground_truth_json,
     ground_truth_type,
     provenance,
     provenance_metadata,
+    read_batches,
     row_schema,
+    summarize,
+    write_dataset_card,
+    write_filter_card,
+    write_splits,
 )
 from rlcore.errors import DataError
 
 
+def row(number: int, **more: object) -> Row:
+    return Row((Message("user", f"{number} ="),), {"sum": number}, **more)  # type: ignore[arg-type]
+
+
+def task_of(*truths: object, **more: object) -> TaskRows:
+    """Return a task whose train split has rows with these ground truths."""
+    rows = [Row((Message("user", "x"),), truth) for truth in truths]  # type: ignore[arg-type]
+    return TaskRows("t", "math", "text", {"train": rows, "validation": rows[:1]}, **more)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("truth", ["ö\"'", 3, 1.5, True, [[1, 2], []], {"b": 1, "a": "x"}, {"a": [1, None]}])
-def test_a_ground_truth_is_one_json_object(truth: object) -> None:
+def test_ground_truths_are_json_objects(truth: object) -> None:
     expected = truth if isinstance(truth, dict) else {"answer": truth}
     assert ground_truth_json(truth) == json.dumps(expected, sort_keys=True, ensure_ascii=False)
 
 
-def test_a_type_follows_from_an_example() -> None:
+def test_nan_in_a_ground_truth_is_refused() -> None:
+    with pytest.raises(DataError, match=r"^ground_truth: NaN and infinity are no references, got \{'a': \[nan\]\}; re"):
+        ground_truth_json({"a": [math.nan]})
+
+
+def test_types_are_inferred_from_examples() -> None:
     for example, expected in (
         (True, pa.bool_()),
         (3, pa.int64()),
@@ -36,39 +61,169 @@ def test_a_type_follows_from_an_example() -> None:
         ({"a": ["x"]}, pa.struct([("a", pa.list_(pa.string()))])),
     ):
         assert ground_truth_type(example) == expected
+    message = r"^ground_truth: must be a string, a number, a non-empty list .*, got (None|\[\])\."
     for example in ([], None, {"a": []}):
-        with pytest.raises(
-            DataError, match=r"^ground_truth: must be a string, a number, a non-empty list .*, got (None|\[\])\."
-        ):
+        with pytest.raises(DataError, match=message):
             ground_truth_type(example)
 
 
-def test_a_field_is_found_by_its_path() -> None:
-    schema = row_schema(pa.struct([("numbers", pa.large_list(pa.int8()))]))
-    assert find_type(schema, "prompt") == PROMPT_TYPE
-    assert find_type(schema, "prompt.[].role") == pa.string()
-    assert find_type(schema, "reward_model.ground_truth.numbers.[]") == pa.int8()
+def test_fields_are_found_by_path() -> None:
+    found = row_schema(pa.struct([("numbers", pa.large_list(pa.int8()))]))
+    assert find_type(found, "prompt") == PROMPT_TYPE
+    assert find_type(found, "prompt.[].role") == pa.string()
+    assert find_type(found, "reward_model.ground_truth.numbers.[]") == pa.int8()
     for name in ("promt", "prompt.role", "prompt.[].name", "ability.x", "extra_info.[]", "extra_info.hint"):
-        assert find_type(schema, name) is None
+        assert find_type(found, name) is None
 
 
-def test_metadata_that_is_no_object_counts_for_nothing(tmp_path: Path) -> None:
+def test_provenance_is_a_json_object(tmp_path: Path) -> None:
     file = tmp_path / "x.parquet"
-    for metadata, found in (
-        ({"millrace": "[1]"}, {}),
-        ({"other": "1"}, {}),
-        (None, {}),
-        ({"millrace": '{"a": 1}'}, {"a": 1}),
-    ):
+    for metadata, document in (({"millrace": "[1]"}, {}), ({"other": "1"}, {}), (None, {}),
+                               ({"millrace": '{"a": 1}'}, {"a": 1})):  # fmt: skip
         pq.write_table(pa.table({"x": [1]}).replace_schema_metadata(metadata), file)
-        assert provenance(file) == found
+        assert provenance(file) == document
     with pytest.raises(ValueError, match="not JSON compliant"):
         provenance_metadata({"x": float("nan")})
     assert provenance_metadata({"b": "ö", "a": 1}) == {b"millrace": '{"a": 1, "b": "ö"}'.encode()}
 
 
-def test_nan_is_no_ground_truth() -> None:
-    with pytest.raises(
-        DataError, match=r"^ground_truth: NaN and infinity are no references, got \{'a': \[nan\]\}; rep"
-    ):
-        ground_truth_json({"a": [math.nan]})
+def test_damaged_pages_are_reported_with_the_rows_before(tmp_path: Path) -> None:
+    path = tmp_path / "train.parquet"
+    pq.write_table(pa.table({"number": range(30)}), path, row_group_size=10, compression="none")
+    place = pq.read_metadata(path).row_group(2).column(0).data_page_offset
+    content = bytearray(path.read_bytes())
+    content[place : place + 20] = b"\xff" * 20
+    path.write_bytes(bytes(content))
+    with pytest.raises(DataError, match=r"train.parquet: damaged after row 20 "):
+        list(read_batches(pq.ParquetFile(path), path, 10))
+
+
+def test_rows_are_numbered_and_counted_by_difficulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schema, "ROWS_PER_GROUP", 2)
+    train = [
+        row(1, difficulty=10, solution="1", distractor="2"),
+        row(2, difficulty=9, data_source="own", ability="logic"),
+        row(3, difficulty=9),
+    ]
+    task = TaskRows("t", "math", "text", {"train": iter(train), "validation": train[:1]})
+    assert write_splits(tmp_path, task, {"seed": 7}) == {"train": 3, "validation": 1}
+    file = pq.ParquetFile(tmp_path / "train.parquet")
+    assert [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)] == [2, 1]
+    column = file.metadata.row_group(0).column(0)
+    assert (column.compression, column.is_stats_set, column.has_dictionary_page) == ("ZSTD", False, False)
+    rows = file.read().to_pylist()
+    assert rows[0] == {
+        "data_source": "t",
+        "prompt": [{"role": "user", "content": "1 ="}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": {"sum": 1}},
+        "extra_info": {"split": "train", "index": 0, "difficulty": 10, "solution": "1", "distractor": "2"},
+    }
+    assert [(one["data_source"], one["ability"]) for one in rows[1:]] == [("own", "logic"), ("t", "math")]
+    assert rows[2]["extra_info"] == {"split": "train", "index": 2, "difficulty": 9, "solution": "", "distractor": ""}
+    counts = {"rows": 3, "by_difficulty": {"9": 2, "10": 1}}
+    document = {"seed": 7, "split": "train", "data_source": "t", "prompt_form": "text", "counts": counts}
+    assert provenance(tmp_path / "train.parquet") == document
+
+
+@pytest.mark.parametrize(
+    ("truths", "message"),
+    [
+        ([{"sum": 1}] * 3 + [{"sun": 1}],
+         "rows 2 to 3 of train .* (row 3 has the field 'sun', which the first row has not)"),
+        ([{"sum": 1}, "a text"], "rows 0 to 1 of train do not all have the types of the first row"),
+        ([{"sum": 1}, [1]], "rows 0 to 1 of train do not all have the types of the first row"),
+        ([{"sum": 1}, {"sum": {"sum": 1}}], "rows 0 to 1 of train do not all have the types of the first row"),
+        ([{"a": {"sum": 1}}, {"a": {"sum": 1, "word": "1"}}], "row 1 has the field 'word'"),
+        ([{"a": [{"sum": 1}]}, {"a": [{"sum": 1}, {"sum": 1, "word": "1"}]}], "row 1 has the field 'word'"),
+        ([[{"sum": 1}], [{"word": "1"}]], "row 1 has the field 'word'"),
+        ([{"sum": 1}, {"sum": 2**63}], "whole numbers at most 64 bits"),
+        ([], "t: the train split has no row; raise data.train_size or check the source"),
+    ],
+)  # fmt: skip
+def test_ground_truths_of_another_type_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, truths: list[object], message: str
+) -> None:
+    monkeypatch.setattr(schema, "ROWS_PER_GROUP", 2)
+    with pytest.raises(DataError, match=re.escape(message).replace(r"\.\*", ".*")):
+        write_splits(tmp_path, task_of(*truths), {}, ["train"])
+
+
+def test_missing_splits_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"^t: the task's rows have no split \['validation'\]; give both train and val"):
+        write_splits(tmp_path, TaskRows("t", "math", "text", {"train": [row(1)]}), {})
+
+
+@pytest.mark.parametrize(
+    ("truths", "kind", "expected"),
+    [
+        ([{"sum": 1}, {"sum": 2, "word": "b"}], pa.struct([("sum", pa.int64()), ("word", pa.string())]),
+         [{"sum": 1, "word": None}, {"sum": 2, "word": "b"}]),
+        ([{"sum": 1, "words": [["a"], []]}, {"sum": 2}], None,
+         [{"sum": 1, "words": [["a"], []]}, {"sum": 2, "words": None}]),
+    ],
+)  # fmt: skip
+def test_ground_truths_may_lack_a_field(
+    tmp_path: Path, truths: list[object], kind: pa.DataType | None, expected: list[object]
+) -> None:
+    write_splits(tmp_path, task_of(*truths, ground_truth_type=kind), {})
+    rows = pq.read_table(tmp_path / "train.parquet").column("reward_model").to_pylist()
+    assert [row["ground_truth"] for row in rows] == expected
+
+
+@pytest.mark.parametrize("lengths", [{5: 1}, {1: 3, 2: 4}, {10: 1, 1_000: 99}, {n: n for n in range(1, 200)}])
+def test_summaries_count_every_prompt_once(lengths: dict[int, int]) -> None:
+    found, every = summarize(Counter(lengths)), sorted(Counter(lengths).elements())
+    assert found is not None
+    assert found.num_prompts == len(every)
+    assert (found.min_tokens, found.max_tokens) == (every[0], every[-1])
+    assert found.mean_tokens == pytest.approx(sum(every) / len(every), abs=1e-3)
+    assert found.p50_tokens == every[-(-len(every) // 2) - 1]
+    assert found.p95_tokens == every[-(-len(every) * 95 // 100) - 1]
+    assert summarize(Counter()) is None
+
+
+def test_dataset_card_describes_the_rows(tmp_path: Path) -> None:
+    document = {"fingerprint": "abc", "task": "sums", "seed": 7, "task_version": 3, "settings": {"größe": 3},
+                "inputs": {"train.jsonl": "0123", "test.jsonl": "4567"}}  # fmt: skip
+    splits = {"train": [row(1, difficulty=2)] * 1_200, "validation": [row(5, ability="größe")]}
+    task = TaskRows("t", "math", "chat", splits)
+    write_splits(tmp_path, task, document)
+    write_dataset_card(tmp_path)
+    head, first, second = (tmp_path / "README.md").read_text(encoding="utf-8").split("## First row of ")
+    assert head == (
+        "# t\n\nFingerprint `abc`, task `sums`, seed 7, version `3`, prompts as chat.\n\n"
+        "| split | rows | by difficulty |\n| --- | ---: | --- |\n| train | 1,200 | 2: 1,200 |\n"
+        "| validation | 1 | 0: 1 |\n"
+        "\nMade from these files (sha256):\n\n- `test.jsonl` 4567\n- `train.jsonl` 0123\n"
+        '\n## Settings\n\n```json\n{\n  "größe": 3\n}\n```\n\n'
+    )
+    for text, split, number in ((first, "train", 1), (second, "validation", 5)):
+        name, _, rest = text.partition("\n\n```json\n")
+        shown, _, end = rest.partition("\n```\n")
+        assert (name, end) == (split, "\n" if split == "train" else "")
+        assert json.loads(shown)["reward_model"]["ground_truth"] == {"sum": number}
+        assert shown.startswith('{\n  "data_source": "t",\n')
+    assert '"ability": "größe"' in second
+    write_splits(tmp_path, task, document | {"inputs": {}})
+    write_dataset_card(tmp_path)
+    assert "Made from these files" not in (tmp_path / "README.md").read_text(encoding="utf-8")
+
+
+def test_filter_card_counts_dropped_rows(tmp_path: Path) -> None:
+    summary = LengthSummary(1_205, 10, 12.25, 11, 14, 14)
+    facts = {
+        "fingerprint": "f",
+        "dataset": "d",
+        "tokenizer": "t",
+        "settings": {"max_prompt_tokens": 64, "overlong": "drop", "duplicates": "keep", "decontaminate": "off"},
+        "counts": {"train": 1_200, "train/overlong": 5},
+        "lengths": {"train": {name: getattr(summary, name) for name in LengthSummary.__slots__}},
+    }
+    write_filter_card(tmp_path, facts)
+    assert (tmp_path / "README.md").read_text(encoding="utf-8") == (
+        "# Filtered dataset\n\nFingerprint `f`: dataset `d` tokenized by `t`, at most 64 tokens a prompt (overlong: "
+        "drop, duplicates: keep, rows of suites: off).\n\n| what | rows |\n| --- | ---: |\n| train | 1,200 |\n"
+        "| train/overlong | 5 |\n\n| prompts before the filter | number | mean | median | p95 | longest (tokens) |\n"
+        "| --- | ---: | ---: | ---: | ---: | ---: |\n| train | 1,205 | 12.2 | 11 | 14 | 14 |\n"
+    )

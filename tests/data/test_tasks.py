@@ -1,37 +1,30 @@
-"""Datasets on disk: schema, provenance, cache, filter."""
+"""Datasets on disk: schema, provenance, cache, filter, and rows that never change for a seed."""
 
 import json
+from dataclasses import astuple
+from hashlib import sha256
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data.countdown import CALCULATOR, TURN_END
+from data import multiplication, number_guessing
+from data.countdown import CALCULATOR, TURN_END, build
+from data.countdown_problems import draw_chunk, generate
 from data.filter import filter_dataset, filter_fingerprint
+from data.rows import Message, Row, TaskRows
 from data.schema import provenance, require_row_schema, row_schema
 from data.tasks import build_dataset, dataset_directory, dataset_fingerprint, input_digests, inputs_of
 from data.tokenizer import tokenizer_fingerprint
 from rlcore.batching.prompts import read_prompts, read_solutions
-from rlcore.config import CountdownData, FilterConfig, MappedData, MixtureData, MixturePart
-from rlcore.config.model import ScratchModel
+from rlcore.config import CountdownData, CustomData, FilterConfig, MappedData, MixtureData, MixturePart
 from rlcore.errors import DataError
-from rlcore.models.tokenizer import build_scratch_tokenizer
 
 SMALL = CountdownData(
-    train_size=60,
-    validation_size=20,
-    max_numbers=3,
-    number_high=9,
-    target_high=20,
-    operations=("+", "-"),
+    train_size=60, validation_size=20, max_numbers=3, number_high=9, target_high=20, operations=("+", "-"),
     template="bare",
-)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return build_scratch_tokenizer(ScratchModel(), tmp_path_factory.mktemp("tokenizer"))
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -39,19 +32,20 @@ def dataset(artifacts_root):
     return build_dataset(SMALL, seed=1, root=artifacts_root)
 
 
-def test_a_dataset_has_the_schema_the_provenance_and_the_counts(dataset):
+def test_dataset_has_schema_provenance_and_counts(dataset):
     assert dataset.counts == {"train": 60, "validation": 20}
-    table = pq.read_table(dataset.directory / "train.parquet")
+    file = dataset.directory / "train.parquet"
+    table = pq.read_table(file)
     truth = pa.struct([("target", pa.int64()), ("numbers", pa.list_(pa.int64())), ("form", pa.string())])
     assert table.schema.remove_metadata() == row_schema(truth)
-    require_row_schema(table.schema, dataset.directory / "train.parquet")
+    require_row_schema(table.schema, file)
     assert table.column("extra_info").to_pylist()[7]["index"] == 7
-    document = provenance(dataset.directory / "train.parquet")
+    document = provenance(file)
     assert document["fingerprint"] == dataset.fingerprint == dataset.directory.name
     assert (document["seed"], document["counts"]["rows"], document["settings"]["number_high"]) == (1, 60, 9)
 
 
-def test_the_same_settings_and_seed_give_the_same_bytes(dataset, tmp_path):
+def test_settings_and_seed_determine_the_bytes(dataset, tmp_path):
     again = build_dataset(SMALL, seed=1, root=tmp_path / "elsewhere")
     for name in ("train.parquet", "validation.parquet"):
         assert (again.directory / name).read_bytes() == (dataset.directory / name).read_bytes()
@@ -59,82 +53,69 @@ def test_the_same_settings_and_seed_give_the_same_bytes(dataset, tmp_path):
     assert (other.directory / "train.parquet").read_bytes() != (dataset.directory / "train.parquet").read_bytes()
 
 
-def test_a_finished_dataset_is_not_made_again(dataset, artifacts_root):
+def test_finished_datasets_are_not_made_again(dataset, artifacts_root):
     before = (dataset.directory / "train.parquet").stat()
     again = build_dataset(SMALL, seed=1, root=artifacts_root)
-    assert again.cached
-    assert not dataset.cached
-    assert again.counts == dataset.counts
+    assert (dataset.cached, again.cached, again.counts) == (False, True, dataset.counts)
     assert (dataset.directory / "train.parquet").stat().st_mtime_ns == before.st_mtime_ns
 
 
-def test_the_fingerprint_is_known_before_the_work(dataset, artifacts_root):
+def test_fingerprint_is_known_before_the_work(dataset, artifacts_root):
     assert dataset_fingerprint(SMALL, 1) == dataset.fingerprint
     assert dataset_directory(dataset.fingerprint, artifacts_root) == dataset.directory
-    other_scorer = SMALL.model_copy(update={"scorer": "somewhere:else"})
-    assert dataset_fingerprint(other_scorer, 1) == dataset.fingerprint
+    assert dataset_fingerprint(SMALL.model_copy(update={"scorer": "somewhere:else"}), 1) == dataset.fingerprint
     assert dataset_fingerprint(SMALL, 2) != dataset.fingerprint
 
 
-def test_an_environment_counts_where_solutions_show_its_turns(dataset, artifacts_root):
-    """Each of the two datasets would be taken for the other."""
+def test_environment_counts_only_where_solutions_have_its_turns(dataset, artifacts_root):
     with_calculator = SMALL.model_copy(update={"environment": CALCULATOR})
     assert dataset_fingerprint(with_calculator, 1) == dataset.fingerprint
-    shown = with_calculator.model_copy(update={"search_tries": 3})
-    plain = SMALL.model_copy(update={"search_tries": 3})
-    solutions = []
-    for settings in (shown, plain):
-        made = build_dataset(settings, seed=1, root=artifacts_root)
+    for settings, has_turns in ((with_calculator, True), (SMALL, False)):
+        made = build_dataset(settings.model_copy(update={"search_tries": 3}), seed=1, root=artifacts_root)
         assert not made.cached
         rows = pq.read_table(made.directory / "train.parquet").column("extra_info").to_pylist()
-        solutions.append([row["solution"] for row in rows])
-    assert any(TURN_END in text for text in solutions[0])
-    assert not any(TURN_END in text for text in solutions[1])
+        assert any(TURN_END in row["solution"] for row in rows) is has_turns
 
 
-def test_a_failed_build_leaves_nothing(artifacts_root):
+def test_failed_builds_leave_nothing(artifacts_root):
     with pytest.raises(DataError):
         build_dataset(SMALL.model_copy(update={"train_size": 10**6}), seed=1, root=artifacts_root)
     assert list((artifacts_root / "datasets").iterdir()) == []
 
 
-def test_the_filter_tokenizes_prompts_and_demonstrations(dataset, tokenizer, artifacts_root):
-    found = filter_dataset(dataset.directory, tokenizer, FilterConfig(), root=artifacts_root)
-    assert found.counts == {"train": 60, "validation": 20}
-    rows = pq.read_table(found.directory / "train.parquet").to_pylist()
-    prompts = read_prompts(found.directory / "train.parquet")
-    demonstrations = read_solutions(found.directory / "train.parquet")
+def test_filter_tokenizes_prompts_and_solutions(dataset, scratch_tokenizer, artifacts_root):
+    filtered = filter_dataset(dataset.directory, scratch_tokenizer, FilterConfig(), root=artifacts_root)
+    assert filtered.counts == {"train": 60, "validation": 20}
+    file = filtered.directory / "train.parquet"
+    rows, prompts, demonstrations = pq.read_table(file).to_pylist(), read_prompts(file), read_solutions(file)
     assert len(rows) == len(prompts) == len(demonstrations) == 60
-    vocabulary = json.loads((tokenizer / "tokenizer.json").read_text())["model"]["vocab"]
+    vocabulary = json.loads((scratch_tokenizer / "tokenizer.json").read_text())["model"]["vocab"]
     for row, prompt, demonstration in zip(rows, prompts, demonstrations, strict=True):
         words = row["prompt"][0]["content"].split()
         assert prompt.token_ids == tuple(vocabulary[word] for word in words)
         assert json.loads(prompt.ground_truth_json) == row["reward_model"]["ground_truth"]
         solution = row["extra_info"]["solution"].replace("(", "( ").replace(")", " )").split()
-        answer = (*(vocabulary[word] for word in solution), vocabulary["<eos>"])
-        assert tuple(demonstration.token_ids) == (*prompt.token_ids, *answer)
-        assert list(demonstration.is_target) == [False] * len(prompt.token_ids) + [True] * len(answer)
+        response = (*(vocabulary[word] for word in solution), vocabulary["<eos>"])
+        assert tuple(demonstration.token_ids) == (*prompt.token_ids, *response)
+        assert list(demonstration.is_target) == [False] * len(prompt.token_ids) + [True] * len(response)
         assert bool(demonstration.misdirected) == bool(row["extra_info"]["distractor"])
         assert (prompt.prompt_id, prompt.data_source, prompt.difficulty) == (row["extra_info"]["index"], "countdown", 2)
-
-
-def test_a_finished_filter_is_not_done_again(dataset, tokenizer, artifacts_root):
-    first = filter_dataset(dataset.directory, tokenizer, FilterConfig(), root=artifacts_root)
-    second = filter_dataset(dataset.directory, tokenizer, FilterConfig(), root=artifacts_root)
-    assert (first.cached, second.cached, second.counts) == (False, True, first.counts)
-    print_ = filter_fingerprint(dataset.fingerprint, tokenizer_fingerprint(tokenizer), FilterConfig())
-    assert print_ == first.fingerprint
-    assert filter_fingerprint(dataset.fingerprint, "0" * 16, FilterConfig()) != first.fingerprint
-
-
-def test_prompts_of_a_file_without_the_filters_columns_are_refused(dataset):
     with pytest.raises(DataError, match=r"column prompt_ids: expected list of integers, got nothing"):
         read_prompts(dataset.directory / "train.parquet")
 
 
-def test_the_files_of_a_mixture_are_named_by_part(mapped: MappedData, tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    named = input_digests(mapped)
+def test_finished_filters_are_not_repeated(dataset, scratch_tokenizer, artifacts_root):
+    first, second = (
+        filter_dataset(dataset.directory, scratch_tokenizer, FilterConfig(), root=artifacts_root) for _ in range(2)
+    )
+    assert (first.cached, second.cached, second.counts) == (False, True, first.counts)
+    tokenizer = tokenizer_fingerprint(scratch_tokenizer)
+    assert filter_fingerprint(dataset.fingerprint, tokenizer, FilterConfig()) == first.fingerprint
+    assert filter_fingerprint(dataset.fingerprint, "0" * 16, FilterConfig()) != first.fingerprint
+
+
+def test_input_files_of_a_mixture_are_named_by_part(mapped: MappedData, tmp_path: Path) -> None:
+    root, named = tmp_path / "root", input_digests(mapped)
     assert named.keys() == {"train.jsonl", "test.jsonl"}
     other = CountdownData(min_numbers=2, max_numbers=2, number_high=9, target_high=9, train_size=9, validation_size=3)
     mixture = MixtureData(parts=(MixturePart(data=other), MixturePart(data=mapped)))
@@ -147,11 +128,91 @@ def test_the_files_of_a_mixture_are_named_by_part(mapped: MappedData, tmp_path: 
     assert inputs_of(root) == {}
 
 
-def test_a_suites_dataset_has_held_out_rows_alone(mapped: MappedData, tmp_path: Path) -> None:
+def test_suites_have_held_out_rows_alone(mapped: MappedData, tmp_path: Path) -> None:
     whole = dataset_fingerprint(mapped, 1)
-    assert dataset_fingerprint(mapped, 2) == whole, "no row of it is drawn"
+    assert dataset_fingerprint(mapped, 2) == whole, "its rows are not generated"
     assert dataset_fingerprint(mapped, 1, ("train", "validation")) == whole
     made = build_dataset(mapped, seed=1, root=tmp_path, splits=("validation",))
     assert made.fingerprint == dataset_fingerprint(mapped, 1, ("validation",)) != whole
     assert (made.counts, made.directory) == ({"validation": 2}, dataset_directory(made.fingerprint, tmp_path))
     assert sorted(path.name for path in made.directory.glob("*.parquet")) == ["validation.parquet"]
+
+
+# Finished runs name their dataset by settings and seed. A changed digest below means other rows.
+
+ENUMERATED = CountdownData(
+    train_size=61, validation_size=11, min_numbers=2, max_numbers=3, number_high=6, target_high=30,
+    balance_difficulty=True,
+)  # fmt: skip
+LOW = CountdownData(
+    train_size=30, validation_size=8, min_numbers=3, max_numbers=3, number_low=2, number_high=6, target_low=3,
+    target_high=30, template="bare", operations=("+", "-", "/"),
+)  # fmt: skip
+DRAWN = CountdownData(train_size=90, validation_size=9, max_numbers=5)
+BALANCED = CountdownData(
+    train_size=41, validation_size=6, min_numbers=2, max_numbers=5, balance_difficulty=True, template="bare"
+)
+
+
+def digest(value: object) -> str:
+    return sha256(repr(value).encode()).hexdigest()[:16]
+
+
+def digest_of_rows(task: TaskRows) -> str:
+    # without `where`, the last field
+    rows = {split: [astuple(row)[:-1] for row in found] for split, found in task.splits.items()}
+    return digest((task.data_source, task.ability, task.prompt_form, rows))
+
+
+@pytest.mark.parametrize(
+    ("settings", "seed", "expected"),
+    [
+        (ENUMERATED, 7, "36d2ef82bfadf8af"),
+        (LOW, 7, "580b7b1338cdc2b8"),
+        (DRAWN, 7, "40750fd48515c2f1"),
+        (DRAWN, 8, "2af86bc70cbf6721"),
+        (BALANCED, 7, "e77bc38788021aee"),
+    ],
+    ids=["enumerated", "low", "drawn", "another seed", "balanced"],
+)
+def test_countdown_problems_of_a_seed_never_change(settings: CountdownData, seed: int, expected: str) -> None:
+    splits = generate(settings, seed)
+    assert digest({split: [astuple(problem) for problem in problems] for split, problems in splits.items()}) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"template": "bare"}, "24f0f512bb5a1e20"),
+        ({"template": "bare", "search_tries": 3}, "24f0f512bb5a1e20"),
+        ({"template": "bare", "search_tries": 3, "environment": CALCULATOR}, "be3b19af44a2fa58"),
+        ({"template": "base"}, "3e7e475025089e7f"),
+        ({"template": "base", "search_tries": 4}, "af900ce3a12be1b2"),
+        ({"template": "chat"}, "c8147955b8b57679"),
+        ({"template": "few-shot"}, "a1c26b6898b5bfd0"),
+        ({"template": "qwen-instruct"}, "692fd1358b42b88c"),
+    ],
+)
+def test_countdown_rows_of_a_template_never_change(settings: dict[str, object], expected: str) -> None:
+    assert digest_of_rows(build(ENUMERATED.model_copy(update=settings), 7)) == expected
+
+
+def test_rows_of_custom_tasks_never_change() -> None:
+    settings = CustomData(train_size=20, validation_size=70)
+    games = number_guessing.build(settings, 1)
+    assert (games.data_source, games.ability, games.prompt_form) == ("number_guessing", "search", "text")
+    held_out, train = (list(games.splits[split]) for split in ("validation", "train"))
+    assert (len(held_out), len(train)) == (70, 20)
+    assert [held_out[0], held_out[69], train[0], train[-1]] == [
+        Row((Message("user", f"{words} >"),), {"game": game})
+        for words, game in (("0 0 0", 0), ("1 0 5", 69), ("1 0 6", 70), ("1 3 1", 89))
+    ]
+    assert digest_of_rows(games) == "467202d63b253de8"
+    assert digest_of_rows(multiplication.build(settings, 1)) == "0e3236ca5645ffbf"
+
+
+def test_chunks_depend_on_their_number_and_settings_alone() -> None:
+    problems = draw_chunk(DRAWN, 7, 2)
+    assert {len(problem.numbers) for problem in problems} == {5}
+    assert digest([astuple(problem) for problem in problems[:50]]) == "4536e9bbec2980d9"
+    assert {len(problem.numbers) for chunk in (3, 4) for problem in draw_chunk(DRAWN, 7, chunk)[:9]} == {3, 4}

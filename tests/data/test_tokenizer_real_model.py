@@ -37,17 +37,7 @@ def ids_of(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]], *, p
     return ids
 
 
-def test_every_prefix_of_a_conversation_keeps_its_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
-    whole = ids_of(tokenizer, TURNS)
-    for length in range(1, len(TURNS) + 1):
-        prefix = ids_of(tokenizer, TURNS[:length])
-        assert whole[: len(prefix)] == prefix
-        if TURNS[length - 1]["role"] == "user":
-            asked = ids_of(tokenizer, TURNS[:length], prompt=True)
-            assert whole[: len(asked)] == asked
-
-
-def test_the_template_has_the_models_own_system_prompt(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_template_has_the_models_system_prompt(tokenizer: PreTrainedTokenizerBase) -> None:
     text = tokenizer.apply_chat_template(TURNS[1:2], tokenize=False, add_generation_prompt=True)
     assert text == (
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
@@ -56,19 +46,18 @@ def test_the_template_has_the_models_own_system_prompt(tokenizer: PreTrainedToke
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (1, 2, 0)
 
 
-def test_digits_and_the_space_before_them_are_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
-    """As in the model's own tokenizer (Digits, then GPT-2's words). transformers' reading of the GGUF file gives two
-    tokens for the two spaces."""
+def test_digits_and_spaces_before_them_are_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
+    """The model's tokenizer splits digits, then GPT-2's words. transformers reads two tokens for the two spaces."""
     assert tokenizer.convert_ids_to_tokens(tokenizer("a  12")["input_ids"]) == ["a", "\u0120\u0120", "1", "2"]
 
 
 @given(st.text(st.characters(exclude_categories=("C",)), max_size=40))
-def test_any_text_comes_back(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
-    """Of assigned, visible characters: the vocabulary lacks some bytes of others."""
+def test_visible_characters_are_decoded_as_encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+    """The vocabulary lacks some bytes of other characters."""
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_gsm8k_is_filtered_by_the_real_template(
+def test_gsm8k_is_filtered_with_the_models_template(
     gsm8k_folder: Path, smollm2: Path, tokenizer: PreTrainedTokenizerBase, artifacts_root: Path, tmp_path: Path
 ) -> None:
     source = tmp_path / "gsm8k"
@@ -82,28 +71,29 @@ def test_gsm8k_is_filtered_by_the_real_template(
     rows = pq.read_table(filtered.directory / "train.parquet").to_pylist()
     assert 0.8 * NUM_ROWS < len(rows) < NUM_ROWS
     for row in rows[::4]:
-        asked = [dict(turn) for turn in row["prompt"]]
-        answered = [*asked, {"role": "assistant", "content": row["extra_info"]["solution"]}]
-        assert row["prompt_ids"] == ids_of(tokenizer, asked, prompt=True)
+        prompt = [dict(turn) for turn in row["prompt"]]
+        answered = [*prompt, {"role": "assistant", "content": row["extra_info"]["solution"]}]
+        assert row["prompt_ids"] == ids_of(tokenizer, prompt, prompt=True)
         assert len(row["prompt_ids"]) <= settings.max_prompt_tokens
-        told = row["prompt_ids"] + row["solution_ids"]
-        assert ids_of(tokenizer, answered)[: len(told)] == told
+        joint = row["prompt_ids"] + row["solution_ids"]
+        assert ids_of(tokenizer, answered)[: len(joint)] == joint
 
 
 @pytest.mark.parametrize("cut", [False, True])
 def test_appended_turns_are_the_tokens_of_the_conversation(tokenizer: PreTrainedTokenizerBase, cut: bool) -> None:
-    """Also where a turn was cut at its limit: the template's end of a turn then comes with the reply."""
-    between = TurnTokens(tokenizer, chat=True, max_reply_tokens=64)
+    """The template's end of a turn comes with the reply where a turn was cut at its limit."""
+    turns = TurnTokens(tokenizer, chat=True, max_reply_tokens=64)
     ids = ids_of(tokenizer, TURNS[:2], prompt=True)
     for written, reply in ((TURNS[2], TURNS[3]), (TURNS[4], {"role": "user", "content": "#### right"})):
         ids += tokenizer(written["content"])["input_ids"] + ([] if cut else [tokenizer.eos_token_id])
-        told, appended = between.reply_tokens(ids[-1], reply["content"])
-        assert told == reply["content"]
+        text, appended = turns.reply_tokens(ids[-1], reply["content"])
+        assert text == reply["content"]
         ids += appended
     assert ids == ids_of(tokenizer, [*TURNS, {"role": "user", "content": "#### right"}], prompt=True)
 
 
-def test_a_first_message_follows_the_prompt(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_opening_message_follows_the_prompt(tokenizer: PreTrainedTokenizerBase) -> None:
     prompt = ids_of(tokenizer, TURNS[:2], prompt=True)
-    told, kept, appended = TurnTokens(tokenizer, chat=True, max_reply_tokens=64).first_message_tokens(prompt, "Go on.")
-    assert [*kept, *appended] == ids_of(tokenizer, [*TURNS[:2], {"role": "user", "content": told}], prompt=True)
+    turns = TurnTokens(tokenizer, chat=True, max_reply_tokens=64)
+    text, before, appended = turns.first_message_tokens(prompt, "Continue.")
+    assert [*before, *appended] == ids_of(tokenizer, [*TURNS[:2], {"role": "user", "content": text}], prompt=True)

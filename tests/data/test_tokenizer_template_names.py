@@ -1,4 +1,4 @@
-"""Names that a chat template reads: the same in prompts, demonstrations and later turns, and none that it does not."""
+"""Names that a chat template reads, in prompts, demonstrations and later turns."""
 
 import inspect
 import json
@@ -21,7 +21,7 @@ from rlcore.rollout.turns import TurnTokens
 from rlcore.storage.manifest import part_directories
 from tests.data.conftest import saved
 
-# As Qwen3's, whose thinking is switched off by an empty thought; `voice` is read in every message.
+# As in Qwen3, an empty thought switches thinking off. `voice` is read in every message.
 TEMPLATE = (
     "{%- for m in messages %}{{ '<|im_start|>' + m.role + (' ' + voice if voice is defined else '') + '\\n' "
     "+ m.content + '<|im_end|>\\n' }}{%- endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant'"
@@ -48,7 +48,7 @@ def rendered(tokenizer: PreTrainedTokenizerBase, messages: Any, names: dict[str,
 
 
 @pytest.mark.parametrize("mixture", [False, True])
-def test_prompts_are_those_that_the_template_renders(
+def test_prompts_are_rendered_with_the_names(
     folder: Path, tokenizer: PreTrainedTokenizerBase, artifacts_root: Path, mixture: bool
 ) -> None:
     tasks = [CountdownData(train_size=20, validation_size=4, template="chat", number_high=high) for high in (40, 60)]
@@ -68,17 +68,17 @@ def test_prompts_are_those_that_the_template_renders(
             assert tokenizer.decode(row["prompt_ids"]) == rendered(tokenizer, row["prompt"], names, prompt=True)
 
 
-def test_a_dataset_does_not_depend_on_them() -> None:
+def test_names_do_not_change_the_dataset() -> None:
     plain, quiet = (CountdownData(chat_template_kwargs=names) for names in ({}, QUIET))
     assert dataset_fingerprint(plain, 1) == dataset_fingerprint(quiet, 1)
 
 
-def test_demonstrations_are_those_that_the_template_renders(
+def test_demonstrations_are_rendered_with_the_names(
     folder: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     talks = [
-        [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]
-        for ask, answer in (("What is 2 + 2?", "It is 4."), ("Hello", "Hi."))
+        [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
+        for question, reply in (("What is 2 + 2?", "It is 4."), ("Hello", "Hi."))
     ]
     file = tmp_path / "talks.jsonl"
     file.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
@@ -95,17 +95,17 @@ def test_demonstrations_are_those_that_the_template_renders(
         preview_demonstrations(config, folder, 2, {"voise": "loud"})
 
 
-def test_later_turns_are_those_that_the_template_renders(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_later_turns_are_rendered_with_the_names(tokenizer: PreTrainedTokenizerBase) -> None:
     turns = TurnTokens(tokenizer, chat=True, max_reply_tokens=50, chat_template_kwargs=LOUD)
     conversation = [{"role": "user", "content": "Guess."}]
     ids = list(tokenizer.encode(rendered(tokenizer, conversation, LOUD, prompt=True)))
-    for said, reply in (("Five", "higher"), ("Eight", "lower")):
-        ids += [*tokenizer.encode(said), tokenizer.eos_token_id]
+    for turn, reply in (("Five", "higher"), ("Eight", "lower")):
+        ids += [*tokenizer.encode(turn), tokenizer.eos_token_id]
         ids += turns.reply_tokens(ids[-1], reply)[1]
-        conversation += [{"role": "assistant", "content": said}, {"role": "user", "content": reply}]
+        conversation += [{"role": "assistant", "content": turn}, {"role": "user", "content": reply}]
     assert tokenizer.decode(ids) == rendered(tokenizer, conversation, LOUD, prompt=True)
 
 
-def test_arguments_of_transformers_are_no_names_of_a_template() -> None:
-    takes = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"self", "kwargs"}
-    assert takes <= RENDERING_NAMES
+def test_arguments_of_transformers_are_not_template_names() -> None:
+    arguments = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"self", "kwargs"}
+    assert arguments <= RENDERING_NAMES

@@ -1,4 +1,4 @@
-"""Tools: calls as the model writes them, results and errors as it reads them, and templates that show tools."""
+"""Tools: calls, results and errors in turns, and chat templates that show tools."""
 
 import json
 import sys
@@ -55,15 +55,11 @@ def leaves() -> str:
     sys.exit("usage: leaves")
 
 
-def seed_of(response, truth):
-    return float(truth["seed"])
-
-
 def undescribed(word):
     return word
 
 
-def test_the_model_reads_results_and_errors_of_calls():
+def test_replies_have_results_and_errors_of_calls():
     named = [CALCULATOR, f"{__name__}:looks_up", WAITS, f"{__name__}:leaves"]
     tools = Tools(named, "data.countdown:score")
     tools.reset({"target": 14, "numbers": [2, 3, 4], "seed": 5})
@@ -88,32 +84,11 @@ def test_the_model_reads_results_and_errors_of_calls():
     assert last.parts == {"correct": 1.0, "format": 1.0, "tool_calls": 12, "tool_errors": 9}
 
 
-def test_rewards_of_turns_add_up_to_the_score():
-    tools = Tools([CALCULATOR], "data.countdown:score")
-    tools.reset({"target": 14, "numbers": [2, 3, 4], "seed": 5})
-    first = tools.step(f"<answer> 2 + 3 </answer>{tagged('calculate', expression='2 + 3')}")
-    assert (first.done, first.reward, first.parts["correct"]) == (False, 0.1, 0.0)
-    second = tools.step("<answer> 2 + 3 * 4 </answer>")
-    assert second.done
-    assert first.reward + second.reward == 1.0
-
-
-def test_a_ground_truths_own_seed_reaches_the_scorer():
-    """The episode's took its place, and Tools left that out."""
-    config = load_config(
-        ["experiment=debug", "warm_start.enabled=false", "data.environment=rlcore.rollout.tools:Tools",
-         f"episode.tools=[{CALCULATOR}]"]
-    )  # fmt: skip
-    tools = Tools([CALCULATOR], f"{__name__}:seed_of")
-    tools.reset(json.loads(Episode.start("one", config, '{"seed": 3}', 7).truth)["row"])
-    assert tools.step("done").reward == 3.0
-
-
 def test_many_unclosed_calls_are_found_in_linear_time():
     assert len(parse_calls("<tool_call>" * 100_000)) == 100_000
 
 
-def test_calls_are_repeated_after_a_lost_process_and_end_in_time():
+def test_calls_are_replayed_in_a_new_process_and_end_in_time():
     config = load_config(
         ["experiment=debug", "warm_start.enabled=false", "data.environment=rlcore.rollout.tools:Tools",
          f"episode.tools=[{CALCULATOR},{WAITS}]"]
@@ -145,7 +120,7 @@ def test_calls_are_repeated_after_a_lost_process_and_end_in_time():
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_prompts_and_turns_are_as_the_template_renders_tools(name, trained_bpe, tmp_path, artifacts_root):
+def test_prompts_and_turns_are_rendered_with_tools(name, trained_bpe, tmp_path, artifacts_root):
     folder = saved(trained_bpe, tmp_path / "tokenizer", chat_template=TEMPLATES[name])
     dataset = build_dataset(CHAT, seed=1, root=artifacts_root)
     plain, shown = (
@@ -160,10 +135,10 @@ def test_prompts_and_turns_are_as_the_template_renders_tools(name, trained_bpe, 
         conversation = [*row["prompt"]]
         ids = list(row["prompt_ids"])
         turns = TurnTokens(tokenizer, chat=True, max_reply_tokens=50, role="tool")
-        for said, reply in ((tagged("calculate", expression="1 + 2"), "3"), ("Let me see", "error: no"), ("So", "12")):
-            ids += [*tokenizer.encode(said), tokenizer.eos_token_id]
+        for turn, reply in ((tagged("calculate", expression="1 + 2"), "3"), ("Let me see", "error: no"), ("So", "12")):
+            ids += [*tokenizer.encode(turn), tokenizer.eos_token_id]
             ids += turns.reply_tokens(ids[-1], reply)[1]
-            conversation += [{"role": "assistant", "content": said}, {"role": "tool", "content": reply}]
+            conversation += [{"role": "assistant", "content": turn}, {"role": "tool", "content": reply}]
         rendered = tokenizer.apply_chat_template(
             conversation, tools=[calculate], tokenize=False, add_generation_prompt=True
         )
@@ -172,6 +147,6 @@ def test_prompts_and_turns_are_as_the_template_renders_tools(name, trained_bpe, 
 
 
 @pytest.mark.parametrize("name", ["data.calculator:calculates", f"{__name__}:undescribed"])
-def test_a_tool_that_cannot_be_shown_is_refused(name):
+def test_unusable_tools_are_refused(name):
     with pytest.raises(ConfigError, match=r"episode\.tools: must name functions .* got '"):
         tool_schemas([name])

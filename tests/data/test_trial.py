@@ -1,4 +1,4 @@
-"""Rows that are tried before a dataset is made: the first one, and all rows of local files."""
+"""Rows tried before a dataset is made: the first row, and all rows of local files."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from rlcore.config import CountdownData, CustomData, MappedData
 from rlcore.errors import DataError
 
 
-def test_a_repeated_prompt_of_local_files_is_refused_by_line(mapped: MappedData, tmp_path: Path) -> None:
+def test_repeated_prompts_are_refused_with_their_line(mapped: MappedData, tmp_path: Path) -> None:
     root = tmp_path / "root"
     assert validate_rows(mapped, 1, root, each_once=True) == 3
     assert validate_rows(mapped, 1, root, ("validation",), each_once=True) == 2
@@ -19,17 +19,17 @@ def test_a_repeated_prompt_of_local_files_is_refused_by_line(mapped: MappedData,
     with train.open("a") as file:
         file.write('\n{"question": "train 1?", "answer": "7"}\n')
     assert validate_rows(mapped, 1, root, each_once=False) == 4
-    with pytest.raises(DataError) as told:
+    with pytest.raises(DataError) as error:
         validate_rows(mapped, 1, root, each_once=True)
-    assert str(told.value) == (
+    assert str(error.value) == (
         f"{train}: line 5: the same prompt as {train}: line 2. Remove one of them, or set "
         "filter.duplicates to drop or keep"
     )
     with test.open("a") as file:
         file.write('{"question": "train 0?", "answer": "7"}\n')
-    with pytest.raises(DataError) as told:
+    with pytest.raises(DataError) as error:
         validate_rows(mapped, 1, root, each_once=False)
-    assert str(told.value) == (
+    assert str(error.value) == (
         f"{test}: line 3: the same prompt as {train}: line 1, so validation would not measure what is new to the "
         "model. Remove it from one of the two files"
     )
@@ -37,7 +37,7 @@ def test_a_repeated_prompt_of_local_files_is_refused_by_line(mapped: MappedData,
     assert validate_rows(CustomData(), 1, root, each_once=True) is None
 
 
-def test_rows_of_a_finished_dataset_are_not_made_again(mapped: MappedData, tmp_path: Path) -> None:
+def test_rows_of_finished_datasets_are_read(mapped: MappedData, tmp_path: Path) -> None:
     root = tmp_path / "root"
     made = first_row(mapped, 1, root)
     assert made is not None
@@ -50,7 +50,7 @@ def test_rows_of_a_finished_dataset_are_not_made_again(mapped: MappedData, tmp_p
     assert validate_rows(mapped, 1, root, ("validation", "train"), each_once=True) == 2
 
 
-def test_the_first_row_of_a_large_task_is_made_alone(tmp_path: Path) -> None:
+def test_first_row_of_a_large_task_is_made_alone(tmp_path: Path) -> None:
     settings = CountdownData(train_size=10**9, template="bare", search_tries=None)
     found = first_row(settings, 7, tmp_path)
     assert isinstance(found, FirstRow)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from data.stage import StageResult
+from data.tasks import StageResult
 from flows.parameters import MLFLOW_PAGE
 from flows.stages.dataset import Dataset
 from flows.stages.export import ExportedWeights

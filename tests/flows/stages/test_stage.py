@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from data.stage import StageResult
+from data.tasks import StageResult
 from flows import chain
 from flows.chain import finished_result
 from flows.progress import ValidationSummary, with_interval

@@ -1,4 +1,4 @@
-"""Mixtures: several datasets made, filtered, drawn, scored and judged in one run."""
+"""Mixtures: several datasets made, filtered, drawn, scored and validated in one run."""
 
 import json
 from pathlib import Path
@@ -7,8 +7,7 @@ import pytest
 
 from data.filter import filter_dataset, filter_fingerprint
 from data.inspect import inspect_dataset
-from data.stage import StageResult, publish_mixture
-from data.tasks import build_dataset, dataset_fingerprint
+from data.tasks import StageResult, build_dataset, dataset_fingerprint, publish_mixture
 from data.tokenizer import tokenizer_fingerprint
 from rlcore.batching.loader import MixedStream
 from rlcore.config import CountdownData, CustomData, FilterConfig, MixtureData, MixturePart, RewardConfig, RunConfig
@@ -31,32 +30,30 @@ MIXED = MixtureData(
 )
 
 
-def made(settings, tokenizer, root):
+def make(settings, tokenizer, root):
     dataset = build_dataset(settings, seed=1, root=root)
     return dataset, filter_dataset(dataset.directory, tokenizer, FilterConfig(), root=root)
 
 
 @pytest.fixture
 def mixed(scratch_tokenizer, artifacts_root):
-    return made(MIXED, scratch_tokenizer, artifacts_root)
+    return make(MIXED, scratch_tokenizer, artifacts_root)
 
 
 def problems_of(filtered, tokenizer, settings=MIXED):
     return Problems.read(RunConfig(data=settings), RunInputs(filtered.directory, tokenizer))
 
 
-def test_parts_are_made_once_whatever_mixture_they_are_in(mixed, scratch_tokenizer, artifacts_root):
+def test_parts_are_shared_by_mixtures(mixed, scratch_tokenizer, artifacts_root):
     dataset, filtered = mixed
     assert dataset.counts == filtered.counts == {"train": 150, "validation": 50}
     assert dataset_fingerprint(MIXED, 1) == dataset.fingerprint == dataset.directory.name
-    alone, alone_filtered = made(HARD, scratch_tokenizer, artifacts_root)
-    assert alone.cached
-    assert alone_filtered.cached
+    alone, alone_filtered = make(HARD, scratch_tokenizer, artifacts_root)
     heavier = MixtureData(parts=(*MIXED.parts[:2], MIXED.parts[2].model_copy(update={"weight": 9})))
-    again, again_filtered = made(heavier, scratch_tokenizer, artifacts_root)
-    assert (again.cached, again_filtered.cached) == (True, True)
+    again, again_filtered = make(heavier, scratch_tokenizer, artifacts_root)
+    assert all(result.cached for result in (alone, alone_filtered, again, again_filtered))
     assert again.fingerprint == dataset.fingerprint
-    other, _ = made(MixtureData(parts=MIXED.parts[:2]), scratch_tokenizer, artifacts_root)
+    other, _ = make(MixtureData(parts=MIXED.parts[:2]), scratch_tokenizer, artifacts_root)
     assert not other.cached
     assert other.fingerprint != dataset.fingerprint
     tokenizer = tokenizer_fingerprint(scratch_tokenizer)
@@ -64,7 +61,7 @@ def test_parts_are_made_once_whatever_mixture_they_are_in(mixed, scratch_tokeniz
     assert alone.fingerprint in (dataset.directory / "README.md").read_text()
 
 
-def test_the_stream_draws_from_all_parts(mixed, scratch_tokenizer):
+def test_stream_draws_from_all_parts(mixed, scratch_tokenizer):
     problems = problems_of(mixed[1], scratch_tokenizer)
     assert isinstance(problems.stream, MixedStream)
     assert len(problems.stream) == 150
@@ -76,50 +73,45 @@ def test_the_stream_draws_from_all_parts(mixed, scratch_tokenizer):
 
 
 @pytest.mark.parametrize("num_processes", [0, 1])
-def test_each_answer_is_scored_by_the_scorer_of_its_part(mixed, scratch_tokenizer, num_processes):
-    problems = problems_of(mixed[1], scratch_tokenizer)
-    prompts = problems.validation
-    answers = []
-    for prompt in prompts:
-        truth = json.loads(prompt.ground_truth_json)
-        # What is right for one scorer is wrong for the other: digits apart, or an equation.
-        product = " ".join(str(truth.get("product")))
-        answers.append(product if "product" in truth else " + ".join(map(str, truth["numbers"])))
-    truths = [prompt.ground_truth_json for prompt in prompts]
+def test_responses_are_scored_by_the_scorer_of_their_part(mixed, scratch_tokenizer, num_processes):
+    """A right response for one scorer is wrong for the other: separate digits, or an equation."""
+    prompts = problems_of(mixed[1], scratch_tokenizer).validation
+    truths = [json.loads(prompt.ground_truth_json) for prompt in prompts]
+    responses = [
+        " ".join(str(truth["product"])) if "product" in truth else " + ".join(map(str, truth["numbers"]))
+        for truth in truths
+    ]
     with ScoringPool(MIXED.scorer, RewardConfig(num_processes=num_processes)) as pool:
-        scores = pool.score(answers, truths)
+        scores = pool.score(responses, [prompt.ground_truth_json for prompt in prompts])
         assert pool.errors == 0
-    for prompt, score in zip(prompts, scores, strict=True):
-        truth = json.loads(prompt.ground_truth_json)
+    for truth, score in zip(truths, scores, strict=True):
         assert score.parts["format"] == 1.0
         assert score.total == ("product" in truth or sum(truth["numbers"]) == truth["target"])
 
 
-def test_a_missing_scorer_is_refused_before_the_first_answer(mixed, scratch_tokenizer):
+def test_missing_scorers_are_refused_before_scoring(mixed, scratch_tokenizer):
     wrong = MIXED.parts[1].model_copy(update={"data": HARD.model_copy(update={"scorer": "data.countdown:nothing"})})
     settings = MIXED.model_copy(update={"parts": (MIXED.parts[0], wrong, MIXED.parts[2])})
     with pytest.raises(ConfigError, match=r"must name a function as module:function, got 'data.countdown:nothing'"):
         problems_of(mixed[1], scratch_tokenizer, settings).scoring_pool()
 
 
-def test_two_parts_of_one_name_are_refused(mixed, scratch_tokenizer):
+def test_parts_with_the_same_name_are_refused(mixed, scratch_tokenizer):
     settings = MIXED.model_copy(update={"parts": (MIXED.parts[0].model_copy(update={"name": ""}), *MIXED.parts[1:])})
     with pytest.raises(DataError, match=r"entries 0 and 1 both have rows of countdown.*at least one of them a name"):
         problems_of(mixed[1], scratch_tokenizer, settings)
 
 
-def test_training_on_held_out_rows_of_another_part_is_refused(scratch_tokenizer, artifacts_root):
+def test_training_rows_that_another_part_holds_out_are_refused(scratch_tokenizer, artifacts_root):
     other = HARD.model_copy(update={"target_high": 21})
     settings = MixtureData(parts=(MixturePart(data=HARD), MixturePart(data=other, name="other")))
-    with pytest.raises(
-        DataError, match=r"row \d+: has the same (prompt|multiset of numbers \[.*\]) as a held-out row of"
-    ):
-        made(settings, scratch_tokenizer, artifacts_root)
-    manifests = [json.loads(path.read_text()) for path in (artifacts_root / "filtered").glob("*/manifest.json")]
-    assert len(manifests) == 2  # of the two parts; none of the mixture
+    message = r"row \d+: has the same (prompt|multiset of numbers \[.*\]) as a held-out row of"
+    with pytest.raises(DataError, match=message):
+        make(settings, scratch_tokenizer, artifacts_root)
+    assert len(list((artifacts_root / "filtered").glob("*/manifest.json"))) == 2, "of the parts, not of the mixture"
 
 
-def test_inspection_shows_every_part_and_looks_for_leaks_between_them(mixed):
+def test_inspection_reports_parts_and_leaks_between_them(mixed):
     report = inspect_dataset(mixed[1].directory, num_rows=1)
     assert [split.num_rows for split in report.splits] == [40, 20, 60, 20, 50, 10]
     assert len({split.name for split in report.splits}) == 6
@@ -127,46 +119,39 @@ def test_inspection_shows_every_part_and_looks_for_leaks_between_them(mixed):
     assert all(pair.num_prompts == 0 for pair in report.leakage)
 
 
-def test_a_mixture_composes_from_overrides():
+def test_mixtures_compose_from_overrides():
     given = "data.parts=[{weight:3,data:{task:countdown,train_size:50}},{name:x,data:{task:custom}}]"
     config = load_config(["data=mixture", given, "model.path=some/model"])
     assert [part.weight for part in config.data.parts] == [3, 1]
     assert config.data.parts[0].data == CountdownData(train_size=50)
-    with pytest.raises(ConfigError) as caught:
-        load_config(
-            [
-                "data=mixture",
-                "data.parts=[{weight:-1,data:{task:countdown}},{data:{task:gsm8k,sorce:x}},{data:{task:custm}}]",
-                "model.path=some/model",
-            ]
-        )
-    told = str(caught.value)
-    assert "data.parts: entry 0: weight: must be greater than 0; got -1" in told
-    assert "data.parts: entry 1: data.sorce: there is no such setting; got x" in told
-    assert "data.parts: entry 2: data" in told
 
 
 @pytest.mark.parametrize(
-    ("parts", "told"),
+    ("parts", "messages"),
     [
-        ("[]", "data.parts: must hold two datasets or more; got []"),
-        ("[{data:{task:countdown}}]", "data.parts: must hold two datasets or more; got 1"),
-        ("[{name:x,data:{task:custom}},{name:x,data:{task:countdown}}]", "must name each dataset once"),
-        ("[{name:all,data:{task:custom}},{data:{task:countdown}}]", "must name each dataset once"),
+        (
+            "[{weight:-1,data:{task:countdown}},{data:{task:gsm8k,sorce:x}},{data:{task:custm}}]",
+            ["data.parts: entry 0: weight: must be greater than 0; got -1",
+             "data.parts: entry 1: data.sorce: there is no such setting; got x", "data.parts: entry 2: data"],
+        ),
+        ("[]", ["data.parts: must hold two datasets or more; got []"]),
+        ("[{data:{task:countdown}}]", ["data.parts: must hold two datasets or more; got 1"]),
+        ("[{name:x,data:{task:custom}},{name:x,data:{task:countdown}}]", ["must name each dataset once"]),
+        ("[{name:all,data:{task:custom}},{data:{task:countdown}}]", ["must name each dataset once"]),
         (
             "[{data:{task:custom}},{data:{task:countdown,min_numbers:5}}]",
-            r"entry 1 (countdown): data.min_numbers must be at most data.max_numbers",
+            ["entry 1 (countdown): data.min_numbers must be at most data.max_numbers"],
         ),
-        ("[{data:{task:custom}},{data:{task:mapped,scorer:'data.math:score'}}]", "entry 1 (mapped): reward.num_proc"),
+        ("[{data:{task:custom}},{data:{task:mapped,scorer:'data.math:score'}}]", ["entry 1 (mapped): reward.num_proc"]),
     ],
-)
-def test_rules_hold_for_every_part(parts, told):
-    with pytest.raises(ConfigError) as caught:
+)  # fmt: skip
+def test_invalid_parts_are_refused(parts, messages):
+    with pytest.raises(ConfigError) as error:
         load_config(["data=mixture", f"data.parts={parts}", "model.path=some/model"])
-    assert told in str(caught.value)
+    assert [message for message in messages if message not in str(error.value)] == []
 
 
-def test_a_mixture_names_its_parts_and_adds_up_their_rows(tmp_path: Path) -> None:
+def test_published_mixture_names_its_parts_and_sums_their_rows(tmp_path: Path) -> None:
     parts = [
         StageResult(tmp_path / name, name, cached, {"train": rows, f"train/{name}": 1})
         for name, rows, cached in (("one", 1_200, True), ("two", 30, False))
@@ -179,6 +164,5 @@ def test_a_mixture_names_its_parts_and_adds_up_their_rows(tmp_path: Path) -> Non
         "| [two](../two) | 30 train, 1 train/two |\n"
     )
     assert publish_mixture("dataset", tmp_path / "mix", parts).cached is False
-    assert publish_mixture("dataset", tmp_path / "mix", parts[:1]) == StageResult(
-        tmp_path / "mix", "mix", True, {"train": 1_200, "train/one": 1}
-    )
+    again = publish_mixture("dataset", tmp_path / "mix", parts[:1])
+    assert again == StageResult(tmp_path / "mix", "mix", True, {"train": 1_200, "train/one": 1})

@@ -1,4 +1,4 @@
-"""Tasks of one's own: a function in a file, and the files that it reads."""
+"""Custom tasks: a function in a file, and the files that it reads."""
 
 import sys
 from hashlib import sha256
@@ -20,43 +20,34 @@ from rlcore.rollout.scoring import ScoringPool
 TIMES = CustomData(train_size=200, validation_size=20)
 
 
-def test_multiplication_end_to_end(scratch_tokenizer, artifacts_root):
+def test_multiplication_rows_are_filtered_and_scored(scratch_tokenizer, artifacts_root):
     dataset = build_dataset(TIMES, seed=1, root=artifacts_root)
     assert dataset.counts == {"train": 200, "validation": 20}
-    found = filter_dataset(dataset.directory, scratch_tokenizer, FilterConfig(), root=artifacts_root)
-    prompts = read_prompts(found.directory / "train.parquet")
+    filtered = filter_dataset(dataset.directory, scratch_tokenizer, FilterConfig(), root=artifacts_root)
+    file = filtered.directory / "train.parquet"
+    prompts = read_prompts(file)
     assert all(len(prompt.token_ids) == 4 for prompt in prompts)
-    assert len(read_solutions(found.directory / "train.parquet")) == 200
-    solutions = [row["extra_info"]["solution"] for row in pq.read_table(found.directory / "train.parquet").to_pylist()]
+    assert len(read_solutions(file)) == 200
+    solutions = [row["extra_info"]["solution"] for row in pq.read_table(file).to_pylist()]
     with ScoringPool(TIMES.scorer, RewardConfig(num_processes=1)) as pool:
         truths = [prompt.ground_truth_json for prompt in prompts]
         assert {score.total for score in pool.score(solutions, truths)} == {1.0}
         assert {score.total for score in pool.score(solutions[1:], truths[:-1])} == {0.0}
-
-
-@pytest.mark.parametrize(
-    ("answer", "total", "well_formed"),
-    [
-        ("12", 1, 1),
-        (" 1 2\n", 1, 1),
-        ("13", 0, 1),
-        ("12.0", 0, 0),
-        ("", 0, 0),
-        ("\u0661\u0662", 0, 0),
-        ("9" * 10_000, 0, 0),
-    ],
-)
-def test_multiplication_scores(answer, total, well_formed):
-    found = multiplication.score(answer, {"product": 12})
-    assert (found.total, found.parts["format"]) == (total, well_formed)
-
-
-def test_too_many_products_are_refused(artifacts_root):
     with pytest.raises(DataError, match="at most 4851 products exist, got 5020"):
         build_dataset(TIMES.model_copy(update={"train_size": 5_000}), seed=1, root=artifacts_root)
 
 
-def test_an_own_task_follows_its_source(tmp_path, monkeypatch, artifacts_root):
+@pytest.mark.parametrize(
+    ("response", "total", "well_formed"),
+    [("12", 1, 1), (" 1 2\n", 1, 1), ("13", 0, 1), ("12.0", 0, 0), ("", 0, 0), ("\u0661\u0662", 0, 0),
+     ("9" * 10_000, 0, 0)],
+)  # fmt: skip
+def test_multiplication_scores_products(response, total, well_formed):
+    found = multiplication.score(response, {"product": 12})
+    assert (found.total, found.parts["format"]) == (total, well_formed)
+
+
+def test_fingerprint_depends_on_the_source_file(tmp_path, monkeypatch, artifacts_root):
     source = Path(multiplication.__file__).read_text()
     (tmp_path / "my_own_task.py").write_text(source.replace('data_source="multiplication"', 'data_source="mine"'))
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -80,9 +71,9 @@ def build(settings, seed):
 """
 
 
-def test_files_of_a_folder_in_options_count_by_content(tmp_path, monkeypatch):
+def test_files_of_an_option_folder_count_by_content(tmp_path, monkeypatch):
     mine = TIMES.model_copy(update={"build": "reading_task:build", "options": ("numbers",)})
-    found = []
+    fingerprints = []
     for machine in ("one", "other"):
         folder, root = tmp_path / machine, tmp_path / machine / "artifacts"
         (folder / "numbers").mkdir(parents=True)
@@ -102,12 +93,12 @@ def test_files_of_a_folder_in_options_count_by_content(tmp_path, monkeypatch):
         mixture, fresh = MixtureData(parts=(MixturePart(data=mine), MixturePart(data=TIMES))), folder / "fresh"
         made = build_dataset(mixture, seed=1, root=fresh)
         assert made.directory == dataset_directory(dataset_fingerprint(mixture, 1), fresh), "the filter finds it"
-        found.append((first.fingerprint, second.fingerprint))
-    assert found[0] == found[1]
-    assert len(set(found[0])) == 2
+        fingerprints.append((first.fingerprint, second.fingerprint))
+    assert fingerprints[0] == fingerprints[1]
+    assert len(set(fingerprints[0])) == 2
 
 
-def test_of_files_of_one_name_each_counts(tmp_path):
+def test_each_of_several_files_with_one_name_counts(tmp_path):
     places = [tmp_path / f"{name}.txt" for name in ("de/train", "en/train", "de/validation", "more/named/validation")]
     for number, file in enumerate(places):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -121,45 +112,38 @@ def test_of_files_of_one_name_each_counts(tmp_path):
         assert not build_dataset(mine, seed=1, root=tmp_path / "root").cached, file
 
 
-@pytest.mark.parametrize(
-    "name", ["nowhere:build", "data.multiplication:nothing", "data.multiplication:_HIGHEST", "..:x"]
-)
-def test_a_build_function_that_is_not_there_is_refused(name, artifacts_root):
-    settings = TIMES.model_copy(update={"build": name})
-    with pytest.raises(DataError, match=r"data.build: must name a function"):
-        build_dataset(settings, seed=1, root=artifacts_root)
+def test_option_files_are_named_by_file_or_folder(tmp_path: Path) -> None:
+    names = ("one/a.txt", "one/b.txt", "two/one/b.txt", "c.txt")
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    options = tuple(str(tmp_path / name) for name in ("one", "two/one", "c.txt", "nowhere"))
+    found = input_digests(CustomData(build="data.multiplication:build", options=options))
+    a, b, other, c = (sha256(name.encode()).hexdigest() for name in names)
+    assert (found["one/a.txt"], found["one/b.txt"], found["c.txt"]) == (a, f"{b} {other}", c)
 
 
-def test_a_build_function_must_return_rows(tmp_path, monkeypatch, artifacts_root):
+def test_unusable_build_functions_are_refused(tmp_path, monkeypatch, artifacts_root):
     (tmp_path / "wrong_task.py").write_text("def build(settings, seed): return []\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    settings = TIMES.model_copy(update={"build": "wrong_task:build"})
-    with pytest.raises(DataError, match=r"wrong_task:build must return data\.rows\.TaskRows, got list"):
-        build_dataset(settings, seed=1, root=artifacts_root)
+    for name, message in (
+        *((name, r"data.build: must name a function") for name in ("nowhere:build", "data.multiplication:nothing")),
+        *((name, r"data.build: must name a function") for name in ("data.multiplication:_HIGHEST", "..:x")),
+        ("wrong_task:build", r"wrong_task:build must return data\.rows\.TaskRows, got list"),
+    ):
+        with pytest.raises(DataError, match=message):
+            build_dataset(TIMES.model_copy(update={"build": name}), seed=1, root=artifacts_root)
 
 
-def test_the_first_row_is_found_among_printed_lines(tmp_path, monkeypatch, artifacts_root):
-    own = "import atexit, sys\natexit.register(print, 'bye')\nsys.stdout.buffer.write(b'\\xff')\nprint('{}')\n"
-    (tmp_path / "loud_task.py").write_text(own + "from data.multiplication import build, score\n")
+def test_first_row_is_found_among_printed_lines(tmp_path, monkeypatch, artifacts_root):
+    printing = "import atexit, sys\natexit.register(print, 'bye')\nsys.stdout.buffer.write(b'\\xff')\nprint('{}')\n"
+    (tmp_path / "loud_task.py").write_text(printing + "from data.multiplication import build, score\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     row = first_row(TIMES.model_copy(update={"build": "loud_task:build"}), 1, artifacts_root)
     assert row == first_row(TIMES, 1, artifacts_root)
 
 
-def test_the_groups_of_settings_for_own_tasks_compose():
+def test_settings_groups_of_custom_tasks_compose():
     config = load_config(["data=math", "data.source=some/maths", "model.path=some/model", "reward.num_processes=1"])
     assert (config.data.task, config.data.question, config.data.scorer) == ("mapped", "problem", "data.math:score")
-    config = load_config(["data=custom", "model.path=some/model"])
-    assert config.data == CustomData()
-
-
-def test_files_of_options_are_named_by_file_or_folder(tmp_path: Path) -> None:
-    for name in ("one/a.txt", "one/b.txt", "two/one/b.txt", "c.txt"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(name)
-    options = tuple(str(tmp_path / name) for name in ("one", "two/one", "c.txt", "nowhere"))
-    found = input_digests(CustomData(build="data.multiplication:build", options=options))
-    a, b, other, c = (
-        sha256(name.encode()).hexdigest() for name in ("one/a.txt", "one/b.txt", "two/one/b.txt", "c.txt")
-    )
-    assert (found["one/a.txt"], found["one/b.txt"], found["c.txt"]) == (a, f"{b} {other}", c)
+    assert load_config(["data=custom", "model.path=some/model"]).data == CustomData()
