@@ -21,7 +21,6 @@ from rlcore.errors import MillraceError
 from rlcore.storage.documents import read_ordinary, sqlite_address
 from rlcore.storage.locks import process_of
 from rlcore.storage.publish import write_secret_once, write_text_atomically
-from rlcore.storage.documents import sqlite_address
 
 STATE_FILE = "stack.json"
 LOOPBACK = "127.0.0.1"

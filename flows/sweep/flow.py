@@ -54,8 +54,7 @@ from flows.tasks import (
 from flows.work.open_run import open_run
 from rlcore.config.base import FILE_ENDINGS
 from rlcore.config.compose import group_members
-from rlcore.config.sweep import Budget, format_point
-from rlcore.config.sweep import Sweep
+from rlcore.config.sweep import Budget, Sweep, format_point
 from rlcore.errors import MillraceError, StopRequestedError
 from rlcore.tracking.mlflow_store import PARENT_TAG
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from rlcore.config import DataConfig, MixtureData, RolloutConfig, RunConfig, SuiteConfig
+from rlcore.config import RunConfig, SuiteConfig
 from rlcore.config.check import suite_settings
 from rlcore.config.data import scorers_of
 from rlcore.config.fingerprint import changed_settings, fingerprint

@@ -37,8 +37,8 @@ from rlcore.trainer.experience import (
 from rlcore.trainer.generate import generate, split_requests
 from rlcore.types import Rollout
 from rlcore.workers.worker import Worker
-from tests.helpers.tagged_tokenizer import tagged
 from tests.helpers.small_run import SmallRun, prepare, train
+from tests.helpers.tagged_tokenizer import tagged
 from tests.trainer.batches import PROMPTS, InOrder, Written
 
 START = LoopState(4, 4, 0, 0, 0.0)

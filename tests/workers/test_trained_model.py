@@ -27,9 +27,9 @@ from rlcore.workers.trained_model import (
     run_mini_batches,
 )
 from tests.helpers.passes import answers, needs
-from tests.models.tiny import answers as random_answers
 from tests.helpers.side_by_side import run_side_by_side
 from tests.helpers.small_run import prepare, train
+from tests.models.tiny import answers as random_answers
 from tests.trainer.batches import make_statistics
 
 

@@ -13,8 +13,7 @@ from prefect.states import Completed, Crashed, Failed
 
 from flows.server.api import LocalServer
 from flows.sweep.flow import DEPLOYMENT, SweepWorker, work_on_workers
-from rlcore.config.sweep import Budget
-from rlcore.config.sweep import Sweep, load_sweep
+from rlcore.config.sweep import Budget, Sweep, load_sweep
 from rlcore.errors import MillraceError
 from tests.helpers.sweeps import RunWriter
 
