@@ -1,4 +1,4 @@
-"""What a notebook or script imports: the names of `flows.api` (docs/python.md)."""
+"""Names of `flows.api`, for a notebook or script (docs/python.md)."""
 
 from flows.api import Run, compose, evaluate, open, run, runs
 

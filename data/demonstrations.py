@@ -48,7 +48,7 @@ ROLES = ("system", "user", "assistant", "tool")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 """Names of the roles in ShareGPT's files."""
 MOST_HELD_OUT = 10
-"""At most one row in so many is held out."""
+"""Training rows for each held-out row, at least."""
 _IDS = pa.list_(pa.int32())
 _SCHEMA = pa.schema([("token_ids", _IDS), ("answer_lengths", _IDS)])
 

@@ -90,7 +90,7 @@ class Reading(NamedTuple):
     """Texts left of each `=` before a number."""
     number: Number | None = None
     words: tuple[str, ...] | None = None
-    """For a choice: its letter in brackets, and its text."""
+    """Letter in brackets and text of a choice."""
     based: tuple[str, str] | None = None
     """Digits and base."""
     entries: tuple["Reading", ...] = ()

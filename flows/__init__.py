@@ -1,4 +1,4 @@
-"""When and in what order: Prefect flows and tasks, deployments, sweeps, the command line. No tensor, no algorithm."""
+"""Order and schedule of work: Prefect flows and tasks, deployments, sweeps, the command line. No tensors."""
 
 from pathlib import Path
 

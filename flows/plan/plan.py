@@ -28,7 +28,7 @@ from rlcore.storage.disk import (
     check_needs,
     checkpoint_bytes,
     free_bytes,
-    num_checkpoints_at_once,
+    max_num_checkpoints,
     reserve_bytes,
     size,
     unit_for,
@@ -173,7 +173,7 @@ def _disk(
     known, trainer = scan(layout.checkpoints).checkpoints, config.trainer
     expected = None if count is None else checkpoint_bytes(count.trained)
     one = known[-1].size_bytes if known else expected
-    number = num_checkpoints_at_once(
+    number = max_num_checkpoints(
         config.checkpoint, total_steps=trainer.total_steps, steps_per_chunk=trainer.steps_per_chunk
     )
     reserve = reserve_bytes(config.checkpoint)

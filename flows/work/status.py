@@ -14,7 +14,7 @@ from flows.work.slots import Slots
 from rlcore.checkpoint.catalog import scan
 from rlcore.config.fingerprint import RUN_FILE
 from rlcore.errors import CheckpointError, DataError
-from rlcore.run.disk import GOES_ON, PAUSED
+from rlcore.run.disk import PAUSED, RESUMED
 from rlcore.run.failures import read_failures
 from rlcore.run.layout import RunLayout
 from rlcore.storage.documents import READ_BLOCK_BYTES, open_ordinary, parse_json, read_ordinary
@@ -157,7 +157,7 @@ def _read_journal_end(journal: Path) -> tuple[int, float | None, str, float, flo
                     reward = next((record.metrics[name] for name in REWARD_NAMES if name in record.metrics), reward)
                     gpu_seconds = record.metrics.get(GPU_SECONDS, gpu_seconds)
                 case EventRecord(name=name, data=data):
-                    pause = str(data.get("text", "")) if name == PAUSED else "" if name == GOES_ON else pause
+                    pause = str(data.get("text", "")) if name == PAUSED else "" if name == RESUMED else pause
                 case None:
                     continue
             changed = record.time

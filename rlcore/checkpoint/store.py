@@ -28,7 +28,7 @@ from rlcore.errors import CheckpointError
 from rlcore.storage.disk import is_out_of_room
 from rlcore.storage.documents import parse_json, read_ordinary
 from rlcore.storage.manifest import LEFT, set_aside, verify_directory
-from rlcore.storage.publish import published_directory, remove_stale_temporaries, remove_tree, temporary_beside
+from rlcore.storage.publish import published_directory, remove_stale_temporaries, remove_tree, temporary_sibling
 
 SETTINGS = "settings.json"
 """Name of the settings' file in a checkpoint."""
@@ -135,7 +135,7 @@ class CheckpointStore:
                 set_aside(info.path, LEFT, f"{info.path}: the run continues from step {step}", error=CheckpointError)
 
     def _delete(self, path: Path) -> bool:
-        aside = temporary_beside(path)
+        aside = temporary_sibling(path)
         try:
             path.rename(aside)  # a crash leaves no half checkpoint under its name
         except OSError as reason:

@@ -21,12 +21,12 @@ from rlcore.storage.disk import (
     RoomReport,
     check_room,
     checkpoint_bytes,
-    num_checkpoints_at_once,
+    max_num_checkpoints,
     reserve_bytes,
     size,
 )
 
-PAUSED, GOES_ON = "paused_for_disk", "disk_room"
+PAUSED, RESUMED = "paused_for_disk", "disk_room"
 """Events at the start and the end of a wait for room."""
 POLL_S = 1.0
 BYTES_PER_WEIGHT = 4
@@ -65,7 +65,7 @@ class DiskRoom:
         self.log_event(PAUSED, step, _as_event(report))
         while not (report := self.check(path, needed_bytes)).enough:
             self._wait(deadline, report)
-        self.log_event(GOES_ON, step, {"text": f"{path}: there is room again, the run continues", "path": str(path)})
+        self.log_event(RESUMED, step, {"text": f"{path}: there is room again, the run continues", "path": str(path)})
 
     def check(self, path: Path, needed_bytes: int) -> RoomReport:
         """Measure the room for so many bytes and the reserve at `path`."""
@@ -119,7 +119,7 @@ def disk_needs(
     if path == SMOLLM2 and not configured_model(config).is_dir():
         needs.append(DiskNeed("SmolLM2's weights", layout.root / "models", weights))
     if not has_initial_policy and warm.enabled:
-        number = num_checkpoints_at_once(
+        number = max_num_checkpoints(
             config.checkpoint, total_steps=warm.max_steps, steps_per_chunk=warm.steps_per_chunk
         )
         taken = number * checkpoint_bytes(num_weights)

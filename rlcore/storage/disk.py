@@ -174,7 +174,7 @@ def checkpoint_bytes(num_trained_parameters: int) -> int:
     return int(tensors * (1 + CHECKPOINT_SLACK_SHARE)) + CHECKPOINT_SLACK_BYTES
 
 
-def num_checkpoints_at_once(config: CheckpointConfig, *, total_steps: int, steps_per_chunk: int) -> int:
+def max_num_checkpoints(config: CheckpointConfig, *, total_steps: int, steps_per_chunk: int) -> int:
     """Return the largest number of checkpoints on disk: those that retention keeps and the one being written."""
     total = -(-total_steps // steps_per_chunk)
     kept = config.keep_last + config.keep_best

@@ -13,7 +13,7 @@ from pathlib import Path
 from rlcore.errors import DiskSpaceError, TrackingError
 from rlcore.storage.disk import free_bytes, is_out_of_room, out_of_room
 from rlcore.storage.documents import READ_BLOCK_BYTES, parse_json
-from rlcore.storage.publish import flush_to_disk, temporary_beside
+from rlcore.storage.publish import flush_to_disk, temporary_sibling
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class LineFile:
                 )
             names = (f"{self.path.stem}.abandoned-{k}{self.path.suffix}" for k in itertools.count(1))
             aside = next(path for name in names if not (path := self.path.with_name(name)).exists())
-            shortened = temporary_beside(self.path)
+            shortened = temporary_sibling(self.path)
             try:
                 _copy_range(self.path, to_bytes, size, aside)
                 _copy_range(self.path, 0, to_bytes, shortened)

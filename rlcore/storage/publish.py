@@ -80,7 +80,7 @@ def published_directory(
 
 def _make_temporary(target: Path, error: type[MillraceError]) -> tuple[Path, FileLock]:
     remove_stale_temporaries(target.parent, of=target.name)
-    temporary = temporary_beside(target)
+    temporary = temporary_sibling(target)
     owner = FileLock(temporary / OWNER)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -155,7 +155,7 @@ def _hash_and_flush(directory: Path, error: type[MillraceError]) -> tuple[FileEn
 def _rename_into_place(temporary: Path, target: Path, *, replace: bool, error: type[MillraceError]) -> None:
     if replace and target.exists():
         if not exchange(temporary, target):
-            aside = temporary_beside(target)
+            aside = temporary_sibling(target)
             target.rename(aside)
             temporary.rename(target)
             remove_tree(aside)
@@ -199,7 +199,7 @@ def replaced_file(path: Path, needed_bytes: int | None = None) -> Iterator[Binar
         DiskSpaceError: no room, for `needed_bytes` where that is known; the old file is unchanged.
         UnwritableError: the folder cannot be written.
     """
-    temporary = temporary_beside(path)
+    temporary = temporary_sibling(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
@@ -257,7 +257,7 @@ def flush_to_disk(path: Path) -> None:
 # ---------------------------------------------------------------- temporaries
 
 
-def temporary_beside(path: Path) -> Path:
+def temporary_sibling(path: Path) -> Path:
     """Return a new name `.tmp-<name>-<pid>-<8 hex>` in the same folder, so a rename stays in one file system."""
     return path.with_name(f".tmp-{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
 

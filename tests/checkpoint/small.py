@@ -102,5 +102,5 @@ def digest(tensor: Tensor) -> str:
 
 
 def save_shards(directory: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Write this rank's shards into `directory`, at once."""
+    """Write this rank's shards into `directory`."""
     rank_shards(model, optimizer).write(directory)

@@ -151,7 +151,7 @@ def test_without_memory_for_a_copy_training_waits_for_the_save(
 @pytest.mark.multiprocess
 @pytest.mark.needs_ray
 @pytest.mark.parametrize("ranks", [(1, 2, 1), pytest.param((8, 4, 1), marks=pytest.mark.lengthy)], ids=str)
-def test_a_run_goes_on_with_other_ranks(undisturbed: SmallRun, tmp_path: Path, ranks: tuple[int, ...]) -> None:
+def test_run_resumes_with_other_ranks(undisturbed: SmallRun, tmp_path: Path, ranks: tuple[int, ...]) -> None:
     """And with prompts that are computed once: the numbers of one rank that computes them with each answer."""
     for step, number in zip((2, 4, 6), ranks, strict=True):
         runtime = "runtime=local" if number == 1 else "runtime=ray"

@@ -37,11 +37,11 @@ DISK_MIB = 96
 LEFT_BYTES = 1 << 20
 
 
-@pytest.mark.parametrize("has_start_model", [False, True])
+@pytest.mark.parametrize("has_initial_policy", [False, True])
 @pytest.mark.parametrize("is_given", [False, True])
 @pytest.mark.parametrize("has_warm_start", [False, True])
 def test_an_initial_policy_is_in_the_disk_plan(
-    has_start_model: bool, is_given: bool, has_warm_start: bool, tmp_path: Path
+    has_initial_policy: bool, is_given: bool, has_warm_start: bool, tmp_path: Path
 ) -> None:
     config = load_config(["experiment=debug", f"paths.root={tmp_path}"])
     model = config.model.model_copy(update={"path": str(tmp_path) if is_given else None})
@@ -53,11 +53,11 @@ def test_an_initial_policy_is_in_the_disk_plan(
         checkpoints_bytes=0,
         num_weights=10,
         steps_left=1,
-        has_initial_policy=has_start_model,
+        has_initial_policy=has_initial_policy,
     )
     names = {need.what for need in needs}
-    assert ("initial policy" in names) == (not has_start_model and (has_warm_start or not is_given))
-    assert ("checkpoints of the warm start" in names) == (not has_start_model and has_warm_start)
+    assert ("initial policy" in names) == (not has_initial_policy and (has_warm_start or not is_given))
+    assert ("checkpoints of the warm start" in names) == (not has_initial_policy and has_warm_start)
 
 
 @pytest.fixture(scope="module")

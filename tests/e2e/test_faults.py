@@ -10,7 +10,7 @@ import pytest
 from rlcore.run.failures import read_failures
 from rlcore.tracking.journal import load_journal
 from tests.helpers.harmful import HARM
-from tests.helpers.running import WAIT_S, disturb, said, small, steps_of, weights_of
+from tests.helpers.running import WAIT_S, disturb, output_of, small, steps_of, weights_of
 from tests.helpers.small_run import SmallRun
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(WAIT_S + 40)]
@@ -44,14 +44,14 @@ def harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.lengthy
 def test_a_publication_that_hangs_is_ended(tmp_path: Path) -> None:
     calm = small(tmp_path / "calm", steps=3)
-    assert disturb(calm, None)[0]["code"] == 0, said(calm)
+    assert disturb(calm, None)[0]["code"] == 0, output_of(calm)
     run = small(tmp_path / "run", "runtime.deadlines.save_s=20", steps=3)
     found = disturb(run, at("publish", nth=2, sleep_s=600), None)
-    assert [one["code"] for one in found] == [FAILED, 0], said(run)
+    assert [one["code"] for one in found] == [FAILED, 0], output_of(run)
     assert [one["left"] for one in found] == [[], []]
     assert kinds(run) == [("hang", "commit")]
-    assert "runtime.deadlines.save_s: hang in commit after step" in said(run)
-    assert "s; checkpoint of step 2: renaming" in said(run)
+    assert "runtime.deadlines.save_s: hang in commit after step" in output_of(run)
+    assert "s; checkpoint of step 2: renaming" in output_of(run)
     assert steps_of(run) == steps_of(calm)
     assert weights_of(run) == weights_of(calm)
 
@@ -60,7 +60,7 @@ def test_hangs_and_lack_of_memory_in_this_process(tmp_path: Path, harm: Path) ->
     with_scorer = ("algo.policy_loss=tests.helpers.harmful:short_of_memory", "reward.num_processes=1")
     calm = small(tmp_path / "calm", *with_scorer, steps=STEPS)
     (harm / "memory").touch()
-    assert disturb(calm, None)[0]["code"] == 0, said(calm)
+    assert disturb(calm, None)[0]["code"] == 0, output_of(calm)
     (harm / "memory").unlink()
 
     run = small(tmp_path / "run", *with_scorer, "runtime.deadlines.update_s=20", "reward.deadline_s=2", steps=STEPS)
@@ -70,10 +70,10 @@ def test_hangs_and_lack_of_memory_in_this_process(tmp_path: Path, harm: Path) ->
         at("update_actor", nth=3, sleep_s=600),
         at("gen", "SIGSTOP", to="scorer"),  # no fault of the run: the pool replaces it
     )
-    assert [one["code"] for one in found] == [FAILED, FAILED, 0], said(run)
+    assert [one["code"] for one in found] == [FAILED, FAILED, 0], output_of(run)
     assert [one["left"] for one in found] == [[], [], []]
     assert kinds(run) == [("host out of memory", "update_actor"), ("hang", "update_actor")]
-    assert "runtime.deadlines.update_s: hang in update_actor after step" in said(run)
+    assert "runtime.deadlines.update_s: hang in update_actor after step" in output_of(run)
     hung = stacks(run)[-1]
     assert "=== trainer, process" in hung
     assert 'disturbed.py", line' in hung, "the line where it hangs is missing"
@@ -95,10 +95,10 @@ def test_a_hanging_scorer_costs_its_answer(tmp_path: Path, harm: Path) -> None:
         steps=2,
     )
     (harm / "scorer").unlink()
-    assert disturb(run, None)[0]["code"] == 0, said(run)
-    assert said(run).count("overran reward.deadline_s=2") == 1
-    assert "data.scorer failed on 1 response(s) so far, which are left out of training" in said(run)
-    assert "the last time: a response took longer" in said(run)
+    assert disturb(run, None)[0]["code"] == 0, output_of(run)
+    assert output_of(run).count("overran reward.deadline_s=2") == 1
+    assert "data.scorer failed on 1 response(s) so far, which are left out of training" in output_of(run)
+    assert "the last time: a response took longer" in output_of(run)
     steps = steps_of(run)
     assert len(steps) == 3
     # The one answer is the first of the validation at step 0, or one of the 16 of a step.
@@ -111,7 +111,7 @@ def test_a_hanging_scorer_costs_its_answer(tmp_path: Path, harm: Path) -> None:
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
     run = small(tmp_path_factory.mktemp("two_ranks"), *RAY, steps=STEPS)
-    assert disturb(run, None)[0]["code"] == 0, said(run)
+    assert disturb(run, None)[0]["code"] == 0, output_of(run)
     return run
 
 
@@ -125,7 +125,7 @@ def test_a_lost_rank_and_a_host_without_memory(two_ranks: SmallRun, tmp_path: Pa
         at("never", env=short),  # Ray kills workers of a host that is short of memory
         None,
     )
-    assert [one["code"] for one in found] == [FAILED, FAILED, 0], said(run)
+    assert [one["code"] for one in found] == [FAILED, FAILED, 0], output_of(run)
     assert [one["left"] for one in found] == [[]] * 3
     named = kinds(run)
     assert named[0] == ("lost worker", "update_actor")
@@ -139,7 +139,7 @@ def test_a_lost_rank_and_a_host_without_memory(two_ranks: SmallRun, tmp_path: Pa
 def test_a_hung_engine_and_a_collective_that_never_returns(two_ranks: SmallRun, tmp_path: Path) -> None:
     run = small(tmp_path, *RAY, "runtime.deadlines.generate_s=15", "runtime.deadlines.update_s=15", steps=STEPS)
     found = disturb(run, at("gen", "SIGSTOP", to="rank-1", nth=3), at("update_actor", "SIGSTOP", to="rank-0"), None)
-    assert [one["code"] for one in found] == [FAILED, FAILED, 0], said(run)
+    assert [one["code"] for one in found] == [FAILED, FAILED, 0], output_of(run)
     assert [one["left"] for one in found] == [[]] * 3
     assert kinds(run) == [("hang", "gen"), ("hang", "update_actor")]
     hung = stacks(run)[0]
@@ -157,10 +157,10 @@ def test_a_cluster_that_is_lost_or_hangs_at_its_start(two_ranks: SmallRun, tmp_p
     # Not gcs_server: stopped before it answers, it was abandoned by Ray itself, under load, before this deadline.
     (hung,) = disturb(impatient, at("start", "SIGSTOP", to="raylet", aside=True))
     lost, done = disturb(run, at("start", "SIGKILL", to="raylet", aside=True), None)
-    assert [one["code"] for one in (hung, lost, done)] == [FAILED, FAILED, 0], said(run)
+    assert [one["code"] for one in (hung, lost, done)] == [FAILED, FAILED, 0], output_of(run)
     assert [one["left"] for one in (hung, lost, done)] == [[], [], []]
     assert kinds(run) == [("hang", "start"), ("lost worker", "start")]
-    assert "a private Ray cluster did not start: Exception: The current node timed out" in said(run)
+    assert "a private Ray cluster did not start: Exception: The current node timed out" in output_of(run)
     assert steps_of(run) == steps_of(two_ranks)
     assert weights_of(run) == weights_of(two_ranks)
 
@@ -176,7 +176,7 @@ def test_a_lost_node_of_a_cluster(two_ranks: SmallRun, tmp_path: Path) -> None:
         run = small(tmp_path, *RAY, f"runtime.ray_address={address}", steps=STEPS)
         found = disturb(run, at("gen", "SIGKILL", to="node", nth=4), None)
         cluster.communicate()
-    assert [one["code"] for one in found] == [FAILED, 0], said(run)
+    assert [one["code"] for one in found] == [FAILED, 0], output_of(run)
     assert kinds(run)[0][0] == "lost worker"
     assert steps_of(run) == steps_of(two_ranks)
     assert weights_of(run) == weights_of(two_ranks)

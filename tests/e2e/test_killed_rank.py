@@ -13,7 +13,7 @@ import pytest
 from rlcore.run.initial_policy import stage_layout
 from rlcore.run.layout import RunLayout
 from rlcore.tracking.journal import read_journal
-from tests.helpers.running import WAIT_S, disturb, said, small, steps_of, weights_of
+from tests.helpers.running import WAIT_S, disturb, output_of, small, steps_of, weights_of
 from tests.helpers.small_run import SmallRun
 
 pytestmark = [pytest.mark.lengthy, pytest.mark.multiprocess, pytest.mark.needs_ray, pytest.mark.timeout(8 * WAIT_S)]
@@ -38,7 +38,7 @@ FAILED = 1
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
     """One process has the numbers of one rank under Ray."""
     run = small(tmp_path_factory.mktemp("undisturbed"), *KEPT, steps=STEPS)
-    assert disturb(run, None)[0]["code"] == 0, said(run)
+    assert disturb(run, None)[0]["code"] == 0, output_of(run)
     return run
 
 
@@ -49,20 +49,20 @@ def test_seven_kills_and_the_numbers_are_the_same(undisturbed: SmallRun, tmp_pat
     for moment in rng.sample(list(LATEST), len(LATEST)):
         kill = {"at": moment, "nth": rng.randint(1, LATEST[moment]), "to": "rank-0", "signals": ["SIGKILL"]}
         (found,) = disturb(run, kill)
-        assert found["code"] == FAILED, (kill, said(run))
+        assert found["code"] == FAILED, (kill, output_of(run))
         assert found["left"] == [], "processes"
         assert found["unreadable"] == []
         committed = max(found["checkpoints"], default="")
         assert committed >= newest, "what was committed stays"
         newest = committed
-    assert disturb(run, None)[0]["code"] == 0, said(run)
+    assert disturb(run, None)[0]["code"] == 0, output_of(run)
     assert steps_of(run) == steps_of(undisturbed)
     assert weights_of(run) == weights_of(undisturbed)
 
 
 def test_one_of_four_ranks_killed_in_an_update(tmp_path: Path) -> None:
     one = small(tmp_path, *KEPT, steps=4)
-    assert disturb(one, None)[0]["code"] == 0, said(one)
+    assert disturb(one, None)[0]["code"] == 0, output_of(one)
     ranks = one.config.runtime.model_copy(update={"backend": "ray", "num_workers": 4})
     found = {}
     for name, plan in {
@@ -71,7 +71,7 @@ def test_one_of_four_ranks_killed_in_an_update(tmp_path: Path) -> None:
     }.items():
         run = replace(one, config=one.config.model_copy(update={"runtime": ranks, "run_id": name}))
         codes = [start["code"] for start in disturb(run, *plan)]
-        assert codes == [FAILED, 0][-len(plan) :], said(run)
+        assert codes == [FAILED, 0][-len(plan) :], output_of(run)
         found[name] = steps_of(run), weights_of(run)
     assert found["whole"] == found["killed"]
     for step, metrics in steps_of(one).items():
@@ -84,12 +84,12 @@ def test_killed_between_the_turns_of_episodes_it_ends_the_same(moment: str, tmp_
     """The ninth time of a moment lies after the first step, in episodes of up to six turns."""
     settings = ("trainer.batch_size=8", "trainer.mini_batch_size=8", "rollout.samples_per_prompt=2")
     whole = small(tmp_path / "whole", *settings, steps=4, experiment="number_guessing")
-    assert disturb(whole, None)[0]["code"] == 0, said(whole)
+    assert disturb(whole, None)[0]["code"] == 0, output_of(whole)
     killed = small(tmp_path / "killed", *settings, "runtime=ray", steps=4, experiment="number_guessing")
     (found,) = disturb(killed, {"at": moment, "nth": 9, "to": "rank-0", "signals": ["SIGKILL"]})
-    assert (found["code"], found["left"]) == (FAILED, []), said(killed)
+    assert (found["code"], found["left"]) == (FAILED, []), output_of(killed)
     assert 0 < len(steps_of(killed)) < 4
-    assert disturb(killed, None)[0]["code"] == 0, said(killed)
+    assert disturb(killed, None)[0]["code"] == 0, output_of(killed)
     assert steps_of(killed) == steps_of(whole)
     assert weights_of(killed) == weights_of(whole)
 
@@ -109,8 +109,8 @@ def test_a_warm_start_on_two_ranks_survives_a_kill(tmp_path: Path) -> None:
         shutil.rmtree(stage.run_dir)
         shutil.rmtree(two.layout.run_dir, ignore_errors=True)
         *killed, done = disturb(two, *kill, None)
-        assert [one["code"] for one in killed] == [FAILED] * len(kill), said(two)
-        assert done["code"] == 0, said(two)
+        assert [one["code"] for one in killed] == [FAILED] * len(kill), output_of(two)
+        assert done["code"] == 0, output_of(two)
         found.append(((one.model_directory / "model.safetensors").read_bytes(), losses_of(stage)))
     assert found[0] == found[1]
     assert found[0][1] == pytest.approx(losses, abs=1e-4)

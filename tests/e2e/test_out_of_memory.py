@@ -9,7 +9,7 @@ from rlcore.run.failures import read_failures
 from rlcore.tracking.delivery import sync_run
 from rlcore.tracking.journal import load_journal, read_journal
 from tests.helpers.mlflow import client_of, main_run, points
-from tests.helpers.running import disturb, said, steps_of
+from tests.helpers.running import disturb, output_of, steps_of
 from tests.helpers.sessions import elsewhere, run_to_the_end
 from tests.helpers.small_run import prepare
 
@@ -59,7 +59,7 @@ def test_one_of_two_ranks_runs_out_of_memory(tmp_path: Path) -> None:
     loss = "algo.policy_loss=tests.helpers.harmful:at_most_four_on_rank_1"
     short = elsewhere(plain, tmp_path / "short", *SETTINGS, "runtime=ray", "runtime.num_workers=2", loss)
     failed, finished = disturb(short, None, None)
-    assert (failed["code"], finished["code"]) == (1, 0), said(short)
+    assert (failed["code"], finished["code"]) == (1, 0), output_of(short)
 
     (fault,) = read_failures(short.layout.run_dir)
     assert (fault.kind, fault.step) == ("rank out of memory", 0)

@@ -63,7 +63,7 @@ def test_killed_at_three_random_moments(undisturbed: SmallRun, tmp_path: Path, r
 
 @pytest.mark.multiprocess
 @pytest.mark.needs_ray
-def test_sigterm_saves_and_the_run_goes_on(undisturbed: SmallRun, tmp_path: Path) -> None:
+def test_sigterm_saves_and_run_resumes(undisturbed: SmallRun, tmp_path: Path) -> None:
     run = small(tmp_path, "runtime=ray", steps=STEPS)
     run_dir, log = write_record(run), tmp_path / "out.log"
     begun = f"session_{datetime.now():%Y-%m-%d_%H-%M-%S}"  # an older one is of another process that had this id

@@ -261,7 +261,7 @@ def test_a_cancelled_run_resumes_by_retry_and_a_suspended_one_by_resume(stack: S
 
 @pytest.mark.lengthy
 @pytest.mark.timeout(900)
-def test_a_full_disk_is_told_once(stack: Stack, hook: Hook) -> None:
+def test_full_disk_is_reported_once(stack: Stack, hook: Hook) -> None:
     before, runs = len(hook.messages), stack.root / "runs"
     with mounted(runs, size_mib=32):
         run = stack.start("pipeline/debug", overrides=[*LONG[1:], "trainer.total_steps=200", "name=full"])

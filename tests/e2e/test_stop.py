@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.helpers.mlflow import wait_until
-from tests.helpers.running import WAIT_S, disturb, said, small, steps_of, weights_of, write_record
+from tests.helpers.running import WAIT_S, disturb, output_of, small, steps_of, weights_of, write_record
 from tests.helpers.small_run import SmallRun
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(WAIT_S + 40)]
@@ -30,7 +30,7 @@ def at(moment: str, *signals: str, nth: int = 1) -> dict[str, Any]:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
     run = small(tmp_path_factory.mktemp("undisturbed"), steps=STEPS)
     (done,) = disturb(run, None)
-    assert done["code"] == 0, said(run)
+    assert done["code"] == 0, output_of(run)
     return run
 
 
@@ -50,7 +50,7 @@ def test_a_stop_in_each_phase_saves_and_leaves_nothing_behind(undisturbed: Small
     ]
     found = disturb(run, *plan)
     codes = [one["code"] for one in found]
-    assert codes == [RESUMABLE] * 8 + [0], said(run)
+    assert codes == [RESUMABLE] * 8 + [0], output_of(run)
     for one in found:
         assert one["left"] == [], one["plan"]
         assert one["temporaries"] in ([], [".writer.lock"]), one["plan"]
@@ -62,19 +62,19 @@ def test_a_stop_in_each_phase_saves_and_leaves_nothing_behind(undisturbed: Small
     assert weights_of(run) == weights_of(undisturbed)
 
 
-def test_a_step_that_takes_too_long_is_given_up(undisturbed: SmallRun, tmp_path: Path) -> None:
+def test_slow_step_is_abandoned(undisturbed: SmallRun, tmp_path: Path) -> None:
     run = small(tmp_path, "runtime.stop_deadline_s=200", steps=STEPS)
     (slow,) = disturb(run, at("gen", "SIGTERM", nth=2) | {"late_s": 101})
-    assert slow["code"] == RESUMABLE, said(run)
-    assert " before reward" in said(run)
+    assert slow["code"] == RESUMABLE, output_of(run)
+    assert " before reward" in output_of(run)
     assert slow["checkpoints"] == ["step-000001"], "the step before was not saved"
     run = small(tmp_path, "runtime.stop_deadline_s=1", steps=STEPS)
     plan = [at("gen", "SIGTERM", nth=2) | {"sleep_s": 600}, at("publish", "SIGTERM") | {"sleep_s": 600}, None]
     found = disturb(run, *plan)
-    assert [one["code"] for one in found] == [RESUMABLE, RESUMABLE, 0], said(run)
+    assert [one["code"] for one in found] == [RESUMABLE, RESUMABLE, 0], output_of(run)
     assert [one["left"] for one in found] == [[], [], []]
-    assert "runtime.stop_deadline_s: " in said(run)
-    assert "; checkpoint of step " in said(run), "a publication that hangs is named"
+    assert "runtime.stop_deadline_s: " in output_of(run)
+    assert "; checkpoint of step " in output_of(run), "a publication that hangs is named"
     assert steps_of(run) == steps_of(undisturbed)
 
 
@@ -133,6 +133,6 @@ def test_a_stop_between_commands_saves_the_last_step(undisturbed: SmallRun, tmp_
     assert "is saved" in last["message"]
     assert process.wait(WAIT_S) == RESUMABLE
     (rest,) = disturb(run, None)
-    assert rest["code"] == 0, said(run)
+    assert rest["code"] == 0, output_of(run)
     assert steps_of(run) == steps_of(undisturbed)
     assert weights_of(run) == weights_of(undisturbed)

@@ -45,18 +45,18 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
-def _asked(n: int) -> str:
+def _question(n: int) -> str:
     return f"What is {n} + 1?"
 
 
-def _said(n: int) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": _asked(n)}, {"role": "assistant", "content": f"It is {n + 1}."}]
+def _messages(n: int) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": _question(n)}, {"role": "assistant", "content": f"It is {n + 1}."}]
 
 
 def _schema(source: str, truth: Callable[[int], Any], **extra: Callable[[int], Any]) -> Rows:
     return lambda n: {
         "data_source": source,
-        "prompt": [{"role": "user", "content": _asked(n)}],
+        "prompt": [{"role": "user", "content": _question(n)}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": truth(n)},
         "extra_info": {name: value(n) for name, value in extra.items()},
@@ -76,30 +76,30 @@ def _eurus(n: int) -> dict[str, Any]:
 
 def _open_r1(n: int) -> dict[str, Any]:
     return {
-        "problem": _asked(n),
+        "problem": _question(n),
         "solution": rf"It is $\boxed{{{n + 1}}}$.",
         "answer": str(n + 1),
         "generations": [rf"<think>{n}</think> \boxed{{{n + 1}}}", "No."],
-        "messages": _said(n),
+        "messages": _messages(n),
     }
 
 
 def _called(n: int) -> dict[str, Any]:
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": json.dumps({"a": n, "b": 1})}}
-    asked, answered = _said(n)
+    asked, answered = _messages(n)
     turns = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": str(n + 1)}]
     return {"messages": [asked, *turns, answered], "tools": [ADD]}
 
 
 def _parts(n: int) -> dict[str, Any]:
-    return {"messages": [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in _said(n)]}
+    return {"messages": [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in _messages(n)]}
 
 
 PROBLEMS: dict[str, Rows] = {
     "dapo/{}.parquet": _schema("math_dapo", lambda n: str(n + 1), index=lambda n: f"9a9b6eb4-{n}"),
     "verl_gsm8k/{}.parquet": _schema(
         "openai/gsm8k", lambda n: str(n + 1), split=lambda n: "train", index=lambda n: n,
-        answer=lambda n: f"#### {n + 1}", question=_asked,
+        answer=lambda n: f"#### {n + 1}", question=_question,
     ),
     "tinyzero/{}.parquet": _schema(
         "countdown", lambda n: {"target": n + 1, "numbers": [n, 1]}, split=lambda n: "train", index=lambda n: n
@@ -107,26 +107,28 @@ PROBLEMS: dict[str, Rows] = {
     "eurus/{}.parquet": _eurus,
     "eurus_maths/{}.parquet": _maths_of_eurus,
     "lighteval_math/{}.parquet": lambda n: {
-        "problem": _asked(n), "level": "Level 1", "type": "Algebra", "solution": rf"It is $\boxed{{{n + 1}}}$."
+        "problem": _question(n), "level": "Level 1", "type": "Algebra", "solution": rf"It is $\boxed{{{n + 1}}}$."
     },
     "open_r1/{}-00000-of-00001.parquet": _open_r1,
-    "chats/{}.jsonl": lambda n: {"messages": [_said(n)[0], {"role": "assistant", "content": rf"\boxed{{{n + 1}}}"}]},
-    "sheet/{}.csv": lambda n: {"question": _asked(n), "answer": n + 1},
-    "saved/{}": lambda n: {"question": _asked(n), "answer": n + 1},
-    "squeezed/{}.jsonl.zst": lambda n: {"question": _asked(n), "answer": n + 1},
-    "array/{}.json": lambda n: {"question": _asked(n), "answer": n + 1},
+    "chats/{}.jsonl": lambda n: {
+        "messages": [_messages(n)[0], {"role": "assistant", "content": rf"\boxed{{{n + 1}}}"}]
+    },
+    "sheet/{}.csv": lambda n: {"question": _question(n), "answer": n + 1},
+    "saved/{}": lambda n: {"question": _question(n), "answer": n + 1},
+    "squeezed/{}.jsonl.zst": lambda n: {"question": _question(n), "answer": n + 1},
+    "array/{}.json": lambda n: {"question": _question(n), "answer": n + 1},
 }  # fmt: skip
 """Files of problems: the name, with the split in its place, and a row by its number."""
 DEMONSTRATIONS: dict[str, Rows] = {
-    "openai.jsonl": lambda n: {"messages": _said(n)},
+    "openai.jsonl": lambda n: {"messages": _messages(n)},
     "parts.jsonl": _parts,
     "calls.jsonl": _called,
     "sharegpt.json": lambda n: {
-        "conversations": [{"from": "human", "value": _asked(n)}, {"from": "gpt", "value": f"It is {n + 1}."}]
+        "conversations": [{"from": "human", "value": _question(n)}, {"from": "gpt", "value": f"It is {n + 1}."}]
     },
     "alpaca.json": lambda n: {"instruction": "Add one.", "input": str(n), "output": f"It is {n + 1}."},
-    "trl.parquet": lambda n: {"prompt": _said(n)[:1], "completion": _said(n)[1:]},
-    "texts.jsonl": lambda n: {"prompt": f"Q: {_asked(n)} A:", "completion": f" {n + 1}"},
+    "trl.parquet": lambda n: {"prompt": _messages(n)[:1], "completion": _messages(n)[1:]},
+    "texts.jsonl": lambda n: {"prompt": f"Q: {_question(n)} A:", "completion": f" {n + 1}"},
 }
 """Files of demonstrations: the name, and a row by its number."""
 

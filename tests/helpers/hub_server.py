@@ -72,7 +72,7 @@ class Hub:
 
     def _about(self, path: str, query: Mapping[str, list[str]]) -> Answer:
         """`REPOSITORY[/revision/REVISION]`, or a page of `REPOSITORY/tree/REVISION[/FOLDER]`."""
-        name, found, rest = self._found(path)
+        name, found, rest = self._find(path)
         if found is None:
             return _missing("RepoNotFound", 401)
         verb, revision, folder = (*rest.split("/", 2), "", "", "")[:3]
@@ -97,7 +97,7 @@ class Hub:
 
     def _file(self, path: str, token: str | None, *, redirect: bool) -> Answer:
         """`REPOSITORY/resolve/REVISION/FILE`."""
-        _, found, rest = self._found(path)
+        _, found, rest = self._find(path)
         if found is None:
             return _missing("RepoNotFound", 401)
         _, revision, file = rest.split("/", 2)
@@ -120,7 +120,7 @@ class Hub:
             (307, {**headers, "Location": f"/api/resolve-cache/{path}"}, b"") if redirect else (200, headers, content)
         )
 
-    def _found(self, path: str) -> tuple[str, Repository | None, str]:
+    def _find(self, path: str) -> tuple[str, Repository | None, str]:
         for name, repository in self.repositories.items():
             if path == name or path.startswith(f"{name}/"):
                 return name, repository, path[len(name) + 1 :]

@@ -153,7 +153,7 @@ def points(client: MlflowClient, run: Run, name: str) -> list[tuple[int, float]]
     return sorted((metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, name))
 
 
-def shown(client: MlflowClient, run: Run, name: str) -> list[tuple[int, float]]:
+def values_by_step(client: MlflowClient, run: Run, name: str) -> list[tuple[int, float]]:
     """The last value of each step: what MLflow shows of a metric."""
     history = sorted(client.get_metric_history(run.info.run_id, name), key=lambda metric: metric.timestamp)
     return sorted({metric.step: metric.value for metric in history}.items())

@@ -58,7 +58,7 @@ def disturb(run: SmallRun, *plan: Plan) -> list[dict[str, Any]]:
     return found
 
 
-def said(run: SmallRun) -> str:
+def output_of(run: SmallRun) -> str:
     return (run.layout.run_dir / "out.log").read_text()
 
 

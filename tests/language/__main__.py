@@ -26,6 +26,7 @@ _WORDS = re.compile(
 )
 _FUNCTION_NAMES = frozenset(_LISTS["function_names"])
 _BEGINNINGS = frozenset(_LISTS["beginnings"])
+_EXEMPT = re.compile("|".join(map(re.escape, _LISTS["exempt"])))
 _LITERAL = re.compile(r"\w[/_=.@:]\w")
 """Settings, metrics, paths and URLs have one of these signs between letters."""
 _CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -90,6 +91,10 @@ def word_findings(text: str, line: int) -> Iterator[Finding]:
         chunk = text[text.rfind("\n", 0, start) + 1 : start].rpartition(" ")[2] + text[start:end]
         chunk += re.match(r"\S*", text[end : end + 80])[0]
         paragraph = text[max(text.rfind("\n\n", 0, start), 0) : start]
+        line_end = text.find("\n", end)
+        around = text[text.rfind("\n", 0, start) + 1 : line_end if line_end >= 0 else None]
+        if _EXEMPT.search(around):
+            continue
         if not _LITERAL.search(chunk) and paragraph.count("`") % 2 == 0:
             replacement = next(new for group, new in zip(match.groups(), _REPLACEMENTS, strict=True) if group)
             yield line + text.count("\n", 0, start), f"{match[0]!r}: write {replacement}"

@@ -14,16 +14,16 @@ from tests.storage.small_disk import small_disk
 
 __all__ = ["small_disk"]
 
-Told = list[Mapping[str, object]]
+Reported = list[Mapping[str, object]]
 
 
 @pytest.fixture
-def told() -> Told:
+def reported() -> Reported:
     return []
 
 
 @pytest.fixture
-def record(tmp_path: Path, told: Told) -> Iterator[RunRecord]:
+def record(tmp_path: Path, reported: Reported) -> Iterator[RunRecord]:
     config = RunConfig(
         tracking=TrackingConfig(enabled=False),
         trainer=TrainerConfig(total_steps=9),
@@ -31,7 +31,7 @@ def record(tmp_path: Path, told: Told) -> Iterator[RunRecord]:
     )
     layout = RunLayout(tmp_path, tmp_path / "run")
     layout.run_dir.mkdir()
-    guard = Watchdog(config, layout, stop=StopFlag(lambda: None), report=told.append, abandon=lambda error: None)
+    guard = Watchdog(config, layout, stop=StopFlag(lambda: None), report=reported.append, abandon=lambda error: None)
     made = RunRecord(config, layout, guard)
     yield made
     made.finish(failed=False)

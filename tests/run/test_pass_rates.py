@@ -10,7 +10,7 @@ from rlcore.config import PassRatesConfig
 from rlcore.errors import DataError, StopRequestedError
 from rlcore.run.inputs import RunInputs
 from rlcore.run.pass_rates import TABLE, find_pass_rates, planned_pass_rates, read_table
-from tests.helpers.running import disturb, said, steps_of, weights_of
+from tests.helpers.running import disturb, output_of, steps_of, weights_of
 from tests.helpers.sessions import Event, elsewhere, run_to_the_end, session_of
 from tests.helpers.small_run import SmallRun, prepare
 
@@ -133,7 +133,7 @@ def test_killed_run_draws_by_the_same_counts(measured: SmallRun, tmp_path: Path)
         {"at": "update_actor", "nth": 4, "signals": ["SIGKILL"]},
         None,
     )
-    assert [one["code"] for one in found] == [-9, -9, 0], said(killed)
+    assert [one["code"] for one in found] == [-9, -9, 0], output_of(killed)
     assert table_of(killed).read_bytes() == table_of(whole).read_bytes()
     steps = steps_of(whole)
     assert steps_of(killed) == steps

@@ -1,4 +1,4 @@
-"""The problems of a run: parts of a mixture with ids and names of their own, and which of them are held out."""
+"""Problems of a run: parts of a mixture with separate ids and names, and held-out problems."""
 
 from pathlib import Path
 
@@ -47,9 +47,9 @@ def test_parts_of_a_mixture_have_separate_ids_and_names(tmp_path: Path) -> None:
 def test_equal_names_and_empty_parts_are_refused(tmp_path: Path) -> None:
     sources = ("countdown", "other", "countdown")
     files = [rows(tmp_path / f"{number}.parquet", number, source=source) for number, source in enumerate(sources)]
-    with pytest.raises(DataError) as told:
+    with pytest.raises(DataError) as reported:
         read_parts(mixture("", "", ""), files)
-    assert str(told.value) == (
+    assert str(reported.value) == (
         "data.parts: entries 0 and 2 both have rows of countdown, so their metrics would be merged; give at least one "
         "of them a name"
     )

@@ -17,7 +17,7 @@ from rlcore.trainer.alarms import Alarm
 from rlcore.trainer.step import StepResult
 from rlcore.workers.trained_model import OomRetry
 from tests.helpers.checkpoints import save
-from tests.run.conftest import Told
+from tests.run.conftest import Reported
 
 
 def journaled(record: RunRecord) -> list[tuple[str, int, Mapping[str, object]]]:
@@ -45,10 +45,10 @@ def test_pace_leaves_out_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None
     assert later.eta_s(5) == 15
 
 
-def test_progress_event_has_headline_metrics(record: RunRecord, told: Told) -> None:
+def test_progress_event_has_headline_metrics(record: RunRecord, reported: Reported) -> None:
     metrics = {"perf/throughput": 5.0, "critic/score/mean": 0.5, "actor/lr": 1.0}
     RunEvents(record, "train").progress(StepResult(LoopState(3, 3, 24, 100, 0.1), metrics), 4, Pace(is_warm=False))
-    (event,) = told
+    (event,) = reported
     assert math.isnan(float(str(event["eta_s"])))
     assert {name: value for name, value in event.items() if name != "eta_s"} == {
         "event": "progress",
@@ -63,24 +63,26 @@ def test_progress_event_has_headline_metrics(record: RunRecord, told: Told) -> N
     }
 
 
-def test_alarm_is_reported_once_while_it_lasts(record: RunRecord, told: Told, caplog: pytest.LogCaptureFixture) -> None:
+def test_alarm_is_reported_once_while_it_lasts(
+    record: RunRecord, reported: Reported, caplog: pytest.LogCaptureFixture
+) -> None:
     events, loud, other = RunEvents(record, "train"), Alarm("kl", "warn", "kl is 9"), Alarm("grad", "stop", "grad is 8")
     for step, alarms in ((1, [loud]), (2, [loud, other]), (3, []), (4, [loud])):
         events.alarms(step, alarms)
-    assert [(event["step"], event["alarm"]) for event in told] == [(1, "kl"), (2, "grad"), (4, "kl")]
-    assert told[1] == {
+    assert [(event["step"], event["alarm"]) for event in reported] == [(1, "kl"), (2, "grad"), (4, "kl")]
+    assert reported[1] == {
         "event": "alarm", "step": 2, "alarm": "grad", "action": "stop", "text": "alarm at step 2: grad is 8",
     }  # fmt: skip
     assert "alarm at step 2: grad is 8" in caplog.text
     assert [(name, step) for name, step, _ in journaled(record)] == [("alarm", 1), ("alarm", 2), ("alarm", 4)]
 
 
-def test_unscored_responses_are_reported_when_they_double(record: RunRecord, told: Told) -> None:
+def test_unscored_responses_are_reported_when_they_double(record: RunRecord, reported: Reported) -> None:
     events = RunEvents(record, "train")
     for step, count in enumerate((0, 1, 1, 2, 3, 4, 1000, 1999, 2000)):
         events.unscored(step, count, "too late")
-    assert [event["num_answers"] for event in told] == [1, 2, 4, 1000, 2000]
-    assert told[3] == {
+    assert [event["num_answers"] for event in reported] == [1, 2, 4, 1000, 2000]
+    assert reported[3] == {
         "event": "scorer_failed",
         "step": 6,
         "num_answers": 1000,
@@ -90,12 +92,17 @@ def test_unscored_responses_are_reported_when_they_double(record: RunRecord, tol
     }
 
 
-def test_repeated_forward_pass_is_reported_with_its_budget(record: RunRecord, told: Told) -> None:
+def test_repeated_forward_pass_is_reported_with_its_budget(record: RunRecord, reported: Reported) -> None:
     shortages = [OomRetry("update", 2, 4, 2, "no room"), OomRetry("forward", 1, 8, 4000, "none")]
     RunEvents(record, "train").shortages(3, shortages, 1001)
-    assert [event["max_tokens_per_micro_batch"] for event in told] == [500, 1]
-    assert told[0]["text"] == ("step 3: update ran out of memory in 2 micro-batches and is repeated in 4: no room")
-    assert (told[0]["event"], told[0]["step"], told[0]["factor"], told[0]["name"]) == ("out_of_memory", 3, 2, "update")
+    assert [event["max_tokens_per_micro_batch"] for event in reported] == [500, 1]
+    assert reported[0]["text"] == ("step 3: update ran out of memory in 2 micro-batches and is repeated in 4: no room")
+    assert (reported[0]["event"], reported[0]["step"], reported[0]["factor"], reported[0]["name"]) == (
+        "out_of_memory",
+        3,
+        2,
+        "update",
+    )
 
 
 def test_failures_are_in_the_journal_once(record: RunRecord) -> None:
@@ -111,34 +118,34 @@ def test_failures_are_in_the_journal_once(record: RunRecord) -> None:
         ]  # fmt: skip
 
 
-def test_resume_reports_refused_checkpoints(record: RunRecord, told: Told, tmp_path: Path) -> None:
+def test_resume_reports_refused_checkpoints(record: RunRecord, reported: Reported, tmp_path: Path) -> None:
     taken = CheckpointInfo(2, tmp_path / "step-000002", 1, {}, "", "")
     refused = CheckpointInfo.refused(tmp_path / "step-000003", 3, "a flipped bit")
     events = RunEvents(record, "train")
     events.resumed(2, FoundCheckpoint(taken, (refused,)))
     path = str(tmp_path / "step-000003")
-    assert told == [
+    assert reported == [
         {"event": "checkpoint_refused", "step": 2, "text": "resuming from step-000002: a flipped bit", "path": path},
         {"event": "resumed", "step": 2, "text": "resuming from step 2"},
     ]
-    told.clear()
+    reported.clear()
     events.resumed(0, FoundCheckpoint(None, (refused,)))
-    assert [event["text"] for event in told] == ["resuming from the start: a flipped bit"]
-    told.clear()
+    assert [event["text"] for event in reported] == ["resuming from the start: a flipped bit"]
+    reported.clear()
     events.resumed(2, FoundCheckpoint(taken, (), "it was cut"))
-    assert told[0]["event"] == "journal_mismatch"
-    assert told[0]["text"] == (
+    assert reported[0]["event"] == "journal_mismatch"
+    assert reported[0]["text"] == (
         "resuming from step 2 nevertheless, since no other checkpoint fits: it was cut; it lacks steps 1-2 permanently"
     )
 
 
-def test_first_checkpoint_size_follows_from_parameters(record: RunRecord, told: Told) -> None:
+def test_first_checkpoint_size_follows_from_parameters(record: RunRecord, reported: Reported) -> None:
     assert record.room_metrics()["disk/needed_gb"] == 0.5, "the reserve"
     record.set_num_trained_parameters(1_000_000)
     assert record.room_metrics()["disk/needed_gb"] == (checkpoint_bytes(1_000_000) + 500_000_000) / 1e9
     settled: list[bool] = []
     record.wait_for_room(3, lambda: settled.append(True))
-    assert (settled, told) == ([], [])
+    assert (settled, reported) == ([], [])
 
 
 def test_run_is_finished_after_its_last_commit(record: RunRecord) -> None:

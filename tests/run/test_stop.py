@@ -1,4 +1,4 @@
-"""Which signal asks for a stop and which ends the process at once; the wait for a run's lock."""
+"""Signals that request a stop or end the process; waiting for a run's lock."""
 
 import math
 import os
@@ -88,29 +88,29 @@ def test_held_lock_is_reported_once_and_waited_for(
     num_waits: int,
 ) -> None:
     monkeypatch.setattr("rlcore.storage.locks.POLL_S", 0.0)
-    told: list[object] = []
+    reported: list[object] = []
     with RunLock(tmp_path):
-        with pytest.raises(RunInUseError) as failed, locked_run(tmp_path, told.append, lambda: False, wait_s):
+        with pytest.raises(RunInUseError) as failed, locked_run(tmp_path, reported.append, lambda: False, wait_s):
             pytest.fail("the lock is held")
-        assert told == [{"event": "note", "text": f"{failed.value}. Waiting {words}"}]
+        assert reported == [{"event": "note", "text": f"{failed.value}. Waiting {words}"}]
         assert abs(len(now) - 1 - num_waits) <= 1, "a fifth of a second each"
         assert f"Waiting {words}" in caplog.text
-        told.clear()
+        reported.clear()
         with (
             pytest.raises(StopRequestedError, match="stopped while waiting for the run's lock; nothing was started"),
-            locked_run(tmp_path, told.append, lambda: True, math.inf),
+            locked_run(tmp_path, reported.append, lambda: True, math.inf),
         ):
             pytest.fail("the lock is held")
-        assert str(told).endswith(". Waiting until it ends'}]")
+        assert str(reported).endswith(". Waiting until it ends'}]")
 
 
 def test_locking_removes_stale_temporaries(tmp_path: Path) -> None:
     left = tmp_path / f".tmp-x-{2**22 + 1}-0123abcd"
     left.mkdir()
-    told: list[object] = []
-    with locked_run(tmp_path, told.append, lambda: True):
+    reported: list[object] = []
+    with locked_run(tmp_path, reported.append, lambda: True):
         assert not left.exists()
         with pytest.raises(RunInUseError), RunLock(tmp_path):
             pytest.fail("it is not held")
     with RunLock(tmp_path):
-        assert told == []
+        assert reported == []

@@ -21,7 +21,7 @@ from rlcore.storage.manifest import read_manifest
 from rlcore.tracking.attempts import read_attempts
 from rlcore.tracking.journal import read_journal
 from tests.helpers.repeatable import repeatable
-from tests.helpers.running import WAIT_S, disturb, said, small
+from tests.helpers.running import WAIT_S, disturb, output_of, small
 from tests.helpers.small_run import SmallRun
 from tests.helpers.small_run import make as prepare
 
@@ -205,7 +205,7 @@ def test_killed_warm_start_resumes_to_the_same_model(tmp_path: Path) -> None:
     killed, stopped, killed_saving, done = disturb(
         run, at("warm-start", "SIGKILL", 6), at("warm-start", "SIGTERM", 2), at("publish", "SIGKILL", 1), None
     )
-    assert [one["code"] for one in (killed, stopped, killed_saving, done)] == [-9, 75, -9, 0], said(run)
+    assert [one["code"] for one in (killed, stopped, killed_saving, done)] == [-9, 75, -9, 0], output_of(run)
     first = [event["step"] for event in stopped["events"] if event.get("stage") == "warm-start"]
     assert min(first) > 1, "the second start began at step 1"
     assert steps_of(run) == undisturbed[0]

@@ -13,7 +13,7 @@ from rlcore.config import RunConfig
 from rlcore.evaluation.result import ProblemResult, Response, ValidationResult
 from rlcore.run.record import RunRecord
 from rlcore.run.training import RunTraining
-from tests.run.conftest import Told
+from tests.run.conftest import Reported
 
 STATE = LoopState(3, 3, 24, 100, 0.1)
 
@@ -71,7 +71,7 @@ def test_stored_result_is_reused_if_unchanged(record: RunRecord) -> None:
 
 
 @pytest.mark.parametrize("pays", [True, False])
-def test_reward_audit_findings_are_reported(record: RunRecord, told: Told, pays: bool) -> None:
+def test_reward_audit_findings_are_reported(record: RunRecord, reported: Reported, pays: bool) -> None:
     class Found(SimpleNamespace):
         def __str__(self) -> str:
             return f"{self.kind}: 1 of 2"
@@ -82,12 +82,12 @@ def test_reward_audit_findings_are_reported(record: RunRecord, told: Told, pays:
     made._check_responses()
     text = f"{record.config.data.scorer} pays for responses that are no answers: empty: 1 of 2; long: 1 of 2"
     event = {"event": "reward_audit", "step": 0, "text": text, "kinds": ["empty", "long"]}
-    assert told == ([event] if pays else [])
+    assert reported == ([event] if pays else [])
     reward = record.config.reward.model_copy(update={"audit": False})
     made._config = record.config.model_copy(update={"reward": reward})
-    told.clear()
+    reported.clear()
     made._check_responses()
-    assert told == []
+    assert reported == []
 
 
 def test_best_score_is_kept(record: RunRecord) -> None:

@@ -24,9 +24,9 @@ class Ranks:
         return list(self.sizes)
 
 
-def window(folder: Path, ranks: Ranks, told: list[Mapping[str, object]], *words: str) -> ProfileWindow:
+def window(folder: Path, ranks: Ranks, reported: list[Mapping[str, object]], *words: str) -> ProfileWindow:
     config = load_config(["experiment=debug", *words])
-    guard = SimpleNamespace(phase=lambda name: nullcontext(), report=told.append)
+    guard = SimpleNamespace(phase=lambda name: nullcontext(), report=reported.append)
     record = SimpleNamespace(config=config, layout=RunLayout(folder, folder), guard=guard)
     return ProfileWindow(cast(Any, record), cast(Any, ranks))
 
@@ -43,21 +43,21 @@ def profiled(window: ProfileWindow, ranks: Ranks, num_steps: int) -> list[int]:
 
 
 def test_steps_of_the_window_are_profiled(tmp_path: Path) -> None:
-    ranks, told = Ranks(1.25, 3.0), list[Mapping[str, object]]()
+    ranks, reported = Ranks(1.25, 3.0), list[Mapping[str, object]]()
     words = ("runtime.profile.first_step=3", "runtime.profile.num_steps=2", "runtime.profile.max_mb=3")
-    assert profiled(window(tmp_path, ranks, told, *words), ranks, 7) == [3, 4]
+    assert profiled(window(tmp_path, ranks, reported, *words), ranks, 7) == [3, 4]
     folder = str(tmp_path / "profile")
     assert ranks.called[:2] == [(Worker.start_profile,), (Worker.stop_profile, folder, 3, 3.0)]
     texts = [f"profile of step {step}: 3.0 MB a rank, in {folder}" for step in (3, 4)]
-    assert told == [{"event": "note", "text": text} for text in texts]
-    assert profiled(window(tmp_path, ranks, told), ranks, 7) == []
+    assert reported == [{"event": "note", "text": text} for text in texts]
+    assert profiled(window(tmp_path, ranks, reported), ranks, 7) == []
 
 
 def test_large_trace_ends_the_window(tmp_path: Path) -> None:
-    ranks, told = Ranks(1.25, 3.01), list[Mapping[str, object]]()
+    ranks, reported = Ranks(1.25, 3.01), list[Mapping[str, object]]()
     words = ("runtime.profile.first_step=3", "runtime.profile.num_steps=2", "runtime.profile.max_mb=3")
-    assert profiled(window(tmp_path, ranks, told, *words), ranks, 7) == [3]
-    (event,) = told
+    assert profiled(window(tmp_path, ranks, reported, *words), ranks, 7) == [3]
+    (event,) = reported
     assert event["text"] == (
         "profile of step 3: 3.0 MB is over runtime.profile.max_mb=3: the trace is deleted and no further step is "
         "profiled. Raise it, or profile a run with fewer or shorter responses"

@@ -62,8 +62,8 @@ def test_object_store_fits_the_largest_step(monkeypatch: pytest.MonkeyPatch) -> 
     per_token = [getattr(packed, field.name) for field in fields(packed)]
     of_packed = sum(tensor.element_size() for tensor in per_token if len(tensor) == packed.num_tokens)
     assert of_packed >= 29
-    beside = torch.float32.itemsize * (len(fields(TrainBatch)) - 1)
-    assert 2 * of_packed + beside <= cluster.SENT_BYTES_PER_TOKEN
+    others = torch.float32.itemsize * (len(fields(TrainBatch)) - 1)
+    assert 2 * of_packed + others <= cluster.SENT_BYTES_PER_TOKEN
 
 
 def test_pickled_messages_keep_all_fields() -> None:

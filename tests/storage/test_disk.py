@@ -19,7 +19,7 @@ from rlcore.storage.disk import (
     free_bytes,
     free_files,
     is_out_of_room,
-    num_checkpoints_at_once,
+    max_num_checkpoints,
     out_of_room,
     reserve_bytes,
     unwritable,
@@ -158,7 +158,7 @@ def test_checkpoint_and_reserve_estimates():
     ("keep_every_steps", "total_steps", "expected"),
     [(0, 100, 4), (0, 40, 2), (0, 41, 3), (40, 200, 9), (40, 79, 4), (20, 100, 5)],
 )
-def test_number_of_checkpoints_at_once(keep_every_steps, total_steps, expected):
+def test_max_number_of_checkpoints(keep_every_steps, total_steps, expected):
     config = CheckpointConfig(keep_last=2, keep_best=1, keep_every_steps=keep_every_steps)
-    assert num_checkpoints_at_once(config, total_steps=total_steps, steps_per_chunk=20) == expected
-    assert num_checkpoints_at_once(config, total_steps=1, steps_per_chunk=20) == 1
+    assert max_num_checkpoints(config, total_steps=total_steps, steps_per_chunk=20) == expected
+    assert max_num_checkpoints(config, total_steps=1, steps_per_chunk=20) == 1

@@ -160,7 +160,7 @@ def test_lock_in_an_impossible_folder_is_an_error(tmp_path):
 
 
 def test_lock_file_deleted_during_acquire_is_replaced(tmp_path, monkeypatch):
-    """Else two takers would each hold a lock on a file of their own."""
+    """Otherwise two processes would each hold a lock on a separate file."""
     flock = fcntl.flock
     deleted = []
 
@@ -262,7 +262,7 @@ def test_process_identity_depends_on_boot_not_clock(tmp_path: Path, monkeypatch:
     assert me.process() == psutil.Process()
     assert replace(me, born=begun).process() is None, "a time of day"
     assert replace(me, born=me.born + 0.01).process() is None, "a tick later"
-    # What setting the clock by an hour does: the time of boot that the kernel tells is another.
+    # Setting the clock by an hour changes the boot time that the kernel reports.
     lines = [
         f"btime {psutil.boot_time() + 3600:.0f}" if "btime" in line else line
         for line in Path("/proc/stat").read_text().split("\n")
@@ -311,9 +311,9 @@ def test_failed_acquire_closes_its_descriptor(tmp_path: Path, monkeypatch: pytes
     before = num_open()
     for error in (RunInUseError, CheckpointError):
         lock = HeldLock(tmp_path / "x.lock", what="the folder", error=error)
-        with pytest.raises(error) as told:
+        with pytest.raises(error) as caught:
             lock.__enter__()
-        assert str(told.value) == (
+        assert str(caught.value) == (
             f"{tmp_path}/x.lock: cannot be locked ([Errno 37] No locks available), so it is unknown whether the "
             "folder is in use. Put paths.root on a file system with locks."
         )

@@ -28,7 +28,7 @@ from rlcore.storage.publish import (
     remove_stale_temporaries,
     remove_tree,
     size_bytes,
-    temporary_beside,
+    temporary_sibling,
     write_json_atomically,
     write_secret_once,
     write_text_atomically,
@@ -411,7 +411,7 @@ def test_stale_temporaries_of_dead_processes_are_removed(tmp_path, caplog):
 
 def test_stale_temporary_with_reused_process_id_is_removed(tmp_path):
     """A restarted trainer in a container often has the id of the killed one."""
-    young, old, file, old_file = (temporary_beside(tmp_path / name) for name in ("w", "x", "y", "z"))
+    young, old, file, old_file = (temporary_sibling(tmp_path / name) for name in ("w", "x", "y", "z"))
     young.mkdir()
     old.mkdir()
     file.touch()
@@ -424,7 +424,7 @@ def test_stale_temporary_with_reused_process_id_is_removed(tmp_path):
         assert remove_stale_temporaries(tmp_path) == (old, old_file)
         assert folder.exists()
     assert remove_stale_temporaries(tmp_path / "absent") == ()
-    assert not _is_stale(temporary_beside(tmp_path / "published meanwhile"))
+    assert not _is_stale(temporary_sibling(tmp_path / "published meanwhile"))
 
 
 def test_temporary_is_locked_after_a_concurrent_check(tmp_path):

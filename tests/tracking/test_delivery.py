@@ -24,8 +24,8 @@ from tests.helpers.mlflow import (
     main_run,
     main_runs,
     points,
-    shown,
     values,
+    values_by_step,
 )
 from tests.storage.small_disk import fill, small_disk
 
@@ -263,7 +263,7 @@ def test_last_value_of_repeated_step_is_shown(
         client = client_of(folder)
         assert [run.info.status for run in all_runs(client)] == ["FINISHED"]
         run = main_run(client)
-        assert shown(client, run, "test/m0") == expected
+        assert values_by_step(client, run, "test/m0") == expected
         assert run.data.metrics["test/m0"] == expected[-1][1]
         assert run.data.tags["attempts"] == "4"
     assert points(client, run, "test/m0") == expected, "the other store has only what the journal has"
@@ -301,7 +301,7 @@ def test_longer_run_continues_in_its_mlflow_run(begin: Begin, run_dir: Path, roo
     sync_run(run_dir)
     client = client_of(root)
     run = main_run(client)
-    assert shown(client, run, "val-core/x/reward/mean_at_4") == [(4, 0.5)]
+    assert values_by_step(client, run, "val-core/x/reward/mean_at_4") == [(4, 0.5)]
     assert points(client, run, "test/m0") == [(step, values(step)["test/m0"]) for step in range(1, 9)]
     assert run.info.status == "FINISHED"
 

@@ -12,7 +12,7 @@ from rlcore.tracking.attempts import ATTEMPTS_FILE, FinalStatus, read_attempts
 from rlcore.tracking.delivery import ensure_mlflow_run, read_state
 from rlcore.tracking.journal import RunJournal, load_journal, read_journal
 from tests.helpers.imports import loaded_by
-from tests.helpers.mlflow import client_of, main_run, main_runs, points, shown, wait_until
+from tests.helpers.mlflow import client_of, main_run, main_runs, points, values_by_step, wait_until
 
 
 def test_trainer_process_does_not_import_mlflow(root: Path, run_dir: Path):
@@ -87,7 +87,7 @@ def test_repeated_steps_are_sent_again(config: RunConfig, root: Path, run_dir: P
     assert tracker.finish("FINISHED", timeout_s=90.0)
     client = client_of(root)
     assert points(client, main_run(client), "a") == [(1, 1.0), (2, 2.0), (2, 2.5), (3, 3.5)]
-    assert shown(client, main_run(client), "a") == [(1, 1.0), (2, 2.5), (3, 3.5)]
+    assert values_by_step(client, main_run(client), "a") == [(1, 1.0), (2, 2.5), (3, 3.5)]
 
 
 def test_journal_shorter_than_checkpoint_continues(offline: RunConfig, run_dir: Path, caplog):

@@ -27,7 +27,7 @@ from rlcore.config import TrackingConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import DataError, RunInUseError, StopRequestedError, TrackingError
 from rlcore.responses.query import Query, find_responses
-from rlcore.run.disk import GOES_ON, PAUSED
+from rlcore.run.disk import PAUSED, RESUMED
 from rlcore.run.failures import append_failure, failure_from, read_failures
 from rlcore.run.layout import RunLayout
 from rlcore.storage.locks import RUN_LOCK, HeldLock, Holder, holder_of, read_holder
@@ -172,7 +172,7 @@ def test_the_state_of_a_run_that_is_worked_on(layout: RunLayout) -> None:
             journal.append_event(PAUSED, 3, {"text": "5 bytes are missing"})
             found = status_of(layout.run_dir)
             assert (found.state, found.note) == ("waiting", "5 bytes are missing")
-            journal.append_event(GOES_ON, 3, {"text": "there is room"})
+            journal.append_event(RESUMED, 3, {"text": "there is room"})
         assert status_of(layout.run_dir).state == "running"
         record_stop_request(layout.run_dir, Holder.me())
         assert status_of(layout.run_dir).state == "stopping"

@@ -69,7 +69,7 @@ def test_concurrent_requests_for_the_first_login_get_the_same(tmp_path: Path) ->
             assert [file.name for file in root.iterdir()] == [SECRET_FILE]
 
 
-def test_the_login_is_one_file_that_nobody_else_may_read(tmp_path: Path) -> None:
+def test_login_file_is_private(tmp_path: Path) -> None:
     login, file = root_login(tmp_path), tmp_path / SECRET_FILE
     assert login == root_login(tmp_path) != root_login(tmp_path / "other")
     assert file.read_text() == f"{login}\n"

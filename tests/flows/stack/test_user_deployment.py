@@ -50,7 +50,7 @@ def deploy(deployed: Millrace, file: Path, *words: str) -> Finished:
     return ended(forked("flows.cli", words, os.environ | deployed.environment, file.parent))
 
 
-def found(api: Api, name: str) -> dict[str, Any]:
+def find_deployment(api: Api, name: str) -> dict[str, Any]:
     (one,) = api.filter("deployments", deployments={"name": {"any_": [name]}}, flows={"name": {"any_": ["pipeline"]}})
     return one
 
@@ -64,7 +64,7 @@ def test_it_is_made_and_updated_and_keeps_schedules(deployed: Millrace, own: Pat
     done = deploy(deployed, own, "--cron", "0 3 * * *", "--timezone", "Europe/Berlin")
     assert (done.code, done.err) == (0, "")
     assert f"deployment pipeline/own, 0 3 * * * (Europe/Berlin), root {deployed.root}: http://" in done.out
-    made = found(api, "own")
+    made = find_deployment(api, "own")
     assert made["parameters"] == {"experiment": str(own), "overrides": []}
     assert crons(made) == [("0 3 * * *", "Europe/Berlin", True)]
     assert made["entrypoint"] == "flows/pipeline.py:pipeline"
@@ -79,7 +79,7 @@ def test_it_is_made_and_updated_and_keeps_schedules(deployed: Millrace, own: Pat
     api.post(f"deployments/{made['id']}/schedules", [by_hand])
     for words, cron in ((("seed=2", "--name", "own"), "0 3 * * *"), (("seed=2", "--cron", "0 4 * * *"), "0 4 * * *")):
         done = deploy(deployed, own, *words)
-        again = found(api, "own")
+        again = find_deployment(api, "own")
         assert (again["id"], done.code) == (made["id"], 0), done.err
         assert again["parameters"]["overrides"] == ["seed=2"]
         assert [(one, is_on) for one, _, is_on in crons(again)] == [(cron, True), ("0 5 * * *", False)]

@@ -14,7 +14,7 @@ from flows.work.status import SAME_COMMAND, failure_of, is_stop_requested, resum
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import DataError
-from rlcore.run.disk import GOES_ON, PAUSED
+from rlcore.run.disk import PAUSED, RESUMED
 from rlcore.run.failures import append_failure, failure_from
 from rlcore.run.layout import RunLayout
 from rlcore.storage.documents import READ_BLOCK_BYTES
@@ -106,7 +106,7 @@ def test_pause_ends_by_event_or_step(layout: RunLayout) -> None:
         journal.append_step(2, {})
         assert note() == running
         journal.append_event(PAUSED, 2, {"text": "no room"})
-        journal.append_event(GOES_ON, 2, {"text": "room"})
+        journal.append_event(RESUMED, 2, {"text": "room"})
         assert note() == running
 
 
