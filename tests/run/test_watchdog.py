@@ -184,7 +184,7 @@ def test_stacks_are_requested_from_registered_processes_only(tmp_path: Path, mon
         _, of_rank, of_stranger = stacks.report(folder).split("=== rank-")
         assert 'File "<string>", line 1 in <module>' in of_rank
         assert of_stranger.startswith(f"1, process {stranger.pid}")
-        assert "it has ended, or is on another host" in of_stranger
+        assert "has ended, or is on another host" in of_stranger
         assert stranger.poll() is None, "it was ended by a signal for another process"
     finally:
         for process in (rank, stranger):
