@@ -75,6 +75,6 @@ def _values_by_key() -> dict[str, list[str]]:
         from rlcore.config.run import all_keys
 
         return {key: [] for key in all_keys()}
-    rows = _ROW.findall(PAGE.read_text(encoding="utf-8").partition("\n## Of the run")[2])
+    rows = _ROW.findall(PAGE.read_text(encoding="utf-8").partition("\n## The run itself\n")[2])
     booleans = ["true", "false"]
     return {key: re.findall(r"`(\w+)`", kind) or booleans * kind.startswith("true or false") for key, kind in rows}

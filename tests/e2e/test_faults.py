@@ -98,7 +98,7 @@ def test_a_hanging_scorer_costs_its_answer(tmp_path: Path, harm: Path) -> None:
     assert disturb(run, None)[0]["code"] == 0, output_of(run)
     assert output_of(run).count("overran reward.deadline_s=2") == 1
     assert "data.scorer failed on 1 response(s) so far, which are left out of training" in output_of(run)
-    assert "the last time: a response took longer" in output_of(run)
+    assert "the last error: a response took longer" in output_of(run)
     steps = steps_of(run)
     assert len(steps) == 3
     # The one answer is the first of the validation at step 0, or one of the 16 of a step.

@@ -81,7 +81,7 @@ def test_a_gap_of_the_journal_is_named(undisturbed: SmallRun, stopped: SmallRun,
     assert weights_of(stopped) == weights_of(undisturbed)
     missing = read_run(stopped.layout.run_dir).missing
     assert reported in missing
-    assert f"metrics.jsonl has no line of {gap}: they were trained, and their figures are lost." in missing
+    assert f"metrics.jsonl has no line for {gap}: the metrics of these trained steps are lost." in missing
 
 
 def test_the_report_names_lost_steps(undisturbed: SmallRun, tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_the_report_names_lost_steps(undisturbed: SmallRun, tmp_path: Path) -> N
     layout = RunLayout(tmp_path, run_dir)
     without_steps(layout, 6)
     missing = "\n".join(read_run(run_dir).missing)
-    assert "metrics.jsonl has no line of step 6" in missing
+    assert "metrics.jsonl has no line for step 6" in missing
     assert "metrics.jsonl: was cut" in missing
 
 

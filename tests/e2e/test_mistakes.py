@@ -70,9 +70,9 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("train --cfg hydra", ["--cfg: must be job", "got hydra"]),
     ("train --root=/proc/here", ["paths.root: must be writable, and /proc is not", "choose another"]),
     ("train --root=/dev/null/here", ["--root", "must be a folder, and /dev/null is none"]),
-    ("train paths.root=", ["paths.root: must be a folder, and '' is none"]),
+    ("train paths.root=", ["paths.root: must be a folder; got '', which is not one"]),
     ("train --fork absent", ["absent: is neither the folder nor the id of a run", "--root"]),
-    ("report absent extra", ["RUN: must be one run, by its folder or id, or the settings", "got absent extra"]),
+    ("report absent extra", ["RUN: must be one run, by its folder or id, or its settings", "got absent extra"]),
     ("logs absent -n 99999999999999999999", ["--lines", "less than or equal to"]),
     ("logs lr=1", ["lr=1/run.json: cannot be read"]),
     ("eval lr=1 --suite gsm8k", ["lr=1/run.json: cannot be read"]),
@@ -96,13 +96,13 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("train experiment=debgu", ["got debgu", "Did you mean debug?"]),
     ("train experiment=gone.yaml", ["there is no such file", "got gone.yaml in", "Fix it, or name one of"]),
     ("train experiment=mine.yaml", ["lr: there is no such setting", "Did you mean optim.lr?"]),
-    ("train experiment=tab.yaml", ["cannot be read", "line 2", "Mend it"]),
+    ("train experiment=tab.yaml", ["cannot be read", "line 2", "Fix it"]),
     ("train experiment=empty", ["experiment: must name a file in conf/experiment; got empty"]),
     ("train experiment=list.yaml", ["experiment: its file must hold keys and values", "got list.yaml in"]),
     ("train experiment=nothing.yaml", ["experiment: its file must hold keys and values", "got nothing.yaml"]),
     ("train experiment=folder.yaml", ["experiment: must be a regular file", "got folder.yaml"]),
-    ("train experiment=twice.yaml", ["duplicate key seed", "line 3", "Mend it"]),
-    ("train experiment=latin.yaml", ["cannot be read", "codec can't decode byte", "Mend it"]),
+    ("train experiment=twice.yaml", ["duplicate key seed", "line 3", "Fix it"]),
+    ("train experiment=latin.yaml", ["cannot be read", "codec can't decode byte", "Fix it"]),
     ("train experiment=first.yaml", [
         "3 problems", "_self_ must be the last of its defaults", "got _self_ before debug in first.yaml. Put _self_ "
         "behind debug", "trainer: is a section", "optim.lr?"]),
@@ -145,13 +145,13 @@ MISTAKES: list[tuple[str, list[str]]] = [
     # scorers
     ("train data.scorer=mine", ["data.scorer: must be `module:function`; got mine"]),
     ("train data.scorer=mine:gone", ["data.scorer: must name a function", "no attribute 'gone'"]),
-    ("train data.scorer=gone:score", ["No module named 'gone'", "A module is found in the folder"]),
+    ("train data.scorer=gone:score", ["No module named 'gone'", "A module is found in the working directory"]),
     ("train data=custom data.build=broken:build", ["data.build: must name a function", "broken.py, line 1"]),
     ("train data=custom data.build=mine:says_one", ["mine:says_one must return data.rows.TaskRows, got str"]),
     ("train data.scorer=broken:score", ["SyntaxError", "broken.py, line 1"]),
     *((f"train data.scorer=mine:{name}", [f"got mine:{name}, which failed on response", why, "docs/data.md"])
       for name, why in (
-        ("says_one", "got str"), ("forgets_the_wrong", "on the answer '0'"), ("raises", "ValueError: no"),
+        ("says_one", "got str"), ("forgets_the_wrong", "on response '0'"), ("raises", "ValueError: no"),
     )),
     # sweeps
     ("sweep seed.yaml", ["seed: a sweep has no such key; got [1,2]", "Did you mean seeds?"]),
@@ -159,7 +159,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("sweep short.yaml", ["grid.lr: there is no such setting", "Did you mean optim.lr?"]),
     ("data inspect csv/train.csv", ["csv/train.csv: no parquet file there. Give a parquet file"]),
     ("sweep mine.yaml", ["1 problem", "this is an experiment's", "Run it by millrace run experiment=mine.yaml"]),
-    ("sweep nothing.yaml", ["name: is missing"]),
+    ("sweep nothing.yaml", ["sweep: its file must hold keys and values; got nothing.yaml", "docs/sweeps.md"]),
     ("eval model --suite nothing.yaml", ["--suite: its file must hold keys and values; got nothing.yaml"]),
     ("eval model --suite gsm9k", ["must name files in conf/suite, or paths; got gsm9k. Did you mean gsm8k?"]),
     ("sweep nope", ["sweep: must be the path of a file, or a name in conf/sweep; got nope"]),

@@ -51,7 +51,7 @@ def test_missing_function_is_reported_before_anything_is_made(project: Path) -> 
     done = run(project, "run", "data.build=product:build", "data.scorer=products:score")
     assert done.returncode != 0
     assert "data.build: must name a function" in done.stderr
-    assert "in the folder that the command is started in" in done.stderr
+    assert "A module is found in the working directory" in done.stderr
     assert not (project / "artifacts").exists()
 
 

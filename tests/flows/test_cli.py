@@ -137,7 +137,7 @@ def test_json_without_dry_run_is_refused(here: Here, verb: str) -> None:
 def test_a_fork_is_searched_under_the_root(here: Here) -> None:
     done = here("run", "experiment=debug", "--fork", "absent")
     assert done.code == 1
-    assert f"under {here.root / 'runs'} there are: none" in done.err
+    assert f"{here.root / 'runs'} has: none" in done.err
 
 
 def test_hydra_reads_any_root_name() -> None:

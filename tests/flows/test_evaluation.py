@@ -130,7 +130,7 @@ def test_silent_judge_is_an_error_without_result(
         capsys, "eval", str(run.layout.run_dir), "--suite", str(suite), "reward.num_processes=1", *dead, "--json"
     )
     assert (done.code, done.out) == (1, "")
-    assert "suite evaluated: has no figures, for 1 answers have no score; data.judge:score failed, the la" in done.err
+    assert "suite evaluated: has no metrics, for 1 responses have no score; data.judge:score failed, the la" in done.err
     assert "no verdict of http://127.0.0.1:9/v1 (reward.judge.url)" in done.err
     assert "Traceback" not in done.err
     assert [*run.layout.run_dir.parent.glob("eval-*/metrics.jsonl")]

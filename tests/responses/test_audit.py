@@ -66,7 +66,7 @@ def test_run_reports_loophole_before_first_step(tmp_path: Path) -> None:
     assert "scorer_failed" not in {event.name for event in events}, "audit responses are not counted"
     assert event.step == 0
     assert event.data["kinds"] == [OTHERS]
-    assert "pays_for_a_phrase pays for what is no answer" in str(event.data["text"])
+    assert "pays_for_a_phrase pays for responses that are no answers" in str(event.data["text"])
     best = find_responses(run.layout.answers, Query(sort="-score")).rows(range(5))
     assert [row["score"] for row in best] == [1.0] * 5
     assert all("+" in row["answer"] for row in best)

@@ -315,7 +315,7 @@ def test_scored_text_keeps_tags(model: Path, tmp_path: Path, skips: bool) -> Non
         group = LocalGroup(run.config, str(model))
         opened.callback(group.close)
         group.each(Worker.sync_weights, 1)
-        answers = problems.build_answerer(run.inputs, opened)(group).sample(
+        answers = problems.build_sampler(run.inputs, opened)(group).sample(
             requests, run.config.rollout.sampling, policy_version=1
         )
     rollouts, scores, texts = zip(*answers, strict=True)

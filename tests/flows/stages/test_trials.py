@@ -91,7 +91,7 @@ THINKING = "data.chat_template_kwargs.enable_thinking=false"
     ("overrides", "message"),
     [
         (["data.scorer=tried_out:nothing"],
-         r'data\.scorer: .* got tried_out:nothing, .* ground truth {"target".*TypeError: a scorer returns a number or '
+         r'data\.scorer: .* got tried_out:nothing, .* ground truth {"target".*TypeError: a scorer must return a number or '
          r"rlcore\.score\.Score, got NoneType"),
         (["data.scorer=tried_out:wants_more"],
          r"data\.scorer: .* got tried_out:wants_more, .* ground truth {\"target\".*KeyError: 'difficulty'"),
@@ -109,7 +109,7 @@ THINKING = "data.chat_template_kwargs.enable_thinking=false"
          r"LookupError: .?no such game"),
         (["data.environment=tried_out:NoTurn", "warm_start.enabled=false"],
          r"data\.environment: must .* got tried_out:NoTurn, which failed in step on .*{\"target\".*TypeError: step "
-         r"returns rlcore\.rollout\.environment\.Turn, got str"),
+         r"must return rlcore\.rollout\.environment\.Turn, got str"),
     ],
 )  # fmt: skip
 def test_failing_code_and_builds_are_refused(dry_run: Try, overrides: Sequence[str], message: str) -> None:
