@@ -22,7 +22,7 @@ from rlcore.runtime.local import LocalGroup
 from rlcore.types import PackedBatch
 from rlcore.workers.actor import token_logprobs
 from rlcore.workers.trained_model import MicroBatch
-from tests.helpers.small_run import prepare
+from tests.helpers.small_run import prepare, train
 from tests.models.tiny import CONFIGS, CPU, answers, assert_close_gradients, gradients, plain_model, write_model
 
 GROUPS = ((9, (3, 7, 1, 5)), (4, (6,)), (12, (2, 2, 8)), (1, (4, 3)))

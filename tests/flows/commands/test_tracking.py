@@ -175,7 +175,7 @@ def test_names_and_searches_without_a_match_are_reported(synced: Path) -> None:
     wrong = millrace(synced, "compare", "--search", "nonsense ~ 3")
     assert wrong.code == 1
     assert "MLflow rejects it" in wrong.err
-    assert "Example: \"params" in wrong.err
+    assert 'Example: "params' in wrong.err
 
 
 def test_a_root_without_a_store_is_reported_and_left_empty(tmp_path: Path) -> None:

@@ -91,8 +91,8 @@ THINKING = "data.chat_template_kwargs.enable_thinking=false"
     ("overrides", "message"),
     [
         (["data.scorer=tried_out:nothing"],
-         r'data\.scorer: .* got tried_out:nothing, .* ground truth {"target".*TypeError: a scorer must return a number or '
-         r"rlcore\.score\.Score, got NoneType"),
+         r'data\.scorer: .* got tried_out:nothing, .* ground truth {"target".*TypeError: a scorer must return a number '
+         r"or rlcore\.score\.Score, got NoneType"),
         (["data.scorer=tried_out:wants_more"],
          r"data\.scorer: .* got tried_out:wants_more, .* ground truth {\"target\".*KeyError: 'difficulty'"),
         (JUDGE, r"^reward\.judge: must give a verdict on any response; got no verdict of http://127(?!.*data\.scorer)"
