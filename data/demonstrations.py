@@ -38,8 +38,8 @@ from data.tokenizer import ID_BYTES, PromptTokenizer, ResponseChangedError, enco
 from rlcore.config import WarmStartConfig
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
-from rlcore.run.inputs import FILE_SHA256, content_digest
-from rlcore.storage.manifest import read_finished_or_set_aside
+from rlcore.storage.documents import content_digest
+from rlcore.storage.manifest import FILE_SHA256, read_finished_or_set_aside
 from rlcore.storage.publish import published_directory
 
 VERSION = 1

@@ -9,9 +9,10 @@ from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import run_id
 from rlcore.errors import CheckpointError
-from rlcore.run.inputs import FILE_SHA256, RunInputs, content_digest, model_digests, model_paths
+from rlcore.run.inputs import RunInputs, model_digests, model_paths
 from rlcore.run.layout import RunLayout
-from rlcore.storage.manifest import read_manifest
+from rlcore.storage.documents import content_digest
+from rlcore.storage.manifest import FILE_SHA256, read_manifest
 from rlcore.tracking.lineage import Origin, read_origin
 from rlcore.user_code import code_for_run, code_patch, read_code
 

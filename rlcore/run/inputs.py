@@ -5,7 +5,6 @@ Fingerprints name folders under `paths.root`. Torch is loaded only where a folde
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from rlcore.config.fingerprint import changed_settings, fingerprint
 from rlcore.config.model import INSTALL_SMOLLM2, SMOLLM2, SMOLLM2_SHA256, smollm2_file
 from rlcore.errors import DataError, ModelError
 from rlcore.run.layout import RunLayout
-from rlcore.storage.documents import sha256_of
+from rlcore.storage.documents import content_digest
 from rlcore.storage.manifest import (
     FINGERPRINT,
     MANIFEST,
@@ -36,8 +35,6 @@ MODEL_FORMAT = 4
 """Raise it when a randomly initialized model or its warm start changes for the same settings."""
 MODEL_SUFFIXES = frozenset({".safetensors", ".bin", ".json", ".jinja", ".model", ".txt"})
 """Suffixes of a model's weights, settings and tokenizer, which its digests include."""
-FILE_SHA256 = "file_sha256"
-"""Key of the file's digest in the manifest of tokenized demonstrations."""
 _SUITE = "suite "
 """Prefix of a suite's name among the stages of the run's record."""
 
@@ -320,15 +317,3 @@ def digests_in(folder: Path) -> dict[str, str]:
     files = [file for file in sorted(folder.glob("*")) if file.suffix in MODEL_SUFFIXES and file.is_file()]
     counted = [file for file in files if file.name != MANIFEST]
     return dict(in_threads(lambda file: (file.name, content_digest(file)), counted))
-
-
-def content_digest(file: Path) -> str:
-    """Return the sha256 of a file. A process reads it again only where its size or change time differs."""
-    path = file.expanduser().resolve()
-    status = path.stat()
-    return _digest(path, status.st_size, status.st_ctime_ns)
-
-
-@lru_cache(maxsize=256)
-def _digest(path: Path, size: int, time_ns: int) -> str:
-    return sha256_of(path)

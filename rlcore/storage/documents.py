@@ -6,6 +6,7 @@ import json
 import os
 import stat
 import sys
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 from urllib.parse import quote, unquote
@@ -67,6 +68,18 @@ def sha256_of(path: Path, num_bytes: int | None = None) -> str:
             digest.update(block)
             left -= len(block)
     return digest.hexdigest()
+
+
+def content_digest(file: Path) -> str:
+    """Return the sha256 of a file. A process reads it again only where its size or change time differs."""
+    path = file.expanduser().resolve()
+    status = path.stat()
+    return _digest(path, status.st_size, status.st_ctime_ns)
+
+
+@lru_cache(maxsize=256)
+def _digest(path: Path, size: int, time_ns: int) -> str:
+    return sha256_of(path)
 
 
 def parse_json(content: str | bytes) -> Any:

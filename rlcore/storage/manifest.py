@@ -32,6 +32,8 @@ PARTS_KEY = "parts"
 """Key of a mixture's manifest: names of the sibling folders that it combines, in order."""
 FINGERPRINT = "fingerprint"
 """Key of a manifest: the name under which the directory was published."""
+FILE_SHA256 = "file_sha256"
+"""Key of a manifest: the digest of the file behind it, in the manifest of tokenized demonstrations."""
 RESERVED = frozenset({"format_version", "files", "manifest_sha256"})
 MAX_HASH_THREADS = 8
 """sha256 releases the interpreter's lock, so more threads read a large checkpoint at the disk's speed."""

@@ -1,6 +1,5 @@
 """Fingerprints of the model of step 0, and damaged inputs."""
 
-import os
 import shutil
 from hashlib import sha256
 from pathlib import Path
@@ -15,7 +14,6 @@ from rlcore.config.run import all_keys
 from rlcore.errors import ModelError
 from rlcore.run.initial_policy import stage_settings
 from rlcore.run.inputs import (
-    content_digest,
     digests_in,
     find_initial_policy,
     initial_policy_fingerprint,
@@ -220,14 +218,3 @@ def test_digests_cover_weights_settings_and_tokenizer(tmp_path: Path) -> None:
 def test_missing_models_have_no_digests(tmp_path: Path) -> None:
     assert model_digests(RunConfig(model=ModelConfig(path="owner/name"))) == {}
     assert model_digests(RunConfig(model=ModelConfig(path=str(tmp_path)))) == {"model.path": {}}
-
-
-def test_changed_content_of_equal_size_is_read_again(tmp_path: Path) -> None:
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(b"one")
-    os.utime(file, (0, 0))
-    before, seen = content_digest(file), file.stat()
-    while file.stat().st_ctime_ns == seen.st_ctime_ns:  # until the file system's clock ticks
-        file.write_bytes(b"two")
-        os.utime(file, (0, 0))
-    assert content_digest(file) == sha256(b"two").hexdigest() != before

@@ -10,6 +10,7 @@ from pydantic import TypeAdapter
 
 from rlcore.errors import DataError
 from rlcore.storage.documents import (
+    content_digest,
     files_of,
     find_obstacle,
     first_problem,
@@ -101,3 +102,14 @@ def test_read_document_of_present_and_absent_files(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"cannot be read \(\[Errno 22\] is no ordinary file"):
         read_document(tmp_path, NUMBERS)
     assert first_problem(OSError(5, "Input/output error")) == "[Errno 5] Input/output error"
+
+
+def test_changed_content_of_equal_size_is_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"one")
+    os.utime(file, (0, 0))
+    before, seen = content_digest(file), file.stat()
+    while file.stat().st_ctime_ns == seen.st_ctime_ns:  # until the file system's clock ticks
+        file.write_bytes(b"two")
+        os.utime(file, (0, 0))
+    assert content_digest(file) == hashlib.sha256(b"two").hexdigest() != before
