@@ -35,6 +35,7 @@ from rlcore.run.layout import RunLayout
 from rlcore.runtime.cluster import folder_problem, unreachable
 from rlcore.storage.disk import is_out_of_room, nearest_existing
 from rlcore.tracking.lineage import first_gpu
+from rlcore.tracking.sinks import require_trackers
 from rlcore.workers.memory_plan import require_fit
 
 GPU_FILES = ("nvidia[0-9]*", "dxg", "kfd")
@@ -118,6 +119,7 @@ def _require_packages(config: RunConfig) -> None:
     if config.rollout.engine == "vllm":
         require_vllm()
     require_base(config.model.lora)
+    require_trackers(config.tracking)
     require_device(config)
     if SMOLLM2 in model_paths(config).values():
         require_smollm2(configured_model(config))

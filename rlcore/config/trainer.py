@@ -214,5 +214,8 @@ class TrackingConfig(Section):
     """Also keep the weights of the best checkpoint in MLflow, next to those of the last one."""
     registered_model: Annotated[str | None, _TRACKED] = Field(default=None, pattern=r"^[^/:]{1,200}$")
     """Name in MLflow's model registry for both, with the aliases `best` and `last`. None: neither."""
+    report_to: Annotated[tuple[Literal["tensorboard", "wandb"], ...], EffectiveWhen(".enabled")] = ()
+    """Further trackers that receive every step's metrics: TensorBoard (event files in the run's folder) and Weights &
+    Biases (its project is `experiment`; WANDB_MODE=offline is possible). Each needs its package."""
     ship_every_s: Annotated[float, _TRACKED] = Field(default=2.0, gt=0)
     """Seconds between two deliveries of the delivery process."""

@@ -16,6 +16,7 @@ from rlcore.start import tune_garbage_collection
 from rlcore.tracking.attempts import PREFIX
 from rlcore.tracking.connection import explain_error
 from rlcore.tracking.delivery import Delivery, delivery_lock
+from rlcore.tracking.sinks import Sinks
 
 log = logging.getLogger("rlcore.tracking")  # the module's name is `__main__`
 POLL_S = 0.1
@@ -24,7 +25,7 @@ ORPHAN_GRACE_S = 30.0
 """Seconds for delivering the last values and the status after the trainer is gone."""
 
 
-def deliver_until_end(delivery: Delivery, *, parent_pid: int, every_s: float) -> None:
+def deliver_until_end(delivery: Delivery, sinks: Sinks, *, parent_pid: int, every_s: float) -> None:
     """Deliver until MLflow has the end of the trainer (process `parent_pid`), or until a grace period after its loss.
 
     Warns once when MLflow starts to fail, and once when it recovers.
@@ -34,6 +35,7 @@ def deliver_until_end(delivery: Delivery, *, parent_pid: int, every_s: float) ->
         gone = os.getppid() != parent_pid
         if gone:
             deadline = min(deadline, time.monotonic() + ORPHAN_GRACE_S)
+        sinks.catch_up()
         try:
             status = delivery.catch_up()
         except Exception as error:
@@ -83,7 +85,11 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         # The process of a killed attempt may still deliver its last values.
         with delivery_lock(options.run_dir, wait_s=2 * ORPHAN_GRACE_S):
-            deliver_until_end(Delivery(options.run_dir), parent_pid=options.parent, every_s=options.every_s)
+            sinks = Sinks(options.run_dir)
+            delivery = Delivery(options.run_dir)
+            deliver_until_end(delivery, sinks, parent_pid=options.parent, every_s=options.every_s)
+            sinks.catch_up()
+            sinks.close(failed=delivery.state.status == "FAILED")
     except (RunInUseError, TrackingError) as error:
         log.warning("nothing is delivered to MLflow: %s", error)
         sys.exit(1)

@@ -25,6 +25,7 @@ from rlcore.tracking.connection import accepted_values, explain_error, resolve_u
 from rlcore.tracking.journal import JOURNAL_FILE, WORKERS, EventRecord, Record, StepRecord, iter_lines
 from rlcore.tracking.lineage import KEY_TAG
 from rlcore.tracking.mlflow_store import MlflowStore, milliseconds
+from rlcore.tracking.sinks import Sinks
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric
@@ -236,7 +237,7 @@ class SyncResult:
 
 
 def sync_run(run_dir: Path, uri: str | None = None) -> SyncResult:
-    """Deliver a run's journal and final status to MLflow. Idempotent.
+    """Deliver a run's journal and final status to MLflow, and its metrics to `tracking.report_to`. Idempotent.
 
     The status is KILLED if the process is gone without a record of its end. `uri`: another store than the run's.
 
@@ -246,6 +247,9 @@ def sync_run(run_dir: Path, uri: str | None = None) -> SyncResult:
     """
     with delivery_lock(run_dir):
         delivery = Delivery(run_dir, uri)
+        sinks = Sinks(run_dir)
+        sinks.catch_up()
+        sinks.close(failed=False)
         try:
             status = delivery.catch_up()
         except TrackingError:

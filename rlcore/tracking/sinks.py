@@ -1,0 +1,175 @@
+"""TensorBoard and Weights & Biases as further readers of a run's journal, in the process that delivers it to MLflow.
+
+A sink reads the journal from its start whenever that process starts. Its failures never reach the trainer or MLflow.
+"""
+
+import logging
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from importlib.util import find_spec
+from operator import methodcaller
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from rlcore.config import TrackingConfig
+from rlcore.config.problems import mask_secrets
+from rlcore.errors import ConfigError
+from rlcore.storage.documents import open_ordinary
+from rlcore.tracking.attempts import Attempt, read_attempts
+from rlcore.tracking.journal import JOURNAL_FILE, StepRecord, iter_lines
+
+log = logging.getLogger(__name__)
+TENSORBOARD_FOLDER = "tensorboard"
+"""Folder of event files in the run's folder."""
+
+
+class Sink(Protocol):
+    """A tracker that receives the steps of one run in the order of the journal."""
+
+    def log(self, record: StepRecord) -> None:
+        """Send the finite metrics of a step."""
+
+    def flush(self) -> None:
+        """Write buffered metrics, if the tracker has a buffer that a kill would lose."""
+
+    def close(self, *, failed: bool) -> None:
+        """Send the rest and end the run in the tracker."""
+
+
+class TensorBoardSink:
+    """Event files in `tensorboard/` of the run's folder. Files of an earlier process are replaced."""
+
+    def __init__(self, run_dir: Path, attempt: Attempt) -> None:
+        from tensorboard.summary import Writer
+
+        folder = run_dir / TENSORBOARD_FOLDER
+        with suppress(FileNotFoundError):
+            shutil.rmtree(folder)
+        self._writer = Writer(os.fspath(folder))
+
+    def log(self, record: StepRecord) -> None:
+        """Write one scalar for each metric."""
+        for name, value in record.metrics.items():
+            self._writer.add_scalar(name, value, record.step, wall_time=record.time)
+
+    def flush(self) -> None:
+        """Write buffered scalars to the event file."""
+        self._writer.flush()
+
+    def close(self, *, failed: bool) -> None:
+        """Close the event file."""
+        self._writer.close()
+
+
+class WandbSink:
+    """A run of Weights & Biases with this run's id. W&B's own environment variables configure the connection.
+
+    W&B ignores a step that it already has, so it shows a journal that is sent twice once.
+    """
+
+    def __init__(self, run_dir: Path, attempt: Attempt) -> None:
+        import wandb
+
+        where = attempt.destination
+        self._run = wandb.init(
+            project=where.experiment,
+            id=run_dir.name,
+            name=run_dir.name,
+            dir=run_dir,
+            config=dict(where.settings),
+            group=str(where.settings["name"]),
+            resume="allow",
+            settings=wandb.Settings(
+                console="off", silent=True, x_disable_stats=True, disable_git=True, save_code=False
+            ),
+        )
+
+    def log(self, record: StepRecord) -> None:
+        """Send the metrics of a step. Lines of the same step are joined."""
+        self._run.log(dict(record.metrics), step=record.step)
+
+    def flush(self) -> None:
+        """Do nothing: W&B's own process has the metrics already."""
+
+    def close(self, *, failed: bool) -> None:
+        """Send the rest and end the run."""
+        self._run.finish(exit_code=int(failed))
+
+
+SINKS: Mapping[str, Callable[[Path, Attempt], Sink]] = {"tensorboard": TensorBoardSink, "wandb": WandbSink}
+"""Sink by its name in `tracking.report_to`."""
+
+
+def require_trackers(config: TrackingConfig) -> None:
+    """Require the packages and the login of `tracking.report_to`. Raises ConfigError if one is missing."""
+    for name in config.report_to:
+        spec = find_spec(name)
+        if spec is None or spec.origin is None:  # a folder of that name in the working directory has no origin
+            raise ConfigError(
+                f"tracking.report_to: {name} needs the package {name}, which is not installed here. Install it with "
+                f"`pip install {name}`, or leave {name} out."
+            )
+    if "wandb" in config.report_to:
+        import wandb
+
+        if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False, verify=False):
+            raise ConfigError(
+                "tracking.report_to: wandb needs a login, and this machine has none. Run `wandb login`, set "
+                "WANDB_API_KEY, or set WANDB_MODE=offline."
+            )
+
+
+class Sinks:
+    """The trackers of a run's `tracking.report_to`. A tracker that fails is reported once and then left out."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._attempt: Attempt | None = None
+        self._sinks: dict[str, Sink] = {}
+        self._cursor = 0
+
+    def catch_up(self) -> None:
+        """Send the new complete lines of the journal. A new attempt sends the journal from its start. Never raises."""
+        attempt, _ = read_attempts(self._run_dir)[-1]
+        if attempt != self._attempt:
+            self.close(failed=False)
+            self._attempt, self._cursor = attempt, 0
+            for name in cast(Mapping[str, Any], attempt.destination.settings["tracking"])["report_to"]:
+                self._guard(name, partial(self._open, name, attempt))
+        if not self._sinks:
+            return
+        with open_ordinary(self._run_dir / JOURNAL_FILE) as file:
+            for record, end in iter_lines(file.fileno(), self._cursor):
+                self._cursor = end
+                if isinstance(record, StepRecord):
+                    self._each(methodcaller("log", record))
+        self._each(methodcaller("flush"))
+
+    def close(self, *, failed: bool) -> None:
+        """End the run in each tracker. Never raises."""
+        self._each(methodcaller("close", failed=failed))
+        self._sinks.clear()
+
+    def _open(self, name: str, attempt: Attempt) -> None:
+        self._sinks[name] = SINKS[name](self._run_dir, attempt)
+
+    def _each(self, do: Callable[[Sink], None]) -> None:
+        for name, sink in [*self._sinks.items()]:
+            self._guard(name, partial(do, sink))
+
+    def _guard(self, name: str, do: Callable[[], None]) -> None:
+        try:
+            do()
+        except Exception as error:
+            # any error of a tracker, its files or the network
+            self._sinks.pop(name, None)
+            reason = mask_secrets(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            log.warning(
+                "%s receives no more metrics of this run (%s). When it works again: millrace sync %s",
+                name,
+                reason,
+                self._run_dir,
+            )

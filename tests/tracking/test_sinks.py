@@ -1,0 +1,130 @@
+"""TensorBoard and Weights & Biases as readers of a journal, with their real packages."""
+
+import os
+import re
+import struct
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from wandb.proto.wandb_internal_pb2 import Record
+
+from rlcore.config import RunConfig, TrackingConfig
+from rlcore.errors import ConfigError
+from rlcore.tracking import sinks
+from rlcore.tracking.delivery import sync_run
+from rlcore.tracking.journal import RunJournal
+from tests.helpers.mlflow import client_of, main_run, points
+
+BOTH = ("tensorboard", "wandb")
+
+
+def begin(offline: RunConfig, run_dir: Path, *report_to: str) -> RunJournal:
+    tracking = offline.tracking.model_copy(update={"report_to": report_to})
+    return RunJournal(run_dir, offline.model_copy(update={"tracking": tracking}), tags={})
+
+
+def tensorboard_values(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
+    events = EventAccumulator(str(run_dir / sinks.TENSORBOARD_FOLDER), size_guidance={"tensors": 0})
+    events.Reload()
+    return {
+        name: [(event.step, float(event.tensor_proto.float_val[0])) for event in events.Tensors(name)]
+        for name in events.Tags()["tensors"]
+    }
+
+
+def wandb_records(content: bytes) -> Iterator[Record]:
+    """Records of an offline file: a LevelDB log with a header of 7 bytes, in blocks of 32 KiB."""
+    start, joined = 7, b""
+    while start + 7 <= len(content):
+        if (room := 32_768 - start % 32_768) < 7:
+            start += room
+            continue
+        length, kind = struct.unpack("<HB", content[start + 4 : start + 7])
+        joined += content[start + 7 : start + 7 + length]
+        start += 7 + length
+        if kind in (1, 4):  # a whole record, or its last part
+            yield Record.FromString(joined)
+            joined = b""
+
+
+def wandb_values(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
+    """Values of all offline files in the order of their creation."""
+    found = defaultdict(list)
+    for file in sorted(run_dir.glob("wandb/offline-run-*/*.wandb")):
+        for record in wandb_records(file.read_bytes()):
+            row = {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
+            for name in row.keys() - {"_step", "_timestamp", "_runtime"}:
+                found[name].append((record.history.step.num, float(row[name])))
+    return dict(found)
+
+
+@pytest.fixture(autouse=True)
+def _wandb_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+
+
+def test_trackers_have_each_value_once_after_resume(offline: RunConfig, run_dir: Path) -> None:
+    first = begin(offline, run_dir, *BOTH)
+    first.append_step(1, {"actor/lr": 0.25, "reward": 1.5})
+    saved = first.sync()
+    first.append_step(2, {"reward": 9.0})
+    first.finish("KILLED")
+    sync_run(run_dir)
+    second = begin(offline, run_dir, *BOTH)
+    second.resume_at(1, saved)
+    second.append_step(2, {"reward": 2.5, "actor/loss": float("nan")})
+    second.append_event("alarm", 2, {})
+    second.finish("FINISHED")
+    sync_run(run_dir)
+    expected = {"actor/lr": [(1, 0.25)], "reward": [(1, 1.5), (2, 2.5)]}
+    assert tensorboard_values(run_dir) == expected
+    files = wandb_values(run_dir)  # one file for each process; the server joins them by step
+    assert files["reward"] == [(1, 1.5), (2, 9.0), (1, 1.5), (2, 2.5)], (
+        "one file for each process; W&B joins them by step"
+    )
+    assert main_run(client_of(Path(offline.paths.root))).info.status == "FINISHED"
+
+
+def test_failing_tracker_is_reported_once_and_stops_no_other(
+    offline: RunConfig, run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = begin(offline, run_dir, *BOTH)
+    for step in (1, 2):
+        journal.append_step(step, {"reward": float(step)})
+    journal.finish("FINISHED")
+    (run_dir / sinks.TENSORBOARD_FOLDER).touch()  # a file where the folder belongs
+    sync_run(run_dir)
+    (warning,) = [line for line in caplog.messages if "receives no more metrics" in line]
+    assert warning.startswith("tensorboard receives")
+    assert f"millrace sync {run_dir}" in warning
+    assert wandb_values(run_dir) == {"reward": [(1, 1.0), (2, 2.0)]}
+    client = client_of(Path(offline.paths.root))
+    assert points(client, main_run(client), "reward") == [(1, 1.0), (2, 2.0)]
+
+
+def test_missing_login_is_refused(tmp_path: Path) -> None:
+    program = "from rlcore.config import TrackingConfig; from rlcore.tracking.sinks import require_trackers; " \
+        "require_trackers(TrackingConfig(report_to=('wandb',)))"  # fmt: skip
+    for changes, reason in (
+        ({"WANDB_MODE": "offline"}, ""),
+        ({"WANDB_MODE": "online"}, "tracking.report_to: wandb needs a login.*WANDB_MODE=offline"),
+        ({"WANDB_MODE": "online", "WANDB_API_KEY": "0" * 40}, ""),
+    ):
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
+        environment |= {"HOME": str(tmp_path), **changes}
+        done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+        assert (done.returncode != 0) == bool(reason), done.stderr
+        assert re.search(reason, done.stderr)
+
+
+def test_missing_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = TrackingConfig(report_to=("tensorboard",))
+    sinks.require_trackers(settings)
+    monkeypatch.setattr(sinks, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"tracking\.report_to: .* tensorboard, .*not installed.*pip install"):
+        sinks.require_trackers(settings)
