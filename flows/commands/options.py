@@ -60,4 +60,8 @@ Cfg = Annotated[
     typer.Option("--cfg", metavar="job", help="Print the composed settings as YAML, and stop.", show_default=False),
 ]
 Info = Annotated[bool, typer.Option("--info", help="Print the sources of the settings, and stop.")]
+Multirun = Annotated[
+    bool,
+    typer.Option("--multirun", "-m", help="Run every combination of settings with several values: seed=1,2,3."),
+]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show the logs of Prefect and the trainer too.")]

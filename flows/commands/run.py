@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flows.commands import complete
-from flows.commands.options import Cfg, DryRun, Fork, Info, OptionalRoot, PlanAsJson, Run, Settings, Verbose
+from flows.commands.options import Cfg, DryRun, Fork, Info, Multirun, OptionalRoot, PlanAsJson, Run, Settings, Verbose
 from flows.commands.settings import (
     compose_arguments,
     require_dry_run,
@@ -38,6 +38,7 @@ def run(
     as_json: PlanAsJson = False,
     cfg: Cfg = None,
     info: Info = False,
+    multirun: Multirun = False,
     verbose: Verbose = False,
 ) -> None:
     """Run an experiment from dataset to report, as Prefect flows. Finished stages are not repeated.
@@ -46,7 +47,16 @@ def run(
       millrace run experiment=countdown_demo
       millrace run experiment=countdown_demo seed=2 trainer.total_steps=40
       millrace run experiment=debug --dry-run
+      millrace run -m experiment=debug seed=1,2,3 optim.lr=3e-4,1e-3
     """
+    if multirun:
+        from flows.sweep.command import run_multirun
+
+        given = {"--fork": fork is not None, "--cfg": cfg is not None, "--info": info}
+        if refused := [option for option, is_given in given.items() if is_given]:
+            raise typer.BadParameter("is for one run, not for several", param_hint=refused[0])
+        run_multirun(settings or (), root, dry_run=dry_run, as_json=as_json, verbose=verbose)
+        return
     planned = _compose_and_plan(settings, root, fork, dry_run=dry_run, as_json=as_json, cfg=cfg, info=info)
     if planned is None:
         return

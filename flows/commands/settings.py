@@ -117,11 +117,9 @@ def _refuse_settings_as_options(words: Sequence[str], options: set[str]) -> None
     """Refuse unknown options and suggest the setting; typer itself refuses one that resembles an option."""
     from rlcore.config.problems import Problem, settings_error
 
-    if sweep := next((word for word in words if word in ("-m", "--multirun")), None):
-        several = " ".join(word for word in words if "," in word.partition("=")[2])
-        rule = "is no option: a sweep over several values of a setting is a file"
-        remedy = "Write `grid: {KEY: [VALUE, VALUE]}` and `seeds: [1, 2]`, then `millrace sweep FILE`; docs/sweeps.md"
-        raise settings_error([Problem(sweep, rule, several or sweep, remedy)])
+    if "-m" not in options and (sweep := next((word for word in words if word in ("-m", "--multirun")), None)):
+        remedy = "Write millrace run -m KEY=VALUE,VALUE ..., or a file for millrace sweep; docs/sweeps.md"
+        raise settings_error([Problem(sweep, "is an option of millrace run only", sweep, remedy)])
     unknown = [at for at, word in enumerate(words) if word.startswith("--") and word.partition("=")[0] not in options]
     if not unknown:
         return

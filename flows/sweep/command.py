@@ -2,14 +2,16 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flows.commands import complete
-from flows.commands.options import DryRun, OptionalRoot, PlanAsJson, Settings, Verbose
-from flows.commands.settings import print_warnings, require_dry_run
+from flows.commands.options import ARTIFACTS, DryRun, OptionalRoot, PlanAsJson, Settings, Verbose
+from flows.commands.settings import print_warnings, require_dry_run, root_in_overrides
 
 if TYPE_CHECKING:
     from rlcore.config.sweep import Sweep
@@ -61,6 +63,32 @@ def sweep(
         result = run_checked(checked, spec, settings, on_workers=on_workers)
     if result.failed:
         sys.exit(1)
+
+
+def run_multirun(settings: Sequence[str], root: Path | None, *, dry_run: bool, as_json: bool, verbose: bool) -> None:
+    """Write settings with several values as a sweep's file below the root, and run that sweep.
+
+    The file's name contains a digest, so the same settings continue the same sweep. A dry run keeps no file.
+    """
+    import yaml
+
+    from flows.parameters import all_overrides
+    from rlcore.config.fingerprint import fingerprint
+    from rlcore.config.sweep import load_sweep, multirun_content
+    from rlcore.storage.publish import write_text_atomically
+
+    content = multirun_content(all_overrides(settings, root=root))
+    text = yaml.safe_dump(content, sort_keys=False)
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "multirun.yaml"
+        file.write_text(text, encoding="utf-8")
+        load_sweep(str(file))  # a mistake leaves no file below the root
+        if not dry_run:
+            below = (root or root_in_overrides(settings) or ARTIFACTS) / "multirun"
+            below.mkdir(parents=True, exist_ok=True)
+            file = below / f"{content['name']}-{fingerprint('multirun', content)[:8]}.yaml"
+            write_text_atomically(file, f"# millrace sweep {file}\n{text}")
+        sweep(str(file), dry_run=dry_run, as_json=as_json, verbose=verbose)
 
 
 def show(sweep: "Sweep", *, as_json: bool) -> None:

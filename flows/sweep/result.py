@@ -171,7 +171,7 @@ def describe_sweep(sweep: Sweep, result: SweepResult) -> str:
     lines = [
         f"# Sweep {sweep.sweep_id}",
         "",
-        f"- Varies {keys} of {spec.experiment or 'the defaults'} by {spec.searches[0]}",
+        f"- Varies {keys or '`seed`'} of {spec.experiment or 'the defaults'} by {', '.join(spec.searches) or 'seed'}",
         f"- {spec.objective.direction.capitalize()}s {sweep.metric_of(sweep.base)}, mean over seeds",
         *(f"- {line}" for line in summary_lines(result)),
         "",

@@ -130,6 +130,22 @@ def compose_many(
     return [(each.config, each.problems) for each in found]
 
 
+def swept_values(text: str) -> list[Any]:
+    """Return the values of an override with several values, such as `seed=1,2` or `seed=range(1,4)`.
+
+    The list is empty for any other override. Raises nothing: composition reports overrides that cannot be parsed.
+    """
+    parser = OverridesParser.create()
+    try:
+        override = parser.parse_override(text)
+        if not override.is_sweep_override():
+            return []
+        each = [f"{override.key_or_group}={value}" for value in override.sweep_string_iterator()]
+        return [parser.parse_override(one).value() for one in each]
+    except HydraException:
+        return []
+
+
 def override_config(settings: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
     """Put overrides over nested plain settings that were composed before. Raises ConfigError: one message with every
     mistake."""

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from pydantic_core import ErrorDetails
 
 from rlcore.config.base import FILE_ENDINGS, Section, keys_of
 from rlcore.config.check import read_yaml, rule_text
-from rlcore.config.compose import CONF_DIR, GROUPS, compose, compose_many, group_members
+from rlcore.config.compose import CONF_DIR, GROUPS, compose, compose_many, group_members, swept_values
 from rlcore.config.fingerprint import fingerprint, fixed_settings, run_id
 from rlcore.config.problems import Problem, did_you_mean, format_value, override_value, settings_error
 from rlcore.config.run import RunConfig, all_keys, is_key, section_names
@@ -167,7 +168,32 @@ def points_of(spec: SweepSpec) -> list[Point]:
     """Return the points of a grid or a list, in order. A search draws its points during the sweep."""
     if spec.grid is not None:
         return [dict(zip(spec.grid, values, strict=True)) for values in itertools.product(*spec.grid.values())]
-    return list(spec.list or ())
+    return list(spec.list or ([] if spec.searches else [{}]))
+
+
+def multirun_content(overrides: Sequence[str]) -> dict[str, JsonValue]:
+    """Return the content of a sweep's file for overrides, some of them with several values, as in `seed=1,2,3`.
+
+    Raises ConfigError if no override has several values.
+    """
+    several = {_key(text): values for text in overrides if (values := swept_values(text))}
+    if not several:
+        remedy = "Give one, as in seed=1,2,3 or optim.lr=1e-4,1e-3"
+        raise settings_error(
+            [Problem("--multirun", "needs a setting with several values", " ".join(overrides), remedy)]
+        )
+    shared = [text for text in overrides if _key(text) not in several]
+    experiment = next((text.partition("=")[2].strip("'\"") for text in shared if _key(text) == "experiment"), None)
+    content: dict[str, JsonValue] = {"name": re.sub(r"[^a-z0-9_\-]", "-", Path(experiment or "defaults").stem.lower())}
+    if experiment is not None:
+        is_file = experiment.endswith(FILE_ENDINGS)
+        content["experiment"] = str(Path(experiment).absolute()) if is_file else experiment
+    content["overrides"] = [text for text in shared if _key(text) != "experiment"]
+    if "seed" in several:
+        content["seeds"] = several.pop("seed")
+    if several:
+        content["grid"] = {**several}
+    return content
 
 
 def edge_points(space: Mapping[str, Values]) -> list[Point]:
@@ -195,7 +221,7 @@ def format_point(point: Point) -> str:
     >>> format_point({"optim.lr": 1e-5, "algo": "dapo"})
     'optim.lr=1e-05 algo=dapo'
     """
-    return " ".join(point_overrides(point))
+    return " ".join(point_overrides(point)) or "the same settings"
 
 
 SWEEPS_DIR = CONF_DIR / "sweep"
@@ -348,13 +374,13 @@ def _form_problem(detail: ErrorDetails) -> Problem:
 def _search_problems(spec: SweepSpec) -> Iterable[Problem]:
     """Check that the sweep has one way to choose points, and values to try."""
     said = spec.searches
-    if not said:
-        remedy = f"Use one of {', '.join(SEARCHES)}; docs/sweeps.md shows each"
+    if not said and len(spec.seeds) < 2:
+        remedy = f"Give several seeds, or use one of {', '.join(SEARCHES)}; docs/sweeps.md shows each"
         yield Problem("sweep", "is empty: it has nothing to try", spec.name, remedy)
     if len(said) > 1:
         yield Problem("sweep", "has more than one way to choose points", ", ".join(said), "Keep one of them")
     listed = {f"list.{number}": point for number, point in enumerate(spec.list or (), 1)}
-    spread = {f"{said[0]}.{key}": values for key, values in {**(spec.grid or {}), **spec.space}.items()}
+    spread = {f"{said[0] if said else ''}.{key}": values for key, values in {**(spec.grid or {}), **spec.space}.items()}
     for name, values in {"seeds": spec.seeds, "grid": spec.grid, "list": spec.list, **listed, **spread}.items():
         if values in ({}, ()):
             yield Problem(

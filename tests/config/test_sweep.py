@@ -21,6 +21,7 @@ from rlcore.config.sweep import (
     SweepSpec,
     edge_points,
     load_sweep,
+    multirun_content,
 )
 from rlcore.errors import ConfigError
 
@@ -283,3 +284,27 @@ def test_external_experiment_builds_on_conf(tmp_path):
     config = load_config([f"experiment={file}"])
     assert (config.optim.lr, config.algo.advantage, config.critic is not None) == (5e-4, "gae", True)
     assert config.data == load_config([], experiment="debug").data
+
+
+def test_multirun_content_separates_seeds_values_and_shared_settings() -> None:
+    words = [
+        "experiment=debug",
+        "seed=range(1,4)",
+        "algo=grpo,rloo",
+        "data.operations=['+','-'],['+']",
+        "optim.lr=1e-4",
+    ]
+    assert multirun_content(words) == {
+        "name": "debug",
+        "experiment": "debug",
+        "overrides": ["optim.lr=1e-4"],
+        "seeds": [1, 2, 3],
+        "grid": {"algo": ["grpo", "rloo"], "data.operations": [["+", "-"], ["+"]]},
+    }
+    assert multirun_content(["seed=1,2"]) == {"name": "defaults", "overrides": [], "seeds": [1, 2]}
+
+
+def test_seeds_alone_are_one_point(load) -> None:
+    sweep = load("name: s\nexperiment: debug\nseeds: [1, 2]\n")
+    assert sweep.points == ({},)
+    assert sweep.overrides_of({}, 2) == ["seed=2"]

@@ -40,3 +40,38 @@ def test_dry_run_of_a_search_shows_its_points(artifacts_root: Path, capsys: pyte
     done = in_this_process(capsys, "sweep", "countdown_optuna", f"paths.root={artifacts_root}", "--dry-run")
     assert done.code == 0, done.err
     assert "20 points drawn by optuna search, 1 seed(s) each; compared at step 20, " in done.out
+
+
+def test_multirun_is_the_sweep_of_its_file(artifacts_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (
+        "-m",
+        "experiment=debug",
+        "seed=1,2,3",
+        "optim.lr=3e-4,1e-3",
+        "tags.note='a,b'",
+        f"paths.root={artifacts_root}",
+    )
+    done = in_this_process(capsys, "run", *words, "--dry-run", "--json")
+    assert done.code == 0, done.err
+    runs = json.loads(done.out)["runs"]
+    points = ["optim.lr=0.0003", "optim.lr=0.001"]
+    assert [(run["settings"], run["seed"]) for run in runs] == [(point, seed) for point in points for seed in (1, 2, 3)]
+    assert list(artifacts_root.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["seed=1"], "--multirun: needs a setting with several values"),
+        (["optim.lr=fast,slow"], "optim.lr: must be a valid number"),
+        (["experiment=debug,countdown_demo"], "grid.experiment: cannot be swept"),
+        (["seed=1,2", "--info"], "--info: is for one run"),
+    ],
+)
+def test_mistake_of_multirun_leaves_no_file(
+    artifacts_root: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    done = in_this_process(capsys, "run", "--multirun", *words, f"paths.root={artifacts_root}")
+    assert done.code == 2
+    assert message in done.err
+    assert list(artifacts_root.iterdir()) == []
