@@ -61,7 +61,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("train mine.yaml", ["Did you mean experiment=mine.yaml?"]),
     ("train --lr 1e-4", ["--lr: is no option", "Did you mean optim.lr=1e-4?"]),
     ("train --dry-rnu", ["--dry-run"]),
-    ("train -m seed=1,2 experiment=debug", ["-m: is an option of millrace run only", "millrace run -m KEY=VALUE,VALUE"]),
+    ("train -m seed=1,2 experiment=debug", ["-m: is an option of millrace run only", "run -m KEY=VALUE,VALUE"]),
     ("train exprmnt=debug", ["1 problem", "got 'exprmnt=debug'. Did you mean experiment=debug?"]),
     ("train alg=dapo", ["1 problem", "alg: there is no such setting", "Did you mean algo=dapo?"]),
     ("train algo=[grpo]", ["1 problem", "algo: must name a file in conf/algo; got [grpo]. Did you mean grpo?"]),
