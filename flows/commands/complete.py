@@ -3,6 +3,7 @@
 Bash splits a word at `=`: only the value is completed then.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ import typer
 from flows import SOURCE_FOLDER
 
 CONF = SOURCE_FOLDER / "conf"
+OWN_CONF = "MILLRACE_CONFIG_DIR"
+"""`rlcore.config.base.CONFIG_DIR_VARIABLE`, whose module would take as long to import as all completion."""
 PAGE = SOURCE_FOLDER / "docs" / "settings.md"
 _ROW = re.compile(r"^\| `([a-z0-9_.]+)` \| ([^|]*)", re.MULTILINE)
 _NOT_GROUPS = ("suite", "sweep")
@@ -65,7 +68,10 @@ def _groups() -> Iterator[str]:
 
 
 def _values(key: str, typed: str) -> Iterator[str]:
-    names = [file.stem for file in (CONF / key).glob("*.yaml")] or _values_by_key().get(key, [])
+    folders = [str(CONF), *filter(None, [os.environ.get(OWN_CONF)])]
+    names = {file.stem for folder in folders for file in Path(folder, key).glob("*.yaml")} or _values_by_key().get(
+        key, []
+    )
     return (name for name in names if name.startswith(typed))
 
 

@@ -5,12 +5,12 @@ from typing import Annotated
 
 import typer
 
-from flows.commands.options import OptionalRoot, Settings, Verbose
+from flows.commands.options import ConfigDir, OptionalRoot, Settings, Verbose
 from flows.commands.settings import compose_arguments
 from rlcore.errors import ConfigError
 
 
-def make(settings: Settings = None, root: OptionalRoot = None) -> None:
+def make(settings: Settings = None, root: OptionalRoot = None, config_dir: ConfigDir = None) -> None:
     """Make and filter the dataset of an experiment.
 
     Examples:
@@ -32,7 +32,9 @@ def make(settings: Settings = None, root: OptionalRoot = None) -> None:
         chain.make_rows(run, chain.run_on_console)
 
 
-def pass_rates(settings: Settings = None, root: OptionalRoot = None, verbose: Verbose = False) -> None:
+def pass_rates(
+    settings: Settings = None, root: OptionalRoot = None, config_dir: ConfigDir = None, verbose: Verbose = False
+) -> None:
     """Measure how often an experiment's initial policy solves each training row. Data and model are made if missing.
 
     Examples:

@@ -1,4 +1,4 @@
-"""`millrace new task|experiment|scorer NAME`: write a first custom file, which runs unchanged."""
+"""`millrace new KIND NAME`: write a first custom file, or a folder for a project. Each runs unchanged."""
 
 import keyword
 import re
@@ -11,91 +11,88 @@ import typer
 from flows.commands import complete
 from rlcore.errors import ConfigError
 
-SCORER = '''"""A scorer: countdown's, with the length of the response as one more part.
-
-    {command}
-
-A part is a metric (`reward/short/mean`) and does not change the reward, which is `total`. docs/data.md describes what
-a scorer may return. Model output is untrusted: parse it, never evaluate it.
-"""
-
-from collections.abc import Mapping
-
-from data.countdown import score as score_countdown
-from rlcore.score import Score
-
-_SHORT = 20
-
-
-def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score one response: any text, also an empty one."""
-    score = score_countdown(response, ground_truth)
-    is_short = float(len(response) <= _SHORT)
-    return Score(score.total, {{**score.parts, "short": is_short}}, score.said)
-'''
-EXPERIMENT = """# {command}
-# The differences from the base experiment; docs/settings.md lists every key.
-defaults: [countdown_demo, _self_]
-name: "{name}"
-optim:
-  lr: 1e-4
-trainer:
-  total_steps: 40
-"""
-TASK = '''"""A task in one file: products of two numbers.
-
-    {command}
-
-`build` makes the rows, `score` scores a response; docs/data.md walks through both.
-"""
-'''
+TEMPLATES = Path(__file__).with_name("templates")
+"""Files in which NAME and COMMAND are replaced. A task and an environment are those of `data/` with another name."""
 COMMANDS = {
     "task": "millrace run experiment=debug data=custom data.build={name}:build data.scorer={name}:score",
-    "experiment": "millrace run experiment={name}.yaml",
     "scorer": "millrace run experiment=debug data.scorer={name}:score",
+    "loss": "millrace run experiment=debug algo.policy_loss={name}:loss",
+    "advantage": "millrace run experiment=debug algo.advantage={name}:advantage",
+    "environment": "millrace run experiment=number_guessing data.build={name}:build data.environment={name}:Game",
+    "experiment": "millrace run experiment={name}.yaml",
+    "suite": "millrace run experiment=debug validation.suites=[{name}.yaml]",
+    "sweep": "millrace sweep {name}.yaml",
+    "project": "make run",
 }
 """The command that runs the file, by kind."""
+COPIED = {"task": "multiplication", "environment": "number_guessing"}
+"""Modules of `data/` that are copied."""
+PROJECT = {
+    "Makefile": "Makefile", "README.md": "README.md", "gitignore": ".gitignore",
+    "conf/experiment/baseline.yaml": "conf/experiment/baseline.yaml", "conf/data/task.yaml": "conf/data/NAME.yaml",
+    "conf/sweep/lr.yaml": "conf/sweep/lr.yaml", "tests/test_task.py": "tests/test_NAME.py",
+}  # fmt: skip
+"""Templates of a project, and their paths in its folder."""
 
 
 def new(
     kind: Annotated[
         str,
-        typer.Argument(
-            metavar="task|experiment|scorer",
-            help="The kind of file.",
-            autocompletion=complete.choices("task", "experiment", "scorer"),
-        ),
+        typer.Argument(metavar="|".join(COMMANDS), help="What to write.", autocompletion=complete.choices(*COMMANDS)),
     ],
-    name: Annotated[str, typer.Argument(metavar="NAME", help="File name without its suffix.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the file without its suffix, or of the folder.")],
 ) -> None:
-    """Write a first task, experiment or scorer into this folder. It runs unchanged.
+    """Write a first file of this kind, or a project's folder, into the working directory. It runs unchanged.
 
     Examples:
       millrace new task my_task
       millrace new experiment mine
+      millrace new project my_research
 
     Raises:
         ConfigError: unknown kind, invalid name, or an existing file.
     """
-    from rlcore.storage.publish import write_text_atomically
-
     if kind not in COMMANDS:
         raise ConfigError(f"KIND: must be one of {', '.join(COMMANDS)}; got {kind}")
-    file = Path(f"{name}.yaml" if kind == "experiment" else f"{name}.py")
-    _require_free(kind, name, file)
+    is_yaml = kind in ("experiment", "suite", "sweep")
+    target = Path(name if kind == "project" else f"{name}.{'yaml' if is_yaml else 'py'}")
+    _require_free(name, target, is_yaml=is_yaml)
+    if kind == "project":
+        _write_project(name, target)
+        return
     command = COMMANDS[kind].format(name=name)
-    text = {"task": TASK, "experiment": EXPERIMENT, "scorer": SCORER}[kind].format(command=command, name=name)
-    if kind == "task":
-        from data import multiplication
+    _write(target, _text(kind, name, command, target.suffix))
+    print(f"{target.absolute()} is written; it runs unchanged:\n  {command}")
 
-        source = Path(multiplication.__file__).read_text(encoding="utf-8")
-        text += source.split('"""', 2)[2].removeprefix("\n").replace('"multiplication"', f'"{name}"')
+
+def _write_project(name: str, folder: Path) -> None:
+    for template, path in PROJECT.items():
+        text = (TEMPLATES / "project" / template).read_text(encoding="utf-8")
+        _write(folder / path.replace("NAME", name), text.replace("NAME", name))
+    command = COMMANDS["project"]
+    _write(folder / f"{name}.py", _text("task", name, command, ".py"))
+    print(f"{folder.absolute()} is written; it runs unchanged:\n  cd {name} && git init && {command}")
+
+
+def _text(kind: str, name: str, command: str, suffix: str) -> str:
+    if kind not in COPIED:
+        text = (TEMPLATES / f"{kind}{suffix}").read_text(encoding="utf-8")
+        return text.replace("COMMAND", command).replace("NAME", name)
+    source = (Path(__file__).parents[2] / "data" / f"{COPIED[kind]}.py").read_text(encoding="utf-8")
+    head, docstring, code = source.split('"""', 2)
+    first_line = docstring.partition("\n")[0]
+    return f'{head}"""{first_line}\n\n    {command}\n"""{code}'.replace(f'"{COPIED[kind]}"', f'"{name}"')
+
+
+def _write(file: Path, text: str) -> None:
+    from rlcore.storage.publish import write_text_atomically
+
+    file.parent.mkdir(parents=True, exist_ok=True)
     write_text_atomically(file, text)
-    print(f"{file.absolute()} is written; it runs unchanged:\n  {command}")
 
 
-def _require_free(kind: str, name: str, file: Path) -> None:
-    if kind == "experiment":
+def _require_free(name: str, target: Path, *, is_yaml: bool) -> None:
+    if is_yaml:
         pattern, letters, first = r"[a-z0-9][a-z0-9_-]{0,63}", "small letters, digits, _ and -", "a letter or digit"
     else:
         pattern, letters, first = r"[a-z][a-z0-9_]{0,63}", "small letters, digits and _", "a letter"
@@ -103,7 +100,7 @@ def _require_free(kind: str, name: str, file: Path) -> None:
         raise ConfigError(f"NAME: must be {letters}, at most 64, and begin with {first}; got {name!r}")
     if keyword.iskeyword(name):
         raise ConfigError(f"NAME: must not be a Python keyword; got {name!r}. Choose another, such as my_{name}")
-    if file.exists():
-        raise ConfigError(f"NAME: {file.absolute()} exists already. Choose another name, or remove the file")
-    if kind != "experiment" and find_spec(name) is not None:
+    if target.exists():
+        raise ConfigError(f"NAME: {target.absolute()} exists already. Choose another name, or remove it")
+    if not is_yaml and find_spec(name) is not None:
         raise ConfigError(f"NAME: must not be an existing module; got {name}. Choose another, such as my_{name}")

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from flows.commands import complete
-from flows.commands.settings import root_folder
+from flows.commands.settings import root_folder, use_config_dir
 
 Settings = Annotated[
     list[str] | None,
@@ -64,4 +64,17 @@ Multirun = Annotated[
     bool,
     typer.Option("--multirun", "-m", help="Run every combination of settings with several values: seed=1,2,3."),
 ]
+ConfigDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--config-dir",
+        "-cd",
+        metavar="DIR",
+        help="Your folder of groups, experiments, suites and sweeps, of the form of conf/; MILLRACE_CONFIG_DIR too.",
+        show_default=False,
+        callback=use_config_dir,
+        is_eager=True,  # before any name of a member is looked up
+    ),
+]
+"""The command itself does not read it: `use_config_dir` sets the environment of this process and of its children."""
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show the logs of Prefect and the trainer too.")]

@@ -11,7 +11,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flows.commands import complete
-from flows.commands.options import Cfg, DryRun, Fork, Info, Multirun, OptionalRoot, PlanAsJson, Run, Settings, Verbose
+from flows.commands.options import (
+    Cfg,
+    ConfigDir,
+    DryRun,
+    Fork,
+    Info,
+    Multirun,
+    OptionalRoot,
+    PlanAsJson,
+    Run,
+    Settings,
+    Verbose,
+)
 from flows.commands.settings import (
     compose_arguments,
     require_dry_run,
@@ -33,6 +45,7 @@ if TYPE_CHECKING:
 def run(
     settings: Settings = None,
     root: OptionalRoot = None,
+    config_dir: ConfigDir = None,
     fork: Fork = None,
     dry_run: DryRun = False,
     as_json: PlanAsJson = False,
@@ -87,6 +100,7 @@ def run(
 def train(
     settings: Settings = None,
     root: OptionalRoot = None,
+    config_dir: ConfigDir = None,
     fork: Fork = None,
     dry_run: DryRun = False,
     as_json: PlanAsJson = False,
@@ -144,6 +158,7 @@ def _compose_and_plan(
 def validate(
     settings: Settings = None,
     root: OptionalRoot = None,
+    config_dir: ConfigDir = None,
     checkpoint: Annotated[str, typer.Option(help="One of start, last, best, or a step.")] = "last",
     verbose: Verbose = False,
 ) -> None:
@@ -188,6 +203,7 @@ def evaluate(
         ),
     ],
     root: OptionalRoot = None,
+    config_dir: ConfigDir = None,
     as_json: Annotated[bool, typer.Option("--json", help="All metrics as JSON.")] = False,
 ) -> None:
     """Evaluate models or checkpoints on suites. Metrics have intervals; each model is paired with the first.

@@ -113,6 +113,23 @@ def root_folder(given: str | Path) -> Path:
     return root
 
 
+def use_config_dir(given: Path | None) -> Path | None:
+    """Make the folder of `--config-dir` known to this process and its children.
+
+    Raises:
+        typer.BadParameter: the folder does not exist.
+    """
+    from rlcore.config.base import CONFIG_DIR_VARIABLE
+
+    if given is not None:
+        if not given.is_dir():
+            raise typer.BadParameter(
+                f"must be an existing folder; got {given} in {Path.cwd()}. Create it, or name another"
+            )
+        os.environ[CONFIG_DIR_VARIABLE] = str(given.resolve())
+    return given
+
+
 def _refuse_settings_as_options(words: Sequence[str], options: set[str]) -> None:
     """Refuse unknown options and suggest the setting; typer itself refuses one that resembles an option."""
     from rlcore.config.problems import Problem, settings_error
@@ -189,7 +206,8 @@ def print_warnings(lines: Iterable[str]) -> None:
 
 def show_settings(settings: "RunSettings", part: str | None) -> None:
     """Print the composed settings as YAML (`part` is `job`, as in Hydra's `--cfg`), or their sources."""
-    from rlcore.config.compose import CONF_DIR, compose
+    from rlcore.config.base import conf_dirs
+    from rlcore.config.compose import compose
     from rlcore.config.documents import to_yaml
     from rlcore.config.fingerprint import run_id
     from rlcore.config.problems import mask_secrets
@@ -201,7 +219,7 @@ def show_settings(settings: "RunSettings", part: str | None) -> None:
         raise ConfigError(f"--cfg: must be job, the composed settings; got {part}. --info prints their files")
     composition = compose(settings.overrides, experiment=settings.experiment)
     print(f"run        {run_id(settings.config)} in {settings.config.paths.root}")
-    print(f"conf       {CONF_DIR}")
+    print(f"conf       {' '.join(map(str, conf_dirs()))}")
     print(f"experiment {', '.join(composition.files) or 'none: the defaults'}")
     print(f"groups     {' '.join(f'{group}={member}' for group, member in composition.members.items())}")
     print(f"overrides  {' '.join(map(mask_secrets, settings.overrides)) or 'none'}")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flows.commands.options import ARTIFACTS, AsJson, OptionalRoot, Root, Settings
+from flows.commands.options import ARTIFACTS, AsJson, ConfigDir, OptionalRoot, Root, Settings
 
 Port = Annotated[int | None, typer.Option(min=1, max=65535, help="Default: its last port, or a free one.")]
 
@@ -76,6 +76,7 @@ def deploy(
     ] = None,
     timezone: Annotated[str, typer.Option(help="Time zone of --cron.")] = "UTC",
     root: OptionalRoot = None,
+    config_dir: ConfigDir = None,
 ) -> None:
     """Create or update a deployment of an experiment in the running stack. The stack's worker runs it.
 

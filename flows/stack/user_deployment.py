@@ -14,7 +14,7 @@ from flows.parameters import RunSettings, compose_settings
 from flows.plan.checks import check_run
 from flows.server.api import running_prefect
 from flows.stack.state import read_stack
-from rlcore.config.base import FILE_ENDINGS
+from rlcore.config.base import CONFIG_DIR_VARIABLE, FILE_ENDINGS
 from rlcore.config.problems import Problem, settings_error
 from rlcore.errors import ConfigError, MillraceError
 
@@ -125,6 +125,7 @@ def _apply(settings: RunSettings, name: str, schedule: "DeploymentScheduleCreate
             },
             work_pool_name=POOL,
             work_queue_name="training",
+            job_variables={"env": {CONFIG_DIR_VARIABLE: own} if (own := os.environ.get(CONFIG_DIR_VARIABLE)) else {}},
         )
         assert isinstance(deployment, RunnerDeployment)
         deployment.schedules = [*schedules, *([] if schedule is None else [schedule])]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flows.commands import complete
-from flows.commands.options import ARTIFACTS, DryRun, OptionalRoot, PlanAsJson, Settings, Verbose
+from flows.commands.options import ARTIFACTS, ConfigDir, DryRun, OptionalRoot, PlanAsJson, Settings, Verbose
 from flows.commands.settings import print_warnings, require_dry_run, root_in_overrides
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ def sweep(
         float | None, typer.Option(min=0.001, max=100_000, help="Hours after which no run begins.")
     ] = None,
     root: OptionalRoot = None,
+    config_dir: ConfigDir = None,
     on_workers: Annotated[bool, typer.Option("--on-workers", help="Send the runs to the work pool.")] = False,
     dry_run: DryRun = False,
     as_json: PlanAsJson = False,

@@ -52,8 +52,7 @@ from flows.tasks import (
     run_as_task,
 )
 from flows.work.open_run import open_run
-from rlcore.config.base import FILE_ENDINGS
-from rlcore.config.compose import group_members
+from rlcore.config.base import FILE_ENDINGS, group_members
 from rlcore.config.sweep import Budget, Sweep, format_point
 from rlcore.errors import MillraceError, StopRequestedError
 from rlcore.tracking.mlflow_store import PARENT_TAG

@@ -14,6 +14,28 @@ Run = Any
 FILE_ENDINGS = (".yaml", ".yml")
 """Endings that distinguish the path of a file from a name in a folder of `conf/`."""
 
+CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
+"""Millrace's own groups, experiments, suites and sweeps."""
+CONFIG_DIR_VARIABLE = "MILLRACE_CONFIG_DIR"
+"""Environment variable with the user's folder of the same form as `conf/`, which `--config-dir` sets."""
+
+
+def conf_dirs() -> list[Path]:
+    """Return the folders of groups, experiments, suites and sweeps: the user's, if there is one, then `CONF_DIR`."""
+    own = os.environ.get(CONFIG_DIR_VARIABLE)
+    return [*([Path(own)] if own else []), CONF_DIR]
+
+
+def group_members(group: str) -> tuple[str, ...]:
+    """Return the sorted names of the files in `<group>/` of all `conf_dirs`."""
+    return tuple(sorted({file.stem for folder in conf_dirs() for file in (folder / group).glob("*.yaml")}))
+
+
+def member_file(group: str, name: str) -> Path:
+    """Return the file of a member. A file in the user's folder replaces one of the same name in `CONF_DIR`."""
+    files = [folder / group / f"{name}.yaml" for folder in conf_dirs()]
+    return next(filter(Path.is_file, files), files[-1])
+
 
 def expand_path(path: str) -> Path:
     """Expand `~`. That of an unknown user stays, where Path.expanduser raises RuntimeError."""

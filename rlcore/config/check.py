@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from yaml import YAMLError
 
-from rlcore.config.base import FILE_ENDINGS, covers, expand_path, keys_of, leaves
+from rlcore.config.base import FILE_ENDINGS, covers, expand_path, group_members, keys_of, leaves, member_file
 from rlcore.config.data import TASKS, CountdownData, FilterConfig, MappedData, MixtureData, ParquetData, TaskData
 from rlcore.config.model import WarmStartConfig
 from rlcore.config.problems import Findings, Problem, did_you_mean, format_value, nearest, settings_error
@@ -21,7 +21,6 @@ from rlcore.config.rollout import EpisodeConfig, SuiteConfig, ValidationConfig
 from rlcore.config.rules import broken_rules
 from rlcore.config.run import RunConfig, all_keys, free_mappings, section_names
 
-SUITES_DIR = Path(__file__).resolve().parents[2] / "conf" / "suite"
 SUITES = "validation.suites"
 
 
@@ -284,8 +283,8 @@ def read_suites(named: Sequence[Any], findings: Findings) -> list[Any]:
 def _read(name: str) -> dict[str, Any] | Problem:
     """Return a suite file's content, with the file's name as the default of `name`, or a problem."""
     is_path = name.endswith(FILE_ENDINGS)
-    file = expand_path(name) if is_path else SUITES_DIR / f"{name}.yaml"
-    if not is_path and name not in (names := sorted(each.stem for each in SUITES_DIR.glob("*.yaml"))):
+    file = expand_path(name) if is_path else member_file("suite", name)
+    if not is_path and name not in (names := group_members("suite")):
         remedy = f"{did_you_mean(name, names)}There are {', '.join(names)}; a path ends in .yaml"
         return Problem(SUITES, "must name files in conf/suite, or paths", name, remedy)
     content = read_yaml(file)

@@ -34,14 +34,13 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from rlcore.config.algo import CriticConfig
-from rlcore.config.base import FILE_ENDINGS, leaves
+from rlcore.config.base import FILE_ENDINGS, conf_dirs, group_members, leaves, member_file
 from rlcore.config.check import ValueOverride, as_plain, read_yaml, validate_settings
 from rlcore.config.data import TASKS
 from rlcore.config.problems import Findings, Problem, did_you_mean, format_value, nearest, settings_error
 from rlcore.config.rules import unused_settings
 from rlcore.config.run import RunConfig, all_keys
 
-CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 GROUPS = {
     "data": "countdown",
     "model": "scratch",
@@ -62,11 +61,6 @@ _LOCK = Lock()
 def experiment_names() -> tuple[str, ...]:
     """Return the sorted names of the experiments in `conf/experiment`."""
     return group_members("experiment")
-
-
-def group_members(group: str) -> tuple[str, ...]:
-    """Return the sorted names of the files in `conf/<group>`."""
-    return tuple(sorted(file.stem for file in (CONF_DIR / group).glob("*.yaml")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +256,7 @@ def _experiment_files(named: str, findings: Findings, above: tuple[Path, ...] = 
         findings.add(Problem("experiment", rule, got, remedy), *RunConfig.model_fields)
 
     is_path = named.endswith(FILE_ENDINGS)
-    path = Path(named) if is_path else CONF_DIR / "experiment" / f"{named}.yaml"
+    path = Path(named) if is_path else member_file("experiment", named)
     content = "builds on itself" if path.resolve() in above else read_yaml(path)
     if isinstance(content, str):
         remedy = f"Fix it, or name one of {', '.join(experiment_names())}; conf/experiment/debug.yaml shows the form"
@@ -306,13 +300,14 @@ def _unknown_member_remedy(group: str, member: Any) -> str | None:
 
 def _compose_groups(chosen: Mapping[str, str], findings: Findings) -> tuple[dict[str, Any], Mapping[str, str]]:
     """Return the settings of group members over the defaults, as plain values, and the member of each group."""
-    state = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in sorted(CONF_DIR.glob("*/*.yaml"))]
+    files = [file for folder in conf_dirs() for file in sorted(folder.glob("*/*.yaml"))]
+    state = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files]
     try:
         with _LOCK:
             return deepcopy(_compose_cached(tuple(sorted(chosen.items())), tuple(state)))
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
-        rule = f"its files cannot be read ({' '.join(str(error).split())})"
-        findings.add(Problem("conf", rule, str(CONF_DIR), "Fix the file"), *RunConfig.model_fields)
+        rule, got = f"its files cannot be read ({' '.join(str(error).split())})", " and ".join(map(str, conf_dirs()))
+        findings.add(Problem("conf", rule, got, "Fix the file"), *RunConfig.model_fields)
         return RunConfig().model_dump(mode="json"), {**GROUPS, **chosen}
 
 
@@ -332,6 +327,7 @@ def _compose_cached(
     store.store(name=_ROOT, node={"defaults": ["_self_", *members], **rest, "critic": None})
     with _hydra():
         overrides = [f"{group}={member}" for group, member in chosen]
+        overrides += [f"hydra.searchpath=[file://{folder}]" for folder in conf_dirs()[1:]]
         settings = as_plain(hydra_compose(_ROOT, overrides=overrides, return_hydra_config=True))
     choices = settings.pop("hydra")["runtime"]["choices"]
     return settings, {group: choices[group] for group in GROUPS}
@@ -339,11 +335,11 @@ def _compose_cached(
 
 @contextmanager
 def _hydra() -> Iterator[None]:
-    """Initialize Hydra on `conf/` and restore its global state afterwards."""
+    """Initialize Hydra on the first of `conf_dirs` and restore its global state afterwards."""
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        with initialize_config_dir(str(conf_dirs()[0]), version_base="1.3"):
             yield
     finally:
         # Leaving the context has replaced the instance from above.

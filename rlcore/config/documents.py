@@ -9,8 +9,8 @@ import yaml
 from annotated_types import Ge, Gt, Le, Len, Lt
 from pydantic.fields import FieldInfo
 
-from rlcore.config.base import Section, sections_of
-from rlcore.config.compose import CONF_DIR, EXCLUSIVE_GROUPS, GROUPS, group_members
+from rlcore.config.base import CONF_DIR, Section, group_members, sections_of
+from rlcore.config.compose import EXCLUSIVE_GROUPS, GROUPS
 from rlcore.config.problems import format_value
 from rlcore.config.rules import Bound, EffectiveWhen
 from rlcore.config.run import RunConfig

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Discriminator, Field, JsonValue, Tag, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from rlcore.config.base import FILE_ENDINGS, Section, keys_of
+from rlcore.config.base import FILE_ENDINGS, Section, group_members, keys_of, member_file
 from rlcore.config.check import read_yaml, rule_text
-from rlcore.config.compose import CONF_DIR, GROUPS, compose, compose_many, group_members, swept_values
+from rlcore.config.compose import GROUPS, compose, compose_many, swept_values
 from rlcore.config.fingerprint import fingerprint, fixed_settings, run_id
 from rlcore.config.problems import Problem, did_you_mean, format_value, override_value, settings_error
 from rlcore.config.run import RunConfig, all_keys, is_key, section_names
@@ -224,7 +224,6 @@ def format_point(point: Point) -> str:
     return " ".join(point_overrides(point)) or "the same settings"
 
 
-SWEEPS_DIR = CONF_DIR / "sweep"
 _WORDS = tuple(name.rpartition(".")[2] for name, _ in keys_of(SweepSpec)) + tuple(SweepSpec.model_fields)
 MAX_POINTS = 10_000
 NOT_SWEPT = {
@@ -331,7 +330,7 @@ def _key(override: str) -> str:
 
 
 def _content(source: str) -> dict[str, Any]:
-    file = Path(source) if source.endswith(FILE_ENDINGS) else SWEEPS_DIR / f"{source}.yaml"
+    file = Path(source) if source.endswith(FILE_ENDINGS) else member_file("sweep", source)
     if not file.is_file():
         names = group_members("sweep")
         remedy = f"{did_you_mean(source, names)}There are {', '.join(names)}"

@@ -5,8 +5,8 @@ import yaml
 from omegaconf import OmegaConf
 
 from rlcore.config import RunConfig
-from rlcore.config.base import value_at
-from rlcore.config.compose import CONF_DIR, GROUPS, experiment_names, group_members, load_config
+from rlcore.config.base import CONF_DIR, group_members, value_at
+from rlcore.config.compose import GROUPS, experiment_names, load_config
 from rlcore.config.data import TASKS
 from rlcore.config.documents import to_yaml
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rlcore.config.compose import CONF_DIR, load_config
+from rlcore.config.base import CONF_DIR
+from rlcore.config.compose import load_config
 from rlcore.config.model import PUBLISHED
 from rlcore.models.shape import ModelShape
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rlcore.config.base import covers
-from rlcore.config.compose import compose, experiment_names, group_members
+from rlcore.config.base import covers, group_members
+from rlcore.config.compose import compose, experiment_names
 from rlcore.config.data import TASKS
 from rlcore.config.rules import effects_in, unused_settings
 from rlcore.config.run import all_keys, section_names

@@ -8,7 +8,8 @@ from pydantic import ValidationError
 
 from rlcore.config import RunConfig
 from rlcore.config import sweep as sweeps
-from rlcore.config.compose import group_members, load_config
+from rlcore.config.base import group_members
+from rlcore.config.compose import load_config
 from rlcore.config.documents import experiment_text
 from rlcore.config.sweep import (
     SWEEPS_DIR,

@@ -1,5 +1,7 @@
 """`millrace new`: each file that it writes runs as it is, from an empty folder."""
 
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,17 +20,32 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     yield folder
-    for name in ("sums", "judge"):
+    for name in ("sums", "judge", *(f"my_{kind}" for kind in COMMANDS)):
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize(("kind", "name"), [("task", "sums"), ("experiment", "null"), ("scorer", "judge")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("experiment", "null"), *((kind, f"my_{kind}") for kind in COMMANDS if kind != "project")]
+)
 def test_the_command_that_it_names_can_be_planned(kind: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(lambda: app(["new", kind, name])) == 0
     command = capsys.readouterr().out.splitlines()[-1].split()
     assert " ".join(command) == COMMANDS[kind].format(name=name)
     code = exit_code(lambda: app([*command[1:], "--dry-run"]))
     assert code == 0, capsys.readouterr().err
+
+
+def test_project_runs_from_its_folder(empty_folder: Path) -> None:
+    new("project", "study")
+    assert not list(Path("study").rglob("*NAME*"))
+    assert not [file for file in Path("study").rglob("*") if file.is_file() and "NAME" in file.read_text()]
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    for target in ("run", "sweep", "test"):
+        command = ["make", "-C", "study", target, "ARGS=--dry-run"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    with pytest.raises(ConfigError, match="exists already"):
+        new("project", "study")
 
 
 @pytest.mark.slow
@@ -47,7 +64,7 @@ def test_a_task_and_a_scorer_are_trained_on(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("kind", "name", "reported"),
     [
-        ("tasks", "sums", "KIND: must be one of task, experiment, scorer; got tasks"),
+        ("tasks", "sums", "KIND: must be one of task, scorer, .* project; got tasks"),
         ("task", "Two-words", "NAME: must be small letters"),
         ("task", "class", "NAME: must not be a Python keyword; got 'class'. Choose another, such as my_class"),
         (

@@ -1,0 +1,20 @@
+"""An advantage: the score minus the mean of the prompt's group, divided by the square root of the length.
+
+    COMMAND
+
+The function returns one advantage for each of N responses. docs/algorithms.md describes the arguments.
+"""
+
+from typing import Annotated
+
+from pydantic import Field
+from torch import Tensor
+
+from rlcore.algos.advantages import group_advantages
+
+
+def advantage(
+    scores: Tensor, group_ids: Tensor, *, lengths: Tensor, factor: Annotated[float, Field(gt=0)] = 1.0
+) -> Tensor:
+    """Return `factor (s - mean) / sqrt(length)`. `algo.advantage_options.factor` sets the factor."""
+    return factor * group_advantages(scores, group_ids, method="dr_grpo") / lengths.sqrt()

@@ -1,0 +1,13 @@
+"""The scorer: the reference earns the full score, other texts do not."""
+
+from NAME import build, score
+
+from rlcore.config import CustomData
+
+
+def test_reference_earns_full_score() -> None:
+    """Score the reference of each row, and another text."""
+    rows = build(CustomData(build="NAME:build", train_size=4, validation_size=2), seed=1)
+    for row in rows.splits["train"]:
+        assert score(str(row.solution), row.ground_truth).total == 1.0
+        assert score("no answer", row.ground_truth).total < 1.0

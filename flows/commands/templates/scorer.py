@@ -1,0 +1,21 @@
+"""A scorer: countdown's, with the length of the response as one more part.
+
+    COMMAND
+
+A part is a metric (`reward/short/mean`) and does not change the reward, which is `total`. docs/data.md describes what
+a scorer may return. Model output is untrusted: parse it, never evaluate it.
+"""
+
+from collections.abc import Mapping
+
+from data.countdown import score as score_countdown
+from rlcore.score import Score
+
+_SHORT = 20
+
+
+def score(response: str, ground_truth: Mapping[str, object]) -> Score:
+    """Score one response: any text, also an empty one."""
+    score = score_countdown(response, ground_truth)
+    is_short = float(len(response) <= _SHORT)
+    return Score(score.total, {**score.parts, "short": is_short}, score.said)
