@@ -119,9 +119,9 @@ def use_config_dir(given: Path | None) -> Path | None:
     Raises:
         typer.BadParameter: the folder does not exist.
     """
-    from rlcore.config.base import CONFIG_DIR_VARIABLE
-
     if given is not None:
+        from rlcore.config.base import CONFIG_DIR_VARIABLE
+
         if not given.is_dir():
             raise typer.BadParameter(
                 f"must be an existing folder; got {given} in {Path.cwd()}. Create it, or name another"

@@ -9,9 +9,8 @@ import pytest
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 
-import rlcore.config.compose as composing
 from rlcore.config import Gsm8kData
-from rlcore.config.base import CONF_DIR, CONFIG_DIR_VARIABLE, group_members, value_at
+from rlcore.config.base import CONFIG_DIR_VARIABLE, group_members, value_at
 from rlcore.config.compose import compose, experiment_names, load_config
 from rlcore.errors import ConfigError
 
@@ -336,14 +335,12 @@ def test_config_error_is_picklable():
 
 
 @pytest.fixture
-def own_conf(tmp_path, monkeypatch) -> Path:
-    """A copy of conf/ to add experiments to."""
-    import shutil
-
-    folder = tmp_path / "conf"
-    shutil.copytree(CONF_DIR, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(composing, "CONF_DIR", folder)
-    return folder / "experiment"
+def own_conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The experiments in a user's folder of settings, made known as `--config-dir` does."""
+    folder = tmp_path / "conf" / "experiment"
+    folder.mkdir(parents=True)
+    monkeypatch.setenv(CONFIG_DIR_VARIABLE, str(folder.parent))
+    return folder
 
 
 def test_mistakes_in_file_are_reported(own_conf):
@@ -485,32 +482,25 @@ def test_compose_inside_another_hydra(tmp_path):
         assert hydra_compose("theirs").a == 1
 
 
-@pytest.fixture
-def own_conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's folder of groups and experiments, made known as `--config-dir` does."""
+def test_own_groups_and_experiments_are_found_first(own_conf: Path) -> None:
     for file, text in {
-        "algo/calm.yaml": "defaults: [dapo, _self_]\nclip_high: 0.3\n",
-        "algo/grpo.yaml": "defaults: [defaults, _self_]\nclip_low: 0.1\n",
-        "experiment/mine.yaml": "defaults: [debug, {override /algo: calm}, _self_]\nname: mine\n"
+        "../algo/calm.yaml": "defaults: [dapo, _self_]\nclip_high: 0.3\n",
+        "../algo/grpo.yaml": "defaults: [defaults, _self_]\nclip_low: 0.1\n",
+        "mine.yaml": "defaults: [debug, {override /algo: calm}, _self_]\nname: mine\n"
         "algo: {overlong: {enabled: false}}\n",
     }.items():
-        (tmp_path / file).parent.mkdir(exist_ok=True)
-        (tmp_path / file).write_text(text)
-    monkeypatch.setenv(CONFIG_DIR_VARIABLE, str(tmp_path))
-    return tmp_path
-
-
-def test_own_groups_and_experiments_are_found_first(own_conf: Path) -> None:
+        (own_conf / file).parent.mkdir(exist_ok=True)
+        (own_conf / file).write_text(text)
     mine = load_config([], experiment="mine")
     assert (mine.name, mine.algo.clip_high, mine.algo.dynamic_sampling.enabled) == ("mine", 0.3, True)
-    assert load_config(["algo=grpo"]).algo.clip_low == 0.1, "a file replaces Millrace's of the same name"
+    assert load_config(["algo=grpo"], experiment=DEMO).algo.clip_low == 0.1, "a file replaces Millrace's of the same name"
     assert "calm" in group_members("algo")
     with pytest.raises(ConfigError, match=r"algo: must name .* Did you mean calm\?"):
-        load_config(["algo=cal"])
-    (own_conf / "algo" / "calm.yaml").write_text("defaults: [dapo, _self_]\nclip_high: 0.4\n")
+        load_config(["algo=cal"], experiment=DEMO)
+    (own_conf / "../algo/calm.yaml").write_text("defaults: [dapo, _self_]\nclip_high: 0.4\n")
     assert load_config([], experiment="mine").algo.clip_high == 0.4, "changed files are read again"
 
 
 def test_groups_without_own_folder_are_those_of_conf() -> None:
     assert "calm" not in group_members("algo")
-    assert load_config(["algo=grpo"]).algo.clip_low == 0.2
+    assert load_config(["algo=grpo"], experiment=DEMO).algo.clip_low == 0.2

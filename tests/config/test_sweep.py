@@ -8,11 +8,10 @@ from pydantic import ValidationError
 
 from rlcore.config import RunConfig
 from rlcore.config import sweep as sweeps
-from rlcore.config.base import group_members
+from rlcore.config.base import group_members, member_file
 from rlcore.config.compose import load_config
 from rlcore.config.documents import experiment_text
 from rlcore.config.sweep import (
-    SWEEPS_DIR,
     Budget,
     OptunaSearch,
     Pruning,
@@ -55,7 +54,7 @@ def mistakes(load):
 @pytest.mark.parametrize("name", group_members("sweep"))
 def test_sweeps_in_conf_load_and_begin_with_command(name):
     assert load_sweep(name).spec.name == name
-    first = (SWEEPS_DIR / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
+    first = member_file("sweep", name).read_text(encoding="utf-8").splitlines()[0]
     assert first == f"# millrace sweep {name}"
 
 

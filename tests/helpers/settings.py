@@ -21,6 +21,7 @@ SHORT = {
 """Words of the cases that stand for others."""
 LITERALS = {
     "data.operations": ["*"],
+    "tracking.report_to": ["wandb"],
     "data.options": ["x"],
     "data.search_tries": 3,
     "validation.suites": [{"name": "x", "data": {"task": "countdown"}}],
