@@ -119,7 +119,7 @@ class _ChunkedHead(torch.autograd.Function):
 
 
 def float32_logits(hidden: Float[Tensor, "n H"], weight: Float[Tensor, "V H"]) -> Float[Tensor, "n V"]:
-    """Compute hidden weight^T in float32. On CUDA, the float32 accumulators of the matrix unit are returned directly."""
+    """Compute hidden weight^T in float32. On CUDA, the result is the float32 accumulators of the matrix unit."""
     if hidden.dtype != torch.float32 and hidden.is_cuda:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     return torch.mm(hidden, weight.t()).float()

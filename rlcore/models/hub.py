@@ -20,7 +20,7 @@ _HUB_TIMEOUT_S = 10.0
 
 @cache
 def is_hub_reachable() -> bool:
-    """Return whether the Hugging Face hub responds, checked once per process. If it does not, only the cache is read."""
+    """Return whether the Hugging Face hub responds, checked once per process. If not, only the cache is read."""
     from huggingface_hub import constants, get_session
 
     try:

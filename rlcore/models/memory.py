@@ -26,7 +26,7 @@ class OutOfMemory:
 
 
 def catch_out_of_memory(work: Callable[[], R]) -> R | OutOfMemory:
-    """Return the result of `work`, or `OutOfMemory` if an allocation fails. `OutOfMemory` holds no tensors of `work`."""
+    """Return the result of `work`, or `OutOfMemory`, which holds no tensors of `work`, if an allocation fails."""
     try:
         return work()
     except (RuntimeError, MemoryError) as error:

@@ -43,7 +43,7 @@ class Nf4Linear(nn.Module):
         return output
 
     def dequantized(self, gather: Callable[[Tensor], Tensor]) -> Float[Tensor, "M N"]:
-        """Return the weight in its original type. `gather`: a function that returns a buffer, even if it is offloaded."""
+        """Return the weight in its original type. `gather`: a function that returns an offloaded buffer too."""
         return dequantize_weight(
             gather(self.packed), gather(self.scales), (self.out_features, self.in_features), self.dtype
         )

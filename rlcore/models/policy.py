@@ -181,7 +181,7 @@ class CausalPolicy(PackedTrunk):
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
-        """Switch to evaluation mode inside the `with` block. In training mode, checkpointing would discard the cache."""
+        """Switch to evaluation mode inside the `with` block. In training mode, checkpointing discards the cache."""
         if not self.training:
             yield
             return

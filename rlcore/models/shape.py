@@ -96,7 +96,7 @@ def token_counts(path: str) -> dict[str, int]:
 
 
 def require_base(lora: LoraConfig | None) -> None:
-    """Check that bitsandbytes is installed if the base weights are in 4 bits. Raises ModelError if it is not installed."""
+    """Check that bitsandbytes is installed if the base weights are in 4 bits. Raises ModelError if it is missing."""
     if lora is not None and lora.base == "nf4" and find_spec("bitsandbytes") is None:
         raise ModelError(
             "model.lora.base: nf4 needs the package bitsandbytes, which is not installed here. In the checkout: "
