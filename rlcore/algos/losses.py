@@ -42,7 +42,7 @@ mini-batch.
 
 
 def resolve_policy_loss(name: str) -> PolicyLossFunction:
-    """Return the policy loss of a name in `POLICY_LOSSES` or of `module:function`. Raises ConfigError if there is none."""
+    """Return the policy loss of a name in `POLICY_LOSSES` or of `module:function`. Raises ConfigError if none exists."""
     return find_function("algo.policy_loss", name, POLICY_LOSSES)
 
 
