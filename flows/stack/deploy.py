@@ -123,8 +123,7 @@ def without_null_types(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 FAILURE_EVENTS = ("Failed", "Crashed", "TimedOut", "Suspended")
-"""The states of a flow run that send a notification. A Paused run sends none, because it waits for disk space or slots.
-"""
+"""The flow-run states that send a notification. Paused sends none, because the run waits for disk space or slots."""
 _IMMEDIATELY = partial(EventTrigger, posture=Posture.Reactive, threshold=1, within=timedelta(0))
 _DEPLOYED = ResourceSpecification(
     {"prefect.resource.role": "deployment", "prefect.resource.id": "prefect.deployment.*"}
