@@ -95,10 +95,11 @@ def _float_type(scores: Tensor) -> torch.dtype:
 def bind_advantage(
     settings: AlgoConfig, *, lengths: Counts, parts: Float[Tensor, "N K"], part_weights: Float[Tensor, "K"]
 ) -> Callable[..., Tensor]:
-    """Return the advantage function that the settings name, with its options. It takes `scores` and `group_ids`. It
-    also receives each argument of this call that it declares. `lengths`: the tokens of each response. `parts`: the
-    components of the scores in the order of `reward.weights`, or the score itself if there are none. `part_weights`:
-    their weights. Raises ConfigError if the function does not exist or does not accept `algo.advantage_options`."""
+    """Return the advantage function that the settings name, with its options. The returned function takes `scores` and
+    `group_ids`. The arguments below are passed to it if it declares them. `lengths`: the number of tokens of each
+    response. `parts`: the components of the scores in the order of `reward.weights`, or the score itself without these
+    weights. `part_weights`: the weights of the components. Raises ConfigError if the function does not exist or does
+    not accept `algo.advantage_options`."""
     function = find_function("algo.advantage", settings.advantage, ADVANTAGE_FUNCTIONS)
     given = {"lengths": lengths, "parts": parts, "part_weights": part_weights}
     return bind(function, "algo.advantage", settings.advantage_options, given)
@@ -148,7 +149,7 @@ def pass_at_k(
 def _share_without_correct(
     total: Float[Tensor, "P"], wrong: Float[Tensor, "P"], chosen: Float[Tensor, "P"]
 ) -> Float[Tensor, "P"]:
-    """Return `C(wrong, chosen) / C(total, chosen)`, the share of sets of `chosen` responses that are all wrong."""
+    """Return `C(wrong, chosen) / C(total, chosen)`, the share of sets of `chosen` responses without a correct one."""
     logarithm = (
         torch.lgamma(wrong + 1) - torch.lgamma(wrong - chosen + 1)
         - torch.lgamma(total + 1) + torch.lgamma(total - chosen + 1)
@@ -174,11 +175,11 @@ def token_rewards(
 
         r_t = [t is the last response token of n] s_n - kl_coef kl_t
 
-    The score of a sequence is the reward of its last response token. The KL to the reference is subtracted at each
-    response token (Ziegler et al. 2019, arXiv:1909.08593). A sequence without response tokens gets no score.
+    The last response token of a sequence receives its score. The KL to the reference is subtracted at each response
+    token (Ziegler et al. 2019, arXiv:1909.08593). A sequence without response tokens gets no score.
     """
     counts = mask.cumsum(0)
-    # up_to[n]: response tokens before sequence n. last[n]: position of its last one, of an earlier one if it has none.
+    # up_to[n]: response tokens before sequence n. last[n]: position of the last response token up to its end.
     up_to = torch.nn.functional.pad(counts, (1, 0))[cu_seqlens]
     last = torch.searchsorted(counts, up_to[1:])
     of_last = torch.where(up_to[1:] > up_to[:-1], scores, torch.zeros_like(scores))
@@ -293,8 +294,8 @@ def shift_left(values: Floats, distance: int) -> Floats:
 def backward_recurrence(decay: Floats, addend: Floats) -> Floats:
     """Solve `x_t = addend_t + decay_t x_{t+1}` from the end, with `x_T = 0`.
 
-    A decay of 0 ends a sequence. A stretch of tokens is a map `a + d x`. Stretches of 1, 2, 4, ... tokens are composed
-    in log2(T) steps over flat tensors. This is a prefix sum by doubling (Hillis and Steele 1986; Blelloch 1990).
+    A decay of 0 ends a sequence. The solution takes log2(T) steps over flat tensors. Each step doubles the number of
+    tokens that are combined. This is a prefix sum by doubling (Hillis and Steele 1986, Blelloch 1990).
 
     >>> backward_recurrence(torch.tensor([0.5, 0.5, 0.0]), torch.tensor([1.0, 1.0, 4.0])).tolist()
     [2.5, 3.0, 4.0]

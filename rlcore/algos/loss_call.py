@@ -1,4 +1,4 @@
-"""Calls of custom policy losses and advantages, and a trial of them before a model loads.
+"""Calls of custom policy losses and advantages, which are also tried before a model loads.
 
 `python -m rlcore.algos.loss_call` reads the settings of the algorithm as JSON and prints the problem that it detects.
 """
@@ -103,7 +103,7 @@ def _require(rule: str, name: str, problem: Callable[[], str], data: str) -> Non
 
 
 def _error_text(name: str, error: Exception) -> str:
-    """Return a description of the error, with the innermost line of the custom function's file that was running."""
+    """Return the text of the error. It ends with the last line number in the custom function's file, if any."""
     function = getattr(sys.modules.get(name.partition(":")[0]), name.partition(":")[2], None)
     file = getattr(sys.modules.get(getattr(function, "__module__", "")), "__file__", None)
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
@@ -150,7 +150,8 @@ def gradient_problem(found: object, policy: Tensor) -> str:
 
 
 def main() -> None:
-    """Try the functions of the settings and print the problem. Exit with 1 if one fails, with 2 for wrong settings."""
+    """Try the functions that the settings name, and print the problem. Exit with 1 if a function fails, and with 2 if
+    the settings are wrong."""
     try:
         settings = AlgoConfig.model_validate_json(sys.stdin.read())
         require_policy_loss(settings)

@@ -42,7 +42,7 @@ mini-batch.
 
 
 def resolve_policy_loss(name: str) -> PolicyLossFunction:
-    """Return the policy loss of a name in `POLICY_LOSSES` or of `module:function`. Raises ConfigError if none exists."""
+    """Return the policy loss function that `name` refers to. Raises ConfigError if it does not exist."""
     return find_function("algo.policy_loss", name, POLICY_LOSSES)
 
 
@@ -80,7 +80,7 @@ def clipped_surrogate(log_ratio: Floats, advantages: Floats, *, settings: AlgoCo
 
 
 def _sequence_mean(log_ratio: Floats, mask: Mask, sequence_ids: Ids, num_sequences: int) -> Floats:
-    """Return the mean of its sequence at each response token, with the gradient of the token's value."""
+    """Return each sequence's mean at its response tokens. The gradient reaches only the value of the same token."""
     counts = token_counts(mask, sequence_ids, num_sequences).clamp(min=1)
     sequence_log_ratio = (segment_sum(log_ratio.detach(), sequence_ids, num_sequences) / counts)[sequence_ids]
     # the added difference is exactly 0 in value and carries the token's gradient
@@ -156,7 +156,7 @@ def gmpo(
     policy_logprobs: Floats, old_logprobs: Floats, advantages: Floats, mask: Mask, sequence_ids: Ids,
     num_sequences: int, *, settings: AlgoConfig, log_clip: Annotated[float, Field(gt=0)] = 0.4,
 ) -> PolicyLoss:  # fmt: skip
-    """Return the loss of the geometric mean of a sequence's clipped ratios, with a gradient for each token.
+    """Return a loss that uses the geometric mean of a sequence's clipped ratios, with a gradient for each token.
 
         c_t     = sign(A_t) min(sign(A_t) log r_t, log_clip)
         log g_n = (1 / |n|) sum_{t in n} c_t

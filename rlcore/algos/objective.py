@@ -22,8 +22,8 @@ S = TypeVar("S", bound="Statistics")
 @dataclass(frozen=True, slots=True)
 class Statistics:
     """Scalars without gradient, which are summed over micro-batches, mini-batches and ranks, and divided once at the
-    end. Each field is Float64[]. `num_tokens`: the number of response tokens. `stack` and `unstack` allow one copy of
-    all fields to the CPU."""
+    end. Each field is Float64[]. `num_tokens`: the number of response tokens. With `stack` and `unstack`, all fields
+    move to the CPU in one copy."""
 
     num_tokens: Float[Tensor, ""]
 
@@ -42,15 +42,16 @@ class Statistics:
 
     @classmethod
     def unstack(cls: type[S], stacked: Float[Tensor, "F"]) -> S:
-        """Return the statistics whose fields `stack` put into one tensor."""
+        """Rebuild the statistics from the result of `stack`."""
         return cls(*stacked.unbind())
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyStatistics(Statistics):
-    """Sums over a micro-batch of the policy. `pg_loss`, `entropy`, `kl_loss`: shares of the mini-batch's value,
-    aggregated in the same way. Sums over response tokens are `ppo_kl` (old minus policy log-probability), `ref_kl` (the
-    KL estimate in the loss) and `entropy_sum`. `num_clipped`, `num_clipped_lower`: numbers of response tokens."""
+    """Sums over a micro-batch of a policy update. `pg_loss`, `entropy`, `kl_loss`: shares of the mini-batch's value,
+    with the aggregation of the loss. Sums over response tokens are `ppo_kl` (old minus policy log-probability),
+    `ref_kl` (the KL estimate in the loss) and `entropy_sum`. `num_clipped`, `num_clipped_lower`: numbers of response
+    tokens."""
 
     pg_loss: Float[Tensor, ""]
     entropy: Float[Tensor, ""]
@@ -62,7 +63,7 @@ class PolicyStatistics(Statistics):
     num_clipped_lower: Float[Tensor, ""]
 
     def metrics(self, num_updates: int = 1) -> dict[str, float]:
-        """Return the `actor/*` metrics of `num_updates` mini-batches. The call synchronizes with the device."""
+        """Return the `actor/*` metrics over `num_updates` mini-batches. The call synchronizes with the device."""
         return {
             "actor/pg_loss": float(self.pg_loss) / num_updates,
             "actor/entropy": float(self.entropy) / num_updates,
@@ -77,8 +78,7 @@ class PolicyStatistics(Statistics):
         }
 
     def mean_ref_kl(self) -> float:
-        """Return the KL to the reference in nats per token, which the adaptive KL coefficient uses, or 0 if no token
-        has a loss."""
+        """Return the KL to the reference in nats per token. It is 0 if no token has a loss."""
         return self.per_token({"": self.ref_kl}).get("", 0.0)
 
     def mean_entropy(self) -> float:
@@ -108,7 +108,7 @@ class ValueStatistics(Statistics):
     num_clipped: Float[Tensor, ""]
 
     def metrics(self, num_updates: int = 1) -> dict[str, float]:
-        """Return the `critic/*` metrics of `num_updates` mini-batches. The call synchronizes with the device."""
+        """Return the `critic/*` metrics over `num_updates` mini-batches. The call synchronizes with the device."""
         return {
             "critic/vf_loss": float(self.vf_loss) / num_updates,
             **self.per_token({"critic/vf_clipfrac": self.num_clipped, "critic/vpred_mean": self.vpred}),
@@ -203,8 +203,8 @@ def value_objective(
 
 def explained_variance(values: Floats, returns: Floats, mask: Mask) -> Float[Tensor, ""]:
     """Return the share of the returns' variance that the critic explains, `1 - Var(R - V) / (Var(R) + 1e-5)`. 1 is
-    perfect, 0 equals a constant, and below 0 is worse. Variances are over response tokens with ddof = 1 (veRL's
-    formula)."""
+    perfect, 0 is no better than a constant, and below 0 is worse. Variances are over response tokens with ddof = 1
+    (veRL's formula)."""
     count = mask.sum()
 
     def variance(x: Floats) -> Float[Tensor, ""]:

@@ -16,8 +16,8 @@ def importance_weights(
 ) -> Floats:  # fmt: skip
     """Return the weight of each response token in the policy loss, without gradient, and 0 where the mask is False.
 
-    The ratio is `r = exp(d_t)` with `d_t = clamp(log pi_old - log pi_behavior, -20, 20)`. With level sequence, it is `r
-    = exp(clamp(sum_{t in n} d_t, -20, 20))` for each token of n.
+    The ratio is `r = exp(d_t)` with `d_t = clamp(log pi_old - log pi_behavior, -20, 20)`. If the level is `sequence`,
+    the ratio is `r = exp(clamp(sum_{t in n} d_t, -20, 20))` for each token of n.
 
         off        1
         truncate   min(r, cap)                           truncated importance sampling, Ionides 2008; Yao et al. 2025
@@ -47,7 +47,8 @@ def rejection_mask(
 ) -> Mask:  # fmt: skip
     """Return True for response tokens that are too far from the policy that sampled them.
 
-    `k_t` is the estimate of KL(behavior || old) at token t (`kl_estimate`). A token is rejected under this condition:
+    `k_t` is the estimate of KL(behavior || old) at token t (`kl_estimate`). The level decides which tokens are
+    rejected:
 
         token                      |k_t| > bound
         sequence-sum, -mean        |sum or mean of k over its response| > bound

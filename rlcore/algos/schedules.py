@@ -47,7 +47,7 @@ def lr_at(step: int, *, optim: OptimConfig, total_steps: int) -> float:
 def next_entropy_bonus(added: float, observed_entropy: float, *, settings: AlgoConfig) -> float:
     """Return the addend to `algo.entropy_coef` after a step with this entropy, in nats per token.
 
-    The addend changes the weight `c = entropy_coef + added`. `algo.entropy_control` sets `step` and `target`.
+    The weight so far is `c = entropy_coef + added`. `algo.entropy_control` sets `step` and `target`. The new weight is:
 
         c + step            where the entropy is below the target
         max(0, c - step)    where the entropy is above the target

@@ -115,7 +115,7 @@ def _load_kernel(name: Backend) -> str:
 
 
 def flash_package(capability: int) -> str:
-    """Return the flash-attn module for this major compute capability. Version 3 comes first, then 2, then 4 (a
+    """Return the flash-attn module for this major compute capability. Version 3 is preferred, then 2, then 4 (a
     pre-release). Raises ImportError, with the problem of each version, if none is usable."""
     problems = []
     for module in (_FLASH_3, _FLASH_2, _FLASH_4):
@@ -139,9 +139,9 @@ def _kernel_attention(
 ) -> Float[Tensor, "c Hq D"]:
     """Compute causal attention within each sequence by flash-attn or `torch.nn.attention.varlen`."""
     kernel, longest = _KERNELS[layout.backend], layout.max_seqlen
-    # Computed tokens of a sequence are its last ones, as the kernels' causal mask takes them.
+    # The computed tokens of a sequence are its last tokens, which the kernels' causal mask assumes.
     of_queries = layout.cu_seqlens if layout.shared is None else layout.shared.cu_seqlens
-    if layout.backend == "flash_attn":  # grouped-query attention is its own
+    if layout.backend == "flash_attn":  # it handles grouped-query attention itself
         out = kernel.function(
             query,
             key,
@@ -167,7 +167,8 @@ def _kernel_attention(
 
 
 ATTENTION_NAME = "millrace_packed"
-"""The name in the registry of transformers. It has no mask function there, so transformers builds no mask."""
+"""The name of the packed attention in the registry of transformers. The registry has no mask function of this name, so
+transformers builds no mask."""
 
 
 def packed_attention(
@@ -184,7 +185,7 @@ def packed_attention(
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "B L Hq D"], None]:
     """Compute the attention of one layer for transformers. Without a layout, the attention mask is used. With a layout,
-    B is 1, and L and S are T. With shared prompts, they are the number of computed tokens. Raises ModelError if the
+    B is 1, and L and S are T. With shared prompts, L and S are the number of computed tokens. Raises ModelError if the
     model caps attention scores, adds attention sinks or uses dropout."""
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise ModelError(
@@ -265,7 +266,7 @@ def _repeat_heads(tensor: Tensor, num_heads: int) -> Tensor:
 
 
 def causal_band(num_new: int, num_seen: int, window: int | None, device: torch.device) -> Bool[Tensor, "L S"]:
-    """Return the causal mask of the last `num_new` of `num_seen` tokens, with a sliding `window` or None."""
+    """Return the causal mask of the last `num_new` of `num_seen` tokens. `window`: the sliding window, or None."""
     at = torch.arange(num_seen - num_new, num_seen, device=device)[:, None]
     seen = torch.arange(num_seen, device=device)[None, :]
     causal = seen <= at

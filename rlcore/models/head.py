@@ -68,8 +68,6 @@ class _Settings:
 
 
 class _ChunkedHead(torch.autograd.Function):
-    """The autograd function of `token_logprobs_and_entropy`."""
-
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, settings: _Settings
@@ -119,7 +117,7 @@ class _ChunkedHead(torch.autograd.Function):
 
 
 def float32_logits(hidden: Float[Tensor, "n H"], weight: Float[Tensor, "V H"]) -> Float[Tensor, "n V"]:
-    """Compute hidden weight^T in float32. On CUDA, the result is the float32 accumulators of the matrix unit."""
+    """Compute hidden weight^T in float32. On CUDA, it is taken from the float32 accumulators of the matrix unit."""
     if hidden.dtype != torch.float32 and hidden.is_cuda:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     return torch.mm(hidden, weight.t()).float()

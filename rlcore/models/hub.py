@@ -1,4 +1,4 @@
-"""Resolution of model paths: a local directory, the cache of the Hugging Face hub, or the hub. Imports no torch."""
+"""Resolution of model paths to a local directory, the cache of the Hugging Face hub, or the hub, without torch."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -31,7 +31,7 @@ def is_hub_reachable() -> bool:
 
 
 def cached_config(path: str, name: str = "config.json") -> Path | None:
-    """Return the path of a file, `config.json` by default, of a hub id in the local cache, or None if it is missing."""
+    """Return the path of a hub model's file in the local cache, or None if the file is not there."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -43,7 +43,8 @@ def cached_config(path: str, name: str = "config.json") -> Path | None:
 
 
 def require_reachable(key: str, path: str) -> None:
-    """Check that a model is a local directory, in the cache or accessible on the hub. Raises ModelError if not."""
+    """Check that a model is a local directory, in the hub's cache, or accessible on the hub. Raises ModelError if it is
+    none of these."""
     if Path(path).expanduser().is_dir() or cached_config(path) is not None:
         return
     if (refusal := _hub_problem(path)) is not None:
@@ -98,8 +99,8 @@ def resolve_model(path: str | Path, file_name: str) -> str:
 
 
 def read_stop_ids(files: Iterable[Path]) -> frozenset[int] | None:
-    """Return `eos_token_id` of the first existing file that names any, or None if no file does. Raises ModelError if a
-    file is damaged."""
+    """Return the end-of-sequence tokens of the first file that defines `eos_token_id`, or None if no file does. Raises
+    ModelError if a file is damaged."""
     for file in files:
         if not file.is_file():
             continue

@@ -37,7 +37,7 @@ class SharedPrompts:
     """A mapping from c computed tokens to the T tokens of a batch. A computed token represents one token or several.
 
     Attributes:
-        places: Int[T], the index of the computed token of each token, in attention order.
+        places: Int[T], the index of the computed token that represents each token, in attention order.
         first_tokens: Int[c], the first token that each computed token represents.
         shared: Int[p], the computed tokens that represent several tokens.
         duplicates: Int[p, m], their further tokens. `is_duplicate` Bool[p, m] marks the valid entries.
@@ -52,14 +52,14 @@ class SharedPrompts:
     cu_seqlens: Int[Tensor, "N_plus_1"]
 
     def expand(self, computed: Float[Tensor, "c ..."]) -> Float[Tensor, "T ..."]:
-        """Return the row of its computed token for each token."""
+        """Copy the rows of the computed tokens to all tokens that they represent."""
         order = (self.places, self.first_tokens, self.shared, self.duplicates, self.is_duplicate)
         found: Tensor = _Expand.apply(computed, *order)  # type: ignore[no-untyped-call]
         return found
 
 
 class _Expand(torch.autograd.Function):
-    """An `index_select` whose gradient sums the rows of a token deterministically, in float32."""
+    """An `index_select` whose gradient sums the rows of duplicate tokens deterministically, in float32."""
 
     @staticmethod
     def forward(ctx: Any, computed: Tensor, places: Tensor, *backward: Tensor) -> Tensor:
@@ -79,8 +79,8 @@ class _Expand(torch.autograd.Function):
 @dataclass(frozen=True, slots=True)
 class SharedOrder:
     """The computed tokens of a batch, as host arrays. `computed` Int[c]: the tokens that are computed. `places` Int[T]:
-    the index of the computed token of each token. `dropped` Int[d]: the tokens that are not computed. `further` Int[d]:
-    the index of each dropped token among the duplicates of its computed token."""
+    the index in `computed` of the token that represents each token. `dropped` Int[d]: the tokens that are not computed.
+    `further` Int[d]: the index of each dropped token among the duplicates of its computed token."""
 
     computed: IntArray
     places: IntArray
@@ -108,7 +108,7 @@ class SharedOrder:
 
     def on_device(self, cu_seqlens: IntArray, order: Int[Tensor, "T"] | None, device: torch.device) -> SharedPrompts:
         """Build the device tensors. `order`: the token at each position of attention order, or None for batch order."""
-        at = np.arange(len(self.places))  # position of each token in that order
+        at = np.arange(len(self.places))  # position of each token in attention order
         if order is not None:
             at[order.numpy()] = np.arange(len(self.places))
         shared, rows = np.unique(self.places[self.dropped], return_inverse=True)
@@ -235,7 +235,7 @@ def _length_groups(lengths: Sequence[int], device: torch.device) -> tuple[Length
 
 
 def _round_up(length: int) -> int:
-    """Round a length up to a multiple of p / 8, where p is the largest power of two up to that length.
+    """Round a length up to a multiple of p / 8. Here, p is the largest power of two up to that length.
 
     >>> [_round_up(length) for length in (7, 16, 17, 100, 1000)]
     [7, 16, 18, 104, 1024]

@@ -24,7 +24,7 @@ _HEAD_CHANGES = {"final_logit_softcapping": (None,), "logits_scaling": (None, 1.
 
 
 def load_policy(path: str | Path, *, model: ModelConfig, device: torch.device) -> CausalPolicy:
-    """Load a policy from a directory or hub id, in training mode and float32. With `model.lora`, its weights are in the
+    """Load a policy from a directory or hub id, in training mode and float32. With `model.lora`, the weights are in the
     compute type or in 4 bits. Code in the model directory is never run. Raises ModelError if the path, the weights, the
     architecture, the attention backend or the 4-bit package is unusable."""
     lora = model.lora
@@ -179,7 +179,6 @@ def _packing_difference(model: PreTrainedModel) -> float:
 
 
 def _unpacked_logprobs(model: PreTrainedModel, token_ids: Tensor, target_ids: Tensor) -> Tensor:
-    """Return the log-probabilities of one sequence, from the forward pass of transformers."""
     length = len(token_ids)
     mask = decode_mask(torch.ones(1, length, dtype=torch.bool, device=token_ids.device), length)
     output = model(input_ids=token_ids[None], attention_mask=mask, use_cache=False)

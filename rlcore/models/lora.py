@@ -53,7 +53,7 @@ class AdaptedLinear(nn.Module):
 
     def merged(self, gather: Callable[[Tensor], Tensor]) -> Float[Tensor, "M N"]:
         """Return W + s B A, summed in float32 and rounded once to the type of W by `stochastic_round`. `gather`: a
-        function that returns the whole of a sharded tensor."""
+        function that returns a sharded tensor as a whole."""
         low, high = gather(self.lora_A.weight), gather(self.lora_B.weight)
         base = self.base_layer
         weight = base.dequantized(gather) if isinstance(base, Nf4Linear) else gather(base.weight)
@@ -63,9 +63,10 @@ class AdaptedLinear(nn.Module):
 def stochastic_round(exact: Float[Tensor, "M N"], dtype: torch.dtype) -> Float[Tensor, "M N"]:
     """Cast a float32 tensor to `dtype`, with stochastic rounding for bfloat16. The call overwrites `exact`.
 
-    W is a bfloat16 number itself. Rounding to nearest would lose changes below half a step, and most adapter updates
-    are smaller. The engine would then keep the old policy. Instead, a fixed random number below the step is added, and
-    the rest is truncated. Unchanged weights stay equal, and changes are correct on average.
+    A weight without its adapter is already a bfloat16 number. Rounding to nearest would lose changes below half a step,
+    and most adapter updates are smaller. The engine would then keep the old policy. Instead, a fixed random number
+    below the step is added, and the rest is truncated. Unchanged weights stay equal, and changes are correct on
+    average.
     """
     if dtype != torch.bfloat16:
         return exact.to(dtype)
@@ -143,7 +144,7 @@ def without_adapters(policy: CausalPolicy) -> Iterator[None]:
 
 def merged_parameters(model: nn.Module, gather: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters under their names without adapters, with each adapter merged into its matrix. The adapters
-    do not change. `gather`: a function that returns the whole of a sharded parameter."""
+    do not change. `gather`: a function that returns a sharded parameter as a whole."""
     for name, parameter in model.named_parameters():
         owner, is_adapted, rest = name.partition(_BASE)
         layer = model.get_submodule(owner) if is_adapted and rest == "weight" else None

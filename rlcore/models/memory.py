@@ -26,7 +26,8 @@ class OutOfMemory:
 
 
 def catch_out_of_memory(work: Callable[[], R]) -> R | OutOfMemory:
-    """Return the result of `work`, or `OutOfMemory`, which holds no tensors of `work`, if an allocation fails."""
+    """Return the result of `work`, or `OutOfMemory` if an allocation fails. The `OutOfMemory` object keeps no tensors
+    of `work` alive."""
     try:
         return work()
     except (RuntimeError, MemoryError) as error:
@@ -47,9 +48,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def release_cached_memory() -> None:
-    """Synchronize, then release torch's cached CUDA memory. Without a GPU in use, nothing is done. With expandable
-    segments, torch waits only for the stream that allocated a block. FSDP allocates gradients on one stream, and the
-    optimizer reads them on another."""
+    """Synchronize, then release torch's cached CUDA memory. Without a GPU in use, nothing is done. The synchronization
+    is for expandable segments, where torch waits only for the stream that allocated a block. FSDP allocates gradients
+    on one stream, and the optimizer reads them on another."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -66,8 +67,8 @@ def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = 
 
 class OffloadedWeights:
     """Frozen parameters that move to host memory while other tensors need the device memory. The host memory is pinned
-    with a GPU. It keeps a copy, so only the transfer to the device costs time. Storage is resized in place, so all
-    holders of a tensor, including FSDP, keep a valid reference."""
+    with a GPU. The host keeps a copy, so only the transfer to the device costs time. Storage is resized in place, so
+    all holders of a tensor, including FSDP, keep a valid reference."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._host: dict[Tensor, Tensor] = {}
@@ -109,9 +110,9 @@ class OffloadedWeights:
 
 
 def compact(tensors: Iterable[Tensor]) -> None:
-    """Reallocate the tensors next to each other and release the freed memory. The tensor objects stay the same. An
-    allocator returns only whole pages of 2 or 20 MB. One adapter allocated between two layers would keep its page in
-    use."""
+    """Reallocate the tensors next to each other and release the freed memory. The tensor objects stay the same. The
+    allocator returns memory only in whole pages of 2 or 20 MB. One adapter allocated between two layers would keep its
+    page in use."""
     waiting = OffloadedWeights(tensors)
     waiting.offload()
     release_cached_memory()
@@ -119,9 +120,9 @@ def compact(tensors: Iterable[Tensor]) -> None:
 
 
 def digest(tensor: Tensor) -> Int[Tensor, ""]:
-    """Return a 64-bit checksum of a tensor, without synchronization. It sums (an element's bits) x (an odd random
-    number of its position), modulo 2^64. One changed element always changes the sum. Several changes cancel only by
-    chance. On a CPU, 0 and -0 are equal, since a packed matrix is read by a product."""
+    """Return a 64-bit checksum of a tensor, without synchronization. It is the sum of each element's bits times an odd
+    random number for the element's position, modulo 2^64. One changed element always changes the sum. Several changes
+    cancel only by chance. On a CPU, 0 and -0 are equal, since a packed matrix is read by a product."""
     flat = tensor.detach().reshape(-1)
     if flat.device.type == "cpu":
         flat = flat + 0

@@ -1,6 +1,6 @@
 """Frozen linear layers in 4 bits (NF4, Dettmers et al. 2023). A weight is one of 16 levels times the largest absolute
-weight of its block of 64. The format and the dequantization kernel are those of bitsandbytes. Its quantizer is not
-used, since it divides approximately on a GPU. Here, codes, digests and exports are equal on every device."""
+weight of its block of 64. The format and the dequantization kernel come from bitsandbytes. Its quantizer divides
+approximately on a GPU, so it is not used. Codes, digests and exports are equal on every device."""
 
 import importlib
 import logging
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 BLOCK = 64
 """The number of consecutive weights in the rows of a matrix that share a scale."""
-# Blocks quantized together: 17 million weights, whose float32 temporaries take 300 MB.
+# The number of blocks quantized together: 17 million weights, whose float32 temporaries take 300 MB.
 _CHUNK = 1 << 18
 _CODES = tuple(range(0x01, 0x100, 0x22))  # 0 and 1, 2 and 3, ... 14 and 15, two in a byte
 
@@ -43,7 +43,7 @@ class Nf4Linear(nn.Module):
         return output
 
     def dequantized(self, gather: Callable[[Tensor], Tensor]) -> Float[Tensor, "M N"]:
-        """Return the weight in its original type. `gather`: a function that returns an offloaded buffer too."""
+        """Return the weight in its original type. `gather`: a function that returns a buffer, even an offloaded one."""
         return dequantize_weight(
             gather(self.packed), gather(self.scales), (self.out_features, self.in_features), self.dtype
         )

@@ -1,4 +1,4 @@
-"""AdamW with decay groups and optional moments in host memory, and gradient clipping by the global norm."""
+"""AdamW with weight decay groups and optional moments in host memory, and gradient clipping by the global norm."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,8 +14,8 @@ from rlcore.config.algo import OFFLOAD_PIECE_BYTES, OptimConfig
 
 def build_optimizer(model: nn.Module, optim: OptimConfig, *, device: torch.device) -> torch.optim.AdamW:
     """Build AdamW over the trainable parameters. Weight decay applies to matrices, but not to norms and biases. It is
-    decoupled (Loshchilov and Hutter, 2019). The fused kernel is elementwise, so results do not depend on threads. With
-    `optim.offload`, the moments are in host memory."""
+    decoupled (Loshchilov and Hutter, 2019). The fused kernel is elementwise, so results do not depend on the number of
+    threads. With `optim.offload`, the moments are in host memory."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": optim.weight_decay},
@@ -71,7 +71,7 @@ class OffloadedAdamW(torch.optim.AdamW):
             parameter.grad = gradients[parameter]
             state = self.state[parameter]
             for key in MOMENTS:
-                if key in state:  # not before the first step
+                if key in state:  # absent before the first step
                     home[parameter, key] = state[key]
                     state[key] = copy_like(parameter, local_tensor(state[key]))
         super().step()
@@ -88,7 +88,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         return host_memory(parameter, dtype, pinned=local_tensor(parameter).device.type == "cuda")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state in the same way that torch does, but keep the moments in host memory."""
+        """Load the optimizer state, and keep the moments in host memory."""
         states: Mapping[int, Mapping[str, Any]] = state_dict["state"]
         rest = {number: {k: v for k, v in state.items() if k not in MOMENTS} for number, state in states.items()}
         super().load_state_dict({**state_dict, "state": rest})
@@ -125,7 +125,7 @@ def split_by_moments(parameters: Iterable[nn.Parameter], limit_bytes: int) -> It
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor, or a plain tensor itself, detached."""
+    """Return this rank's shard of a DTensor, or a plain tensor itself. The result is detached."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 

@@ -45,7 +45,7 @@ def full_state(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield whole parameters under the names of transformers. A tied head appears once, as the embedding. Gathering is
     a collective, so all ranks must iterate to the end, in step. One bucket of gathered tensors exists at a time. LoRA
-    adapters are merged, so names and shapes are those of the base model.
+    adapters are merged, so the names and shapes of the base model are used.
 
     Args:
         value: a function that returns a parameter, even if it is offloaded.
@@ -70,8 +70,8 @@ def reshard(model: nn.Module) -> None:
 
 def gather(model: nn.Module, *, once: bool, is_last: bool = True) -> None:
     """Set how FSDP2 gathers weights in the next micro-batch of an update. Without `once`, each pass gathers them and
-    reduces gradients afterwards. With `once` (ZeRO-1), weights stay gathered until the last micro-batch, and whole
-    gradients accumulate."""
+    reduces gradients afterwards. With `once` (ZeRO-1), weights stay gathered until the last micro-batch (`is_last`).
+    Until then, whole gradients accumulate."""
     assert isinstance(model, FSDPModule), "only a sharded model gathers"
     model.set_reshard_after_forward(not once)
     model.set_reshard_after_backward(is_last)
@@ -80,8 +80,8 @@ def gather(model: nn.Module, *, once: bool, is_last: bool = True) -> None:
 
 def reset_after_failed_pass(model: PackedTrunk) -> None:
     """Reset FSDP2 after a pass that raised an error, and drop gradients. This is only for a model sharded on one rank.
-    FSDP2 has no public way to reset its state machine. This uses private parts of FSDP2, which its backward pass also
-    uses at the end."""
+    FSDP2 has no public way to reset its state machine. The function calls the private parts of FSDP2 that also end a
+    backward pass."""
     if not isinstance(model, FSDPModule):
         return
     state = model._get_fsdp_state()
@@ -110,8 +110,7 @@ BUCKET_BYTES = 1 << 28
 
 class _Buckets:
     """A callable that gathers sharded parameters in buckets. The order of requests must be equal on all ranks. The
-    first request of a bucket gathers the whole bucket, since one collective per tensor would cost more than its bytes.
-    """
+    first request of a bucket gathers the whole bucket, since a collective for each tensor would be slower."""
 
     def __init__(self, model: nn.Module, value: Callable[[Tensor], Tensor], dtype: torch.dtype | None) -> None:
         self._value = value

@@ -16,7 +16,7 @@ from rlcore.models.layout import Array, IntArray, PackedLayout, build_layout
 from rlcore.models.memory import to_device
 
 _MAX_COMPILED_GRAPHS = 64
-"""The maximum number of graphs of the layers' code per process. About 10 are in use."""
+"""The maximum number of compiled graphs of decoder layers per process. About 10 are in use."""
 
 
 class PackedTrunk(nn.Module):
@@ -62,8 +62,8 @@ class PackedTrunk(nn.Module):
 
     def compile_layers(self) -> None:
         """Compile the forward pass of each decoder layer to shared code. Call this before `shard`. Hooks of FSDP and
-        checkpointing stay outside the code. All models of a process share the count of graphs. With torch's limit of 8,
-        further kinds of passes (gradient or none, sharded or not) would run uncompiled."""
+        checkpointing stay outside this code. All models of a process share the count of graphs. With torch's limit of
+        8, further kinds of passes (gradient or none, sharded or not) would run uncompiled."""
         compiler_settings.recompile_limit = max(compiler_settings.recompile_limit, _MAX_COMPILED_GRAPHS)
         for layer in self.layers:
             layer.forward = torch.compile(layer.forward)
@@ -111,7 +111,7 @@ def round_weights(model: M, dtype: torch.dtype) -> M:
 
 
 class CausalPolicy(PackedTrunk):
-    """A causal language model over packed sequences. Parameters of `model` have the names of the saved directory."""
+    """A causal language model over packed sequences. The parameters of `model` keep their names in saved files."""
 
     def __init__(
         self,
@@ -157,8 +157,8 @@ class CausalPolicy(PackedTrunk):
         """Return the log-probability, entropy and top-1 flag of each target, Float32[T], with 0 outside `loss_mask`.
 
         For `shared`, see `build_layout`. Shared tokens must have no loss. The head runs in chunks, only where
-        `loss_mask` is True. Temperature 0 (greedy) counts as 1, the convention of the engines. Host arrays for
-        `cu_seqlens` and `loss_mask` avoid synchronization.
+        `loss_mask` is True. Temperature 0 (greedy) counts as 1, which is also the convention of the engines. Host
+        arrays for `cu_seqlens` and `loss_mask` avoid synchronization.
         """
         positions = to_device(torch.as_tensor(loss_mask).nonzero()[:, 0], token_ids.device)
         layout = self.layout(cu_seqlens, shared)

@@ -15,7 +15,7 @@ from rlcore.errors import ModelError
 from rlcore.models.hub import cached_config
 
 NUM_WORDS = 13
-"""The tokens of the arithmetic tokenizer that are not integers: padding, end, unknown and ten operators."""
+"""The number of arithmetic tokens that are not integers: padding, end, unknown and ten operators."""
 # Families with attention biases, or norms on query and key, that their config does not state.
 _WITH_QKV_BIAS = ("qwen2",)
 _WITH_QK_NORM = ("qwen3",)
@@ -61,7 +61,7 @@ def require_trainable(key: str, path: str) -> None:
 
 def require_embeddings(key: str, path: str, tokens: Mapping[str, int]) -> None:
     """Check that the model has an embedding of each token, if its `config.json` is on this machine. Raises ModelError
-    if it has fewer embeddings."""
+    if an embedding is missing."""
     config, highest = _read_config(path), max(tokens.values(), default=-1)
     size = config.get("vocab_size") if isinstance(config, Mapping) else None
     if isinstance(size, int) and size <= highest:
@@ -72,8 +72,8 @@ def require_embeddings(key: str, path: str, tokens: Mapping[str, int]) -> None:
 
 
 def require_same_tokens(key: str, path: str, tokens: Mapping[str, int]) -> None:
-    """Check that the model has an embedding of each token and equal token ids, if its files are on this machine. Raises
-    ModelError if an embedding is missing or a token has another id."""
+    """Check that the model has an embedding of each token, and equal token ids. Nothing is checked without the model's
+    files. Raises ModelError if an embedding is missing or a token has another id."""
     require_embeddings(key, path, tokens)
     own = token_counts(path)
     if differing := [token for token, number in tokens.items() if own.get(token, number) != number]:
@@ -115,7 +115,8 @@ def has_experts(config: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a decoder: H hidden, L layers, heads of `head_dim`, I feed-forward and V vocabulary."""
+    """The sizes of a decoder. H is the hidden size, L the number of layers, I the feed-forward size and V the
+    vocabulary size. Attention heads and key-value heads have the size `head_dim`."""
 
     hidden: int
     layers: int
@@ -130,7 +131,7 @@ class ModelShape:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> "ModelShape":
-        """Build the shape from the content of a `config.json`. Raises KeyError if it is not of a known family."""
+        """Build the shape from the content of a `config.json`. Raises KeyError if it is not a dense decoder."""
         if has_experts(config):
             raise KeyError("intermediate_size of all experts")
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
@@ -203,11 +204,11 @@ class ModelShape:
 
     @property
     def critic_parameters(self) -> int:
-        """The number of parameters of a value model, which has one linear unit with a bias in place of the head."""
+        """The number of parameters of a value model, whose head is one linear unit with a bias."""
         return self.layers * self.layer_parameters + self.embedding + 2 * self.hidden + 1
 
     def adapter_parameters(self, lora: LoraConfig) -> int:
-        """Return the number of parameters of LoRA adapters, which is rank x (in + out) for each target and layer."""
+        """Return the number of parameters of LoRA adapters: rank x (input + output size) for each target and layer."""
         sizes = {
             "q_proj": self.hidden + self.query_width,
             "k_proj": self.hidden + self.kv_width,
@@ -226,9 +227,9 @@ class ModelShape:
 
             6 N T + 6 V H M + 6 A sum(s^2)                    4 N T + 4 V H M + 6 R T + 6 A sum(s^2) with adapters
 
-        N: weights of the layers. T: tokens. M: targets, the only tokens of the head. A: attention width over all
-        layers. s: sequence lengths. R: adapter weights. Each weight takes a multiplication and an addition in the
-        forward pass, and again for the gradient of its input. A trained weight takes them a third time. Causal
+        N: weights of the layers. T: tokens. M: targets, the only tokens that the head processes. A: attention width
+        over all layers. s: sequence lengths. R: adapter weights. Each weight takes a multiplication and an addition in
+        the forward pass, and again for the gradient of its input. A trained weight takes them a third time. Causal
         attention covers half of the square. With a frozen embedding, the first layer's query, key and value need no
         input gradient. Recomputation is not counted.
 
@@ -249,7 +250,7 @@ class ModelShape:
         return float(4 * matrices + (6 * self.adapter_parameters(lora) - 2 * first) * num_tokens + attention)
 
     def verl_flops(self, lengths: Iterable[int]) -> float:
-        """Return veRL's count of operations, with embedding and head at all tokens and all weights trained."""
+        """Return the number of operations by veRL's formula, where all weights are trained on all tokens."""
         sizes = list(lengths)
         return self.update_flops(sizes, num_targets=2 * sum(sizes))
 
@@ -288,7 +289,7 @@ def shape_from_config(config: object) -> ModelShape | None:
 
 
 def config_file(path: str, name: str = "config.json") -> Path | None:
-    """Return a file, `config.json` by default, of a model directory or cached hub id, or None if it is missing."""
+    """Return the path of a file in a model directory or the cache of a hub id, or None if it is not there."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         file = folder / name
@@ -296,8 +297,8 @@ def config_file(path: str, name: str = "config.json") -> Path | None:
     return cached_config(path, name)
 
 
-# Dense bfloat16 operations a second by the vendors' data sheets, in units of 1e12. The first name in the device's name
-# counts, so a name precedes its parts.
+# Dense bfloat16 operations per second in the vendors' data sheets, in units of 1e12. The first name that the device's
+# name contains is used, so a name precedes its parts.
 PEAK_TFLOPS: Mapping[str, float] = {
     "GB200": 2_500.0,
     "B200": 2_250.0,

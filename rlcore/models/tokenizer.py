@@ -39,7 +39,7 @@ _TAG = re.compile(r"([<\[])(/?)((?!(?:s|INST|SYSTEM_PROMPT)[>\]])\w[\w:.-]*[>\]]
 
 def build_scratch_tokenizer(config: ScratchModel, directory: Path) -> Path:
     """Write the arithmetic tokenizer into `directory` and return `directory`. Text is split at white space, between
-    digits and other characters, and at each other character. "19+7" and "19 + 7" are therefore equal. Decoding joins
+    digits and other characters, and at each other character. "19+7" and "19 + 7" give equal tokens. Decoding joins
     tokens with one space. Unknown text becomes `<unk>`. The written bytes depend on the settings alone."""
     core = Tokenizer(WordLevel(scratch_vocabulary(config), unk_token=UNK_TOKEN))
     core.pre_tokenizer = pre_tokenizers.Sequence([WhitespaceSplit(), Split(Regex(r"\d+|\D"), behavior="isolated")])
@@ -72,8 +72,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def end_of_text_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> frozenset[int]:
-    """Return the ids of the end-of-sequence tokens. The first of generation config, model config and tokenizer that
-    defines any is used. Raises ModelError if none is defined, or a file is damaged."""
+    """Return the ids of the end-of-sequence tokens. They come from the first of generation config, model config and
+    tokenizer that defines any. Raises ModelError if none is defined, or a file is damaged."""
     where = str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else resolve_model(path, "config.json")
     ids = read_stop_ids(file for name in MODEL_FILES if (file := _find_file(where, name)) is not None)
     if ids is None and (own := (tokenizer or load_tokenizer(path)).eos_token_id) is not None:
@@ -100,8 +100,9 @@ def response_tags(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 
 def text_decoder(tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = True) -> Decode:
-    """Return a function that decodes responses (`rollout.skip_special_tokens`). It calls the tokenizers library
-    directly if the texts equal those of transformers. transformers takes twice the time in Python and holds the GIL."""
+    """Return a function that decodes responses. `skip_special_tokens`: the setting `rollout.skip_special_tokens`. The
+    function calls the tokenizers library directly if transformers gives the same texts. transformers takes twice the
+    time in Python and holds the GIL."""
 
     tags = response_tags(tokenizer) if skip_special_tokens else frozenset[int]()
     special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}

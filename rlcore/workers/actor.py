@@ -69,7 +69,7 @@ class Actor(TrainedModel[CausalPolicy]):
     def logprobs(
         self, batch: PackedBatch, num_micro: int, *, adapters: bool = True, with_entropy: bool = False
     ) -> Float[Tensor, "T ..."]:
-        """Return `policy_logprobs` without dropout. If `adapters` is false, they are computed by the initial policy."""
+        """Return `policy_logprobs` without dropout, computed by the initial policy if `adapters` is false."""
         with self._without_dropout(), nullcontext() if adapters else without_adapters(self.model):
             return self.forward_pass.run(
                 lambda parts: policy_logprobs(
@@ -105,7 +105,7 @@ class Actor(TrainedModel[CausalPolicy]):
 
         def work(parts: Parts) -> tuple[PolicyStatistics, Tensor | None]:
             logprobs: list[Tensor] = []
-            if self._has_dropout:  # here, so that a repeated pass draws as if split so from the start
+            if self._has_dropout:  # again for a repeated pass, whose split may differ
                 torch.manual_seed(self._dropout_seed)
 
             def objective(micro: MicroBatch[TrainBatch]) -> tuple[Tensor, PolicyStatistics]:
@@ -140,7 +140,7 @@ class Actor(TrainedModel[CausalPolicy]):
     def _non_finite_groups(
         self, batch: TrainBatch, denominator: Denominator, kl_coef: float, entropy_added: float
     ) -> list[int]:
-        """Return the numbers of the prompts in the step whose loss is not finite on at least one rank."""
+        """Return the numbers of the prompts, counted within the step, that have a non-finite loss on some rank."""
         groups: set[int] = set()
         for index in range(batch.packed.num_sequences):
             micro = to_device(batch, [index], self._placement.device)
@@ -176,8 +176,8 @@ class Actor(TrainedModel[CausalPolicy]):
     def supervise(
         self, batch: PackedBatch, num_micro: int, num_tokens: int, *, lr: float
     ) -> ModelUpdate[SupervisedStatistics]:
-        """Take one optimizer step on the negative log-likelihood, summed and divided by `num_tokens` of all ranks.
-        Raises NonFiniteError if the loss or the gradient is not finite. The weights are then unchanged."""
+        """Take one optimizer step on the negative log-likelihood, which is summed and divided by `num_tokens` of all
+        ranks. Raises NonFiniteError if the loss or the gradient is not finite. The weights are then unchanged."""
 
         def objective(micro: MicroBatch[PackedBatch]) -> tuple[Tensor, SupervisedStatistics]:
             return self._likelihood(micro, num_tokens)
@@ -209,7 +209,7 @@ class Actor(TrainedModel[CausalPolicy]):
 
 
 def token_logprobs(policy: CausalPolicy, micro: MicroBatch[PackedBatch], **options: Any) -> TokenLogprobs:
-    """Return the results of the policy for a micro-batch. For `options`, see `CausalPolicy.forward`."""
+    """Run the policy on a micro-batch and return the results of its head. For `options`, see `CausalPolicy.forward`."""
     device, host = micro.device, micro.host
     cu_seqlens, loss_mask = host.cu_seqlens.numpy(), host.loss_mask.numpy()
     shared = shared_prompts(host) if policy.share_prompts else None
@@ -245,7 +245,7 @@ def policy_logprobs(
 class Reference:
     """The frozen policy from before training, in the compute type. It is not sharded, since its one pass per step would
     gather it each time. With `algo.kl.offload`, it is in host memory between passes. A policy with adapters needs no
-    separate reference (`Actor.logprobs`)."""
+    separate reference, see `Actor.logprobs`."""
 
     def __init__(self, config: RunConfig, model_directory: str, placement: Placement) -> None:
         self._config = config

@@ -1,7 +1,7 @@
 """The canary, which compares log-probabilities of engine and trainer for the same probe after a weight sync.
 
-A missing tensor shows in its digest (`WeightSyncResult`). An engine may also hold all tensors and compute with others,
-such as a packed copy or a graph that reads another address. Its log-probabilities then belong to another policy.
+A missing tensor shows in its digest (`WeightSyncResult`). An engine may hold all tensors and still compute with others.
+Examples are a packed copy and a graph that reads another address. Its log-probabilities then belong to another policy.
 Rounding changes log-probabilities too, by an amount that depends on the model. The first correct sync sets the bound.
 """
 
@@ -27,12 +27,12 @@ _RESPONSES_PER_PROMPT = 4
 _RESPONSE_TOKENS = 8
 
 FIRST_BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Upper bounds of rounding at the first sync, as a mean absolute difference of log-probabilities. Tensors that vLLM
-initialized randomly show differences of 1 to 10."""
+"""Upper bounds of the rounding difference at the first sync, as a mean absolute difference of log-probabilities.
+Tensors that vLLM initialized randomly show differences of 1 to 10."""
 NOISE_FACTOR = 4.0
-"""The factor by which a later difference may exceed the first difference."""
+"""The factor by which a later difference may exceed the difference of the first sync."""
 MIN_BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.02}
-"""The smallest bound, since training may increase the rounding."""
+"""The smallest bound of each type, since training may increase the rounding difference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Canary:
 
 
 def _format_names(what: str, names: Sequence[str]) -> str:
-    """Return a text with the number of names and the first four, or '' without names.
+    """Return a text with the number of names and the first four of them, or '' if there are none.
 
     >>> _format_names("Tensors", "abcde"), _format_names("Tensors", "")  # doctest: -ELLIPSIS
     ('Tensors (5): a, b, c, d, .... ', '')

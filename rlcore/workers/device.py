@@ -42,7 +42,7 @@ def choose_placement(runtime: RuntimeConfig, model: ModelConfig) -> Placement:
     if wanted == "cuda":
         if not torch.cuda.is_available():
             raise ConfigError("runtime.device is cuda, but torch sees no GPU here; use runtime.device=cpu or auto")
-        # A wheel without code for this GPU fails at the first kernel, after minutes of loading: say it now.
+        # A wheel without code for this GPU fails at the first kernel, after minutes of loading, so report it now.
         gpu = (torch.cuda.get_device_name(), torch.cuda.get_device_capability())
         if problem := unsupported_gpu(*gpu, torch.cuda.get_arch_list(), torch.__version__):
             raise ModelError(problem)
@@ -51,7 +51,7 @@ def choose_placement(runtime: RuntimeConfig, model: ModelConfig) -> Placement:
 
 
 def unsupported_gpu(name: str, capability: tuple[int, int], architectures: Sequence[str], version: str) -> str | None:
-    """Return the reason why a torch wheel with code for `architectures` cannot run on a GPU, or None if it can.
+    """Return why a torch wheel with code for `architectures` cannot run on a GPU, or None if it can.
 
     >>> unsupported_gpu("NVIDIA H200", (9, 0), ["sm_80", "sm_90"], "2.13.0") is None
     True
@@ -83,7 +83,8 @@ def holds_on_all_ranks(holds: bool, *, world_size: int, device: torch.device) ->
 
 
 def join_ranks(rendezvous: str, *, rank: int, world_size: int, device: torch.device) -> None:
-    """Create the process group (gloo on CPU, NCCL on GPU). A loopback rendezvous listens on loopback only."""
+    """Create the process group (gloo on CPU, NCCL on GPU). A rendezvous on the loopback address accepts connections
+    from this host only."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     address = urlparse(rendezvous)
     if address.hostname != LOOPBACK or address.port is None:
@@ -109,7 +110,7 @@ def _loopback_interface() -> str | None:
 
 
 MALLOC_THRESHOLD_BYTES = 1 << 30
-"""The bytes of freed memory that stay at the heap's end, and the block size from which malloc maps separate pages."""
+"""The two malloc thresholds: freed memory kept at the heap's end, and blocks that get separate pages."""
 
 EXPANDABLE_SEGMENTS = "expandable_segments:True"
 _TORCH_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")

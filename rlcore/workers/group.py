@@ -52,7 +52,8 @@ class WorkerGroup(Protocol):
     def stream(
         self, verb: Callable[..., Iterator[R]], arguments: Sequence[tuple[Any, ...]], take: Callable[[int, R], None]
     ) -> None:
-        """Call a generator verb on each rank i with `arguments[i]`. Here, `take(rank, item)` is called for each item."""
+        """Call a generator verb on each rank i with `arguments[i]`. This process calls `take(rank, item)` for each
+        item."""
         ...
 
     def close(self) -> None:

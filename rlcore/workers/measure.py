@@ -76,7 +76,7 @@ BYTES_PER_MB = 1_000_000
 
 
 class RankProfiler:
-    """A recorder of this process's operators and of its GPU's kernels, from `start` to `stop`."""
+    """A recorder of the operators of this process and the kernels of its GPU, from `start` to `stop`."""
 
     def __init__(self) -> None:
         self._profile: profile | None = None

@@ -1,6 +1,6 @@
-"""Plans of the GPU memory in each phase of a step on one rank, and settings that make a run fit. Imports no torch.
-Weights, gradients and moments are exact. Activations are the tensors that autograd keeps in a Llama layer, plain or
-compiled, times a measured factor."""
+"""Plans of the GPU memory on one rank in each phase of a step, and settings that make a run fit. The module imports no
+torch. Weights, gradients and moments are exact. Activations are the tensors that autograd keeps in a Llama layer, plain
+or compiled, times a measured factor."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -45,10 +45,10 @@ TOKENS_STEP = 1_024
 MAX_MICRO_BATCH_TOKENS = 65_536
 """The largest token budget that is tried. Larger micro-batches gain nothing."""
 ENOUGH_TOKENS = 16_384
-"""The token budget from which the engine stays awake. A larger one is not worth the memory of the engine."""
+"""The smallest token budget with which the engine stays awake. A larger budget is not worth its memory."""
 SHORT_PASS_TOKENS = 8_192
-"""The largest vLLM pass if the cache cannot hold all responses, since a pass reserves memory of the cache. A 7B model
-in 24 GB took 17.9 s for 512 responses, with this limit and with 2,048 tokens. With 32,768 tokens it took 77 s."""
+"""The largest vLLM pass if the cache cannot hold all responses, since a pass takes memory from the cache. A 7B model in
+24 GB took 17.9 s for 512 responses, with this limit and with 2,048 tokens. With 32,768 tokens it took 77 s."""
 FREE_SHARE = 0.08
 """The share of the device that chosen settings leave free. It covers fragmentation (7 to 9% on an H200) and planning
 errors."""
@@ -78,7 +78,8 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The planned bytes by phase and part. `floor_bytes`: the largest phase with one sequence per micro-batch."""
+    """The planned bytes by phase and part. `floor_bytes`: the bytes of the largest phase with one sequence per
+    micro-batch."""
 
     device: Device
     phases: Mapping[str, Mapping[str, int]]
@@ -117,8 +118,8 @@ def max_sequence_tokens(config: RunConfig) -> int:
 
 
 def micro_batch_tokens(config: RunConfig) -> int:
-    """Return the largest number of tokens of a micro-batch. It is the token budget, but at least the longest sequence,
-    and at most all tokens of the rank."""
+    """Return the largest number of tokens of a micro-batch. It is the token budget, but at least the longest sequence.
+    It is at most the number of tokens of a mini-batch on this rank."""
     sequences = config.trainer.mini_batch_size * config.rollout.samples_per_prompt
     per_rank = -(-sequences // config.runtime.num_workers) * max_sequence_tokens(config)
     return min(max(config.trainer.max_tokens_per_micro_batch, max_sequence_tokens(config)), per_rank)
@@ -133,9 +134,9 @@ def layer_activation_bytes(shape: ModelShape, itemsize: int, *, compiled: bool =
     """Return the bytes per token that autograd keeps of one layer, before `ACTIVATION_FACTOR`.
 
     Plain layers keep two norms (float32 input, output), the input of the projections, rotated query and key, and value.
-    Attention keeps its output and a float32 normalizer. The feed-forward layer keeps its input, gate, the gate's
-    activation, up, and their product. Compiled layers keep no activation of the gate. For the norms they keep two
-    inputs in the compute type and two float32 scales.
+    Attention keeps its output and a float32 normalizer. The feed-forward layer keeps its input, the gate and its
+    activation, the up projection, and the product. Compiled layers keep no activation of the gate. For the norms they
+    keep two inputs in the compute type and two float32 scales.
     """
     hidden, query, kv, inner = shape.hidden, shape.query_width, shape.kv_width, shape.intermediate
     norms = 2 * (itemsize * hidden + FULL) if compiled else 2 * (FULL * hidden + itemsize * hidden)
@@ -154,7 +155,7 @@ def update_activation_bytes(shape: ModelShape, itemsize: int, *, recompute: bool
 
 
 def forward_activation_bytes(shape: ModelShape, itemsize: int) -> int:
-    """Return the peak bytes per token of a forward pass without gradient: a feed-forward part and its input."""
+    """Return the peak bytes per token of a forward pass without gradient, which occurs in a feed-forward layer."""
     return round(ACTIVATION_FACTOR * ((FULL + 2 * itemsize) * shape.hidden + 3 * itemsize * shape.intermediate))
 
 
@@ -209,13 +210,13 @@ def cache_bytes(config: RunConfig, shape: ModelShape, itemsize: int, responses: 
 
 
 def full_engine_bytes(config: RunConfig, shape: ModelShape, itemsize: int, responses: int) -> int:
-    """Return one rank's bytes of vLLM with room for `responses` responses of maximum length."""
+    """Return the bytes of vLLM on one rank, with room for `responses` responses of maximum length."""
     weights = shape.policy_parameters * itemsize // config.rollout.tensor_parallel_size
     return weights + cache_bytes(config, shape, itemsize, responses) + ENGINE_FIXED_BYTES
 
 
 def plan_memory(config: RunConfig, shape: ModelShape, device: Device, *, tokens: int | None = None) -> MemoryPlan:
-    """Plan all phases of a step on one rank. `tokens`: the tokens of the largest micro-batch, or None if unknown."""
+    """Plan all phases of a step on one rank. `tokens`: the size of the largest micro-batch, or None if unknown."""
     tokens = tokens or micro_batch_tokens(config)
     phases = _phases(config, shape, device, tokens)
     finest = _phases(config, shape, device, min(tokens, max_sequence_tokens(config)))
@@ -338,7 +339,7 @@ def _adapter_activation_bytes(config: RunConfig, shape: ModelShape, itemsize: in
 
 
 def detect_device(config: RunConfig) -> Device:
-    """Return the GPU of this host's ranks. Without a GPU, return one of unknown size with the type that it would use."""
+    """Return the GPU of this host's ranks. Without one, return a GPU of unknown size and the type that it would use."""
     itemsize = 4 if config.model.dtype == "float32" else 2
     gpu = None if config.runtime.device == "cpu" else first_gpu()
     return Device("a GPU (none here)", itemsize, None) if gpu is None else Device(gpu[0], itemsize, gpu[1])
@@ -407,7 +408,7 @@ def chosen_settings(before: RunConfig, after: RunConfig) -> str:
 
 
 def suggestion(config: RunConfig) -> str:
-    """Return a text that suggests settings that would lower the peak and are not set yet."""
+    """Return a text that suggests settings with a lower peak, which are not set yet."""
     *_, (smallest, _) = variants(config)
     found = [setting for setting in chosen_settings(config, smallest).split() if not setting.endswith("=false")]
     if config.rollout.engine == "vllm":
@@ -421,8 +422,8 @@ def suggestion(config: RunConfig) -> str:
 
 
 def _choose_settings(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:
-    """Return the first variant in which several sequences per micro-batch fit. If none fits, return the last variant
-    with one."""
+    """Return the first variant in which several sequences per micro-batch fit. If none fits, return the last variant,
+    with one sequence per micro-batch."""
     for variant, least in variants(config):
         found = with_token_budget(with_memory_share(variant, shape, device), shape, device, least=least)
         if found is not None:
@@ -432,9 +433,9 @@ def _choose_settings(config: RunConfig, shape: ModelShape, device: Device) -> Ru
 
 
 def variants(config: RunConfig) -> Iterator[tuple[RunConfig, int]]:
-    """Yield settings from the fastest to the smallest in memory, each with its minimum token budget. The first settings
-    neither offload nor recompute, with an awake engine, and then with a sleeping one. Then the reference, or the base
-    under adapters, is offloaded. Then the optimizer moments are offloaded, and at last layers are recomputed."""
+    """Yield settings from the fastest to those with the least memory, each with its minimum token budget. First,
+    nothing is offloaded or recomputed, with an awake engine and then with a sleeping one. Then the reference, or the
+    base under adapters, is offloaded. Then the optimizer moments are offloaded, and at last layers are recomputed."""
     several = max(4 * max_sequence_tokens(config), TOKENS_STEP)
     has_lora, has_vllm = config.model.lora is not None, config.rollout.engine == "vllm"
     moments = ["optim.offload", *(["critic.optim.offload"] if config.critic is not None else [])]
@@ -454,8 +455,8 @@ def variants(config: RunConfig) -> Iterator[tuple[RunConfig, int]]:
 
 
 def with_memory_share(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:
-    """Return the settings with the engine's share for all responses at maximum length, limited by the free memory. If
-    less memory is free, vLLM's passes are short."""
+    """Return the settings with an engine share for all responses at maximum length, limited by the free memory. If the
+    free memory is smaller, vLLM's passes are short."""
     if config.rollout.engine != "vllm":
         return config
     assert device.total_bytes is not None
@@ -488,7 +489,7 @@ def available_bytes(device: Device) -> int:
 
 
 def with_values(section: S, values: Mapping[str, object]) -> S:
-    """Return the settings with other values, which have dotted keys and are not validated."""
+    """Return a copy of the settings with new values by dotted key. The values are not validated."""
     for key, value in values.items():
         name, _, rest = key.partition(".")
         section = section.model_copy(

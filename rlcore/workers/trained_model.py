@@ -89,8 +89,9 @@ def sum_statistics(statistics: Sequence[S]) -> S:
 
 @dataclass(frozen=True, slots=True)
 class OomRetry:
-    """A pass that ran out of memory in `num_micro` micro-batches and was repeated in `num_again`. `factor`: the factor
-    of the number of micro-batches from then on, relative to the token budget. `refusal`: the allocator's message."""
+    """A pass that ran out of memory in `num_micro` micro-batches and was repeated in `num_again`. `factor`: the
+    multiple of the token budget's number of micro-batches that is used from then on. `refusal`: the allocator's
+    message."""
 
     name: str
     num_micro: int
@@ -145,7 +146,7 @@ class MicroBatchRunner:
         return retries
 
     def run(self, work: Callable[[Parts], R], batch: PackedBatch, num_micro: int) -> R:
-        """Run `work(sequences of each micro-batch)`, and again with more micro-batches if memory runs out.
+        """Call `work` with the sequences of each micro-batch, and again with more micro-batches if memory runs out.
 
         Raises:
             DeviceMemoryError: if memory runs out with one sequence per micro-batch.
@@ -213,7 +214,7 @@ class MiniBatch:
 
 @dataclass(frozen=True, slots=True)
 class ModelUpdates(Generic[S]):
-    """Consecutive optimizer steps up to the first non-finite one, and its error. Their number is equal on all ranks."""
+    """Consecutive optimizer steps up to the first non-finite one, and its error. All ranks have equally many steps."""
 
     steps: tuple[ModelUpdate[S], ...]
     failure: NonFiniteError | None = None
@@ -233,8 +234,8 @@ def run_mini_batches(
 
 
 class TrainedModel(Generic[Model]):
-    """A model with float32 master weights (sharded if there is a mesh), its optimizer, and a runner for each kind of
-    pass. `passes`: the names of the update and the forward pass, for messages."""
+    """A model with float32 master weights, its optimizer, and a runner for each kind of pass. The weights are sharded
+    if there is a mesh. `passes`: the names of the update and the forward pass, for messages."""
 
     def __init__(
         self,

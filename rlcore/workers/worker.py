@@ -107,7 +107,7 @@ class Worker:
             self._mesh = init_device_mesh(placement.device.type, (self._world_size,))
         dtype = engine_dtype(config, placement.dtype)
         self._canary = Canary(config, dtype)
-        # First the engine: it fails before models load, and it profiles an empty device.
+        # The engine comes first, so that it fails before models load and profiles an empty device.
         self.engine: RolloutEngine = build_engine(config, self._model_directory, device=placement.device, dtype=dtype)
         self.engine.sleep()  # until the first weight sync
         self._meter.set_engine_asleep(True)
@@ -266,7 +266,7 @@ class Worker:
     def sync_weights(self, version: int) -> WeightSync:
         """Send the policy's weights to the engine, and check that it computes with them. If the engine is the trainer's
         own model class, the returned difference is 0. Raises EngineError on all ranks if the engine did not load the
-        weights, or computes with others."""
+        weights, or computes with other weights."""
         config = self._config
         self._version, self._num_updates = version, 0
         self._wake_engine()
@@ -306,11 +306,12 @@ class Worker:
             load_shards(Path(directory) / name, model=model, optimizer=optimizer)
 
     def full_weights(self) -> dict[str, Tensor]:
-        """Return all weights, on the CPU. Ranks other than 0 return {}."""
+        """Return all weights, on the CPU. Other ranks than 0 return {}."""
         return self._to_host(self.actor.weights())
 
     def adapters(self) -> dict[str, Tensor]:
-        """Return the adapters under PEFT's names, on the CPU, or {} without `model.lora`. Ranks other than 0 return {}."""
+        """Return the adapters under PEFT's names, on the CPU. Other ranks than 0, and runs without `model.lora`, return
+        {}."""
         return self._to_host(adapter_state(self.actor.model))
 
     def _to_host(self, gathered: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
