@@ -289,7 +289,7 @@ def shape_from_config(config: object) -> ModelShape | None:
 
 
 def config_file(path: str, name: str = "config.json") -> Path | None:
-    """Return the path of a file in a model directory or the cache of a hub id, or None if it is not there."""
+    """Return the path of a file of a model directory or a cached hub id, or None if there is none."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         file = folder / name
