@@ -1,10 +1,10 @@
-"""Measure the peak memory of log-probabilities and entropies: chunked head against full logits.
+"""Measure the peak memory of log-probabilities and entropies, for a chunked head and for full logits.
 
     python benchmarks/head_memory.py                    # 8,192 tokens; on a CPU the full version takes about 25 GB
     python benchmarks/head_memory.py --tokens=512 --chunk-tokens=128 --hidden=16        # a sixteenth of it
 
-Each version runs in a separate process. The result is the highest resident memory (CPU) or the allocator's peak (CUDA),
-less the memory before, so without weights and inputs.
+Each version runs in a separate process. The result is the highest resident memory (CPU) or the allocator's peak (CUDA).
+The memory before the measurement is subtracted, so weights and inputs do not count.
 """
 
 import argparse
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 VOCAB = 150_000
 LOSSES = {"logprob": "value", "logprob-and-entropy": "grad"}
-"""Loss -> entropy mode. The entropy is computed in both."""
+"""The entropy mode of each loss. The entropy is computed for both losses."""
 
 
 def main() -> None:
@@ -59,7 +59,7 @@ def in_new_process(version: str, entropy: str) -> int:
 
 
 def measure(arguments: argparse.Namespace) -> int:
-    """Return the peak bytes of one forward and backward, less the bytes before."""
+    """Return the peak bytes of one forward and backward pass, less the bytes that were in use before."""
     import torch
 
     from rlcore.models.head import token_logprobs_and_entropy
@@ -88,7 +88,7 @@ def measure(arguments: argparse.Namespace) -> int:
 def full_logits(
     hidden: "Tensor", weight: "Tensor", targets: "Tensor", *, with_gradient: bool
 ) -> "tuple[Tensor, Tensor]":
-    """Compute log-probabilities and entropies from float32 logits of all tokens."""
+    """Return log-probabilities and entropies, computed from the float32 logits of all tokens."""
     import torch
 
     logprobs = (hidden @ weight.t()).float().log_softmax(dim=-1)
@@ -108,7 +108,7 @@ def held_bytes(device: str) -> int:
 
 
 def peak_bytes(device: str) -> int:
-    """Return the most bytes since the start (CPU) or since `held_bytes` (CUDA)."""
+    """Return the peak memory in bytes since the start of the process (CPU) or since `held_bytes` (CUDA)."""
     if device == "cuda":
         import torch
 

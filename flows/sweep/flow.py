@@ -189,7 +189,7 @@ def sweep_run_name() -> str:
 
 
 def cancel_children(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
-    """Cancel the child flow runs after the process of the sweep has ended. Prefect calls this hook if it is cancelled."""
+    """Cancel the child flow runs after the sweep's process has ended. Prefect calls this hook on a cancellation."""
     with get_client(sync_client=True) as client:
         _cancel_children(client, flow_run.id)
 

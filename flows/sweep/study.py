@@ -32,8 +32,7 @@ error.
 A trial without settings is not a point. Its process was killed while it created the trial.
 """
 SEED_STRIDE = 100_003
-"""The distance between the seeds of two searches. Each point has its sampler, so a resumed sweep draws the same points.
-"""
+"""The distance between the seeds of two searches. Each point has its sampler, so a resumed sweep draws equal points."""
 LOCK_WAIT_S = 600.0  # seconds to wait for another process of the same sweep, which holds the lock for seconds at most
 
 
@@ -168,7 +167,7 @@ class SweepStudy:
         self._claims.pop(trial.number).release()
 
     def _claim(self, number: int) -> FileLock:
-        """Return the lock that a process holds while it trains a trial. The kernel frees it if the process is killed."""
+        """Return the lock that a process holds while it trains a trial. The kernel frees it if the process dies."""
         return FileLock(self._sweep.folder / "claims" / f"{number}.lock")
 
     def _requeue_lost(self) -> None:
@@ -186,7 +185,7 @@ class SweepStudy:
 
 
 class BudgetTracker:
-    """The runs, steps and hours that one call of a sweep has used. The study stores them for all processes of the call."""
+    """The runs, steps and hours that one call of a sweep has used. The study stores them for all of its processes."""
 
     def __init__(self, study: SweepStudy, sweep: Sweep, call: str) -> None:
         self.call = call

@@ -78,7 +78,7 @@ class OpenRun:
         self.layout = RunLayout.of(config)
         self.prefect_view = PrefectView()
         self.inputs: RunInputs | None = None
-        """Inputs of the training, set by `flows.stages.inputs.inputs_of`."""
+        """The inputs of the training. `flows.stages.inputs.inputs_of` sets them."""
         self.is_origin_complete = False
         stop_wait_s = config.runtime.stop_deadline_s + END_WAIT_S
         slots, request = Slots(self.layout.root), SlotRequest.of(config, self.run_id)

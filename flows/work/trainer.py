@@ -240,7 +240,7 @@ class TrainerProcess:
                 return False
 
     def _report(self, event: Event) -> None:
-        """Send an event of an ending process to `on_event`. An exception in it must not keep the process from saving."""
+        """Send an event of an ending process to `on_event`. An error there must not keep the process from saving."""
         with suppress(Exception):
             self.on_event(event)
 
