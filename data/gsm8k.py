@@ -6,7 +6,7 @@ Rows come from the published jsonl files, with the usual prompt and ground truth
               A thousands separator, a currency, a unit and `.0` of the reference are ignored.
     numeric   the number after the last `####`, otherwise the last number of the text. Equal as a number (18.0 = 18).
 
-Both readings need a line that states exactly one number, with or without brackets, emphasis, a currency or a unit. The
+Both readings need a line that states exactly one number. Brackets, emphasis, a currency or a unit are allowed. The
 readings refuse a second number (`18 or 19`, `18/19`, `18*10`) and an exponent (`18e5`). They also refuse a magnitude
 (`18 million`) and a sign in words (`minus 18`). The usual regular expressions stop at the first digits and read
 `18/19`, `18e5` and `18 or 19` as 18. They accept every response that the strict reading accepts.

@@ -82,7 +82,7 @@ def tokenizer_fingerprint(directory: Path) -> str:
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """Load the transformers tokenizer of a directory. Raises DataError if this fails, or if the tokenizer is slow."""
+    """Load the fast transformers tokenizer of a directory. Raises DataError if loading fails, or if none exists."""
     # AutoTokenizer ignores the tokenizer's own class for some config.json files.
     from rlcore.models.tokenizer import load_tokenizer as load_as_its_file_says
 
