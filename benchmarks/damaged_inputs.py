@@ -222,7 +222,7 @@ def _first_shard(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Numbers:
-    """The repeatable metrics of each step, the digest of the weights, and the last validation."""
+    """The repeatable metrics of each step of a run, the digest of its weights, and its last validation."""
 
     steps: dict[int, dict[str, float]]
     weights: str

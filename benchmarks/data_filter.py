@@ -5,11 +5,11 @@
     python benchmarks/data_filter.py --check --write          # exit code 1 below ten times or over 2 s; writes JSON
 
 A byte-level BPE tokenizer of 32,768 tokens is trained on Python's standard library and on prompts of another seed. For
-each row, the usual way applies the chat template, tokenizes, counts and keeps. Its blocks alternate with whole runs of
-the filter, so that both have the same load. The filter's time includes loading the tokenizer, reading and writing
-parquet, tokenizing solutions and distractors, and searching for duplicates and leaks. The filter has run on a few rows
-before, so its modules are loaded. The second run is a new process that finds the result by its fingerprint. The token
-ids of both ways must agree.
+each row, the usual way applies the chat template, tokenizes, counts the tokens, and keeps or drops the row. Its blocks
+alternate with whole runs of the filter, so that both have the same load. The filter's time includes loading the
+tokenizer, reading and writing parquet, tokenizing solutions and distractors, and searching for duplicates and leaks.
+The filter has run on a few rows before, so its modules are loaded. The second run is a new process that finds the
+result by its fingerprint. The token ids of both ways must agree.
 """
 
 import argparse

@@ -34,7 +34,7 @@ PHASES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_criti
 
 
 class FixedLengths:
-    """A `WorkerGroup` whose responses have fixed lengths. Unless `real` is true, they are random and immediate.
+    """A `WorkerGroup` whose responses have fixed lengths. If `real` is false, they are random and immediate.
 
     Each step assigns the lengths to other prompts, so that no cached assignment fits.
     """

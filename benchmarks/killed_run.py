@@ -4,10 +4,11 @@
     python -m benchmarks.killed_run --kills 5 trainer.total_steps=40
     python -m benchmarks.killed_run --aim parts --kills 60         # debug on Ray: one process at a time
 
-`--aim everything` kills all processes of the run at a random step. `--aim parts` kills one process at a random moment
-of the --window seconds after its start: the flow, the trainer, a rank, raylet, gcs_server, a scorer, or the delivery to
-MLflow. The run then continues, retries, or ends, and the same command is started again. If a run finishes before all
-kills are done, another run follows in a separate folder. It has the dataset and initial policy of the undisturbed run.
+`--aim everything` kills all processes of the run at a random step. `--aim parts` kills one process at a time: the flow,
+the trainer, a rank, raylet, gcs_server, a scorer, or the delivery to MLflow. The moment is random within --window
+seconds after the start of the process. The run then continues, retries, or ends, and the same command is started again.
+If a run finishes before all kills are done, another run follows in a separate folder. It has the dataset and initial
+policy of the undisturbed run.
 
 The script compares every metric of every step exactly, except seconds, memory and throughput. It compares the final
 weights byte by byte. The exit code is 0 if all are equal and no process is left. --out adds the findings to a JSON
@@ -48,7 +49,7 @@ ON_RAY = (
 )  # fmt: skip
 MADE_BEFORE = ("datasets", "filtered", "models", "tokenizers")
 MARKS = {"trainer": "rlcore.run.process", "scorer": "scoring_worker", "delivery": "rlcore.tracking"}
-"""The kinds of process that are recognized by the end of a word in their command line."""
+"""The text by which each kind of process is recognized. A word of its command line ends with this text."""
 NAMES = {"ray::RankProcess": "rank", "raylet": "raylet", "gcs_server": "gcs_server"}
 PARTS = ("flow", *MARKS, *NAMES.values())
 

@@ -47,7 +47,7 @@ def readings() -> dict[str, str]:
 
 
 def answers(count: int, seed: int) -> Iterator[tuple[str, Answer]]:
-    """Yield `count` references with a generated answer each. Readable references and edits are drawn uniformly."""
+    """Yield `count` pairs of a reference and a generated answer. References and edits are drawn uniformly."""
     rng = random.Random(seed)
     references = [text for text, reading in readings().items() if reading != "refused" and not _LEFT_OUT.search(text)]
     for _ in range(count):
@@ -125,7 +125,7 @@ def math_verify_pays(reference: str, answer: str) -> bool:
 
 
 def rule(reference: str, answer: str) -> str | None:
-    """Return the rule of docs/data.md by which an answer is refused that math-verify accepts, or None."""
+    """Return the rule of docs/data.md that refuses an answer although math-verify accepts it, or None."""
     gold, reading = read(reference), read(answer)
     if gold.number is not None:
         return _number_rule(gold, reading)
@@ -155,8 +155,8 @@ def _has_letter_more(gold: Reading, reading: Reading) -> bool:
 
 
 def _paid_by(reference: str, answer: str) -> str | None:
-    """Return the rule by which an answer is accepted that math-verify refuses, or None. It is chosen by the listed
-    reading and by a naive reading.
+    """Return the rule that accepts an answer although math-verify refuses it, or None. The listed reading and a naive
+    reading decide.
     """
     kind, _, reading = readings()[reference].partition(" ")
     same = answer.rstrip("\\% ") == reference.rstrip("\\% ")

@@ -59,8 +59,8 @@ OTHER_NAME = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 @dataclass
 class Mutation:
-    """The replacement of the text from `start` to `end` by `new`. Both are a line (from 1) and a column. `statement` is
-    the first line of the statement.
+    """The replacement of the text from `start` to `end` by `new`. Each position is a line (from 1) and a column.
+    `statement` is the first line of the statement.
 
     `tried` is the number of tests that execute the statement, or 0 if the folder's tests ran. `noticed_by` is a test or
     "limit". `equivalent` is a reader's reason why no behavior differs.

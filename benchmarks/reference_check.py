@@ -3,7 +3,7 @@
     python -m benchmarks.reference_check GSM8K       # the folder of GSM8K's train.jsonl and test.jsonl; prints JSON
 
 Rows of GSM8K are scored by their solution and their reference. Integers are the kind of reference in DAPO-Math-17k. The
-forms of MATH are the readable forms of tests/data/math_references.txt. Both kinds have 30,000 rows.
+forms of MATH are the readable ones of tests/data/math_references.txt. Integers and forms have 30,000 rows each.
 """
 
 import json

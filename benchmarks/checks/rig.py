@@ -27,7 +27,7 @@ GROUND_TRUTH = '{"answer": "18"}'
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score a response by its length, so that every group has different scores. Random weights solve no problem."""
+    """Score a response by its length. Random weights solve no problem, so scores by correctness would be equal."""
     return Score(len(response) / 1_000, {})
 
 
@@ -40,7 +40,7 @@ class Verdict:
 
 
 class RecordedGroup(FixedLengths):
-    """A worker group that returns its first responses at every step. It enters `around(verb)` around each method."""
+    """A worker group that repeats its first responses. Each worker method is called inside `around(method)`."""
 
     kept: list[Rollout] | None = None
     around: Callable[[Any], contextlib.AbstractContextManager[None]] = staticmethod(
@@ -138,7 +138,7 @@ class Rig:
 
     @contextlib.contextmanager
     def watched(self, around: Callable[[Any], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
-        """Enter `around` around each worker method that is called inside the `with` block."""
+        """Call each worker method of the `with` block inside the context manager `around(method)`."""
         before, self.group.around = self.group.around, around  # type: ignore[method-assign]
         try:
             yield

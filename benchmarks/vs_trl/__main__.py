@@ -15,7 +15,7 @@ gradient checkpointing, SDPA, fused AdamW, and no unneeded forward pass.
 On a GPU, both sides run one GPU's share of verl's Llama-3.2-1B benchmark with random weights: 128 prompts of 107 tokens
 with 5 responses each, four updates, and a reference policy. TRL pads its batches, so `--lengths equal` is its best
 case. With `--lengths drawn` (geometric, up to 1,024) it computes mostly padding. Memory is the most that the driver
-reports for the whole process. The sides are trl-fp32 (float32 master weights under bfloat16 autocast, which lr 1e-6
+reports for the whole GPU. The sides are trl-fp32 (float32 master weights under bfloat16 autocast, which lr 1e-6
 needs), trl-bf16 (bfloat16 weights and optimizer), and ours.
 
 With `--experiment`, both sides learn from the same initial policy and save their weights every 20 steps. A CPU run does

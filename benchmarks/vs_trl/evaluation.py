@@ -42,7 +42,7 @@ def evaluate(jobs: Sequence[Job]) -> None:
 
 
 def _evaluate_step(job: Job, group: LocalGroup, step: int) -> dict[str, float]:
-    """Return the held-out rewards of the weights after a step: sampled with its 95% interval, and greedy."""
+    """Return the held-out rewards after a step: the sampled reward with its 95% interval, and the greedy reward."""
     config = settings(job)
     weights = load_policy(job.weights(step), model=config.model, device=torch.device("cpu")).state_dict()
     set_model_state_dict(

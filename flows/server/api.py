@@ -1,7 +1,7 @@
 """The choice and start of a command's Prefect server, and the settings of Prefect.
 
 A command uses the server of `PREFECT_API_URL` if that variable is set. Otherwise it uses the running server that
-`millrace up` has recorded under the same root. If there is neither, the command starts a server that ends with it. The
+`millrace up` has recorded under the same root. If there is neither, it starts a server that ends with the command. The
 database of that server is in `<root>/prefect`. Call these functions before Prefect is imported.
 """
 
@@ -176,7 +176,7 @@ def running_prefect(root: Path) -> PrefectApi | None:
 
 
 def wait_for_prefect(api: PrefectApi) -> None:
-    """Wait until the server is up, provided that this process has started it."""
+    """Wait until the server is up if this process has started it."""
     if api.home is not None:
         _servers[api.home].wait()
 
@@ -191,8 +191,8 @@ def is_reachable(url: str) -> bool:
 
 
 def _require_prefect(url: str) -> None:
-    """Check that a Prefect server answers at `url`, accepts our login, and belongs to the installed series, such as
-    3.7. Raises MillraceError otherwise.
+    """Check that a Prefect server answers at `url`, accepts our login, and has the series of our Prefect, such as 3.7.
+    Raises MillraceError otherwise.
     """
     what, remedy = f"PREFECT_API_URL: the server at {url}", "or unset PREFECT_API_URL to start one here."
     try:

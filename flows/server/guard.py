@@ -18,9 +18,8 @@ FOREIGN_SITES = ("cross-site", "same-site")
 class Guard:
     """An ASGI application that passes the requests of our own clients and pages to another application.
 
-    It refuses a request whose Host header does not name the loopback interface, because of DNS rebinding. It refuses
-    requests that were caused by pages of another origin. If `login` is set, it also refuses requests without that
-    login.
+    It refuses a request whose Host header does not name the loopback interface, which prevents DNS rebinding. It
+    refuses requests of pages of another origin. If `login` is set, it also refuses requests without that login.
 
     Args:
         app: The application that receives the allowed requests.

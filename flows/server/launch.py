@@ -64,9 +64,7 @@ def start_process(
 
 
 def python_path(*more: str) -> str:
-    """Return the `PYTHONPATH` for a process that runs our code. It has our source folder, the environment's
-    `PYTHONPATH` and `more`, in this order.
-    """
+    """Return the `PYTHONPATH` for a process that runs our code: our source folder, then the environment's path."""
     source = str(Path(__file__).resolve().parents[2])
     return os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"), *more)))
 

@@ -39,7 +39,7 @@ ENGINE = "prefect.engine"
 
 
 class FlowCancelledError(Abort):
-    """The end of a flow run that was cancelled or got a signal, if no worker ends it. The trainer has already saved."""
+    """An error that ends a flow run after a cancellation or a signal, if no worker ends it. The trainer has saved."""
 
 
 class _FlowRunWatch:
@@ -125,8 +125,9 @@ def end_if_suspended() -> None:
 def stop_as_cancellation(is_stopped: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """Turn a signal inside the `with` block into a cancellation.
 
-    Prefect treats SIGINT as a crash. At SIGTERM it ends the process before a report, or marks the task as crashed. A
-    deployed run that gets a signal without a cancellation has lost its worker. The next `millrace up` resumes that run.
+    Prefect treats SIGINT as a crash. At SIGTERM, Prefect ends the process before it reports, or marks the task as
+    crashed. A deployed run that gets a signal without a cancellation has lost its worker. The next `millrace up`
+    resumes that run.
 
     Raises FlowCancelledError in place of the error that a signal to this process or to the trainer has raised.
 
@@ -164,7 +165,7 @@ class DeferredSignals:
 
     @contextmanager
     def deliver(self) -> Iterator[None]:
-        """Deliver signals immediately inside this `with` block. A deferred signal is delivered at its beginning."""
+        """Deliver signals immediately inside this block. A deferred signal is delivered when the block begins."""
         try:
             self._restore()
             yield

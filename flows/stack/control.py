@@ -1,4 +1,4 @@
-"""The commands `millrace up`, `down` and `status`, which control the services on the loopback interface."""
+"""The commands `millrace up`, `down` and `status` for the local stack of Prefect, MLflow, workers and a Ray head."""
 
 import os
 import subprocess

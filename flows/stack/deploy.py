@@ -41,14 +41,14 @@ JOB_TEMPLATE: dict[str, Any] = {
     "job_configuration": {"working_dir": ".", "command": FLOW_COMMAND, "stream_output": False},
     "variables": {"type": "object", "properties": {}, "additionalProperties": False},
 }
-"""The template by which a worker starts a flow run. It runs Prefect's own command in the worker's environment. The log
-of the flow run outlives the worker.
+"""The template by which a worker starts a flow run: Prefect's own command in the worker's environment. The log of the
+flow run outlives the worker.
 
 Job variables are refused, because by default a variable may set another command, environment or folder.
 """
 QUEUES: dict[str, int | None] = {"training": 1, "control": None}
-"""The largest number of concurrent flow runs in each work queue. One training runs at a time unless the root has slots,
-where each run waits for its own slots.
+"""The largest number of concurrent flow runs in each work queue. If the root has slots, trainings have no limit here,
+because each run waits for its slots.
 """
 POOL_FILTER = WorkPoolFilter.model_validate({"name": {"any_": [POOL]}})
 

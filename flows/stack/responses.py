@@ -1,12 +1,11 @@
-"""The page with the recorded responses of a root, on MLflow's server behind the same guard and login.
+"""The page with the recorded responses of a root, on MLflow's server behind its guard and login.
 
     GET /answers/                     the page
     GET /answers/runs                 the names of the runs with recorded responses
     GET /answers/find?run=&...        50 responses of a search (`Query.parse`), and their total number
     GET /answers/together?run=&key=   the responses to the same prompt at the same step, with their tokens
 
-A run may be named by a prefix of its id. Requests write nothing. The text of a model is sent as JSON and shown as plain
-text.
+A run may be named by a prefix of its id. Requests write nothing. Responses are sent as JSON and shown as plain text.
 """
 
 from contextlib import suppress
@@ -118,9 +117,7 @@ class Runs:
         return JSONResponse(to_finite_json({"total": len(found), "rows": rows}))
 
     def same_prompt(self, request: Request) -> Response:
-        """Return the responses that share the prompt and step of one response, with their tokens. The prompt's other
-        steps are included.
-        """
+        """Return all responses to a response's prompt at its step, with their tokens, and the prompt's other steps."""
         layout = self._layout(request.query_params.get("run", ""))
         found = responses_to_same_prompt(layout.answers, request.query_params.get("key", ""))
         decode = load_decoder(layout.run_json)

@@ -56,8 +56,8 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class StackState:
-    """The services and settings of a stack. `mlflow_database` is an address without its password. `root` is the folder
-    of the record.
+    """The services of a stack. `mlflow_database` is the address of MLflow's database without its password. `root` is
+    the folder of the record.
     """
 
     format_version: Literal[2] = 2
@@ -120,16 +120,16 @@ MLFLOW_DATABASE = "MLFLOW_BACKEND_STORE_URI"
 
 
 def prefect_database(home: Path) -> str:
-    """Return the address of a Prefect server's database. It is the environment's address if there is one, otherwise a
-    file in the server's home folder.
+    """Return the address of a Prefect server's database. It is the address in the environment if there is one,
+    otherwise a file in the server's home folder.
     """
     named = os.environ.get(PREFECT_DATABASE) or os.environ.get(PREFECT_SERVER_DATABASE)
     return named or sqlite_address(home / "prefect.db", "sqlite+aiosqlite:///")
 
 
 def mlflow_database(root: Path) -> str:
-    """Return the address of the MLflow server's database. It is the environment's address if there is one, otherwise
-    the file under the root.
+    """Return the address of the MLflow server's database. It is the address in the environment if there is one,
+    otherwise the file under the root.
     """
     return os.environ.get(MLFLOW_DATABASE) or default_mlflow_database(root)
 
@@ -237,7 +237,7 @@ def root_login(root: Path) -> str:
 
 
 def login_hint(root: Path) -> str:
-    """Return the end of a sentence that explains the login to the pages."""
+    """Return the end of a sentence that explains how to log in to the web pages."""
     return f"the line in {root / SECRET_FILE}: Prefect takes it whole, MLflow as user and password around the colon"
 
 

@@ -135,7 +135,7 @@ class SweepWorker:
         return error
 
     def _train_to(self, member: Member, step: int, metric: str, number: int, label: str) -> bool:
-        """Train a run to a step unless it has a score there. Return False if the budget is used up, otherwise True."""
+        """Train a run to a step unless it has a score at that step. Return False if the budget is used up."""
         if member.refresh(metric, step):
             return True
         if not self.spending.reserve(member.run_id, max(0, step - member.step)):
@@ -204,7 +204,7 @@ def sweep(
     on_workers: bool = False,
     root: Root = None,
 ) -> SweepResult:
-    """Run a sweep: train many points of settings with several seeds, and compare them at the end. Finished runs are
+    """Run a sweep, which trains many points of settings with several seeds and compares them. Finished runs are
     skipped.
 
     Args:

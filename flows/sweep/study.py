@@ -40,8 +40,8 @@ class PairedPruner(BasePruner):
     """A pruner that ends a trial if the best trial beats it on the same held-out problems.
 
     A trial is beaten if the interval of the paired difference (see `paired_difference`) excludes 0. At the k-th
-    comparison, the best n / (k + 1) of the n trials that have begun always continue. Their early lead may be lost
-    later. Trials without common problems are not compared.
+    comparison, the best n / (k + 1) of the n started trials always continue, because an early lead may be lost. Trials
+    without common problems are not compared.
     """
 
     def __init__(self, confidence: float) -> None:
@@ -215,7 +215,7 @@ class BudgetTracker:
             return not over
 
     def refund(self, steps: int) -> None:
-        """Return reserved steps to the budget that a run has not done."""
+        """Give back to the budget the reserved steps that a run has not done."""
         with sweep_lock(self._sweep):
             known = self.read()
             self._write(known | {"steps": known["steps"] - steps})

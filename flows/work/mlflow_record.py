@@ -1,4 +1,4 @@
-"""The MLflow page of a run. Only the metrics are missing, because the trainer's journal delivers them.
+"""The writer of a run's MLflow page, except for its metrics, which the trainer's journal delivers.
 
 A thread writes settings, datasets and code at the start of the run. It writes report, validations, checkpoints and
 weights at the end, within a deadline. A failure is only logged. `recorded.json` in the run's folder records what MLflow
@@ -75,7 +75,7 @@ class MlflowContents:
 
 
 def settings_digest(config: RunConfig) -> str:
-    """Return a digest of what the start of a run writes to its page, and of the page's address."""
+    """Return a digest of the run's settings, its code, and the address of its MLflow page."""
     uri = resolve_uri(config.tracking, Path(config.paths.root).absolute())
     place = fingerprint("page", [uri, config.tracking.experiment])[:8]
     return f"{settings_fingerprint(config)}-{config.trainer.total_steps}-{code_for_run(config).fingerprint}-{place}"

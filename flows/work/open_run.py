@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 EVALUATION = "eval"  # `name` of an evaluation, which is a run without steps
 STOP_FILE = "stop.json"
-"""The file with the last stop request and its process. A second signal would end that process before it saves."""
+"""The file with the last stop request and the stopped process, which a second signal would end before it saves."""
 END_WAIT_S = 60.0
 """The seconds after `runtime.stop_deadline_s` in which a stopping trainer ends and delivers its last metrics."""
 

@@ -218,7 +218,7 @@ def prune(folder: Path, *, dry_run: bool) -> Outcome:
 def sync(folder: Path, uri: str | None) -> Outcome:
     """Deliver the missing part of a run's journal to MLflow.
 
-    `uri` replaces the store of the run's settings. If both are missing, the stack's store or the root's file is used.
+    `uri` replaces the store of the run's settings. If neither is set, the stack's store or the root's file is used.
     """
     try:
         if not (attempts := read_attempts(folder)):

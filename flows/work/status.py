@@ -87,7 +87,7 @@ def status_of(run_dir: Path) -> RunStatus:
 
 
 def failure_of(run_dir: Path) -> str:
-    """Return `failed: reason` or `lost: reason` for a run in this state, otherwise ''."""
+    """Return `failed: reason` or `lost: reason` if the run is in one of these states, otherwise ''."""
     state, note = _state(run_dir, "")
     return f"{state}: {note}" if state in ("failed", "lost") else ""
 

@@ -97,8 +97,8 @@ class TrainerProcess:
     """A trainer process. The first call starts the process, and the first call after its loss starts it again.
 
     This context manager belongs in the main thread, because the kernel ties the process to the thread that started it.
-    It waits for the slots of its request. The process inherits `lock`, the descriptor of the run's lock. If `lock` is
-    None, the process acquires the lock itself.
+    A start waits for the slots of the request. The process inherits `lock`, the descriptor of the run's lock. If `lock`
+    is None, the process acquires the lock itself.
 
     During a call, `on_event` receives events, `on_line` receives lines of the log, and `on_wait` is called often. An
     exception from one of them stops the process like an interrupt. The process then has `stop_wait_s` seconds to finish
@@ -382,7 +382,7 @@ def trainer_logs(folder: Path) -> dict[int, Path]:
 def _environment() -> dict[str, str]:
     """Return our environment with our module path, so that the process runs the same code.
 
-    The current folder may have a scorer. It is the last entry, so that no file there replaces another module.
+    The current folder may have a scorer. It is last in the path, so that no file there replaces another module.
     """
     here = str(Path.cwd())
     path = python_path(*(place for place in sys.path if isinstance(place, str) and place not in ("", here)), here)
