@@ -32,9 +32,9 @@ from rlcore.config import CountdownData, FilterConfig
 ROOT = Path(__file__).resolve().parents[1]
 MIN_RATIO, MAX_SECOND_S = 10.0, 2.0
 VOCAB_SIZE = 32_768
-# Bytes of Python source for training the tokenizer.
+# The bytes of Python source that train the tokenizer.
 CORPUS_BYTES = 6_000_000
-# Words as split by the tokenizers of Qwen and Llama.
+# The tokenizers of Qwen and Llama split a text into these words.
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -144,7 +144,7 @@ def in_turn(arguments: argparse.Namespace, dataset: Path, tokenizer: Path, folde
         if turn == arguments.turns:
             break
         with Cost() as cost:
-            # A new root each time; the last one is for the second run.
+            # Each turn has a new root. The last root is for the second run.
             root = folder if turn == arguments.turns - 1 else folder / f"turn{turn}"
             result = filter_dataset(dataset, tokenizer, FilterConfig(), root=root)
         fast_s, fast_cpu_s = fast_s + cost.wall_s, fast_cpu_s + cost.cpu_s

@@ -33,7 +33,7 @@ from benchmarks.harness import describe_lengths
 from benchmarks.shapes import SHAPES, model_of
 
 ON_THE_RIG: Mapping[str, Callable[[Rig], Verdict]] = {
-    "plan": plan.check,  # first, before memory has grown
+    "plan": plan.check,  # the first check, before memory has grown
     "logprobs": numbers.differences,
     "correction": numbers.correction,
     "short_memory": short_memory.check,

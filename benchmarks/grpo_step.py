@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--trace", action="store_true", help="profile the last step")
-    arguments = parser.parse_intermixed_args()  # settings before and after options
+    arguments = parser.parse_intermixed_args()  # settings may come before and after options
     with tempfile.TemporaryDirectory() as scratch:
         directory = model_of(arguments, Path(scratch))
         found = run(arguments, directory)

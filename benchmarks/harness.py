@@ -76,7 +76,7 @@ class FixedLengths:
         self._group.close()
 
     def _limited(self, arguments: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-        lengths = iter(self.lengths)  # rank 0's requests first
+        lengths = iter(self.lengths)  # the requests of rank 0 come first
         limited = []
         for requests, *more in arguments:
             own = np.roll(list(itertools.islice(lengths, len(requests))), self._version).tolist()

@@ -52,7 +52,7 @@ def main() -> None:
 
 def in_new_process(version: str, entropy: str) -> int:
     command = [sys.executable, __file__, *sys.argv[1:], "--one", version, entropy]
-    # Fresh pages for large tensors, released with them, so that resident memory follows the tensors.
+    # Large tensors get fresh pages that are released with them, so that resident memory follows the tensors.
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "1000000", "MALLOC_ARENA_MAX": "1"}
     done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
     return int(json.loads(done.stdout))

@@ -109,7 +109,7 @@ def _kill_family(pid: int) -> int:
     """Send SIGKILL to a process and all its descendants. Return the number of processes."""
     family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     for member in family:
-        member.suspend()  # so that none reacts to the death of another
+        member.suspend()  # so that no process reacts to the death of another one
     for member in family:
         member.kill()
     psutil.wait_procs(family, timeout=60)

@@ -27,7 +27,7 @@ from data.math_reading import Reading, number_in_words, read
 
 REFERENCES = Path(__file__).parents[1] / "tests" / "data" / "math_references.txt"
 _NUMBER = re.compile(r"[0-9]+")
-# Solutions with a box, and references that an edit turns into a computation of minutes.
+# Solutions with a box are left out, and references that an edit turns into a computation of minutes.
 _LEFT_OUT = re.compile(r"boxed|!(?!:)|\^\{?[0-9]{2}|\\binom|\\dbinom|e\+|\^\{?n")
 
 

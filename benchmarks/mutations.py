@@ -138,7 +138,7 @@ def _mutations_of(folder: str, file: Path) -> Iterator[Mutation]:
             mutation = Mutation(folder, str(file.relative_to(ROOT)), start, end, old, new, statement)
             try:
                 ast.parse(mutation.apply(source))
-            except SyntaxError:  # such as inside an f-string
+            except SyntaxError:  # for example inside an f-string
                 continue
             yield mutation
 
@@ -260,7 +260,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         checkout = Path(folder)
-        checkout.chmod(0o755)  # tests without superuser rights read it too
+        checkout.chmod(0o755)  # tests without superuser rights also read the checkout
         listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
         for name in listed.stdout.splitlines():
             (checkout / name).parent.mkdir(parents=True, exist_ok=True)
@@ -283,7 +283,7 @@ def main() -> None:
                 by_test[one.noticed_by.partition("[")[0]].append(one)
         while by_test and (failed := first_failure(checkout, sorted(by_test), chosen.limit, chosen.processes)):
             print(f"fails without a mutation too: {failed}")
-            if (name := failed.partition("[")[0]) not in by_test:  # such as "limit"
+            if (name := failed.partition("[")[0]) not in by_test:  # for example "limit"
                 break
             for one in by_test.pop(name):
                 one.noticed_by = None

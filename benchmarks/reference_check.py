@@ -43,7 +43,7 @@ def main() -> None:
         for kind, data in tasks.items():
             seconds = []
             for _ in range(2):
-                KNOWN.clear()  # of this process
+                KNOWN.clear()  # the results that this process keeps
                 begun = time.perf_counter()
                 report = check_references(data, 1, RewardConfig(num_processes=2), root)
                 seconds.append(round(time.perf_counter() - begun, 2))

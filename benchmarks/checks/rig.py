@@ -97,7 +97,7 @@ class Rig:
             "data.scorer=benchmarks.checks.rig:score",
         ]  # fmt: skip
         if torch.cuda.is_available():
-            base.append("model.compile=true")  # as training on a GPU; uncompiled layers round more often
+            base.append("model.compile=true")  # as in training on a GPU, since uncompiled layers round more often
         given = {line.partition("=")[0] for line in [*arguments.overrides, *overrides]}
         base = [line for line in base if line.partition("=")[0] not in given]
         return load_config([*base, *arguments.overrides, *overrides], experiment="verl_gsm8k_grpo")

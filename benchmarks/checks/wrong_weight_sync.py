@@ -25,7 +25,7 @@ def check(rig: Rig) -> Verdict:
     with rig.loop(RATE, real_prompts=rig.real_prompts()) as loop:
         steps = []
         for _ in range(NUM_SYNCS):
-            rig.group.kept = None  # new responses
+            rig.group.kept = None  # generate new responses
             steps.append(loop.step())
         (before,) = rig.group.each(_weights)
         layer = f"model.layers.{sum('input_layernorm' in name for name in before) // 2}."

@@ -52,7 +52,7 @@ def main() -> None:
         if not arguments.combine and any(out.glob("*/step-0")):
             _start("evaluation", str(out), arguments.engine, threads=arguments.threads)
         found = [json.loads(file.read_text()) for file in sorted(out.glob("*.json"))]
-    table = summary([one for one in found if "step_s" in one])  # an interrupted side has none
+    table = summary([one for one in found if "step_s" in one])  # an interrupted side has no step_s
     show(table)
     if arguments.write:
         print(write_result(f"vs_trl_{arguments.device}", table))

@@ -37,7 +37,7 @@ def prepare_random(arguments: argparse.Namespace, side: str, folder: Path, *, se
     """Write the prompts and return the job of a side. All sides have the same model, prompts and lengths."""
     model = arguments.model or shared / "model"
     if not (model / "config.json").exists():
-        # In a separate process, because one that has used the GPU keeps some of its memory.
+        # A separate process makes the model, because a process that has used the GPU keeps some of its memory.
         subprocess.run([sys.executable, "-m", "benchmarks.shapes", arguments.shape, str(model)], check=True)
     steps = arguments.steps or 5
     write_rows(folder / PROMPTS, _random_rows(arguments, (arguments.warm_up + steps) * arguments.prompts))

@@ -41,7 +41,7 @@ def _row(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "reward_first": statistics.fmean(one["rewards"][0] for one in runs),
         "reward_last": statistics.fmean(statistics.fmean(one["rewards"][-5:]) for one in runs),
     }
-    evaluated = [one["held_out"] for one in runs if "held_out" in one]  # fewer points after an interrupted evaluation
+    evaluated = [one["held_out"] for one in runs if "held_out" in one]  # an interrupted evaluation has fewer points
     if evaluated:
         row["held_out"] = [
             {name: statistics.fmean(one[name] for one in points) for name in points[0]}

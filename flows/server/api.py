@@ -45,14 +45,14 @@ STOP_WAIT_S = 10.0
 PREFECT_ENVIRONMENT: Mapping[str, str] = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
-    # Prefect stores no results: the run's files show what is done. Exceptions are stored in any case.
+    # Prefect stores no results, because the run's files show what is done. Exceptions are always stored.
     "PREFECT_RESULTS_PERSIST_BY_DEFAULT": "false",
     "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
-    # 2^n s in total: a server that is down for a quarter of an hour does not fail a finished run.
+    # The retries take 2^n s in total. A finished run survives a server that is down for a quarter of an hour.
     "PREFECT_CLIENT_MAX_RETRIES": "9",
     "PREFECT_LOGGING_EXTRA_LOGGERS": "rlcore,data,flows",
     "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
-    # Prefect's own lines would break the live line; the server still gets them.
+    # Prefect's own lines would break the live line on the console. The server still gets them.
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",
 }
 """The default environment variables of Prefect. Variables that the user has set have priority."""

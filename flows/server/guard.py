@@ -37,7 +37,7 @@ class Guard:
         if refusal is None:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})  # not accepted yet: the client gets a 403
+            await send({"type": "websocket.close", "code": 1008})  # not accepted yet, so the client gets a 403
         else:
             await refusal(scope, receive, send)
 
@@ -87,5 +87,5 @@ def _has_login(authorization: str, login: str) -> bool:
     scheme, _, given = authorization.partition(" ")
     try:
         return scheme.lower() == "basic" and hmac.compare_digest(b64decode(given, validate=True), login.encode())
-    except ValueError:  # no base64, or no ASCII
+    except ValueError:  # not base64 or not ASCII
         return False

@@ -91,7 +91,7 @@ def log_tail(log: str) -> str:
 
 
 def _tether(parent: int) -> None:
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux only; elsewhere a lost parent is not noticed
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # only on Linux: other systems do not notice a lost parent
     if prctl is not None:
         prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:

@@ -51,7 +51,7 @@ class _FlowRunWatch:
         self.over = threading.Event()
         self.suspended: State[object] | None = None
         self.cancelled_at: float | None = None
-        here = copy_context()  # Prefect's settings
+        here = copy_context()  # has Prefect's settings
         threading.Thread(target=here.run, args=(self._poll,), name="flow-run-watch", daemon=True).start()
 
     def is_cancelled(self) -> bool:
@@ -230,7 +230,7 @@ def shorten_known_errors(record: logging.LogRecord) -> bool:
     if not isinstance(error, MillraceError):
         return True
     record.msg, record.args, record.exc_info = str(error), (), None
-    return record.name != ENGINE  # it repeats the flow run's line
+    return record.name != ENGINE  # the engine's record repeats the flow run's line
 
 
 for _name in ("prefect.flow_runs", "prefect.task_runs", ENGINE):

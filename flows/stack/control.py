@@ -155,7 +155,7 @@ def _start_services(
     state = _start(root, state, "prefect", partial(services.start_prefect, root, ports["prefect"]))
     database = mlflow_database(root)
     if not has_store(database):
-        connect(database)  # atomic: a server killed at its start would leave half of the tables
+        connect(database)  # atomic, whereas a server that is killed at its start leaves half of the tables
     services.wait_until_ready(_service(state, "prefect"))
     earlier = state.service("mlflow")
     state = _start(root, state, "mlflow", partial(services.start_mlflow, root, ports["mlflow"]))
@@ -200,7 +200,7 @@ def _stop_services(ended: Iterable[Service]) -> None:
         if (process := service.process()) is None:
             continue
         if service.is_worker:
-            services.kill([process])  # after SIGTERM it would mark its flow runs crashed
+            services.kill([process])  # after SIGTERM the worker would mark its flow runs as crashed
         else:
             services.stop_server(process)
         print_line(f"{service.name} (process {service.pid}) has ended")

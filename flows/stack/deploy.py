@@ -37,7 +37,7 @@ from rlcore.errors import MillraceError
 
 DEPLOYMENTS = Path("conf", "prefect.yaml")
 JOB_TEMPLATE: dict[str, Any] = {
-    # The worker's folder: a temporary one would stay after a killed worker.
+    # The folder of the worker. A temporary folder would remain after a killed worker.
     "job_configuration": {"working_dir": ".", "command": FLOW_COMMAND, "stream_output": False},
     "variables": {"type": "object", "properties": {}, "additionalProperties": False},
 }
@@ -140,7 +140,7 @@ NOTIFICATIONS = (
         '{{ flow_run.state.message or "" }}\n{{ flow_run | ui_url }}',
     ),
     (
-        "millrace: notify of a run that waits for disk space",  # also without a deployment
+        "millrace: notify of a run that waits for disk space",  # also for a run without a deployment
         _IMMEDIATELY(expect={"millrace.paused_for_disk"}),
         "{{ event.resource.name }}: {{ event.event }}",
         "{{ event.payload.text }}",
@@ -198,7 +198,7 @@ def recover_lost_runs(client: SyncPrefectClient, *, workers_are_up: bool) -> lis
         flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": alive}}}), work_pool_filter=POOL_FILTER
     )
     for run in runs:
-        # A pending run may still name the process of its last attempt; it is lost only with its worker.
+        # A pending run may still name the process of its last attempt. It is lost only if its worker is.
         is_pending = run.state_type == StateType.PENDING
         if run.state_name == SUSPENDED or (workers_are_up if is_pending else not _is_lost(run)):
             continue
@@ -217,7 +217,7 @@ def _is_lost(run: FlowRun) -> bool:
         return False
     try:
         return psutil.Process(int(pid)).environ().get(FLOW_RUN_ID) != str(run.id)
-    except (psutil.NoSuchProcess, psutil.AccessDenied):  # another user's
+    except (psutil.NoSuchProcess, psutil.AccessDenied):  # the process of another user
         return True
 
 

@@ -48,7 +48,7 @@ def with_responses(root: Path, app: ASGIApp) -> ASGIApp:
     responses = responses_app(root)
 
     async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
-        ours = scope["type"] == "http" and f"{scope['path']}/".startswith(URL_PREFIX)  # the bare name is redirected
+        ours = scope["type"] == "http" and f"{scope['path']}/".startswith(URL_PREFIX)  # `/answers` is redirected
         await (responses if ours else app)(scope, receive, send)
 
     return dispatch
@@ -84,7 +84,7 @@ class Runs:
         newest: dict[str, float] = {}
         for file in (self._root / "runs").glob("*/answers/*.parquet"):
             name = file.relative_to(self._root / "runs").parts[0]
-            with suppress(OSError):  # deleted in between
+            with suppress(OSError):  # deleted since the search
                 newest[name] = max(newest.get(name, 0.0), file.stat().st_mtime)
         return sorted(newest, key=lambda name: -newest[name])
 

@@ -71,9 +71,9 @@ def start_prefect(root: Path, port: int | None, state: StackState) -> Service:
         SERVER_LOGIN: root_login(root),
         "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": url,
         "PREFECT_UI_API_URL": "/api",  # on the page's own origin, also through a tunnel
-        # Without it a slot of a killed holder stays taken after a restart of the server.
+        # Otherwise a slot of a killed holder stays occupied after a restart of the server.
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
-        # `--watch` shows a run's log by these, with the reason of a failure.
+        # These settings let `--watch` show a run's log with the reason of a failure.
         "PREFECT_SERVER_LOGS_STREAM_OUT_ENABLED": "true",
         "PREFECT_SERVER_LOGS_STREAM_PUBLISHING_ENABLED": "true",
         PREFECT_DATABASE: prefect_database(root / "prefect"),
@@ -98,9 +98,9 @@ def start_mlflow(root: Path, port: int | None, state: StackState, *, tether: boo
     }
     command = [sys.executable, "-m", "mlflow", "server", "--app-name", MLFLOW_APP, "--workers", "1"]
     command += ["--host", LOOPBACK, "--port", str(port), "--uvicorn-opts", "--log-level warning --lifespan on"]
-    # CORS stays at its default, loopback alone: with named origins MLflow sends them to every client.
+    # CORS keeps its default, which allows only loopback. MLflow would send named origins to every client.
     command += ["--allowed-hosts", "127.0.0.1,127.0.0.1:*,localhost,localhost:*"]
-    # A URI: in a plain path MLflow would decode %41 to an A.
+    # A URI, because MLflow would decode %41 in a plain path to an A.
     command += ["--artifacts-destination", (root / "mlartifacts").as_uri()]
     return _start(root, "mlflow", command, environment, port, url=url, ready_url=f"{url}/health", tether=tether)
 
@@ -123,7 +123,7 @@ def start_worker(root: Path, name: str, state: StackState) -> Service:
         "PREFECT_WORKER_QUERY_SECONDS": "2",
         "PREFECT_WORKER_WEBSERVER_HOST": LOOPBACK,
         "PREFECT_WORKER_WEBSERVER_PORT": str(port),
-        # A flow that `millrace down` stops stays Running, not Crashed, and the next `up` resumes it.
+        # A flow that `millrace down` stops stays Running instead of Crashed, so the next `up` resumes it.
         "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR": "reschedule",
         MLFLOW_PAGE: state.mlflow_url,
         STACK_ROOT: str(root),
@@ -163,7 +163,7 @@ def _start(
     secret = (PREFECT_DATABASE, PREFECT_SERVER_DATABASE, MLFLOW_DATABASE)
     inherited = {key: value for key, value in os.environ.items() if key not in secret}
     process = start_process(command, log, {**inherited, **environment}, folder=SOURCE_FOLDER, tether=tether)
-    threading.Thread(target=process.wait, daemon=True).start()  # reaps it if it ends before us
+    threading.Thread(target=process.wait, daemon=True).start()  # reaps the process if it ends before us
     try:
         born = start_time_of(psutil.Process(process.pid))
     except psutil.NoSuchProcess:

@@ -48,7 +48,7 @@ def deploy(
     if experiment.endswith(FILE_ENDINGS):
         experiment = str(Path(experiment).resolve())
     at = Path(compose_settings(overrides, experiment, root=root).config.paths.root).resolve()
-    # As in a worker, which starts in the checkout: relative paths begin there, and modules of this folder are unknown.
+    # A worker starts in the checkout. There relative paths begin, and modules of this folder are unknown.
     sys.path[:] = [path for path in sys.path if path != str(Path.cwd()) or path == str(SOURCE_FOLDER)]
     os.chdir(SOURCE_FOLDER)
     composed = compose_settings(overrides, experiment, root=at)

@@ -113,7 +113,7 @@ class SweepWorker:
         members, problems = members_of(self._sweep, settings)
         metric, rungs = self._sweep.metric_of(members[0].config), self._sweep.rungs(members[0].config)
         label, study = format_point(settings), self.study.optuna
-        error = "; ".join(map(str, problems))  # of a search; a list was checked before
+        error = "; ".join(map(str, problems))  # only points of a search: listed points were checked before
         for step in () if error else rungs:
             has_room = all([self._train_to(member, step, metric, number, label) for member in members])
             trial.set_user_attr(RUNS, [member.to_json() for member in members])
@@ -173,8 +173,8 @@ class SweepWorker:
 
 SpecName = Annotated[str, Field(examples=list(group_members("sweep")))]
 DEPLOYMENT = "sweep-child/local"
-MAX_CHILDREN = 8  # largest number of waiting and running children; the work queue's limit is that of running ones
-STOP_WAIT_S = 20.0  # seconds for children to save when the sweep stops; Prefect's worker kills the sweep after 30 s
+MAX_CHILDREN = 8  # largest number of waiting and running children, while the work queue limits the running ones
+STOP_WAIT_S = 20.0  # seconds for children to save when the sweep stops, since Prefect's worker kills it after 30 s
 
 
 def run_checked(checked: Sweep, spec: str, overrides: list[str], *, on_workers: bool) -> SweepResult:

@@ -27,7 +27,7 @@ def load_checked_sweep(spec: str, overrides: list[str], budget: Budget) -> Sweep
     checked = replace(checked, base=with_stack_tracking(checked.base))
     check_before_plan(checked.base)
     if checked.spec.pruning is not None and checked.spec.pruning.pruner != "paired":
-        from flows.sweep.study import make_pruner  # Optuna, only for its own pruners
+        from flows.sweep.study import make_pruner  # imports Optuna, which only its own pruners need
 
         make_pruner(checked.spec.pruning)
     return checked

@@ -156,7 +156,7 @@ class SweepStudy:
             trial = self.optuna.ask()
             self._claims[trial.number] = self._claim(trial.number)
             self._claims[trial.number].try_acquire()
-            if search is not None:  # a queued trial returns its values
+            if search is not None:  # a queued trial returns the values of its first attempt
                 settings = {key: _suggest(trial, key, values) for key, values in search.space.items()}
                 trial.set_user_attr(POINT, trial.user_attrs.get(POINT, len(points) + 1))
                 trial.set_user_attr(SETTINGS, settings)
@@ -231,12 +231,12 @@ def sweep_lock(sweep: Sweep) -> HeldLock:
 
 def _suggest(trial: Trial, key: str, values: Values) -> JsonValue:
     if not isinstance(values, Range):
-        # As JSON, since Optuna accepts no lists and mappings as choices.
+        # The choices are JSON texts, since Optuna accepts no lists and mappings.
         chosen: JsonValue = json.loads(trial.suggest_categorical(key, [json.dumps(value) for value in values]))
         return chosen
     if values.is_whole:
         step = 1 if values.step is None else int(values.step)
         return trial.suggest_int(key, int(values.low), int(values.high), step=step, log=values.log)
     drawn = trial.suggest_float(key, values.low, values.high, step=values.step, log=values.log)
-    # Four digits, as shown.
+    # Four significant digits, which are also shown.
     return min(max(float(f"{drawn:.4g}"), values.low), values.high)

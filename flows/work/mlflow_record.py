@@ -156,7 +156,7 @@ def log_start(
         (f"{task} filtered", filtered, "train", "training"),
         (f"{task} held-out", filtered, "validation", "validation"),
     ):
-        # The first part of a mixture: the others differ at most in the type of ground truth.
+        # The first data source of a mixture. The others differ at most in the type of ground truth.
         columns = pq.read_schema(part_directories(result.directory)[0] / f"{split}.parquet")
         store.log_dataset(
             mlflow_run,

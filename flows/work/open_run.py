@@ -173,12 +173,13 @@ def open_run(
         require_same_inputs(config, layout)
         _keep_code(config, layout)
         run = OpenRun(config, command, title)
-        models = {} if run.is_evaluation else {**run.origin.models, **model_digests(config)}  # that one's id has them
+        # The id of an evaluation contains its models.
+        models = {} if run.is_evaluation else {**run.origin.models, **model_digests(config)}
         run.note(settings=with_absolute_paths(config, layout), models=models)
         run.trainer.lock = lock.fileno()
         with (
             _record_early_end(layout.run_dir),
-            run_code(layout.code),  # an edit meanwhile is for the next start
+            run_code(layout.code),  # an edit during the run counts for the next start
             run.trainer,
         ):
             yield run
@@ -211,7 +212,7 @@ def _record_early_end(run_dir: Path) -> Iterator[None]:
         yield
     except BaseException as error:
         if not read_attempts(run_dir):
-            with suppress(MillraceError, OSError):  # what ends the block matters more
+            with suppress(MillraceError, OSError):  # the error that ends the block matters more
                 if is_stop(error):
                     record_stop_request(run_dir, Holder.me())
                 elif isinstance(error, Exception) and not any(

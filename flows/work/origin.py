@@ -114,7 +114,7 @@ def _changed_rows(then: RunInputs, now: RunInputs) -> list[str]:
     if then.filtered_directory.name == now.filtered_directory.name:
         return []
     files = [[*inputs.train_parquets, *inputs.validation_parquets] for inputs in (then, now)]
-    if not all(file.is_file() for file in files[0]):  # deleted
+    if not all(file.is_file() for file in files[0]):  # the first rows are deleted
         return []
     before, after = ([row_digests(file) for file in each] for each in files)
     return [] if before == after else [f"  rows: {then.filtered_directory} then, {now.filtered_directory} now"]

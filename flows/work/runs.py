@@ -52,7 +52,7 @@ def _find_folder(name: str, root: Path) -> Path:
     found = [folder for folder in known if name and folder.name.startswith(name)]
     if len(found) == 1:
         return found[0].resolve()
-    name = name or "''"  # perhaps an unset variable
+    name = name or "''"  # perhaps an unset variable of the shell
     meant = found or known
     names = ", ".join(folder.name for folder in meant[:MAX_NAMES]) or "none"
     if len(meant) > MAX_NAMES:
@@ -79,7 +79,7 @@ def find_run(words: Sequence[str], root: Path | None) -> tuple[RunConfig, RunLay
         layout = RunLayout(Path(config.paths.root).resolve(), folder)  # the folder may be a copy
     else:
         from flows.parameters import all_overrides
-        from rlcore.config.compose import load_config  # Hydra, unneeded for a named run
+        from rlcore.config.compose import load_config  # imports Hydra, which a named run does not need
 
         config = load_config(all_overrides(words, root=root))
         layout = RunLayout.of(config)
@@ -206,7 +206,7 @@ def prune(folder: Path, *, dry_run: bool) -> Outcome:
             return Outcome(folder.name, f"would delete {number} of {total} checkpoints, {freed}", ok=True)
         if worker_of(folder) is not None:
             return Outcome(folder.name, "is running, and prunes by itself", ok=True)
-        with RunLock(folder, is_named=False):  # its file names the last process of the run
+        with RunLock(folder, is_named=False):  # the lock's file keeps the name of the run's last process
             deleted = CheckpointStore(checkpoints, config.checkpoint, config).prune()
     except RunInUseError:
         return Outcome(folder.name, "is running, and prunes by itself", ok=True)
@@ -244,16 +244,16 @@ def _store_of_root(folder: Path, begun_with: Destination) -> str | None:
     try:
         if read_settings(folder).tracking.uri is not None:
             return None
-    except DataError:  # settings of another version: the store in `attempts.jsonl`
+    except DataError:  # settings of another version: use the store in `attempts.jsonl`
         return None
     if (stack := stack_tracking_uri(root)) is not None:
         return stack
     store = MlflowStore(TrackingConfig(experiment=begun_with.experiment), root)
-    is_file = begun_with.uri.startswith("sqlite:")  # not of a server
+    is_file = begun_with.uri.startswith("sqlite:")  # not the address of a server
     if not is_file or sqlite_file(store.uri).resolve() == sqlite_file(begun_with.uri).resolve():
         return None
     try:
-        _ = store.experiment_id  # created if missing: its artifacts are under this root
+        _ = store.experiment_id  # a missing experiment is created with its artifacts under this root
     except Exception as error:
         raise TrackingError(f"{folder}: not delivered: {explain_error(error, store.uri)}") from error
     return store.uri

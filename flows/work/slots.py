@@ -25,7 +25,7 @@ from rlcore.storage.locks import FileLock, HeldLock
 from rlcore.storage.publish import write_json_atomically
 
 POLL_S = 0.5  # seconds between two checks of a waiting run
-MUTEX_WAIT_S = 60.0  # seconds to wait for other processes that read or take slots, each of which takes milliseconds
+MUTEX_WAIT_S = 60.0  # seconds to wait for other processes that read or acquire slots, which takes milliseconds each
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ class Slots:
             return ""
         try:
             state = self.read_state()
-        except (MillraceError, OSError):  # without write permission
+        except (MillraceError, OSError):  # this user has no write permission
             return "waits for slots"
         return next((state.wait_reason(request) for request in state.waiting if request.run_id == run_id), "")
 

@@ -64,7 +64,7 @@ class RunStatus:
 def status_of(run_dir: Path) -> RunStatus:
     """Return the status of one run, read from its folder. Unreadable files count as absent."""
     step, reward, pause, changed, gpu_seconds = _read_journal_end(RunLayout(run_dir.parents[1], run_dir).journal)
-    with suppress(OSError):  # deleted meanwhile
+    with suppress(OSError):  # deleted during the call
         changed = changed or (run_dir / RUN_FILE).stat().st_mtime
     found = _read_json(run_dir / RUN_FILE).get("settings")
     settings = found if isinstance(found, dict) else {}
@@ -129,7 +129,7 @@ def _state(run_dir: Path, pause: str) -> tuple[State, str]:
     attempts, failures = read_attempts(run_dir), read_failures(run_dir)
     end = attempts[-1][1] if attempts else None
     status = None if end is None else end.status
-    if not attempts:  # ended before the first step
+    if not attempts:  # the run ended before the first step
         stopped_at = _read_json(run_dir / STOP_FILE).get("time")
         stopped_at = stopped_at if isinstance(stopped_at, int | float) else 0.0
         status = "KILLED" if stopped_at > (failures[-1].time if failures else 0.0) else "FAILED" if failures else None

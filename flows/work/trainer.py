@@ -33,7 +33,7 @@ WAITS_FOR_SLOTS = "waits_for_slots"  # event of a run that waits for slots of it
 CHILD_ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "PYTHONFAULTHANDLER": "1",
-    # Waiting threads yield their core to other processes: a step took 325 ms, not 1,719.
+    # Waiting threads yield their core to other processes. A step then takes 325 ms instead of 1,719 ms.
     "OMP_WAIT_POLICY": "PASSIVE",
     "TOKENIZERS_PARALLELISM": "false",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -157,7 +157,7 @@ class TrainerProcess:
             reply = self._wait_for_reply(child)
         except BaseException as error:
             if isinstance(error, WorkerLostError) or (isinstance(error, MillraceError) and child.has_ended()):
-                self._child = None  # dead, or out of sync
+                self._child = None  # the process is dead or out of sync
                 child.destroy()
             else:
                 self._stop(child)
@@ -175,7 +175,7 @@ class TrainerProcess:
         try:
             with suppress(WorkerLostError):
                 child.send(command_line("close"))
-            for wait_s in (self._stop_wait_s, TERMINATE_WAIT_S):  # it may be writing a checkpoint
+            for wait_s in (self._stop_wait_s, TERMINATE_WAIT_S):  # the process may be writing a checkpoint
                 if self._wait_for_exit(child, wait_s):
                     return
                 child.signal(signal.SIGTERM)
@@ -299,7 +299,7 @@ class _Child:
 
     def send(self, line: bytes) -> None:
         try:
-            os.write(self._commands_fd, line)  # far below PIPE_BUF: whole or not at all
+            os.write(self._commands_fd, line)  # far below PIPE_BUF, so it is written whole or not at all
         except BrokenPipeError:
             raise self.lost_error() from None
 
@@ -361,7 +361,7 @@ class _Child:
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to this process only. The helper processes are needed to finish the step."""
         if self.process.returncode is None:
-            os.kill(self.process.pid, number)  # not `send_signal`, which polls
+            os.kill(self.process.pid, number)  # `send_signal` would poll
 
     def destroy(self) -> None:
         with suppress(ProcessLookupError):

@@ -74,7 +74,7 @@ def find_weights(source: str, root: Path | None) -> CheckpointWeights:
     Raises DataError if there is no matching run. Raises CheckpointError if the run has no matching checkpoint.
     """
     name, at, checkpoint = source.rpartition("@")
-    if not at or (Path(source) / RUN_FILE).is_file():  # a folder's own name may have one
+    if not at or (Path(source) / RUN_FILE).is_file():  # the name of a folder may have an @
         name, checkpoint = source, ""
     config, layout = find_run([name], root)
     if checkpoint == START:
