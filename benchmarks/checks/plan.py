@@ -27,7 +27,7 @@ TOLERANCE = 0.15
 
 
 def check(rig: Rig) -> Verdict:
-    """Compare the plan with the memory of the second step, when the optimizer has moments. A CPU has only the plan."""
+    """Compare the plan with the second step, whose optimizer has moments. Without a GPU, only compute the plan."""
     shape = shape_of(rig.config.model)
     assert shape is not None, "the rig's model has a config.json"
     rollouts = rig.step().experience.rollouts

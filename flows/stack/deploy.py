@@ -47,8 +47,8 @@ flow run outlives the worker.
 Job variables are refused, because by default a variable may set another command, environment or folder.
 """
 QUEUES: dict[str, int | None] = {"training": 1, "control": None}
-"""The largest number of concurrent flow runs in each work queue. If the root has slots, trainings have no limit here,
-because each run waits for its slots.
+"""The largest number of concurrent flow runs in each work queue. It is 1 for trainings. If the root has slots,
+trainings have no limit here, because each run waits for its slots.
 """
 POOL_FILTER = WorkPoolFilter.model_validate({"name": {"any_": [POOL]}})
 

@@ -56,7 +56,7 @@ class LogTail:
         self._rest = b""
 
     def new_lines(self) -> Iterator[str]:
-        """Yield the lines that were completed since the last call. A call reads at most `MAX_READ_BYTES`."""
+        """Yield the lines completed since the last call, within `MAX_READ_BYTES`. A deleted file has no lines."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
