@@ -49,11 +49,10 @@ class DiskRoom:
     prune: Callable[[], object]
 
     def wait(self, needed_bytes: int, *, step: int, path: Path) -> None:
-        """Wait until the disk of `path` has room for `needed_bytes` and the reserve.
+        """Wait until the disk of `path` has room for `needed_bytes` and the reserve. Old checkpoints are deleted first.
 
-        Old checkpoints are deleted first if the room is not enough. Raises DiskSpaceError if there is still no room
-        after `checkpoint.wait_for_room_s`. Raises StopRequestedError if a stop is requested during the wait. Committed
-        data is kept.
+        Raises DiskSpaceError if there is still no room after `checkpoint.wait_for_room_s`. Raises StopRequestedError if
+        a stop is requested during the wait. Committed data is kept.
         """
         report = self.check(path, needed_bytes)
         if not report.enough:
@@ -105,8 +104,7 @@ def disk_needs(
 ) -> tuple[DiskNeed, ...]:
     """Return the disk space that the run's large outputs will need: weights, checkpoints and stored responses.
 
-    The reserve covers the journal and the validation results. `checkpoints_bytes`: the future growth of the
-    checkpoints.
+    The reserve covers the journal and validations. `checkpoints_bytes`: the future growth of the checkpoints.
     """
     weights = BYTES_PER_WEIGHT * num_weights
     needs = [

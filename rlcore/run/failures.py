@@ -90,8 +90,10 @@ def append_failure(run_dir: Path, failure: Failure) -> None:
 
 
 def read_failures(run_dir: Path) -> list[Failure]:
-    """Return all failures of a run, oldest first. Damaged lines are skipped and logged. Raises OSError if the file
-    exists but cannot be read."""
+    """Return all failures of a run, oldest first. Damaged lines are skipped and logged.
+
+    Raises OSError if the file exists but cannot be read.
+    """
     try:
         lines = read_ordinary(run_dir / FAILURES_FILE).split(b"\n")
     except FileNotFoundError:

@@ -33,8 +33,7 @@ from rlcore.tracking.lineage import Origin, read_origin, stage_of
 from rlcore.user_code import code_for
 
 MODEL_FORMAT = 4
-"""A version number in the fingerprints of models and tokenizers. Increase it if the same settings now give another
-model or tokenizer."""
+"""A version number in the fingerprints of models and tokenizers. Increase it if the same settings now give others."""
 MODEL_SUFFIXES = frozenset({".safetensors", ".bin", ".json", ".jinja", ".model", ".txt"})
 """The suffixes of a model's weights, settings and tokenizer files, which its digests include."""
 FILE_SHA256 = "file_sha256"
@@ -94,7 +93,7 @@ class RunInputs:
         return all(file.is_file() for file in self.train_parquets)
 
     def for_suite(self, name: str) -> "RunInputs":
-        """Return these inputs with a suite's rows instead of the run's rows. Raises DataError if the suite has no rows."""
+        """Return these inputs with the rows of a suite. Raises DataError if the suite's rows do not exist yet."""
         if name not in self.suites:
             raise DataError(
                 f"validation.suites: the rows of {name} are not made; start the run again, which makes them"
@@ -118,7 +117,10 @@ class RunInputs:
 
 
 def suite_fingerprint(config: RunConfig, suite: SuiteConfig, filtered_directory: Path) -> str:
-    """Return a fingerprint of everything besides the weights that affects a suite's metrics: rows, sampling, scoring."""
+    """Return a fingerprint of everything besides the weights that affects a suite's metrics.
+
+    It covers rows, sampling and scoring.
+    """
     settings = suite_settings(config, suite)
     functions = [name for name in (*scorers_of(suite.data), suite.data.environment, *settings.episode.tools) if name]
     payload = {
@@ -135,8 +137,7 @@ def suite_fingerprint(config: RunConfig, suite: SuiteConfig, filtered_directory:
 def generation_payload(config: RunConfig) -> dict[str, object]:
     """Return the settings that determine how responses are sampled and scored, as an input of a fingerprint.
 
-    These are the maximum length, the sampling settings, the scorers with their code, and scoring settings that differ
-    from their defaults.
+    These are the maximum length, the sampling, the scorers with their code, and scoring settings that are not defaults.
     """
     return {
         "max_response_tokens": config.rollout.max_response_tokens,
@@ -189,7 +190,8 @@ def require_smollm2(folder: Path) -> None:
 
 
 def ensure_configured_model(config: RunConfig) -> Path:
-    """Return the folder of `model.path`. SmolLM2 is converted first if needed. Raises ModelError if that is impossible."""
+    """Return the folder of `model.path`, after converting SmolLM2 if needed. Raises ModelError if it cannot be
+    converted."""
     folder = configured_model(config)
     if config.model.path != SMOLLM2 or read_finished_or_set_aside(folder, error=ModelError) is not None:
         return folder

@@ -1,8 +1,7 @@
 """The measurement of pass rates, in which the initial policy samples responses to each training row.
 
-The rows are measured in parts, and each part is published as a folder. A stage that was stopped or killed resumes after
-its last part. Random numbers depend on the run's seed and the row's index. The resumed table is therefore the same byte
-for byte.
+Each part of the rows is published as a folder. A stage that was stopped or killed resumes after its last part. Random
+numbers depend on the run's seed and the row's index. The resumed table is therefore the same byte for byte.
 """
 
 import math
@@ -60,9 +59,8 @@ class PassRateMeasurement:
     def make(self) -> PassRates:
         """Return the table of pass rates. It is measured first if needed.
 
-        Raises DataError if the scorer failed on all responses, or if `pass_rates.keep` leaves too few rows. Raises
-        DataError also if a configured table lacks rows. Raises StopRequestedError if a stop was requested; the finished
-        parts are saved.
+        Raises DataError if the scorer failed on all responses, `pass_rates.keep` leaves too few rows, or a configured
+        table lacks rows. Raises StopRequestedError if a stop was requested. The finished parts are then saved.
         """
         found = find_pass_rates(self._config, self._inputs)
         if found is None:

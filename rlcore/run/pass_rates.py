@@ -54,7 +54,7 @@ cover all responses. `digest`: a hash of the prompt's tokens and the ground trut
 
 
 def planned_pass_rates(config: RunConfig, filtered_directory: Path) -> Path:
-    """Return the folder of the run's table. It is `pass_rates.table` if set, otherwise a folder named by a fingerprint."""
+    """Return the folder of the run's table: `pass_rates.table` if set, otherwise a folder named by a fingerprint."""
     if config.pass_rates.table is not None:
         return Path(config.pass_rates.table).expanduser().resolve()
     payload: dict[str, object] = {
@@ -121,8 +121,7 @@ class PassRates:
         }
 
     def require_enough(self, batch_size: int) -> None:
-        """Check that enough rows are selected. Raises DataError if `pass_rates.keep` leaves no row of a data source, or
-        fewer rows than one batch."""
+        """Raise DataError if `pass_rates.keep` leaves no row of a data source, or fewer rows than one batch."""
         low, high = self.settings.keep
         kept = [int(part.sum()) for part in self.selected]
         of = f"of {sum(self.part_sizes):,} training rows (table {self.directory})"
@@ -151,8 +150,7 @@ class PassRates:
 def find_pass_rates(config: RunConfig, inputs: RunInputs) -> PassRates | None:
     """Return the pass rates of the run, or None if they are not measured yet. A damaged measured table is renamed.
 
-    Raises DataError if the table in `pass_rates.table` is damaged, is not a table of pass rates, or lacks training
-    rows.
+    Raises DataError if the table in `pass_rates.table` is damaged, has another format, or lacks training rows.
     """
     directory = planned_pass_rates(config, inputs.filtered_directory)
     is_given = config.pass_rates.table is not None
@@ -171,7 +169,7 @@ def find_pass_rates(config: RunConfig, inputs: RunInputs) -> PassRates | None:
 
 
 def _match_rows(table: pa.Table, wanted: Sequence[str], directory: Path) -> PassCounts:
-    """Return the pass counts of the rows with these digests. Equal rows have the counts of the first one in the table."""
+    """Return the pass counts of the rows with these digests. Equal rows have the counts of the first equal row."""
     known = table.column("digest").to_pylist()
     counts = PassCounts.of(table.column("passes").to_numpy(), table.column("samples").to_numpy())
     if known == list(wanted):
@@ -199,8 +197,10 @@ def read_table(file: Path) -> pa.Table:
 
 
 def row_digests(filtered: Path) -> list[str]:
-    """Return one digest of 16 hex digits for each row of a filtered file. It is a hash of prompt tokens and ground
-    truth."""
+    """Return a digest of 16 hex digits for each row of a filtered file.
+
+    A digest is a hash of the prompt's tokens and the ground truth.
+    """
     table = pq.read_table(filtered, columns=["prompt_ids", "ground_truth_json"])
     ids = table.column("prompt_ids").combine_chunks()
     flat = ids.flatten().cast(pa.int32()).to_numpy(zero_copy_only=False)
@@ -213,8 +213,7 @@ def row_digests(filtered: Path) -> list[str]:
 
 
 def facts_of(table: pa.Table, samples: int) -> Mapping[str, str | int | float]:
-    """Return the values for a table's manifest. `rows_by_passes`: the numbers of rows with 0 to `samples` correct
-    responses."""
+    """Return the values for a table's manifest. `rows_by_passes`: the number of rows for each number of passes."""
     passes = table.column("passes").to_numpy()
     counts = PassCounts.of(passes, table.column("samples").to_numpy())
     rates = counts.rates()

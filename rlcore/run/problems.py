@@ -41,8 +41,7 @@ class HeldOutProblems:
 
     @classmethod
     def of_run(cls, config: RunConfig, inputs: RunInputs) -> "HeldOutProblems":
-        """Read the run's filtered held-out rows. Raises DataError if a file is invalid or empty, or if two data sources
-        share a name."""
+        """Read the run's filtered held-out rows. Raises DataError if a file is invalid or empty."""
         tokenizer = load_tokenizer(inputs.tokenizer_directory)
         decode = text_decoder(tokenizer, skip_special_tokens=config.rollout.skip_special_tokens)
         validation = spread(read_parts(config, inputs.validation_parquets))
@@ -51,7 +50,7 @@ class HeldOutProblems:
     @classmethod
     def for_suite(cls, config: RunConfig, inputs: RunInputs, suite: SuiteConfig) -> "HeldOutProblems":
         """Read the held-out problems of a suite, whose name becomes their data source. Raises DataError if a file is
-        missing, invalid or empty, or if two data sources share a name."""
+        missing, invalid or empty."""
         rows = inputs.for_suite(suite.name)
         found = cls.of_run(suite_settings(config, suite), rows)
         named = tuple(replace(prompt, data_source=suite.name) for prompt in found.validation)
@@ -65,8 +64,7 @@ class HeldOutProblems:
     def episodes(self, inputs: RunInputs) -> Episodes | None:
         """Return the processes that run `data.environment`, or None if no environment is set.
 
-        Raises ConfigError if the class does not exist or the chat template cannot append turns. Raises DataError if
-        only some data sources are chats.
+        Raises ConfigError if the class does not exist or the chat template cannot append turns.
         """
         if not self.config.data.environment:
             return None
@@ -169,8 +167,7 @@ class Problems(HeldOutProblems):
 
 
 def read_parts(config: RunConfig, files: Sequence[Path]) -> list[list[Prompt]]:
-    """Read the prompts of each data source. `prompt_id` is the row's index plus `_ID_STEP` for each earlier data
-    source.
+    """Read the prompts of each data source. `prompt_id` is the row's index plus `_ID_STEP` for each earlier source.
 
     Raises DataError if a file is invalid or empty, or if two data sources share a name in metrics.
     """
