@@ -17,8 +17,8 @@ from rlcore.workers.canary import WeightSync
 
 NON_FINITE = "non_finite"
 SKIPPED = "alarm/update_skipped"
-"""The metric for the share of policy updates that were skipped, absent if 0. Updates without a scored response count.
-"""
+"""The metric for the share of policy updates that were skipped, absent if 0. Updates without a scored response
+count."""
 
 
 @dataclass(frozen=True, slots=True)

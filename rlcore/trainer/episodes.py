@@ -73,7 +73,7 @@ class _OpenEpisode:
         return True
 
     def add_reward(self, score: Score, *, last: bool) -> str:
-        """Add the reward of a turn and return the environment's reply. A failed turn ends the episode without a score."""
+        """Add the reward of a turn and return the reply to it. A failed turn ends the episode without a score."""
         if score.failure is not None:
             self.failure, self.is_open = score.failure, False
             return ""

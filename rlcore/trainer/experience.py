@@ -1,4 +1,4 @@
-"""The collection of scored responses to prompts. The engines of all ranks generate while finished responses are scored."""
+"""The collection of scored responses. The engines of all ranks generate while finished responses are scored."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -148,7 +148,7 @@ class ExperienceCollector:
     def __init__(
         self, sampler: ResponseSampler, stream: PromptStream[Prompt] | MixedStream, counted: RowSampler | None = None
     ) -> None:
-        """Create a collector. `counted`: the rows of `stream` with their pass counts, or None to draw without weights."""
+        """Create a collector. `counted`: the rows with their pass counts, or None to draw without weights."""
         self._config = sampler.config
         self._sampler = sampler
         self._stream = stream

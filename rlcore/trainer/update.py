@@ -173,7 +173,7 @@ class SharedBatch:
 def update_models(
     config: RunConfig, group: WorkerGroup, shared: SharedBatch, state: LoopState, clock: PhaseClock
 ) -> Update:
-    """Run all optimizer steps on a batch, up to the first non-finite one. `state`: the state before this training step."""
+    """Run all optimizer steps on a batch, up to the first non-finite one. `state`: the state before the step."""
     total_steps, added = config.trainer.total_steps, state.entropy_added
     num_steps = num_optimizer_steps(config)
     before = logprobs_before_update(config, shared.batch)

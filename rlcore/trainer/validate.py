@@ -27,7 +27,7 @@ def validate(
     suite: str = "",
     on_scored: OnScored = lambda responses, greedy: None,
 ) -> ValidationResult:
-    """Sample and score responses to all `prompts`. `suite`: the fingerprint of the suite that has the prompts, or ''."""
+    """Sample and score responses to all `prompts`. `suite`: the fingerprint of the prompts' suite, or ''."""
     config, settings = sampler.config, sampler.config.validation
     count = settings.samples_per_problem
 
