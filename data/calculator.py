@@ -54,7 +54,7 @@ class Countdown:
         self._row = row
 
     def step(self, text: str) -> Turn:
-        """Compute and score an equation."""
+        """Reply with the value of an equation, and score the equation."""
         found = score(text, self._row)
         reply = COMPUTED.format(value=calculate(text)) if evaluate(text) else ": ="
         return Turn(reply, done=found.parts["correct"] == 1.0, reward=found.parts["correct"], parts=found.parts)
@@ -86,7 +86,7 @@ class WordProblems:
 
 
 def calculator_line(expression: str) -> str | None:
-    """Return the value of an expression, rounded to four decimals. The expression may contain decimals.
+    """Return the value of an expression, rounded to four decimal places. The expression may contain decimals.
 
     Return None if the expression is invalid or divides by zero.
 

@@ -3,12 +3,12 @@
     millrace run ... data=code 'data.options=[FOLDER]'
 
 The folder contains `train.jsonl` and `test.jsonl`. Each line has a `question`, `tests`, and optionally a `solution`. A
-test may be the input and output of the program, such as `{"stdin": "3 4", "stdout": "7"}`. White space at the ends of
-lines is then ignored. A test may also be Python code that runs after the program, such as `"assert add(3, 4) == 7"`.
-The score is the share of passed tests.
+test may be the input and expected output of the program, such as `{"stdin": "3 4", "stdout": "7"}`. White space at the
+ends of lines is then ignored. A test may also be Python code, such as `"assert add(3, 4) == 7"`, which runs after the
+program. The score is the share of passed tests.
 
-A Python test fails if the program exits before the test runs. A program can find a Python test in its process.
-Therefore keep secret values in `stdin` and `stdout`, because the program never sees the `stdout` of a test.
+A Python test fails if the program exits before the test runs. A program can find a Python test, because both run in one
+process. Therefore keep secret values in `stdin` and `stdout`. The program never sees the `stdout` of a test.
 """
 
 import json
@@ -87,16 +87,16 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
     program = program_of(response)
     tests = json.loads(str(ground_truth["tests"]))
     passed, until = 0, time.monotonic() + current_limits().time_s
-    compiles: bool | None = None  # not known
+    compiles: bool | None = None  # None: not known yet
     for test in tests:
         if (left := until - time.monotonic()) <= 0:
             break
         is_passed, ran = _run_test(program, test, left)
         passed += is_passed
-        if not is_passed and compiles is None and _BROKEN.search(ran.stderr):  # of the program, or of evaluated text
+        if not is_passed and compiles is None and _BROKEN.search(ran.stderr):  # in the program or in evaluated text
             compiles = _compiles(program, until - time.monotonic())
         if compiles is False:
-            break  # the others cannot pass either
+            break  # the other tests cannot pass either
     return Score(passed / len(tests), {"passed": float(passed == len(tests)), "compiles": float(compiles is not False)})
 
 

@@ -50,7 +50,7 @@ _FEW_SHOT = (
 _BARE = "{spaced} : {target} ="
 _TEMPLATES = {"bare": _BARE, "base": _BASE, "qwen-instruct": _QWEN_INSTRUCT, "chat": _TASK, "few-shot": _FEW_SHOT}
 CALCULATOR = "data.calculator:Countdown"
-"""The calculator environment. Solutions of the `bare` template contain its turns."""
+"""The calculator environment, which adds its turns to the solutions of the `bare` template."""
 COMPUTED = "> {value} ="
 """The reply of the calculator environment to an equation."""
 TURN_END = "<eos>"
@@ -105,7 +105,7 @@ def _rows(settings: "CountdownData", problems: "Iterable[Problem]", seed: int) -
 
 
 def _solution(settings: "CountdownData", problem: "Problem", equation: str, seed: int) -> str:
-    """Return the response that ends with `equation`. Some templates show its value or a search before it."""
+    """Return the response that gives `equation` as its answer. Some templates show its value or a search first."""
     last = evaluate(equation)
     assert last is not None
     num_tries, tries = settings.search_tries, list[str]()

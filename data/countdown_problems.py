@@ -19,25 +19,25 @@ from data.arithmetic import Rational, Term, evaluate, join
 from rlcore.config.data import CountdownData
 from rlcore.errors import DataError
 
-# Most combinations of two values for which a whole space is solved.
+# The maximum number of combinations of two values for which a whole space is solved.
 _MAX_ENUMERATED = 4_000_000
-# Combinations that the solver makes for one multiset of n numbers, measured without equal values.
+# The number of combinations that the solver tries for a multiset of n numbers, measured without equal values.
 _COST = {2: 6, 3: 150, 4: 3_500, 5: 90_000, 6: 3_000_000}
-# Estimate of a large space: solved multisets, the highest cost of one, and the excess over the estimate (its error is
-# a few percent) above which a request is refused.
+# The estimate of a large space: the number of solved multisets, the highest cost of a multiset, and the ratio to the
+# estimate above which a request is refused. The error of the estimate is a few percent.
 _SAMPLED = 200
 _MAX_SAMPLED_COST = 10_000
 _SAMPLE_MARGIN = 1.25
-# Requests below this share of the multisets need no estimate: usual ranges have more problems.
+# Requests below this share of the multisets need no estimate, because usual ranges have more problems.
 _FEW_SHARE = 0.1
-# Every `_STALL_CHUNKS` chunks: share of new problems below which the space counts as exhausted.
+# After each `_STALL_CHUNKS` chunks, a smaller share of new problems means that the space is exhausted.
 _STALL_CHUNKS = 32
 _STALL_SHARE = 0.01
 CHUNK = 4_096
 """The number of equations that are drawn together."""
-_DISTRACTOR_TRIES = 16  # each finds one for a third of the rows
+_DISTRACTOR_TRIES = 16  # each try succeeds for a third of the rows
 _MOST_TARGETS = 32  # uniform targets that are tried with one draw of numbers
-_TRIES_FOR_ONE = 8  # equations drawn for each wrong one of a search
+_TRIES_FOR_ONE = 8  # equations drawn for each wrong equation of a search
 _TRAIN, _VALIDATION = "train", "validation"
 _SIGNS = "+-*/"
 
@@ -64,7 +64,7 @@ class Problem:
         return len(self.numbers) - 1
 
     def wrong_tries(self, most: int, operations: Sequence[str], seed: int) -> list[str]:
-        """Return at most `most` equations over the numbers that miss the target. The nearest equation is the last.
+        """Return at most `most` equations over the numbers that miss the target, sorted so that the nearest is last.
 
         Every intermediate value is a non-negative whole number.
         """
@@ -111,7 +111,7 @@ def generate(settings: CountdownData, seed: int) -> Mapping[str, list[Problem]]:
 
 
 def require_enough(settings: CountdownData, seed: int) -> None:
-    """Check that enough problems exist. Problems are counted in a small space and estimated in a large one.
+    """Check that enough problems exist. Their number is exact in a small space and estimated in a large space.
 
     Raises DataError if the settings contradict each other or allow fewer problems than requested.
     """
@@ -134,7 +134,7 @@ def _num_problems(n: int, settings: CountdownData) -> float:
     span = settings.number_high - settings.number_low + 1
     places = np.random.default_rng(n)
     targets = 0
-    for _ in range(_SAMPLED):  # multisets with equal probability: n places among span + n - 1
+    for _ in range(_SAMPLED):  # equally likely multisets: n positions among span + n - 1
         chosen = np.sort(places.choice(span + n - 1, size=n, replace=False)) - np.arange(n) + settings.number_low
         targets += sum(
             bottom == 1 and settings.target_low <= top <= settings.target_high
@@ -170,13 +170,13 @@ def _check_settings(settings: CountdownData) -> None:
 
 
 def _classes(settings: CountdownData) -> list[tuple[int, ...]]:
-    """Return the number counts that share each quota: one count if difficulties are balanced, otherwise all counts."""
+    """Return the operand counts that share each quota: one count if difficulties are balanced, otherwise all counts."""
     counts = tuple(range(settings.min_numbers, settings.max_numbers + 1))
     return [(n,) for n in counts] if settings.balance_difficulty else [counts]
 
 
 def _quotas(settings: CountdownData) -> list[Mapping[str, int]]:
-    """Return the number of rows of each split for each class. The classes differ by at most one row."""
+    """Return the number of rows for each class and split. The classes differ by at most one row."""
     parts, sizes = len(_classes(settings)), {_TRAIN: settings.train_size, _VALIDATION: settings.validation_size}
     return [{split: n // parts + (index < n % parts) for split, n in sizes.items()} for index in range(parts)]
 
@@ -327,7 +327,7 @@ def _random_equations(
 def equations_for(
     numbers: NDArray[np.int64], targets: NDArray[np.int64], operations: tuple[str, ...]
 ) -> tuple[NDArray[np.int8], NDArray[np.bool_]]:
-    """Search for an equation for each of the `targets` [M, T] over the same row of `numbers` [M, n].
+    """Search for an equation for each of the `targets` [M, T] over the matching row of `numbers` [M, n].
 
     Every equation is computed for all rows: 6 equations of 2 numbers, 108 of 3 and 3,888 of 4. Return the merges [M, T,
     n-1, 3] of the first equation in the order of `operations`. Also return a mask of the solved targets (bool [M, T]).
@@ -350,7 +350,7 @@ def equations_for(
                     visit(left, merges)
                     continue
                 top, bottom = left[0]
-                near = np.flatnonzero(np.abs(top / bottom) <= farthest + 1)  # few, since the exact division is slow
+                near = np.flatnonzero(np.abs(top / bottom) <= farthest + 1)  # few, for the division is slow
                 value, rest = np.divmod(top[near], bottom[near])
                 near, value = near[rest == 0], value[rest == 0]
                 row, column = np.nonzero((targets[near] == value[:, None]) & ~solved[near])
@@ -391,7 +391,7 @@ def _whole_values(values: Fraction, settings: CountdownData) -> tuple[np.ndarray
 def _distractors(
     rng: np.random.Generator, numbers: np.ndarray, target: np.ndarray, settings: CountdownData
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Draw an equation for another target in each row. Return merges, values and the failed rows (bool [M])."""
+    """Draw an equation for another target in each row. Return merges, values and a mask of failed rows (bool [M])."""
     rows, n = numbers.shape
     plan, found = np.zeros((rows, n - 1, 3), dtype=np.int8), np.zeros_like(target)
     still = np.arange(rows)
@@ -407,7 +407,7 @@ def _distractors(
 def draw_chunk(settings: CountdownData, seed: int, chunk: int) -> list[Problem]:
     """Return the problems of one chunk. They depend only on the settings, the seed and the chunk number.
 
-    Random equations of a chunk all have the same count of numbers. With uniform targets, a chunk mixes all counts.
+    All random equations of a chunk use the same count of numbers. With uniform targets, a chunk mixes all counts.
     """
     rng = np.random.default_rng((seed, 1, chunk))
     if settings.targets == "uniform":
@@ -464,7 +464,7 @@ class _Dealer:
         self._seen: set[tuple[Multiset, int]] = set()
         self._num_wanted = self._num_new = 0
         held_out = settings.validation_size
-        # Three standard deviations above its share, so that the held-out split is full before the training split.
+        # The share is three standard deviations too high, so that the held-out split is full before the training split.
         self._share = min(0.5, (held_out + 3 * held_out**0.5 + 3) / (settings.train_size + held_out))
 
     def deal(self, chunks: Iterator[list[Problem]]) -> dict[str, list[Problem]]:

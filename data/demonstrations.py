@@ -11,9 +11,9 @@ Each row of the file has one of these forms:
 Content may be a list of text parts. A turn may have `tool_calls` and a row may have `tools`, both in the format of
 OpenAI's API.
 
-The targets are the turns of the assistant with their end tokens. If a row has a `completion`, only its turns are
-targets. If the `prompt` ends with words of the assistant, the `completion` continues the same turn. Only the
-continuation is then a target. Some chat templates write a turn differently once another turn follows, for example
+The targets are the turns of the assistant with their end tokens. If a row has a `completion`, only the turns of the
+completion are targets. If the `prompt` ends with words of the assistant, the `completion` continues the same turn. Only
+the continuation is then a target. Some chat templates write a turn differently once another turn follows, for example
 without its thoughts. The targets would then differ from sampled text. Therefore each prefix of a conversation must keep
 its tokens. Each split of the result has these columns:
 
@@ -50,7 +50,7 @@ ROLES = ("system", "user", "assistant", "tool")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 """The roles in ShareGPT files and the corresponding roles of messages."""
 MOST_HELD_OUT = 10
-"""The limit of held-out rows: at most one of this many rows."""
+"""The minimum ratio of all rows to held-out rows."""
 _IDS = pa.list_(pa.int32())
 _SCHEMA = pa.schema([("token_ids", _IDS), ("answer_lengths", _IDS)])
 

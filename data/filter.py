@@ -1,6 +1,6 @@
 """The tokenization filter. It tokenizes each prompt once, and drops, truncates or refuses overlong prompts.
 
-Rows are read in batches, so memory does not grow with the dataset. The result has the dataset's columns and adds these:
+Rows are read in batches, so memory does not grow with the dataset. The result adds these columns to the dataset:
 
     prompt_ids       list<int32>   the prompt for the engine, chat template included
     solution_ids     list<int32>   the solution after the prompt, with its end token. It is [] without a solution, or if
@@ -52,10 +52,10 @@ VERSION = 1
 
 _IDS = pa.list_(pa.int32())
 NGRAM = 13
-"""The number of consecutive words that reveals an overlap (Brown et al. 2020, arXiv:2005.14165, appendix C)."""
+"""The number of consecutive words that overlapping prompts share (Brown et al. 2020, arXiv:2005.14165, appendix C)."""
 MOST_SHARED = 10
-"""The maximum number of problems of a suite that may share an n-gram, or half of a small suite. A more frequent n-gram
-is wording of the task.
+"""The maximum number of problems of a suite that may share an n-gram, or half of a small suite. An n-gram that more
+problems share is part of the wording of the task.
 """
 _WORDS = re.compile(r"\w+")
 _IS_NUMBER = re.compile(r"-?[0-9][0-9.,]*")
@@ -75,7 +75,7 @@ def filter_fingerprint(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     suites: Mapping[str, Path] | None = None,
 ) -> str:
-    """Return the fingerprint of the filtered rows. `dataset` and `tokenizer` are fingerprints too."""
+    """Return the fingerprint of the filtered rows. `dataset` and `tokenizer` are the fingerprints of the inputs."""
     payload = {
         "version": VERSION,
         "dataset": dataset,
@@ -104,11 +104,12 @@ def filter_dataset(
     suites: Mapping[str, Path] | None = None,
     on_progress: Progress | None = None,
 ) -> StageResult:
-    """Tokenize and filter a published dataset, or reuse the result. A mixture is filtered by data source.
+    """Tokenize and filter a published dataset, or reuse the result.
 
     `tools`: the functions of `episode.tools`, for the chat template. `chat_template_kwargs`: further variables for the
     template. `suites`: the dataset folders of the suites for `decontaminate`, by name. The result counts the rows of
-    `train` and `validation`, and the omitted rows, such as `train/overlong` and `train/duplicate`.
+    `train` and `validation`, and the omitted rows, such as `train/overlong` and `train/duplicate`. Each data source of
+    a mixture is filtered separately.
 
     Raises DataError if a row breaks the schema or the settings, no row is left, or the splits overlap. Raises
     DiskSpaceError if the disk is full. No partial result remains after an error.
@@ -144,7 +145,7 @@ def filter_dataset(
 
         def run(*, fast_path: bool) -> _Filter:
             work = _Filter(config, cache(partial(tokenizer, fast_path=fast_path)), overlap, on_progress)
-            for split in ("validation", "train"):  # training rows are compared with the held-out ones
+            for split in ("validation", "train"):  # training rows are compared with held-out rows
                 source = dataset_dir / f"{split}.parquet"
                 if split == "validation" or source.is_file():  # a suite has no training split
                     work.write(split, source, folder / source.name, {**document, "format_version": VERSION})
@@ -284,7 +285,7 @@ class _Filter:
         return prompts
 
     def _without_duplicates(self, texts: Sequence[str], numbers: Sequence[Multiset], start: int) -> list[int]:
-        """Return the positions of kept rows. Raises DataError for a held-out training row or a refused duplicate."""
+        """Return the kept rows' positions. Raises DataError if a training row is held out or a duplicate is refused."""
         keys = [hash(text) for text in texts]
         if self._split == "validation":
             self._held_out.add(keys, range(start, start + len(keys)))
@@ -310,7 +311,7 @@ class _Filter:
         return rows
 
     def _not_in_suites(self, prompts: Sequence[Messages], rows: list[int]) -> list[int]:
-        """Count the rows that occur in a suite, and return the others. If `decontaminate` is `tell`, return all."""
+        """Count the rows that occur in a suite, and return the others (all rows if `decontaminate` is `tell`)."""
         found = {row: which for row in rows if (which := self._suites.find(prompt_text(prompts[row]))) is not None}
         for name, kind in found.values():
             self.counts[f"{self._split}/{kind} in suite {name}"] += 1
@@ -373,9 +374,10 @@ def _answers_in_prompts(count: int) -> str:
 
 
 def check_continued(path: Path) -> str:
-    """Check the prompts of a file in the row schema that end with words of the assistant. No tokenizer is needed.
+    """Check all prompts of a parquet file that end with words of the assistant. No tokenizer is needed.
 
-    Return a warning if such words contain the ground truth, otherwise ''. Raises DataError if they end with the answer.
+    Return a warning if these words contain the ground truth, otherwise ''. Raises DataError if a prompt ends with the
+    answer.
     """
     file, start, count = open_parquet(path), 0, 0
     require_row_schema(file.schema_arrow, path)
@@ -412,7 +414,7 @@ def multisets(ground_truths: pa.Array) -> list[Multiset]:
 
 
 class _HeldOut:
-    """An index of held-out rows by prompt (any key) and by multiset of numbers. `named` formats a row for messages."""
+    """An index of held-out rows by prompt or by multiset of numbers. `named` formats a row for messages."""
 
     def __init__(self, named: str, remedy: str) -> None:
         self._named, self._remedy = named, remedy
@@ -450,7 +452,7 @@ def _require_no_leak(directories: Sequence[Path]) -> None:
 
 
 def _keys(path: Path) -> Iterator[tuple[int, list[bytes], list[Multiset]]]:
-    """Yield the first row index, the prompts (token ids as bytes) and the multisets of numbers of each batch."""
+    """Yield for each batch the index of its first row, the prompts (ids as bytes) and the multisets of numbers."""
     start = 0
     for batch in read_batches(open_parquet(path), path, ROWS_PER_GROUP):
         ids = batch.column("prompt_ids")
@@ -467,7 +469,7 @@ def prompt_text(messages: Sequence[Mapping[str, str]] | None) -> str:
 
 
 def ngrams(text: str) -> set[int]:
-    """Return a hash of every `NGRAM` consecutive words, in lower case and without punctuation.
+    """Return the hashes of all sequences of `NGRAM` words, in lower case and without punctuation.
 
     >>> len(ngrams("one two three")), len(ngrams("w " * 13 + "x"))
     (0, 2)
@@ -477,7 +479,7 @@ def ngrams(text: str) -> set[int]:
 
 
 class SuiteOverlap:
-    """An index of suites that detects exact copies of prompts and shared n-grams. It is false without suites."""
+    """An index of suites that detects exact copies of prompts and shared n-grams. An index without suites is false."""
 
     def __init__(self, suites: Mapping[str, Path]) -> None:
         """Read the dataset folders of the suites, by name. Raises DataError if a folder cannot be read."""
@@ -502,7 +504,7 @@ class SuiteOverlap:
         return bool(self._texts)
 
     def find(self, text: str) -> tuple[str, str] | None:
-        """Return the overlapping suite and the kind of overlap (`exact` or `13-gram`), or None without overlap."""
+        """Return the suite that overlaps with a prompt and the kind of overlap (`exact` or `13-gram`), or None."""
         if (name := self._texts.get(hash(text))) is not None:
             return name, "exact"
         gram = next((gram for gram in ngrams(text) if gram in self._grams), None)

@@ -2,9 +2,9 @@
 
 Rows come from the published jsonl files, with the usual prompt and ground truth. A response has two readings:
 
-    strict    `#### <number>` in the last 300 characters, with the digits of the reference, as usually reported.
+    strict    `#### <number>` in the last 300 characters, with the digits of the reference. This is the usual metric.
               A thousands separator, a currency, a unit and `.0` of the reference are ignored.
-    numeric   the number after the last `####`, otherwise the last number of the text. Equal as a number (18.0 = 18).
+    numeric   the number after the last `####`, otherwise the last number of the text. Values are compared (18.0 = 18).
 
 Both readings need a line that states exactly one number. Brackets, emphasis, a currency or a unit are allowed. The
 readings refuse a second number (`18 or 19`, `18/19`, `18*10`) and an exponent (`18e5`). They also refuse a magnitude
@@ -31,11 +31,11 @@ VERSION = 1
 _INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 _SPLITS = {"train": "train", "validation": "test"}
 _SUBSET = "main"  # the other subset of the hub dataset has other answers
-_STRICT_CHARS = 300  # as the field
+_STRICT_CHARS = 300  # the usual limit
 _STRICT = re.compile(r" (-?[0-9.,]+)")
 # Bounded repeats keep the search linear.
 _NUMBER = re.compile(r"-?[$\u20ac\u00a3]?((?:[0-9]{1,3}(?:,[0-9]{3}){1,8}|[0-9]{1,40})(?:\.[0-9]{1,20})?)([a-zA-Z]*)")
-# Signs between numbers that do not join them, and LaTeX of the typesetting.
+# Signs between numbers that do not join the numbers, and LaTeX typesetting.
 _SEPARATOR = re.compile(r"[=<>|~\"`\u2248]|(?<![0-9]):|:(?![0-9])")
 _TYPESETTING = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf|left|right)\b|\\[()\[\],;! ]")
 _LEADING, _TRAILING = "([{*_'\\$\u20ac\u00a3+", ")]}*_'\\$\u20ac\u00a3%\u00b0.,;!?"
@@ -105,7 +105,7 @@ def _score(response: str, ground_truth: Mapping[str, object], reading: str) -> S
     numeric = number is not None and number == reference
     strict = numeric and marked is not None and marked.group(1).replace(",", "") in digits
     parts = {"strict": float(strict), "numeric": float(numeric), "format": float(marked is not None)}
-    # Equal numbers have equal votes. Without the mark the strict reading has none.
+    # Equal numbers have equal votes. Without the mark the strict reading has no vote.
     votes = number is not None and (reading == "numeric" or "####" in response)
     return Score(parts[reading], parts, str(number) if votes else None)
 
@@ -159,7 +159,7 @@ def final_number(text: str, within: int) -> Fraction | None:
     (Fraction(18, 1), None)
     """
     end = text[-within - 1 :]
-    # The first word of a longer text may be cut: 118 would be read as 18.
+    # The first word of a longer text may be truncated, so that 118 would be read as 18.
     words = _words(end if len(end) <= within else end.partition(" ")[2])
     place = max((place for place, word in enumerate(words) if _has_digit(word)), default=None)
     if place is None:

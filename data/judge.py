@@ -22,8 +22,8 @@ from rlcore.config.rollout import JudgeConfig
 from rlcore.rollout.scoring_worker import JUDGE_VARIABLE, resolve_scorer, score_one
 from rlcore.score import Score
 
-_MOST_BYTES = 1_000_000  # longest reply
-_FIRST_PAUSE_S = 0.5  # before the second attempt, doubled before each further one
+_MOST_BYTES = 1_000_000  # maximum size of a reply
+_FIRST_PAUSE_S = 0.5  # before the second try, doubled before each further try
 _RETRY_STATUSES = frozenset({408, 425, 429})  # in addition to 500 and above
 _NUMBER = r"(-?\d+(?:\.\d+)?)"
 _VERDICT = re.compile(rf'<score>\s*{_NUMBER}\s*</score>|\{{\s*"score"\s*:\s*{_NUMBER}\s*\}}')
@@ -65,7 +65,7 @@ def judge_response(settings: JudgeConfig, response: str, truth: str) -> float:
     if row is not None:
         return float(row[0])
     verdict = read_verdict(asyncio.run(_request(settings, request)), settings.highest)
-    with suppress(sqlite3.OperationalError), cached:  # locked or full: the verdict counts all the same
+    with suppress(sqlite3.OperationalError), cached:  # if it is locked or full, the verdict still counts
         cached.execute("insert or ignore into verdicts values (?, ?)", (key, verdict))
     return verdict
 

@@ -10,12 +10,13 @@ Reference and response are read by the same rules. Each text is read as a whole 
     a base        `1011_2`: the same digits; the response may omit the base
     expressions   any other text that the math-verify library reads as a whole: equal for the library
 
-math-verify ignores a part of many texts (`\approx 18`, `x'`, `1011_2`, units). It reads `1 234` as 235, and it takes
-`36 \div 2` or `\binom{5}{2}` for the number. Therefore numbers and texts with ignored parts never reach the library.
+math-verify ignores a part of many texts (`\approx 18`, `x'`, `1011_2`, units). It reads `1 234` as 235, and it accepts
+`36 \div 2` or `\binom{5}{2}` in place of the number. Therefore numbers and texts with ignored parts never reach the
+library.
 
-The library computes the response, and for some responses (`9^{9^{9}}`) it never ends. Therefore this scorer needs
-scoring processes with a deadline: `reward.num_processes` of 1 or more. The time limit of the library is off, because it
-uses signals, which do not work in a thread.
+The library computes the value of a response. For some responses (`9^{9^{9}}`), the computation never ends. Therefore
+this scorer needs scoring processes with a deadline: `reward.num_processes` of 1 or more. The time limit of the library
+is off, because it uses signals, which do not work in a thread.
 """
 
 import logging
@@ -42,12 +43,12 @@ from data.math_reading import (
 from data.written_numbers import Number, read_number
 from rlcore.score import Score
 
-# math-verify takes 6m for 6, so units are read here.
+# math-verify reads 6m as 6, so units are read here.
 _LATEX = LatexExtractionConfig(
     normalization_config=replace(LatexExtractionConfig().normalization_config, units=False, boxed="none")
 )
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at each call that its time limit is off
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # the library warns at each call that its time limit is off
 # A name with its argument: `f(-1)`, `\angle ABC`. An equation such as x + y = 5 has no name on its left.
 _OF = re.compile(r"(?<=[a-zA-Z])(?: ?\( ?-?[a-zA-Z0-9., ]*\)|\^\{?-1\}?)")
 _NAME = re.compile(r"[^-+*/^<>!,;|]*[a-zA-Z][^-+*/^<>!,;|]*")
@@ -221,14 +222,14 @@ def _has_letters(side: str) -> bool:
 
 
 def _same_words(wanted: tuple[str, ...], stated: tuple[str, ...] | None) -> bool:
-    """Return whether the words are equal. On either side, the letter of a choice may omit the text of the choice."""
+    """Return whether the words are equal. On either side, a choice may consist of its letter alone."""
     if stated is None or not wanted[0].startswith("("):
         return wanted == stated
     return wanted[0] == stated[0] and (wanted[1] == stated[1] or not (wanted[1] and stated[1]))
 
 
 def _equal_expressions(gold: Reading, answer: Reading) -> bool:
-    """Return whether math-verify equates the response, and each number in a chain of equations, with the reference."""
+    """Return whether the response, and each number in a chain of equations, equals the reference for math-verify."""
     text = answer.plain
     if answer.number is not None and answer.number.value.denominator == 1 and not answer.left:
         text = str(answer.number)

@@ -56,7 +56,7 @@ _MEANINGFUL = re.compile(
 )
 _CONSTANT = re.compile(r"\\(?:pi|sqrt)(?![a-zA-Z])")
 _UNIT = re.compile(rf'(?:(?<![\\a-zA-Z])|(?=")){UNIT}$', re.VERBOSE)
-# Commands that math-verify reads. It silently ignores some others.
+# Commands that math-verify reads. The library silently ignores some other commands.
 _KNOWN = re.compile(
     r"frac|sqrt|cdot|times|div|pm|mp|circ|degree|pi|infty|emptyset|varnothing|in|cup|cap|setminus|math(?:bb|cal)"
     r"|begin|end|leq?|geq?|lt|gt|neq?|[dt]?binom|choose|over|(?:arc)?(?:sin|cos|tan)|cot|sec|csc|(?:sin|cos|tan)h|log|ln"
@@ -82,12 +82,12 @@ _UNREAD = (
 
 
 class Reading(NamedTuple):
-    """A statement after reading. Unless it is an expression, one of `number`, `words`, `based` and `entries` is set."""
+    """The reading of a statement. Except for expressions, one of `number`, `words`, `based` and `entries` is set."""
 
     plain: str
     """The text without typesetting, and without a unit after a constant."""
     left: tuple[str, ...] = ()
-    """The texts left of each `=` before a number."""
+    """The texts to the left of each `=` before a number."""
     number: Number | None = None
     words: tuple[str, ...] | None = None
     """The words and numbers of a text, or the letter (in brackets) and the text of a choice."""
@@ -144,7 +144,7 @@ def closed_up(plain: str) -> str:
 
 
 def _are_sides(left: list[str]) -> bool:
-    """Return whether a number can equal all these texts: names and terms without a relation or a second equation."""
+    """Return whether all texts are names or terms that a number can equal, without relations or further equations."""
     if any(_NO_SIDE.search(side) or _unknown(side) for side in left) or (len(left) > 1 and any("," in s for s in left)):
         return False
     return not any(makes_another(word) for side in left for word in _WORD.findall(side))

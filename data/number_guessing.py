@@ -1,4 +1,4 @@
-"""An environment in one file. The model guesses a number from 1 to 7, and each reply is higher or lower.
+"""An environment in one file. The model guesses a number from 1 to 7 and gets hints: higher or lower.
 
     millrace run experiment=number_guessing
 

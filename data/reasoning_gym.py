@@ -112,7 +112,7 @@ def _row(task: str, level: int | None, entry: Mapping[str, Any]) -> Row:
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score the last `<answer>...</answer>` with the package, from 0 to 1. The parts are `correct` and `format`.
+    """Score the last `<answer>...</answer>` by the package's scorer, from 0 to 1. Parts are `correct` and `format`.
 
     If the package's scorer fails on a response, the score is 0.
     """

@@ -1,9 +1,9 @@
 """A check of each reference against its scorer before a run.
 
 If a scorer cannot read a reference, every correct response gets 0. A misread reference rewards wrong responses.
-Therefore each row is scored on responses that are correct by construction. These are its solution, and its reference in
-a form that the scorer reads. Tests of a program and numbers of a countdown have no such form. Their rows are scored
-only on the solution. If a row has no solution, the scorer must at least accept the row without an error.
+Therefore each row is scored on responses that are correct by construction. These are the solution of the row, and its
+reference in a form that the scorer reads. Tests of a program and numbers of a countdown have no such form. Their rows
+are scored only on the solution. If a row has no solution, the scorer must at least accept the row without an error.
 
 A solution in a form that the scorer does not read is accepted if no warm start trains on it. For example, the solutions
 of GSM8K end with `####`, whatever form the scorer reads.
@@ -59,8 +59,8 @@ BUDGET_S = 60.0
 SAMPLE = 64  # references for finding the form that a scorer reads
 MAX_SHOWN = 5  # rows in a message
 MAX_SAVED = 100  # rows in the stored result
-WRONG = "0"  # response for rows without a known right one
-_BATCH = 128  # rows that are scored together, and lost when time runs out
+WRONG = "0"  # response for rows without a known correct response
+_BATCH = 128  # rows that are scored together, and lost if time runs out
 Form = tuple[str, str]
 """The texts before and after a reference in a response."""
 FORMS: Mapping[str, Form | None] = {
@@ -210,7 +210,7 @@ def check_references(
 
 
 KNOWN: dict[Path, ReferenceReport] = {}
-"""The results of this process, by file. A run reuses the results of its plan, which writes no files."""
+"""The results of checks in this process, by file. A run reuses the results of the plan before it."""
 
 
 def _saved_result(root: Path, dataset: str, data: TaskData, reward: RewardConfig, *, is_taught: bool) -> Path:
@@ -260,7 +260,7 @@ def _check(data: TaskData, reward: RewardConfig, rows: Sequence[RowReference], *
                 "Such as data.scorer=data.math:score"
             )
         by_scorer.setdefault(scorer, []).append(row)
-    if programs := by_scorer.get(PROGRAMS):  # each is run: of those without a solution a sample is tried
+    if programs := by_scorer.get(PROGRAMS):  # programs are slow, so only a sample of rows without a solution is tried
         step = -(-len(programs) // SAMPLE)
         by_scorer[PROGRAMS] = [row for n, row in enumerate(programs) if row.solution or n % step == 0]
     deadline = time.monotonic() + BUDGET_S
@@ -272,7 +272,7 @@ def _check(data: TaskData, reward: RewardConfig, rows: Sequence[RowReference], *
                 checker = _Checker(scorer, pool, own, deadline, is_taught=is_taught)
                 num_batches = -(-len(own) // _BATCH)
                 for first in range(num_batches):
-                    batch = own[first::num_batches]  # spread over the file, should time run out
+                    batch = own[first::num_batches]  # spread over the file, because time may run out
                     unmet += checker.mismatches(batch)
                     checked.update(row.split for row in batch)
     unmet.sort(key=lambda row: (row.split != "train", row.number))
@@ -309,7 +309,7 @@ class _Checker:
 
     def mismatches(self, rows: Sequence[RowReference]) -> list[Mismatch]:
         """Return the rows with a correct response below the full score, and the rows on which the scorer fails."""
-        cases: list[tuple[RowReference, str, bool]] = []  # row, response, is it right
+        cases: list[tuple[RowReference, str, bool]] = []  # row, response, whether it is correct
         for row in rows:
             if row.solution:
                 cases.append((row, row.solution, self._reads_solutions))

@@ -11,7 +11,7 @@ PromptForm = Literal["text", "chat"]
 """The form of a prompt. `text`: the one user message is the whole prompt. `chat`: the chat template is applied."""
 
 GroundTruth = str | int | float | list[int] | Mapping[str, str | int | float | list[int]]
-"""A ground truth, of the same shape in all rows. A scorer receives any value but a mapping as `{"answer": ...}`."""
+"""A ground truth, of the same shape in all rows. A scorer receives a plain value as `{"answer": ...}`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class Row:
     """One problem of a task.
 
     `solution` is a response with a full score, or ''. `distractor` is a response of the same form with another result,
-    or ''. `difficulty` is the task's measure, or 0. `data_source` and `ability` default to the values of the task.
-    `where` is the file and line for messages.
+    or ''. `difficulty` is the task's measure of difficulty, or 0. `data_source` and `ability` default to the values of
+    the task. `where` is the file and line for messages.
     """
 
     prompt: tuple[Message, ...]

@@ -26,7 +26,7 @@ from data.rows import SPLITS, Row, TaskRows
 from rlcore.errors import DataError
 
 PROVENANCE_KEY = b"millrace"
-"""The metadata key of a parquet file for a JSON document with the origin of its rows."""
+"""The metadata key of the provenance in a parquet file: a JSON document about the origin of the rows."""
 ROWS_PER_GROUP = 8_192
 """The number of rows in a parquet row group, and in a batch in memory."""
 PROMPT_TYPE = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
@@ -289,7 +289,7 @@ def _record_batch(
     }
     try:
         for index, row in enumerate(rows, start=start):
-            for name in _extra_fields(row.ground_truth, example):  # Arrow would drop it
+            for name in _extra_fields(row.ground_truth, example):  # Arrow would drop the field
                 raise ValueError(f"row {index} has the field {name!r}, which the first row has not")
         return pa.RecordBatch.from_arrays([pa.array(columns[f.name], type=f.type) for f in schema], schema=schema)
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:

@@ -188,13 +188,13 @@ def _custom_inputs(settings: CustomData) -> dict[str, str]:
     for option in map(expand_path, settings.options):
         for file in sorted(file for file in (option, *option.glob("*")) if file.is_file()):
             name = file.name if file == option else f"{option.name}/{file.name}"
-            inputs[name] = " ".join(filter(None, (inputs.get(name), sha256_of(file))))  # two may have one name
+            inputs[name] = " ".join(filter(None, (inputs.get(name), sha256_of(file))))  # two may share a name
     return inputs
 
 
 @dataclass(slots=True)
 class Source:
-    """A task of this module, see `data.tasks.Task`."""
+    """A task of this module. It has the interface `data.tasks.Task`."""
 
     build: Callable[[Any, int], TaskRows]
     inputs: Callable[[Any], Mapping[str, str]]

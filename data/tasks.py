@@ -26,7 +26,7 @@ DATASET_FORMAT = 1
 _PLACES: Mapping[str, tuple[str, ...]] = {
     "gsm8k": ("source", "revision"),
     "parquet": ("train_file", "validation_file"),
-    "mapped": ("revision",),  # not the source: rows are named after it unless the settings give a name
+    "mapped": ("revision",),  # `source` counts, because it may name the rows
 }
 """The settings with paths of files. The fingerprint has the digests of the files instead."""
 _GENERATED = ("countdown", "reasoning_gym", "custom")
@@ -37,10 +37,10 @@ class Task(Protocol):
     """The interface of a task: a module `data.<task>`, or an entry of `data.sources.TASKS`."""
 
     VERSION: int
-    """The version of the rows that equal settings and files give."""
+    """The version of the rows that result from equal settings and files."""
 
     def build(self, settings: Any, seed: int, /) -> TaskRows:
-        """Return the rows."""
+        """Return the rows of the task."""
 
     def inputs(self, settings: Any, /) -> Mapping[str, str]:
         """Return the digests of the input files."""
@@ -98,7 +98,7 @@ def input_digests(config: DataConfig) -> dict[str, str]:
 
 
 def inputs_of(dataset: Path) -> dict[str, str]:
-    """Return the `input_digests` that the manifest of a finished dataset contains, or {} without them."""
+    """Return the input digests in the manifest of a finished dataset, or {} if the manifest has none."""
     manifests = [read_manifest(part) for part in part_directories(dataset)]
     inputs = [{} if manifest is None else manifest.values.get("inputs", {}) for manifest in manifests]
     return dict(inputs[0]) if len(inputs) == 1 else _by_part(inputs)
@@ -124,7 +124,7 @@ def dataset_directory(fingerprint: str, root: Path) -> Path:
 
 
 def build_dataset(config: DataConfig, *, seed: int, root: Path, splits: Sequence[str] = SPLITS) -> StageResult:
-    """Build and publish a dataset unless it exists. A mixture is built by data source.
+    """Build and publish a dataset unless it exists. Each data source of a mixture is built separately.
 
     `splits`: the splits to write. A suite writes only `validation`. Raises DataError if the settings or source files
     give no valid dataset. Raises DiskSpaceError if the disk is full. No partial dataset remains after an error.
@@ -147,9 +147,9 @@ def build_dataset(config: DataConfig, *, seed: int, root: Path, splits: Sequence
 
 
 def publish_mixture(kind: str, directory: Path, parts: Sequence[StageResult]) -> StageResult:
-    """Publish the folder of a mixture unless it exists. `kind` is `dataset` or `filtered`. Counts are sums.
+    """Publish the folder of a mixture unless it exists. `kind` is `dataset` or `filtered`.
 
-    Raises DiskSpaceError if the disk is full.
+    The counts are sums over the data sources. Raises DiskSpaceError if the disk is full.
     """
     counts = dict(sorted(sum((Counter(part.counts) for part in parts), Counter()).items()))
     if read_finished_or_set_aside(directory) is not None:

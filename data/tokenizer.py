@@ -2,8 +2,9 @@
 
 A fast path is used if it gives the same result. It renders the chat template once, for the text around a message
 (`ChatFrame`). It tokenizes each word once (`PieceEncoder`). Byte-level BPE (as in GPT) first splits a text into words.
-It starts a new word at every single space between two visible characters. So the ids of a text are the ids of its
-pieces " word" in a row. Prompts of one template or language share pieces.
+It starts a new word at every single space between two visible characters. Therefore the ids of a text are the
+concatenated ids of its pieces. A piece is a word with the space before it. Prompts of one template or language share
+pieces.
 
 A description and a probe reveal tokenizers that do not split at spaces. With these tokenizers, a text is tokenized as a
 whole. The same applies to a text with other white space.
@@ -11,8 +12,8 @@ whole. The same applies to a text with other white space.
 A response is tokenized together with its prompt, as the chat template writes both. The ids after the prompt are the
 targets.
 
-Token ids are stored as bytes, four for each id (int32), because bytes are fast to join and split. transformers is
-imported when a tokenizer is opened, so a cached filter starts quickly.
+Token ids are stored as bytes, four for each id (int32), because bytes are fast to join and split. The transformers
+library is imported when a tokenizer is opened, so a cached filter starts quickly.
 """
 
 import hashlib
@@ -36,23 +37,23 @@ from rlcore.rollout.turns import TODAY
 Messages = Sequence[Mapping[str, str]]
 Render = Callable[[Messages], str]
 
-ID_BYTES = 4  # of one token id
+ID_BYTES = 4  # size of one token id
 
 _FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-# One text in so many is also rendered and tokenized without the fast path, and compared.
+# One of this many texts is also rendered and tokenized without the fast path, for a comparison.
 _CHECK_EVERY = 256
 _MARK = "MillraceContent"
 _LAST_TAG = re.compile(r"([<\[][^<>\[\]]*[>\]])\s*\Z")
 
-# Bound of the cache, some 200 MB.
+# The maximum number of cached pieces, about 200 MB.
 _MAX_PIECES = 1_000_000
 
-# Characters of which each pair around a space is probed: letters of several scripts, digits, punctuation, symbols.
+# The probe tries each pair of these around a space: letters of several scripts, digits, punctuation and symbols.
 _EDGES = (*"aZ7.,'\"()<>|-+=#$_", "\u00e9", "\u4e2d", "\u0438", "\u0663", "\u20ac", "\U0001f642")
-# White space inside a piece, except a line's end, which is tokenized with the piece.
+# White space inside a piece, except line ends, which are tokenized with the piece.
 _OTHER_SPACE = re.compile(r"[^\S\n]")
 
 
@@ -65,7 +66,7 @@ class FastPathError(Exception):
 
 
 def tokenizer_fingerprint(directory: Path) -> str:
-    """Return 16 hex digits over the tokenizer's files and the model's stop ids. Raises DataError without files."""
+    """Return 16 hex digits over the tokenizer's files and the model's stop ids. Raises DataError if no file exists."""
     digest = hashlib.sha256()
     found = [name for name in _FILES if (directory / name).is_file()]
     if not found:
@@ -82,13 +83,13 @@ def tokenizer_fingerprint(directory: Path) -> str:
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """Load the fast transformers tokenizer of a directory. Raises DataError if loading fails, or if none exists."""
+    """Load the transformers tokenizer of a directory. Raises DataError if loading fails or no fast form exists."""
     # AutoTokenizer ignores the tokenizer's own class for some config.json files.
     from rlcore.models.tokenizer import load_tokenizer as load_as_its_file_says
 
     try:
         tokenizer: Any = load_as_its_file_says(directory)
-    except Exception as error:  # a damaged tokenizer.json raises the bare class
+    except Exception as error:  # a damaged tokenizer.json raises Exception itself
         raise DataError(f"{directory}: the tokenizer cannot be loaded ({error}); check model.path") from error
     if not getattr(tokenizer, "is_fast", False):
         raise DataError(
@@ -174,7 +175,7 @@ class PromptTokenizer:
         return found
 
     def prompt(self, messages: Messages, tools: Sequence[Any] = ()) -> str:
-        """Render a chat prompt up to the beginning of the assistant's turn, or up to the end of the assistant's words.
+        """Render a chat prompt. The text ends where the assistant's turn begins, or after the assistant's last words.
 
         Raises DataError if there is no user message, the last message ends its turn, or rendering fails.
         """
@@ -275,7 +276,7 @@ class PromptTokenizer:
     def with_unknown_words(self, encoded: Sequence[bytes]) -> list[int]:
         """Return the indices of the texts with a word outside the vocabulary. `encoded` has the texts' token ids."""
         unknown = self._tokenizer.unk_token_id
-        # Byte-level tokenizers have tokens for every word; some use an end-of-text token as the unknown one.
+        # Byte-level tokenizers have tokens for every word; some use an end-of-text token as the unknown token.
         if unknown is None or self._pieces is not None:
             return []
         return [place for place, ids in enumerate(encoded) if unknown in np.frombuffer(ids, dtype=np.int32)]
@@ -302,7 +303,7 @@ class PromptTokenizer:
                     **self._template_kwargs,
                 )
             )
-        except Exception as error:  # jinja's own classes, and what a template raises
+        except Exception as error:  # errors of jinja and of the template
             if continued:
                 raise DataError(
                     f"{self._name}: the chat template does not write the assistant's words that the prompt ends with, "
@@ -414,7 +415,7 @@ class PromptTokenizer:
         """Raise DataError for names that the template does not read, because transformers silently ignores them."""
         try:
             tree = _template_syntax().parse(self._template())
-        except TemplateSyntaxError:  # rendering reports it, or knows a tag that jinja does not
+        except TemplateSyntaxError:  # rendering reports the error, or knows a tag that jinja does not know
             return
         read = find_undeclared_variables(tree) - RENDERING_NAMES - set(self._tokenizer.special_tokens_map)
         if unread := sorted(set(names) - read):
@@ -495,13 +496,13 @@ def to_bytes(ids: Sequence[int]) -> bytes:
 
 
 def encode_whole(backend: Any, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[bytes]:
-    """Return the token ids of each text as bytes. The tokenizer itself reads each text as a whole."""
+    """Tokenize each text as a whole with the tokenizer itself. Return the token ids as bytes."""
     found = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
     return [to_bytes(encoding.ids) for encoding in found]
 
 
 class _PieceSpaceError(Exception):
-    """The white space of a piece is more than single spaces."""
+    """The white space of a text prevents tokenization by pieces."""
 
 
 class _Pieces(dict[str, bytes]):
@@ -562,7 +563,7 @@ def _last_piece(text: str) -> int:
 
 
 def _is_byte_level(description: dict[str, Any]) -> bool:
-    """Return whether a tokenizer is byte-level BPE and no step of it depends on text across a space."""
+    """Return whether a tokenizer is byte-level BPE without steps that depend on text across a space."""
     plain_normalizer = description["normalizer"] is None or description["normalizer"]["type"] == "NFC"
     steps = description["pre_tokenizer"] or {}
     parts = steps.get("pretokenizers", [steps])

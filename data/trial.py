@@ -36,7 +36,7 @@ from rlcore.start import python_path
 from rlcore.storage.manifest import read_manifest
 
 BUILD_DEADLINE_S = 20.0
-"""The seconds that a user's build function has for its first row. A slower function is not tried."""
+"""The seconds that a user's build function has for its first row. The rows of a slower function are not tried."""
 _MARK = "first row for Millrace: "  # among lines that the build prints
 
 
@@ -53,7 +53,7 @@ class FirstRow:
 def first_row(config: TaskData, seed: int, root: Path) -> FirstRow | None:
     """Return the first training row, from the dataset if it exists. Return None if building the row would take long.
 
-    Raises DataError if the settings do not allow the task.
+    Raises DataError if the task cannot be built with these settings.
     """
     dataset = dataset_directory(dataset_fingerprint(config, seed), root)
     if read_manifest(dataset) is not None:
@@ -87,7 +87,7 @@ def validate_rows(
     if made is not None:
         return int(made.values["counts"][splits[0]])
     rows, counts = task_of(config).build(config, seed), Counter[str]()
-    seen: dict[int, tuple[str, str]] = {}  # hash of a prompt -> split and place
+    seen: dict[int, tuple[str, str]] = {}  # hash of a prompt -> split and position
     for split in splits:
         for row in rows.splits[split]:
             counts[split] += 1

@@ -4,8 +4,8 @@ r"""Reader for written numbers. It reads one number from a text or its LaTeX, ex
     decimal    2.5   .5   5.                        mixed        12\frac12   12 1/2
     recurring  0.\overline{3}   0.\bar{3}   0.(3)   scientific   2.5 \times 10^3   1e-05
 
-A number may have a sign, a currency, a percent sign or a unit. Other texts need arithmetic or are not numbers: `36/2`
-(18), `9+9`, `2^{10}`, `--5`, `18 \times 10`, `18 million`, `5 ft 2 in`.
+A number may have a sign, a currency, a percent sign or a unit. Other texts are refused, because they need arithmetic or
+are not numbers. Examples are `36/2` (18), `9+9`, `2^{10}`, `--5`, `18 \times 10`, `18 million`, `5 ft 2 in`.
 """
 
 import re
@@ -146,7 +146,7 @@ def _quoted(text: re.Match[str]) -> str:
 
 
 def closing(text: str, start: int) -> int | None:
-    r"""Return the index of the brace that closes the brace at `start`, or None. `\{` and `\}` are not braces."""
+    r"""Return the index of the brace that closes the brace at `start`, or None. `\{` and `\}` are not counted."""
     depth = 0
     for brace in _BRACES.finditer(text, start):
         depth += (brace[0] == "{") - (brace[0] == "}")
@@ -166,7 +166,7 @@ class Number(NamedTuple):
         return f"{self.value}{'%' * self.percent}"
 
     def matches(self, other: "Number") -> bool:
-        """Return whether two numbers are equal. If only one is a finite decimal, six decimal digits must agree.
+        """Return whether two numbers are equal. If only one is a finite decimal, six decimal places must agree.
 
         A percentage matches its number (50% is 50), unless it is below 1%. A percentage also matches its hundredth (50%
         is 0.5), unless the hundredth is a whole number.

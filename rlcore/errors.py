@@ -27,7 +27,7 @@ class MillraceError(Exception):
     """The base class of all errors that Millrace raises."""
 
     failure_kind = "error"
-    """The kind of failure that this error is recorded as (`rlcore.run.failures`)."""
+    """The kind of failure that a run records for this error (`rlcore.run.failures`)."""
 
 
 class ConfigError(MillraceError, ValueError):

@@ -76,10 +76,10 @@ def run_python(program: str, stdin: str = "", time_s: float | None = None) -> Pr
     settings = current_limits()
     require_sandbox(settings)
     with ExitStack() as opened:
-        source, reading, out, err = (opened.enter_context(tempfile.TemporaryFile()) for _ in range(4))  # without names
+        source, reading, out, err = (opened.enter_context(tempfile.TemporaryFile()) for _ in range(4))  # unnamed files
         _write_and_rewind(source, program.encode("utf-8", "replace"))
         _write_and_rewind(reading, stdin.encode("utf-8", "replace"))
-        # If the parent is killed, bubblewrap ends the program. Without it the program would continue.
+        # If the parent is killed, bubblewrap ends the program. Without bubblewrap, setpriv ends it.
         command = ["/usr/bin/setpriv", "--pdeathsig", "KILL", *_python_command(settings), f"/dev/fd/{source.fileno()}"]
         descriptors = [source.fileno()]
         if not _missing_requirement():
@@ -117,7 +117,7 @@ def _read_output(file: IO[bytes], most: int) -> tuple[str, bool]:
 
 
 def _python_command(settings: SandboxConfig) -> list[str]:
-    """Return the command of Python under kernel limits, which prlimit of util-linux sets."""
+    """Return the command that runs Python under kernel limits. prlimit of util-linux sets the limits."""
     megabyte = 2**20
     return [
         "/usr/bin/prlimit", f"--as={settings.memory_mb * megabyte}", f"--fsize={settings.file_mb * megabyte}",
@@ -177,7 +177,7 @@ def _seccomp_filter() -> bytes:
     rules = seccomp.SyscallFilter(seccomp.ALLOW)
     for name in _DENIED_SYSCALLS:
         rules.add_rule(seccomp.ERRNO(errno.EPERM), name)
-    rules.add_rule(seccomp.ERRNO(errno.ENOSYS), "clone3")  # its flags are in memory: the C library falls back to clone
+    rules.add_rule(seccomp.ERRNO(errno.ENOSYS), "clone3")  # its flags are in memory. The C library falls back to clone
     rules.add_rule(seccomp.ERRNO(errno.EPERM), "clone", seccomp.Arg(0, seccomp.MASKED_EQ, _CLONE_THREAD, 0))
     rules.add_rule(seccomp.ERRNO(errno.EPERM), "socket", seccomp.Arg(0, seccomp.NE, _AF_UNIX))
     with tempfile.TemporaryFile() as file:

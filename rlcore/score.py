@@ -28,7 +28,7 @@ class Score:
 
     @property
     def solved(self) -> bool:
-        """True for a correct response. The part `correct` decides if it exists, otherwise a full score (1) decides."""
+        """True if the part `correct` is 1. Without this part, true if the response has a full score (1)."""
         return self.parts.get("correct", self.total) >= FULL_SCORE - _ROUNDING
 
 

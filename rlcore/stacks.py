@@ -26,7 +26,7 @@ _file: TextIOWrapper | None = None
 
 
 def register(name: str) -> None:
-    """Install the signal handler. `name` is the role of this process, such as `rank-0` or `scorer`. Never raises."""
+    """Install the signal handler. `name` is the role of the process, such as `rank-0`. Never raises an error."""
     global _file
     folder = os.environ.get(FOLDER_VARIABLE)
     if not folder:
@@ -53,7 +53,7 @@ def close_folder(folder: Path) -> None:
 
 
 def report(folder: Path) -> str:
-    """Return the stacks and states of this and all registered processes, and the states of other descendants."""
+    """Return the stacks and states of this process and all registered ones, and the states of other descendants."""
     import psutil
 
     registered = {int(path.stem.rpartition("-")[2]): path for path in sorted(folder.glob("*.txt"))}

@@ -39,7 +39,8 @@ class FastPickle:
 @dataclass(frozen=True, slots=True)
 class Prompt(FastPickle):
     """One filtered row, tokenized once before training. `ground_truth_json` is the scorer's ground truth as JSON, which
-    can cross process boundaries. `difficulty` is the task's measure (countdown: fewest operations), or 0.
+    can cross process boundaries. `difficulty` is the task's measure of difficulty (fewest operations in countdown), or
+    0.
     """
 
     prompt_id: int
@@ -61,7 +62,7 @@ class Rollout(FastPickle):
     `is_sampled` Bool[R]: False for tokens that an environment or a template wrote. These tokens have no loss,
     log-probability or advantage. If it is None, all tokens were sampled.
 
-    `turn_rewards`: for each rewarded turn, the index of its last token in `response_ids`, and its reward.
+    `turn_rewards`: for each rewarded turn, the index of the turn's last token in `response_ids`, and the reward.
     """
 
     prompt: Prompt
@@ -77,8 +78,8 @@ class Rollout(FastPickle):
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
     """N concatenated sequences. `group_ids[i]` is equal for responses to one prompt. `score_mask` is False for a
-    response without a score. `loss_mask` is then False for all tokens of the response, which excludes it from every
-    loss, mean and variance.
+    response without a score. `loss_mask` is then False for all tokens of the response, which excludes the response from
+    every loss, mean and variance.
     """
 
     token_ids: Int[Tensor, "T"]
@@ -111,7 +112,7 @@ class PackedBatch:
         return self.cu_seqlens[1:] - self.cu_seqlens[:-1]
 
     def loss_lengths(self) -> Int[Tensor, "N"]:
-        """Return the number of tokens with a loss of each sequence. The batch must be on the host."""
+        """Return for each sequence the number of tokens with a loss. The batch must be on the host."""
         starts = self.cu_seqlens[:-1].numpy()
         return torch.from_numpy(np.add.reduceat(self.loss_mask.numpy(), starts, dtype=np.int64))
 
@@ -127,8 +128,8 @@ class PackedBatch:
 class TrainBatch:
     """A packed batch with all inputs of an update, each Float[T] and 0 where `loss_mask` is False.
 
-    `old_logprobs` is None if a batch gets one update. `ref_logprobs` is needed for a KL in the loss. `old_values` and
-    `returns` are needed for a critic. The optional `covariance_rank` is 1 where `loss_mask` is False.
+    `old_logprobs` is None if a batch gets one update. `ref_logprobs` is needed for a KL penalty in the loss.
+    `old_values` and `returns` are needed for a critic. The optional `covariance_rank` is 1 where `loss_mask` is False.
     `importance_weights` is 1 without a correction, and 0 where a token has no policy loss.
     """
 

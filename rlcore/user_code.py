@@ -2,9 +2,9 @@
 
 The code of a function is the file of its module and all files that this file imports, directly or not. Imported files
 count only if they are in the same folder, which contains the module or its outermost package. A data file counts if a
-string in a source file is its path, relative to the source file's folder. Installed packages and Millrace count only
-for their functions. Names are relative to the import folder, so equal code has the same fingerprint on every machine.
-No code is executed, so computed imports do not count.
+string in a source file is the relative path to the data file. Files of installed packages and of Millrace count only
+for functions of these packages. Names are relative to the import folder, so equal code has the same fingerprint on
+every machine. No code is executed, so computed imports do not count.
 
 All processes of a run import the copy, so editing a file does not change a started run. A scoring process imports this
 module. Therefore pydantic, settings and storage are imported inside functions.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rlcore.config import RunConfig
 
 FOLDER_VARIABLE = "MILLRACE_CODE"
-"""The environment variable that gives the processes of a run the folder of its code."""
+"""The environment variable with the code folder of a run, for all processes of the run."""
 MILLRACE_PACKAGES = ("conf", "data", "flows", "rlcore")
 """Millrace's packages. They are never imported from a copy, because running processes have already loaded them."""
 MILLRACE_FOLDER = "millrace-source"
@@ -236,11 +236,11 @@ def _data_files(file: Path, root: Path, texts: tuple[str, ...]) -> Iterator[Sour
 
 @cache
 def _parse_source(content: bytes, module: str, is_package: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names that a source file imports anywhere, and the strings in it that may be file paths."""
+    """Return the names that a source file imports anywhere, and the strings that may be file paths."""
     try:
         tree = ast.parse(content)
     except (SyntaxError, ValueError):
-        return (), ()  # importing it will raise
+        return (), ()  # the import will raise the error
     package = module if is_package else module.rpartition(".")[0]
     nodes = list(ast.walk(tree))
     strings = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]

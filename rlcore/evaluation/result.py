@@ -1,4 +1,4 @@
-"""The responses to held-out problems and their validation, which is `validation/<name>.json` of a run."""
+"""Responses to held-out problems and the result of a validation, stored in a run as `validation/<name>.json`."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -59,7 +59,7 @@ class Response:
 
     @property
     def solved(self) -> bool:
-        """True for a correct response. The part `correct` decides if it exists, otherwise a full score (1) decides."""
+        """True if the part `correct` is 1. Without this part, true if the response has a full score (1)."""
         return Score(self.score, self.parts).solved
 
 
@@ -82,7 +82,7 @@ class ProblemResult:
 
     @property
     def is_scored(self) -> bool:
-        """True if a sample and the greedy response have scores. Responses that were not requested are not needed."""
+        """True if at least one sample and the greedy response are scored. A kind without responses is not required."""
         return (bool(self.scored_samples) or not self.samples) and (self.greedy is None or self.greedy.failure is None)
 
     @property
@@ -118,7 +118,7 @@ def num_samples(problems: Sequence[ProblemResult]) -> int:
 
 
 def problem_statistics(problems: Sequence[ProblemResult]) -> dict[str, Array]:
-    """Return each statistic's values (Float[P], one per problem) by its name below `val-core/<data_source>/`.
+    """Return the values of each statistic (Float[P]) by the statistic's name below `val-core/<data_source>/`.
 
     All problems must be scored. Sampled statistics need samples. Greedy statistics need a greedy response to every
     problem. If two of k samples failed, the statistics are computed for k - 2 samples. Raises DataError if the problems
@@ -172,16 +172,16 @@ class ValidationResult:
 
     @property
     def reward_statistic(self) -> str:
-        """The name of the held-out reward, which is the mean of the samples, or the greedy score without samples."""
+        """The name of the held-out reward: the mean score of the samples, or the greedy score without samples."""
         return f"reward/mean@{self.num_samples}" if self.num_samples else "reward/greedy"
 
     @property
     def scored_only(self) -> "ValidationResult":
-        """The result over the problems that have a score."""
+        """The result restricted to the problems that have a score."""
         return replace(self, problems=tuple(problem for problem in self.problems if problem.is_scored))
 
     def intervals_of(self, columns: Mapping[str, Array]) -> dict[str, Interval]:
-        """Return the mean over problems and the interval of each column, Float[P]."""
+        """Return the mean and the interval of each column over problems. A column has the shape Float[P]."""
         if not columns:
             return {}
         table = np.stack(list(columns.values()), axis=1)
@@ -199,7 +199,7 @@ class ValidationResult:
 
     @cached_property
     def intervals(self) -> Mapping[str, Interval]:
-        """Each statistic with its interval over problems, by its name below `val-core/<data_source>/`."""
+        """Each statistic with its interval over problems. Keys are the names below `val-core/<data_source>/`."""
         return self.intervals_of(problem_statistics(self.scored_only.problems))
 
     def by_source(self) -> dict[str, "ValidationResult"]:
@@ -212,7 +212,7 @@ class ValidationResult:
         return self.scored_only._parts(lambda problem: problem.difficulty)
 
     def _parts(self, key: Callable[[ProblemResult], K]) -> dict[K, "ValidationResult"]:
-        ordered = sorted(self.problems, key=key)  # a stable sort: problems of a part stay in their order
+        ordered = sorted(self.problems, key=key)  # a stable sort, which keeps the order of problems in a group
         return {value: replace(self, problems=tuple(group)) for value, group in groupby(ordered, key)}
 
     def metrics(self) -> Mapping[str, float]:
@@ -277,8 +277,8 @@ def pass_curve(result: ValidationResult) -> dict[int, Interval]:
 
 
 def compare(first: ValidationResult, second: ValidationResult) -> tuple[Comparison, ...]:
-    """Compare every common statistic of two validations, paired over their common problems. Raises DataError if they
-    have no scored problem in common, or if problems of the same id differ.
+    """Compare every common statistic of two validations, paired over their common problems. Raises DataError if the
+    validations share no scored problem, or if problems of the same id differ.
     """
     first, second = first.scored_only, second.scored_only
     known = {problem.prompt_id: problem for problem in second.problems}

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
 
-# Resamples drawn at a time hold this many counts at most (8 bytes each), whatever the number of problems.
+# The maximum number of counts (8 bytes each) of resamples in memory, whatever the number of problems.
 _CHUNK_SIZE = 4_000_000
 
 
@@ -80,7 +80,7 @@ def _counts(num_responses: ArrayLike, num_correct: ArrayLike, k: ArrayLike) -> t
 
 def _all_of_k(total: Array, chosen: Array, k: Array) -> Array:
     """Return `C(chosen, k) / C(total, k)`, the chance that k responses drawn without replacement are all chosen."""
-    before = np.arange(k.max(initial=0))  # responses drawn before the one of this factor
+    before = np.arange(k.max(initial=0))  # responses drawn before the response of this factor
     left = np.maximum(total[:, None] - before, 1.0)
     factors = np.where(before < k[:, None], np.clip(chosen[:, None] - before, 0.0, None) / left, 1.0)
     return np.asarray(factors.prod(axis=1))
@@ -106,10 +106,10 @@ def majority(votes: Sequence[Hashable], values: Sequence[float]) -> float:
 
 
 def mean_intervals(values: ArrayLike, *, confidence: float = 0.95, num_resamples: int = 1_000) -> list[Interval]:
-    """Return the means of M statistics with Wilson's intervals if every value is 0 or 1, otherwise with bootstrap
-    intervals. The bootstrap covers too little for rare successes. For example, half of all samples of 64 problems
-    contain no success if the chance is 0.01. The interval then has no width. The arguments are the same as for
-    `bootstrap_intervals`.
+    """Return the mean and interval of each of M statistics. A statistic with only the values 0 and 1 gets Wilson's
+    interval. Other statistics get the bootstrap interval, which covers too little for rare successes. For example, half
+    of all samples of 64 problems contain no success if the chance is 0.01. Their bootstrap interval has no width. The
+    arguments are the same as for `bootstrap_intervals`.
     """
     table = _table(values)
     found = bootstrap_intervals(table, confidence=confidence, num_resamples=num_resamples)
@@ -161,7 +161,7 @@ def _table(values: ArrayLike) -> Array:
 
 
 def _resampled_means(table: Array, num_resamples: int, rng: np.random.Generator) -> Array:
-    """Return the means of B resamples, [B, M]."""
+    """Return the means of B resamples as an array [B, M]."""
     num_problems = table.shape[0]
     at_a_time = max(1, _CHUNK_SIZE // num_problems)
     parts = []

@@ -128,10 +128,10 @@ class Change:
 class RescoreResult:
     """The effect of a new scorer on stored responses. Means are over responses with both scores.
 
-    A group contains the responses of one training step to one occurrence of a prompt. `num_groups_changed` counts
-    groups with changed differences between the scores and their mean. With the new scores, these groups would have
-    changed the gradient of the step. `num_groups_flat` counts groups with equal scores, before and after. `num_failed`
-    counts responses on which the new scorer failed.
+    A group contains the responses of one training step to one occurrence of a prompt. `num_groups_changed` counts the
+    groups in which a score minus the mean score changed. With the new scores, these groups would have changed the
+    gradient of the step. `num_groups_flat` counts groups with equal scores, before and after. `num_failed` counts
+    responses on which the new scorer failed.
     """
 
     num_answers: int
@@ -148,7 +148,7 @@ class RescoreResult:
 def rescore(folder: Path, query: Query, pool: ScoringPool, truth_of: Callable[[str], str] = str) -> RescoreResult:
     """Score the selected stored responses with the scorer of the pool, and compare the scores.
 
-    `truth_of`: a function that converts a stored ground truth for this scorer, both as JSON. The run's penalty
+    `truth_of`: a function that converts the JSON of a stored ground truth to JSON for this scorer. The run's penalty
     `overlong` is subtracted from the new score too. Raises DataError if no response is selected.
     """
     import pandas as pd  # not needed for the trainer's audit
@@ -170,7 +170,7 @@ def rescore(folder: Path, query: Query, pool: ScoringPool, truth_of: Callable[[s
     scored = both.dropna()
     where = ["step", "prompt_id", "sample_index", "part", "place"]
     kept = find_responses(folder, Query(kind="training")).light.select(where).to_pandas().sort_values(where[3:])
-    # A prompt may occur twice in a step with the end of an epoch; all stored responses determine the occurrence.
+    # A prompt may occur twice in a step at the end of an epoch. All stored responses determine the occurrence.
     kept["time"] = kept.groupby(where[:3]).cumcount()
     learned = answers.light.select(where).to_pandas().merge(kept, how="left").dropna(subset="time")
     keys = [learned.step, learned.prompt_id, learned.time]

@@ -1,5 +1,5 @@
-"""Search in stored responses, without torch. The light columns of all parts are filtered and sorted in memory. Texts
-and tokens are read on demand.
+"""Search in stored responses, without torch. All columns except texts and tokens are light. Light columns of all parts
+are filtered and sorted in memory. Texts and tokens are read on demand.
 """
 
 import json
@@ -45,8 +45,8 @@ Range = tuple[float | None, float | None]
 class Query:
     """The selection and order of responses.
 
-    `prompt`: a prompt id. `search`: text in the response, or also in the prompt if `in_prompts` is true. Case is
-    ignored. `kind`: one of `KINDS`. `sort`: one of `SORTS`, with `-` for descending order. Ties keep the order of
+    `prompt`: a prompt id. `search`: a text in the response. If `in_prompts` is true, the prompt is searched too. Case
+    is ignored. `kind`: one of `KINDS`. `sort`: one of `SORTS`, with `-` for descending order. Ties keep the order of
     steps. If `each` is `prompt`, only the first response to each prompt is selected. Among ties, the response of the
     last step is selected.
     """
@@ -168,7 +168,7 @@ def find_responses(folder: Path, query: Query) -> SearchResult:
 
 
 def count_responses(folder: Path) -> int:
-    """Return the number of stored responses of a run. Raises DataError if it is 0 or a part cannot be read."""
+    """Return the number of stored responses of a run. Raises DataError if it is zero or a part cannot be read."""
     if not (total := len(find_responses(folder, Query()))):
         raise DataError(
             f"{folder}: run {folder.parent.name} has no stored responses, either not yet or because of its settings "
@@ -192,14 +192,14 @@ def _missing_response(key: str) -> DataError:
 
 @dataclass(frozen=True, slots=True)
 class PromptResponses:
-    """The responses to one prompt in one step or validation. `visits` has a key and a mean score for each visit."""
+    """The responses to one prompt in one step or validation. `visits` has the mean score for each visited step."""
 
     answers: list[dict[str, Any]]
     visits: list[dict[str, Any]]
 
 
 def responses_to_same_prompt(folder: Path, key: str) -> PromptResponses:
-    """Return the responses to the prompt of response `key`. Raises DataError if the response or a part is unreadable."""
+    """Return the responses to the prompt of response `key`. Raises DataError if a response or part cannot be read."""
     chosen = read_response(folder, key)
     found = find_responses(folder, Query(prompt=chosen["prompt_id"]))
     rows = found.rows(range(len(found)), LIGHT.names)

@@ -37,9 +37,9 @@ LIGHT = pa.schema(
         ("gap", pa.float32()),
     ]
 )
-"""The columns for selection and sorting. `validation`: its name, null for training. `score`: may be null. `advantage`:
-the mean over the trained tokens. `logprob`: the mean over the sampled tokens in nats. `gap`: the largest absolute
-difference from the trainer's log-probabilities, null if not computed.
+"""The columns for selection and sorting. `validation`: the name of the validation, null for training. `score`: may be
+null. `advantage`: the mean over the trained tokens. `logprob`: the mean over the sampled tokens in nats. `gap`: the
+largest absolute difference from the trainer's log-probabilities, null if not computed.
 """
 TEXTS = pa.schema(
     [
@@ -120,7 +120,7 @@ class ResponseWriter:
         return bool(every) and step % every == 0
 
     def add(self, table: pa.Table) -> None:
-        """Add the responses of the next training step in memory."""
+        """Store the responses of the next training step in memory."""
         self._tables.append(table)
 
     @property
@@ -164,7 +164,7 @@ class ResponseWriter:
             first, last = steps_of(path)
             if last <= step:
                 continue
-            if first <= step:  # a checkpoint inside a part: older ones were deleted, or chunks ended at other steps
+            if first <= step:  # the checkpoint is inside a part: others were deleted, or chunks had other ends
                 table = pq.read_table(path)
                 kept = table.filter(pc.field("step") <= step)
                 write_part(self._folder / _training_name(kept), kept)

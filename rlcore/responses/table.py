@@ -88,7 +88,7 @@ def _training_columns(tokens: "_Tokens", batch: TrainBatch, policy_logprobs: Ten
 
 
 _EQUAL = 1e-6
-"""The largest difference between advantages in a response that still counts as equal."""
+"""The largest difference between two advantages of a response that count as equal."""
 
 
 class _Tokens:
