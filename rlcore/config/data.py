@@ -99,7 +99,7 @@ class CountdownData(Conversation):
     task: Literal["countdown"] = "countdown"
     """The task in `data/` that creates the rows."""
     train_size: int = Field(default=327_680, ge=1)
-    """The number of rows in the training split."""
+    """Rows of the training split."""
     validation_size: int = Field(default=1_024, ge=1)
     """The number of rows in the validation split. No multiset of numbers occurs in both splits."""
     min_numbers: Annotated[int, Bound("be at most", "data.max_numbers", _ORDER)] = Field(default=3, ge=2, le=6)

@@ -46,7 +46,7 @@ class RolloutConfig(Section):
     """The kind of engine. `hf` is transformers, slow and simple. `vllm` is vLLM in the worker's process. `none`
     generates no responses, for the workers of a warm start. A run needs one of the other two."""
     samples_per_prompt: int = Field(default=8, ge=1)
-    """The number of responses to each prompt, which is the group size of GRPO."""
+    """Responses to each prompt: the group size of GRPO."""
     max_response_tokens: int = Field(default=1_024, ge=1)
     """The length of the longest response, in tokens."""
     sampling: SamplingConfig = SamplingConfig()

@@ -164,7 +164,7 @@ class RuntimeConfig(Section):
     ] = Field(default=1, ge=1)
     """The number of ranks of data parallelism. On a GPU machine, each rank has one GPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """The device of the workers. `auto` is CUDA if a GPU is present."""
+    """auto: CUDA where a GPU is present."""
     threads_per_worker: int = Field(default=1, ge=1)
     """The number of CPU threads of torch in each worker. Another number may change the last digit of a sum."""
     ray_address: Annotated[str | None, _UNDER_RAY] = None
