@@ -1,1 +1,1 @@
-"""The order of prompts, the packing of rollouts into tensors, and their split over ranks and micro-batches."""
+"""The order of prompts, the packing of rollouts into tensors, and balanced splits over ranks and micro-batches."""

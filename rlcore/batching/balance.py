@@ -24,15 +24,16 @@ from rlcore.types import PackedBatch
 _Part: TypeAlias = tuple[int, int, Any]
 """A part: its negated sum, one of its indices, and all indices as nested pairs, which join faster than lists."""
 BALANCE_TOLERANCE = 1e-3
-"""The accepted relative excess of the heaviest part over the mean. Above it, parts exchange sequences."""
+"""The accepted relative excess of the heaviest part over the mean. Above this value, parts exchange sequences."""
 
 
 def partition(lengths: Sequence[int], num_parts: int, *, equal_counts: bool = False) -> list[list[int]]:
     """Split the indices of `lengths` into `num_parts` parts of nearly equal sums. Each part is in ascending order.
 
     With `equal_counts`, each part has the same number of indices. The differencing method then takes one of every
-    `num_parts` neighbouring lengths, and exchanges of pairs correct skewed lengths. Without it, no part is empty if all
-    lengths are positive. Raises ValueError if there are too few indices, or if equal counts are impossible.
+    `num_parts` neighbouring lengths, and exchanges of pairs correct skewed lengths. Without `equal_counts`, no part is
+    empty if all lengths are positive. Raises ValueError if there are too few indices, or if equal counts are
+    impossible.
 
     >>> partition([8, 7, 6, 5, 4], 2)
     [[1, 3, 4], [0, 2]]
@@ -51,8 +52,7 @@ def _partition(lengths: tuple[int, ...], num_parts: int, equal_counts: bool) -> 
         return [[*range(len(lengths))]]
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     step = num_parts if equal_counts else 1
-    # Each heap entry is a partial solution: its parts that are not empty, by falling sum; the key is the spread between
-    # its ends.
+    # Each heap entry is a partial solution: the parts that are not empty, by falling sum. The key is the spread.
     heap: list[tuple[int, int, list[_Part]]] = []
     for serial, start in enumerate(range(0, len(order), step)):
         parts: list[_Part] = [(-lengths[i], i, i) for i in order[start : start + step]]
@@ -60,7 +60,7 @@ def _partition(lengths: tuple[int, ...], num_parts: int, equal_counts: bool) -> 
     serial = len(order)
     while len(heap) > 1:
         first, second = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
-        alone, rest = num_parts - len(second), num_parts - len(first)  # the heaviest of each, joined to empty parts
+        alone, rest = num_parts - len(second), num_parts - len(first)  # heaviest parts, joined to empty ones
         merged = first[:alone] + second[:rest]
         pairs = zip(first[alone:], reversed(second[rest:]), strict=True)
         merged += [(a + b, i, (left, right)) for (a, i, left), (b, _, right) in pairs]
@@ -124,7 +124,7 @@ def _best_exchange(heavy: list[int], light: list[int], lengths: Sequence[int], g
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """The token counts of n sequences. `lengths`: all tokens. `targets`: the tokens with a loss. `shared`: the first
-    tokens that another sequence also has, and that are computed only there."""
+    tokens that another sequence already computes."""
 
     lengths: Int[Tensor, "n"]
     targets: Int[Tensor, "n"]
@@ -142,7 +142,7 @@ class Sizes:
         chosen = torch.tensor(list(rows))
         shared = self.shared[chosen]
         is_next = chosen.diff(prepend=chosen[:1]) == 1
-        if bool((shared > 0)[~is_next].any()):  # responses are separated from those that compute their prompt
+        if bool((shared > 0)[~is_next].any()):  # a response is not next to the one that computes its prompt
             shared = torch.from_numpy(shared_prompts(batch, rows))
         return Sizes(self.lengths[chosen], self.targets[chosen], shared)
 
@@ -155,9 +155,9 @@ class Sizes:
         return int((self.lengths - self.shared).sum())
 
     def costs(self, shape: ModelShape | None) -> list[int]:
-        """Return the cost of each sequence in a pass. If the model's shape is unknown, the cost is the number of
-        computed tokens. The unit is the operations of `ModelShape.update_flops`, divided by 6. Each token is multiplied
-        by the layers' weights, and each target by the head. Attention grows with the square of the length."""
+        """Return the cost of each sequence in a pass. If the model's shape is unknown, this is the number of computed
+        tokens. Otherwise it is the number of operations in `ModelShape.update_flops`, divided by 6. The layers process
+        all tokens, the head only the targets, and attention costs the square of the length."""
         found = self.lengths - self.shared
         if shape is not None:
             layers, width = shape.layers * shape.layer_weights, shape.layers * shape.query_width
@@ -224,8 +224,8 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Balancer:
-    """A balancer that assigns equally many sequences of nearly equal cost to each rank. `max_tokens`: the limit of a
-    micro-batch. `share_prompts`: assign whole prompts to ranks. This applies only if all prompts have equally many
+    """A balancer that assigns equally many sequences of nearly equal cost to each rank. `max_tokens`: the token limit
+    of a micro-batch. `share_prompts`: assign whole prompts to ranks. This applies only if all prompts have equally many
     responses, and the number of prompts is divisible by the number of ranks."""
 
     num_ranks: int
@@ -289,9 +289,9 @@ def _fewest_bins(lengths: Sequence[int], budget: int) -> int:
     ordered = sorted(min(length, budget) for length in lengths)
     sums, half = [0, *accumulate(ordered)], bisect.bisect_right(ordered, budget // 2)
     found = 1
-    for least in {0, *ordered[:half]}:  # without shorter ones, those over `budget - least` are alone
+    for least in {0, *ordered[:half]}:  # without lengths below `least`, each over `budget - least` is alone
         begin, alone = bisect.bisect_left(ordered, least), bisect.bisect_right(ordered, budget - least)
-        others = max(alone - half, -(-(sums[alone] - sums[begin]) // budget))  # of those over half no two go together
+        others = max(alone - half, -(-(sums[alone] - sums[begin]) // budget))  # no two lengths over half fit together
         found = max(found, len(ordered) - alone + others)
     return found
 

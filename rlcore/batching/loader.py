@@ -1,10 +1,10 @@
 """The order of prompts: an endless stream that is fixed by the seed and addressed by one integer.
 
-Each epoch is a new permutation of all prompts. The position is the number of prompts drawn so far. It is the whole
-state, so a resumed run draws the same prompts on any number of ranks. A batch may span two epochs.
+Each epoch is a new permutation of all prompts. The position is the number of prompts drawn so far. This number is the
+whole state, so a resumed run draws the same prompts on any number of ranks. A batch may span two epochs.
 
-A mixture draws from one stream per data source, in proportion to the weights of the data sources. It is laid out in
-blocks of 1,024 positions. After the block that ends at position n, data source i has contributed exactly
+A mixture draws from one stream per data source, in proportion to the weights of the data sources. The mixture is laid
+out in blocks of 1,024 positions. After the block that ends at position n, data source i has contributed exactly
 
     floor(n * W[i]) - floor(n * W[i - 1])
 
@@ -42,7 +42,7 @@ class PromptStream(Generic[T]):
         if not prompts:
             raise DataError("The training set has no prompt left; loosen the filter or make a larger dataset.")
         self._prompts = tuple(prompts)
-        # The only stream of a run has no part in its seed.
+        # A stream without a mixture has no index in its seed.
         self._seed = (seed,) if part is None else (seed, part + 1)
         self._epoch = -1
         self._order = np.empty(0, dtype=np.int64)
@@ -115,7 +115,7 @@ class MixedStream:
         return sum(map(len, self._streams))
 
     def epoch_at(self, position: int) -> int:
-        """Return the epoch at `position`, counted from 0. An epoch is as long as all data sources together."""
+        """Return the epoch at `position`, counted from 0. An epoch has the length of all data sources together."""
         return position // len(self)
 
     def take(self, position: int, count: int) -> tuple[Prompt, ...]:
@@ -143,7 +143,7 @@ class MixedStream:
 
     def _counts_before(self, position: int) -> list[int]:
         """Return the number of prompts drawn from each data source before `position`, the start of a block."""
-        ends = [int(position * share) for share in self._shares]  # int of a Fraction is its floor, from 0 up
+        ends = [int(position * share) for share in self._shares]  # int of a positive Fraction is its floor
         return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
@@ -175,8 +175,8 @@ class PassCounts:
 
     @classmethod
     def read(cls, text: str, num_rows: int) -> "PassCounts":
-        """Decode a string that the method `text` returned. Raises CheckpointError if it does not hold the counts of
-        `num_rows` rows."""
+        """Decode a string that the method `text` returned. Raises CheckpointError if the string has another number of
+        rows."""
         found = np.frombuffer(base64.b64decode(text), dtype="<f4")
         if found.size != 2 * num_rows:
             raise CheckpointError(

@@ -37,7 +37,7 @@ def pack(rollouts: Sequence[Rollout], scores: Sequence[Score], group_ids: Sequen
     prompt: Prompt | None = None
     start = 0
     for rollout, stop, scored in zip(rollouts, cu_seqlens[1:].tolist(), score_mask.tolist(), strict=True):
-        if rollout.prompt is not prompt:  # responses to a prompt are neighbours: read its tuple once
+        if rollout.prompt is not prompt:  # neighbours share a prompt, so convert its tuple once
             prompt, prompt_ids = rollout.prompt, np.array(rollout.prompt.token_ids, dtype=np.int64)
         begin = start + len(prompt_ids)
         token_ids[start:begin] = prompt_ids
@@ -73,7 +73,7 @@ def place_turn_rewards(rollouts: Sequence[Rollout], packed: PackedBatch) -> Floa
 
 
 def pack_demonstrations(demonstrations: Sequence[Demonstration]) -> PackedBatch:
-    """Pack N demonstrations into a `PackedBatch` in order. Only their target tokens have a loss.
+    """Pack N demonstrations into a `PackedBatch` in order. Only the target tokens have a loss.
 
     >>> batch = pack_demonstrations([Demonstration((7, 8, 1, 2), (False, False, True, True))])
     >>> batch.target_ids.tolist(), batch.loss_mask.int().tolist()
@@ -98,16 +98,16 @@ def token_indices(cu_seqlens: Tensor, sequences: Sequence[int]) -> Tensor:
     """Return the flat positions of all tokens of `sequences`, in the order of `sequences`: Int[t]."""
     chosen = torch.tensor(list(sequences), dtype=torch.int64)
     first, lengths = cu_seqlens[chosen], cu_seqlens[chosen + 1] - cu_seqlens[chosen]
-    shift = first - (lengths.cumsum(0) - lengths)  # from a place among the chosen tokens to one among all
+    shift = first - (lengths.cumsum(0) - lengths)  # from a position among the chosen tokens to one in the batch
     return torch.repeat_interleave(shift, lengths) + torch.arange(int(lengths.sum()))
 
 
 def shared_prompts(batch: PackedBatch, sequences: Sequence[int] | None = None) -> npt.NDArray[np.int64]:
     """Return Int[n]: the number of first tokens that each sequence shares with an earlier sequence.
 
-    The earlier sequence is the last one before it with the value 0. Only tokens before the first loss count, and only
-    among neighbours with the same prompt. `sequences`: the sequences to compare, or None for all. The batch must be on
-    the host.
+    The earlier sequence is the last preceding sequence whose value is 0. Only tokens before the first loss are counted,
+    and only among neighbours with the same prompt. `sequences`: the sequences to compare, or None for all. The batch
+    must be on the host.
 
     >>> from rlcore.types import Prompt
     >>> prompts = [Prompt(0, (7, 8, 9), "countdown", "{}"), Prompt(1, (7, 8), "countdown", "{}")]

@@ -57,7 +57,7 @@ def differing_settings(runs: Sequence[RunRecord]) -> dict[str, tuple[JsonValue, 
 def groups_of(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
     """Group runs that differ only by their seed, in the order of the first run of each group.
 
-    The label of a group is one or two differing settings. If more settings differ, it is the name or the id of a run.
+    The label of a group is one or two differing settings. If more settings differ, the label is a run's name or id.
     """
     differing = {key: row for key, row in differing_settings(runs).items() if key != "seed"}
     members: dict[str, list[int]] = {}
@@ -102,7 +102,7 @@ def _final_scores(group: Sequence[RunRecord]) -> dict[str, list[float]]:
 
 
 def _reward_of(group: Sequence[RunRecord]) -> Spread | None:
-    """Return the last held-out reward over the group's seeds, or None without validations."""
+    """Return the spread of the last held-out reward over the group's seeds, or None without validations."""
     values = _final_scores(group).get(group[0].reward_statistic)
     return spread_of(values) if values else None
 

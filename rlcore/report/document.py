@@ -110,7 +110,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A conclusion, its rule, and the numbers that it is based on."""
+    """A conclusion, with its rule and the numbers that support it."""
 
     topic: str
     verdict: str
@@ -175,7 +175,7 @@ def short(value: float) -> str:
     >>> [short(value) for value in (0.25, 12345, 1500000, 3.1e9, 0.0002, -3, 9999.7, 999600)]
     ['0.25', '12.3k', '1.5M', '3.1G', '2e-4', '-3', '10k', '1M']
     """
-    # Below a limit the number is rounded to less than 1,000 of its unit.
+    # A number below a limit is rounded to less than 1,000 of its unit.
     for limit, scale, letter in ((999.5e9, 1e12, "T"), (999.5e6, 1e9, "G"), (999.5e3, 1e6, "M"), (9_999.5, 1e3, "k")):
         if abs(value) >= limit:
             return f"{value / scale:.3g}{letter}"

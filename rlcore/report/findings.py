@@ -34,7 +34,7 @@ LARGEST_CLIP_SHARE = 0.3  # above this, much of the batch gives no gradient
 SMALLEST_ENTROPY = 0.01  # nats per token: below this, responses to a prompt are almost identical
 ENTROPY_GROWTH = 2.0  # times the initial entropy: above this, the policy degrades
 LARGEST_FALL = 0.1  # of the score range, from the best part to the end
-LARGEST_CUT_SHARE = 0.05  # of responses: those cut at the length limit are scored as wrong
+LARGEST_CUT_SHARE = 0.05  # of responses: truncated responses are scored as wrong
 
 
 def findings_of(record: RunRecord) -> tuple[Finding, ...]:

@@ -161,7 +161,8 @@ def _parts_table(
     parts_of: Callable[[ValidationResult], Mapping[Any, ValidationResult]],
     note: str,
 ) -> Table | None:
-    """Return a table with the number of problems and the statistics of each subset, or None without two subsets."""
+    """Return a table with the number of problems and the statistics of each subset, or None for fewer than two
+    subsets."""
     parts = {label: parts_of(result) for label, result in results.items()}
     columns: dict[str, dict[Any, Value]] = {
         "Problems": {each: len(part.problems) for found in parts.values() for each, part in found.items()}

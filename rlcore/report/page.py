@@ -64,7 +64,7 @@ def escape(text: str) -> str:
     text = text.replace("\r\n", "\n").replace("\n", " ⏎ ")
     text = _CONTROL.sub(" ", text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     text = _LIST_NUMBER.sub(r"\1\\\2", _SPECIAL.sub(r"\\\1", text))
-    # Most readers link bare addresses. No numeric entities: Prefect's page shows them literally.
+    # Most readers link bare addresses. Prefect's page shows numeric entities literally, so none are used.
     return _MAIL.sub(r"\1\\.", text.replace("://", "\\://").replace("www.", "www\\."))
 
 
@@ -108,7 +108,7 @@ def sample_table(record: RunRecord) -> Table:
     for problem in sorted(before, key=lambda problem: problem.prompt_id):
         if (other := later.get(problem.prompt_id)) is None:
             continue
-        # the greedy response, else the first sample
+        # the greedy response, or the first sample without one
         was, became = (each.greedy or each.samples[0] for each in (problem, other))
         if was.failure is not None or became.failure is not None:
             continue

@@ -54,9 +54,9 @@ STATISTIC_COLOURS = ("blue", "green", "purple", "orange")
 class Panel:
     """The description of a chart over steps. `lines` and the held-out statistics are drawn together.
 
-    `held_out`: the number of main held-out statistics. `band`: the metrics of the lower and upper edge, and the label.
-    `limit`: the label of a dashed line, and a function that returns its height. `draw`: a function that replaces the
-    lines. `when`: the condition for the chart. `flat`: the reason why the chart may be 0 at every step.
+    `held_out`: the number of main held-out statistics. `band`: the metrics at the edges of a shaded band, and its
+    label. `limit`: the label of a dashed line, and a function that returns its height. `draw`: a function that replaces
+    the lines. `when`: the condition for the chart. `flat`: the reason why the chart may be 0 at every step.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Panel:
         statistics = record.core_statistics[: self.held_out]
         for place, (statistic, colour) in enumerate(zip(statistics, STATISTIC_COLOURS, strict=False)):
             points = record.held_out(statistic)
-            # shifted, so that intervals do not overlap
+            # points are shifted, so that intervals do not overlap
             aside = (place - (len(statistics) - 1) / 2) * 0.004 * (points[-1][0] - points[0][0] if points else 0)
             if points:
                 label = ("held-out " if self.lines else "") + statistic.removeprefix("reward/")

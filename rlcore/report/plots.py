@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     Series: TypeAlias = pd.Series[float]
 else:
     Series = pd.Series  # not generic at runtime
-"""Values of one metric, indexed by step in ascending order."""
+"""The values of one metric, indexed by step in ascending order."""
 _COLOURS: Mapping[str, tuple[str, str]] = {
     "surface": ("#ffffff", "#12161c"),
     "ink": ("#1b1f26", "#e8ecf2"),
@@ -53,7 +53,7 @@ CYCLE = ("blue", "orange", "green", "purple", "red", "teal", "pink", "sand")
 MAX_POINTS = 400
 """The maximum number of points on a line."""
 FEW_POINTS = 12
-"""The largest number of points at which a line has markers."""
+"""The largest number of points for which a line shows markers."""
 WIDTH_IN = 6.4
 _PNG_DPI = 160
 _NO_METADATA: Any = dict.fromkeys(("Date", "Creator", "Format", "Type"))
@@ -87,7 +87,7 @@ SETTINGS: Any = {
 _LEGEND_CHARACTERS, _KEY_CHARACTERS = 84, 6
 """The characters in a line of the legend, and the characters that a line sample takes with its gaps."""
 SMOOTHING_SHARE = 15
-"""The share of the run over which a smoothed curve is averaged, as a divisor (1/15). At least 3 steps are averaged."""
+"""The divisor for smoothing. A smoothed curve is the mean over 1/15 of the run, and over at least 3 steps."""
 GRID_POINTS = 120
 """The number of points at which curves of several seeds are averaged."""
 MIN_STEPS = 10
@@ -220,7 +220,7 @@ def _write_chart(chart: Chart, figure: "Figure", folder: Path) -> Picture:
 
     for axes in figure.axes:
         legend(axes)
-    # one layout for both files: a figure with a layout engine is drawn again before each
+    # One layout serves both files. A figure with a layout engine is laid out again before each.
     ConstrainedLayoutEngine().execute(figure)
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", facecolor="none", metadata=_NO_METADATA)
@@ -275,7 +275,7 @@ def plot_group(axes: "Axes", curves: Sequence[Series], colour: str, label: str) 
         axes.plot(curves[0].index, curves[0], color=LIGHT[colour], marker=marker, markersize=3.5, label=label)
         return
     band = band_of(curves)
-    if band.index[0] == band.index[-1]:  # one point each: no width for a band
+    if band.index[0] == band.index[-1]:  # with one point each, a band has no width
         plot_intervals(axes, [(band.index[0], Interval(*band.iloc[0]))], colour, label)
         return
     axes.fill_between(band.index, band["min"], band["max"], color=LIGHT[colour], alpha=0.16, linewidth=0)

@@ -32,7 +32,7 @@ from rlcore.tracking.journal import (
 from rlcore.tracking.lineage import Origin, read_origin
 
 MAX_CACHED_VALIDATIONS = 32
-"""The number of validations in memory. Several sections of a report read the same ones."""
+"""The number of validations kept in memory. Several sections of a report read the same validations."""
 _CORE = re.compile(r"val-core/(?P<source>.+)/reward/mean@(?P<k>\d+)")
 
 
@@ -49,7 +49,7 @@ class RunRecord:
     checkpoints: tuple[CheckpointInfo, ...]
     missing: tuple[str, ...]
     suites: Mapping[str, Mapping[str, ValidationResult]] = field(default_factory=dict)
-    """The results of each suite by its name, each in the form of `validations`."""
+    """The validation results of each suite, by the suite's name and then by the name of the validation."""
 
     @property
     def run_id(self) -> str:
@@ -101,7 +101,7 @@ class RunRecord:
 
     @property
     def reward_gain(self) -> float:
-        """Return the held-out reward at the last validation minus the one at the first, or 0 without validations."""
+        """Return the rise of the held-out reward from the first validation to the last, or 0 without validations."""
         found = self.held_out(self.reward_statistic)
         return found[-1][1].value - found[0][1].value if found else 0.0
 
@@ -148,7 +148,7 @@ class RunRecord:
 
     @cached_property
     def before(self) -> ValidationResult | None:
-        """Return the validation before training, which is `before` or, without it, the validation of step 0."""
+        """Return the validation named `before`, or the validation of step 0 if there is no validation of this name."""
         return self.validations.get("before") or self.validations.get("step-000000")
 
     @cached_property
@@ -219,7 +219,7 @@ def read_run(run_dir: Path) -> RunRecord:
             f"{run_dir / RUN_FILE}: cannot be read (it is not there); name the folder of a run, as artifacts/runs/<id>"
         )
     checkpoints: tuple[CheckpointInfo, ...] = ()
-    try:  # first: the lines of a newer one come before it
+    try:  # checkpoints first, since journal lines precede their checkpoint
         catalog = scan(run_dir / "checkpoints")
         checkpoints, missing = catalog.checkpoints, [refusal.reason for refusal in catalog.refusals]
     except CheckpointError as error:

@@ -61,7 +61,8 @@ def settings_tables(config: RunConfig) -> tuple[Table, Table]:
 
 @cache
 def describe_setting(key: str) -> str:
-    """Return the first sentence of a setting's documentation, up to a colon. A list of choices gives the first choice.
+    """Return the first sentence of a setting's documentation, up to a colon. For a list of choices, return the first
+    choice.
 
     A name in a free mapping (`tags.owner`) has the documentation of the mapping.
 
@@ -175,7 +176,8 @@ def phase_seconds(record: RunRecord) -> pd.DataFrame:
 
 
 def mean_phases(record: RunRecord) -> dict[str, float]:
-    """Return the mean seconds of each phase, without the first step if there are others. Their sum is the mean step."""
+    """Return the mean seconds of each phase, without the first step if there are others. All phases add up to the mean
+    step."""
     found = phase_seconds(record)
     means = found.iloc[min(1, len(found) - 1) :].mean()
     return {str(name): float(seconds) for name, seconds in means.items()}

@@ -1,4 +1,4 @@
-"""The interface of rollout engines, their requests, and the random seeds of requests."""
+"""The interface of rollout engines, and the requests with their random seeds."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -101,8 +101,7 @@ class RolloutEngine(Protocol):
     """
 
     policy_version: int
-    """The version of the weights in use. It is -1 before the first weight sync, and after the engine dropped its
-    weights."""
+    """The version of the weights in use. It is -1 before the first weight sync, and after the weights were dropped."""
 
     def generate(
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int

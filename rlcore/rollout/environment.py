@@ -25,7 +25,7 @@ OWN_SEED = "own_seed"
 PLAY = "rlcore.rollout.environment:play"
 """The name by which the pool finds `play`."""
 _CHARACTERS_PER_TOKEN = 16
-"""The characters per permitted token to which a reply is truncated before it leaves its process."""
+"""The characters per permitted token. A reply is truncated to this length before the reply leaves its process."""
 T = TypeVar("T")
 
 
@@ -67,9 +67,9 @@ class Environment(Protocol):
 class Episode:
     """The state of an episode. `replies[0]` is the first message, and `replies[i]` is the reply to `texts[i - 1]`.
 
-    `truth`: the ground truth for `play` as JSON. It has the environment, the arguments of its class (`options`), and
-    `row`. `max_kept`: how many environments a process stores between turns. A dropped one is created again by repeating
-    its turns.
+    `truth`: the ground truth for `play` as JSON, with the environment, the arguments of its class (`options`), and
+    `row`. `max_kept`: the number of environments that a process stores between turns. A dropped environment is created
+    again, and its turns are repeated.
     """
 
     name: str
@@ -81,7 +81,8 @@ class Episode:
 
     @classmethod
     def start(cls, name: str, config: RunConfig, ground_truth_json: str, seed: int, *, max_kept: int = 1) -> "Episode":
-        """Return an episode of `data.environment` before its first turn. `row` is the ground truth with the seed."""
+        """Return an episode of `data.environment` before the first turn. The episode's row is the ground truth with the
+        seed."""
         truth = json.loads(ground_truth_json)
         row = truth if isinstance(truth, dict) else {"answer": truth}
         own = {OWN_SEED: row["seed"]} if "seed" in row else {}
@@ -103,7 +104,7 @@ def turn_from_score(score: Score) -> Turn:
 
 
 def resolve_environment(name: str) -> type[Environment]:
-    """Return the class named `module:Class`. Raises ImportError, AttributeError or ValueError if it is no
+    """Return the class named `module:Class`. Raises ImportError, AttributeError or ValueError if there is no
     environment."""
     found = resolve_name(name)
     if not (callable(getattr(found, "reset", None)) and callable(getattr(found, "step", None))):
@@ -112,9 +113,9 @@ def resolve_environment(name: str) -> type[Environment]:
 
 
 _environments: OrderedDict[str, tuple[Environment, list[str]]] = OrderedDict()
-"""The environments between turns, by episode name, each with the texts that it has read."""
+"""The environments between turns, by episode name. Each is stored with the texts that it has read."""
 _event_loop = cache(asyncio.new_event_loop)
-"""The event loop of all episodes in the process. It is shared, so that clients of an environment stay open."""
+"""The event loop that all episodes in the process share, so that clients of an environment stay open."""
 
 
 def play(response: str, ground_truth: Mapping[str, object]) -> Score:
@@ -136,7 +137,7 @@ def play(response: str, ground_truth: Mapping[str, object]) -> Score:
         turn = Turn(_clean_reply(first or "", limit))
         for text, expected in zip(texts, replies, strict=True):
             _require_same_reply(turn, expected)
-            rlcore.score.renew_deadline()  # per turn
+            rlcore.score.renew_deadline()  # each turn has a full deadline
             turn = _step(environment, text, limit)
     else:
         turn = _step(environment, texts[-1], limit)

@@ -1,7 +1,7 @@
 """A simple reference engine with a transformers model and one uniform random number per token.
 
-It has a copy of the weights, like every engine. Responses to one prompt share its prefill, and finished rows leave the
-batch.
+The engine has a copy of the weights, like every engine. Responses to one prompt share the prefill, and finished rows
+leave the batch.
 """
 
 import gc
@@ -112,7 +112,7 @@ class HfEngine(RolloutEngine):
 
         draws = torch.from_numpy(_uniforms(requests, max_response_tokens)).to(device)
         answers = [_Response(request.limit(max_response_tokens)) for request in requests]
-        live = np.arange(len(requests))  # request of each row of the batch
+        live = np.arange(len(requests))  # the request of each row in the batch
         for index in range(max_response_tokens):
             tokens, logprobs = sample(logits, draws[torch.from_numpy(live).to(device), index], sampling)
             going = self._append(answers, live, tokens, logprobs)

@@ -33,7 +33,7 @@ from rlcore.start import python_path
 
 R = TypeVar("R")
 log = logging.getLogger(__name__)
-# responses per message: hides latency, and still balances the load
+# Enough responses per message to hide latency, and few enough to balance the load.
 _MAX_RESPONSES_PER_MESSAGE = 32
 _MAX_READ_BYTES = 1 << 16
 _MAX_FAILED_STARTS = 3
@@ -65,8 +65,8 @@ class ScoringJob:
 
 @dataclass(slots=True)
 class PendingResponse:
-    """A response to be scored. `index`: the position in the job. `num_deaths`: the number of processes that it
-    ended."""
+    """A response to be scored. `index`: the position in the job. `num_deaths`: the number of processes that died on
+    it."""
 
     job: ScoringJob
     index: int
@@ -82,7 +82,7 @@ class ScoringProcess:
         ours, theirs = socket.socketpair()
         whole, rest = divmod(_SEND_DEADLINE_S, 1)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(whole), int(1e6 * rest)))
-        # No inherited standard streams: a child would keep a dead run's log open.
+        # Standard streams are not inherited, since a child would keep a dead run's log open.
         with theirs:
             weights = json.dumps(config.weights)
             arguments = (str(theirs.fileno()), scorer, str(config.deadline_s), str(int(first_call)), weights)
@@ -241,8 +241,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         return job
 
     def collect(self, job: ScoringJob) -> list[Score]:
-        """Return the scores of a job when they are complete. Raises EngineError if the pool was closed or cannot
-        start."""
+        """Wait for the scores of a job and return them. Raises EngineError if the pool was closed or cannot start."""
         job.done.wait()
         if job.failure is not None:
             raise job.failure
@@ -284,7 +283,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         return _unscored(what)
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full or closed
+        with contextlib.suppress(OSError):  # the socket is full or closed
             self._wakes.send(b"!")
 
     def _run(self) -> None:
@@ -292,7 +291,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
             while not self._closing:
                 self._start_missing()
                 self._distribute()
-                self._start_missing()  # sending detects ended processes; without any, the wait would not end
+                self._start_missing()  # sending detects ended processes, and without any the wait would not end
                 self._wait_for_events()
         except EngineError as error:
             self._failure = error

@@ -2,8 +2,8 @@
 
 Messages are lines of JSON over a socket, so model output is never unpickled. The process sends {"ready": true} or
 {"failed": reason}. It then receives lists of [response, ground truth] and sends a result for each response. The first
-call of a scorer, or of each scorer in a mixture, gets an empty response. Its imports thus count in no deadline.
-FIRST_CALL 0 disables this call. WEIGHTS is `reward.weights` as JSON.
+call of each scorer gets an empty response, so that the scorer's imports count in no deadline. FIRST_CALL 0 disables
+this call. WEIGHTS is `reward.weights` as JSON.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ import rlcore.score
 from rlcore import stacks, user_code
 from rlcore.score import Score, Scorer
 
-# beyond all deadlines of its responses and of a first call (120 s), after which only a lost parent has not killed it
+# This exceeds all deadlines of the responses and of a first call (120 s). A living parent has killed it by then.
 _ORPHAN_GRACE_S = 150.0
 _PR_SET_PDEATHSIG = 1
 JUDGE_VARIABLE = "MILLRACE_JUDGE"
@@ -32,7 +32,7 @@ MAX_SCORE = (2 - 2**-23) * 2.0**127
 WEIGHTS_PROBLEM = "reward.weights: must name parts of the score, got "
 """The prefix of the failure of a score that lacks a part named in `reward.weights`."""
 SCORER_KEY = "scorer"
-"""The field of a mixture's ground truths that names the scorer. The run sets it and replaces a field of the row."""
+"""The field of a mixture's ground truths that names the scorer. The run sets this field and replaces one in the row."""
 
 
 def resolve_scorer(name: str) -> Scorer:
@@ -49,10 +49,11 @@ def score_one(
     scorer: Scorer, response: str, ground_truth_json: str, weights: Mapping[str, float] | None = None
 ) -> Score:
     """Return the checked score of one response. Raises the exceptions of the scorer. Raises TypeError or ValueError if
-    its result is not a valid score.
+    the scorer's result is not a valid score.
 
     A ground truth that is not a mapping becomes `{"answer": ...}`. With `weights`, the total is the weighted sum of
-    parts, and the scorer's total becomes the part `total`. If the part `correct` is missing, it is 1 for a full score.
+    parts, and the scorer's total becomes the part `total`. A missing part `correct` is added, which is 1 for a full
+    score.
     """
     truth = json.loads(ground_truth_json)
     found = scorer(response, truth if isinstance(truth, Mapping) else {"answer": truth})
@@ -78,7 +79,7 @@ def score_one(
             raise ValueError(
                 f"reward.weights: the weighted score must be at most {MAX_SCORE:.4g} (float32), got {total}"
             )
-    # Lone surrogates in a model's text have no UTF-8.
+    # UTF-8 cannot encode lone surrogates in a model's text.
     return Score(total, parts, None if found.said is None else str(found.said).encode("utf-8", "replace").decode())
 
 
@@ -148,7 +149,7 @@ def encode_line(message: object) -> bytes:
 
 def _end_with_parent() -> None:
     """Ask the kernel to kill this process when the pool's thread ends, even if a scorer hangs."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux only; elsewhere the timer above applies
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # exists only on Linux, elsewhere the timer above applies
     if prctl is not None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -2,8 +2,8 @@
 
     data.environment=rlcore.rollout.tools:Tools episode.tools=[my_tools:search]
 
-A tool is a function with type hints and documented arguments. The library transformers creates its JSON schema for the
-chat template. A call is JSON in the model's format:
+A tool is a function with type hints and documented arguments. The library transformers creates a JSON schema of the
+tool for the chat template. A call is JSON in the model's format:
 
     <tool_call>{"name": "search", "arguments": {"text": "..."}}</tool_call>     Qwen, Hermes; several in a turn
     {"name": "search", "parameters": {"text": "..."}}                           Llama; the whole turn

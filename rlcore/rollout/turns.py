@@ -1,7 +1,8 @@
-"""The tokens between two turns of the model: the end of its turn, the environment's message, and the next turn's start.
+"""The tokens between two turns of the model: the end of a turn, the environment's message, and the start of the next
+turn.
 
 These tokens are appended to the previous tokens, which are never tokenized again. A chat template must therefore render
-a conversation as a prefix of every longer one. Marked messages check this.
+a conversation as a prefix of every longer one. `TurnTokens` checks this with marked messages.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,8 +12,8 @@ from typing import Any
 from rlcore.errors import ConfigError
 
 TODAY = date(2024, 7, 26)
-"""The date for chat templates that include one, so that equal rows give equal tokens every day. It is Llama 3's
-default."""
+"""The date for chat templates that contain a date, so that equal rows give equal tokens every day (Llama 3's
+default)."""
 _USER_MESSAGE = {"role": "user", "content": "MillraceAsk"}
 _RESPONSES, _REPLIES = ("MillraceFirst", "MillraceSecond"), ("MillraceOne", "MillraceTwo")
 

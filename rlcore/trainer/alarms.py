@@ -1,4 +1,4 @@
-"""Alarms about a step's responses and update (settings: `alarms`), and storage of the batch of a non-finite update."""
+"""Alarms about a step's responses and update (settings: `alarms`), and a function that saves a non-finite batch."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -17,8 +17,7 @@ from rlcore.workers.canary import WeightSync
 
 NON_FINITE = "non_finite"
 SKIPPED = "alarm/update_skipped"
-"""The metric for the share of policy updates that were skipped, absent if 0. Updates without a scored response
-count."""
+"""The metric for the skipped share of policy updates, absent if 0. Updates without a scored response are skipped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +82,7 @@ def _have_equal_scores(experience: Experience) -> bool:
         if score.failure is None
     ]
     num_groups = len({group for group, _ in scored})
-    # A group of one response has nothing to compare.
+    # A group of one response has nothing to compare with.
     return len(set(scored)) == num_groups < len(scored)
 
 
@@ -95,7 +94,7 @@ def save_failed_batch(directory: Path, step: int, experience: Experience, batch:
     per_token = {name: values for name, values in optional.items() if values is not None}
     tensors = {field.name: getattr(batch.packed, field.name) for field in fields(batch.packed)} | per_token
     file = directory / f"step-{step:06d}.safetensors"
-    # Copies, since safetensors rejects shared memory, as of old and behavior log-probabilities.
+    # Tensors are cloned, since safetensors rejects shared memory (old and behavior log-probabilities share it).
     save_file({name: value.clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}, str(file))
     rows = _non_finite_rows(batch, per_token)
     responses: list[JsonValue] = [

@@ -58,7 +58,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class ScoreParts:
-    """The parts of the scores that `reward.weights` names. `values` Float[N, K]: the parts. `weights` Float[K]: their
+    """The parts of the scores that `reward.weights` names. `values` Float[N, K]: the parts. `weights` Float[K]: the
     weights."""
 
     values: Float[Tensor, "N K"]
@@ -144,7 +144,7 @@ def _update_mask(
     is_truncated: Bool[Tensor, "N"] | None,
     algo: AlgoConfig,
 ) -> Bool[Tensor, "T"]:
-    """Return the loss mask of the update. Rejected and truncated responses are excluded, but still count in their
+    """Return the loss mask of the update. It excludes rejected tokens and truncated responses, which still count in
     groups."""
     mask, sequence_ids = packed.loss_mask, packed.sequence_ids()
     if algo.rejection.level != "off":
@@ -164,7 +164,8 @@ def _sequence_advantages(
     parts: ScoreParts,
     algo: AlgoConfig,
 ) -> Float[Tensor, "N"]:
-    """Return one advantage per response. It is 0 without a score, or without another score to compare with."""
+    """Return one advantage per response. A response without a score, or without another score to compare with, has
+    0."""
     greedy = None if greedy_scores is None else torch.tensor(greedy_scores)
     if greedy is not None:
         chosen = packed.score_mask & greedy.isfinite()

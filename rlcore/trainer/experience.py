@@ -166,7 +166,8 @@ class ExperienceCollector:
         return self._requests(state, 0, self._config.trainer.batch_size)
 
     def _requests(self, state: LoopState, num_drawn: int, count: int) -> list[SamplingRequest]:
-        """Return requests for the next `count` prompts. `num_drawn`: the number of prompts that this step has drawn."""
+        """Return requests for the next `count` prompts. `num_drawn`: the number of prompts already drawn in this
+        step."""
         return make_requests(
             self._stream.take(state.num_prompts_drawn + num_drawn, count),
             self._config.rollout.samples_per_prompt,
@@ -194,7 +195,7 @@ class ExperienceCollector:
             responses = self._sampler.sample(
                 requests, config.rollout.sampling, policy_version=state.policy_version, clock=clock, shares=shares
             )
-            count_solved(responses, tally)  # of all groups, before the length penalty
+            count_solved(responses, tally)  # counts all groups, before the length penalty
             num_drawn += len(requests) // group_size
             has_signal = self._has_signal(responses) if dynamic.enabled else [True] * len(responses)
             kept += [response for response, good in zip(responses, has_signal, strict=True) if good]

@@ -28,7 +28,7 @@ PER_TOKEN_PHASES = ("ref", "values", "adv", "update_critic", "update_actor", "ol
 
 
 def step_metrics(config: RunConfig, experience: Experience, estimated: Estimate, update: Update) -> Metrics:
-    """Return the metrics of a step, except those of its update and its cost. They do not depend on timing."""
+    """Return a step's metrics of rewards, lengths, groups and sampling mismatch. None of them depends on timing."""
     packed, batch = estimated.batch.packed, estimated.batch
     metrics: Metrics = {}
     if update.share_skipped:
@@ -219,7 +219,7 @@ def mfu_metrics(
     lora: LoraConfig | None = None,
 ) -> Metrics:
     """Return the share of the devices' peak performance that updates reach, or {} if the peak is unknown. Only
-    necessary work counts: shared prompts count once, the head counts only for the `num_targets` tokens with a loss, and
+    necessary work counts. Shared prompts count once, the head counts at the `num_targets` tokens with a loss, and
     frozen weights have no gradients. `mfu_verl` counts operations in the way of veRL."""
     if info.peak_flops is None:
         return {}

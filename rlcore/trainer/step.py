@@ -115,12 +115,12 @@ class Trainer(GroupTrainer):
         with clock.phase("update_weights"):
             versions = [(state.policy_version + 1,)] * self._group.world_size
             sync, memory = self._group.begin(Worker.sync_weights, versions), self._request_memory_peaks()
-            # Concurrently with the workers:
+            # The next lines run while the workers are busy.
             after = self._state_after(state, experience, estimated, update)
             described = step_metrics(config, experience, estimated, update)
             used = replace(estimated.batch, ref_logprobs=shared.batch.ref_logprobs)
             self._collector.prepare(after)
-            weight_sync = sync.result()[0]  # equal on all ranks
+            weight_sync = sync.result()[0]  # the result is equal on all ranks
         alarms += step_alarms(config, update, estimated.kl_in_reward, weight_sync)
         metrics = {
             "training/global_step": float(after.step),
@@ -186,14 +186,16 @@ class Trainer(GroupTrainer):
         )
 
     def _share_batch(self, batch: TrainBatch, packed: PackedBatch, assignment: Assignment) -> SharedBatch:
-        """Send each rank its sequences of the batch. If tokens have lost their loss, balance the batch again first."""
-        if not torch.equal(batch.packed.loss_mask, packed.loss_mask):  # costs and shared prompts differ
+        """Send each rank its sequences of the batch. If some tokens no longer have a loss, balance the batch again
+        first."""
+        if not torch.equal(batch.packed.loss_mask, packed.loss_mask):  # costs and shared prompts have changed
             assignment = self._assign(batch.packed, self._config.trainer.mini_batch_size)
         shared = SharedBatch.split(self._config, batch, assignment)
         return replace(shared, parts=self._group.send(shared.parts))
 
     def _add_ref_logprobs(self, shared: SharedBatch, clock: PhaseClock) -> SharedBatch:
-        """Add the reference log-probabilities to the batch. Each rank caches those of its sequences for the update."""
+        """Add the reference log-probabilities to the batch. Each rank caches the values of its sequences for the
+        update."""
         with clock.phase("ref"):
             arguments = [(part, shared.assignment.whole.num_micro) for part in shared.parts]
             by_rank = self._group.begin(Worker.cache_ref_logprobs, arguments).result()

@@ -24,7 +24,7 @@ Draw = Callable[[int, int], Sequence[Demonstration]]
 
 
 class SupervisedTrainer(GroupTrainer):
-    """A trainer that runs supervised learning on a group of workers. `num_prompts_drawn` of its `LoopState` counts
+    """A trainer that runs supervised learning on a group of workers. In its `LoopState`, `num_prompts_drawn` counts
     demonstrations."""
 
     def __init__(
@@ -71,7 +71,7 @@ class SupervisedTrainer(GroupTrainer):
         """Return the loss and the accuracy on held-out demonstrations, or {} if there are none."""
         if not demonstrations:
             return {}
-        missing = -len(demonstrations) % self._group.world_size  # padding without a loss: ranks get equal numbers
+        missing = -len(demonstrations) % self._group.world_size  # padding without a loss gives ranks equal numbers
         last = demonstrations[-1]
         padding = Demonstration(last.token_ids, [False] * len(last.token_ids))
         packed = pack_demonstrations([*demonstrations, *[padding] * missing])

@@ -44,7 +44,7 @@ class OptimizerSteps(Generic[S]):
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The result of the updates in one training step. `policy` and `critic` are None without an optimizer step.
+    """The result of the updates in one training step. `policy` and `critic` are None if no optimizer step was taken.
 
     `kl_coef` and `entropy_coef`: the coefficients in the policy's loss. `share_skipped`: the share of the policy's
     optimizer steps that were skipped. `logprobs_before` Float[T]: the trainer's log-probabilities before the update, if
@@ -139,7 +139,7 @@ def logprobs_before_update(config: RunConfig, batch: TrainBatch) -> Float[Tensor
 @dataclass(frozen=True, slots=True)
 class SharedBatch:
     """A batch that is split over the ranks. `parts[rank]`: the `TrainBatch` of the rank, or a handle to it after it was
-    sent. `mini_batches`: the mini-batches of all epochs, without those that have no token with a loss."""
+    sent. `mini_batches`: the mini-batches of all epochs, except mini-batches without a loss."""
 
     batch: TrainBatch
     assignment: Assignment
@@ -153,7 +153,7 @@ class SharedBatch:
         mini_batches: list[MiniBatch] = []
         start = 0
         for shares in assignment.mini_batches:
-            # Counted over the mini-batch on all ranks. A response without a loss token does not count.
+            # The counts cover the mini-batch on all ranks. A response without a loss token does not count.
             tokens = lengths[list(itertools.chain.from_iterable(shares.sequences))]
             of_rank = range(start, start + len(shares.sequences[0]))  # equally many on each rank
             start = of_rank.stop
@@ -199,7 +199,7 @@ def update_models(
         return Update(critic=critic, share_skipped=1.0, logprobs_before=before)
     lora = config.model.lora
     if num_steps == 1 and before is None and (lora is None or lora.dropout == 0):
-        # Of several updates only the first one's forward pass has the initial weights.
+        # With several updates, only the forward pass of the first one uses the initial weights.
         logprobs = [update.logprobs for update in policy_steps[0] if update.logprobs is not None]
         before = scatter_tokens(logprobs, shared.batch.packed.cu_seqlens, shared.sequences)
     return Update(

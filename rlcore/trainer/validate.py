@@ -14,7 +14,7 @@ from rlcore.trainer.experience import ResponseSampler, ScoredResponse
 from rlcore.types import Prompt
 
 OnScored = Callable[[Sequence[ScoredResponse], bool], None]
-"""A function that receives scored responses, and True if they are greedy."""
+"""A function that receives scored responses, and True if the responses are greedy."""
 
 
 def validate(

@@ -5,7 +5,7 @@ through the prefix cache.
 
 Ranks may share an engine (`rollout.tensor_parallel_size`). Each of these ranks has a part of every matrix, and all of
 them process all requests. Every rank runs vLLM's scheduler with the same requests, order and seeds, so all decisions
-are equal. The ranks of an engine are neighbours. If two ranks share an engine, they are 0 and 1, 2 and 3, and so on.
+are equal. The ranks of an engine are neighbours: with two ranks per engine, 0 and 1 share the first engine.
 """
 
 import itertools
@@ -69,7 +69,7 @@ class _Response:
         """Add the new tokens of a vLLM output."""
         self.token_ids.extend(output.new_token_ids)
         if output.new_logprobs is not None:
-            # one row per token, with the sampled one only
+            # There is one row per token, with only the sampled token.
             self.logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())
 
 
@@ -99,7 +99,7 @@ class VllmEngine(RolloutEngine):
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
     ) -> Iterator[tuple[int, Rollout]]:
         """Yield each rollout with the index of its request when the response ends. All ranks of a shared engine must
-        read to the end."""
+        consume the stream to the end."""
         everyones, mine = self._span.gather(requests)
         if not everyones:
             return
@@ -235,5 +235,5 @@ class VllmEngine(RolloutEngine):
             from vllm.platforms import current_platform
 
             engine.engine_core.shutdown()
-            # vLLM keeps the id of its CUDA graph pool, which ends with the last graph: a later engine would use it.
+            # The pool of CUDA graphs ends with the last graph. vLLM keeps its id, so a later engine would use it.
             type(current_platform)._global_graph_pool = None

@@ -1,4 +1,4 @@
-"""The attribute names of vLLM that short steps use. They are checked when an engine starts."""
+"""The names of vLLM's attributes that short steps use. An engine checks these names when it starts."""
 
 from collections.abc import Mapping
 from typing import Any

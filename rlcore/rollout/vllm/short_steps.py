@@ -81,7 +81,7 @@ class _Rows:
 
 
 class ShortSteps(_Scheduler):  # type: ignore[misc]
-    """The methods that override those of vLLM's scheduler class."""
+    """The methods that replace methods of vLLM's scheduler class."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -90,12 +90,12 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
             log.warning("rollout.engine: short steps are disabled, which makes generation slower: %s", reason)
         self.short_steps_allowed = reason is None
         self._block_tokens = 1 if reason else self.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        self._placeholders: int | None = None  # per scheduled token, once seen
+        self._placeholders: int | None = None  # per scheduled token, None until a step shows it
         self._counts_in_flight = False  # in each request, after release 0.25
-        self._example: Any = None  # vLLM's order of such a step, once seen
-        self._may_be_short = False  # the next step, by the last full step
+        self._example: Any = None  # vLLM's order of a step with one token each
+        self._may_be_short = False  # whether the last full step allows a short one
         self._rows: _Rows | None = None
-        self._short_steps: deque[tuple[Any, _Rows, Any]] = deque()  # in progress: order, rows and their indices
+        self._short_steps: deque[tuple[Any, _Rows, Any]] = deque()  # orders in progress, with rows and indices
         self.num_preempting_steps = 0
         self.num_short_steps = 0
         self._hashes_behind = False
@@ -130,15 +130,15 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         return super().finish_requests(request_ids, *args, **kwargs)
 
     def _admits_waiting(self) -> bool:
-        """Return whether waiting requests start now, which they do when half of the slots are free.
+        """Return whether waiting requests start now. They start when half of the slots are free.
 
-        A step with a prompt takes several times longer, and responses end at almost every step.
+        A step with a prompt takes several times longer than other steps, and responses end at almost every step.
         """
         limit = min(self.max_num_running_reqs, getattr(self, "max_num_active_reqs", self.max_num_running_reqs))
         return len(self.requests) > len(self.running) and len(self.running) <= limit // 2
 
     def _full_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run vLLM's own step. If this step could have been short, it becomes the template of the following short
+        """Run a step of vLLM itself. If this step could have been short, it becomes the template of the following short
         steps."""
         self._end_short_steps()
         if self._hashes_behind:  # vLLM adds them per token, and reads them per block
@@ -154,7 +154,7 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         self._may_be_short = not order.preempted_req_ids and self._all_decode(order)
         if before is None or not self._one_token_to_each(order) or seen.request_id not in order.num_scheduled_tokens:
             return order
-        # Another release may change more: then short steps are disabled.
+        # If another release changes more, short steps are disabled.
         if _changed(before[0], vars(seen)) - REQUEST_CHANGES or _changed(before[1], after) - SCHEDULER_CHANGES:
             self.short_steps_allowed = False
             return order
@@ -166,7 +166,7 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         return order
 
     def _all_decode(self, order: Any) -> bool:
-        """Return whether all running requests are past their prompts, and each has a token in this step or its last
+        """Return whether every running request is past its prompt. Each must have a token in this step, or its last
         token scheduled."""
         counts = order.num_scheduled_tokens
         return all(
@@ -189,15 +189,16 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         )
 
     def _started(self) -> _Rows | None:
-        """Return the rows of the running requests. Return None if anything but its tokens and its limit may end a
-        request."""
+        """Return the rows of the running requests, or None if a request may end for a reason other than tokens and
+        limit."""
         params = [request.sampling_params for request in self.running]
         if any(one.repetition_detection is not None for one in params):
             return None
         return _Rows(list(self.running), self.max_model_len, set().union(*(one.all_stop_token_ids for one in params)))
 
     def _one_token_each(self) -> Any:
-        """Return the order of a short step, with one token for each running request, or None if it is not possible."""
+        """Return vLLM's order for a short step, which schedules one token per running request, or None if it is not
+        possible."""
         if self._rows is not None and self._rows.num_ordered == _MAX_SHORT_STEPS:
             self._end_short_steps()
         rows = self._rows or self._started()
@@ -215,7 +216,7 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         for index in crossing:
             request = rows.requests[ready[index]]
             previous, request.num_computed_tokens = request.num_computed_tokens, int(computed[index])
-            # Blocks of responses are not cached: the next weights invalidate them.
+            # Blocks of responses are not cached, since the next weights invalidate them.
             new = self.kv_cache_manager.allocate_slots(request, 1, delay_cache_blocks=True)
             request.num_computed_tokens = previous
             blocks[index] = new.get_block_ids(allow_none=True)
@@ -250,7 +251,7 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         if output.req_ids != request_ids:  # the runner's order may differ
             at = [output.req_id_to_index[request_id] for request_id in request_ids]
             sampled, logprobs = sampled[at], None if logprobs is None else logprobs[at]
-        here = np.isin(ordered, rows.running)  # others ended one step ago, with this step in progress
+        here = np.isin(ordered, rows.running)  # the others ended in the previous step
         ordered, sampled = ordered[here], sampled[here]
         rows.token_ids[ordered, rows.num_taken] = sampled
         if logprobs is not None:

@@ -1,4 +1,5 @@
-"""The start of vLLM in a training process, without logs and network. It leaves torch's thread settings unchanged."""
+"""The start of vLLM in a training process, without logs and network. Torch's thread settings are restored
+afterwards."""
 
 import importlib.metadata
 import os
@@ -244,7 +245,7 @@ def _cache_bytes(shape: EngineShape, settings: RolloutConfig) -> int | None:
     of_rank = -(-heads // settings.tensor_parallel_size)
     per_token = 2 * config.num_hidden_layers * of_rank * width * shape.dtype.itemsize
     on_cpu = shape.device.type == "cpu"
-    block = 128 if on_cpu else 16  # tokens of vLLM's blocks, of which a response may fill the last one in part
+    block = 128 if on_cpu else 16  # tokens in a block of vLLM. A response may fill its last block only in part
     per_answer: int = (shape.max_model_len + block) * per_token
     wanted = settings.max_num_seqs * per_answer
     if on_cpu:
@@ -261,7 +262,7 @@ def _cache_bytes(shape: EngineShape, settings: RolloutConfig) -> int | None:
 
 
 def give_float32_logits(model: nn.Module) -> None:
-    """Compute logits in float32, as the trainer does (`rlcore.models.head`).
+    """Make vLLM compute logits in float32, as the trainer does (`rlcore.models.head`).
 
     vLLM rounds logits to the model's number type. In bfloat16 a logit of 20 is wrong by up to 0.06, and so is the
     log-probability of every confident token. Quantized heads are unchanged.
