@@ -104,7 +104,7 @@ def stage_settings(config: RunConfig, num_demonstrations: int | None = None) -> 
     total = warm.max_steps
     if warm.epochs is not None and num_demonstrations is not None:
         total = min(total, math.ceil(warm.epochs * num_demonstrations / warm.batch_size))
-    if isinstance(data, MixtureData):  # all demonstrations are shown, whatever the weights of their parts
+    if isinstance(data, MixtureData):  # all demonstrations are shown, so weights are unused
         data = data.model_copy(update={"parts": tuple(part.model_copy(update={"weight": 1.0}) for part in data.parts)})
     if not samples:
         data = _without_responses(data)
@@ -141,7 +141,7 @@ def stage_settings(config: RunConfig, num_demonstrations: int | None = None) -> 
         "rollout": rollout,
         "trainer": trainer,
         "checkpoint": config.checkpoint.model_copy(update={"keep_best": 1, "keep_every_steps": 0}),
-        "warm_start": warm.model_copy(update={"demonstrations": None}),  # the fingerprint has its content
+        "warm_start": warm.model_copy(update={"demonstrations": None}),  # the fingerprint includes the content
         "runtime": config.runtime.model_copy(update={"backend": "local"}) if is_alone else config.runtime,
         "tracking": config.tracking.model_copy(update={"log_best": False, "registered_model": None}),
     }

@@ -265,7 +265,7 @@ def initial_policy_fingerprint(config: RunConfig, filtered_directory: Path) -> s
         payload["warm_start"] = warm.model_dump(mode="json", exclude={"demonstrations": True, "optim": {"offload"}})
         payload["filtered"] = filtered_directory.name
         payload["dtype"] = config.model.dtype
-        payload |= changed_settings(config, "data.seed")  # it splits demonstrations too
+        payload |= changed_settings(config, "data.seed")  # this seed splits demonstrations too
     if warm.enabled and warm.demonstrations is not None:
         payload["demonstrations"] = content_digest(Path(warm.demonstrations))
     if warm.enabled and warm.stop_at_reward is not None:

@@ -65,7 +65,7 @@ class PassRateMeasurement:
         found = find_pass_rates(self._config, self._inputs)
         if found is None:
             with locked_run(self._parts_folder, self._guard.report, self._guard.stop, math.inf):
-                if find_pass_rates(self._config, self._inputs) is None:  # not made by another run meanwhile
+                if find_pass_rates(self._config, self._inputs) is None:  # no other run has measured it
                     self._publish(self._parts())
             found = find_pass_rates(self._config, self._inputs)
             assert found is not None, "it has been published"

@@ -148,7 +148,7 @@ class Session:
     def evaluate(self) -> Mapping[str, object]:
         """Evaluate the initial policy on the run's suites, and record the result in the journal as step 0."""
         self._is_evaluated = True
-        self._record.restore(None)  # first, since it cuts the journal, to which a suite may write events
+        self._record.restore(None)  # first, since it truncates the journal, and a suite may write events
         summary: dict[str, float] = {}
         for suite in self._config.validation.suites:
             summary |= self._training.evaluate_checkpoint("start", "before", suite).metrics()

@@ -226,7 +226,7 @@ class WarmStart:
             return InitialPolicy(self._directory, cached=False)
         self._open.enter_context(locked_run(self._layout.run_dir, guard.report, guard.stop, math.inf))
         known = known_initial_policy(config, self._inputs)
-        if known is not None:  # made by another run during the wait
+        if known is not None:  # another run has created it during the wait
             self.close(failed=False)
             return known
         self.training = self._open_training()

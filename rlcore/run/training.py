@@ -78,7 +78,7 @@ class Training(Generic[W]):
             self._end_if_fatal(state, alarms)
             if self._stop():
                 raise StopRequestedError(self.save_finished())
-        if self._saved_step != state.step:  # it ends no chunk
+        if self._saved_step != state.step:  # the step does not end a chunk
             self._begin_save(state)
         if settle:
             self.settle_save()
