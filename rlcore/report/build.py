@@ -62,8 +62,8 @@ def compare_runs(run_dirs: Sequence[Path], *, root: Path | None = None, target: 
     """Write a comparison of two or more runs, finished or not, with the first one.
 
     `target`: the output folder, by default `<root>/comparisons/<fingerprint of the runs>`. `root`: the artifact folder,
-    by default the one that contains the first run. Raises DataError if fewer than two different runs are named, or a
-    folder is not a run.
+    by default the artifact folder of the first run. Raises DataError if fewer than two different runs are named, or if
+    a folder is not a run.
     """
     folders = list(dict.fromkeys(folder.resolve() for folder in run_dirs))
     if len(folders) < compare.MIN_RUNS:

@@ -120,7 +120,7 @@ def stability_finding(record: RunRecord) -> Finding:
 
 
 def learning_limit(record: RunRecord) -> Finding:
-    """Return a finding about the limits of the reward that the metrics show."""
+    """Return a finding about what limits the reward, according to the metrics."""
     rule = (
         f"In the last third of the steps: over {LARGEST_EQUAL_SHARE:.0%} of groups with equal scores, over "
         f"{LARGEST_CUT_SHARE:.0%} of responses truncated, training reward above held-out reward by more than "

@@ -1,6 +1,7 @@
 """Charts and summary tables of metrics, for one run or several.
 
-The chart of one run has all lines of its panel. The chart of several runs has the first line of the panel for each run.
+The chart of one run has all lines of its panel. The chart of several runs has only the panel's first line, once for
+each group of runs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 ONE_UPDATE = "each batch is used for one update, so the old and new policies are equal before it"
 Groups = Mapping[str, Sequence[RunRecord]]
-"""Groups of runs by label. The runs of a group have the same settings and code, and any seed."""
+"""Groups of runs by label. The runs of a group have the same settings and code, except for the seed."""
 Lines = Mapping[str, tuple[str, str]]
 """The colour and the label of each line, by metric."""
 REWARD, STEP_S = "critic/score/mean", "timing_s/step"

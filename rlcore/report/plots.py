@@ -45,7 +45,7 @@ _COLOURS: Mapping[str, tuple[str, str]] = {
     "lime": ("#6b8a12", "#b4d455"),
     "grey": ("#8b95a5", "#7d8898"),
 }
-"""The colours by role, for a light and a dark page. Light colours are unique, since the page finds a role by its
+"""The colours by role, for a light and a dark page. Light colours are unique, since the page finds a role by this
 colour."""
 LIGHT, DARK = ({role: pair[side] for role, pair in _COLOURS.items()} for side in (0, 1))
 CYCLE = ("blue", "orange", "green", "purple", "red", "teal", "pink", "sand")
@@ -140,7 +140,7 @@ def without_first_step(series: Series) -> Series:
 
 
 def thin(series: Series, most: int) -> Series:
-    """Reduce a series to at most `most` points. Each point is the mean of neighbouring steps."""
+    """Reduce a series to at most `most` points. If it is too long, each point is the mean of neighbouring steps."""
     if len(series) <= most:
         return series
     stretch = np.arange(len(series)) * most // len(series)

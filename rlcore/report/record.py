@@ -1,4 +1,4 @@
-"""The contents of a run's folder, read once. Missing files are named instead of raising an error."""
+"""The contents of a run's folder, read once. Missing files are listed and raise no error."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -68,7 +68,7 @@ class RunRecord:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether the journal has reached the number of steps in the settings."""
+        """Return whether the journal has all steps that the settings ask for."""
         return self.last_step >= self.config.trainer.total_steps
 
     @cached_property
@@ -113,7 +113,7 @@ class RunRecord:
 
     @property
     def workers(self) -> Mapping[str, Any]:
-        """Return the newest `workers` event (`rlcore.run.record`), or an empty mapping for old journals."""
+        """Return the data of the newest `workers` event (`rlcore.run.record`), or an empty mapping for old journals."""
         return next((event.data for event in reversed(self.events) if event.name == WORKERS), {})
 
     @cached_property
@@ -126,7 +126,7 @@ class RunRecord:
 
     @cached_property
     def data_source(self) -> str | None:
-        """Return the data source of the held-out scores, or None if there are none."""
+        """Return the data source of the held-out scores, or None if it is unknown."""
         if self.validations:
             return next(iter(self.validations.values())).data_source
         found = {match["source"] for match in self._core_names}
@@ -167,7 +167,8 @@ class RunRecord:
 
     @cached_property
     def paired(self) -> tuple[Comparison, ...]:
-        """Return the comparison before and after training, or () if no two validations have the same problems."""
+        """Return the paired comparison before and after training, or () without two validations on the same
+        problems."""
         try:
             return compare(*self.before_and_after.values()) if len(self.before_and_after) == 2 else ()
         except DataError:

@@ -132,7 +132,7 @@ ALGORITHMS = {
 
 
 def algorithm_of(config: RunConfig) -> str:
-    """Return the common name of the algorithm."""
+    """Return the common name of the algorithm, such as PPO."""
     algo = config.algo
     name = ALGORITHMS.get(algo.advantage, algo.advantage)
     return name if algo.policy_loss == "ppo_clip" else f"{name} with {algo.policy_loss}"
@@ -242,7 +242,7 @@ _PLAN = TypeAdapter(PlannedMemory)
 
 
 def memory_plan(record: RunRecord) -> tuple[Block, ...]:
-    """Return a table of the planned memory with the measured peak, or the reason why there is no plan."""
+    """Return a table of the planned memory with the measured peak, or a paragraph on why there is no plan."""
     try:
         plan = read_document(record.run_dir / PLAN_FILE, _PLAN, "the report omits this memory plan")
     except DataError as error:

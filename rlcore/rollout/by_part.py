@@ -1,4 +1,4 @@
-"""A scorer for rows that name their scorer, as in a mixture or in files with known data sources."""
+"""A scorer that passes each row to the scorer that the row names, as in a mixture of data sources."""
 
 import json
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ def with_scorer(ground_truth_json: str, scorer: str) -> str:
 
 
 def without_scorer(ground_truth_json: str) -> str:
-    """Remove the scorer's name from a ground truth, the inverse of `with_scorer`.
+    """Return a ground truth without the scorer's name. This is the inverse of `with_scorer`.
 
     >>> without_scorer('{"answer": "3", "scorer": "data.gsm8k:score"}')
     '{"answer": "3"}'

@@ -14,7 +14,7 @@ from rlcore.errors import EngineError
 from rlcore.types import FastPickle, Prompt, Rollout
 
 TRAINING_STREAM, VALIDATION_STREAM, WARM_START_STREAM, PASS_RATE_STREAM = 1, 2, 3, 4
-"""The first words of random seeds, one for each purpose, so that purposes do not share random numbers."""
+"""The first word of a random seed, different for each purpose, so that purposes do not share random numbers."""
 _ENVIRONMENT_INDEX = 2**32 - 1
 """The sample index in the random seed of an environment. No response has this index."""
 
@@ -145,7 +145,7 @@ class NoEngine(RolloutEngine):
         raise EngineError("rollout.engine: is none, so these workers generate no responses")
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> WeightSyncResult:
-        """Take part in gathering the weights over the ranks, and discard them."""
+        """Take part in gathering the weights from all ranks, and discard the weights."""
         self.policy_version = version
         for _ in weights:
             pass
@@ -168,5 +168,5 @@ def require_all_weights(
 
 
 def engine_dtype(config: RunConfig, computing: torch.dtype) -> torch.dtype:
-    """Return the number type of `rollout.dtype`, or `computing`, the trainer's type, if the setting is `auto`."""
+    """Return the number type that `rollout.dtype` names. The value `auto` names `computing`, the trainer's type."""
     return {"auto": computing, "float32": torch.float32, "bfloat16": torch.bfloat16}[config.rollout.dtype]

@@ -2,8 +2,8 @@
 
 Turns run in the processes of the scoring pool (`rlcore.rollout.scoring`) with a deadline. A process that hangs or dies
 is replaced. An environment stays in one process between turns. If that process is lost, another process creates the
-environment again and repeats the turns. Replies must therefore depend only on the row and the texts, and a different
-reply is an error. This module does not load torch.
+environment again and repeats the turns. Replies must therefore depend only on the row and the texts, and a repeated
+turn with a different reply is an error. This module does not load torch.
 """
 
 import asyncio
@@ -92,7 +92,7 @@ class Episode:
         return cls(name, json.dumps(asked), limit, max_kept=max_kept)
 
     def to_json(self) -> str:
-        """Return the state as JSON, the input of `play`."""
+        """Return the state as JSON, which is the input of `play`."""
         names = ("name", "max_characters", "texts", "replies", "max_kept")
         return json.dumps({name: getattr(self, name) for name in names})
 
@@ -104,7 +104,7 @@ def turn_from_score(score: Score) -> Turn:
 
 
 def resolve_environment(name: str) -> type[Environment]:
-    """Return the class named `module:Class`. Raises ImportError, AttributeError or ValueError if there is no
+    """Return the class named `module:Class`. Raises ImportError, AttributeError or ValueError if it is not an
     environment."""
     found = resolve_name(name)
     if not (callable(getattr(found, "reset", None)) and callable(getattr(found, "step", None))):
@@ -119,10 +119,8 @@ _event_loop = cache(asyncio.new_event_loop)
 
 
 def play(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Play the last turn of an `Episode`. The field `said` of the returned score holds the reply and the end as JSON.
-
-    An empty response only imports and creates an environment, outside any deadline.
-    """
+    """Play the last turn of an `Episode`. The field `said` of the returned score holds the reply as JSON, and whether
+    the episode ends. An empty response only imports and creates an environment, outside any deadline."""
     kind = resolve_environment(str(ground_truth["environment"]))
     options = cast(Mapping[str, Any], ground_truth["options"])
     if not response:

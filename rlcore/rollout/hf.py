@@ -44,7 +44,7 @@ class _Response:
 
 
 class HfEngine(RolloutEngine):
-    """A `RolloutEngine` with transformers, on any torch device. It has no cache between calls."""
+    """A `RolloutEngine` with transformers, on any torch device. No cache is kept between calls."""
 
     def __init__(self, policy: CausalPolicy, *, eos_token_ids: frozenset[int], max_num_seqs: int) -> None:
         self._policy = policy.eval().requires_grad_(False)

@@ -39,7 +39,7 @@ _MAX_READ_BYTES = 1 << 16
 _MAX_FAILED_STARTS = 3
 _MAX_LOGGED = 5
 _START_DEADLINE_S = 120.0
-"""The seconds allowed for the import of a scorer and for its first call."""
+"""The seconds allowed for the import of a scorer, and for the scorer's first call."""
 _SEND_DEADLINE_S = 10.0
 """The seconds allowed for sending to an idle process, which a user may have stopped."""
 _MAX_WAIT_S = 1.0
@@ -76,7 +76,7 @@ class PendingResponse:
 
 
 class ScoringProcess:
-    """A scoring process with its deadline and its responses. The first response is the one being scored."""
+    """A scoring process with its deadline and its responses. The process scores the first of these responses now."""
 
     def __init__(self, scorer: str, config: RewardConfig, *, first_call: bool) -> None:
         ours, theirs = socket.socketpair()
@@ -177,8 +177,8 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
     """A pool that scores responses with `scorer`, a function named `module:function` (see `rlcore.score.Scorer`).
 
     If `num_processes` is 0, this process scores without a deadline, which suits trusted scorers. `section`: the section
-    of the settings, for messages. `num_logged`: the maximum number of logged failures of a kind. Raises ConfigError if
-    the scorer does not exist.
+    of the settings, for messages. `num_logged`: the maximum number of failures that are logged, separately for errors
+    and timeouts. Raises ConfigError if the scorer does not exist.
     """
 
     def __init__(
@@ -192,7 +192,8 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         self.timeouts = 0
         """The number of responses that exceeded the deadline."""
         self.errors = 0
-        """The number of responses on which the scorer raised, returned no finite score, or ended its process."""
+        """The number of responses on which the scorer raised an error, returned no finite score, or ended its
+        process."""
         self._last_failure = ""
         self._queue: deque[PendingResponse] = deque()
         self._lock = threading.Lock()
@@ -200,8 +201,8 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         self._workers: list[ScoringProcess] = []
         self._failed_starts = 0
         self._first_call = True
-        """True if processes first call the scorer on an empty response. A timeout or two deaths in that call disable
-        it."""
+        """True if new processes first call the scorer on an empty response. A timeout or two crashes in that call
+        disable it."""
         self._failure: EngineError | None = None
         self._thread: threading.Thread | None = None
         if config.num_processes:

@@ -28,11 +28,11 @@ _PR_SET_PDEATHSIG = 1
 JUDGE_VARIABLE = "MILLRACE_JUDGE"
 """The name of the environment variable that holds `reward.judge` as JSON."""
 MAX_SCORE = (2 - 2**-23) * 2.0**127
-"""The largest float32 number, since scores have this type in training."""
+"""The largest score, which is the largest float32 number. Training stores scores in this type."""
 WEIGHTS_PROBLEM = "reward.weights: must name parts of the score, got "
-"""The prefix of the failure of a score that lacks a part named in `reward.weights`."""
+"""The prefix of the failure message for a score that lacks a part named in `reward.weights`."""
 SCORER_KEY = "scorer"
-"""The field of a mixture's ground truths that names the scorer. The run sets this field and replaces one in the row."""
+"""The field of a ground truth that names the scorer in a mixture. The run sets this field, even if the row has one."""
 
 
 def resolve_scorer(name: str) -> Scorer:
@@ -155,7 +155,7 @@ def _end_with_parent() -> None:
 
 
 def main() -> None:
-    """Run the scoring process."""
+    """Run the scoring process until its parent closes the connection."""
     stacks.register("scorer")
     _end_with_parent()
     descriptor, name, deadline_s, first_call, weights = sys.argv[1:6]

@@ -199,7 +199,6 @@ class Episodes(AbstractContextManager["Episodes"]):
         policy_version: int,
         clock: PhaseClock,
     ) -> None:
-        """Play turn number `turn` of each open episode."""
         settings = self._config.episode
         indices = [index for index, episode in enumerate(playing) if episode.is_open]
         place_of = {index: place for place, index in enumerate(indices)}

@@ -263,7 +263,7 @@ def all_unscored_error(where: str, scorer: str, failures: Sequence[str]) -> Unsc
 
 
 def count_solved(responses: Sequence[ScoredResponse], tally: dict[int, tuple[int, int]]) -> None:
-    """Add the numbers of solved and of scored responses to each prompt to `tally`, by `prompt_id`."""
+    """Add the numbers of solved and of scored responses of each prompt to `tally`, by `prompt_id`."""
     for rollout, score, _ in responses:
         if score.failure is None:
             num_solved, num_scored = tally.get(rollout.prompt.prompt_id, (0, 0))

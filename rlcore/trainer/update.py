@@ -139,7 +139,7 @@ def logprobs_before_update(config: RunConfig, batch: TrainBatch) -> Float[Tensor
 @dataclass(frozen=True, slots=True)
 class SharedBatch:
     """A batch that is split over the ranks. `parts[rank]`: the `TrainBatch` of the rank, or a handle to it after it was
-    sent. `mini_batches`: the mini-batches of all epochs, except mini-batches without a loss."""
+    sent. `mini_batches`: the mini-batches of all epochs. Mini-batches without a loss token are left out."""
 
     batch: TrainBatch
     assignment: Assignment

@@ -1,11 +1,11 @@
 """The `RolloutEngine` with vLLM in the worker's process.
 
-Requests have token ids and seeds, and each response is returned when it ends. Responses to one prompt share its prefill
+Requests have token ids and seeds, and each response is returned when it ends. Responses to one prompt share the prefill
 through the prefix cache.
 
 Ranks may share an engine (`rollout.tensor_parallel_size`). Each of these ranks has a part of every matrix, and all of
 them process all requests. Every rank runs vLLM's scheduler with the same requests, order and seeds, so all decisions
-are equal. The ranks of an engine are neighbours: with two ranks per engine, 0 and 1 share the first engine.
+are equal. Neighbouring ranks share an engine. With two ranks per engine, ranks 0 and 1 share the first engine.
 """
 
 import itertools
@@ -66,7 +66,6 @@ class _Response:
     logprobs: list[float]
 
     def append(self, output: Any) -> None:
-        """Add the new tokens of a vLLM output."""
         self.token_ids.extend(output.new_token_ids)
         if output.new_logprobs is not None:
             # There is one row per token, with only the sampled token.
@@ -74,7 +73,7 @@ class _Response:
 
 
 class VllmEngine(RolloutEngine):
-    """A rollout engine with vLLM."""
+    """A rollout engine that runs vLLM."""
 
     def __init__(self, shape: EngineShape, settings: RolloutConfig, *, eos_token_ids: frozenset[int]) -> None:
         self._sleep_level = settings.sleep_level if shape.device.type == "cuda" else 0

@@ -76,7 +76,6 @@ class _Rows:
         return ends
 
     def remove(self, rows: Any) -> None:
-        """Remove the rows of responses that have ended."""
         self.running = self.running[~np.isin(self.running, rows)]
 
 

@@ -166,7 +166,6 @@ def _rows(held: Tensor | None, sent: _SentTensor) -> Tensor | None:
 
 
 def _local_shard(module: Any, leaf: str, tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor."""
     shard = getattr(module, "shard_indices", None)
     if shard is not None:  # rows of the vocabulary
         first, last = int(shard.org_vocab_start_index), int(shard.org_vocab_end_index)
