@@ -68,7 +68,7 @@ class RunRecord:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether the journal has all steps that the settings ask for."""
+        """Return whether the journal has reached the last step of the settings."""
         return self.last_step >= self.config.trainer.total_steps
 
     @cached_property

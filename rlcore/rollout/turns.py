@@ -1,5 +1,4 @@
-"""The tokens between two turns of the model: the end of a turn, the environment's message, and the start of the next
-turn.
+"""The tokens between two turns of the model: end of turn, message of the environment, and start of the next turn.
 
 These tokens are appended to the previous tokens, which are never tokenized again. A chat template must therefore render
 a conversation as a prefix of every longer one. `TurnTokens` checks this with marked messages.
