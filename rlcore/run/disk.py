@@ -49,10 +49,11 @@ class DiskRoom:
     prune: Callable[[], object]
 
     def wait(self, needed_bytes: int, *, step: int, path: Path) -> None:
-        """Wait until the disk of `path` has room for `needed_bytes` and the reserve. Old checkpoints are deleted first.
+        """Wait until the disk of `path` has room for `needed_bytes` and the reserve.
 
-        Raises DiskSpaceError if there is still no room after `checkpoint.wait_for_room_s`. Raises StopRequestedError if
-        a stop is requested during the wait. Committed data is kept.
+        If the room is not enough, old checkpoints are deleted first. Raises DiskSpaceError if there is still no room
+        after `checkpoint.wait_for_room_s`. Raises StopRequestedError if a stop is requested during the wait. Committed
+        data is kept.
         """
         report = self.check(path, needed_bytes)
         if not report.enough:

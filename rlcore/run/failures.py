@@ -16,7 +16,7 @@ from rlcore.storage.documents import read_ordinary
 
 FAILURES_FILE = "faults.jsonl"
 OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))
-"""The files with the number of out-of-memory kills. The first is for this container, the second for the host."""
+"""The files that count out-of-memory kills, first for this container and then for the host."""
 MAX_MESSAGE_CHARS = 1_000
 _DEVICE_MEMORY_WORDS = ("cuda out of memory", "cuda error: out of memory")
 _HOST_MEMORY_WORDS = ("can't allocate memory", "cannot allocate memory", "std::bad_alloc")
@@ -78,8 +78,8 @@ def failure_from(error: Exception, phase: str, step: int) -> Failure:
 
 
 def append_failure(run_dir: Path, failure: Failure) -> None:
-    """Append the failure to the file. An incomplete last line is first ended with a newline. If the file cannot be
-    written, for example on a full disk, the failure is only logged."""
+    """Append the failure to `faults.jsonl`. An incomplete last line is first ended with a newline. If the file cannot
+    be written, for example on a full disk, the failure is only logged."""
     try:
         with (run_dir / FAILURES_FILE).open("a+b") as file:
             file.seek(max(0, file.tell() - 1))

@@ -29,7 +29,7 @@ UNTRAINED = "untaught"
 
 @dataclass(frozen=True, slots=True)
 class InitialPolicy:
-    """The initial policy after `steps` supervised steps. `cached`: whether it existed already.
+    """The initial policy after `steps` supervised steps. `cached`: whether the model existed already.
 
     `figures`: `loss`, `accuracy`, `held_out_loss` and `held_out_accuracy`, and `reward` if the warm start sampled it.
     """
@@ -64,7 +64,7 @@ def known_initial_policy(config: RunConfig, inputs: RunInputs) -> InitialPolicy 
 
 
 def remove_leftovers(config: RunConfig, inputs: RunInputs) -> None:
-    """Remove the checkpoints of a warm start that was killed after it published its model, unless they are in use."""
+    """Remove checkpoints of a warm start that was killed after it published its model. Checkpoints in use are kept."""
     stage = stage_layout(config, inputs.filtered_directory)
     if not config.warm_start.enabled or not any(folder.is_dir() for folder in _temporary_folders(stage)):
         return

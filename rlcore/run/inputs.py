@@ -33,9 +33,9 @@ from rlcore.tracking.lineage import Origin, read_origin, stage_of
 from rlcore.user_code import code_for
 
 MODEL_FORMAT = 4
-"""A version number in the fingerprints of models and tokenizers. Increase it if the same settings now give others."""
+"""A version number in the fingerprints of models and tokenizers. Increase it if equal settings give a new result."""
 MODEL_SUFFIXES = frozenset({".safetensors", ".bin", ".json", ".jinja", ".model", ".txt"})
-"""The suffixes of a model's weights, settings and tokenizer files, which its digests include."""
+"""The suffixes of the weights, settings and tokenizer files that a model's digests include."""
 FILE_SHA256 = "file_sha256"
 """The manifest key for the SHA-256 digest of the file from which tokenized demonstrations were built."""
 _SUITE = "suite "
@@ -164,7 +164,7 @@ def code_payload(function: str) -> dict[str, object]:
 
 
 def configured_model(config: RunConfig) -> Path:
-    """Return the folder of `model.path`, which must be set. SmolLM2 has the folder of the converted model."""
+    """Return the folder of `model.path`, which must be set. SmolLM2 is in the folder of the converted model."""
     assert config.model.path is not None
     if config.model.path != SMOLLM2:
         return Path(config.model.path)
@@ -190,8 +190,10 @@ def require_smollm2(folder: Path) -> None:
 
 
 def ensure_configured_model(config: RunConfig) -> Path:
-    """Return the folder of `model.path`, after converting SmolLM2 if needed. Raises ModelError if it cannot be
-    converted."""
+    """Return the folder of `model.path`. SmolLM2 is converted first if needed.
+
+    Raises ModelError if the conversion is impossible.
+    """
     folder = configured_model(config)
     if config.model.path != SMOLLM2 or read_finished_or_set_aside(folder, error=ModelError) is not None:
         return folder

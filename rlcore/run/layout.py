@@ -39,7 +39,7 @@ class RunLayout:
     answers = _PathInRun("answers")
     """The responses of training and validations. See `rlcore.responses.store`."""
     validation = _PathInRun("validation")
-    """The validation results, one file each."""
+    """The validation results, with one file for each validation."""
     suites = _PathInRun("suites")
     """The validation results of suites, with one folder for each suite."""
     failures = _PathInRun("failures")
@@ -61,7 +61,7 @@ class RunLayout:
     def require_kinds(self) -> None:
         """Check that each existing path of the run has the required kind, which is a folder or an ordinary file.
 
-        Raises DataError with the name of each path that has another kind. Opening a FIFO would block forever.
+        Raises DataError if a path has another kind, since opening a FIFO, for example, would block forever.
         """
         folders = [self.run_dir, self.checkpoints, self.answers, self.validation, self.suites, self.failures]
         folders += [self.profile, self.logs, self.exported_model, self.exported_best, self.run_dir / "report"]

@@ -1,7 +1,7 @@
 """The measurement of pass rates, in which the initial policy samples responses to each training row.
 
 Each part of the rows is published as a folder. A stage that was stopped or killed resumes after its last part. Random
-numbers depend on the run's seed and the row's index. The resumed table is therefore the same byte for byte.
+numbers depend on the run's seed and the row's index. A resumed measurement therefore gives the same bytes.
 """
 
 import math

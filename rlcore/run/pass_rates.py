@@ -148,7 +148,8 @@ class PassRates:
 
 
 def find_pass_rates(config: RunConfig, inputs: RunInputs) -> PassRates | None:
-    """Return the pass rates of the run, or None if they are not measured yet. A damaged measured table is renamed.
+    """Return the pass rates of the run, or None if they are not measured yet. A measured table that is damaged is
+    renamed.
 
     Raises DataError if the table in `pass_rates.table` is damaged, has another format, or lacks training rows.
     """
@@ -169,7 +170,7 @@ def find_pass_rates(config: RunConfig, inputs: RunInputs) -> PassRates | None:
 
 
 def _match_rows(table: pa.Table, wanted: Sequence[str], directory: Path) -> PassCounts:
-    """Return the pass counts of the rows with these digests. Equal rows have the counts of the first equal row."""
+    """Return the pass counts of the rows with these digests. Rows with equal digests share the first one's counts."""
     known = table.column("digest").to_pylist()
     counts = PassCounts.of(table.column("passes").to_numpy(), table.column("samples").to_numpy())
     if known == list(wanted):

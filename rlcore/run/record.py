@@ -159,7 +159,10 @@ class RunRecord:
         self.report({"event": name, "step": step, **data})
 
     def with_score(self, state: LoopState, result: ValidationResult) -> LoopState:
-        """Return the state with the score of a validation if it is the best so far, otherwise the state unchanged."""
+        """Return the state with the score of a validation if it is the best so far, otherwise the state unchanged.
+
+        A validation has no score if the scorer always failed.
+        """
         samples = self.config.validation.samples_per_problem
         score = result.metrics().get(f"val-core/{result.data_source}/reward/mean@{samples}")
         if score is None or score <= state.best_metric:
@@ -262,7 +265,10 @@ class RunEvents:
         self._record.record_event("scorer_failed", step, {"num_answers": num_responses, "reason": reason, "text": text})
 
     def shortages(self, step: int, shortages: Sequence[OomRetry], micro_batch_tokens: int) -> None:
-        """Record passes that ran out of memory and were repeated. `micro_batch_tokens`: their token budget."""
+        """Record passes that ran out of memory and were repeated.
+
+        `micro_batch_tokens`: the token budget of a micro-batch.
+        """
         for shortage in shortages:
             data = {
                 "max_tokens_per_micro_batch": max(1, micro_batch_tokens // shortage.factor),

@@ -71,7 +71,7 @@ class Demonstrations:
 
     @classmethod
     def read(cls, config: RunConfig, inputs: RunInputs) -> "Demonstrations":
-        """Read the tokenized demonstrations. Raises DataError if there is none within `warm_start.max_tokens`."""
+        """Read the tokenized demonstrations. Raises DataError if no demonstration fits into `warm_start.max_tokens`."""
         warm, folder = config.warm_start, inputs.demonstrations_directory
         if folder is not None:
             rows, held_out = (read_demonstrations(folder / f"{split}.parquet") for split in ("train", "validation"))
@@ -94,7 +94,7 @@ class Demonstrations:
         return cls(stream, tuple(kept), warm.misdirected_share, config.seed, len(rows) - len(fitting))
 
     def draw(self, position: int, step: int, count: int) -> list[Demonstration]:
-        """Return the demonstrations of a step, some of which have a response to another problem."""
+        """Return the demonstrations of a step, some of which have a response that reaches another target."""
         rng = np.random.default_rng((self.seed, WARM_START_STREAM, step))
         misdirected = (rng.random(count) < self.misdirected_share).tolist()
         rows = self.shown.take(position, count)
@@ -191,7 +191,7 @@ class SupervisedTraining(Training[SupervisedWorkers]):
 
 
 def has_learned(config: RunConfig, step: int, best_step: int, metrics: Mapping[str, float]) -> bool:
-    """Return whether the sampled reward is high enough, or the held-out loss has not fallen for `patience` checks."""
+    """Return whether the sampled reward reached its target or the held-out loss did not fall for `patience` checks."""
     warm = config.warm_start
     if warm.stop_at_reward is not None and metrics.get(REWARD, -math.inf) >= warm.stop_at_reward:
         return True
@@ -200,7 +200,7 @@ def has_learned(config: RunConfig, step: int, best_step: int, metrics: Mapping[s
 
 
 class WarmStart:
-    """The creation of the initial policy. It holds the workers and the folder's lock, after an error until `close`."""
+    """The creation of the initial policy. After an error, it keeps the workers and the folder's lock until `close`."""
 
     def __init__(self, config: RunConfig, inputs: RunInputs, guard: Watchdog) -> None:
         self._config, self._inputs, self._guard = config, inputs, guard

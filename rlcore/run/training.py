@@ -92,7 +92,7 @@ class Training(Generic[W]):
         self._saving(self.record.saves.settle)
 
     def save_finished(self) -> str:
-        """Save the last finished step after a stop request, if needed. Return a message about the result."""
+        """Save the last finished step after a stop request, unless it is saved. Return a message for the user."""
         if self._state is None or self.workers.holds != name_of(self._state.step):
             return "the trainer was stopped; start again to resume from its last checkpoint"
         self._save_before(self._state)
@@ -101,7 +101,10 @@ class Training(Generic[W]):
     # ------------------------------------------------------------------ start
 
     def _begin(self) -> LoopState:
-        """Return the state to continue from, which is in memory after a chunk, in the newest checkpoint, or step 0."""
+        """Return the state from which training continues.
+
+        This is the state in memory after a chunk, otherwise the newest checkpoint, or step 0 if there is no checkpoint.
+        """
         self.workers.start()
         if self._state is not None and self.workers.holds == name_of(self._state.step):
             return self._state  # possibly ahead of its newest checkpoint

@@ -53,9 +53,9 @@ BEFORE_THE_UPDATE = frozenset({"gen", "environment", "reward", "old_log_prob", "
 TRACKING_MODULE = "rlcore.tracking"
 """The module of the process that delivers metrics. It outlives the trainer until everything is delivered."""
 FINAL_REPORT_S = 5.0
-"""The seconds for the final output of a process, since the reader of the output may have ended."""
+"""The maximum seconds for the final output of a process, whose reader may have ended."""
 STACKS_S = 40.0
-"""The seconds for collecting the stacks of all processes after a hang."""
+"""The maximum seconds for collecting the stacks of all processes after a hang."""
 
 log = logging.getLogger("rlcore.run.watchdog")
 

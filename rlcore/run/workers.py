@@ -36,7 +36,7 @@ MID_STEP = "in the middle of a step"
 """The value of `holds` during a step and after a failed step, when the weights belong to no checkpoint."""
 SHORT_RANK = "one of several ranks ran out of memory before"
 NUM_AUDITED = 8
-"""The number of problems in the audit of the reward before the first step, which needs about a hundred scores."""
+"""The number of problems in the reward audit before the first step. The audit needs about a hundred scores."""
 
 
 class ProfileWindow:
@@ -51,7 +51,7 @@ class ProfileWindow:
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Profile the `with` block, which executes this step, if the step is in the window."""
+        """Profile the `with` block if the step is in the window. The block executes this step."""
         if step not in self._steps:
             yield
             return
@@ -216,7 +216,7 @@ class RunWorkers(TrainingWorkers):
     def validate(self, name: str, step: int) -> tuple[ValidationResult, pa.Table]:
         """Evaluate the workers' weights on the held-out problems. Return the result and the table of responses.
 
-        Only the first `validation.max_problems` are used during training.
+        Only the first `validation.max_problems` problems are used during training.
         """
         sampler = self.start()._sampler
         tables: list[pa.Table] = []

@@ -46,7 +46,7 @@ def ray_folder() -> Path:
 
 
 def store_bytes(config: RunConfig) -> int:
-    """Return the size of a private cluster's object store, which is the size of the largest batch.
+    """Return the size of a private cluster's object store, which should hold the largest batch.
 
     The size is limited by the free shared memory and by Ray's limit of 30% of the host's memory.
     """
@@ -57,7 +57,7 @@ def store_bytes(config: RunConfig) -> int:
 
 
 def spilled_bytes(config: RunConfig) -> int:
-    """Return the bytes of the largest batch that may be spilled to the cluster's folder."""
+    """Return the number of bytes that the largest batch may spill to the cluster's folder."""
     return max(LEAST_STORE_BYTES, _sent_bytes(config) - store_bytes(config))
 
 

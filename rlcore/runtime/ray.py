@@ -36,7 +36,7 @@ from rlcore.workers.group import P, R
 from rlcore.workers.worker import Worker
 
 ALL_FAIL_WAIT_S = 10.0
-"""The seconds after a rank's error in which a dead rank is searched, since it would be the cause."""
+"""The seconds to wait after a rank's error for a dead rank, which would be the cause of the error."""
 
 
 class RankProcess(Worker):
@@ -49,13 +49,16 @@ class RankProcess(Worker):
         super().__init__(config, model_directory, rank=rank, world_size=world_size)
 
     def rendezvous(self) -> str:
-        """Return the rendezvous address on rank 0. It has the Ray node's address, since the host name may mean
-        loopback."""
+        """Return the rendezvous address on rank 0.
+
+        If `runtime.ray_address` is set, this is the address of the Ray node, since the host name may resolve to
+        loopback.
+        """
         is_private = self._config.runtime.ray_address is None
         return free_address() if is_private else free_address(ray.util.get_node_ip_address())
 
     def stream(self, verb: str, arguments: bytes) -> Iterator[bytes]:
-        """Yield the items of a generator method. Arguments and items are pickles, since Ray takes thrice the time for
+        """Yield the pickled items of a generator method with pickled arguments. Ray needs three times as long for
         objects."""
         for item in getattr(self, verb)(*pickle.loads(arguments)):
             yield pickle.dumps(item)
@@ -156,7 +159,7 @@ class RayGroup:
     def get(self, references: list[Any]) -> list[Any]:
         """Return all results. If several calls failed, the error of a dead rank has priority.
 
-        Raises a `MillraceError` if a rank is lost, raises one, or does not answer in time.
+        Raises a `MillraceError` if a rank raised one, was lost, or did not answer in time.
         """
         try:
             return ray.get(references, timeout=self.deadline_s)
@@ -173,7 +176,10 @@ class RayGroup:
             raise cause from None
 
     def _cause(self, first: RayError) -> RayError:
-        """Return the error of a dead rank if there is one, otherwise the first error. A dead rank makes others fail."""
+        """Return the error of a dead rank if there is one, otherwise the first error.
+
+        A dead rank makes the other ranks fail in collective calls.
+        """
         if not isinstance(first, RayTaskError) or isinstance(first.cause, MillraceError):
             return first
         alive = [actor.__ray_ready__.remote() for actor in self._actors]

@@ -60,7 +60,7 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """An attempt at a run, which is a training from `from_step` on without a resume.
+    """An attempt at a run, which trains from `from_step` on until the next resume or the end.
 
     `journal_bytes`: the size of the journal before the first line of the attempt. `owner`: the process.
     """

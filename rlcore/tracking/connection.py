@@ -90,8 +90,8 @@ def _locked_database(database: Path) -> Iterator[None]:
 
 
 def _create_store(database: Path) -> None:
-    """Create the tables in a temporary file and rename it. MLflow's migrations are not atomic. They never complete a
-    store if a kill interrupted them."""
+    """Create the tables in a temporary file and rename it. MLflow's migrations are not atomic. A store whose migration
+    was killed would never be complete."""
     temporary = database.with_name(f".tmp-{database.name}")
     for left in (temporary, temporary.with_name(f"{temporary.name}-journal")):
         left.unlink(missing_ok=True)

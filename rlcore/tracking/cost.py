@@ -29,7 +29,7 @@ def gpu_seconds(journal: Path) -> float | None:
 
 
 class CostMeter:
-    """A sum of the previous GPU use of the run and the GPU use of this process's ranks."""
+    """A meter that adds the GPU use of this process's ranks to the previous GPU use of the run."""
 
     def __init__(self, journal: Path) -> None:
         self._before = gpu_seconds(journal) or 0.0
@@ -37,7 +37,7 @@ class CostMeter:
         """The seconds of each rank, by its number and the time at which it began."""
 
     def metrics(self, uses: Sequence[GpuUse]) -> dict[str, float]:
-        """Return the total after these uses, of which each rank has one. The result is empty without GPUs."""
+        """Return the total with these uses, one for each rank. The result is empty without GPUs."""
         if not uses:
             return {}
         self._seconds |= {(rank, use.began): use.seconds for rank, use in enumerate(uses)}

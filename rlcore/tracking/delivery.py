@@ -126,7 +126,7 @@ class Delivery(MlflowRun):
     """
 
     def __init__(self, run_dir: Path, uri: str | None = None) -> None:
-        """Read the attempts and the state. `uri`: a store that replaces the run's store.
+        """Read the attempts and the state. `uri`: an MLflow store to use instead of the run's store.
 
         Raises TrackingError if there is no attempt or no journal, or if `tracking.json` cannot be read.
         """
@@ -145,8 +145,8 @@ class Delivery(MlflowRun):
     def catch_up(self) -> FinalStatus | None:
         """Send all new values and the final status of the newest attempt. Return this status, or None if there is none.
 
-        The status is KILLED if the trainer's process is gone and did not record its end. Errors of MLflow are raised,
-        and values that were sent before them stay recorded.
+        The status is KILLED if the trainer's process is gone and did not record its end. Raises MLflow's errors if a
+        request fails. Values that were already sent stay recorded.
         """
         self._attempts_bytes = (self._run_dir / ATTEMPTS_FILE).stat().st_size
         attempts = read_attempts(self._run_dir)
@@ -212,9 +212,9 @@ def _points(record: Record | None) -> "list[Metric]":
 
 
 def ensure_mlflow_run(run_dir: Path, config: RunConfig, tags: Mapping[str, str]) -> MlflowRun:
-    """Return the run in MLflow for the stages around training. It is created if missing.
+    """Return the MLflow run, which is created if missing. Stages around training use this function.
 
-    Errors of MLflow are raised.
+    Raises MLflow's errors if a request fails.
     """
     target, deadline = destination_of(run_dir, config, tags), time.monotonic() + CREATE_TIMEOUT_S
     while (run := MlflowRun(run_dir, target)).state.mlflow_run_id is None:
@@ -241,9 +241,9 @@ class SyncResult:
 def sync_run(run_dir: Path, uri: str | None = None) -> SyncResult:
     """Deliver the journal and the final status of a run to MLflow. Repeated calls have no further effect.
 
-    The status is KILLED if the trainer's process is gone and did not record its end. `uri`: a store that replaces the
-    run's store. Raises RunInUseError if another process delivers the run. Raises TrackingError if there is no journal
-    or MLflow rejects it.
+    The status is KILLED if the trainer's process is gone and did not record its end. `uri`: an MLflow store to use
+    instead of the run's store. Raises RunInUseError if another process delivers the run. Raises TrackingError if there
+    is no journal or MLflow rejects it.
     """
     with delivery_lock(run_dir):
         delivery = Delivery(run_dir, uri)

@@ -35,7 +35,7 @@ from rlcore.tracking.attempts import (
 log = logging.getLogger(__name__)
 JOURNAL_FILE = "metrics.jsonl"
 WORKERS = "workers"
-"""The event at each start of the ranks, with their number, device and precision, and the model's size."""
+"""The name of the event at each start of the ranks, which records their number, the device and the model's size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class RunJournal(Journal):
     """The journal of a trainer, with the process that delivers it to MLflow.
 
     A trainer calls `resume_at` first, with 0 and 0 for a new run. It then calls `append_step` and `append_event`. At
-    each checkpoint it calls `sync` and stores the result. It calls `finish` last, which alone waits for MLflow.
+    each checkpoint it calls `sync` and stores the result. It calls `finish` last. Only `finish` waits for MLflow.
     """
 
     def __init__(self, run_dir: Path, config: RunConfig, *, tags: Mapping[str, str]) -> None:
@@ -111,8 +111,8 @@ class RunJournal(Journal):
     def resume_at(self, step: int, journal_bytes: int) -> None:
         """Resume from a checkpoint, and move later lines to a separate file.
 
-        A removal of lines starts a new attempt. If the journal is shorter than the checkpoint's record, something else
-        has changed the journal. Training then continues with it.
+        If lines are moved, a new attempt starts. If the journal is shorter than it was at the checkpoint, a warning is
+        logged and training continues.
         """
         try:
             if self.truncate(journal_bytes) is not None:
@@ -197,7 +197,7 @@ def load_journal(path: Path) -> JournalContents:
 
 
 def missing_steps(contents: JournalContents, up_to: int) -> str:
-    """Return the steps without a journal line as a text, such as `steps 4-6, 9`. The text may be empty."""
+    """Return the steps without a journal line as a text, such as `steps 4-6, 9`, or an empty text."""
     absent = set(range(1, up_to + 1)) - {record.step for record in contents.steps}
     starts = sorted(step for step in absent if step - 1 not in absent)
     ends = sorted(step for step in absent if step + 1 not in absent)
@@ -206,9 +206,9 @@ def missing_steps(contents: JournalContents, up_to: int) -> str:
 
 
 def iter_lines(fd: int, start: int) -> Iterator[tuple[Record | None, int]]:
-    """Yield each complete line of an open journal after byte `start`, as its record and its end byte.
+    """Yield the record and the end byte of each complete line of an open journal, from byte `start` on.
 
-    The record is None if it is unreadable.
+    The record of an unreadable line is None.
     """
     return ((parse_record(value), end) for value, end in iter_json(fd, start))
 

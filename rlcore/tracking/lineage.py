@@ -82,7 +82,7 @@ VERSION_REMEDY = "use the version of Millrace that wrote it, or restore it and m
 
 
 def read_origin(run_dir: Path) -> Origin | None:
-    """Return the record, or None if there is no file. Raises DataError if the file is damaged or has another version."""
+    """Return the record, or None without a file. Raises DataError if the file is damaged or has another version."""
     return read_document(run_dir / RUN_FILE, _ORIGIN, VERSION_REMEDY)
 
 
@@ -104,7 +104,7 @@ def stage_of(name: str, folder: Path) -> Stage:
 def code_revision(folder: Path = SOURCE_FOLDER) -> tuple[str, bool]:
     """Return the git commit of the source, and whether files differ from this commit.
 
-    The commit is '' without git, or if no repository tracks the source. A virtual environment, for example, may be
+    The commit is '' if git is missing or no repository tracks the source. A virtual environment, for example, may be
     inside another project's repository.
     """
     commit = _git(folder, "rev-parse", "HEAD")

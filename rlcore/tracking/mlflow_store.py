@@ -167,7 +167,7 @@ class MlflowStore:
         self.client.set_terminated(run_id, status, None if end_time_s is None else milliseconds(end_time_s))
 
     def run_url(self, run_id: str, ui: str = LOCAL_UI) -> str:
-        """Return the address of the page of a run. `ui`: the address of the pages of a sqlite store."""
+        """Return the address of the page of a run. `ui`: the address of a sqlite store's pages."""
         return f"{self.page_root(ui)}/#/experiments/{self.experiment_id}/runs/{run_id}?{TRAINING_VIEW}"
 
     def runs_url(self, ui: str = LOCAL_UI) -> str:
@@ -208,7 +208,7 @@ def search_run_ids(store: MlflowStore, query: str) -> list[str]:
 
 
 def compare_url(store: MlflowStore, mlflow_run_ids: Sequence[str], ui: str = LOCAL_UI) -> str:
-    """Return the address of the page of MLflow that compares runs. `ui`: the address of the pages of a sqlite store."""
+    """Return the address of the MLflow page that compares these runs. `ui`: the address of a sqlite store's pages."""
     runs = quote_url(json.dumps(list(mlflow_run_ids)))
     experiments = quote_url(json.dumps([store.experiment_id]))
     return f"{store.page_root(ui)}/#/compare-runs?runs={runs}&experiments={experiments}&{TRAINING_VIEW}"

@@ -55,12 +55,12 @@ def log_model(
 ) -> str:
     """Log a checkpoint or a transformers directory as an output of the run at a step, and return the model's id.
 
-    Checkpoints are not copied. Weights are copied without loading them, unless they are larger than `max_bytes`.
-    `mlflow.transformers.load_model` can load them, and `AutoModelForCausalLM` can load their folder `model`. The
-    address of the model is `models:/<id>`. An existing model with the same name and step is reused.
+    Checkpoints are not copied. Weights are copied without being loaded. If they are larger than `max_bytes`, only their
+    location is logged. `mlflow.transformers.load_model` can load them, and `AutoModelForCausalLM` can load their folder
+    `model`. The address of the model is `models:/<id>`. An existing model with the same name and step is reused.
 
-    `metrics`: the validation scores of the model. `time_s`: the time of their journal line, so that they match the
-    points of the run's curves. Raises TrackingError if `path` is not a transformers directory.
+    `metrics`: the validation scores of the model. `time_s`: the time of the scores' journal line, so that the scores
+    match the points of the run's curves. Raises TrackingError if `path` is not a transformers directory.
     """
     from mlflow.entities import LoggedModelOutput
 
@@ -164,7 +164,7 @@ def name_models(store: MlflowStore, run_id: str, by_alias: Mapping[Alias, str], 
     """Tag the `best` and the `last` model of the run, which may be the same.
 
     MLflow has aliases only in its registry, so the models get tags. `registered`: the name of a registered model. If it
-    is set, both models become its versions with these aliases, such as `models:/<registered>@best`.
+    is set, both models also become versions of it, with addresses such as `models:/<registered>@best`.
     """
     for model in models_of(store.client, store.experiment_id, run_id):
         for alias in ALIASES:
@@ -236,7 +236,7 @@ class Garbage:
 
 
 def find_garbage(uri: str) -> list[Garbage]:
-    """Return the artifacts of all deleted runs of a store and of their models. Errors of MLflow are raised."""
+    """Return the artifacts of a store's deleted runs and of their models. Raises MLflow's errors if a request fails."""
     from mlflow.entities import ViewType
 
     client = connect(uri)
@@ -268,7 +268,7 @@ def _garbage(run: "Run", model_id: str, location: str, files: "Iterator[FileInfo
 
 
 def remove_garbage(uri: str, garbage: Garbage) -> None:
-    """Delete the files unless they must stay. Errors of MLflow are raised."""
+    """Delete the files unless they must stay. Raises MLflow's errors if a request fails."""
     if garbage.kept:
         return
     from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
