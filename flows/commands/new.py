@@ -1,4 +1,4 @@
-"""`millrace new task|experiment|scorer NAME`: write a first custom file, which runs unchanged."""
+"""The command `millrace new task|experiment|scorer NAME`, which writes a first custom file that runs unchanged."""
 
 import keyword
 import re
@@ -54,7 +54,7 @@ COMMANDS = {
     "experiment": "millrace run experiment={name}.yaml",
     "scorer": "millrace run experiment=debug data.scorer={name}:score",
 }
-"""The command that runs the file, by kind."""
+"""The command that runs the new file, by kind of file."""
 
 
 def new(
@@ -68,14 +68,14 @@ def new(
     ],
     name: Annotated[str, typer.Argument(metavar="NAME", help="File name without its suffix.")],
 ) -> None:
-    """Write a first task, experiment or scorer into this folder. It runs unchanged.
+    """Write a first task, experiment or scorer into this folder. The file runs unchanged.
 
     Examples:
       millrace new task my_task
       millrace new experiment mine
 
     Raises:
-        ConfigError: unknown kind, invalid name, or an existing file.
+        ConfigError: if the kind is unknown, the name is invalid, or the file already exists.
     """
     from rlcore.storage.publish import write_text_atomically
 
