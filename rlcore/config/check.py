@@ -86,7 +86,7 @@ def _merge(settings: Any, more: Any) -> Any:
 
 
 def _interpolate(settings: dict[str, Any], findings: Findings) -> dict[str, Any]:
-    """Return the settings as JSON with every `${...}` replaced. One that cannot be resolved becomes a problem."""
+    """Return the settings as JSON with every `${...}` replaced. A value that cannot be resolved becomes a problem."""
     while True:
         # The keys of JSON are texts, where those of YAML may be true or 1.
         settings = json.loads(json.dumps(settings, default=str))
@@ -275,7 +275,8 @@ def suites_in(settings: Mapping[str, Any]) -> list[Any]:
 
 
 def read_suites(named: Sequence[Any], findings: Findings) -> list[Any]:
-    """Return suites as plain values, with file names replaced by the content of the files. Mistakes become problems."""
+    """Return suites as plain values, with file names replaced by the content of the files. A file that cannot be read
+    becomes a problem."""
     found = [_read(entry) if isinstance(entry, str) else entry for entry in named]
     for problem in found:
         if isinstance(problem, Problem):
