@@ -180,8 +180,7 @@ def evaluate(run: Run, checkpoint: str | int = "last") -> ValidationResult:
 
 
 def open(run: str | Path, root: str | Path | None = None) -> Run:
-    """Return the run with this folder, id, or unique prefix of an id. Ids are searched under the folder `root`. Raises
-    DataError if no run matches."""
+    """Return a run by its folder, its id, or a unique prefix of its id under `root`. Raises DataError if none matches."""
     return Run(*find_run([str(run)], None if root is None else Path(root)))
 
 

@@ -54,8 +54,7 @@ def _create(of: str, what: str, description: str, data: Content, kind: str) -> M
 
 
 def _update(run: OpenRun, what: str, description: str, data: Content, kind: str = "markdown") -> None:
-    """Create an artifact of the run at the first call and change it at later calls, so that the server keeps no
-    history.
+    """Create an artifact of the run at the first call and change it later, so that the server keeps no history.
 
     After a failure, no request is sent for `RETRY_AFTER_S`. The trainer's pipe is not read during a request, and a full
     pipe blocks the trainer.

@@ -145,8 +145,7 @@ def evaluate_all(
 
 
 def evaluations_json(found: Sequence[Evaluation]) -> dict[str, Any]:
-    """Return all metrics as JSON values. They include the paired differences between the first model and each other
-    model."""
+    """Return all metrics as JSON values, with the paired differences of each other model to the first model."""
     evaluations, differences = [], []
     for one in found:
         metrics = {each.data_source: _metrics_json(each) for each in one.results}

@@ -108,7 +108,7 @@ def all_overrides(overrides: Sequence[str] | None, **fields: str | float | Path 
 
 
 def flow_root(root: Root) -> Root:
-    """Return `root` if it is set. Otherwise return the root of the stack whose worker runs the flow, if there is one."""
+    """Return `root` if it is set. Otherwise return the root of the stack whose worker runs the flow, if any."""
     return root or os.environ.get(STACK_ROOT)
 
 

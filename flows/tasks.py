@@ -206,8 +206,7 @@ class RunReporter:
         self._show_summary()
 
     def _show_summary(self, *, now: bool = False) -> None:
-        """Update the checkpoints, summary and MLflow link, at most every `SUMMARY_EVERY_S` seconds unless `now` is
-        true."""
+        """Update the checkpoints, summary and MLflow link. Unless `now`, wait `SUMMARY_EVERY_S` since the last update."""
         shown = self._run.prefect_view
         if not now and time.monotonic() - shown.summary_at < SUMMARY_EVERY_S:
             return

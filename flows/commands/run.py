@@ -1,4 +1,4 @@
-"""`millrace run`, `train`, `validate`, `eval` and `report`."""
+"""The commands `millrace run`, `train`, `validate`, `eval` and `report`."""
 
 import json
 import logging
@@ -40,7 +40,7 @@ def run(
     info: Info = False,
     verbose: Verbose = False,
 ) -> None:
-    """Run an experiment from dataset to report, as Prefect flows. Finished stages are not repeated.
+    """Run an experiment from its dataset to its report, as Prefect flows. Finished stages are skipped.
 
     Examples:
       millrace run experiment=countdown_demo
@@ -84,7 +84,7 @@ def train(
     info: Info = False,
     verbose: Verbose = False,
 ) -> None:
-    """Run the same training without Prefect: data, warm start, chunks, validation, weights.
+    """Run the stages of `millrace run` without Prefect and without the report.
 
     Examples:
       millrace train experiment=countdown_demo trainer.total_steps=40
@@ -114,7 +114,7 @@ def _compose_and_plan(
     cfg: str | None,
     info: bool,
 ) -> "tuple[RunSettings, RunPlan] | None":
-    """Compose, check and plan a run; return None after `--cfg`, `--info` or `--dry-run`, which only print."""
+    """Compose, check and plan a run. Return None after `--cfg`, `--info` or `--dry-run`, which only print."""
     require_dry_run(as_json=as_json, dry_run=dry_run)
     composed = compose_arguments(settings, root, fork=fork, dry_run=dry_run or info or cfg is not None)
     if cfg is not None or info:
@@ -180,7 +180,7 @@ def evaluate(
     root: OptionalRoot = None,
     as_json: Annotated[bool, typer.Option("--json", help="All metrics as JSON.")] = False,
 ) -> None:
-    """Evaluate models or checkpoints on suites. Metrics have intervals; each model is paired with the first.
+    """Evaluate models or checkpoints on suites, with confidence intervals. Each model is compared with the first.
 
     Examples:
       millrace eval artifacts/runs/<run id> --suite gsm8k
@@ -202,7 +202,7 @@ def evaluate(
 
 
 def report(run: Run, root: OptionalRoot = None) -> None:
-    """Write the report of a run: pages in HTML, their numbers in JSON, and charts.
+    """Write the report of a run, which consists of HTML pages, a JSON file with their numbers, and charts.
 
     Examples:
       millrace report experiment=countdown_demo
@@ -217,10 +217,10 @@ def report(run: Run, root: OptionalRoot = None) -> None:
 
 @contextmanager
 def command_flow(api: "PrefectApi", *, verbose: bool) -> Iterator[None]:
-    """Run a command's flow in the block, with progress on the console and errors as one message.
+    """Show the progress of a command's flow, which runs inside the `with` block. Prefect's log needs `verbose`.
 
     Raises:
-        StopRequestedError: the flow run was cancelled or requested to stop.
+        StopRequestedError: if the flow run is cancelled or requested to stop.
     """
     from flows.progress import display_for_console, use_display
     from flows.server.api import wait_for_prefect
@@ -242,7 +242,7 @@ def command_flow(api: "PrefectApi", *, verbose: bool) -> Iterator[None]:
 
 
 def _hide_prefect_logs() -> None:
-    """Keep the log lines of flow and task runs off the console, which has our progress and one message per error."""
+    """Hide the log lines of flow runs and task runs on the console. Millrace shows progress and errors instead."""
 
     def is_shown(record: logging.LogRecord) -> bool:
         return not record.name.startswith(("prefect.flow_runs", "prefect.task_runs"))
@@ -256,7 +256,7 @@ def _hide_prefect_logs() -> None:
 
 
 def summary_lines(config: "RunConfig", result: "PipelineResult", api: "PrefectApi | None") -> list[str]:
-    """Return the last lines of `millrace run`. `api` is None if there was nothing to do."""
+    """Return the last output lines of `millrace run`. `api` is None if all stages were already done."""
     root = result.run_dir.parents[1]
     lines = ["", f"{result.run_id}: {config.trainer.total_steps} steps"]
     lines += [f"  {one.headline()}" for one in result.validations]

@@ -1,4 +1,4 @@
-"""`millrace runs`, `logs`, `stop` and `slots`. They use files, locks and signals, not Prefect or MLflow."""
+"""The commands `millrace runs`, `logs`, `stop` and `slots`. They do not use Prefect or MLflow."""
 
 import json
 import re
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 POLL_S = 0.2
 MAX_SLOTS = 1_024
-"""Maximum number of slots of a root; each is a lock on a file."""
+"""The maximum number of slots of a root. Each slot is a lock on a file."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 AGES = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min"), (1.0, "s"))
-"""Seconds of a unit, largest first."""
+"""The units of an age with their lengths in seconds. The largest unit is first."""
 
 
 def runs(
@@ -48,14 +48,14 @@ def runs(
     as_json: AsJson = False,
     root: Root = ARTIFACTS,
 ) -> None:
-    """List the runs of a root: state, step, score, age, size, and what each waits for or why it failed.
+    """List the runs of a root with state, step, score, age and size. A note says what a run waits for or why it failed.
 
     Examples:
       millrace runs
       millrace runs countdown --state failed --state lost
 
     Raises:
-        ConfigError: unknown state.
+        ConfigError: if a state is unknown.
     """
     from rich.table import Table
 
@@ -95,7 +95,7 @@ def runs(
 
 
 def format_age(seconds: float) -> str:
-    """Return a time in the largest unit that it fills.
+    """Return a duration in seconds as a whole number of the largest suitable unit.
 
     >>> format_age(7_300), format_age(45.2), format_age(0.1)
     ('2 h', '45 s', '0 s')
@@ -116,7 +116,7 @@ def logs(
       millrace logs countdown_demo-s1 -f
 
     Raises:
-        DataError: no such run, or no trainer process was started for it.
+        DataError: if the run does not exist, or if no trainer process was started for it.
     """
     from flows.work.runs import find_run
     from flows.work.status import worker_of
@@ -155,21 +155,21 @@ def logs(
 
 
 def _print_line(line: str) -> None:
-    """Print a line without Ray's colours and with other control characters, as from a response, escaped."""
+    """Print a line without Ray's colours. Other control characters, for example from a response, are escaped."""
     from flows.progress import printable
 
     print(printable(_COLOUR.sub("", line)), flush=True)
 
 
 def stop(run: Run, root: OptionalRoot = None) -> None:
-    """Request a run to stop, and wait until it has. It finishes its step and saves; the same command resumes it.
+    """Request a run to stop, and wait until it stops. It finishes its step and saves. The same command resumes it.
 
     Examples:
       millrace stop countdown_demo-s1
 
     Raises:
-        DataError: no such run.
-        RunInUseError: its process belongs to another host or user, or is still alive after its deadline.
+        DataError: if the run does not exist.
+        RunInUseError: if the run's process belongs to another host or user, or is still alive after its deadline.
     """
     from flows.work.open_run import END_WAIT_S
     from flows.work.runs import find_run
@@ -200,7 +200,8 @@ def stop(run: Run, root: OptionalRoot = None) -> None:
 
 
 def _request_stop(run_dir: Path, worker: "Holder") -> None:
-    """Send SIGTERM to the process that holds the run's lock, if it is on this host with the recorded start time."""
+    """Send SIGTERM to the process that holds the run's lock. Raises RunInUseError if this process is on another host,
+    started at another time than recorded, or belongs to another user."""
     import psutil
 
     from flows.work.open_run import STOP_FILE, record_stop_request
@@ -243,7 +244,7 @@ def slots(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show or set how many ranks train concurrently under a root, with the holders of slots and the queue.
+    """Show or set the number of ranks that train concurrently under a root. Show the holders of slots and the queue.
 
     Examples:
       millrace slots
@@ -251,7 +252,7 @@ def slots(
       millrace slots --gpus 0,1 --per-gpu 2
 
     Raises:
-        ConfigError: both a number and GPUs, an invalid list of GPUs, or too many slots.
+        ConfigError: if the options contradict each other, the list of GPUs is invalid, or there are too many slots.
     """
     from flows.work.slots import Slots
 
