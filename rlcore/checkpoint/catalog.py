@@ -59,7 +59,8 @@ class CheckpointInfo:
 
     @property
     def score(self) -> float | None:
-        """The mean of `val-core/<data_source>/reward/mean@k`, or the negative held-out loss of a supervised step."""
+        """The mean of `val-core/<data_source>/reward/mean@k`, or the negative held-out loss of a supervised step. None
+        if the step has neither."""
         if (loss := self.metrics.get(HELD_OUT_LOSS)) is not None:
             return -loss
         scores = [value for name, value in sorted(self.metrics.items()) if VALIDATION_SCORE.match(name)]
@@ -124,9 +125,9 @@ def _info(path: Path, step: int) -> CheckpointInfo:
 
 
 def move_out_of_the_way(path: Path) -> None:
-    """Rename what a new checkpoint must not or cannot replace: newer formats, unreadable folders, and files.
+    """Rename a path that a new checkpoint must not or cannot replace: a newer format, an unreadable folder, or a file.
 
-    Pruning ignores the renamed path. If a user renames it back, it is read again.
+    Pruning ignores the new name. If a user renames the path back, it is read again.
     """
     if not os.path.lexists(path):
         return

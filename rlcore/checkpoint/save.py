@@ -37,7 +37,7 @@ class SavingRanks(Protocol):
 
 
 class WaitsForRoom(Protocol):
-    """The interface of `rlcore.run.disk.DiskRoom`."""
+    """The interface of `rlcore.run.disk.DiskRoom`, which waits for disk space."""
 
     def wait(self, needed_bytes: int, *, step: int, path: Path) -> None:
         """Return when the disk has room for `needed_bytes`."""

@@ -26,8 +26,8 @@ from rlcore.storage.disk import is_out_of_room, out_of_room
 FORMAT = "millrace-shards"
 FORMAT_VERSION = 1
 MAX_FILE_BYTES = 2**30
-"""The largest size of a file in bytes. A save from a GPU uses this host memory at one time. One thread hashes the file
-in about a second."""
+"""The largest size of a file in bytes. A save from a GPU uses this much host memory at one time. One thread hashes the
+file in about a second."""
 
 DTYPES: Mapping[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype

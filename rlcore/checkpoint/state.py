@@ -33,14 +33,14 @@ class LoopState:
     """The best held-out score, or -inf before the first one."""
     best_step: Count = 0
     entropy_added: float = 0.0
-    """The addend to the weight of the entropy bonus that the entropy target has caused."""
+    """The amount that the entropy target has added to the weight of the entropy bonus."""
     pass_counts: str = ""
     """The right and scored responses of each training row, as base64 of float32 (`rlcore.batching.loader`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState(LoopState):
-    """The content of a checkpoint's `state.json`: the loop's state, its journal and its settings."""
+    """The content of a checkpoint's `state.json`: the loop's state, with data about its journal and settings."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
 

@@ -14,9 +14,9 @@ BYTES_PER_GB = 1e9
 BYTES_PER_TRAINED_PARAMETER = 4 + 8
 """The bytes of a float32 master weight and of the two float32 moments of AdamW."""
 CHECKPOINT_SLACK_BYTES = 4 * 2**20
-"""The bytes of the headers, the index, the trainer state and the manifest."""
+"""The bytes of a checkpoint's headers, index, trainer state and manifest."""
 CHECKPOINT_SLACK_SHARE = 0.01
-"""The share that is added for partly filled blocks of the file system."""
+"""The share that partly filled blocks of the file system add to the size of a checkpoint."""
 NO_FILES = "that file system can hold no further file, whatever its free bytes: its inodes are used up (df -i)"
 NO_ROOM_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 NO_ROOM_TEXTS = ("no space left on device", "disk quota exceeded", "os error 28)", "os error 122)")

@@ -29,8 +29,7 @@ RUN_LOCK = "run.lock"
 
 
 class FileLock:
-    """One `flock` on one file. The file stays on disk: if it were deleted, two processes could lock it and its
-    successor.
+    """One `flock` on one file. The file stays on disk: after a deletion, two processes could lock two different files.
 
     A forked child closes its copy of the descriptor immediately. A child started by exec gets no copy.
     """

@@ -165,7 +165,7 @@ def in_threads(do: Callable[[S], R], items: Iterable[S]) -> list[R]:
 
 
 def part_directories(directory: Path) -> tuple[Path, ...]:
-    """Return the folders that a mixture of datasets combines. Any other folder is returned itself."""
+    """Return the folders that a mixture of datasets combines. For any other folder, return the folder itself."""
     manifest = read_manifest(directory)
     names = [] if manifest is None else manifest.values.get(PARTS_KEY, [])
     return tuple(directory.parent / str(name) for name in names) or (directory,)
