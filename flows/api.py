@@ -34,7 +34,8 @@ __all__ = ["Run", "compose", "evaluate", "open", "run", "runs"]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run on disk. Each method reads the run's folder again, even during the run. `config` is read only once."""
+    """A run on disk. Each call reads the run's folder again, so a run in progress can be followed. `config` is read
+    once."""
 
     config: RunConfig
     layout: RunLayout
@@ -83,7 +84,7 @@ class Run:
         return ValidationResult.read(file)
 
     def responses(self, name: str = "after") -> "pd.DataFrame":
-        """Return a table with a row for each sampled response of a validation. `validation` describes `name`.
+        """Return a table with a row for each sampled response of a validation. See `validation` for the names.
 
         If the scorer failed on a response, the score of the response is NaN and `failure` has the reason.
         """
@@ -172,7 +173,7 @@ def evaluate(run: Run, checkpoint: str | int = "last") -> ValidationResult:
             f"run_id={run.id}"
         )
     name = checkpoint_name(str(checkpoint))
-    checkpoint_store(run.config).step_of(name, verify=False)  # raises where there is none
+    checkpoint_store(run.config).step_of(name, verify=False)  # raises if it does not exist
     with chain.open_on_console(RunSettings(run.config, ()), "validate") as held:
         chain.make_rows(held, chain.run_quietly)
         summary = chain.run_on_console(Validate(name), held)
@@ -180,7 +181,7 @@ def evaluate(run: Run, checkpoint: str | int = "last") -> ValidationResult:
 
 
 def open(run: str | Path, root: str | Path | None = None) -> Run:
-    """Return a run by its folder, its id, or a unique prefix of its id under `root`. Raises DataError if none matches."""
+    """Return a run by its folder, id or unique prefix of an id under `root`. Raises DataError if no run matches."""
     return Run(*find_run([str(run)], None if root is None else Path(root)))
 
 

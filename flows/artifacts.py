@@ -1,4 +1,4 @@
-"""The Prefect artifacts that show a run. If Prefect does not accept an artifact, the run continues."""
+"""The Prefect artifacts of a run, such as its progress and report. A failed request does not stop the run."""
 
 import json
 import re
@@ -34,13 +34,13 @@ def artifact_key(subject: str, content: str) -> str:
 
 
 def show_artifact(of: str, what: str, description: str, data: Content, kind: str = "markdown") -> None:
-    """Create an artifact, with a key from `of` and `what`. `data`: a function that returns Markdown text or, for a
+    """Create a Prefect artifact. `of` and `what` form its key. `data`: a function that returns Markdown text or, for a
     `table`, rows as JSON."""
     log_failure(lambda: _create(of, what, description, data, kind))
 
 
 def _create(of: str, what: str, description: str, data: Content, kind: str) -> Made:
-    # By its own class: the base class writes its data as JSON once more.
+    # Each kind has its own class, because the base class would encode the data as JSON again.
     named: dict[str, Any] = {"key": artifact_key(of, what), "description": description}
     shown: Any = data()
     if kind == "table":
@@ -54,7 +54,7 @@ def _create(of: str, what: str, description: str, data: Content, kind: str) -> M
 
 
 def _update(run: OpenRun, what: str, description: str, data: Content, kind: str = "markdown") -> None:
-    """Create an artifact of the run at the first call and change it later, so that the server keeps no history.
+    """Create an artifact at the first call and change it at later calls, so that the server keeps no history.
 
     After a failure, no request is sent for `RETRY_AFTER_S`. The trainer's pipe is not read during a request, and a full
     pipe blocks the trainer.
@@ -81,7 +81,7 @@ def show_progress(run: OpenRun, stage: str, percent: float, text: str) -> None:
 
 
 def show_latest_validation(run: OpenRun, step: int, summary: Mapping[str, float]) -> None:
-    """Add a validation during the training to a table. The table shows the first validation and the latest ones."""
+    """Add the validation of a training step to a table of the first validation and the latest ones."""
     known = run.prefect_view.validations
     known[step] = summary
     shown = sorted(known)[:1] + sorted(known)[1:][-(NUM_VALIDATIONS - 1) :]

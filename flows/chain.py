@@ -93,18 +93,17 @@ def run_stages(run: OpenRun, run_stage: StageRunner, last: str, to_step: int | N
 
 
 def make_rows(run: OpenRun, run_stage: StageRunner) -> RunInputs:
-    """Run the stages up to the filter, which build the rows. Return the inputs of the training. These stages need
-    neither a trainer process nor an opened run."""
+    """Run the stages that build the rows, and return the training inputs. No trainer process or run lock is needed."""
     run_stages(run, run_stage, Filter.name)
     return inputs_of(run)
 
 
 def run_chain(run: OpenRun, run_stage: StageRunner, record: MlflowRecord, *, with_report: bool) -> PipelineResult:
-    """Run all stages and write the run's MLflow page. The report is a stage only if `with_report` is true."""
+    """Run all stages and write the run's MLflow page. The report is skipped if `with_report` is false."""
     made = StageResults()
     stages = [stage for stage in stages_of(run.config) if with_report or stage.name != Report.name]
     for stage in stages:
-        if not stage.in_trainer:  # before the first stages there is no process, after the last ones it may end
+        if not stage.in_trainer:  # the first such stages have no process, and the last need none
             run.trainer.close()
         made.append((stage, run_stage(stage, run)))
         if stage == Filter():
@@ -126,7 +125,7 @@ def run_evaluation(run: OpenRun, run_stage: StageRunner) -> list[ValidationResul
 
 
 def finished_result(run: OpenRun) -> PipelineResult | None:
-    """Return the result of a run if all its stages are done and MLflow has its records, otherwise None.
+    """Return the result of a run if all its stages are done and recorded in MLflow, otherwise None.
 
     The run's settings must name the MLflow store of the stack.
     """

@@ -72,7 +72,7 @@ def global_options(
         bool, typer.Option("--version", help="Print the version and end.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Handle `--version`. Each command handles its other options."""
+    """Handle the global option `--version`. Each command handles its other options."""
 
 
 def main() -> NoReturn:
@@ -83,8 +83,7 @@ def main() -> NoReturn:
 
 
 def open_standard_streams() -> None:
-    """Open the standard streams that the parent process has closed. Otherwise the next file that is opened would get
-    the number of a closed stream.
+    """Open the standard streams that the parent has closed, so that no other file gets the number of a closed stream.
 
     Characters that the terminal's encoding lacks are printed as escapes.
     """

@@ -31,7 +31,7 @@ INHERITED_SECTIONS = ("filter", "rollout", "reward", "episode", "sandbox", "runt
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The results of one model, one for each suite."""
+    """The evaluation results of one model. There is one result for each suite."""
 
     name: str
     folder: Path
@@ -97,7 +97,7 @@ def _resolve_model(model: str, root: Path | None) -> tuple[str, str, RunConfig]:
     own = {name: getattr(run, name) for name in INHERITED_SECTIONS}
     own["paths"] = run.paths.model_copy(update={"root": str(weights.layout.root)})
     own["model"] = run.model
-    own["reward"] = run.reward.model_copy(update={"weights": {}})  # one scale for all models
+    own["reward"] = run.reward.model_copy(update={"weights": {}})  # all models are scored on one scale
     return str(weights.ensure()), _file_name(weights.label.replace("@", "-")), RunConfig().model_copy(update=own)
 
 

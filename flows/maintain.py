@@ -78,7 +78,7 @@ def evaluate(
     """Evaluate models or checkpoints on suites. Metrics have confidence intervals, and models are compared in pairs.
 
     Args:
-        models: Model directories, or runs by folder or id. Append @best, @start or @N to a run; the default is @last.
+        models: Model directories, or folders or ids of runs. A run may end with @best, @start or @N (default: @last).
         suites: Names in conf/suite, or paths of files on the worker's machine.
         overrides: Settings for all models, such as rollout.engine=vllm.
         root: The folder of datasets, models, runs and the MLflow store. The default is the worker's root.

@@ -31,7 +31,7 @@ _EXPERIMENT_SCHEMA = {
     "pattern": rf"^({'|'.join(_NAMES)}|.*\.ya?ml)$",  # repeated for Prefect's message about a wrong name
 }
 Experiment = Annotated[str | None, WithJsonSchema({"anyOf": [_EXPERIMENT_SCHEMA, {"type": "null"}]})]
-"""A name in `conf/experiment`, the path of a file, or None for the defaults. Prefect's form has a field for each."""
+"""A name in `conf/experiment`, a file's path, or None for the defaults. Prefect shows a field for a name or a path."""
 NO_STRINGS: list[str] = []  # default of list parameters; no flow changes it
 Seed = Annotated[int | None, Field(ge=0, lt=2**31)]
 Count = Annotated[int | None, Field(ge=1)]
@@ -47,7 +47,7 @@ FIELDS = {
     "samples_per_prompt": "rollout.samples_per_prompt",
     "root": "paths.root",
 }
-"""The setting that each typed parameter changes."""
+"""The settings that the typed parameters of a flow set, by the names of the parameters."""
 EXPERIMENT = "experiment="
 
 
@@ -56,8 +56,8 @@ class RunSettings:
     """The composed and checked settings of one run.
 
     `overrides` are settings as on the command line, with or without the experiment. `planning_config` is used for the
-    dry run of a fork. It names an existing model of the same shape and tokenizer. `composed` is the source of the
-    settings.
+    dry run of a fork. It names an existing model of the same shape and tokenizer. `composed` is the composition that
+    produced `config`.
     """
 
     config: RunConfig
@@ -85,14 +85,13 @@ def compose_settings(
 ) -> RunSettings:
     """Compose settings from the command line or from the parameters of a flow.
 
-    The folder of the experiment's file is added to the module path, so that a worker can import modules from this
-    folder.
+    The folder of the experiment's file is added to the module path, so that a worker can import modules there.
     """
     given = all_overrides(overrides, **fields)
     named = experiment or split_experiment(tuple(given))[0] or ""
     folder = str(Path(named).resolve().parent)
     if named.endswith(FILE_ENDINGS) and folder not in sys.path:
-        sys.path.append(folder)  # last: no file there replaces one of our modules
+        sys.path.append(folder)  # appended, so that no file there replaces a Millrace module
     composed = compose(given, experiment=experiment).require_valid()
     root = composed.config.paths.root
     if (other := find_obstacle(Path(root)) if root else "''") is not None:

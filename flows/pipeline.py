@@ -42,7 +42,7 @@ from rlcore.run.pass_rates import WITHOUT_PASS_RATES
 
 Until = Literal["dataset", "filter", "warm-start", "pass-rates", "export", "report"]
 COMMANDS = {"dataset": "data make", "filter": "data make", "pass-rates": "data pass-rates"}
-"""The command that runs the stages up to and including this stage. For stages not listed, it is `train`."""
+"""The commands that run an experiment up to each of these stages. For other stages the command is `train`."""
 
 
 def run_checked(settings: RunSettings) -> chain.PipelineResult:
@@ -106,7 +106,7 @@ def _run_until(settings: RunSettings, until: str) -> chain.PipelineResult | None
             if result.report is not None:
                 show_report(run.layout.run_dir, result.report)
             show_mlflow_page(run)
-            show_checkpoints(run)  # the last one is published after the last step
+            show_checkpoints(run)  # the last checkpoint is published after the last step
             log_and_print(f"done: {run.run_id}")
             return result
 

@@ -1,4 +1,4 @@
-"""The display of a run's progress, which is a live line on a terminal and plain lines in a log."""
+"""The display of a run's progress. It is a live line on a terminal, and plain lines in a log."""
 
 import logging
 import re
@@ -248,7 +248,7 @@ class ValidationSummary:
 
 
 def with_interval(summary: Mapping[str, float], metric: str) -> str:
-    """Return a metric as text. Its confidence interval is added if it is known. The text is '' if the metric is absent.
+    """Return a metric as text, with its confidence interval if that is known. Return '' if the metric is absent.
 
     >>> with_interval({"a": 0.5, "a/ci_low": 0.41, "a/ci_high": 0.59}, "a")
     '0.500 [0.410, 0.590]'
@@ -261,7 +261,7 @@ def with_interval(summary: Mapping[str, float], metric: str) -> str:
 
 
 def _source_of(name: str) -> str:
-    """Return the data source that is part of a held-out metric's name.
+    """Return the data source that a held-out metric's name contains.
 
     >>> _source_of("val-core/openai/gsm8k/reward/mean@4")
     'openai/gsm8k'

@@ -50,10 +50,9 @@ _OUTCOME: ContextVar["Future[Any]"] = ContextVar("outcome")
 
 
 def call_flow(checked: object, call: Callable[[], R]) -> R:
-    """Call a flow with the settings `checked` as `CHECKED_SETTINGS`. The flow does not compose and check them again.
+    """Call a flow with `checked` as its `CHECKED_SETTINGS`, so that the flow does not compose and check settings again.
 
-    Prefect may fail after the work of the flow, for example because its server has ended. The outcome of the work is
-    then used, which is a result or an error.
+    If Prefect fails after the work of the flow, for example because its server has ended, the stored outcome is used.
     """
     outcome: Future[R] = Future()
 
@@ -108,14 +107,14 @@ def run_as_task(stage: Stage[R], run: OpenRun) -> R:
         if isinstance(result, ValidationSummary):
             artifacts.show_validation(run, result)
         if isinstance(result, InitialPolicy) and f"progress-{WARM_START}" in run.prefect_view.artifacts:
-            artifacts.show_progress(run, WARM_START, 100.0, f"{result}  done")  # it may end before its last step
+            artifacts.show_progress(run, WARM_START, 100.0, f"{result}  done")  # it may end early
         return stage.describe(result)
 
     return run_task(stage.name, stage.title(run), work, describe)
 
 
 def run_task(name: str, title: str, work: Callable[[], R], describe: Callable[[R], str]) -> R:
-    """Run a function as a Prefect task and print its result as text. `describe`: a function that returns this text, or
+    """Run a function as a Prefect task and print its result. `describe`: a function that returns the result as text, or
     '' for no output. Raises Pause if the flow run was suspended before the task."""
     watch.end_if_suspended()
     signals = watch.DeferredSignals()
@@ -156,7 +155,7 @@ class RunReporter:
                 self._progress(event)
             case CheckpointSaved(step, path):
                 self._log.info("%s", describe(event))
-                if Path(path).is_relative_to(self._run.layout.run_dir):  # not those of the warm start
+                if Path(path).is_relative_to(self._run.layout.run_dir):  # not a checkpoint of the warm start
                     emit("checkpoint.saved", "run", self._run.run_id, {"step": step, "path": path})
                     self._show_summary()
             case Validated(name, step, summary):
@@ -189,7 +188,7 @@ class RunReporter:
         self._log.log(level, "%s", line)
 
     def end(self) -> None:
-        """Update the checkpoints, the summary and the MLflow link after the last step of the run."""
+        """Update the checkpoints, summary and MLflow link, if the last step of the run is done."""
         last = self._progress_now
         if last is not None and last.to_step == last.total_steps:
             self._show_summary(now=True)
@@ -206,7 +205,7 @@ class RunReporter:
         self._show_summary()
 
     def _show_summary(self, *, now: bool = False) -> None:
-        """Update the checkpoints, summary and MLflow link. Unless `now`, wait `SUMMARY_EVERY_S` since the last update."""
+        """Update the checkpoints, summary and MLflow link. Do so only every `SUMMARY_EVERY_S` seconds, unless `now`."""
         shown = self._run.prefect_view
         if not now and time.monotonic() - shown.summary_at < SUMMARY_EVERY_S:
             return

@@ -27,7 +27,7 @@ def checkpoints(
     as_json: Annotated[bool, typer.Option("--json", help="JSON, with all metrics of each.")] = False,
     root: OptionalRoot = None,
 ) -> None:
-    """Show the step, size, scores and state of each checkpoint of a run, and mark the last and the best one.
+    """Show the step, size, scores and state of each checkpoint of a run. The last and the best one are marked.
 
     Examples:
       millrace checkpoints experiment=countdown_demo --verify
@@ -50,7 +50,7 @@ def checkpoints(
     document: dict[str, Any] = {"run_id": layout.run_dir.name}
     lines = []
     if prune:
-        with RunLock(layout.run_dir, is_named=False):  # a trainer may be reading one, and prunes by itself
+        with RunLock(layout.run_dir, is_named=False):  # a trainer may read a checkpoint
             pruned = CheckpointStore(layout.checkpoints, config.checkpoint, config).prune()
         document["deleted"] = [path.name for path in pruned]
         lines += [f"deleted {path.name}: the retention rule does not keep it" for path in pruned]

@@ -33,7 +33,7 @@ def make(settings: Settings = None, root: OptionalRoot = None) -> None:
 
 
 def pass_rates(settings: Settings = None, root: OptionalRoot = None, verbose: Verbose = False) -> None:
-    """Measure how often an experiment's initial policy solves each training row. Missing data or models are built.
+    """Measure how often the initial policy solves each training row. A missing dataset or model is built first.
 
     Examples:
       millrace data pass-rates experiment=countdown_demo pass_rates.samples=8

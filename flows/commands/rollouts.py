@@ -215,7 +215,7 @@ def _recorded_responses(run: Sequence[str], root: Path | None) -> "tuple[RunConf
 def _scoring_pool(
     config: "RunConfig", layout: "RunLayout", scorer: str | None, weights: Sequence[str] = ()
 ) -> "Iterator[ScoringPool]":
-    """Yield a pool of scoring processes. They use the importable function `scorer`, or the run's copy of its scorer.
+    """Yield a pool of processes that run `scorer`. If `scorer` is None, they run the run's copy of its scorer.
 
     `weights` are overrides of `reward.weights`. Without overrides, only the run's scorer has the run's weights.
     """

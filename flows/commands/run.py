@@ -58,7 +58,7 @@ def run(
 
     composed, plan = planned
     config = composed.config
-    if plan.is_done and (known := chain.finished_result(OpenRun(config))) is not None:  # without a server
+    if plan.is_done and (known := chain.finished_result(OpenRun(config))) is not None:  # no server
         print(f"run {plan.run_id} in {plan.run_dir}: finished, there is nothing to do")
         print("\n".join(summary_lines(config, known, None)), flush=True)
         return
@@ -67,7 +67,7 @@ def run(
         show_memory(plan.memory)
     api = start_prefect(Path(config.paths.root), verbose=verbose)
     print(f"run {plan.run_id} in {plan.run_dir}", flush=True)
-    from flows.pipeline import run_checked  # imports Prefect, while the server comes up
+    from flows.pipeline import run_checked  # imports Prefect while the server starts
 
     with command_flow(api, verbose=verbose):
         result = run_checked(composed)
@@ -152,7 +152,7 @@ def validate(
 
     check_before_plan(composed.config)
     checkpoint = checkpoint_name(checkpoint)
-    checkpoint_store(composed.config).step_of(checkpoint, verify=False)  # raises where there is none
+    checkpoint_store(composed.config).step_of(checkpoint, verify=False)  # raises if it does not exist
     with chain.open_on_console(composed, "validate", verbose=verbose) as run:
         chain.make_rows(run, chain.run_quietly)
         validation = chain.run_on_console(Validate(checkpoint), run)
@@ -202,7 +202,7 @@ def evaluate(
 
 
 def report(run: Run, root: OptionalRoot = None) -> None:
-    """Write the report of a run, which consists of HTML pages, a JSON file with their numbers, and charts.
+    """Write the report of a run: HTML pages, a JSON file with their numbers, and charts.
 
     Examples:
       millrace report experiment=countdown_demo
@@ -217,7 +217,7 @@ def report(run: Run, root: OptionalRoot = None) -> None:
 
 @contextmanager
 def command_flow(api: "PrefectApi", *, verbose: bool) -> Iterator[None]:
-    """Show the progress of a command's flow, which runs inside the `with` block. Prefect's log needs `verbose`.
+    """Show the progress of a command's flow inside the `with` block. Prefect's log lines are shown only if `verbose`.
 
     Raises:
         StopRequestedError: if the flow run is cancelled or requested to stop.
@@ -242,7 +242,7 @@ def command_flow(api: "PrefectApi", *, verbose: bool) -> Iterator[None]:
 
 
 def _hide_prefect_logs() -> None:
-    """Hide the log lines of flow runs and task runs on the console. Millrace shows progress and errors instead."""
+    """Hide the log lines of flow runs and task runs on the console, which has Millrace's progress lines instead."""
 
     def is_shown(record: logging.LogRecord) -> bool:
         return not record.name.startswith(("prefect.flow_runs", "prefect.task_runs"))
@@ -251,7 +251,7 @@ def _hide_prefect_logs() -> None:
         if hasattr(handler, "console"):
             handler.addFilter(is_shown)
     for name in ("prefect._internal.concurrency", "prefect.events.clients", "EventsWorker", "APILogWorker"):
-        logging.getLogger(name).disabled = True  # one line per rejected event; these loggers ignore levels
+        logging.getLogger(name).disabled = True  # they ignore levels and print each rejected event
     logging.raiseExceptions = False  # one traceback per rejected batch of log lines
 
 

@@ -87,7 +87,7 @@ def runs(
     for one in found:
         steps = f"{one.step}/{'?' if one.total_steps is None else one.total_steps}"
         if one.name == EVALUATION and not one.step:
-            steps = "-"  # it has none
+            steps = "-"  # an evaluation has no steps
         figures = ("" if figure is None else f"{figure:.3f}" for figure in (one.score, one.reward))
         age = format_age(time.time() - one.changed)
         table.add_row(one.run_id, one.state, steps, *figures, age, size(one.size_bytes), one.note)
@@ -135,9 +135,9 @@ def logs(
         last.extend(tail.new_lines())
     for line in [*last, *([tail.rest] if tail.rest and not follow else [])]:
         _print_line(line)
-    with suppress(KeyboardInterrupt):  # the usual end of following
+    with suppress(KeyboardInterrupt):  # the usual way to stop following
         while follow:
-            is_over = worker_of(layout.run_dir) is None  # before the last read, as the newest log
+            is_over = worker_of(layout.run_dir) is None  # read before the last lines, like `newest`
             known = trainer_logs(layout.logs)
             newest = known[max(known)] if known else tail.path
             while not tail.is_at_end():
@@ -208,7 +208,7 @@ def _request_stop(run_dir: Path, worker: "Holder") -> None:
 
     process = worker.process()
     if process is None and worker.host == socket.gethostname() and not psutil.pid_exists(worker.pid):
-        return  # it has ended; its trainer got a signal by that, and saves
+        return  # it has ended, so its trainer was signalled and saves
     if process is None:
         where = "here" if worker.host == socket.gethostname() else f"on {worker.host}"
         raise RunInUseError(

@@ -22,7 +22,7 @@ ROOT = "paths.root="
 
 
 class CommandGroup(TyperGroup):
-    """A group of commands that accept `paths.root=DIR` as `--root`. They suggest a setting for an unknown option."""
+    """A group of commands that accept `paths.root=DIR` in place of `--root`. Unknown options get a suggestion."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Find the command by typer's rules, check its arguments, and translate `paths.root=DIR` to `--root`."""
@@ -64,7 +64,7 @@ def _require_text(words: Sequence[str]) -> None:
 
 
 def _refuse_empty_options(words: Sequence[str], command: Any) -> None:
-    """Refuse an empty value of an option, because a shell variable may be unset. An empty default is allowed."""
+    """Refuse an empty value of an option, unless its default is empty. The cause may be an unset shell variable."""
     takes = {
         option
         for one in command.params
@@ -83,7 +83,7 @@ def root_path(word: str) -> Path:
     >>> root_path("paths.root='/my data'")
     PosixPath('/my data')
     """
-    return Path(os.path.expanduser(root_value(word)))  # noqa: PTH111 it keeps an unknown user's
+    return Path(os.path.expanduser(root_value(word)))  # noqa: PTH111 it keeps the path of an unknown user
 
 
 def root_value(word: str) -> str:
@@ -108,7 +108,7 @@ def root_folder(given: str | Path) -> Path:
     """
     from rlcore.storage.documents import find_obstacle
 
-    root = Path(os.path.expanduser(given))  # noqa: PTH111 it keeps an unknown user's
+    root = Path(os.path.expanduser(given))  # noqa: PTH111 it keeps the path of an unknown user
     if (other := find_obstacle(root)) is not None:
         raise typer.BadParameter(f"must be a folder, and {other} is none. Name another one.")
     return root
@@ -213,7 +213,7 @@ def show_settings(settings: "RunSettings", part: str | None) -> None:
 
 
 def with_program_path(command: str) -> str:
-    """Return a command. If its program is in the interpreter's folder, the program is replaced by its path.
+    """Return a command, with the full path of its program if the program is in the interpreter's folder.
 
     >>> with_program_path("no-such-program --flag")
     'no-such-program --flag'

@@ -44,7 +44,7 @@ def up(
 
 
 def down(root: Root = ARTIFACTS) -> None:
-    """Stop the services that `millrace up` has started. Runs save, and they resume after the next `millrace up`.
+    """Stop the services that `millrace up` has started. Runs save their state and resume after the next `millrace up`.
 
     Examples:
       millrace down

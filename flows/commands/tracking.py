@@ -26,7 +26,7 @@ def compare(
     uri: Uri = None,
     experiment: Annotated[str, typer.Option(help="MLflow experiment to search (tracking.experiment).")] = "millrace",
 ) -> None:
-    """Compare the settings, curves, metrics and costs of runs. The first run is the baseline. Metrics have intervals.
+    """Compare the settings, curves, metrics and costs of runs with the first run. Metrics have confidence intervals.
 
     Examples:
       millrace compare countdown_demo-s1 countdown_demo-s2
@@ -48,7 +48,7 @@ def compare(
 
 
 def reachable_url(page: str, root: Path) -> str:
-    """Return the address of a page on the root's MLflow server. If no server runs, add the command that starts one."""
+    """Return the address of an MLflow page. If its local server is not running, add the command that starts one."""
     from rlcore.tracking.mlflow_store import LOCAL_UI
 
     if not page.startswith(LOCAL_UI):
@@ -69,7 +69,7 @@ def _running_mlflow(root: Path) -> "Service | None":
 
 
 def sync(runs: Runs = None, root: Root = ARTIFACTS, uri: Uri = None) -> None:
-    """Send MLflow the undelivered parts of the journals of these runs, or of all runs. It is safe to repeat this.
+    """Send the undelivered parts of the runs' journals to MLflow, by default of all runs. Repeating this is safe.
 
     Examples:
       millrace sync

@@ -73,7 +73,7 @@ def _tokens(config: RunConfig) -> dict[str, int]:
     if config.model.path is not None:
         return token_counts(str(configured_model(config)))
     if config.critic is None or config.critic.path is None:
-        return {}  # made with the model
+        return {}  # it will be built with the model
     from rlcore.models.tokenizer import scratch_vocabulary
 
     return scratch_vocabulary(config.model.scratch)
@@ -90,7 +90,7 @@ def require_root(root: Path) -> None:
         with TemporaryFile(dir=there):  # permissions are not enough: no user can create a file in /proc
             pass
     except OSError as reason:
-        if is_out_of_room(reason):  # the plan has the missing size
+        if is_out_of_room(reason):  # the plan reports the missing space
             return
         why = "" if reason.errno == errno.ENOENT else f": {reason.strerror}"  # the error of /proc
         raise DataError(
@@ -125,7 +125,7 @@ def _require_packages(config: RunConfig) -> None:
 
 
 def require_machine(config: RunConfig) -> None:
-    """Check the engine, device, cluster and models, so that a run does not fail only after its data is built."""
+    """Check the engine, device, cluster and models early. Otherwise a run would fail only after its data is built."""
     _require_packages(config)
     if config.runtime.backend == "ray":
         address = config.runtime.ray_address
@@ -158,7 +158,7 @@ def check_dry_run(config: RunConfig, plan: RunPlan) -> None:
 
 
 def check_before_start(config: RunConfig, plan: RunPlan) -> None:
-    """Check the other requirements of a start: slots, engine, device, cluster, models, memory and disk space."""
+    """Check requirements that a plan leaves out: slots, engine, device, cluster, models, memory and disk space."""
     if plan.is_done:
         return
     Slots(RunLayout.of(config).root).require(config.runtime.num_workers)

@@ -50,7 +50,7 @@ def _line(is_ok: bool, name: str, found: str, remedy: str, level: Level = "warni
 
 
 def check_machine() -> list[CheckResult]:
-    """Run concurrently the checks of a run's requirements that the start of a run does not check."""
+    """Check the requirements of a run that its start does not check. The checks run concurrently."""
     checks = (_python, _names, _packages, _devices, _memory, _shared_memory, _vllm, _prefect, check_ports)
     with ThreadPoolExecutor(len(checks)) as pool:
         return [line for found in pool.map(lambda check: list(check()), checks) for line in found]

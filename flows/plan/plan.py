@@ -1,4 +1,4 @@
-"""The plan of a run: its stages with their status, tokens, disk space and memory. A plan writes no files."""
+"""The plan of a run: its stages with their status, tokens, disk space and memory. Planning writes no files."""
 
 import json
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ from rlcore.workers.memory_plan import MemoryPlan, detect_device, fit_settings
 
 @dataclass(frozen=True, slots=True)
 class TokenBudget:
-    """The largest possible numbers of prompts, sequences and tokens in one step and in the remaining steps."""
+    """The largest numbers of prompts, sequences and tokens that one step and the remaining steps can need."""
 
     prompts_per_step: int
     sequences_per_step: int
@@ -69,8 +69,8 @@ class RunPlan:
     """The stages of a run with their status, and the requirements of the run.
 
     `memory` is the plan for one rank's GPU, or None if the model's shape is unknown. `warm_start_memory` is the plan
-    for supervised steps, or None if there are none. `published_model` is the `model.path` of a model that is not on
-    this machine. Its published shape gives the sizes.
+    for supervised steps, or None if there are none to run. `published_model` is the `model.path` of a model that is not
+    on this machine. The sizes then come from its published shape.
     """
 
     run_id: str
@@ -104,7 +104,7 @@ class RunPlan:
 
 @dataclass(frozen=True, slots=True)
 class ParameterCount:
-    """The numbers of `trained` parameters and of all `policy` parameters. Checkpoints hold two moments per trained one."""
+    """The numbers of trained parameters, with two moments each in a checkpoint, and of all policy parameters."""
 
     trained: int
     policy: int
@@ -194,7 +194,7 @@ def _disk(
     return DiskBudget(one, number, reserve, more + reserve, free_bytes(layout.checkpoints), reports)
 
 
-MAX_DETAIL_CHARACTERS = 57  # length of the list of stages to do
+MAX_DETAIL_CHARACTERS = 57  # length of the list of unfinished stages
 
 
 def show_plan(plan: RunPlan, *, as_json: bool) -> None:

@@ -52,7 +52,7 @@ class Export(Stage[ExportedWeights]):
 class ExportBest(Stage[ExportedWeights]):
     """The stage that exports the weights with the best held-out score, unless they are already exported.
 
-    If the last checkpoint is the best one, or if `tracking.log_best` is off, the result is the export of the last
+    If the last checkpoint is the best one or `tracking.log_best` is off, the result is the export of the last
     checkpoint.
     """
 
@@ -100,7 +100,7 @@ def find_weights(directory: Path, step: int) -> ExportedWeights | None:
 
 
 def best_step_to_export(config: RunConfig, layout: RunLayout, last_step: int) -> int | None:
-    """Return the step with the best score. Return None if it is the last step or `tracking.log_best` is off."""
+    """Return the step with the best score, or None if it is the last step or `tracking.log_best` is off."""
     if not (config.tracking.enabled and config.tracking.log_best):
         return None
     scored = by_score(scan(layout.checkpoints).checkpoints)

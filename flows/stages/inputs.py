@@ -41,7 +41,7 @@ def planned_dataset(config: RunConfig, splits: Sequence[str] = SPLITS) -> Path:
 
 
 def suite_datasets(config: RunConfig) -> dict[str, Path]:
-    """Return the dataset folders of the suites, by suite name, that the filter compares training rows with."""
+    """Return the dataset folders of the suites by name. The filter compares the training rows with these datasets."""
     suites = () if config.filter.decontaminate == "off" else config.validation.suites
     return {suite.name: planned_dataset(suite_settings(config, suite), SPLITS[1:]) for suite in suites}
 
@@ -101,7 +101,7 @@ def inputs_of(run: OpenRun) -> RunInputs:
     config = run.config
     if run.inputs is None:
         suites = {suite.name: planned_suite(suite_settings(config, suite)) for suite in config.validation.suites}
-        if run.is_evaluation:  # only rows of suites
+        if run.is_evaluation:  # it has only the rows of suites
             first = next(iter(suites.values()))
             run.inputs = RunInputs(first, planned_tokenizer(config), suites=suites)
         else:
@@ -119,7 +119,7 @@ def has_tokenizer(config: RunConfig) -> bool:
 def status_of_rows(
     name: str, config: RunConfig, place_of: Callable[[RunConfig], Path | None], what: str = ""
 ) -> StageStatus:
-    """Return the status of a stage that writes a folder of rows. All such folders but the dataset need a tokenizer."""
+    """Return the status of a stage whose result is a folder of rows. Only the dataset needs no tokenizer."""
     damage = read_finished_or_reason(planned_tokenizer(config))[1]
     place = place_of(config) if name == "dataset" or has_tokenizer(config) else None
     if place is None:
@@ -159,8 +159,8 @@ def call_trainer(run: OpenRun, command: str, **arguments: str | int) -> Mapping[
 
 
 def record_inputs(run: OpenRun) -> None:
-    """Record the stages before the training, because the trainer process reads its inputs there. Raises CheckpointError
-    if the run began with other rows."""
+    """Record the stages before the training. The trainer process reads its inputs from this record. Raises
+    CheckpointError if the run began with other rows."""
     inputs = inputs_of(run)
     folders = inputs.folders | {"start model": planned_initial_policy(run.config, inputs.filtered_directory)}
     if run.config.pass_rates.is_enabled:
@@ -169,6 +169,6 @@ def record_inputs(run: OpenRun) -> None:
     kept = Stage("code", code.fingerprint, str(run.layout.code), {"files": ", ".join(code.sources)})
     stages = (kept, *(stage_of(name, folder) for name, folder in folders.items()))
     if stages != run.origin.stages:
-        if not run.is_evaluation:  # its suites may have changed
+        if not run.is_evaluation:  # the suites of an evaluation may change
             require_same_inputs(run.config, run.layout, inputs)
         run.note(stages=stages)

@@ -15,7 +15,7 @@ from rlcore.storage.manifest import read_finished_or_reason
 
 @dataclass(frozen=True, slots=True)
 class PassRateTable:
-    """A table of pass rates, with the number of training rows and the number of rows that it keeps."""
+    """A table of pass rates, with the number of training rows (`rows`) and the number of rows to train on (`kept`)."""
 
     directory: Path
     rows: int
@@ -62,8 +62,8 @@ class PassRates(Stage[PassRateTable]):
 
 
 def read_pass_rates(config: RunConfig, inputs: RunInputs) -> PassRateTable | None:
-    """Return the run's table of pass rates, or None if it does not exist. Raises DataError if the table keeps too few
-    rows, or if the table that the settings name is damaged or incomplete."""
+    """Return the run's table of pass rates, or None if it does not exist. Raises DataError if too few rows are kept, or
+    if the table that the settings name is damaged or incomplete."""
     found = find_pass_rates(config, inputs)
     if found is None:
         return None

@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class StageStatus:
-    """The status of a stage. `fingerprint` is None if it depends on an unfinished stage. `cached` means done."""
+    """The status of a stage. `fingerprint` is None if it depends on an unfinished stage. `cached` is true if done."""
 
     name: str
     fingerprint: str | None
@@ -50,7 +50,7 @@ class Stage(ABC, Generic[R]):
         return []
 
     def find(self, run: OpenRun) -> R | None:
-        """Return the result on disk, or None if `make` must be called to get the result."""
+        """Return the result on disk, or None if `make` must be called."""
         return None
 
     @abstractmethod
@@ -68,5 +68,5 @@ class Stage(ABC, Generic[R]):
 
 
 def remake_note(damage: str) -> str:
-    """Return a note that a damaged result will be built again, or '' if `damage` is ''."""
+    """Return a note that a result will be built again because of `damage`, or '' without damage."""
     return damage and f"made again: {damage}"

@@ -1,4 +1,4 @@
-"""The training stage, which trains in chunks of steps, and the record of how the training was started."""
+"""The training stage, which trains one chunk of steps at a time, and the record of each start of the training."""
 
 import logging
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ MAX_DIFF_CHARACTERS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The training between the checkpoints of steps `start` and `stop`. `skipped` means that `stop` was done before."""
+    """The training from the checkpoint at `start` to the one at `stop`. `skipped` is true if it was already done."""
 
     start: int
     stop: int
@@ -44,8 +44,7 @@ class Chunk:
 class Train(Stage[Chunk]):
     """The stage that trains from the newest checkpoint to step `stop`, unless the checkpoint of `stop` already exists.
 
-    A checkpoint is written during the next chunk. Only the call for the last chunk (`is_last`) waits for its
-    checkpoint.
+    Each checkpoint is written during the next chunk. Only the last chunk (`is_last`) waits for its own checkpoint.
     """
 
     name = "train"
@@ -56,7 +55,7 @@ class Train(Stage[Chunk]):
 
     @classmethod
     def chunks(cls, config: RunConfig, to_step: int | None = None) -> "list[Train]":
-        """Return the chunks of `trainer.steps_per_chunk` steps that train up to `to_step` or the run's last step."""
+        """Return the chunks of the training up to `to_step`. Each chunk has up to `trainer.steps_per_chunk` steps."""
         size, total = config.trainer.steps_per_chunk, to_step or config.trainer.total_steps
         return [cls(start, min(start + size, total), start + size >= total) for start in range(0, total, size)]
 
@@ -92,7 +91,7 @@ class Train(Stage[Chunk]):
 
 
 def record_start(run: OpenRun) -> None:
-    """Record the command, source and machine in `run.json` and `code.diff` once per start. A file error is only logged."""
+    """Record the command, source and machine of a start in `run.json` and `code.diff`. File errors are only logged."""
     if run.is_origin_complete:
         return
     run.is_origin_complete = True

@@ -1,4 +1,4 @@
-"""The trials of user code and files before any expensive work. User code runs in processes with a deadline."""
+"""The trials of user code and files before any expensive work. User functions run in processes with a deadline."""
 
 import os
 import subprocess
@@ -33,7 +33,7 @@ WRONG_RESPONSE = "0"
 
 
 class Trial:
-    """A trial of a run whose stages are checked. It holds the first row of each of the run's tasks."""
+    """The trials of one run before its start. They use the first row of each of the run's tasks."""
 
     def __init__(self, run: OpenRun) -> None:
         self.run = run
@@ -83,7 +83,7 @@ class Trial:
             _try_functions(algo)
 
     def try_tokenizer(self) -> None:
-        """Load the model's tokenizer and render first rows with it. Do nothing if the model's folder does not exist."""
+        """If the model's folder exists, load its tokenizer and render the first row of each task with it."""
         if self.model is not None:
             rows = [row for task in self.tasks if (row := self.first_row(task)) is not None]
             try_tokenizer(self.model, rows, self.config)
@@ -115,7 +115,7 @@ def is_user_build(data: TaskData) -> bool:
 
 
 def check_continued_prompts(config: RunConfig) -> list[str]:
-    """Return warnings about prompts that end with words of the assistant, in files with the row schema."""
+    """Return warnings about prompts that end with words of the assistant, in local files with Millrace's row schema."""
     from data.filter import check_continued
 
     suites = (suite_settings(config, suite).data for suite in config.validation.suites)
@@ -126,7 +126,7 @@ def check_continued_prompts(config: RunConfig) -> list[str]:
 
 
 def _try_scorer(scorer: str, row: "FirstRow", config: RunConfig) -> None:
-    # Wrong and empty responses too: a common mistake is to return None for them.
+    # Wrong and empty responses are tried too, because many scorers return None for them by mistake.
     sandbox.set_limits(config.sandbox)
     responses = list(dict.fromkeys((row.solution or WRONG_RESPONSE, WRONG_RESPONSE, "")))
     settings = config.reward.model_copy(update={"num_processes": 1})

@@ -1,4 +1,4 @@
-"""The stage that provides the model of step 0: a random model, an existing one, or one trained by supervised steps."""
+"""The stage that provides the model of step 0, which may be random, existing, or trained by supervised steps."""
 
 from dataclasses import dataclass
 from pathlib import Path
