@@ -1,4 +1,4 @@
-"""Names of `flows.api`, for a notebook or script (docs/python.md)."""
+"""The names of `flows.api` for a notebook or script. See docs/python.md."""
 
 from flows.api import Run, compose, evaluate, open, run, runs
 

@@ -1,17 +1,18 @@
-"""Damage a small run on disk in some fifty ways (bits, rows, permissions, kinds of file) and start it again.
+"""Damage a small run on disk in some fifty ways (bits, rows, permissions, kinds of file) and start the run again.
 
     python -m benchmarks.damaged_inputs                    # all cases
-    python -m benchmarks.damaged_inputs --only journal     # cases with the word in their name
-    python -m benchmarks.damaged_inputs --list
+    python -m benchmarks.damaged_inputs --only journal     # the cases with this word in their name
+    python -m benchmarks.damaged_inputs --list             # list the cases
 
-A run of six steps is stopped after four, and another is finished. Each case copies one of them, damages it, and starts
-the same command (`millrace train`). A case passes in one of three ways:
+A run of six steps is stopped after four, and another run is finished. Each case copies one of these runs, damages the
+copy, and starts the same command (`millrace train`). A case passes in one of three ways:
 
-- numbers and weights equal those of the undisturbed run, and the console names what was damaged;
-- one clear refusal names it;
-- a journal lost steps that no checkpoint restores: the weights are equal, and console and report name the gap.
+- The numbers and weights equal those of the undisturbed run, and the console names the damage.
+- The command refuses with one clear message that names the damage.
+- The journal lost steps that no checkpoint restores, the weights are equal, and console and report name the gap.
 
-A traceback, a hang, other numbers, or silence fail it. Writes build/results/damaged_inputs.json, or --out.
+A case fails with a traceback, a hang, other numbers, or silence. The script writes build/results/damaged_inputs.json,
+or the file of --out.
 """
 
 import argparse
@@ -43,17 +44,18 @@ RUN = (
 STEPS, STOPPED_AT = 6, 4
 START_LIMIT_S = 900
 UNPRIVILEGED = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
-"""Prefix of a command of root, for which permissions then hold."""
+"""The prefix that makes a command of root obey file permissions."""
 
 Action = Callable[[Path], object]
-"""Damages the path that it gets."""
+"""A function that damages the file or folder at a path."""
 
 
 @dataclass(frozen=True)
 class Damage:
-    """`path`: pattern below the workspace. `name`: what the console must name, or '' if nothing reads it.
+    """One way to damage a run. `path` is a pattern below the workspace. `name` is the text that the console must
+    contain, or '' if nothing reads the file.
 
-    `finished`: damages the finished run. `limited`: starts without root's permission to read everything.
+    `finished` selects the finished run. `limited` starts the command without root's permission to read everything.
     """
 
     path: str
@@ -63,7 +65,7 @@ class Damage:
     limited: bool = False
 
     def apply(self, root: Path) -> None:
-        """Damage the only path that fits."""
+        """Damage the only path that matches the pattern."""
         (path,) = root.glob(self.path)
         self.action(path)
 
@@ -104,14 +106,14 @@ def _deep_json(path: Path) -> None:
 
 
 def _without_keys(path: Path) -> None:
-    """Write a manifest with a valid digest that lacks a checkpoint's keys."""
+    """Write a manifest that has a valid digest but lacks a key of a checkpoint."""
     document = {key: value for key, value in json.loads(path.read_bytes()).items() if key != "metrics"}
     document["manifest_sha256"] = manifest_digest(document)
     path.write_text(json.dumps(document))
 
 
 def _change_step(step: int, change: Callable[[bytes], bytes]) -> Action:
-    """Change the line of a step in a journal."""
+    """Return a function that changes the line of a step in a journal."""
 
     def rewrite(path: Path) -> None:
         lines = path.read_bytes().splitlines(keepends=True)
@@ -123,7 +125,7 @@ def _change_step(step: int, change: Callable[[bytes], bytes]) -> Action:
 
 
 def _change_digit(line: bytes) -> bytes:
-    """Change the last digit of the first score."""
+    """Change the last digit of the first score in a line of a journal."""
     begin = line.index(b'"critic/score/mean":') + len(b'"critic/score/mean":')
     end = begin + len(line[begin:].split(b",")[0].rstrip(b"}\n"))
     return line[: end - 1] + bytes([line[end - 1] ^ 1]) + line[end:]
@@ -220,7 +222,7 @@ def _first_shard(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Numbers:
-    """Repeatable metrics of each step, digest of the weights, and the last validation."""
+    """The repeatable metrics of each step of a run, the digest of its weights, and its last validation."""
 
     steps: dict[int, dict[str, float]]
     weights: str
@@ -229,7 +231,9 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Outcome:
-    """`verdict`: one of `PASSED`, or what went wrong. `output`: the console's lines that name the damage."""
+    """The outcome of a case. `verdict` is one of `PASSED`, or says what went wrong. `output` has the console's lines
+    that name the damage.
+    """
 
     name: str
     verdict: str
@@ -241,7 +245,7 @@ PASSED = ("equal", "refused", "gap reported")
 
 
 def _start(root: Path, steps: int = STEPS, *, limited: bool = False) -> tuple[int | None, str]:
-    """Run the command. Return its exit code (None: it did not end) and its output."""
+    """Run the command. Return its exit code, or None if it did not end in time, and its output."""
     prefix = UNPRIVILEGED if limited and os.getuid() == 0 else ()
     command = [*prefix, sys.executable, "-m", "flows.cli", "train", *_overrides(steps), f"paths.root={root}"]
     with tempfile.TemporaryFile() as output:
@@ -309,7 +313,7 @@ def _verdict(damage: Damage, root: Path, expected: Numbers, code: int | None, ou
 
 
 def main() -> None:
-    """Run the chosen cases. Exit with 1 if one failed."""
+    """Run the chosen cases. Exits with code 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="a word in the names of the cases")
     parser.add_argument("--list", action="store_true", help="list the cases and stop")

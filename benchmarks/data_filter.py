@@ -1,15 +1,15 @@
-"""The filter on 327,680 countdown prompts in chat form, compared with the usual row-by-row way.
+"""Compare the speed of the filter with the usual row-by-row way, on 327,680 countdown prompts in chat form.
 
     python benchmarks/data_filter.py                          # about three minutes on two cores
-    python benchmarks/data_filter.py --rows=20000             # a smaller one
+    python benchmarks/data_filter.py --rows=20000             # a smaller run
     python benchmarks/data_filter.py --check --write          # exit code 1 below ten times or over 2 s; writes JSON
 
-A byte-level BPE tokenizer of 32,768 tokens is trained on the Python sources of the standard library and on prompts of
-another seed. The usual way takes one row at a time: apply the chat template, tokenize, count, keep. Its blocks
+A byte-level BPE tokenizer of 32,768 tokens is trained on Python's standard library and on prompts of another seed. For
+each row, the usual way applies the chat template, tokenizes, counts the tokens, and keeps or drops the row. Its blocks
 alternate with whole runs of the filter, so that both have the same load. The filter's time includes loading the
-tokenizer, reading and writing parquet, tokenizing solutions and distractors, and the search for duplicates and leaks.
-Both have run before on a few rows, so modules are loaded. The second run is a new process that finds the result by its
-fingerprint. Token ids of both ways must agree.
+tokenizer, reading and writing parquet, tokenizing solutions and distractors, and searching for duplicates and leaks.
+The filter has run on a few rows before, so its modules are loaded. The second run is a new process that finds the
+result by its fingerprint. The token ids of both ways must agree.
 """
 
 import argparse
@@ -32,9 +32,9 @@ from rlcore.config import CountdownData, FilterConfig
 ROOT = Path(__file__).resolve().parents[1]
 MIN_RATIO, MAX_SECOND_S = 10.0, 2.0
 VOCAB_SIZE = 32_768
-# Bytes of Python source for training the tokenizer.
+# The bytes of Python source that train the tokenizer.
 CORPUS_BYTES = 6_000_000
-# Words as split by the tokenizers of Qwen and Llama.
+# The tokenizers of Qwen and Llama split a text into these words.
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -46,7 +46,7 @@ CHAT_TEMPLATE = (
 
 
 def main() -> None:
-    """Measure both ways in turn, and the second run."""
+    """Measure both ways in turn, and then the second run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=327_680, help="rows of the training split")
     parser.add_argument("--block", type=int, default=4_096, help="rows of one block of the usual way")
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def trained_tokenizer(folder: Path) -> Path:
-    """Train a byte-level BPE tokenizer of 32,768 tokens with a chat template."""
+    """Train a byte-level BPE tokenizer of 32,768 tokens with a chat template, and return its folder."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -105,7 +105,7 @@ def trained_tokenizer(folder: Path) -> Path:
 
 
 def corpus() -> list[str]:
-    """Return texts with many words: sources of the standard library, and prompts."""
+    """Return texts with many different words: the sources of the standard library, and prompts."""
     from data.countdown import build
 
     texts, size = [], 0
@@ -118,7 +118,7 @@ def corpus() -> list[str]:
 
 
 def in_turn(arguments: argparse.Namespace, dataset: Path, tokenizer: Path, folder: Path) -> dict[str, Any]:
-    """Alternate blocks of the usual way with runs of the filter."""
+    """Alternate blocks of the row-by-row way with runs of the filter, and return the measurements."""
     import pyarrow.parquet as pq
     from transformers import AutoTokenizer
 
@@ -144,7 +144,7 @@ def in_turn(arguments: argparse.Namespace, dataset: Path, tokenizer: Path, folde
         if turn == arguments.turns:
             break
         with Cost() as cost:
-            # A new root each time; the last one is for the second run.
+            # Each turn has a new root. The last root is for the second run.
             root = folder if turn == arguments.turns - 1 else folder / f"turn{turn}"
             result = filter_dataset(dataset, tokenizer, FilterConfig(), root=root)
         fast_s, fast_cpu_s = fast_s + cost.wall_s, fast_cpu_s + cost.cpu_s
@@ -166,7 +166,7 @@ def in_turn(arguments: argparse.Namespace, dataset: Path, tokenizer: Path, folde
 
 
 def in_new_process(folder: Path) -> dict[str, float]:
-    """Run the second run in a new process, timed from its start."""
+    """Start the second run in a new process, and measure its seconds from the start of the process."""
     command = [sys.executable, __file__, *sys.argv[1:], "--second", str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     start = time.perf_counter()
@@ -175,7 +175,7 @@ def in_new_process(folder: Path) -> dict[str, float]:
 
 
 def second_run(settings: CountdownData, folder: Path) -> dict[str, float]:
-    """Find the results of both stages by their fingerprints."""
+    """Return the seconds that both stages need to find their results by their fingerprints."""
     with Cost() as cost:
         dataset = build_dataset(settings, seed=1, root=folder)
         filtered = filter_dataset(dataset.directory, folder / "tokenizer", FilterConfig(), root=folder)

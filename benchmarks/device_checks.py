@@ -1,17 +1,19 @@
-"""Check a device with vLLM as engine: values and PASS or FAIL for each check.
+"""Check a device with vLLM as the engine. Each check prints its values and PASS or FAIL.
 
-python -m benchmarks.device_checks --out checks.json             # on a GPU, Llama-3.2-1B's shape
-python -m benchmarks.device_checks --only short_memory plan
-python -m benchmarks.device_checks --only warm_start weight_sync --model FOLDER     # a real model, such as SmolLM2-135M
-python -m benchmarks.device_checks --shape=tiny --prompts=8 --mean=24 --longest=64        # on a CPU, two minutes
+    python -m benchmarks.device_checks --out checks.json             # on a GPU, with the shape of Llama-3.2-1B
+    python -m benchmarks.device_checks --only short_memory plan
+    python -m benchmarks.device_checks --only warm_start weight_sync --model FOLDER     # a model such as SmolLM2-135M
+    python -m benchmarks.device_checks --shape=tiny --prompts=8 --mean=24 --longest=64        # on a CPU, two minutes
 
-short_memory   an update that runs out of memory is repeated in more micro-batches, with the same numbers
-weight_sync    30 weight syncs without a false alarm; a stale layer is found
-logprobs       mean |engine's - trainer's| log-probability over the responses of a step
-correction     importance correction off, truncated and masked: loss against sums by hand
-plan           memory plan against the measured memory of each phase
-warm_start     20 supervised steps on the device, which is free afterwards
-demo           `millrace train experiment=countdown_demo rollout=vllm`: no error, every metric
+Each check requires one of these statements:
+
+    short_memory   an update that runs out of memory is repeated in more micro-batches, with the same numbers
+    weight_sync    30 weight syncs raise no false alarm, and a stale layer is detected
+    logprobs       the mean |difference| of the log-probabilities of engine and trainer is small
+    correction     the loss with importance correction off, truncated and masked equals sums by hand
+    plan           the memory plan agrees with the measured memory of each phase
+    warm_start     20 supervised steps run on the device, which is free afterwards
+    demo           `millrace train experiment=countdown_demo rollout=vllm` has no error and every metric
 """
 
 import argparse
@@ -31,7 +33,7 @@ from benchmarks.harness import describe_lengths
 from benchmarks.shapes import SHAPES, model_of
 
 ON_THE_RIG: Mapping[str, Callable[[Rig], Verdict]] = {
-    "plan": plan.check,  # first, before memory has grown
+    "plan": plan.check,  # the first check, before memory has grown
     "logprobs": numbers.differences,
     "correction": numbers.correction,
     "short_memory": short_memory.check,
@@ -44,7 +46,7 @@ BY_COMMAND: Mapping[str, Callable[[argparse.Namespace, Path], Verdict]] = {
 
 
 def run(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    """Run the chosen checks. An error fails its check only."""
+    """Run the chosen checks and return their results. An error fails only its check."""
     short_memory.prepare()
     found: dict[str, Any] = {}
 
@@ -90,7 +92,7 @@ def _run_check(name: str, check: Callable[[], Verdict]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the checks. Exit with 1 if one failed."""
+    """Run the checks. Exits with code 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [*BY_COMMAND, *ON_THE_RIG]
     parser.add_argument("--only", nargs="+", choices=names, default=names)

@@ -1,12 +1,12 @@
 """Train the demo briefly with every loss, advantage and correction.
 
-    nice python -m benchmarks.every_method                      # methods that the file lacks, one by one
+    nice python -m benchmarks.every_method                      # the methods that the file lacks, one by one
     python -m benchmarks.every_method --jobs 25                 # concurrently, with as many cores
-    nice python -m benchmarks.every_method --only gspo gdpo     # also if the file has them
+    nice python -m benchmarks.every_method --only gspo gdpo     # these methods, even if the file has them
     python -m benchmarks.every_method paths.root=/tmp/tried --steps 2 --only gspo --to /tmp/tried.json
 
-Each begins with a warm start to the same reward. Finished runs are not repeated. Each run is merged into
-build/results/every_method.json as it ends. At the end a Markdown table is printed.
+Each training begins with a warm start to the same reward. Finished runs are not repeated. The result of each run is
+merged into build/results/every_method.json as the run ends. At the end a Markdown table is printed.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from rlcore.run.layout import RunLayout
 DEMO = ("experiment=countdown_demo", "runtime.backend=local", "tracking.enabled=false", "seed=1")
 LENGTHS = ("trainer.total_steps", "trainer.steps_per_chunk", "validation.every_steps")
 TWO_UPDATES = "trainer.mini_batch_size=32"
-"""Two optimizer steps per batch. With one the ratio is 1, and several methods are equal."""
+"""The setting for two optimizer steps per batch. With one step the ratio is 1, and several methods are equal."""
 SETTINGS = {
     **{name: (TWO_UPDATES, f"algo.policy_loss={name}") for name in POLICY_LOSSES},
     "gspo": (TWO_UPDATES, "algo=gspo"),
@@ -45,7 +45,7 @@ SETTINGS = {
 
 
 def train(name: str, overrides: list[str]) -> dict[str, object]:
-    """Train with a method unless that is done. Return its validations and seconds."""
+    """Train with one method unless its run is finished. Return its validations and the seconds of the command."""
     arguments = [*DEMO, f"name=every_method_{name}", *SETTINGS[name], *overrides]
     begun = time.perf_counter()
     command = [sys.executable, "-m", "flows.cli", "train", *arguments]

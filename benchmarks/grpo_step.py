@@ -1,4 +1,4 @@
-"""Time a GRPO step of one GPU's share of the reference run: seconds per phase, tokens per second, MFU.
+"""Measure a GRPO step of one GPU's share of the reference run: seconds per phase, tokens per second, and MFU.
 
     python -m benchmarks.grpo_step                                   # on a GPU, with vLLM
     python -m benchmarks.grpo_step model.share_prompts=true          # compute each prompt once
@@ -6,11 +6,12 @@
     python -m benchmarks.grpo_step --ranks 2 --prompts 256           # weak scaling
     python -m benchmarks.grpo_step --shape=tiny --engine=hf --prompts=8 --mean=12 --longest=32 --steps=2    # rehearsal
 
-verl's GRPO benchmark (Llama-3.2-1B, GSM8K, 8 GPUs) gives each GPU 128 prompts of 107 tokens with 5 responses, mean 183
-and at most 1,024 tokens, in 4 mini-batches with low_var_kl against a reference. This script runs that step in the real
-trainer, with random weights and lengths drawn once from a geometric distribution, so that all steps have equal work.
+The reference run is verl's GRPO benchmark (Llama-3.2-1B, GSM8K, 8 GPUs). Each GPU gets 128 prompts of 107 tokens with 5
+responses each, in 4 mini-batches with low_var_kl against a reference policy. The responses have 183 tokens on average
+and at most 1,024. This script runs that step in the real trainer with random weights. The lengths are drawn once from a
+geometric distribution, so that all steps have equal work.
 
---engine=none returns random responses immediately, to measure the phases of training.
+--engine=none returns random responses immediately, to measure only the phases of training.
 """
 
 import argparse
@@ -32,12 +33,12 @@ from rlcore.config.compose import load_config
 from rlcore.trainer.step import StepResult
 
 REFERENCE_TOKENS_PER_S = 2_092.46
-"""Tokens per second and GPU of the reference run on H100."""
+"""The tokens per second and GPU of the reference run on H100 GPUs."""
 PROMPT_TOKENS, SAMPLES = 107, 5
 
 
 def settings(arguments: argparse.Namespace, directory: Path, *, ranks: int = 1) -> RunConfig:
-    """Compose the reference experiment with `prompts` prompts, in this process or on several ranks under Ray."""
+    """Compose the reference experiment with `arguments.prompts` prompts. Several ranks run under Ray."""
     prompts, engine = arguments.prompts, "hf" if arguments.engine == "none" else arguments.engine
     backend = "local" if ranks == 1 else "ray"
     overrides = [
@@ -76,7 +77,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
 
 
 def metrics(arguments: argparse.Namespace, config: RunConfig, results: Sequence[StepResult]) -> dict[str, Any]:
-    """Return medians over the measured steps. MFU is None on a device without a known peak."""
+    """Return the medians over the measured steps. MFU is None on a device whose peak speed is not known."""
 
     def median(name: str) -> float | None:
         values = [result.metrics[name] for result in results if name in result.metrics]
@@ -147,7 +148,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--trace", action="store_true", help="profile the last step")
-    arguments = parser.parse_intermixed_args()  # settings before and after options
+    arguments = parser.parse_intermixed_args()  # settings may come before and after options
     with tempfile.TemporaryDirectory() as scratch:
         directory = model_of(arguments, Path(scratch))
         found = run(arguments, directory)

@@ -1,4 +1,4 @@
-"""Whole training steps of the real trainer with equal work: random prompts and weights, lengths drawn once."""
+"""Whole training steps of the real trainer with equal work: random prompts and weights, and lengths drawn once."""
 
 import argparse
 import contextlib
@@ -34,7 +34,7 @@ PHASES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_criti
 
 
 class FixedLengths:
-    """`WorkerGroup` whose responses have given lengths. Without `real` they are random and immediate.
+    """A `WorkerGroup` whose responses have fixed lengths. If `real` is false, they are random and immediate.
 
     Each step assigns the lengths to other prompts, so that no cached assignment fits.
     """
@@ -76,7 +76,7 @@ class FixedLengths:
         self._group.close()
 
     def _limited(self, arguments: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-        lengths = iter(self.lengths)  # rank 0's requests first
+        lengths = iter(self.lengths)  # the requests of rank 0 come first
         limited = []
         for requests, *more in arguments:
             own = np.roll(list(itertools.islice(lengths, len(requests))), self._version).tolist()
@@ -97,7 +97,7 @@ class FixedLengths:
 
 
 def draw_lengths(count: int, mean: float, longest: int) -> list[int]:
-    """Draw geometric lengths, cut at `longest`, scaled to `mean`. The first is the longest."""
+    """Draw geometric lengths with mean `mean`, at most `longest`. The first length is `longest`."""
     drawn = np.random.default_rng(7).geometric(1 / mean, count).clip(1, longest)
     drawn = (drawn * (mean * count / drawn.sum())).round().astype(int).clip(1, longest)
     drawn[0] = longest
@@ -110,7 +110,7 @@ def describe_lengths(parser: argparse.ArgumentParser, *, mean: float = 183.0, lo
 
 
 class Loop:
-    """Steps of the trainer from step 0."""
+    """The steps of a trainer, beginning at step 0."""
 
     def __init__(self, trainer: Trainer, kl_coef: float) -> None:
         self._trainer = trainer
@@ -118,7 +118,7 @@ class Loop:
 
     @property
     def version(self) -> int:
-        """Policy version of the last weight sync."""
+        """The policy version of the last weight sync."""
         return self._state.policy_version
 
     def step(self) -> StepResult:
@@ -131,7 +131,7 @@ class Loop:
 def worker_group(
     config: RunConfig, directory: Path, lengths: Sequence[int], *, vocab_size: int, real: bool = True
 ) -> Iterator[FixedLengths]:
-    """Open the workers. Their engines have no weights yet."""
+    """Open the workers inside the `with` block. Their engines have no weights yet."""
     group = FixedLengths(config, str(directory), lengths, vocab_size=vocab_size, real=real)
     try:
         yield group
@@ -150,7 +150,7 @@ def training_loop(
     vocab_size: int,
     real_prompts: Sequence[Prompt] = (),
 ) -> Iterator[Loop]:
-    """Open a training from step 0 with the workers' weights, on random prompts or on `real_prompts`."""
+    """Open a training loop at step 0 with the workers' weights, on `real_prompts` or on random prompts."""
     rng = np.random.default_rng(3)
     prompts = list(real_prompts) or [
         Prompt(i, tuple(rng.integers(4, vocab_size, prompt_tokens).tolist()), config.data.task, ground_truth)
@@ -179,7 +179,7 @@ def _episodes(config: RunConfig, tokenizer: Any, decode: Decode) -> contextlib.A
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Measured steps and the largest peak of a rank."""
+    """The results of the measured steps, and the largest memory peak of a rank."""
 
     results: list[StepResult]
     peak: MemoryPeak
@@ -198,7 +198,7 @@ def run_steps(
     real: bool = True,
     trace: bool = False,
 ) -> Steps:
-    """Start the workers, take `warm_up` steps, then `measured` ones, and print each."""
+    """Start the workers, run `warm_up` steps and then `measured` steps, and print a line for each step."""
     results: list[StepResult] = []
     with worker_group(config, directory, lengths, vocab_size=vocab_size, real=real) as group:
         with training_loop(
@@ -217,9 +217,9 @@ def run_steps(
 
 @contextlib.contextmanager
 def watched_memory(*, every_s: float = 0.02) -> Iterator[Callable[[], float]]:
-    """Yield a function that returns the most GPU memory in use inside, by all processes, in GB of 1e9 bytes.
+    """Yield a function that returns the peak GPU memory of all processes inside the block, in GB of 1e9 bytes.
 
-    It is 0 on a CPU. The driver is asked each `every_s` seconds.
+    The peak is 0 on a CPU. The driver is asked every `every_s` seconds.
     """
     if not torch.cuda.is_available():
         yield lambda: 0.0
@@ -244,7 +244,7 @@ def watched_memory(*, every_s: float = 0.02) -> Iterator[Callable[[], float]]:
 
 @contextlib.contextmanager
 def _profiled(wanted: bool) -> Iterator[None]:
-    """Print the profile of the block if requested."""
+    """Print a profile of the `with` block if `wanted` is true."""
     if not wanted:
         yield
         return

@@ -1,10 +1,10 @@
-"""Measure the peak memory of log-probabilities and entropies: chunked head against full logits.
+"""Measure the peak memory of log-probabilities and entropies, for a chunked head and for full logits.
 
     python benchmarks/head_memory.py                    # 8,192 tokens; on a CPU the full version takes about 25 GB
     python benchmarks/head_memory.py --tokens=512 --chunk-tokens=128 --hidden=16        # a sixteenth of it
 
-Each version runs in a separate process. The result is the highest resident memory (CPU) or the allocator's peak (CUDA),
-less the memory before, so without weights and inputs.
+Each version runs in a separate process. The result is the highest resident memory (CPU) or the allocator's peak (CUDA).
+The memory before the measurement is subtracted, so weights and inputs do not count.
 """
 
 import argparse
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 VOCAB = 150_000
 LOSSES = {"logprob": "value", "logprob-and-entropy": "grad"}
-"""Loss -> entropy mode. The entropy is computed in both."""
+"""The entropy mode of each loss. The entropy is computed for both losses."""
 
 
 def main() -> None:
@@ -52,14 +52,14 @@ def main() -> None:
 
 def in_new_process(version: str, entropy: str) -> int:
     command = [sys.executable, __file__, *sys.argv[1:], "--one", version, entropy]
-    # Fresh pages for large tensors, released with them, so that resident memory follows the tensors.
+    # Large tensors get fresh pages that are released with them, so that resident memory follows the tensors.
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "1000000", "MALLOC_ARENA_MAX": "1"}
     done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
     return int(json.loads(done.stdout))
 
 
 def measure(arguments: argparse.Namespace) -> int:
-    """Return the peak bytes of one forward and backward, less the bytes before."""
+    """Return the peak bytes of one forward and backward pass, less the bytes that were in use before."""
     import torch
 
     from rlcore.models.head import token_logprobs_and_entropy
@@ -88,7 +88,7 @@ def measure(arguments: argparse.Namespace) -> int:
 def full_logits(
     hidden: "Tensor", weight: "Tensor", targets: "Tensor", *, with_gradient: bool
 ) -> "tuple[Tensor, Tensor]":
-    """Compute log-probabilities and entropies from float32 logits of all tokens."""
+    """Return log-probabilities and entropies, computed from the float32 logits of all tokens."""
     import torch
 
     logprobs = (hidden @ weight.t()).float().log_softmax(dim=-1)
@@ -108,7 +108,7 @@ def held_bytes(device: str) -> int:
 
 
 def peak_bytes(device: str) -> int:
-    """Return the most bytes since the start (CPU) or since `held_bytes` (CUDA)."""
+    """Return the peak memory in bytes since the start of the process (CPU) or since `held_bytes` (CUDA)."""
     if device == "cuda":
         import torch
 

@@ -1,16 +1,18 @@
-"""Kill -9 a run at random moments, start it again, and compare its numbers with an undisturbed run's.
+"""Kill a run with SIGKILL at random moments, start it again, and compare its numbers with an undisturbed run.
 
     python -m benchmarks.killed_run                                # countdown_demo: all processes, three times
     python -m benchmarks.killed_run --kills 5 trainer.total_steps=40
     python -m benchmarks.killed_run --aim parts --kills 60         # debug on Ray: one process at a time
 
-`--aim everything` kills all processes of the run at a random step. `--aim parts` kills one process: flow, trainer, a
-rank, raylet, gcs_server, a scorer, or the delivery to MLflow, at a random moment of the --window seconds after its
-start. The run then continues, retries, or ends, and the same command is given again. If a run finishes before all kills
-are done, another one follows in its own folder, with the dataset and initial policy of the undisturbed run.
+`--aim everything` kills all processes of the run at a random step. `--aim parts` kills one process at a time: the flow,
+the trainer, a rank, raylet, gcs_server, a scorer, or the delivery to MLflow. The moment is random within --window
+seconds after the start of the process. The run then continues, retries, or ends, and the same command is started again.
+If a run finishes before all kills are done, another run follows in a separate folder. It has the dataset and initial
+policy of the undisturbed run.
 
-The script compares every metric of every step value for value, except seconds, memory and throughput, and the final
-weights byte for byte. Exit code 0 if all are equal. --out adds the findings to a JSON file.
+The script compares every metric of every step exactly, except seconds, memory and throughput. It compares the final
+weights byte by byte. The exit code is 0 if all are equal and no process is left. --out adds the findings to a JSON
+file.
 """
 
 import argparse
@@ -38,23 +40,23 @@ from tests.helpers.repeatable import repeatable
 PR_SET_CHILD_SUBREAPER = 36
 RESUMABLE = 75
 MAX_STARTS = 20
-"""Starts of one run. More end the script."""
+"""The largest number of starts of one run, in addition to its kills. If a run needs more, the script ends."""
 LEFT_WAIT_S = 120.0
-"""Time for processes that outlive a run: the delivery to MLflow, a trainer that saves."""
+"""The seconds to wait for processes that outlive a run, such as the delivery to MLflow or a saving trainer."""
 ON_RAY = (
     "experiment=debug", "runtime=ray", "reward.num_processes=1", "trainer.total_steps=300",
     "trainer.steps_per_chunk=10", "validation.every_steps=50",
 )  # fmt: skip
 MADE_BEFORE = ("datasets", "filtered", "models", "tokenizers")
 MARKS = {"trainer": "rlcore.run.process", "scorer": "scoring_worker", "delivery": "rlcore.tracking"}
-"""Part -> end of a word of its command line."""
+"""The text by which each kind of process is recognized. A word of its command line ends with this text."""
 NAMES = {"ray::RankProcess": "rank", "raylet": "raylet", "gcs_server": "gcs_server"}
 PARTS = ("flow", *MARKS, *NAMES.values())
 
 
 @dataclass(frozen=True)
 class Kill:
-    """`age_s`: age of the process. `step`: last step of the journal. `run`: number of the run."""
+    """A killed process. `age_s` is its age, `step` the last step in the journal, and `run` the number of the run."""
 
     run: int
     part: str
@@ -64,7 +66,7 @@ class Kill:
 
 @dataclass
 class Findings:
-    """Findings about the killed runs. `codes`: exit code -> starts. `raw`: ends without a clear message."""
+    """Findings about the killed runs. `codes` counts starts by exit code. `raw` lists ends without a clear message."""
 
     kills: list[Kill] = field(default_factory=list)
     codes: Counter[int] = field(default_factory=Counter)
@@ -77,7 +79,7 @@ class Findings:
 
 
 def layout(root: Path, overrides: Sequence[str]) -> RunLayout:
-    """Return the layout of the run in a workspace."""
+    """Return the layout of the run with these settings in a workspace."""
     return RunLayout.of(load_config([*overrides, f"paths.root={root}"]))
 
 
@@ -104,10 +106,10 @@ def _run_to_the_end(root: Path, overrides: Sequence[str]) -> None:
 
 
 def _kill_family(pid: int) -> int:
-    """Send SIGKILL to a process and all its descendants. Return their number."""
+    """Send SIGKILL to a process and all its descendants. Return the number of processes."""
     family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     for member in family:
-        member.suspend()  # so that none reacts to the death of another
+        member.suspend()  # so that no process reacts to the death of another one
     for member in family:
         member.kill()
     psutil.wait_procs(family, timeout=60)
@@ -152,7 +154,7 @@ def _processes_by_part(flow: int) -> Mapping[str, psutil.Process]:
 
 
 class PartKiller:
-    """Kills one process at a time, the parts with the fewest kills first."""
+    """An object that kills one process at a time. It chooses a kind of process with the fewest kills so far."""
 
     def __init__(self, num_kills: int, window_s: float, rng: random.Random, found: Findings) -> None:
         self.left = num_kills
@@ -163,7 +165,7 @@ class PartKiller:
         self._run = 0
 
     def run(self, root: Path, overrides: Sequence[str]) -> None:
-        """Start a run until it is done, with kills."""
+        """Start a run repeatedly, with kills, until it is finished."""
         self._run += 1
         for _ in range(MAX_STARTS + self.left):
             process = _start(root, overrides)
@@ -194,7 +196,9 @@ class PartKiller:
             time.sleep(0.05)
 
     def _next_target(self) -> tuple[str, float, float]:
-        """Return a part, the present time, and the seconds until its kill, from now or from its start."""
+        """Return the kind of process to kill next, the present time, and the seconds until the kill. The seconds count
+        from now, or from the start of the process if that is later.
+        """
         fewest = min(self._hits[part] for part in PARTS)
         part = self._rng.choice([part for part in PARTS if self._hits[part] == fewest])
         return part, time.time(), self._rng.uniform(0, self._window_s)
@@ -211,7 +215,7 @@ def _wait_for_orphans(found: Findings) -> None:
 
 
 def _alive_descendants() -> list[psutil.Process]:
-    """Return our descendants and reap the dead. As their subreaper we are the parent of orphans."""
+    """Return our living descendants and reap dead ones. As their subreaper, this process is the parent of orphans."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
@@ -226,7 +230,7 @@ def _alive_descendants() -> list[psutil.Process]:
 
 
 def compare(whole: Path, killed: Path, overrides: Sequence[str], found: Findings) -> None:
-    """Compare every value of every step, and the weights."""
+    """Compare an undisturbed and a killed run: every metric of every step, and the weights."""
     expected, got = (
         [repeatable(dict(record.metrics)) for record in read_journal(layout(root, overrides).journal)]
         for root in (whole, killed)
@@ -246,7 +250,7 @@ def compare(whole: Path, killed: Path, overrides: Sequence[str], found: Findings
 
 
 def main() -> None:
-    """Run, kill and compare. Exit with 1 if something differs or is left."""
+    """Run, kill and compare. Exits with code 1 if something differs or a process is left."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, default=Path("artifacts-killed"))
     parser.add_argument("--aim", choices=["everything", "parts"], default="everything")

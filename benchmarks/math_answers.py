@@ -1,10 +1,11 @@
-r"""Answers made of references by edits, scored by `data.math` and by plain math-verify.
+"""Compare the scores of `data.math` with plain math-verify, on answers that are generated from references by edits.
 
-    python -m benchmarks.math_answers 20000        # prints JSON; exit code 1 where a difference has no rule
+    python -m benchmarks.math_answers 20000        # prints JSON; exit code 1 if a difference has no rule
 
-An edit repeats the reference in another form (right by construction), or makes another number, the question, a part,
-or two answers of it. An answer that math-verify refuses may be paid only if it is right. One that math-verify pays may
-be refused only by a rule of docs/data.md.
+One edit repeats the reference in another form, which is right by construction. The other edits change a number, write a
+computation instead of its result, keep only a part, or write two answers. If math-verify refuses an answer, `data.math`
+may accept it only if it is right. If math-verify accepts an answer, `data.math` may refuse it only by a rule of
+docs/data.md.
 """
 
 import json
@@ -26,12 +27,12 @@ from data.math_reading import Reading, number_in_words, read
 
 REFERENCES = Path(__file__).parents[1] / "tests" / "data" / "math_references.txt"
 _NUMBER = re.compile(r"[0-9]+")
-# Solutions with a box, and references that an edit turns into a computation of minutes.
+# Solutions with a box are left out, and references that an edit turns into a computation of minutes.
 _LEFT_OUT = re.compile(r"boxed|!(?!:)|\^\{?[0-9]{2}|\\binom|\\dbinom|e\+|\^\{?n")
 
 
 class Answer(NamedTuple):
-    """An answer without its box. `is_right`: it equals the reference by construction."""
+    """A generated answer without its box. `is_right` is True if it equals the reference by construction."""
 
     edit: str
     text: str
@@ -40,13 +41,13 @@ class Answer(NamedTuple):
 
 @lru_cache(maxsize=1)
 def readings() -> dict[str, str]:
-    """Return references and their readings: `number 25/2%`, `words sunday`, `base 1011 2`, `expression`, `refused`."""
+    """Return each reference and its reading: `number 25/2%`, `words sunday`, `base 1011 2`, `expression`, `refused`."""
     rows = (line.partition("\t") for line in REFERENCES.read_text().splitlines())
     return {reference: reading for reference, _, reading in rows}
 
 
 def answers(count: int, seed: int) -> Iterator[tuple[str, Answer]]:
-    """Make an answer for each drawn reference that can be read, uniformly over references and edits."""
+    """Yield `count` pairs of a reference and a generated answer. References and edits are drawn uniformly."""
     rng = random.Random(seed)
     references = [text for text, reading in readings().items() if reading != "refused" and not _LEFT_OUT.search(text)]
     for _ in range(count):
@@ -124,7 +125,7 @@ def math_verify_pays(reference: str, answer: str) -> bool:
 
 
 def rule(reference: str, answer: str) -> str | None:
-    """Return the rule of docs/data.md that refuses an answer paid by math-verify, or None."""
+    """Return the rule of docs/data.md that refuses an answer although math-verify accepts it, or None."""
     gold, reading = read(reference), read(answer)
     if gold.number is not None:
         return _number_rule(gold, reading)
@@ -154,7 +155,9 @@ def _has_letter_more(gold: Reading, reading: Reading) -> bool:
 
 
 def _paid_by(reference: str, answer: str) -> str | None:
-    """Return the rule that pays an answer refused by math-verify, from the listed and a naive reading."""
+    """Return the rule that accepts an answer although math-verify refuses it, or None. The listed reading and a naive
+    reading decide.
+    """
     kind, _, reading = readings()[reference].partition(" ")
     same = answer.rstrip("\\% ") == reference.rstrip("\\% ")
     if kind == "number" and (same or _naive_number(answer) == Fraction(reading.rstrip("%"))):
@@ -177,7 +180,7 @@ def _naive_number(answer: str) -> Fraction | None:
 
 
 def compared(count: int, seed: int) -> tuple[dict[str, Any], list[str]]:
-    """Return statistics of `count` answers, and the differences without a rule."""
+    """Return the statistics of `count` answers, and the differences that no rule explains."""
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     figures: Counter[str] = Counter()
     rules: Counter[str] = Counter()
@@ -203,7 +206,7 @@ def compared(count: int, seed: int) -> tuple[dict[str, Any], list[str]]:
 
 
 def main() -> None:
-    """Print the statistics, and the differences without a rule on stderr."""
+    """Print the statistics. Print the differences that no rule explains to stderr."""
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 20_000
     figures, unexplained = compared(count, seed=1)
     figures["references"] = sum(reference_problem(text) is None for text in readings())

@@ -1,20 +1,21 @@
-"""Count how many random mutations of the sources a test notices.
+r"""Count how many random mutations of the sources the tests notice.
 
     pip install pytest-cov
-    COVERAGE_FILE=/tmp/lines python -m pytest -n 2 --dist loadfile -m "not lengthy" \\
+    COVERAGE_FILE=/tmp/lines python -m pytest -n 2 --dist loadfile -m "not lengthy" \
         --cov=rlcore --cov=flows --cov=data --cov-context=test --cov-report=      # which test executes which line
     python -m benchmarks.mutations --lines /tmp/lines                             # 8 per folder
     python -m benchmarks.mutations --lines /tmp/lines --each 3 --seed 7 rlcore/run flows/plan
     python -m benchmarks.mutations --list                                         # list them
 
-A mutation changes one place: a comparison, `and` or `or`, a `not`, a number, True or False, a sign, min or max, a
-condition, or a deleted statement (a call, a raise, a break, a `+=`). In a copy of the checkout, the tests that execute
-its statement run up to the first failure, first the 20 quickest. Without --lines, or where it has no test, the folder's
-tests run. A run over --limit counts as noticed. At the end the noticing tests run without a mutation, and those that
-fail do not count.
+A mutation changes one expression: a comparison, `and` or `or`, a `not`, a number, True or False, a sign, min or max, or
+a condition. Or it deletes a statement: a call, a raise, a break or a `+=`. In a copy of the checkout, the tests that
+execute the statement run until one fails, beginning with the 20 quickest. Without --lines, or if no test executes the
+statement, the folder's tests run. A run over --limit counts as noticed. At the end, the noticing tests run without a
+mutation, and tests that then fail do not count.
 
-Writes each mutation and its test to --out (JSON), keeping folders that were not tried. Whether an unnoticed mutation
-changes any behavior is for a reader to write, as `equivalent` in that file, which is kept. The exit code is 0.
+The mutations and their tests are written to --out (JSON), and results of other folders are kept. If an unnoticed
+mutation changes no behavior, a reader can write the reason as `equivalent` into that file. This text is kept. The exit
+code is 0.
 """
 
 import argparse
@@ -50,18 +51,19 @@ CALCULATED: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
 }  # fmt: skip
 FIRST = 20
-"""Tests of a line that run first. They notice most mutations."""
+"""The number of tests of a line that run first. They notice most mutations."""
 NO_TESTS = 5
-"""Exit code of pytest without tests, as when all are lengthy."""
+"""The exit code of pytest if no test ran, for example because all are lengthy."""
 OTHER_NAME = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 
 @dataclass
 class Mutation:
-    """Replacement of the text from `start` to `end` (line from 1, column) by `new`. `statement`: its first line.
+    """The replacement of the text from `start` to `end` by `new`. Each position is a line (from 1) and a column.
+    `statement` is the first line of the statement.
 
-    `tried`: number of tests that execute the statement; 0: the folder's tests ran. `noticed_by`: a test, or "limit".
-    `equivalent`: why no behavior differs, written by a reader.
+    `tried` is the number of tests that execute the statement, or 0 if the folder's tests ran. `noticed_by` is a test or
+    "limit". `equivalent` is a reader's reason why no behavior differs.
     """
 
     folder: str
@@ -112,7 +114,7 @@ def _mutants(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _mutations_of(folder: str, file: Path) -> Iterator[Mutation]:
-    """Yield every mutation of a file except in annotations and decorators."""
+    """Yield every mutation of a file, except in annotations and decorators."""
     source = file.read_text()
     tree = ast.parse(source)
     left_alone: set[ast.AST] = set()
@@ -136,13 +138,13 @@ def _mutations_of(folder: str, file: Path) -> Iterator[Mutation]:
             mutation = Mutation(folder, str(file.relative_to(ROOT)), start, end, old, new, statement)
             try:
                 ast.parse(mutation.apply(source))
-            except SyntaxError:  # such as inside an f-string
+            except SyntaxError:  # for example inside an f-string
                 continue
             yield mutation
 
 
 def sample_mutations(folders: list[str], each: int, seed: int) -> list[Mutation]:
-    """Draw `each` random mutations of every folder, independent of the other folders."""
+    """Draw `each` random mutations of every folder, independently of the other folders."""
     found = []
     for folder in folders:
         chance = random.Random(f"{seed} {folder}")
@@ -160,9 +162,9 @@ def _tests_of(folder: str) -> str:
 
 @cache
 def tests_by_line(lines: Path) -> dict[str, dict[int, list[str]]]:
-    """Return file -> line -> test functions that execute it, by a coverage file with contexts.
+    """Return the test functions that execute each line of each file, read from a coverage file with contexts.
 
-    The first test executes the fewest lines of the sources: it is the quickest and most specific.
+    The tests that execute the fewest lines come first, because they are the quickest and most specific.
     """
     from coverage import CoverageData
 
@@ -185,7 +187,7 @@ def tests_by_line(lines: Path) -> dict[str, dict[int, list[str]]]:
 
 
 def first_failure(checkout: Path, tests: list[str], limit_s: float, processes: int) -> str | None:
-    """Return the first test that fails in the checkout, "limit" after a timeout, or None."""
+    """Run the tests in the checkout, and return the first test that fails. Return "limit" after a timeout, or None."""
     command = [sys.executable, "-m", "pytest", "-n", str(processes), "--dist", "loadfile", *_pytest_arguments(tests)]
     process = subprocess.Popen(
         command,
@@ -209,7 +211,7 @@ def _environment(checkout: Path) -> dict[str, str]:
 
 
 def _pytest_arguments(tests: list[str]) -> list[str]:
-    """Return arguments of pytest, which shares this checkout's cache with its real model."""
+    """Return the arguments of pytest. They share the cache of this checkout, which has a real model."""
     return ["-x", "-q", "--tb=no", "-m", "not lengthy", "-o", f"cache_dir={ROOT / '.pytest_cache'}", *tests]
 
 
@@ -221,7 +223,7 @@ def _failed_test(output: str, code: int | None) -> str | None:
 
 
 def write(out: Path, seed: int, mutations: list[Mutation]) -> None:
-    """Write the results. Other folders and a reader's remarks are kept."""
+    """Write the results. The results of other folders and the remarks of a reader are kept."""
     before = [Mutation(**one) for one in json.loads(out.read_text())["mutations"]] if out.exists() else []
     remarks = {(one.file, one.old, one.new): one.equivalent for one in before}
     for one in mutations:
@@ -258,7 +260,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         checkout = Path(folder)
-        checkout.chmod(0o755)  # tests without superuser rights read it too
+        checkout.chmod(0o755)  # tests without superuser rights also read the checkout
         listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
         for name in listed.stdout.splitlines():
             (checkout / name).parent.mkdir(parents=True, exist_ok=True)
@@ -281,7 +283,7 @@ def main() -> None:
                 by_test[one.noticed_by.partition("[")[0]].append(one)
         while by_test and (failed := first_failure(checkout, sorted(by_test), chosen.limit, chosen.processes)):
             print(f"fails without a mutation too: {failed}")
-            if (name := failed.partition("[")[0]) not in by_test:  # such as "limit"
+            if (name := failed.partition("[")[0]) not in by_test:  # for example "limit"
                 break
             for one in by_test.pop(name):
                 one.noticed_by = None

@@ -1,9 +1,9 @@
-"""Seconds of the reference check for 30,000 rows of three kinds.
+"""Measure the seconds of the reference check for three kinds of rows.
 
-    python -m benchmarks.reference_check GSM8K       # folder with GSM8K's train.jsonl and test.jsonl; prints JSON
+    python -m benchmarks.reference_check GSM8K       # the folder of GSM8K's train.jsonl and test.jsonl; prints JSON
 
-Rows of GSM8K are scored by their solution and their reference. Integers are those of DAPO-Math-17k. The forms of MATH
-are the readable forms of tests/data/math_references.txt, repeated.
+Rows of GSM8K are scored by their solution and their reference. Integers are the kind of reference in DAPO-Math-17k. The
+forms of MATH are the readable ones of tests/data/math_references.txt. Integers and forms have 30,000 rows each.
 """
 
 import json
@@ -22,7 +22,7 @@ FORMS = Path(__file__).parents[1] / "tests" / "data" / "math_references.txt"
 
 
 def main() -> None:
-    """Check each kind once, and again from the stored result."""
+    """Check each kind once, and once more from the stored result."""
     lines = FORMS.read_text(encoding="utf-8").splitlines()
     forms = [form for line in lines if not reference_problem(form := line.partition("\t")[0])]
     kinds = {
@@ -43,7 +43,7 @@ def main() -> None:
         for kind, data in tasks.items():
             seconds = []
             for _ in range(2):
-                KNOWN.clear()  # of this process
+                KNOWN.clear()  # the results that this process keeps
                 begun = time.perf_counter()
                 report = check_references(data, 1, RewardConfig(num_processes=2), root)
                 seconds.append(round(time.perf_counter() - begun, 2))

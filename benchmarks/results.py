@@ -1,4 +1,4 @@
-"""Cost of a piece of work, and files of results."""
+"""The cost of a piece of work, and the files of results."""
 
 import json
 import os
@@ -16,7 +16,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "build" / "results"
 
 @dataclass(slots=True)
 class Cost:
-    """Seconds of a `with` block. Processor time is of this process and of children that ended inside."""
+    """The seconds of a `with` block. `cpu_s` counts this process and the child processes that ended in the block."""
 
     wall_s: float = 0.0
     cpu_s: float = 0.0
@@ -39,17 +39,17 @@ def _cpu_s() -> float:
 
 
 def peak_mb() -> float:
-    """Return the most resident memory of this process so far, in MB (1e6 bytes)."""
+    """Return the peak resident memory of this process so far, in MB (1e6 bytes)."""
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1_024 / 1e6, 1)
 
 
 def machine() -> dict[str, Any]:
-    """Return facts about the machine. `load`: number of processes that wanted a core in the last minute."""
+    """Return facts about the machine. `load` is the mean number of processes that wanted a core in the last minute."""
     return {"cores": os.cpu_count(), "python": platform.python_version(), "load": round(os.getloadavg()[0], 2)}
 
 
 def write_result(name: str, figures: Mapping[str, Any]) -> Path:
-    """Write metrics to build/results."""
+    """Write figures and facts about the machine to a JSON file in build/results, and return its path."""
     path = RESULTS / f"{name}.json"
     RESULTS.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": machine(), **figures}, indent=1) + "\n", encoding="utf-8")

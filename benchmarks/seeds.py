@@ -5,8 +5,8 @@
     python benchmarks/seeds.py --experiment smollm2_countdown --read ROOT/runs/NAME ...     # existing runs
     python benchmarks/seeds.py --experiment smollm2_countdown_lora --read build/results/smollm2_countdown_seeds.json RUN
 
-Runs `millrace run` for each seed, reads the runs' validations, writes build/results/<experiment>_seeds.{json,svg} and
-prints a Markdown table. Finished runs are not repeated.
+The script runs `millrace run` for each seed and reads the validations of the runs. It writes
+build/results/<experiment>_seeds.{json,svg} and prints a Markdown table. Finished runs are not repeated.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def run_seed(experiment: str, seed: int, overrides: list[str]) -> dict[str, obje
 
 
 def read_seed(layout: RunLayout) -> dict[str, object]:
-    """Read held-out metrics by step, and the critic's last explained variance."""
+    """Return the held-out metrics of a run by step, and the last explained variance of its critic."""
     settings = json.loads(layout.run_json.read_text())["settings"]
     lora = settings["model"]["lora"]
     results = sorted(
@@ -93,7 +93,7 @@ def _label(run: dict[str, object]) -> str:
 
 
 def table(runs: list[dict[str, object]], column: str, label: Callable[[dict[str, object]], str]) -> str:
-    """Return a Markdown table of the rewards before and after each run."""
+    """Return a Markdown table of the rewards before and after the training of each run."""
     lines = [
         f"| {column} | before | after | rise | greedy before | greedy after |",
         "| --- | --- | --- | --- | --- | --- |",

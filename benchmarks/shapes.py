@@ -1,4 +1,4 @@
-"""Model directories of known shapes with random weights.
+"""Model directories with random weights in the shapes of known models.
 
 python -m benchmarks.shapes llama3.2-1b FOLDER
 """
@@ -32,7 +32,7 @@ SHAPES: dict[str, Mapping[str, Any]] = {
 
 
 def make_model(shape: str, folder: Path, *, seed: int = 0) -> Path:
-    """Write config, bfloat16 weights of deviation 0.02, and a tokenizer with a word for each id."""
+    """Write a config, random bfloat16 weights of standard deviation 0.02, and a tokenizer with one word for each id."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -49,7 +49,7 @@ def make_model(shape: str, folder: Path, *, seed: int = 0) -> Path:
 
 
 def model_of(arguments: argparse.Namespace, scratch: Path) -> Path:
-    """Return the folder of `--model`, else one in `scratch`, with a model of `--shape`."""
+    """Return the folder of `--model`, or a folder in `scratch`. A missing model is written with the shape `--shape`."""
     folder: Path = arguments.model or scratch / "model"
     if not (folder / "config.json").exists():
         make_model(arguments.shape, folder)

@@ -1,11 +1,11 @@
-"""Measure weak scaling of the GRPO step over the GPUs of one machine.
+"""Measure the weak scaling of the GRPO step over the GPUs of one machine.
 
     python -m benchmarks.weak_scaling --gpus 2 --prompts 128 --out weak.json model.zero_stage=1
     python -m benchmarks.weak_scaling --prompts 4 --shape=tiny --engine=hf --mean=12 --longest=32   # rehearsal on a CPU
 
-First every card runs `benchmarks.grpo_step` with its share of the prompts alone, all concurrently, so that each has its
-part of the processors. Then all cards run all prompts together. Ranks wait for each other, so the ratio is to the
-slowest card's own time. Further options are those of `benchmarks.grpo_step`.
+First, every card runs `benchmarks.grpo_step` alone on its share of the prompts. All cards do this concurrently, so that
+each has its share of the processors. Then all cards run all prompts together. Ranks wait for each other, so the ratio
+is to the time of the slowest card. Further options are those of `benchmarks.grpo_step`.
 """
 
 import argparse

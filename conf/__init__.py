@@ -1,1 +1,1 @@
-"""Settings files: Hydra groups and experiments. YAML has only differences from the defaults in rlcore.config."""
+"""Settings files: Hydra groups and experiments. The files have only differences from the defaults in rlcore.config."""

@@ -1,1 +1,1 @@
-"""Training data: a module per task, the row schema, the tokenization filter, and inspection."""
+"""Training data: one module per task, the row schema, the tokenization filter and dataset inspection."""

@@ -1,7 +1,7 @@
-"""Exact arithmetic on an equation written by a model.
+"""Exact arithmetic on equations that a model has written.
 
-Expressions are integers, `+ - * /`, parentheses and ASCII white space: no unary sign, decimals, powers, `//` or `%`.
-Time and memory are bounded by the length of the text, and Python never evaluates it.
+An expression contains integers, the operators `+ - * /`, parentheses and ASCII white space. Unary signs, decimals,
+powers, `//` and `%` are refused. The length of the text bounds time and memory. Python never evaluates the text.
 """
 
 import re
@@ -9,27 +9,27 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 MAX_EXPRESSION_CHARS = 1_000
-"""Bound on the text, and so on the size of a product."""
+"""The maximum number of characters in an expression. This limit also bounds the size of a product."""
 _ALLOWED = re.compile(r"[0-9+\-*/() \t\r\n]*")
 # "07" becomes two adjacent numbers, which the grammar refuses.
 _TOKEN = re.compile(r"0|[1-9][0-9]*|[-+*/()]")
 _PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
 Rational = tuple[int, int]
-"""Numerator and denominator, not reduced."""
+"""A fraction as its numerator and denominator, not necessarily reduced."""
 _Operation = tuple[Rational, str, Rational, Rational]  # left, operator, right, result
 
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """A well-formed expression: its numbers as written, its value (None: division by zero) and its operations."""
+    """A well-formed expression. `numbers` are its integers as written. `value` is None after a division by zero."""
 
     numbers: tuple[int, ...]
     value: Fraction | None
     operations: tuple[_Operation, ...]
-    """Left value, operator, right value and result, in the order of the computation."""
+    """The left value, operator, right value and result of each operation, in the order of computation."""
 
     def solution_steps(self) -> str:
-        """Write every operation with its result, in order.
+        """Return the text of all operations with their results, in the order of computation.
 
         >>> evaluate("44 - 14 - (38 - 21)").solution_steps()
         '44 - 14 = 30, 38 - 21 = 17, 30 - 17 = 13'
@@ -42,7 +42,7 @@ class Expression:
 
 
 def evaluate(text: str) -> Expression | None:
-    """Parse and compute an expression; None where the text is not one.
+    """Parse and compute an expression. Return None if the text is not a valid expression.
 
     >>> evaluate("(8 - 3) / 2").value
     Fraction(5, 2)
@@ -90,7 +90,7 @@ def evaluate(text: str) -> Expression | None:
 
 
 def _apply(values: list[Rational], operator: str, done: list[_Operation]) -> None:
-    """Replace the last two values by their result. A denominator of 0 marks a division by zero and stays 0."""
+    """Replace the last two values by the result of an operation. Division by zero leaves a denominator of 0."""
     (c, d), (a, b) = values.pop(), values.pop()
     if b == 0 or d == 0:
         values.append((0, 0))
@@ -107,14 +107,14 @@ def _apply(values: list[Rational], operator: str, done: list[_Operation]) -> Non
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """Text of a partial expression. `precedence`: 3 for a number, 2 for a product, 1 for a sum."""
+    """The text of a partial expression. `precedence` is 3 for a number, 2 for a product and 1 for a sum."""
 
     text: str
     precedence: int
 
 
 def join(left: Term, operator: str, right: Term) -> Term:
-    """Write `left operator right` with no more brackets than exact arithmetic needs.
+    """Join two terms by an operator, with only the brackets that exact arithmetic needs.
 
     >>> join(join(Term("7", 3), "-", Term("2", 3)), "*", Term("3", 3)).text
     '(7 - 2) * 3'

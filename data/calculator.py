@@ -1,8 +1,10 @@
-"""Exact arithmetic for the model: a tool, and environments in which a turn ends with a computation.
+"""Exact arithmetic for the model: a tool and two environments.
 
-data.environment=rlcore.rollout.tools:Tools episode.tools=[data.calculator:calculate]
-millrace run experiment=countdown_calculator
-python -m data.calculator gsm8k/train.jsonl demonstrations.jsonl     # GSM8K in turns, see docs/environments.md
+An environment computes the expression of a turn. These commands use the tool and the environments:
+
+    millrace run ... data.environment=rlcore.rollout.tools:Tools episode.tools=[data.calculator:calculate]
+    millrace run experiment=countdown_calculator
+    python -m data.calculator gsm8k/train.jsonl demonstrations.jsonl     # GSM8K in turns, see docs/environments.md
 """
 
 import json
@@ -41,35 +43,36 @@ def calculate(expression: str) -> str:
 
 
 class Countdown:
-    """Countdown with a calculator: a turn is an equation, and the reply its value (`> VALUE =`, or `: =` without one).
+    """A countdown environment with a calculator. A turn is an equation, and the reply is its value as `> VALUE =`.
 
-    The reply has words of the scratch tokenizer. The episode ends with the right equation.
+    The reply to an invalid equation is `: =`. Replies use words of the scratch tokenizer. A correct equation ends the
+    episode.
     """
 
     def reset(self, row: Mapping[str, Any]) -> None:
-        """Set the problem."""
+        """Store the problem of the episode."""
         self._row = row
 
     def step(self, text: str) -> Turn:
-        """Compute and score an equation."""
+        """Reply with the value of an equation, and score the equation."""
         found = score(text, self._row)
         reply = COMPUTED.format(value=calculate(text)) if evaluate(text) else ": ="
         return Turn(reply, done=found.parts["correct"] == 1.0, reward=found.parts["correct"], parts=found.parts)
 
 
 class WordProblems:
-    """GSM8K with a calculator: a turn that ends with `<<48/2=` gets the value as reply, any other ends the episode.
+    """A GSM8K environment with a calculator. If a turn ends with a request such as `<<48/2=`, the reply is the value.
 
-    The reward is the strict score of all turns.
+    Any other turn ends the episode. The reward is the strict score of all turns together.
     """
 
     def reset(self, row: Mapping[str, Any]) -> None:
-        """Set the ground truth."""
+        """Store the ground truth and reset the counters."""
         self._row, self._calls, self._failed = row, 0, 0
         self._texts: list[str] = []
 
     def step(self, text: str) -> Turn:
-        """Compute the requested value, or score the response."""
+        """Reply with the requested value, or end the episode with the score of the response."""
         self._texts.append(text)
         request = _REQUEST.search(text.rstrip())
         reply = calculator_line(request[1]) if request else None
@@ -83,7 +86,9 @@ class WordProblems:
 
 
 def calculator_line(expression: str) -> str | None:
-    """Return the value of an expression with or without decimals to four places, or None.
+    """Return the value of an expression, rounded to four decimal places. The expression may contain decimals.
+
+    Return None if the expression is invalid or divides by zero.
 
     >>> calculator_line("0.5*30"), calculator_line("100/3"), calculator_line("-2"), calculator_line("1/0")
     ('15', '33.3333', None, None)
@@ -97,10 +102,12 @@ def calculator_line(expression: str) -> str | None:
 
 
 def episode(answer: str) -> list[dict[str, str]] | None:
-    """Return a published solution as messages of an episode; None where a stated value is not the calculator's.
+    r"""Convert a published solution to the messages of an episode.
 
-    >>> [message["content"] for message in episode("He has 48/2 = <<48/2=24>>24 clips.\\n#### 24")]
-    ['He has 48/2 = <<48/2=', '24', '24 clips.\\n#### 24']
+    Return None if a value in the solution differs from the calculator's result.
+
+    >>> [message["content"] for message in episode("He has 48/2 = <<48/2=24>>24 clips.\n#### 24")]
+    ['He has 48/2 = <<48/2=', '24', '24 clips.\n#### 24']
     """
     messages, end = [], 0
     for call in _ANNOTATION.finditer(answer):
@@ -118,7 +125,7 @@ def episode(answer: str) -> list[dict[str, str]] | None:
 
 
 def main(source: Path, target: Path) -> None:
-    """Write demonstrations for a published file of GSM8K, and print how many solutions were left out."""
+    """Convert a published GSM8K file to demonstrations, and print the number of omitted solutions."""
     from data.records import records_of
 
     left_out, lines = 0, []

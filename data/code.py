@@ -1,13 +1,14 @@
-"""Programs as responses: problems with tests from jsonl files. The program of a response runs in the sandbox.
+"""Programming problems with tests, read from jsonl files. The program of a response runs in the sandbox.
 
     millrace run ... data=code 'data.options=[FOLDER]'
 
-The folder contains `train.jsonl` and `test.jsonl`. A line has a `question`, `tests`, and optionally a `solution`. A
-test is the input and output of the program (`{"stdin": "3 4", "stdout": "7"}`; white space at line ends is ignored), or
-Python that runs after the program (`"assert add(3, 4) == 7"`). The score is the share of passed tests.
+The folder contains `train.jsonl` and `test.jsonl`. Each line has a `question`, `tests`, and optionally a `solution`. A
+test may be the input and expected output of the program, such as `{"stdin": "3 4", "stdout": "7"}`. White space at the
+ends of lines is then ignored. A test may also be Python code, such as `"assert add(3, 4) == 7"`, which runs after the
+program. The score is the share of passed tests.
 
-A program that exits before the lines of its test does not pass it. A program can find a Python test in its own process:
-keep secret values in `stdin` and `stdout`, since it never sees the latter.
+A Python test fails if the program exits before the test runs. A program can find a Python test, because both run in one
+process. Therefore keep secret values in `stdin` and `stdout`. The program never sees the `stdout` of a test.
 """
 
 import json
@@ -34,7 +35,10 @@ _SPLITS = {"train": "train", "validation": "test"}
 
 
 def build(settings: "CustomData", seed: int) -> TaskRows:
-    """Return at most `data.train_size` and `data.validation_size` problems of the files. Raises DataError by line."""
+    """Return at most `data.train_size` and `data.validation_size` problems of the two files.
+
+    Raises DataError if `data.options` does not name one folder, or if a line is invalid.
+    """
     if len(settings.options) != 1:
         raise DataError(f"data.options: must name the folder of train.jsonl and test.jsonl; got {settings.options}")
     most = {"train": settings.train_size, "validation": settings.validation_size}
@@ -76,31 +80,31 @@ def _is_test(test: object) -> bool:
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score the share of tests that the program passes in `sandbox.time_s` together.
+    """Score a program by the share of passed tests. All tests together have `sandbox.time_s` seconds.
 
-    Parts: `passed` (all of them) and `compiles`, each 0 or 1.
+    The part `passed` is 1 if all tests pass. The part `compiles` is 1 unless the program has a syntax error.
     """
     program = program_of(response)
     tests = json.loads(str(ground_truth["tests"]))
     passed, until = 0, time.monotonic() + current_limits().time_s
-    compiles: bool | None = None  # not known
+    compiles: bool | None = None  # None: not known yet
     for test in tests:
         if (left := until - time.monotonic()) <= 0:
             break
         is_passed, ran = _run_test(program, test, left)
         passed += is_passed
-        if not is_passed and compiles is None and _BROKEN.search(ran.stderr):  # of the program, or of evaluated text
+        if not is_passed and compiles is None and _BROKEN.search(ran.stderr):  # in the program or in evaluated text
             compiles = _compiles(program, until - time.monotonic())
         if compiles is False:
-            break  # the others cannot pass either
+            break  # the other tests cannot pass either
     return Score(passed / len(tests), {"passed": float(passed == len(tests)), "compiles": float(compiles is not False)})
 
 
 def program_of(response: str) -> str:
-    """Return the last code block of a response, or the whole response without one.
+    r"""Return the last code block of a response, or the whole response if it has no code block.
 
-    >>> program_of("So:\\n```python\\nprint(1)\\n```\\nDone.")
-    'print(1)\\n'
+    >>> program_of("So:\n```python\nprint(1)\n```\nDone.")
+    'print(1)\n'
     """
     found = _BLOCK.findall(response)
     return str(found[-1]) if found else response

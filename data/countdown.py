@@ -1,12 +1,12 @@
-"""The countdown task: reach a target from given numbers, each used exactly once.
+"""The countdown task: reach a target by an equation that uses each number exactly once.
 
-Rows, prompts and scorer. Templates other than `bare` expect the equation between `<answer>` and `</answer>`, and the
-last complete pair counts. After a few-shot prompt the first pair counts, since a base model continues with further
-problems. In the `bare` template the whole response is the equation. The ground truth of these two templates has a
-`form`, by which the scorer reads the response.
+This module builds the rows and prompts, and scores the responses. In the `bare` template the whole response is the
+equation. The other templates expect the equation between `<answer>` and `</answer>`, and the last complete pair counts.
+After a few-shot prompt the first pair counts, because a base model continues with further problems. For `bare` and
+`few-shot`, the ground truth has a `form` that selects one of these rules for the scorer.
 
-    tags   1.0 correct, 0.1 a well-formed expression with a wrong value or wrong numbers, else 0
-    bare   1.0 correct, else 0
+    tags   1.0 if correct, 0.1 for a well-formed expression with a wrong value or wrong numbers, otherwise 0
+    bare   1.0 if correct, otherwise 0
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rlcore.config.data import CountdownData
 
 VERSION = 1
-"""Raise it when the rows of equal settings change."""
+"""The version of the rows. Increase it when equal settings give different rows."""
 WELL_FORMED_SCORE = 0.1
 _OPEN, _CLOSE = "<answer>", "</answer>"
 
@@ -50,11 +50,11 @@ _FEW_SHOT = (
 _BARE = "{spaced} : {target} ="
 _TEMPLATES = {"bare": _BARE, "base": _BASE, "qwen-instruct": _QWEN_INSTRUCT, "chat": _TASK, "few-shot": _FEW_SHOT}
 CALCULATOR = "data.calculator:Countdown"
-"""Environment whose turns are part of the solutions of the `bare` template."""
+"""The calculator environment, which adds its turns to the solutions of the `bare` template."""
 COMPUTED = "> {value} ="
-"""Reply of that environment to an equation."""
+"""The reply of the calculator environment to an equation."""
 TURN_END = "<eos>"
-"""End token of the scratch tokenizer, which ends each turn in the text of a solution."""
+"""The end token of the scratch tokenizer. It ends each turn in the text of a solution."""
 _SOLUTIONS = {
     "bare": "{work}{equation}",
     "base": " {work} </think>\n<answer> {equation} </answer>",
@@ -66,7 +66,7 @@ _FORMS = {"bare": "bare", "few-shot": "first"}
 
 
 def build(settings: "CountdownData", seed: int) -> TaskRows:
-    """Make the rows; the seed determines every byte. Raises DataError where the settings allow too few problems."""
+    """Build the rows. The seed determines every byte. Raises DataError if the settings allow too few problems."""
     from data.countdown_problems import generate
 
     return TaskRows(
@@ -78,7 +78,7 @@ def build(settings: "CountdownData", seed: int) -> TaskRows:
 
 
 def inputs(settings: "CountdownData") -> Mapping[str, str]:
-    """Return no digests: the rows are generated."""
+    """Return no digests, because the rows are generated."""
     return {}
 
 
@@ -105,7 +105,7 @@ def _rows(settings: "CountdownData", problems: "Iterable[Problem]", seed: int) -
 
 
 def _solution(settings: "CountdownData", problem: "Problem", equation: str, seed: int) -> str:
-    """Return the response that gives an equation, with the value or the search before it as the template has it."""
+    """Return the response that gives `equation` as its answer. Some templates show its value or a search first."""
     last = evaluate(equation)
     assert last is not None
     num_tries, tries = settings.search_tries, list[str]()
@@ -123,7 +123,7 @@ def _solution(settings: "CountdownData", problem: "Problem", equation: str, seed
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score a response. Parts: `correct` and `format` (one well-formed expression), each 0 or 1.
+    """Score a response. The parts `correct` and `format` (one well-formed expression) are each 0 or 1.
 
     >>> score("so <answer> (8 - 3) * 2 </answer>", {"target": 10, "numbers": [2, 3, 8]}).total
     1.0
@@ -144,7 +144,9 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
 
 
 def tagged_answer(response: str, *, first: bool = False) -> str | None:
-    """Return the text of the last (or first) complete `<answer>` pair, or None, in linear time.
+    """Return the text inside the last complete `<answer>` pair, or inside the first pair if `first` is true.
+
+    Return None if there is no complete pair. The search takes linear time.
 
     >>> tagged_answer("<answer> 1 </answer> no, <answer> 2 </answer> or <answer> 3")
     ' 2 '

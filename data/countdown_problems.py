@@ -1,9 +1,9 @@
-"""Countdown problems, solvable by construction, in two splits that share no multiset of numbers.
+"""Countdown problems that are solvable by construction. The two splits share no multiset of numbers.
 
-Small spaces (the demo's 5,326 problems) are enumerated by a solver, so a request for too many is refused with their
-exact number. In large spaces random equations over random numbers are drawn. With uniform targets (`data.targets`),
-numbers and targets are drawn independently, and those that an equation reaches are kept. Problems are drawn in chunks,
-each with a generator seeded by (seed, chunk), and used in order.
+If a space of problems is small (5,326 in the demo), a solver enumerates all problems. A request for too many problems
+is then refused with the exact number. In large spaces, random equations over random numbers are drawn. With uniform
+targets (`data.targets`), numbers and targets are drawn independently, and only solvable pairs are kept. Problems are
+drawn in chunks and used in order. Each chunk has a generator that is seeded by (seed, chunk).
 """
 
 import random
@@ -19,38 +19,38 @@ from data.arithmetic import Rational, Term, evaluate, join
 from rlcore.config.data import CountdownData
 from rlcore.errors import DataError
 
-# Most combinations of two values for which a whole space is solved.
+# The maximum number of combinations of two values for which a whole space is solved.
 _MAX_ENUMERATED = 4_000_000
-# Combinations that the solver makes for one multiset of n numbers, measured without equal values.
+# The number of combinations that the solver tries for a multiset of n numbers, measured without equal values.
 _COST = {2: 6, 3: 150, 4: 3_500, 5: 90_000, 6: 3_000_000}
-# Estimate of a large space: solved multisets, the highest cost of one, and the excess over the estimate (its error is
-# a few percent) above which a request is refused.
+# The estimate of a large space: the number of solved multisets, the highest cost of a multiset, and the ratio to the
+# estimate above which a request is refused. The error of the estimate is a few percent.
 _SAMPLED = 200
 _MAX_SAMPLED_COST = 10_000
 _SAMPLE_MARGIN = 1.25
-# Requests below this share of the multisets need no estimate: usual ranges have more problems.
+# Requests below this share of the multisets need no estimate, because usual ranges have more problems.
 _FEW_SHARE = 0.1
-# Every `_STALL_CHUNKS` chunks: share of new problems below which the space counts as exhausted.
+# After each `_STALL_CHUNKS` chunks, a smaller share of new problems means that the space is exhausted.
 _STALL_CHUNKS = 32
 _STALL_SHARE = 0.01
 CHUNK = 4_096
-"""Equations drawn together."""
-_DISTRACTOR_TRIES = 16  # each finds one for a third of the rows
+"""The number of equations that are drawn together."""
+_DISTRACTOR_TRIES = 16  # each try succeeds for a third of the rows
 _MOST_TARGETS = 32  # uniform targets that are tried with one draw of numbers
-_TRIES_FOR_ONE = 8  # equations drawn for each wrong one of a search
+_TRIES_FOR_ONE = 8  # equations drawn for each wrong equation of a search
 _TRAIN, _VALIDATION = "train", "validation"
 _SIGNS = "+-*/"
 
 Multiset = tuple[int, ...]
 Merge = tuple[int, int, int]
-"""Two slots and the index of an operation in `_SIGNS`. The result of the second slot replaces the first."""
+"""One merge: the indices of two slots and of an operation in `_SIGNS`. The result replaces the first slot."""
 Fraction = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""Numerators and denominators [M] of a slot."""
+"""The numerators and denominators of a slot, each of shape [M]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A problem: numbers, target, an equation, and an equation for another target ('' without one)."""
+    """A countdown problem with its solution. `distractor` is an equation for another target, or ''."""
 
     numbers: tuple[int, ...]
     target: int
@@ -60,11 +60,11 @@ class Problem:
 
     @property
     def difficulty(self) -> int:
-        """Return the number of operations. Every number is used, so it is one less than the numbers."""
+        """Return the number of operations, which is the number of operands minus one."""
         return len(self.numbers) - 1
 
     def wrong_tries(self, most: int, operations: Sequence[str], seed: int) -> list[str]:
-        """Return up to `most` equations over the numbers that miss the target, the nearest last.
+        """Return at most `most` equations over the numbers that miss the target, sorted so that the nearest is last.
 
         Every intermediate value is a non-negative whole number.
         """
@@ -86,7 +86,7 @@ class Problem:
         return [found[value] for value in sorted(found, key=lambda value: abs(value - self.target))[:wanted]][::-1]
 
     def proved(self) -> "Problem":
-        """Return this problem after its equation has been checked by the scorer's arithmetic."""
+        """Check the equation with the arithmetic of the scorer, and return this problem."""
         found = evaluate(self.solution)
         if found is None or found.value != self.target or sorted(found.numbers) != sorted(self.numbers):
             raise AssertionError(f"{self} does not solve itself")
@@ -94,9 +94,9 @@ class Problem:
 
 
 def generate(settings: CountdownData, seed: int) -> Mapping[str, list[Problem]]:
-    """Return the problems of both splits in their final order, without duplicates or shared multisets of numbers.
+    """Return the unique problems of both splits in their final order. The splits share no multiset of numbers.
 
-    Raises DataError where the settings contradict each other, or allow fewer problems than requested.
+    Raises DataError if the settings contradict each other or allow fewer problems than requested.
     """
     _check_settings(settings)
     if _is_enumerated(settings):
@@ -111,9 +111,9 @@ def generate(settings: CountdownData, seed: int) -> Mapping[str, list[Problem]]:
 
 
 def require_enough(settings: CountdownData, seed: int) -> None:
-    """Refuse a request for more problems than exist: counted in a small space, estimated in a large one.
+    """Check that enough problems exist. Their number is exact in a small space and estimated in a large space.
 
-    Raises DataError where the settings contradict each other, or allow fewer problems than requested.
+    Raises DataError if the settings contradict each other or allow fewer problems than requested.
     """
     _check_settings(settings)
     if _is_enumerated(settings):
@@ -128,13 +128,13 @@ def require_enough(settings: CountdownData, seed: int) -> None:
 
 
 def _num_problems(n: int, settings: CountdownData) -> float:
-    """Estimate the number of problems of n numbers; infinite where a sample would cost more than drawing them all."""
+    """Estimate how many problems have n numbers. Return infinity if a sample would cost too much."""
     if _COST[n] > _MAX_SAMPLED_COST:
         return inf
     span = settings.number_high - settings.number_low + 1
     places = np.random.default_rng(n)
     targets = 0
-    for _ in range(_SAMPLED):  # multisets with equal probability: n places among span + n - 1
+    for _ in range(_SAMPLED):  # equally likely multisets: n positions among span + n - 1
         chosen = np.sort(places.choice(span + n - 1, size=n, replace=False)) - np.arange(n) + settings.number_low
         targets += sum(
             bottom == 1 and settings.target_low <= top <= settings.target_high
@@ -170,19 +170,19 @@ def _check_settings(settings: CountdownData) -> None:
 
 
 def _classes(settings: CountdownData) -> list[tuple[int, ...]]:
-    """Return the groups of counts of numbers that share a quota: one each for balanced difficulties, else one."""
+    """Return the operand counts that share each quota: one count if difficulties are balanced, otherwise all counts."""
     counts = tuple(range(settings.min_numbers, settings.max_numbers + 1))
     return [(n,) for n in counts] if settings.balance_difficulty else [counts]
 
 
 def _quotas(settings: CountdownData) -> list[Mapping[str, int]]:
-    """Return the rows of each split for each class, as equal as possible."""
+    """Return the number of rows for each class and split. The classes differ by at most one row."""
     parts, sizes = len(_classes(settings)), {_TRAIN: settings.train_size, _VALIDATION: settings.validation_size}
     return [{split: n // parts + (index < n % parts) for split, n in sizes.items()} for index in range(parts)]
 
 
 def _enumerate_problems(settings: CountdownData, seed: int) -> dict[str, list[Problem]]:
-    """Choose from all problems that exist, multiset by multiset."""
+    """Select the rows of both splits from all problems that exist. The problems of a multiset stay in one split."""
     rng = np.random.default_rng((seed, 0))
     found: dict[str, list[Problem]] = {_TRAIN: [], _VALIDATION: []}
     for counts, quota in zip(_classes(settings), _quotas(settings), strict=True):
@@ -236,7 +236,7 @@ def _raise_too_few(
 def _deal(
     groups: list[list[Problem]], num_held_out: int, rng: np.random.Generator
 ) -> tuple[list[Problem], list[Problem]]:
-    """Choose whole groups at random until exactly `num_held_out` problems are held out, if whole groups allow it."""
+    """Hold out random whole groups with `num_held_out` problems in total, or fewer if no further group fits."""
     held_out: list[Problem] = []
     rest: list[Problem] = []
     for index in rng.permutation(len(groups)).tolist():
@@ -255,7 +255,7 @@ def _sample(pool: list[Problem], size: int, split: str, rng: np.random.Generator
 
 
 def solve(numbers: tuple[int, ...], operations: tuple[str, ...]) -> dict[Rational, Term]:
-    """Return every value of an equation over all the numbers, with the shortest equation for it.
+    """Return every value that an equation over all the numbers can reach, and the shortest equation for each value.
 
     >>> solve((2, 3), ("+", "/"))[(2, 3)].text
     '2 / 3'
@@ -281,7 +281,7 @@ def solve(numbers: tuple[int, ...], operations: tuple[str, ...]) -> dict[Rationa
 
 
 def _apply(left: Rational, operation: str, right: Rational) -> Rational | None:
-    """Return the reduced result with a positive denominator, or None for a division by zero."""
+    """Return the reduced result of an operation, with a positive denominator. Return None for a division by zero."""
     (a, b), (c, d) = left, right
     if operation == "+":
         top, bottom = a * d + c * b, b * d
@@ -300,9 +300,9 @@ def _apply(left: Rational, operation: str, right: Rational) -> Rational | None:
 def _random_equations(
     rng: np.random.Generator, numbers: np.ndarray, operations: tuple[str, ...]
 ) -> tuple[Fraction, NDArray[np.int8]]:
-    """Draw an equation over each row of `numbers` [M, n]: two slots are merged by an operation, n - 1 times.
+    """Draw one equation over each row of `numbers` [M, n]. Each of the n - 1 operations merges two slots.
 
-    Return the values, and the merges [M, n-1, 3].
+    Return the values and the merges [M, n-1, 3].
     """
     rows, n = numbers.shape
     every = np.arange(rows)
@@ -327,10 +327,10 @@ def _random_equations(
 def equations_for(
     numbers: NDArray[np.int64], targets: NDArray[np.int64], operations: tuple[str, ...]
 ) -> tuple[NDArray[np.int8], NDArray[np.bool_]]:
-    """Solve each of the `targets` [M, T] with its row of `numbers` [M, n], by computing every equation for all rows.
+    """Search for an equation for each of the `targets` [M, T] over the matching row of `numbers` [M, n].
 
-    There are 6 equations of 2 numbers, 108 of 3 and 3,888 of 4. Return the merges [M, T, n-1, 3] of the first equation
-    by the order of `operations`, and whether there is one (bool [M, T]).
+    Every equation is computed for all rows: 6 equations of 2 numbers, 108 of 3 and 3,888 of 4. Return the merges [M, T,
+    n-1, 3] of the first equation in the order of `operations`. Also return a mask of the solved targets (bool [M, T]).
     """
     rows, n = numbers.shape
     plan, solved = np.zeros((*targets.shape, n - 1, 3), dtype=np.int8), np.zeros(targets.shape, dtype=bool)
@@ -350,7 +350,7 @@ def equations_for(
                     visit(left, merges)
                     continue
                 top, bottom = left[0]
-                near = np.flatnonzero(np.abs(top / bottom) <= farthest + 1)  # few, since the exact division is slow
+                near = np.flatnonzero(np.abs(top / bottom) <= farthest + 1)  # few, for the division is slow
                 value, rest = np.divmod(top[near], bottom[near])
                 near, value = near[rest == 0], value[rest == 0]
                 row, column = np.nonzero((targets[near] == value[:, None]) & ~solved[near])
@@ -362,7 +362,7 @@ def equations_for(
 
 
 def _merge(left: Fraction, sign: str, right: Fraction) -> Fraction:
-    """Apply one operation. A division by zero leaves a denominator of 0, as do all operations after it."""
+    """Apply one operation. A division by zero gives a denominator of 0, which all later operations keep."""
     (a, b), (c, d) = left, right
     if sign == "/":
         return a * d, b * c * (d != 0)
@@ -372,7 +372,7 @@ def _merge(left: Fraction, sign: str, right: Fraction) -> Fraction:
 
 
 def _equation(numbers: list[int], plan: list[list[int]]) -> str:
-    """Write a drawn equation by repeating its merges on text."""
+    """Return the text of a drawn equation by applying its merges to the numbers."""
     slots = [Term(str(number), 3) for number in numbers]
     for i, j, code in plan:
         slots[i] = join(slots[i], _SIGNS[code], slots[j])
@@ -382,7 +382,7 @@ def _equation(numbers: list[int], plan: list[list[int]]) -> str:
 
 
 def _whole_values(values: Fraction, settings: CountdownData) -> tuple[np.ndarray, np.ndarray]:
-    """Return the values [M], and where they are whole and in the target's range (bool [M])."""
+    """Return the values [M], and a mask (bool [M]) of the whole values within the range of targets."""
     top, bottom = values
     value, rest = np.divmod(top, np.where(bottom == 0, 1, bottom))
     return value, (bottom != 0) & (rest == 0) & (value >= settings.target_low) & (value <= settings.target_high)
@@ -391,7 +391,7 @@ def _whole_values(values: Fraction, settings: CountdownData) -> tuple[np.ndarray
 def _distractors(
     rng: np.random.Generator, numbers: np.ndarray, target: np.ndarray, settings: CountdownData
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Draw equations with another target: their plans and values, and the rows without one (bool [M])."""
+    """Draw an equation for another target in each row. Return merges, values and a mask of failed rows (bool [M])."""
     rows, n = numbers.shape
     plan, found = np.zeros((rows, n - 1, 3), dtype=np.int8), np.zeros_like(target)
     still = np.arange(rows)
@@ -405,9 +405,9 @@ def _distractors(
 
 
 def draw_chunk(settings: CountdownData, seed: int, chunk: int) -> list[Problem]:
-    """Return the problems of one chunk, which depend on (settings, seed, chunk) alone.
+    """Return the problems of one chunk. They depend only on the settings, the seed and the chunk number.
 
-    Random equations of a chunk have one count of numbers. Uniform targets mix all counts.
+    All random equations of a chunk use the same count of numbers. With uniform targets, a chunk mixes all counts.
     """
     rng = np.random.default_rng((seed, 1, chunk))
     if settings.targets == "uniform":
@@ -423,10 +423,10 @@ def draw_chunk(settings: CountdownData, seed: int, chunk: int) -> list[Problem]:
 
 
 def _with_uniform_targets(settings: CountdownData, rng: np.random.Generator, n: int) -> list[Problem]:
-    """Draw problems of n numbers with independent targets.
+    """Draw problems of n numbers with targets that are independent of the numbers.
 
-    Several targets are tried with each draw of numbers: four numbers reach one in twenty of the targets up to 1,000.
-    Each pair of numbers and target stays equally likely.
+    Several targets are tried for each draw, because four numbers reach only one in twenty targets up to 1,000. Each
+    pair of numbers and target remains equally likely.
     """
     numbers = rng.integers(settings.number_low, settings.number_high + 1, size=(CHUNK, n))
     num_targets = min(_MOST_TARGETS, 1 + (settings.target_high - settings.target_low) // _MOST_TARGETS)
@@ -442,7 +442,7 @@ def _problems(
     target: NDArray[np.int64],
     plan: NDArray[np.int8],
 ) -> list[Problem]:
-    """Make problems from numbers [M, n], targets [M] and the merges of their equations [M, n-1, 3]."""
+    """Create problems from numbers [M, n], targets [M] and the merges of their equations [M, n-1, 3]."""
     other, other_value, is_open = _distractors(rng, numbers, target, settings)
     order = rng.permuted(np.broadcast_to(np.arange(numbers.shape[1]), numbers.shape), axis=1)
     shown = np.sort(numbers, axis=1) if settings.template == "bare" else np.take_along_axis(numbers, order, axis=1)
@@ -454,7 +454,7 @@ def _problems(
 
 
 class _Dealer:
-    """Distributes drawn problems to splits and classes until all quotas are full."""
+    """A dealer that assigns drawn problems to splits and classes until all quotas are full."""
 
     def __init__(self, settings: CountdownData, seed: int) -> None:
         self._seed = seed
@@ -464,11 +464,11 @@ class _Dealer:
         self._seen: set[tuple[Multiset, int]] = set()
         self._num_wanted = self._num_new = 0
         held_out = settings.validation_size
-        # Three standard deviations above its share, so that the held-out split is full before the training split.
+        # The share is three standard deviations too high, so that the held-out split is full before the training split.
         self._share = min(0.5, (held_out + 3 * held_out**0.5 + 3) / (settings.train_size + held_out))
 
     def deal(self, chunks: Iterator[list[Problem]]) -> dict[str, list[Problem]]:
-        """Use chunks until every quota is full."""
+        """Draw from the chunks until every quota is full. Raises DataError if hardly any problem is still new."""
         for number, problems in enumerate(chunks, start=1):
             for problem in problems:
                 self._add(problem)
@@ -511,7 +511,7 @@ class _Dealer:
 
 
 def _unit_hash(multiset: Multiset, seed: int) -> float:
-    """Return a number in [0, 1) that depends on the multiset and the seed alone (splitmix64)."""
+    """Return a number in [0, 1) that depends only on the multiset and the seed (splitmix64)."""
     state = seed
     for number in multiset:
         state = (state * 1_000_003 + number + 1) & 0xFFFFFFFFFFFFFFFF

@@ -1,6 +1,6 @@
-"""The user's demonstrations for the warm start, tokenized once: conversations, or prompts with completions.
+"""Demonstrations of the user for the warm start, tokenized once: conversations, or prompts with completions.
 
-A row of the file is one of
+Each row of the file has one of these forms:
 
     {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}, ...]}    OpenAI
     {"prompt": [messages], "completion": [messages]}                                                TRL
@@ -8,12 +8,14 @@ A row of the file is one of
     {"instruction": ..., "input": ..., "output": ...}                                               Alpaca
     {"prompt": "plain text", "completion": "plain text"}
 
-Content may be a list of text parts. A turn may have `tool_calls` and a row `tools`, as in OpenAI's API.
+Content may be a list of text parts. A turn may have `tool_calls` and a row may have `tools`, both in the format of
+OpenAI's API.
 
-The targets are the assistant's turns (of `completion`, if there is one) with their end tokens. A `completion` continues
-a `prompt` that ends with the assistant's words: one turn, whose second part is a target. Some chat templates write a
-turn differently once another follows (they cut out thoughts). Then the targets would differ from sampled text, so each
-prefix of a conversation must keep its tokens. The result has for each split
+The targets are the turns of the assistant with their end tokens. If a row has a `completion`, only the turns of the
+completion are targets. If the `prompt` ends with words of the assistant, the `completion` continues the same turn. Only
+the continuation is then a target. Some chat templates write a turn differently once another turn follows, for example
+without its thoughts. The targets would then differ from sampled text. Therefore each prefix of a conversation must keep
+its tokens. Each split of the result has these columns:
 
     token_ids        list<int32>   the whole conversation
     answer_lengths   list<int32>   lengths of alternating runs of context and target tokens
@@ -43,32 +45,32 @@ from rlcore.storage.manifest import FILE_SHA256, read_finished_or_set_aside
 from rlcore.storage.publish import published_directory
 
 VERSION = 1
-"""Raise it when equal rows give other columns or other token ids."""
+"""The version of the result. Increase it when equal rows give other columns or other token ids."""
 ROLES = ("system", "user", "assistant", "tool")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
-"""Names of the roles in ShareGPT's files."""
+"""The roles in ShareGPT files and the corresponding roles of messages."""
 MOST_HELD_OUT = 10
-"""Training rows for each held-out row, at least."""
+"""The minimum ratio of all rows to held-out rows."""
 _IDS = pa.list_(pa.int32())
 _SCHEMA = pa.schema([("token_ids", _IDS), ("answer_lengths", _IDS)])
 
 
 @dataclass(frozen=True, slots=True)
 class Tokenized:
-    """A row: its ids as bytes, and the runs of `answer_lengths`."""
+    """A tokenized row: its token ids as bytes, and the run lengths for the column `answer_lengths`."""
 
     ids: bytes
     lengths: tuple[int, ...]
 
 
 Encode = Callable[[Sequence[Record]], list[Tokenized | None]]
-"""Tokenizes rows; None for a row without targets."""
+"""A function that tokenizes rows. It returns None for each row without targets."""
 
 
 def demonstrations_fingerprint(
     config: WarmStartConfig, tokenizer_dir: Path, *, seed: int, chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> str:
-    """Return the fingerprint of the tokenized demonstrations of `warm_start.demonstrations`."""
+    """Return the fingerprint of the tokenized file that `warm_start.demonstrations` names."""
     payload = {
         "version": VERSION,
         "file": content_digest(Path(config.demonstrations or "")),
@@ -82,7 +84,7 @@ def demonstrations_fingerprint(
 
 
 def tokenized_directory(digest: str, root: Path) -> Path:
-    """Return the folder of the tokenized demonstrations with this fingerprint."""
+    """Return the folder of the tokenized demonstrations with the fingerprint `digest`."""
     return root / "demonstrations" / digest
 
 
@@ -94,14 +96,14 @@ def tokenize_demonstrations(
     root: Path,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> StageResult:
-    """Tokenize a file of demonstrations unless the result exists, and hold out some rows.
+    """Tokenize a file of demonstrations and hold out some rows. An existing result is reused.
 
-    Counts are rows of `train` and `validation`, and omitted rows: `overlong`, `empty` (a turn without text),
-    `duplicate`. `chat_template_kwargs` are further names that the chat template reads.
+    `chat_template_kwargs`: further variables for the chat template. The result counts the rows of `train` and
+    `validation`, and the omitted rows by reason. The reasons are `overlong`, `empty` (a turn without text) and
+    `duplicate`.
 
-    Raises:
-        DataError: a row breaks the form, the template changes a response, or no row is left.
-        DiskSpaceError: no room. Nothing is left behind.
+    Raises DataError if a row has an invalid form, the template changes a response, or fewer than two rows remain.
+    Raises DiskSpaceError if the disk is full. No partial result remains after an error.
     """
     digest = demonstrations_fingerprint(config, tokenizer_dir, seed=seed, chat_template_kwargs=chat_template_kwargs)
     directory = tokenized_directory(digest, root)
@@ -145,9 +147,9 @@ def preview_demonstrations(
     num_rows: int,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> None:
-    """Tokenize the first rows as the stage will, if there is a tokenizer, and parse the following lines.
+    """Tokenize the first `num_rows` rows if there is a tokenizer, and parse the other lines of a jsonl file.
 
-    Raises DataError where a row breaks the form, a line cannot be read, or the template changes a response.
+    Raises DataError if a row has an invalid form, a line cannot be read, or the template changes a response.
     """
     file = Path(config.demonstrations or "").expanduser()
     rows = records_of(file)
@@ -161,7 +163,7 @@ def preview_demonstrations(
 def _rows_that_fit(
     file: Path, encoder: Callable[[Record], Encode], max_tokens: int, counts: Counter[str]
 ) -> list[Tokenized]:
-    """Return the selected rows in the file's order, and count the others."""
+    """Return the selected rows in the order of the file, and count the omitted rows by reason in `counts`."""
     rows, kept, seen = records_of(file), [], set()
     encode: Encode | None = None
     while batch := list(islice(rows, ROWS_PER_GROUP)):
@@ -181,9 +183,9 @@ def _rows_that_fit(
 
 @dataclass(frozen=True, slots=True)
 class _Conversation:
-    """Messages for a chat template. The targets are the assistant's turns from message `first` on.
+    """The messages of a row for a chat template. The targets are the assistant's turns from message `first` on.
 
-    The content of that message begins with `begun`, which is not a target.
+    `begun`: the text at the beginning of message `first` that is not a target.
     """
 
     messages: list[dict[str, Any]]
@@ -193,7 +195,7 @@ class _Conversation:
 
     @property
     def learned(self) -> list[int]:
-        """Return the places of the target turns."""
+        """Return the indices of the messages that are targets."""
         return [n for n, message in enumerate(self.messages) if message["role"] == "assistant" and n >= self.first]
 
 
@@ -204,7 +206,7 @@ def _is_conversation(values: Mapping[str, Any]) -> bool:
 
 
 def _conversation(row: Record) -> _Conversation:
-    """Return the row's conversation, checked, whichever form it has."""
+    """Return the checked conversation of a row, which may have any supported form."""
     if not _is_conversation(row.values):
         columns = ", ".join(map(str, row.values)) or "none"
         raise DataError(
@@ -235,7 +237,7 @@ def _conversation(row: Record) -> _Conversation:
 
 
 def _turns(row: Record) -> tuple[Any, int]:
-    """Return the row's messages as written, and the place of the first possible target."""
+    """Return the messages of a row as written, and the index of the first possible target."""
     values = row.values
     if "messages" in values:
         return values["messages"], 0
@@ -268,7 +270,7 @@ def _from_alpaca(row: Record) -> tuple[list[dict[str, str]], int]:
 
 
 def _message(found: object, where: str) -> dict[str, Any]:
-    """Return a message with its content as one text, and its tool calls."""
+    """Return a message with its content as one text, and with its tool calls."""
     message = found if isinstance(found, dict) else {}
     role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
     if role not in ROLES:
@@ -285,7 +287,7 @@ def _message(found: object, where: str) -> dict[str, Any]:
 
 
 def _tool_call(call: object, where: str) -> dict[str, Any]:
-    """Return a tool call with an object of arguments, since templates would quote JSON text."""
+    """Return a tool call with its arguments as an object, because templates would quote JSON text."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise DataError(f"{where}: tool_calls must have a function with a name, got {call!r:.80}; repair it")
@@ -294,7 +296,7 @@ def _tool_call(call: object, where: str) -> dict[str, Any]:
 
 
 def _tools(row: Record) -> tuple[dict[str, Any], ...]:
-    """Return the function schemas of a row: a list, or its JSON text."""
+    """Return the function schemas of a row, which may be a list or JSON text."""
     found = _from_json(row.values.get("tools") or (), f"{row.where}: tools")
     schemas = [tool.get("function", tool) if isinstance(tool, dict) else None for tool in found]
     if not isinstance(found, list | tuple) or not all(isinstance(one, dict) and "name" in one for one in schemas):
@@ -319,7 +321,7 @@ def _require_text(found: object, what: str) -> None:
 
 
 def _encoder(tokenizer_dir: Path, chat_template_kwargs: Mapping[str, Any] | None, first: Record) -> Encode:
-    """Return the encoder for the rows of a file, by the form of the first row."""
+    """Return a function that tokenizes the rows of a file. The form of the first row selects the function."""
     if _is_conversation(first.values):
         return _Conversations(tokenizer_dir, chat_template_kwargs).encode
     if {"prompt", "completion"} <= first.values.keys():
@@ -349,7 +351,7 @@ def _completions(rows: Sequence[Record], tokenizer: PromptTokenizer) -> list[Tok
 
 
 class _Conversations:
-    """Tokenizes conversations by the chat template."""
+    """A tokenizer of conversations that uses the chat template."""
 
     def __init__(self, tokenizer_dir: Path, chat_template_kwargs: Mapping[str, Any] | None) -> None:
         self._name = str(tokenizer_dir)
@@ -358,7 +360,7 @@ class _Conversations:
         )
 
     def encode(self, rows: Sequence[Record]) -> list[Tokenized | None]:
-        """Tokenize rows; all prefixes of all rows are tokenized in one call."""
+        """Tokenize rows with a single call of the tokenizer for all prefixes of all rows."""
         conversations = [_conversation(row) for row in rows]
         prefixes = []
         for row, conversation in zip(rows, conversations, strict=True):
@@ -373,7 +375,7 @@ class _Conversations:
         ]
 
     def _prefixes(self, conversation: _Conversation) -> list[str]:
-        """Render each target's beginning and end, and the whole: each text begins with the previous one."""
+        """Render the conversation before and after each target, and as a whole. Each text extends the previous one."""
         messages, found = conversation.messages, []
         render = partial(self._tokenizer.render, tools=conversation.tools)
         for place in conversation.learned:

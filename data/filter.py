@@ -1,14 +1,14 @@
-"""The tokenization filter: each prompt is tokenized once, and overlong ones are dropped, cut or refused.
+"""The tokenization filter. It tokenizes each prompt once, and drops, truncates or refuses overlong prompts.
 
-Rows are read in batches, so memory does not grow with the dataset. The result has all columns of the dataset and
+Rows are read in batches, so memory does not grow with the dataset. The result adds these columns to the dataset:
 
     prompt_ids       list<int32>   the prompt for the engine, chat template included
-    solution_ids     list<int32>   the solution after the prompt, with its end token; [] where there is none, or where
-                                   the chat template does not write it
-    distractor_ids   list<int32>   the same for the distractor
-    ground_truth_json   string     ground truth for the scorer
+    solution_ids     list<int32>   the solution after the prompt, with its end token. It is [] without a solution, or if
+                                   the chat template does not write the solution
+    distractor_ids   list<int32>   the distractor in the same form
+    ground_truth_json   string     the ground truth for the scorer
 
-Prompts that occur twice in a split are found here too, and those that training would share with validation or a suite.
+The filter also detects prompts that occur twice in a split, or that training shares with validation or a suite.
 """
 
 import logging
@@ -48,20 +48,22 @@ from rlcore.storage.manifest import part_directories, read_finished, read_finish
 from rlcore.storage.publish import published_directory
 
 VERSION = 1
-"""Raise it when equal rows give other columns, other token ids or another selection of rows."""
+"""The version of the result. Increase it when equal rows give other columns, other token ids or another selection."""
 
 _IDS = pa.list_(pa.int32())
 NGRAM = 13
-"""Consecutive words that two prompts must share (Brown et al. 2020, arXiv:2005.14165, appendix C)."""
+"""The number of consecutive words that overlapping prompts share (Brown et al. 2020, arXiv:2005.14165, appendix C)."""
 MOST_SHARED = 10
-"""Most problems of a suite that share an n-gram; more share the wording of the task, as does half of a small suite."""
+"""The maximum number of problems of a suite that may share an n-gram, or half of a small suite. An n-gram that more
+problems share is part of the wording of the task.
+"""
 _WORDS = re.compile(r"\w+")
 _IS_NUMBER = re.compile(r"-?[0-9][0-9.,]*")
 _ADDED = [("prompt_ids", _IDS), ("solution_ids", _IDS), ("distractor_ids", _IDS), ("ground_truth_json", pa.string())]
 Multiset = tuple[int, ...]
 log = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
-"""Called after each batch with the split, the number of finished rows and the number of all rows."""
+"""A function that receives the split, the number of finished rows and the number of all rows after each batch."""
 
 
 def filter_fingerprint(
@@ -73,7 +75,7 @@ def filter_fingerprint(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     suites: Mapping[str, Path] | None = None,
 ) -> str:
-    """Return the fingerprint of the filtered rows; `dataset` and `tokenizer` are fingerprints too."""
+    """Return the fingerprint of the filtered rows. `dataset` and `tokenizer` are the fingerprints of the inputs."""
     payload = {
         "version": VERSION,
         "dataset": dataset,
@@ -87,7 +89,7 @@ def filter_fingerprint(
 
 
 def filtered_directory(fingerprint: str, root: Path) -> Path:
-    """Return the folder of the filtered dataset under `paths.root`."""
+    """Return the folder of a filtered dataset below `root` (`paths.root`)."""
     return root / "filtered" / fingerprint
 
 
@@ -102,15 +104,15 @@ def filter_dataset(
     suites: Mapping[str, Path] | None = None,
     on_progress: Progress | None = None,
 ) -> StageResult:
-    """Tokenize and filter a published dataset unless the result exists; a mixture part by part.
+    """Tokenize and filter a published dataset, or reuse the result.
 
-    `tools` are those of `episode.tools`, for the template. `chat_template_kwargs` are further names that the template
-    reads. `suites`: dataset folders of the suites of `decontaminate`, by name. Counts are rows of `train` and
-    `validation`, and of omitted rows: `train/overlong`, `train/duplicate`, ...
+    `tools`: the functions of `episode.tools`, for the chat template. `chat_template_kwargs`: further variables for the
+    template. `suites`: the dataset folders of the suites for `decontaminate`, by name. The result counts the rows of
+    `train` and `validation`, and the omitted rows, such as `train/overlong` and `train/duplicate`. Each data source of
+    a mixture is filtered separately.
 
-    Raises:
-        DataError: a row breaks the schema or the settings, no row is left, or the splits overlap.
-        DiskSpaceError: no room. Nothing is left behind.
+    Raises DataError if a row breaks the schema or the settings, no row is left, or the splits overlap. Raises
+    DiskSpaceError if the disk is full. No partial result remains after an error.
     """
     dataset = read_finished(dataset_dir)
     if dataset is None:
@@ -143,7 +145,7 @@ def filter_dataset(
 
         def run(*, fast_path: bool) -> _Filter:
             work = _Filter(config, cache(partial(tokenizer, fast_path=fast_path)), overlap, on_progress)
-            for split in ("validation", "train"):  # training rows are compared with the held-out ones
+            for split in ("validation", "train"):  # training rows are compared with held-out rows
                 source = dataset_dir / f"{split}.parquet"
                 if split == "validation" or source.is_file():  # a suite has no training split
                     work.write(split, source, folder / source.name, {**document, "format_version": VERSION})
@@ -180,10 +182,10 @@ def filter_dataset(
 
 
 class _Filter:
-    """Filters the splits of one dataset, the held-out one first.
+    """A filter for the splits of one dataset. The held-out split is filtered first.
 
-    Counts rows by split and reason, prompt lengths by split (overlong ones included), and prompts with a word outside
-    the vocabulary. Each prompt is stored as a 64-bit hash: a few dozen bytes a row.
+    It counts rows by split and reason, and prompt lengths by split, including overlong prompts. It also counts prompts
+    with a word outside the vocabulary. It stores each prompt as a 64-bit hash, which takes a few dozen bytes.
     """
 
     def __init__(
@@ -198,13 +200,13 @@ class _Filter:
         self.lengths: dict[str, Counter[int]] = {}
         self.num_unknown, self.unknown_example = 0, ""
         self.num_with_answer = 0
-        """Prompts with the ground truth in the assistant's words."""
+        """The number of prompts in which words of the assistant contain the ground truth."""
         self.unwritten: list[tuple[str, str]] = []
-        """Reason why a solution has no tokens, and the solution."""
+        """Pairs of a reason and a solution that has no tokens for this reason."""
         self._held_out = _HeldOut("row {} of the validation split", "Remove it from one of the two files")
 
     def write(self, split: str, source: Path, target: Path, document: Mapping[str, Any]) -> None:
-        """Write the selected rows of a split, with `document` in their provenance."""
+        """Write the selected rows of a split. `document` becomes part of the provenance."""
         file, origin = open_parquet(source), provenance(source)
         require_row_schema(file.schema_arrow, source)
         self._split, self._source = split, source
@@ -230,7 +232,7 @@ class _Filter:
             writer.add_key_value_metadata(provenance_metadata({**document, **facts}))
 
     def _filtered(self, batch: pa.RecordBatch, start: int, schema: pa.Schema) -> pa.RecordBatch:
-        """Return the selected rows of a batch with their token ids; `start` is the batch's first row in the file."""
+        """Return the selected rows of a batch with their token ids. `start` is the file index of the first row."""
         prompts = self._prompts(batch, start)
         texts = self._tokenizer.texts(prompts, lambda place: f"{self._source}: row {start + place}: ")
         truths = pc.struct_field(batch.column("reward_model"), "ground_truth")
@@ -283,7 +285,7 @@ class _Filter:
         return prompts
 
     def _without_duplicates(self, texts: Sequence[str], numbers: Sequence[Multiset], start: int) -> list[int]:
-        """Return the rows of the batch without duplicates, and refuse held-out ones in training."""
+        """Return the kept rows' positions. Raises DataError if a training row is held out or a duplicate is refused."""
         keys = [hash(text) for text in texts]
         if self._split == "validation":
             self._held_out.add(keys, range(start, start + len(keys)))
@@ -309,14 +311,14 @@ class _Filter:
         return rows
 
     def _not_in_suites(self, prompts: Sequence[Messages], rows: list[int]) -> list[int]:
-        """Count rows in a suite by suite and kind, and return the others, or with `tell` all."""
+        """Count the rows that occur in a suite, and return the others (all rows if `decontaminate` is `tell`)."""
         found = {row: which for row in rows if (which := self._suites.find(prompt_text(prompts[row]))) is not None}
         for name, kind in found.values():
             self.counts[f"{self._split}/{kind} in suite {name}"] += 1
         return rows if self._config.decontaminate == "tell" else [row for row in rows if row not in found]
 
     def _rows_that_fit(self, rows: list[int], ids: list[bytes], start: int) -> Sequence[int]:
-        """Return the places of prompts within the limits, or to be cut; `rows` are their positions in the batch."""
+        """Return the indices of prompts that fit or will be truncated. `rows` are the prompts' batch positions."""
         limit = self._config.max_prompt_tokens
         lengths = np.array([len(prompt) for prompt in ids], dtype=np.int64) // ID_BYTES
         self.lengths.setdefault(self._split, Counter()).update(lengths.tolist())
@@ -336,7 +338,7 @@ class _Filter:
 
 
 def _text_field(extra_info: pa.StructArray, name: str) -> list[str]:
-    """Return a text field of extra_info; '' where the file has no such field or value."""
+    """Return a text field of `extra_info`, with '' for each missing value."""
     if extra_info.type.get_field_index(name) < 0:
         return [""] * len(extra_info)
     return [text or "" for text in pc.struct_field(extra_info, name).to_pylist()]
@@ -349,9 +351,9 @@ def _as_lists(rows: list[bytes]) -> pa.ListArray:
 
 
 def _contains_answer(where: str, words: str, solution: str, ground_truth: object) -> bool:
-    """Return whether the assistant's words in a prompt contain the ground truth, a number.
+    """Return whether the ground truth is a number that occurs in the assistant's words of a prompt.
 
-    Raises DataError where they end with the ground truth or the solution.
+    Raises DataError if these words end with the ground truth or the solution.
     """
     truth = str(ground_truth).strip()
     for name, text in (("solution", solution), ("ground truth", truth)):
@@ -372,9 +374,10 @@ def _answers_in_prompts(count: int) -> str:
 
 
 def check_continued(path: Path) -> str:
-    """Check prompts that end with the assistant's words, in a file in the row schema, without a tokenizer.
+    """Check all prompts of a parquet file that end with words of the assistant. No tokenizer is needed.
 
-    Returns a warning, or ''. Raises DataError where a prompt ends with the row's answer.
+    Return a warning if these words contain the ground truth, otherwise ''. Raises DataError if a prompt ends with the
+    answer.
     """
     file, start, count = open_parquet(path), 0, 0
     require_row_schema(file.schema_arrow, path)
@@ -393,7 +396,7 @@ def check_continued(path: Path) -> str:
 
 
 def multisets(ground_truths: pa.Array) -> list[Multiset]:
-    """Return the sorted numbers of each countdown problem (it has a target too); [] for other tasks or missing values.
+    """Return the sorted numbers of each countdown problem, or [] for other tasks and for missing values.
 
     >>> multisets(pa.array([{"target": 6, "numbers": [3, 1, 2]}, {"target": 9, "numbers": [5, 4]}]))
     [(1, 2, 3), (4, 5)]
@@ -411,7 +414,7 @@ def multisets(ground_truths: pa.Array) -> list[Multiset]:
 
 
 class _HeldOut:
-    """Places of held-out rows by prompt (any key) and by multiset of numbers. `named` formats a place for messages."""
+    """An index of held-out rows by prompt or by multiset of numbers. `named` formats a row for messages."""
 
     def __init__(self, named: str, remedy: str) -> None:
         self._named, self._remedy = named, remedy
@@ -422,7 +425,7 @@ class _HeldOut:
             self._places.setdefault(key, place)
 
     def refuse(self, path: Path, start: int, *keys_of_rows: Sequence[Any]) -> None:
-        """Raise DataError where a training row of a batch, which begins at row `start` of the file, is held out."""
+        """Raise DataError if a training row is held out. `start` is the file index of the first row in the batch."""
         for keys in keys_of_rows:
             for position, key in enumerate(keys if not self._places.keys().isdisjoint(keys) else ()):
                 if key in self._places:
@@ -435,7 +438,7 @@ class _HeldOut:
 
 
 def _require_no_leak(directories: Sequence[Path]) -> None:
-    """Refuse training rows that another part of a mixture holds out. Each part alone was checked before."""
+    """Raise DataError if one data source of a mixture trains on a row that another one holds out."""
     held_out = _HeldOut(
         "a held-out row of {}, another part of the mixture",
         "Choose parts that do not overlap (other numbers, other sources), or remove the row",
@@ -449,7 +452,7 @@ def _require_no_leak(directories: Sequence[Path]) -> None:
 
 
 def _keys(path: Path) -> Iterator[tuple[int, list[bytes], list[Multiset]]]:
-    """Read the first row, the prompts (token ids as bytes) and the multisets of numbers of each batch."""
+    """Yield for each batch the index of its first row, the prompts (ids as bytes) and the multisets of numbers."""
     start = 0
     for batch in read_batches(open_parquet(path), path, ROWS_PER_GROUP):
         ids = batch.column("prompt_ids")
@@ -461,12 +464,12 @@ def _keys(path: Path) -> Iterator[tuple[int, list[bytes], list[Multiset]]]:
 
 
 def prompt_text(messages: Sequence[Mapping[str, str]] | None) -> str:
-    """Return the text of a prompt's messages, for comparison."""
+    """Return the text of all messages of a prompt, for comparisons."""
     return "\n".join((message["content"] or "").strip() for message in messages or ())
 
 
 def ngrams(text: str) -> set[int]:
-    """Return hashes of every `NGRAM` consecutive words, in lower case and without punctuation.
+    """Return the hashes of all sequences of `NGRAM` words, in lower case and without punctuation.
 
     >>> len(ngrams("one two three")), len(ngrams("w " * 13 + "x"))
     (0, 2)
@@ -476,10 +479,10 @@ def ngrams(text: str) -> set[int]:
 
 
 class SuiteOverlap:
-    """Finds prompts that occur in a suite, as a whole or by an n-gram. False without a suite."""
+    """An index of suites that detects exact copies of prompts and shared n-grams. An index without suites is false."""
 
     def __init__(self, suites: Mapping[str, Path]) -> None:
-        """Read the dataset folders of suites, by name. Raises DataError where one cannot be read."""
+        """Read the dataset folders of the suites, by name. Raises DataError if a folder cannot be read."""
         self._texts: dict[int, str] = {}
         self._grams: dict[int, str] = {}
         for name, folder in suites.items():
@@ -501,7 +504,7 @@ class SuiteOverlap:
         return bool(self._texts)
 
     def find(self, text: str) -> tuple[str, str] | None:
-        """Return the suite that has a prompt, and the kind of overlap: `exact` or `13-gram`."""
+        """Return the suite that overlaps with a prompt and the kind of overlap (`exact` or `13-gram`), or None."""
         if (name := self._texts.get(hash(text))) is not None:
             return name, "exact"
         gram = next((gram for gram in ngrams(text) if gram in self._grams), None)

@@ -1,15 +1,15 @@
-"""GSM8K: grade-school word problems with a whole number as answer (`#### 18`).
+"""GSM8K: grade-school word problems with a whole number as the answer (`#### 18`).
 
-Rows come from the published jsonl files, with the field's prompt and ground truth. A response has two readings:
+Rows come from the published jsonl files, with the usual prompt and ground truth. A response has two readings:
 
-    strict    `#### <number>` in the last 300 characters with the digits of the reference, as the field reports it; a
-              thousands separator, a currency, a unit and `.0` of the reference are ignored
-    numeric   the number after the last `####`, else the last number of the text; equal as a number (18.0 = 18)
+    strict    `#### <number>` in the last 300 characters, with the digits of the reference. This is the usual metric.
+              A thousands separator, a currency, a unit and `.0` of the reference are ignored.
+    numeric   the number after the last `####`, otherwise the last number of the text. Values are compared (18.0 = 18).
 
-Both need a line that states one number, with or without brackets, emphasis, a currency or a unit. A second number (`18
-or 19`, `18/19`, `18*10`), an exponent (`18e5`), a magnitude (`18 million`) or a sign in words (`minus 18`) makes it
-another number. The field's regular expressions stop at the first digits and take `18/19`, `18e5` and `18 or 19` for
-18. They accept whatever the strict reading accepts.
+Both readings need a line that states exactly one number. Brackets, emphasis, a currency or a unit are allowed. The
+readings refuse a second number (`18 or 19`, `18/19`, `18*10`) and an exponent (`18e5`). They also refuse a magnitude
+(`18 million`) and a sign in words (`minus 18`). The usual regular expressions stop at the first digits and read
+`18/19`, `18e5` and `18 or 19` as 18. They accept every response that the strict reading accepts.
 """
 
 import re
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from rlcore.config.data import Gsm8kData
 
 VERSION = 1
-"""Raise it when the rows of equal settings change."""
+"""The version of the rows. Increase it when equal settings give different rows."""
 _INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 _SPLITS = {"train": "train", "validation": "test"}
 _SUBSET = "main"  # the other subset of the hub dataset has other answers
-_STRICT_CHARS = 300  # as the field
+_STRICT_CHARS = 300  # the usual limit
 _STRICT = re.compile(r" (-?[0-9.,]+)")
 # Bounded repeats keep the search linear.
 _NUMBER = re.compile(r"-?[$\u20ac\u00a3]?((?:[0-9]{1,3}(?:,[0-9]{3}){1,8}|[0-9]{1,40})(?:\.[0-9]{1,20})?)([a-zA-Z]*)")
-# Signs between numbers that do not join them, and LaTeX of the typesetting.
+# Signs between numbers that do not join the numbers, and LaTeX typesetting.
 _SEPARATOR = re.compile(r"[=<>|~\"`\u2248]|(?<![0-9]):|:(?![0-9])")
 _TYPESETTING = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf|left|right)\b|\\[()\[\],;! ]")
 _LEADING, _TRAILING = "([{*_'\\$\u20ac\u00a3+", ")]}*_'\\$\u20ac\u00a3%\u00b0.,;!?"
@@ -45,7 +45,7 @@ _MAKES_THE_NEXT_ANOTHER = re.compile(r"not|minus|negative|n?or|plus|times|over|u
 
 
 def build(settings: "Gsm8kData", seed: int) -> TaskRows:
-    """Return the rows; the published test file is the validation split."""
+    """Return the rows. The published test file is the validation split."""
     return TaskRows(
         data_source="openai/gsm8k",
         ability="math",
@@ -55,7 +55,7 @@ def build(settings: "Gsm8kData", seed: int) -> TaskRows:
 
 
 def inputs(settings: "Gsm8kData") -> dict[str, str]:
-    """Return digests of the source files."""
+    """Return the digests of the source files."""
     from data.records import digests
 
     return digests(settings.source, tuple(_SPLITS.values()), _SUBSET, settings.revision)
@@ -75,12 +75,12 @@ def _rows(settings: "Gsm8kData", split: str) -> Iterator[Row]:
 
 
 def prompt_of(question: str) -> str:
-    """Return the prompt of a question."""
+    """Return the prompt text for a question."""
     return f"{question} {_INSTRUCTION}"
 
 
 def reference_number(answer: str, where: str) -> str:
-    """Return the number after `####` without thousands separators. Raises DataError where there is none."""
+    """Return the number after `####` without thousands separators. Raises DataError if there is no number."""
     found = re.search(r"#### (-?[0-9][0-9.,]*)\s*$", answer)
     if found is None:
         raise DataError(f"{where}: the answer must end in '#### <number>', got {answer[-40:]!r}; repair or remove it")
@@ -88,12 +88,12 @@ def reference_number(answer: str, where: str) -> str:
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score by the strict reading. Parts: `strict`, `numeric` and `format` (a `####` number), each 0 or 1."""
+    """Score by the strict reading. The parts `strict`, `numeric` and `format` (a `####` number) are each 0 or 1."""
     return _score(response, ground_truth, "strict")
 
 
 def score_numeric(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score by the numeric reading; the parts are those of `score`."""
+    """Score a response by the numeric reading, with the same parts as `score`."""
     return _score(response, ground_truth, "numeric")
 
 
@@ -105,16 +105,16 @@ def _score(response: str, ground_truth: Mapping[str, object], reading: str) -> S
     numeric = number is not None and number == reference
     strict = numeric and marked is not None and marked.group(1).replace(",", "") in digits
     parts = {"strict": float(strict), "numeric": float(numeric), "format": float(marked is not None)}
-    # Equal numbers have equal votes. Without the mark the strict reading has none.
+    # Equal numbers have equal votes. Without the mark the strict reading has no vote.
     votes = number is not None and (reading == "numeric" or "####" in response)
     return Score(parts[reading], parts, str(number) if votes else None)
 
 
 @lru_cache(maxsize=16_384)
 def _reference_value(reference: str) -> tuple[Fraction | None, tuple[str, ...]]:
-    """Read a number or GSM8K's whole `answer`: its value and its digits, where 76.0 may be written 76 too.
+    r"""Return the value and the accepted digits of a number or a whole GSM8K answer. The digits of 76.0 may also be 76.
 
-    >>> _reference_value(" $1,234"), _reference_value("9 * 2 = 18\\n#### 18")[1], _reference_value("76.0")[1]
+    >>> _reference_value(" $1,234"), _reference_value("9 * 2 = 18\n#### 18")[1], _reference_value("76.0")[1]
     ((Fraction(1234, 1), ('1234', '1234')), ('18', '18'), ('76.0', '76'))
     >>> _reference_value("18 or 19")
     (None, ())
@@ -128,7 +128,7 @@ def _reference_value(reference: str) -> tuple[Fraction | None, tuple[str, ...]]:
 
 
 def last_number(response: str) -> Fraction | None:
-    """Return the number of the line after the last `####`, else the last number of the text.
+    """Return the number in the line after the last `####`. Without `####`, return the last number of the text.
 
     >>> last_number("18 eggs a day, so #### $18.00 a day"), last_number("9 * 2 = **18** eggs.")
     (Fraction(18, 1), Fraction(18, 1))
@@ -140,7 +140,7 @@ def last_number(response: str) -> Fraction | None:
 
 
 def only_number(line: str) -> Fraction | None:
-    """Return the number of a text that contains exactly one.
+    """Return the number of a text that contains exactly one number, otherwise None.
 
     >>> only_number("**$1,018.50** a day")
     Fraction(2037, 2)
@@ -153,13 +153,13 @@ def only_number(line: str) -> Fraction | None:
 
 
 def final_number(text: str, within: int) -> Fraction | None:
-    """Return the last number of a text, searched in its last `within` characters.
+    """Return the last number of a text. Only the last `within` characters are searched.
 
     >>> final_number("9 * 2 = 18, so it is 18.", 300), final_number("it is 17 or 18", 300)
     (Fraction(18, 1), None)
     """
     end = text[-within - 1 :]
-    # The first word of a longer text may be cut: 118 would be read as 18.
+    # The first word of a longer text may be truncated, so that 118 would be read as 18.
     words = _words(end if len(end) <= within else end.partition(" ")[2])
     place = max((place for place, word in enumerate(words) if _has_digit(word)), default=None)
     if place is None:
@@ -174,12 +174,12 @@ def _words(text: str) -> list[str]:
 
 
 def _has_digit(word: str) -> bool:
-    """Return whether a word has a digit of any script, a superscript or a fraction."""
+    """Return whether a word contains a digit of any script, a superscript or a fraction."""
     return any(letter.isnumeric() for letter in word)
 
 
 def _number_at(words: list[str], place: int, context: list[str]) -> Fraction | None:
-    """Return the number of the word at `place`, or None where a word around it (in `context`) changes it."""
+    """Return the number at index `place`, or None if an adjacent word or a word in `context` changes its value."""
     word = words[place].lstrip(_LEADING).rstrip(_TRAILING)
     found = _NUMBER.fullmatch(word)
     if found is None or _MAGNITUDE.fullmatch(found.group(2)) or any(map(makes_another, context)):
@@ -193,7 +193,7 @@ def _number_at(words: list[str], place: int, context: list[str]) -> Fraction | N
 
 
 def _joins(before: list[str]) -> bool:
-    """Return whether the one or two words before a number join it to another: `9 *`, `9*`, `9`, `= -`."""
+    """Return whether the words before a number join it to another number, as in `9 *`, `9*`, `9` or `= -`."""
     if _has_digit(before[-1]):
         return before[-1][-1].isalnum() or before[-1][-1] in _OPERATORS
     if before[-1].strip(_OPERATORS):

@@ -1,4 +1,4 @@
-"""Contents of a dataset for `millrace data inspect PATH`, as tables for a terminal or as JSON."""
+"""The contents of a dataset for `millrace data inspect PATH`, as tables for a terminal or as JSON."""
 
 import json
 from collections import Counter
@@ -31,16 +31,16 @@ from rlcore.errors import DataError
 from rlcore.storage.manifest import part_directories
 
 LONGEST_SHOWN_CHARS = 600
-"""Longer texts of a row are cut in tables; JSON has them in full."""
+"""The maximum length of a text in tables. Longer texts are truncated there. JSON contains the full texts."""
 _TOKEN_IDS = ("prompt_ids", "solution_ids", "distractor_ids")
 
 
 @dataclass(frozen=True, slots=True)
 class SplitReport:
-    """Contents of one parquet file.
+    """The contents of one parquet file.
 
-    `lengths` counts tokens in filtered files, else characters (`length_unit`). `num_duplicates` counts rows with an
-    earlier row's prompt. `problem`: how it breaks the row schema, or None.
+    `lengths`: prompt lengths in tokens for filtered files, otherwise in characters (`length_unit`). `num_duplicates`:
+    the rows that repeat the prompt of an earlier row. `problem`: the violation of the row schema, or None.
     """
 
     name: str
@@ -61,7 +61,7 @@ class SplitReport:
 
 @dataclass(frozen=True, slots=True)
 class Leakage:
-    """Overlap of two splits: rows of `first` whose prompt, or multiset of numbers, occurs in `second`."""
+    """The overlap of two splits: rows of `first` with a prompt or a multiset of numbers that occurs in `second`."""
 
     first: str
     second: str
@@ -74,21 +74,21 @@ class Leakage:
 
 @dataclass(frozen=True, slots=True)
 class DatasetReport:
-    """Contents of a dataset."""
+    """The contents of all splits of a dataset, and the overlaps between the splits."""
 
     path: str
     splits: tuple[SplitReport, ...]
     leakage: tuple[Leakage, ...]
 
     def as_json(self) -> str:
-        """Return everything as JSON text."""
+        """Return the whole report as JSON text."""
         return json.dumps(asdict(self), indent=2, ensure_ascii=False, default=str)
 
 
 def inspect_dataset(path: Path, *, num_rows: int = 3, seed: int = 0) -> DatasetReport:
-    """Read a parquet file, or every parquet file of a folder; `seed` chooses the `num_rows` random rows of each.
+    """Read a parquet file, or every parquet file of a folder. `seed` selects `num_rows` random rows of each file.
 
-    Raises DataError where there is no file, or a file cannot be read.
+    Raises DataError if there is no parquet file, or if a file cannot be read.
     """
     scans = [_scan(file, name, num_rows, seed) for name, file in _files(path)]
     leakage = tuple(starmap(_leakage, combinations(scans, 2)))
@@ -96,7 +96,7 @@ def inspect_dataset(path: Path, *, num_rows: int = 3, seed: int = 0) -> DatasetR
 
 
 def _files(path: Path) -> list[tuple[str, Path]]:
-    """Return name and file of each split. Splits of a mixture are named `<part's folder>/<split>`."""
+    """Return the name and file of each split. In a mixture, a name is `<folder of the data source>/<split>`."""
     if path.is_file() and path.suffix == ".parquet":
         return [(path.stem, path)]
     parts = part_directories(path)
@@ -111,11 +111,11 @@ def _files(path: Path) -> list[tuple[str, Path]]:
 
 
 _Scan = tuple[SplitReport, Counter[str], Counter[tuple[int, ...]]]
-"""A report, rows by their prompt, and rows by their multiset of numbers."""
+"""A report, the number of rows by prompt, and the number of rows by multiset of numbers."""
 
 
 def _scan(path: Path, name: str, num_rows: int, seed: int) -> _Scan:
-    """Read one file. Missing columns, or columns of another type, count as empty."""
+    """Read one file. A column that is missing or has another type counts as empty."""
     file = open_parquet(path)
     schema = file.schema_arrow
     table = pa.Table.from_batches(read_batches(file, path, ROWS_PER_GROUP), schema=schema)
@@ -157,7 +157,7 @@ def _scan(path: Path, name: str, num_rows: int, seed: int) -> _Scan:
 
 
 def _column(table: pa.Table, name: str) -> pa.ChunkedArray:
-    """Return the column at a dotted path."""
+    """Return the column at a dotted path, such as `extra_info.difficulty`."""
     head, *rest = name.split(".")
     return pc.struct_field(table.column(head), rest) if rest else table.column(head)
 
@@ -178,7 +178,7 @@ def _leakage(first: _Scan, second: _Scan) -> Leakage:
 
 
 def _facts(split: SplitReport) -> Iterator[tuple[str, str]]:
-    """Return the name and value of each statistic of a split."""
+    """Yield the name and value of each statistic of a split."""
     yield "rows", f"{split.num_rows:,} ({split.size_bytes / 1e6:.2f} MB)"
     yield "source", ", ".join(f"{name} ({count:,})" for name, count in split.data_sources.items()) or "none"
     if split.lengths is not None:
@@ -197,7 +197,7 @@ def _facts(split: SplitReport) -> Iterator[tuple[str, str]]:
 
 
 def _shown_row(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Return the name and value of each message, column and field of a row in the row schema."""
+    """Yield the name and value of each message, column and field of a row that has the row schema."""
     for message in row["prompt"] or ():
         role, content = (message or {}).get("role"), (message or {}).get("content")
         yield f"prompt ({role})", _text(content or "")
@@ -216,7 +216,7 @@ def _text(value: Any) -> str:
 
 
 def as_rich(report: DatasetReport) -> RenderableType:
-    """Return tables for a terminal."""
+    """Return the report as tables for a terminal."""
     tables = [_table(title, rows) for split in report.splits for title, rows in _sections(split)]
     leaks = (
         Text(str(pair), style="bold red" if pair.num_prompts or pair.num_multisets else "green")

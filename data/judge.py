@@ -1,7 +1,8 @@
 """A judge model behind an OpenAI-compatible endpoint, alone or in addition to a rule-based scorer.
 
-A failure of the endpoint costs a response its score and never gives it one: `score` raises, the scoring pool counts
-the response as failed, and training ignores it. No message contains the key, or the endpoint's output.
+If the endpoint fails, `score` raises an error. The scoring pool then counts the response as failed, and training
+ignores the response. A failure never gives a response a score. No message contains the key or the output of the
+endpoint.
 """
 
 import asyncio
@@ -21,25 +22,26 @@ from rlcore.config.rollout import JudgeConfig
 from rlcore.rollout.scoring_worker import JUDGE_VARIABLE, resolve_scorer, score_one
 from rlcore.score import Score
 
-_MOST_BYTES = 1_000_000  # longest reply
-_FIRST_PAUSE_S = 0.5  # before the second attempt, doubled before each further one
+_MOST_BYTES = 1_000_000  # maximum size of a reply
+_FIRST_PAUSE_S = 0.5  # before the second try, doubled before each further try
 _RETRY_STATUSES = frozenset({408, 425, 429})  # in addition to 500 and above
 _NUMBER = r"(-?\d+(?:\.\d+)?)"
 _VERDICT = re.compile(rf'<score>\s*{_NUMBER}\s*</score>|\{{\s*"score"\s*:\s*{_NUMBER}\s*\}}')
 
 
 class JudgeError(ValueError):
-    """The judge gave no verdict."""
+    """The judge gave no valid verdict."""
 
 
 class _BusyError(JudgeError):
-    """Another attempt may succeed."""
+    """The endpoint is busy. Another attempt may succeed."""
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score by the judge's verdict, 0 to 1, as part `judge`. Total and parts of `reward.judge.rules` are added.
+    """Score a response by the judge's verdict, from 0 to 1. The verdict is also the part `judge`.
 
-    Raises JudgeError where the endpoint gave no verdict in time, or one that cannot be read.
+    The total and the parts of the scorer `reward.judge.rules` are added. Raises JudgeError if no verdict arrives in
+    time or the verdict cannot be read.
     """
     settings = JudgeConfig.model_validate_json(os.environ[JUDGE_VARIABLE])
     truth = json.dumps(ground_truth, ensure_ascii=False, sort_keys=True)
@@ -49,7 +51,7 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
 
 
 def judge_response(settings: JudgeConfig, response: str, truth: str) -> float:
-    """Return the verdict on a response, cached by the request. Raises JudgeError."""
+    """Return the verdict on a response. Verdicts are cached by request. Raises JudgeError if there is no verdict."""
     # one pass over the template, so that a response is never taken for a placeholder
     words = {"{response}": response, "{ground_truth}": truth}
     text = re.sub(r"\{response\}|\{ground_truth\}", lambda found: words[found[0]], settings.prompt)
@@ -63,13 +65,13 @@ def judge_response(settings: JudgeConfig, response: str, truth: str) -> float:
     if row is not None:
         return float(row[0])
     verdict = read_verdict(asyncio.run(_request(settings, request)), settings.highest)
-    with suppress(sqlite3.OperationalError), cached:  # locked or full: the verdict counts all the same
+    with suppress(sqlite3.OperationalError), cached:  # if it is locked or full, the verdict still counts
         cached.execute("insert or ignore into verdicts values (?, ?)", (key, verdict))
     return verdict
 
 
 def _response_format(settings: JudgeConfig) -> Mapping[str, object]:
-    """Return the response format of a request. An enumeration bounds the digits of a number."""
+    """Return the response format of a request, or {} without levels. Enumerated scores limit the digits of a number."""
     if settings.levels is None:
         return {}
     evenly = (settings.highest * level / (settings.levels - 1) for level in range(settings.levels))
@@ -88,9 +90,10 @@ def _response_format(settings: JudgeConfig) -> Mapping[str, object]:
 
 
 def read_verdict(text: str, highest: float) -> float:
-    """Read the one `{"score": 3}` or `<score>3</score>` at the end of a text, divided by `highest`.
+    """Read the only score `{"score": 3}` or `<score>3</score>` at the end of a text, and divide it by `highest`.
 
-    Raises JudgeError for none, several (the judge may have quoted the response), or a number out of range.
+    Raises JudgeError if there is no score or a number out of range. Several scores are refused too, because the judge
+    may have quoted the response.
 
     >>> read_verdict('Good. {"score": 3}', 4)
     0.75
@@ -105,7 +108,7 @@ def read_verdict(text: str, highest: float) -> float:
 
 
 async def _request(settings: JudgeConfig, content: str) -> str:
-    """Return the judge's text. Raises JudgeError."""
+    """Return the judge's text. Raises JudgeError if all tries fail or the deadline passes."""
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
     if settings.key_variable:
         headers["Authorization"] = f"Bearer {_secret(settings.key_variable)}"
@@ -140,7 +143,7 @@ def _secret(variable: str) -> str:
 
 
 async def _request_once(client: httpx.AsyncClient, url: str, headers: Mapping[str, str], content: str) -> str:
-    """Return the text of the first choice. Redirections are not followed, since the key is for this endpoint alone."""
+    """Return the text of the first choice. Redirections are not followed, because the key is only for this endpoint."""
     address = f"{url.rstrip('/')}/chat/completions"
     async with client.stream("POST", address, headers=headers, content=content.encode()) as reply:
         status, kind = reply.status_code, reply.headers.get("content-type", "").partition(";")[0].strip()
@@ -166,7 +169,7 @@ async def _request_once(client: httpx.AsyncClient, url: str, headers: Mapping[st
 
 @cache
 def _cache(file: str) -> sqlite3.Connection:
-    """Open the verdicts by request, of this process or in a file shared by processes. Raises JudgeError."""
+    """Open the database of verdicts in memory, or in a file that processes share. Raises JudgeError if this fails."""
     try:
         if file:
             expand_path(file).parent.mkdir(parents=True, exist_ok=True)

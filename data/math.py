@@ -1,19 +1,22 @@
-r"""Scorer for mathematics of any kind. The last `\boxed{}` counts, as in the field's graders of MATH.
+r"""Scorer for mathematics of any kind. The last `\boxed{}` counts, as in the usual graders of MATH.
 
-Without a box, the text after the last "answer is" or "answer:" counts, or the last line, if no mathematics follows.
+Without a box, the text after the last "answer is" or "answer:" counts, otherwise the last line. This text does not
+count if more mathematics follows.
 
-Reference and response are read by the same rules, each as a whole or not at all:
+Reference and response are read by the same rules. Each text is read as a whole or not at all:
 
     a number      as written (`data.written_numbers`): equal as a number, whatever its form, unit or currency
     words         `\text{Sunday}`, `B`, `\textbf{(B)}\ 36`, `5\text{ ft }2\text{ in}`: the same words in the same order
     a base        `1011_2`: the same digits; the response may omit the base
-    expressions   anything else that the math-verify library reads as a whole: equal for the library
+    expressions   any other text that the math-verify library reads as a whole: equal for the library
 
-math-verify ignores a part of many texts (`\approx 18`, `x'`, `1011_2`, units), reads `1 234` as 235, and takes
-`36 \div 2` or `\binom{5}{2}` for the number. So numbers and texts with ignored parts never reach it.
+math-verify ignores a part of many texts (`\approx 18`, `x'`, `1011_2`, units). It reads `1 234` as 235, and it accepts
+`36 \div 2` or `\binom{5}{2}` in place of the number. Therefore numbers and texts with ignored parts never reach the
+library.
 
-The library computes the response, and for some (`9^{9^{9}}`) never ends, so it needs scoring processes with a deadline:
-`reward.num_processes` of 1 or more. Its own time limit uses signals, which do not work in a thread, and is off.
+The library computes the value of a response. For some responses (`9^{9^{9}}`), the computation never ends. Therefore
+this scorer needs scoring processes with a deadline: `reward.num_processes` of 1 or more. The time limit of the library
+is off, because it uses signals, which do not work in a thread.
 """
 
 import logging
@@ -40,12 +43,12 @@ from data.math_reading import (
 from data.written_numbers import Number, read_number
 from rlcore.score import Score
 
-# math-verify takes 6m for 6, so units are read here.
+# math-verify reads 6m as 6, so units are read here.
 _LATEX = LatexExtractionConfig(
     normalization_config=replace(LatexExtractionConfig().normalization_config, units=False, boxed="none")
 )
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at each call that its time limit is off
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # the library warns at each call that its time limit is off
 # A name with its argument: `f(-1)`, `\angle ABC`. An equation such as x + y = 5 has no name on its left.
 _OF = re.compile(r"(?<=[a-zA-Z])(?: ?\( ?-?[a-zA-Z0-9., ]*\)|\^\{?-1\}?)")
 _NAME = re.compile(r"[^-+*/^<>!,;|]*[a-zA-Z][^-+*/^<>!,;|]*")
@@ -64,7 +67,7 @@ _INLINE = re.compile(r"\\?\$\$?([^$]+)\$\$?|\\[(\[](.+?)\\[)\]]")
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score 1 where the response equals the reference, else 0. Part `format`: whether it has a `\\boxed{}`."""
+    r"""Score 1 if the response equals the reference, otherwise 0. The part `format` is 1 if there is a `\boxed{}`."""
     wanted = str(ground_truth["answer"])
     gold = _reference(wanted)
     has_box = _BOX.search(response) is not None
@@ -78,7 +81,7 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
 
 
 def reference_problem(reference: str) -> str | None:
-    r"""Return why a reference cannot be read as a whole, or None if the same text in a box scores 1.
+    r"""Return the reason why a reference cannot be read as a whole. Return None if the same text in a box scores 1.
 
     >>> reference_problem(r"12\frac12\%"), reference_problem(r"\approx 3")
     (None, 'the command \\approx is not known')
@@ -98,7 +101,9 @@ def _reference(answer: str) -> Reading:
 
 
 def _boxed(text: str) -> str | None:
-    r"""Return the content of the last box, or of the last boxes joined by a comma, `and` or `or`; None if it is open.
+    r"""Return the content of the last box, or None if a box is not closed.
+
+    If a comma, `and` or `or` joins the last boxes, return the contents of all joined boxes.
 
     >>> _boxed(r"\boxed{1} so \boxed{\frac{1}{2}}."), _boxed(r"$\fbox{3}$ or $\boxed 5$"), _boxed(r"\boxed{18")
     ('\\frac{1}{2}', '3, 5', None)
@@ -126,9 +131,9 @@ def _boxed(text: str) -> str | None:
 
 
 def _statement(text: str) -> str | None:
-    r"""Return the statement at the end of a response without a box; None where mathematics follows it.
+    r"""Return the statement at the end of a response without a box. Return None if mathematics follows the statement.
 
-    Without "answer is" the statement is the last line, which must be mathematical.
+    The statement follows "answer is". Without these words it is the last line, which must be mathematical.
 
     >>> _statement("Twice nine. The answer is $18$."), _statement("The answer is 18. No, 19."), _statement("Hm.\n18")
     ('18', None, '18')
@@ -163,7 +168,7 @@ def _equal(gold: Reading, answer: Reading) -> bool:
 
 
 def _same_entries(gold: Reading, answer: Reading) -> bool:
-    """Return whether the entries are equal, each by the rule of its kind: by name, by place, or in any order."""
+    """Return whether two lists have equal entries. Entries are matched by name, by position, or in any order."""
     open_or_round = {"", "()"}
     if len(gold.entries) != len(answer.entries) or (gold.name and answer.name and gold.name != answer.name):
         return False
@@ -186,13 +191,13 @@ def _same_entries(gold: Reading, answer: Reading) -> bool:
 
 
 def _names_each(entries: Sequence[Reading]) -> bool:
-    """Return whether each entry has a different name: `x = 1, y = 2`, but not `x = 1, x = 2`."""
+    """Return whether each entry has a different name. This is true for `x = 1, y = 2`, but not for `x = 1, x = 2`."""
     names = {entry.name for entry in entries}
     return "" not in names and len(names) == len(entries)
 
 
 def _states_number(wanted: Number, names: tuple[str, ...], answer: Reading) -> bool:
-    """Return whether the response is the number, under no other name and in a correct chain (`x = 9 + 9 = 18`)."""
+    """Return whether the response states the number under the same name and in a correct chain (`x = 9 + 9 = 18`)."""
     number = answer.number or number_in_words(answer.plain)
     if number is None or not wanted.matches(number):
         return False
@@ -208,7 +213,7 @@ def _states_number(wanted: Number, names: tuple[str, ...], answer: Reading) -> b
 
 
 def _name(left: Sequence[str]) -> str:
-    """Return the text left of the first `=` if it is a name: `x`, `f(2)`, `\\angle ABC`."""
+    r"""Return the text left of the first `=` if it is a name (`x`, `f(2)`, `\angle ABC`), otherwise ''."""
     return re.sub(r"[\s{}\"]", "", left[0]) if left and _has_letters(left[0]) else ""
 
 
@@ -217,14 +222,14 @@ def _has_letters(side: str) -> bool:
 
 
 def _same_words(wanted: tuple[str, ...], stated: tuple[str, ...] | None) -> bool:
-    """Return whether the words are equal. The letter of a choice may come without its text, on either side."""
+    """Return whether the words are equal. On either side, a choice may consist of its letter alone."""
     if stated is None or not wanted[0].startswith("("):
         return wanted == stated
     return wanted[0] == stated[0] and (wanted[1] == stated[1] or not (wanted[1] and stated[1]))
 
 
 def _equal_expressions(gold: Reading, answer: Reading) -> bool:
-    """Return whether math-verify finds the response equal, and each number in a chain of equations too."""
+    """Return whether the response, and each number in a chain of equations, equals the reference for math-verify."""
     text = answer.plain
     if answer.number is not None and answer.number.value.denominator == 1 and not answer.left:
         text = str(answer.number)
@@ -249,7 +254,7 @@ _parsed_reference = lru_cache(maxsize=4_096)(_parsed)
 
 
 def _vote(answer: Reading, gold: Reading) -> str | None:
-    """Return the same text for equal responses: 1/2 for 0.5. A huge expression stays as written."""
+    """Return a text that is the same for equal responses, such as 1/2 for 0.5. A huge expression remains as written."""
     if number := answer.number or (number_in_words(answer.plain) if gold.number else None):
         return str(number)
     if answer.problem is not None:

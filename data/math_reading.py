@@ -1,7 +1,7 @@
-r"""Reads a mathematical statement: a number, words, digits in a base, a list or an expression, each as a whole.
+r"""Readers for mathematical statements: numbers, words, digits in a base, lists and expressions.
 
-Reference and response are read by the same rules. A text that math-verify would read in part has a `problem`: the
-library ignores `\approx`, primes, bases and units, and reads `2 3` as 5.
+Reference and response are read by the same rules, each as a whole. A text that math-verify would read only in part has
+a `problem`. The library ignores `\approx`, primes, bases and units, and reads `2 3` as 5.
 """
 
 import re
@@ -56,7 +56,7 @@ _MEANINGFUL = re.compile(
 )
 _CONSTANT = re.compile(r"\\(?:pi|sqrt)(?![a-zA-Z])")
 _UNIT = re.compile(rf'(?:(?<![\\a-zA-Z])|(?=")){UNIT}$', re.VERBOSE)
-# Commands that math-verify reads. It silently ignores some others.
+# Commands that math-verify reads. The library silently ignores some other commands.
 _KNOWN = re.compile(
     r"frac|sqrt|cdot|times|div|pm|mp|circ|degree|pi|infty|emptyset|varnothing|in|cup|cap|setminus|math(?:bb|cal)"
     r"|begin|end|leq?|geq?|lt|gt|neq?|[dt]?binom|choose|over|(?:arc)?(?:sin|cos|tan)|cot|sec|csc|(?:sin|cos|tan)h|log|ln"
@@ -82,29 +82,29 @@ _UNREAD = (
 
 
 class Reading(NamedTuple):
-    """A statement as read. One of `number`, `words`, `based` and `entries` is set, or none for an expression."""
+    """The reading of a statement. Except for expressions, one of `number`, `words`, `based` and `entries` is set."""
 
     plain: str
-    """Text without typesetting, and without a unit after a constant."""
+    """The text without typesetting, and without a unit after a constant."""
     left: tuple[str, ...] = ()
-    """Texts left of each `=` before a number."""
+    """The texts to the left of each `=` before a number."""
     number: Number | None = None
     words: tuple[str, ...] | None = None
-    """Letter in brackets and text of a choice."""
+    """The words and numbers of a text, or the letter (in brackets) and the text of a choice."""
     based: tuple[str, str] | None = None
-    """Digits and base."""
+    """The digits and the base."""
     entries: tuple["Reading", ...] = ()
-    """Entries of a list; each may be a list."""
+    """The entries of a list. Each entry may be a list."""
     brackets: str = ""
-    """Brackets around an ordered list."""
+    """The brackets around an ordered list, otherwise ''."""
     name: str = ""
-    """Name of an entry."""
+    """The name of a list or an entry, such as `x` in `x = 1`."""
     problem: str | None = None
-    """Reason why it cannot be read as a whole."""
+    """The reason why the text cannot be read as a whole, or None."""
 
 
 def read(stated: str) -> Reading:
-    r"""Read a text with or without LaTeX.
+    r"""Read a statement with or without LaTeX.
 
     >>> read(r"x = \$36").number, read(r"\textbf{(B)}\ 36").words, read("1011_2").based, read(r"x \approx 3").problem
     (Number(value=Fraction(36, 1), percent=False), ('(b)', '36'), ('1011', '2'), 'the command \\approx is not known')
@@ -139,19 +139,19 @@ def _read(plain: str) -> Reading:
 
 
 def closed_up(plain: str) -> str:
-    """Remove spaces except those between digits: `1 2` is not 12."""
+    """Remove all spaces, except spaces between digits, because `1 2` is not 12."""
     return _SPACE.sub("", plain)
 
 
 def _are_sides(left: list[str]) -> bool:
-    """Return whether these are names and terms that a number can equal: no relation, no second equation."""
+    """Return whether all texts are names or terms that a number can equal, without relations or further equations."""
     if any(_NO_SIDE.search(side) or _unknown(side) for side in left) or (len(left) > 1 and any("," in s for s in left)):
         return False
     return not any(makes_another(word) for side in left for word in _WORD.findall(side))
 
 
 def without_introduction(text: str) -> str:
-    """Remove words that introduce a number: `The answer is 18`, `Area: 18`, `USD 18`.
+    """Remove words that introduce a number, as in `The answer is 18`, `Area: 18` or `USD 18`.
 
     >>> [without_introduction(text) for text in ("It is 18", '"Rs. "450', "twice 18", '"sum of "18')]
     ['18', '450', 'twice 18', '"sum of "18']
@@ -162,14 +162,14 @@ def without_introduction(text: str) -> str:
 
 
 def number_in_words(plain: str) -> Number | None:
-    """Read the number of a response to a numeric reference, where a letter after it is a unit: `18 m`."""
+    """Read the number of a response to a numeric reference. A letter after the number is a unit, as in `18 m`."""
     *left, last = plain.split("=")
     text = _LETTER_UNIT.sub("", without_introduction(last.strip()))
     return read_number(text) if _are_sides(left) else None
 
 
 def _split(text: str) -> list[str]:
-    """Split a list without brackets into entries. A text in brackets is one entry."""
+    """Split a list without brackets into its entries. A text in brackets is one entry."""
     depth, start, found = 0, 0, []
     for part in _PART.finditer(text):
         depth += (part["open"] is not None) - (part["close"] is not None)
@@ -183,7 +183,7 @@ def _split(text: str) -> list[str]:
 
 
 def _read_list(plain: str) -> Reading | None:
-    """Read a list of two entries or more, with or without brackets around it; None for other texts."""
+    """Read a list of two or more entries, with or without brackets around it. Return None for other texts."""
     name = _OF_LIST.match(plain)
     text = plain[name.end() :] if name else plain
     brackets, texts = "", []
@@ -217,13 +217,13 @@ def _read_entry(text: str) -> Reading:
 
 
 def _unit_of(entry: str) -> str:
-    """Return the words after the number of an entry."""
+    """Return the words after the number of an entry, or ''."""
     found = re.search(r'[0-9)}] ?("[^"]*"|[a-zA-Z]{2,})', entry)
     return found[1].strip('" ') if found and read_number(entry) else ""
 
 
 def read_words(plain: str) -> tuple[str, ...] | None:
-    """Read words and the numbers between them, or a choice's letter and its text; None for other texts.
+    """Read words and the numbers between them, or the letter and text of a choice. Return None for other texts.
 
     >>> read_words('5" ft "2" in"'), read_words("36 and 48"), read_words("infinity"), read_words("C, D")
     (('5', 'ft', '2', 'in'), None, None, None)
@@ -240,7 +240,7 @@ def read_words(plain: str) -> tuple[str, ...] | None:
 
 
 def _unknown_word(plain: str, words: tuple[str, ...]) -> str | None:
-    """Return why words around a number cannot be compared: one of them is neither a unit nor known."""
+    """Return a message if a word next to a number is unknown, because such words cannot be compared."""
     if words[0].startswith("(") or not re.search("[0-9]", plain):
         return None
     denials = ("or", "nor", "not", "wrong", "incorrect")
@@ -254,7 +254,7 @@ def _unknown_word(plain: str, words: tuple[str, ...]) -> str | None:
 
 
 def _without_unit(plain: str) -> str:
-    """Remove the unit after a constant: `4\\pi cm`, but not `2ab`."""
+    r"""Remove the unit after a constant, as in `4\pi cm`. Variables, as in `2ab`, remain."""
     unit = _UNIT.search(plain)
     rest = plain[: unit.start()].rstrip() if unit else ""
     is_constant = _CONSTANT.search(rest) and not re.search("[a-zA-Z]", COMMAND.sub(" ", rest))
@@ -262,10 +262,10 @@ def _without_unit(plain: str) -> str:
 
 
 def expression_problem(plain: str) -> str | None:
-    """Return why math-verify would read only a part of a text, or None.
+    r"""Return the reason why math-verify would read only a part of a text, otherwise None.
 
     >>> expression_problem("2 3"), expression_problem("x'"), expression_problem("1011_2 + 1")[:3]
-    ("'2 3' has two numbers side by side", '"\\'" is not read', "'1_")
+    ("'2 3' has two numbers side by side", '"\'" is not read', "'1_")
     """
     if command := _unknown(plain):
         return f"the command \\{command} is not known"

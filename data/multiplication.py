@@ -1,6 +1,6 @@
-"""A custom task in one file: products of two numbers, explained in docs/data.md.
+"""A custom task in one file: products of two numbers. docs/data.md explains the file.
 
-A task needs `build`, which makes rows, and `score`, which scores a response:
+A task needs the function `build`, which creates rows, and the function `score`, which scores a response:
 
     millrace run experiment=debug data=custom data.build=data.multiplication:build data.scorer=data.multiplication:score
 """
@@ -20,7 +20,7 @@ _HIGHEST = 99
 
 
 def build(settings: "CustomData", seed: int) -> TaskRows:
-    """Return products of different pairs of numbers; a pair is in one split alone."""
+    """Return products of different pairs of numbers. Each pair occurs in only one split."""
     pairs = [(a, b) for a in range(2, _HIGHEST + 1) for b in range(a, _HIGHEST + 1)]
     wanted = settings.train_size + settings.validation_size
     if wanted > len(pairs):
@@ -46,9 +46,9 @@ def _rows(pairs: list[tuple[int, int]]) -> Iterator[Row]:
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score 1 for the product, ignoring white space, else 0. Part `format`: whether the response is a number."""
+    """Score 1 for the product, otherwise 0. White space is ignored. The part `format` is 1 for any number."""
     digits = "".join(response.split())
     is_number = digits.isascii() and digits.isdigit() and len(digits) <= 20
     correct = is_number and int(digits) == ground_truth["product"]
-    vote = str(int(digits)) if is_number else None  # equal for equal answers: majority votes (`maj@k`) compare it
+    vote = str(int(digits)) if is_number else None  # majority votes (`maj@k`) compare this text
     return Score(float(correct), {"correct": float(correct), "format": float(is_number)}, vote)

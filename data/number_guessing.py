@@ -1,9 +1,10 @@
-"""An environment in one file: guess a number from 1 to 7. Each reply says whether the number is higher or lower.
+"""An environment in one file. The model guesses a number from 1 to 7 and gets hints: higher or lower.
 
     millrace run experiment=number_guessing
 
-The replies are words of the scratch tokenizer: `+` is higher, `-` is lower, `:` is an invalid guess. A prompt is the
-game's index in three digits of base 8, which is no hint: the number comes from the episode's seed.
+The replies are words of the scratch tokenizer. `+` means higher, `-` means lower, and `:` means an invalid guess. A
+prompt is the index of the game in three digits of base 8. The index gives no hint, because the number comes from the
+seed of the episode.
 """
 
 import random
@@ -17,13 +18,13 @@ if TYPE_CHECKING:
     from rlcore.config.data import CustomData
 
 HIGHEST = 7
-"""Binary search needs 17 / 7 = 2.43 guesses on average: 1 for the middle, 2 for 2 numbers, 3 for 4."""
+"""The highest number. Binary search needs 17 / 7 = 2.43 guesses on average, and 3 guesses for 4 of the 7 numbers."""
 WRONG = -0.1
-"""Reward of each wrong guess. The right guess earns 1."""
+"""The reward of each wrong guess. The correct guess earns 1."""
 
 
 def build(settings: "CustomData", seed: int) -> TaskRows:
-    """Return games that differ in their index alone, the held-out ones first."""
+    """Return games that differ only in their index. The held-out games come first."""
     held_out, total = settings.validation_size, settings.validation_size + settings.train_size
     splits = {"validation": range(held_out), "train": range(held_out, total)}
     return TaskRows(
@@ -43,14 +44,14 @@ def build(settings: "CustomData", seed: int) -> TaskRows:
 
 
 class Game:
-    """One game."""
+    """One game of number guessing."""
 
     def reset(self, row: Mapping[str, Any]) -> None:
-        """Draw the number."""
+        """Draw the number from the seed of the episode."""
         self._number = random.Random(row["seed"]).randint(1, HIGHEST)
 
     def step(self, text: str) -> Turn:
-        """Compare a guess."""
+        """Compare a guess with the number."""
         digits = text.strip()
         guess = int(digits) if digits.isdecimal() and len(digits) <= 20 else None
         if guess == self._number:

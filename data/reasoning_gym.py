@@ -1,7 +1,8 @@
-"""Tasks of the package reasoning_gym: any number of generated problems, each with its own scorer.
+"""Tasks of the package reasoning_gym: any number of generated problems, each with a scorer.
 
-The ground truth of a row is the task's name and the package's entry as JSON, which the package's scorer reads. Tasks
-are left out whose scorer evaluates a response as Python, runs programs, or needs values that JSON cannot represent.
+The ground truth of a row is the name of the task and the package's entry as JSON. The package's scorer reads this
+entry. Some tasks are not supported. Their scorers evaluate a response as Python, run programs, or need values that JSON
+cannot represent.
 """
 
 import json
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from rlcore.config.data import ReasoningGymData
 
 VERSION = 1
-"""Raise it when the rows of equal settings change."""
+"""The version of the rows. Increase it when equal settings give different rows."""
 PACKAGE = "reasoning_gym"
 INSTRUCTION = "Think step by step, then give the final answer alone between <answer> and </answer>."
 _EVALUATED = "its scorer evaluates a response as Python"
@@ -34,19 +35,19 @@ LEFT_OUT: Mapping[str, str] = {
     "codeio": "it runs programs from a file",
     "composite": "it mixes other tasks: name those in data.tasks",
 }
-"""Tasks of the package that are refused, with the reason."""
+"""The unsupported tasks of the package, each with the reason."""
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _VALIDATION_SEED = 1_500_000_000
 _SEED_STEP = 7_919_000
 _SEEDS = 2**31
 _TRIES = 10
-"""Problems generated for each row at most, since small tasks repeat themselves."""
+"""The maximum number of problems that are generated for each row, because small tasks repeat problems."""
 
 
 def inputs(settings: "ReasoningGymData") -> dict[str, str]:
-    """Return the version of the package, which every row depends on.
+    """Return the version of the package, because every row depends on it.
 
-    Raises DataError where it is not installed, or has no such task or level, or the task is left out.
+    Raises DataError if the package is not installed, or if a task or level cannot be used.
     """
     if find_spec(PACKAGE) is None:
         raise DataError(
@@ -61,7 +62,7 @@ def inputs(settings: "ReasoningGymData") -> dict[str, str]:
 
 
 def build(settings: "ReasoningGymData", seed: int) -> TaskRows:
-    """Return rows of all tasks in turn. Raises DataError where a task has too few different problems."""
+    """Return rows of all tasks in turn. Raises DataError if a task has too few different problems."""
     seen: set[str] = set()
     held_out = list(_rows(settings, seed, "validation", settings.validation_size, seen))
     return TaskRows(
@@ -87,7 +88,7 @@ def _rows(settings: "ReasoningGymData", seed: int, split: str, count: int, seen:
 
 
 def _problems(named: str, seed: int, count: int, seen: set[str]) -> Iterator[Mapping[str, Any]]:
-    """Generate problems with unseen questions, and add these to `seen`."""
+    """Generate problems with questions that are not in `seen`, and add these questions to `seen`."""
     size = _TRIES * count
     dataset = _dataset(named, size=size, seed=seed)
     for index in range(size):
@@ -111,9 +112,9 @@ def _row(task: str, level: int | None, entry: Mapping[str, Any]) -> Row:
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score the last `<answer>...</answer>` by the package, 0 to 1; parts `correct` and `format`.
+    """Score the last `<answer>...</answer>` by the package's scorer, from 0 to 1. Parts are `correct` and `format`.
 
-    A response on which the package's scorer fails scores 0.
+    If the package's scorer fails on a response, the score is 0.
     """
     found = _ANSWER.findall(response)
     if not found:
@@ -135,7 +136,7 @@ def _scorer(task: str) -> Callable[[str, Mapping[str, Any]], float]:
 
 
 def _parsed(named: str) -> tuple[str, int | None]:
-    """Return the task and level of `task@level`.
+    """Return the task and the level of a name such as `task@level`.
 
     >>> _parsed("chain_sum@2"), _parsed("chain_sum")
     (('chain_sum', 2), ('chain_sum', None))
@@ -147,7 +148,7 @@ def _parsed(named: str) -> tuple[str, int | None]:
 
 
 def _dataset(named: str, *, size: int, seed: int) -> Any:
-    """Return the package's dataset of `task@level`. Raises DataError where none can be used."""
+    """Return the package's dataset for a task and level. Raises DataError if the task or level cannot be used."""
     task, level = _parsed(named)
     factory = import_module(f"{PACKAGE}.factory")
     if task in LEFT_OUT:

@@ -1,14 +1,14 @@
-"""Checks each reference against its scorer before a run.
+"""A check of each reference against its scorer before a run.
 
-A reference that its scorer cannot read gives every correct response 0, and a misread reference rewards wrong ones.
-So each row is scored on responses that are right by construction: its solution, and its reference in a form that the
-scorer reads. Rows without such a form (tests of a program, numbers of a countdown) are scored on their solution alone.
-Without a solution, the scorer must at least accept the row.
+If a scorer cannot read a reference, every correct response gets 0. A misread reference rewards wrong responses.
+Therefore each row is scored on responses that are correct by construction. These are the solution of the row, and its
+reference in a form that the scorer reads. Tests of a program and numbers of a countdown have no such form. Their rows
+are scored only on the solution. If a row has no solution, the scorer must at least accept the row without an error.
 
-Solutions in a form that the scorer does not read are accepted if no warm start trains on them: those of GSM8K end with
-`####`, whatever the form of the scorer.
+A solution in a form that the scorer does not read is accepted if no warm start trains on it. For example, the solutions
+of GSM8K end with `####`, whatever form the scorer reads.
 
-The result is stored next to the datasets, by the dataset and the scorer's code.
+The result is stored next to the datasets. Its name depends on the dataset and the scorer's code.
 """
 
 import json
@@ -53,16 +53,16 @@ from rlcore.storage.publish import write_json_atomically
 from rlcore.user_code import code_for
 
 VERSION = 1
-"""Raise it when equal rows and scorers give another result."""
+"""The version of the check. Increase it when equal rows and scorers give another result."""
 BUDGET_S = 60.0
-"""Seconds for one dataset. A slower scorer is tried on rows spread evenly over the file."""
+"""The time limit for one dataset, in seconds. A slower scorer is tried on rows that are spread evenly over the file."""
 SAMPLE = 64  # references for finding the form that a scorer reads
 MAX_SHOWN = 5  # rows in a message
 MAX_SAVED = 100  # rows in the stored result
-WRONG = "0"  # response for rows without a known right one
-_BATCH = 128  # rows that are scored together, and lost when time runs out
+WRONG = "0"  # response for rows without a known correct response
+_BATCH = 128  # rows that are scored together, and lost if time runs out
 Form = tuple[str, str]
-"""Texts before and after a reference in a response."""
+"""The texts before and after a reference in a response."""
 FORMS: Mapping[str, Form | None] = {
     "data.math:score": ("\\boxed{", "}"),
     "data.gsm8k:score": ("#### ", ""),
@@ -70,13 +70,13 @@ FORMS: Mapping[str, Form | None] = {
     "data.countdown:score": None,
     PROGRAMS: None,
 }
-"""Forms of Millrace's scorers. For other scorers, `USUAL_FORMS` are tried."""
+"""The forms that Millrace's scorers read. For other scorers, `USUAL_FORMS` are tried."""
 USUAL_FORMS: tuple[Form, ...] = (("", ""), ("\\boxed{", "}"), ("#### ", ""), ("<answer>", "</answer>"))
 
 
 @dataclass(frozen=True, slots=True)
 class RowReference:
-    """Checked fields of row `number` of a split. `where`: its file and line; `truth_json`: its ground truth."""
+    """The checked fields of row `number` of a split. `where` is its file and line. `truth_json` is its ground truth."""
 
     split: str
     number: int
@@ -88,7 +88,10 @@ class RowReference:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A row whose own response misses the full score: `answer` got `score`, or the scorer failed with `failure`."""
+    """A row with a correct response that misses the full score. The response `answer` got `score`.
+
+    `failure`: the error message if the scorer failed, otherwise ''.
+    """
 
     split: str
     number: int
@@ -105,9 +108,9 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceReport:
-    """Result of a check: the checked rows by split, and those without a full score, of which the first are `shown`.
+    """The result of a check. `rows` counts the checked rows by split. `total` counts all rows, checked or not.
 
-    `total`: rows of all splits, checked or not.
+    `unmet` counts the checked rows without a full score by split. `shown` has the first of these rows.
     """
 
     rows: Mapping[str, int]
@@ -117,11 +120,11 @@ class ReferenceReport:
 
     @property
     def share(self) -> float:
-        """Return the highest share of a split's checked rows without a full score."""
+        """Return the largest share of checked rows without a full score in any split."""
         return max((self.unmet[split] / self.rows[split] for split in self.unmet), default=0.0)
 
     def text(self, scorer: str) -> str:
-        """Describe the rows without a full score, with file and line of the first; '' without any."""
+        """Describe the rows without a full score, with file and line of the first rows. Return '' without such rows."""
         num_checked, num_unmet = sum(self.rows.values()), sum(self.unmet.values())
         if self.total and not num_checked:
             return f"data.scorer: {scorer} has scored no reference in {BUDGET_S:g} s, so none is checked"
@@ -143,13 +146,16 @@ class ReferenceReport:
 
 
 def is_checked(data: TaskData) -> bool:
-    """Return whether references are checked: not for environments, judges and generated problems."""
+    """Return whether references are checked. Environments, judges and generated problems are exempt."""
     is_generated = isinstance(data, CountdownData | ReasoningGymData)
     return not (data.environment or data.scorer == JUDGE or (is_generated and has_default_scorer(data)))
 
 
 def check_parts(config: RunConfig, splits: Sequence[str] = SPLITS, *, keep: bool) -> str:
-    """Run `check_references` for each task of a run, or of a suite as given by `suite_settings`."""
+    """Run `check_references` for each task of a run or of a suite, and join the warnings.
+
+    For a suite, `config` comes from `suite_settings`.
+    """
     if config.data.environment:
         return ""
     sandbox.set_limits(config.sandbox)
@@ -174,12 +180,11 @@ def check_references(
 ) -> str:
     """Check the rows of a task, from its dataset or from the local files of a future dataset.
 
-    `is_taught`: a warm start trains on the solutions. `keep`: the result is stored for later starts.
-    Returns a warning about rows below the allowed share, or ''.
+    `is_taught`: whether a warm start trains on the solutions. `keep`: whether the result is stored for later starts.
+    Return a warning about rows without a full score, or ''.
 
-    Raises:
-        DataError: more than `reward.max_unmet_references` of a split's rows miss the full score.
-        ConfigError: `reward.weights` names no part of the scorer.
+    Raises DataError if more than `reward.max_unmet_references` of a split's rows miss the full score. Raises
+    ConfigError if `reward.weights` names a part that the scorer does not return.
     """
     if not is_checked(data):
         return ""
@@ -205,7 +210,7 @@ def check_references(
 
 
 KNOWN: dict[Path, ReferenceReport] = {}
-"""Results of this process, by their files. A plan writes nothing, and the following run does not check again."""
+"""The results of checks in this process, by file. A run reuses the results of the plan before it."""
 
 
 def _saved_result(root: Path, dataset: str, data: TaskData, reward: RewardConfig, *, is_taught: bool) -> Path:
@@ -218,7 +223,7 @@ def _saved_result(root: Path, dataset: str, data: TaskData, reward: RewardConfig
 
 
 def _rows(data: TaskData, seed: int, root: Path, dataset: str, splits: Sequence[str]) -> list[RowReference] | None:
-    """Read the rows of local files, or of the dataset; None where neither exists."""
+    """Read the rows of local files or of the dataset. Return None if neither exists."""
     rows = []
     if isinstance(data, ParquetData | Gsm8kData | MappedData) and not is_on_hub(data):
         made = task_of(data).build(data, seed)
@@ -245,7 +250,7 @@ class _OutOfTimeError(Exception):
 
 
 def _check(data: TaskData, reward: RewardConfig, rows: Sequence[RowReference], *, is_taught: bool) -> ReferenceReport:
-    """Check the rows of each scorer."""
+    """Check the rows of one scorer after another, within the time limit."""
     by_scorer: dict[str, list[RowReference]] = {}
     for row in rows:
         scorer = scorer_of_row(data, row.data_source)
@@ -255,7 +260,7 @@ def _check(data: TaskData, reward: RewardConfig, rows: Sequence[RowReference], *
                 "Such as data.scorer=data.math:score"
             )
         by_scorer.setdefault(scorer, []).append(row)
-    if programs := by_scorer.get(PROGRAMS):  # each is run: of those without a solution a sample is tried
+    if programs := by_scorer.get(PROGRAMS):  # programs are slow, so only a sample of rows without a solution is tried
         step = -(-len(programs) // SAMPLE)
         by_scorer[PROGRAMS] = [row for n, row in enumerate(programs) if row.solution or n % step == 0]
     deadline = time.monotonic() + BUDGET_S
@@ -267,7 +272,7 @@ def _check(data: TaskData, reward: RewardConfig, rows: Sequence[RowReference], *
                 checker = _Checker(scorer, pool, own, deadline, is_taught=is_taught)
                 num_batches = -(-len(own) // _BATCH)
                 for first in range(num_batches):
-                    batch = own[first::num_batches]  # spread over the file, should time run out
+                    batch = own[first::num_batches]  # spread over the file, because time may run out
                     unmet += checker.mismatches(batch)
                     checked.update(row.split for row in batch)
     unmet.sort(key=lambda row: (row.split != "train", row.number))
@@ -276,7 +281,7 @@ def _check(data: TaskData, reward: RewardConfig, rows: Sequence[RowReference], *
 
 
 class _Checker:
-    """Scores the rows of one scorer. Equal responses to equal references are scored once."""
+    """A checker for the rows of one scorer. Equal responses to equal references are scored once."""
 
     def __init__(
         self, scorer: str, pool: ScoringPool, rows: Sequence[RowReference], deadline: float, *, is_taught: bool
@@ -294,7 +299,7 @@ class _Checker:
         )
 
     def _find_form(self, references: Sequence[tuple[RowReference, str]]) -> Form | None:
-        """Return the form with the most full scores; None if no form works for half of the references."""
+        """Return the form with the most full scores, or None if no form works for half of the references."""
         counts: dict[Form, int] = {}
         for before, after in USUAL_FORMS:
             scores = self._scores([(f"{before}{text}{after}", row.truth_json) for row, text in references])
@@ -303,8 +308,8 @@ class _Checker:
         return best if 2 * counts[best] >= len(references) else None
 
     def mismatches(self, rows: Sequence[RowReference]) -> list[Mismatch]:
-        """Return the rows whose right response misses the full score."""
-        cases: list[tuple[RowReference, str, bool]] = []  # row, response, is it right
+        """Return the rows with a correct response below the full score, and the rows on which the scorer fails."""
+        cases: list[tuple[RowReference, str, bool]] = []  # row, response, whether it is correct
         for row in rows:
             if row.solution:
                 cases.append((row, row.solution, self._reads_solutions))
@@ -324,7 +329,7 @@ class _Checker:
         return list(found.values())
 
     def _scores(self, pairs: Sequence[tuple[str, str]]) -> list[Score]:
-        """Score pairs of response and ground truth."""
+        """Score pairs of a response and a ground truth."""
         new = [pair for pair in dict.fromkeys(pairs) if pair not in self._known]
         job = self._pool.submit([response for response, _ in new], [truth for _, truth in new])
         if not job.done.wait(max(0.0, self._deadline - time.monotonic())):
@@ -341,7 +346,7 @@ def _is_full_score(score: Score) -> bool:
 
 
 def _reference(row: RowReference) -> str | None:
-    """Return the ground truth as text; None unless it is a text or a number."""
+    """Return the ground truth as text, or None if it is neither a text nor a number."""
     truth = json.loads(row.truth_json)
     if isinstance(truth, dict) and set(truth) == {"answer"}:
         truth = truth["answer"]

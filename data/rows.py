@@ -1,17 +1,17 @@
-"""Rows as a task makes them. Plain Python: a task file does not need Arrow."""
+"""The rows of a task as plain Python objects, so that a task file does not need Arrow."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 SPLITS = ("train", "validation")
-"""Splits of a dataset. The dataset of a suite has the second alone."""
+"""The splits of a dataset. The dataset of a suite has only `validation`."""
 
 PromptForm = Literal["text", "chat"]
-"""text: the one user message is the whole prompt. chat: the tokenizer's chat template is applied."""
+"""The form of a prompt. `text`: the one user message is the whole prompt. `chat`: the chat template is applied."""
 
 GroundTruth = str | int | float | list[int] | Mapping[str, str | int | float | list[int]]
-"""The same shape in all rows. A scorer gets a mapping as it is, and any other value as `{"answer": ...}`."""
+"""A ground truth, of the same shape in all rows. A scorer receives a plain value as `{"answer": ...}`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +24,11 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One problem.
+    """One problem of a task.
 
-    `solution` is a response with a full score, `distractor` a response of the same form with another result; '' where
-    there is none. `difficulty` is the task's measure, 0 without one. `data_source` and `ability` default to the task's.
-    `where` is the file and line for messages.
+    `solution` is a response with a full score, or ''. `distractor` is a response of the same form with another result,
+    or ''. `difficulty` is the task's measure of difficulty, or 0. `data_source` and `ability` default to the values of
+    the task. `where` is the file and line for messages.
     """
 
     prompt: tuple[Message, ...]
@@ -43,10 +43,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class TaskRows:
-    """All rows of a task by split, and properties of every row.
+    """All rows of a task by split, and the properties of every row.
 
-    Rows may be generators, so that a large dataset is never in memory as a whole. `ground_truth_type` is an Arrow type;
-    None infers it from the first row.
+    Rows may be generators, so that a large dataset is never completely in memory. `ground_truth_type` is an Arrow type.
+    If it is None, the first row determines the type.
     """
 
     data_source: str

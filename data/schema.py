@@ -1,8 +1,8 @@
-"""The row schema as Arrow types; reading and writing of its parquet files, with their provenance and cards.
+"""The row schema as Arrow types, and functions for its parquet files, their provenance and their cards.
 
-A row has the field's columns: `data_source`, `prompt` (chat messages), `ability`, `reward_model{style, ground_truth}`,
-`extra_info{split, index, ...}`. The ground truth belongs to the task: a struct, or a plain string. Unused columns
-(style, and index and split of a foreign file) may be of any type, or missing.
+A row has the usual columns: `data_source`, `prompt` (chat messages), `ability`, `reward_model{style, ground_truth}` and
+`extra_info{split, index, ...}`. The task determines the ground truth, which is a struct or a plain string. Unused
+columns may be of any type, or missing. These are `style`, and the `index` and `split` of a foreign file.
 
 Files are written in bounded memory, and equal rows give equal bytes. A card is a README.md about the rows and their
 origin. The card of a filtered dataset summarizes the lengths of its prompts.
@@ -26,9 +26,9 @@ from data.rows import SPLITS, Row, TaskRows
 from rlcore.errors import DataError
 
 PROVENANCE_KEY = b"millrace"
-"""Metadata key of a parquet file's JSON document with the origin of its rows."""
+"""The metadata key of the provenance in a parquet file: a JSON document about the origin of the rows."""
 ROWS_PER_GROUP = 8_192
-"""Rows of a parquet row group, and of a batch in memory."""
+"""The number of rows in a parquet row group, and in a batch in memory."""
 PROMPT_TYPE = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 EXTRA_INFO_TYPE = pa.struct(
     [
@@ -40,7 +40,7 @@ EXTRA_INFO_TYPE = pa.struct(
     ]
 )
 CARD = "README.md"
-"""File name of a card."""
+"""The file name of a card."""
 Check = Callable[[pa.DataType], bool]
 _encode = json.JSONEncoder(ensure_ascii=False, sort_keys=True).encode
 # A missing value as Python, NumPy, pandas and JSON write it.
@@ -61,7 +61,7 @@ def row_schema(ground_truth: pa.DataType) -> pa.Schema:
 
 
 def ground_truth_type(example: object) -> pa.DataType:
-    """Infer the Arrow type of a ground truth. Raises DataError where there is none."""
+    """Infer the Arrow type of a ground truth. Raises DataError if the value has no supported type."""
     if isinstance(example, Mapping):
         return pa.struct([(str(name), ground_truth_type(value)) for name, value in example.items()])
     if isinstance(example, list | tuple) and example:
@@ -104,7 +104,8 @@ _OPTIONAL: tuple[tuple[str, str, Check], ...] = (
 def require_row_schema(schema: pa.Schema, path: Path) -> None:
     """Check the columns of a file.
 
-    Raises DataError with every missing or mistyped column: file, column, expected type, actual type, remedy.
+    Raises DataError if a column is missing or has a wrong type. The message lists all such columns with the expected
+    type, the actual type and a remedy.
     """
     problems = []
     for name, expected, check in _RULES:
@@ -128,7 +129,7 @@ def require_row_schema(schema: pa.Schema, path: Path) -> None:
 
 
 def find_type(schema: pa.Schema, name: str) -> pa.DataType | None:
-    """Return the type at a dotted path, or None."""
+    """Return the type at a dotted path, or None if the path does not exist."""
     head, *rest = name.split(".")
     if schema.get_field_index(head) < 0:
         return None
@@ -144,7 +145,7 @@ def find_type(schema: pa.Schema, name: str) -> pa.DataType | None:
 
 
 def has_non_finite(ground_truth: object) -> bool:
-    """Return whether a ground truth contains NaN or an infinity, or is the text of a missing value.
+    """Return whether a ground truth contains NaN or an infinity, or is a text for a missing value, such as `nan`.
 
     >>> has_non_finite({"numbers": [1, 2.5, float("nan")]}), has_non_finite(["nan", 3]), has_non_finite("NaN")
     (True, False, True)
@@ -163,7 +164,7 @@ def _has_non_finite(ground_truth: object) -> bool:
 
 
 def ground_truth_json(ground_truth: object) -> str:
-    """Return a ground truth as JSON for the scoring pool; a plain string becomes `{"answer": ...}`."""
+    """Return a ground truth as JSON for the scoring pool. A value that is not a mapping becomes `{"answer": ...}`."""
     value = ground_truth if isinstance(ground_truth, Mapping) else {"answer": ground_truth}
     if has_non_finite(value):
         raise DataError(f"ground_truth: NaN and infinity are no references, got {ground_truth}; repair the task's rows")
@@ -171,7 +172,7 @@ def ground_truth_json(ground_truth: object) -> str:
 
 
 def open_parquet(path: Path) -> pq.ParquetFile:
-    """Open a parquet file. Raises DataError where it is missing, cut short or damaged."""
+    """Open a parquet file. Raises DataError if the file is missing, truncated or damaged."""
     if not path.is_file():
         raise DataError(f"{path}: no such file; a dataset is a folder with train.parquet and validation.parquet")
     try:
@@ -185,9 +186,9 @@ def open_parquet(path: Path) -> pq.ParquetFile:
 def read_batches(
     file: pq.ParquetFile, path: Path, num_rows: int, columns: Sequence[str] | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """Read the rows (of some columns), at most `num_rows` at a time.
+    """Read the rows in batches of at most `num_rows`. `columns` selects columns, and None selects all.
 
-    Raises DataError where a page is damaged, with the number of rows before it.
+    Raises DataError if a page is damaged. The message has the number of rows before the damage.
     """
     done = 0
     batches = file.iter_batches(batch_size=num_rows, columns=columns)
@@ -203,7 +204,7 @@ def read_batches(
 
 
 def provenance(path: Path) -> dict[str, Any]:
-    """Return the provenance document of a file, or {}. Raises DataError where the file cannot be read."""
+    """Return the provenance document of a file, or {} without one. Raises DataError if the file cannot be read."""
     raw = (open_parquet(path).metadata.metadata or {}).get(PROVENANCE_KEY)
     try:
         found = json.loads(raw) if raw else {}
@@ -218,16 +219,16 @@ def provenance_metadata(document: Mapping[str, Any]) -> dict[bytes, bytes]:
 
 
 def parquet_writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
-    """Return a writer without dictionaries and statistics, since values seldom repeat and are not selected by value."""
+    """Return a writer without dictionaries and statistics. Values seldom repeat, and no reader selects by value."""
     return pq.ParquetWriter(path, schema, compression="zstd", use_dictionary=False, write_statistics=False)
 
 
 def write_splits(
     directory: Path, task: TaskRows, document: Mapping[str, Any], splits: Sequence[str] = SPLITS
 ) -> dict[str, int]:
-    """Write `<split>.parquet` for each split, with `document` as provenance, and return the rows of each.
+    """Write `<split>.parquet` for each split with `document` as provenance. Return the number of rows of each split.
 
-    Raises DataError where a split is missing or has no row.
+    Raises DataError if a split is missing or has no rows.
     """
     if missing := [split for split in splits if split not in task.splits]:
         raise DataError(
@@ -269,7 +270,7 @@ def _write(directory: Path, task: TaskRows, split: str, document: Mapping[str, A
 def _record_batch(
     rows: list[Row], task: TaskRows, split: str, start: int, schema: pa.Schema, example: object
 ) -> pa.RecordBatch:
-    """Return rows as columns. `example`: the split's first ground truth, if it determines the type of all."""
+    """Return rows as columns. `example` is the first ground truth of the split, or None if the task sets the type."""
     columns = {
         "data_source": [row.data_source or task.data_source for row in rows],
         "prompt": [[{"role": m.role, "content": m.content} for m in row.prompt] for row in rows],
@@ -288,7 +289,7 @@ def _record_batch(
     }
     try:
         for index, row in enumerate(rows, start=start):
-            for name in _extra_fields(row.ground_truth, example):  # Arrow would drop it
+            for name in _extra_fields(row.ground_truth, example):  # Arrow would drop the field
                 raise ValueError(f"row {index} has the field {name!r}, which the first row has not")
         return pa.RecordBatch.from_arrays([pa.array(columns[f.name], type=f.type) for f in schema], schema=schema)
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
@@ -299,7 +300,7 @@ def _record_batch(
 
 
 def _extra_fields(value: object, example: object) -> Iterator[str]:
-    """Find fields of a ground truth that the example, or the first entry of a list in it, does not have."""
+    """Yield the fields of a ground truth that are missing from `example` or from the first entry of its lists."""
     if isinstance(value, Mapping) and isinstance(example, Mapping):
         for name, inner in value.items():
             yield from _extra_fields(inner, example[name]) if name in example else (name,)
@@ -310,7 +311,7 @@ def _extra_fields(value: object, example: object) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class LengthSummary:
-    """Token counts of the prompts of one split."""
+    """A summary of the prompt lengths of one split."""
 
     num_prompts: int
     min_tokens: int
@@ -321,7 +322,10 @@ class LengthSummary:
 
 
 def summarize(lengths: Counter[int]) -> LengthSummary | None:
-    """Summarize counts by length. A quantile is the smallest length that its share of the prompts does not exceed."""
+    """Summarize prompt lengths, where `lengths` counts the prompts of each length. Return None without prompts.
+
+    The p95 is the smallest length that at least 95% of the prompts do not exceed.
+    """
     every = np.repeat(*(np.fromiter(part, dtype=np.int64) for part in (lengths.keys(), lengths.values())))
     if not len(every):
         return None

@@ -1,6 +1,6 @@
-"""Tasks with rows of the user: parquet files in the row schema, columns of any dataset, and the user's function.
+"""Tasks with rows of the user: parquet files in the row schema, columns of any dataset, or the user's function.
 
-A custom dataset's fingerprint covers the source files of the function, and the files named in `data.options`.
+The fingerprint of a custom dataset covers the source files of the function and the files that `data.options` names.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,9 +34,8 @@ _COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 def build_parquet(settings: ParquetData, seed: int) -> TaskRows:
     """Return the rows of two parquet files, without columns outside the schema.
 
-    Raises:
-        DataError: a file cannot be read, breaks the schema or has an unusable row, or the files differ in their type
-            of ground truth or form of prompt.
+    Raises DataError if a file cannot be read, breaks the schema or has an unusable row. Raises DataError if the files
+    differ in the type of ground truth or the form of prompt.
     """
     files = _parquet_files(settings)
     types, forms = set(), set()
@@ -65,9 +64,9 @@ def _parquet_inputs(settings: ParquetData) -> dict[str, str]:
 
 
 def require_scorers(settings: ParquetData, splits: Sequence[str]) -> None:
-    """Require a known scorer for every row of these splits.
+    """Check that every row of these splits has a known scorer.
 
-    Raises DataError where the data source of some rows has none, or a file cannot be read.
+    Raises DataError if a row's data source has no known scorer, or if a file cannot be read.
     """
     for path in (path for split, path in _parquet_files(settings).items() if split in splits):
         file = open_parquet(path)
@@ -122,7 +121,7 @@ def _parquet_row(values: Mapping[str, Any], where: str) -> Row:
 
 
 def build_mapped(settings: MappedData, seed: int) -> TaskRows:
-    """Return questions and answers from columns of any dataset. Raises DataError where a record lacks a column."""
+    """Return questions and answers from columns of any dataset. Raises DataError if a record lacks a column."""
     splits = {"train": settings.train_split, "validation": settings.validation_split}
     return TaskRows(
         data_source=settings.data_source or Path(settings.source).resolve().name,  # resolved: `.` has no name
@@ -154,7 +153,7 @@ def _mapped_rows(settings: MappedData, split: str) -> Iterator[Row]:
 
 
 def build_function(settings: CustomData) -> Callable[[CustomData, int], object]:
-    """Return the function named by `data.build`. Raises DataError where there is none."""
+    """Return the function that `data.build` names. Raises DataError if there is no such function."""
     try:
         function: object = resolve_name(settings.build)
         if not callable(function):
@@ -168,7 +167,7 @@ def build_function(settings: CustomData) -> Callable[[CustomData, int], object]:
 
 
 def build_custom(settings: CustomData, seed: int) -> TaskRows:
-    """Call the user's function. Raises DataError where there is none, or it returns something else."""
+    """Call the user's function. Raises DataError if there is no such function or it does not return TaskRows."""
     rows = build_function(settings)(settings, seed)
     if not isinstance(rows, TaskRows):
         raise DataError(f"data.build: {settings.build} must return data.rows.TaskRows, got {type(rows).__name__}")
@@ -176,9 +175,9 @@ def build_custom(settings: CustomData, seed: int) -> TaskRows:
 
 
 def _custom_inputs(settings: CustomData) -> dict[str, str]:
-    """Return sha256 of the function's source files, and of the files named in `data.options`.
+    """Return the sha256 of the function's source files and of the files that `data.options` names.
 
-    Raises DataError where there is no module of that name, or it has no source file.
+    Raises DataError if the module does not exist or has no source file.
     """
     sources = code_for(settings.build)
     if not sources:
@@ -189,13 +188,13 @@ def _custom_inputs(settings: CustomData) -> dict[str, str]:
     for option in map(expand_path, settings.options):
         for file in sorted(file for file in (option, *option.glob("*")) if file.is_file()):
             name = file.name if file == option else f"{option.name}/{file.name}"
-            inputs[name] = " ".join(filter(None, (inputs.get(name), sha256_of(file))))  # two may have one name
+            inputs[name] = " ".join(filter(None, (inputs.get(name), sha256_of(file))))  # two may share a name
     return inputs
 
 
 @dataclass(slots=True)
 class Source:
-    """A task of this module, see `data.tasks.Task`."""
+    """A task of this module. It has the interface `data.tasks.Task`."""
 
     build: Callable[[Any, int], TaskRows]
     inputs: Callable[[Any], Mapping[str, str]]

@@ -1,10 +1,10 @@
-"""The dataset stage: from settings to a published dataset.
+"""The dataset stage, which turns settings into a published dataset.
 
-A task makes rows, `data.schema` writes them as parquet with a card, and the folder is published under the fingerprint
-of everything the rows depend on.
+A task builds rows, and `data.schema` writes them as parquet files with a card. The folder is published under the
+fingerprint of everything that the rows depend on.
 
-Each part of a mixture is made and filtered under its own fingerprint. The folder of the mixture has no rows: its
-manifest names the folders of the parts next to it, in order. Weights, names and scorers stay in the settings, so
+Each data source of a mixture is built and filtered under a separate fingerprint. The folder of the mixture has no rows.
+Its manifest names the folders of the data sources in order. Weights, names and scorers remain in the settings, so
 another weight needs no new rows.
 """
 
@@ -22,35 +22,35 @@ from rlcore.storage.manifest import PARTS_KEY, part_directories, read_finished_o
 from rlcore.storage.publish import published_directory
 
 DATASET_FORMAT = 1
-"""Raise it when the layout of the dataset's files changes."""
+"""The version of the file layout of a dataset. Increase it when the layout changes."""
 _PLACES: Mapping[str, tuple[str, ...]] = {
     "gsm8k": ("source", "revision"),
     "parquet": ("train_file", "validation_file"),
-    "mapped": ("revision",),  # not the source: rows are named after it unless the settings give a name
+    "mapped": ("revision",),  # `source` counts, because it may name the rows
 }
-"""Settings with the places of files. The fingerprint has the files' digests instead."""
+"""The settings with paths of files. The fingerprint has the digests of the files instead."""
 _GENERATED = ("countdown", "reasoning_gym", "custom")
-"""Tasks whose rows depend on the seed."""
+"""The tasks with rows that depend on the seed."""
 
 
 class Task(Protocol):
-    """A module `data.<task>`, or an entry of `data.sources.TASKS`."""
+    """The interface of a task: a module `data.<task>`, or an entry of `data.sources.TASKS`."""
 
     VERSION: int
-    """Version of the rows of equal settings and files."""
+    """The version of the rows that result from equal settings and files."""
 
     def build(self, settings: Any, seed: int, /) -> TaskRows:
-        """Return the rows."""
+        """Return the rows of the task."""
 
     def inputs(self, settings: Any, /) -> Mapping[str, str]:
-        """Return digests of the input files."""
+        """Return the digests of the input files."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageResult:
-    """A published directory. `cached`: it existed before.
+    """A published directory. `cached` is true if the directory existed before.
 
-    `counts`: rows of each split, and omitted rows by reason. `warning`: a remark about the rows, or ''.
+    `counts` has the rows of each split, and the omitted rows by reason. `warning` is a remark about the rows, or ''.
     """
 
     directory: Path
@@ -61,7 +61,7 @@ class StageResult:
 
 
 def task_of(config: TaskData) -> Task:
-    """Return the task of these settings."""
+    """Return the task that the settings select."""
     if config.task in ("custom", "mapped", "parquet"):
         from data.sources import TASKS
 
@@ -70,9 +70,9 @@ def task_of(config: TaskData) -> Task:
 
 
 def _origin(config: TaskData, seed: int) -> dict[str, Any]:
-    """Return everything the rows depend on.
+    """Return everything that the rows depend on.
 
-    Scorers and environments do not count, except an environment whose turns are part of the solutions.
+    Scorers and environments do not count. An exception is an environment with turns that are part of the solutions.
     """
     left_out = {"scorer", "environment", "chat_template_kwargs", "seed", *_PLACES.get(config.task, ())}
     if isinstance(config, CountdownData) and config.template == "bare" and config.search_tries is not None:
@@ -88,14 +88,17 @@ def _origin(config: TaskData, seed: int) -> dict[str, Any]:
 
 
 def input_digests(config: DataConfig) -> dict[str, str]:
-    """Return current digests of the input files; for a mixture by part. Raises DataError where a file is missing."""
+    """Return the current digests of the input files. Raises DataError if a file is missing.
+
+    In a mixture, each name begins with the index of the data source.
+    """
     if isinstance(config, MixtureData):
         return _by_part([input_digests(part.data) for part in config.parts])
     return dict(task_of(config).inputs(config))
 
 
 def inputs_of(dataset: Path) -> dict[str, str]:
-    """Return `input_digests` from the manifest of a finished dataset; empty where it has none."""
+    """Return the input digests in the manifest of a finished dataset, or {} if the manifest has none."""
     manifests = [read_manifest(part) for part in part_directories(dataset)]
     inputs = [{} if manifest is None else manifest.values.get("inputs", {}) for manifest in manifests]
     return dict(inputs[0]) if len(inputs) == 1 else _by_part(inputs)
@@ -106,9 +109,9 @@ def _by_part(inputs: Sequence[Mapping[str, str]]) -> dict[str, str]:
 
 
 def dataset_fingerprint(config: DataConfig, seed: int, splits: Sequence[str] = SPLITS) -> str:
-    """Return the fingerprint of task version, settings, seed (of generated rows), input files and written splits.
+    """Return the fingerprint of the task version, settings, input files and written splits.
 
-    A mixture combines the fingerprints of its parts.
+    The seed counts only for generated rows. A mixture combines the fingerprints of its data sources.
     """
     if isinstance(config, MixtureData):
         return fingerprint("dataset-mixture", [dataset_fingerprint(part.data, seed) for part in config.parts])
@@ -116,16 +119,15 @@ def dataset_fingerprint(config: DataConfig, seed: int, splits: Sequence[str] = S
 
 
 def dataset_directory(fingerprint: str, root: Path) -> Path:
-    """Return the folder of the dataset under `paths.root`."""
+    """Return the folder of a dataset below `root` (`paths.root`)."""
     return root / "datasets" / fingerprint
 
 
 def build_dataset(config: DataConfig, *, seed: int, root: Path, splits: Sequence[str] = SPLITS) -> StageResult:
-    """Make and publish the dataset unless it exists; a mixture part by part. A suite writes `validation` alone.
+    """Build and publish a dataset unless it exists. Each data source of a mixture is built separately.
 
-    Raises:
-        DataError: settings or source files give no valid dataset. Nothing is left behind.
-        DiskSpaceError: no room.
+    `splits`: the splits to write. A suite writes only `validation`. Raises DataError if the settings or source files
+    give no valid dataset. Raises DiskSpaceError if the disk is full. No partial dataset remains after an error.
     """
     if isinstance(config, MixtureData):
         parts = [build_dataset(part.data, seed=seed, root=root) for part in config.parts]
@@ -145,9 +147,9 @@ def build_dataset(config: DataConfig, *, seed: int, root: Path, splits: Sequence
 
 
 def publish_mixture(kind: str, directory: Path, parts: Sequence[StageResult]) -> StageResult:
-    """Publish the folder of a mixture unless it exists; `kind` is `dataset` or `filtered`, counts are sums.
+    """Publish the folder of a mixture unless it exists. `kind` is `dataset` or `filtered`.
 
-    Raises DiskSpaceError where there is no room.
+    The counts are sums over the data sources. Raises DiskSpaceError if the disk is full.
     """
     counts = dict(sorted(sum((Counter(part.counts) for part in parts), Counter()).items()))
     if read_finished_or_set_aside(directory) is not None:

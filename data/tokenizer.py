@@ -1,15 +1,19 @@
-"""Renders and tokenizes many prompts at a time, exactly as one tokenizer does.
+"""A renderer and tokenizer for many prompts at a time, with exactly the results of the model's tokenizer.
 
-A fast path is used where it gives the same result. The chat template is rendered once, for the text around a message
-(`ChatFrame`). Each word is tokenized once (`PieceEncoder`): byte-level BPE (as in GPT) first splits a text into words,
-and starts a new word at every single space between two visible characters. So the ids of a text are the ids of its
-pieces " word" in a row, and the prompts of a template or a language share pieces. Tokenizers that do not split there
-are detected by their description and a probe. Their texts, and texts with other white space, are tokenized as a whole.
+A fast path is used if it gives the same result. It renders the chat template once, for the text around a message
+(`ChatFrame`). It tokenizes each word once (`PieceEncoder`). Byte-level BPE (as in GPT) first splits a text into words.
+It starts a new word at every single space between two visible characters. Therefore the ids of a text are the
+concatenated ids of its pieces. A piece is a word with the space before it. Prompts of one template or language share
+pieces.
 
-A response is tokenized with its prompt, as the chat template writes both: the ids after the prompt's are the targets.
+A description and a probe reveal tokenizers that do not split at spaces. With these tokenizers, a text is tokenized as a
+whole. The same applies to a text with other white space.
 
-Token ids are bytes, four for each (int32), which are fast to join and cut. transformers is imported when a tokenizer is
-opened, so a cached filter starts quickly.
+A response is tokenized together with its prompt, as the chat template writes both. The ids after the prompt are the
+targets.
+
+Token ids are stored as bytes, four for each id (int32), because bytes are fast to join and split. The transformers
+library is imported when a tokenizer is opened, so a cached filter starts quickly.
 """
 
 import hashlib
@@ -33,23 +37,23 @@ from rlcore.rollout.turns import TODAY
 Messages = Sequence[Mapping[str, str]]
 Render = Callable[[Messages], str]
 
-ID_BYTES = 4  # of one token id
+ID_BYTES = 4  # size of one token id
 
 _FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-# One text in so many is also rendered and tokenized without the fast path, and compared.
+# One of this many texts is also rendered and tokenized without the fast path, for a comparison.
 _CHECK_EVERY = 256
 _MARK = "MillraceContent"
 _LAST_TAG = re.compile(r"([<\[][^<>\[\]]*[>\]])\s*\Z")
 
-# Bound of the cache, some 200 MB.
+# The maximum number of cached pieces, about 200 MB.
 _MAX_PIECES = 1_000_000
 
-# Characters of which each pair around a space is probed: letters of several scripts, digits, punctuation, symbols.
+# The probe tries each pair of these around a space: letters of several scripts, digits, punctuation and symbols.
 _EDGES = (*"aZ7.,'\"()<>|-+=#$_", "\u00e9", "\u4e2d", "\u0438", "\u0663", "\u20ac", "\U0001f642")
-# White space inside a piece, except a line's end, which is tokenized with the piece.
+# White space inside a piece, except line ends, which are tokenized with the piece.
 _OTHER_SPACE = re.compile(r"[^\S\n]")
 
 
@@ -58,11 +62,11 @@ class ResponseChangedError(Exception):
 
 
 class FastPathError(Exception):
-    """The fast path differs from the tokenizer. The filter starts again without it."""
+    """The fast path and the tokenizer give different results. The filter restarts without the fast path."""
 
 
 def tokenizer_fingerprint(directory: Path) -> str:
-    """Return 16 hex digits over the tokenizer's files and the model's stop ids. Raises DataError without files."""
+    """Return 16 hex digits over the tokenizer's files and the model's stop ids. Raises DataError if no file exists."""
     digest = hashlib.sha256()
     found = [name for name in _FILES if (directory / name).is_file()]
     if not found:
@@ -79,13 +83,13 @@ def tokenizer_fingerprint(directory: Path) -> str:
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """Load the transformers tokenizer of a directory. Raises DataError where that fails, or it is not a fast one."""
+    """Load the transformers tokenizer of a directory. Raises DataError if loading fails or no fast form exists."""
     # AutoTokenizer ignores the tokenizer's own class for some config.json files.
     from rlcore.models.tokenizer import load_tokenizer as load_as_its_file_says
 
     try:
         tokenizer: Any = load_as_its_file_says(directory)
-    except Exception as error:  # a damaged tokenizer.json raises the bare class
+    except Exception as error:  # a damaged tokenizer.json raises Exception itself
         raise DataError(f"{directory}: the tokenizer cannot be loaded ({error}); check model.path") from error
     if not getattr(tokenizer, "is_fast", False):
         raise DataError(
@@ -99,13 +103,13 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 class PromptTokenizer:
-    """Renders and tokenizes prompts and responses. The fast path is checked on a sample of the texts.
+    """A tokenizer that renders and tokenizes prompts and responses. A sample of the texts checks the fast path.
 
-    `tools`: JSON schemas of functions for the chat template. `chat_template_kwargs`: further names that it reads.
+    `tools`: JSON schemas of functions for the chat template. `chat_template_kwargs`: further variables for the
+    template.
 
-    Raises:
-        DataError: there is no tokenizer; or prompts are chats, and there is no chat template, or it shows no tools or
-            does not read one of the names.
+    Raises DataError if the tokenizer cannot be loaded, or if chats lack a chat template. Raises DataError if the
+    template ignores the tools or a variable.
     """
 
     def __init__(
@@ -149,9 +153,10 @@ class PromptTokenizer:
         self._around = (b"", b"") if chat else self._find_special_tokens()
 
     def texts(self, prompts: Sequence[Messages], where: Callable[[int], str] = lambda place: "") -> list[str]:
-        """Return each prompt as text: the chat template with the assistant's turn begun, or the plain messages.
+        """Return the text of each prompt. A chat ends where the assistant's turn begins. Plain messages are joined.
 
-        Raises DataError as `prompt`, with `where` of the prompt's place before the message.
+        `where`: a function that converts a prompt's index to the beginning of an error message. Raises DataError if a
+        prompt is invalid or cannot be rendered.
         """
         if not self.chat:
             return [self.render(prompt) for prompt in prompts]
@@ -170,9 +175,9 @@ class PromptTokenizer:
         return found
 
     def prompt(self, messages: Messages, tools: Sequence[Any] = ()) -> str:
-        """Render a chat prompt with the assistant's turn begun, or up to the end of a last message of the assistant.
+        """Render a chat prompt. The text ends where the assistant's turn begins, or after the assistant's last words.
 
-        Raises DataError where there is no user message, the last one ends its turn, or the template cannot render it.
+        Raises DataError if there is no user message, the last message ends its turn, or rendering fails.
         """
         roles = [message["role"] for message in messages]
         if "user" not in roles:
@@ -192,7 +197,7 @@ class PromptTokenizer:
         return self.render(messages, continued=True, tools=tools)
 
     def encode_prompts(self, texts: Sequence[str]) -> list[bytes]:
-        """Return the token ids (int32, as bytes) of each prompt's text, with special tokens around plain text."""
+        """Return the token ids of each prompt (int32, as bytes). Plain text gets special tokens around it."""
         before, after = self._around
         # A prompt rendered by another program may begin with the first token already.
         return [(b"" if before and ids.startswith(before) else before) + ids + after for ids in self._encode(texts)]
@@ -200,12 +205,11 @@ class PromptTokenizer:
     def encode_responses(
         self, prompts: Sequence[Messages], texts: Sequence[str], responses: Sequence[str]
     ) -> tuple[list[bytes], dict[int, str]]:
-        """Return the token ids of each response after its prompt, end token included; none for ''.
+        """Return the token ids of each response after its prompt, end token included. An empty response has no ids.
 
-        The second result gives, by place, why other responses have no ids, see `ResponseChangedError`. `texts` are the
-        prompts as text.
+        The second result maps the index of any other response without ids to the reason. `texts`: the prompts as text.
 
-        Raises DataError where a response has a word without a token, which no model with this tokenizer can write.
+        Raises DataError if a response has a word without a token. No model with this tokenizer can write the word.
         """
         found, unwritten, wholes = [b""] * len(responses), dict[int, str](), dict[int, str]()
         for place, response in enumerate(responses):
@@ -229,11 +233,12 @@ class PromptTokenizer:
         return found, unwritten
 
     def require_response(self, prompt: str, whole: str, response: str) -> None:
-        """Require that the chat template writes a response, white space aside, after the prompt in its turn.
+        """Check that the chat template writes a response after the prompt without changes, except in white space.
 
-        `whole` is the text up to that end. A tag that the prompt opens (`<think>`) may begin the response.
+        `whole`: the rendered text up to the end of the response's turn. A tag that the prompt opens (`<think>`) may
+        begin the response.
 
-        Raises ResponseChangedError where the template changes it.
+        Raises ResponseChangedError if the template changes the response.
         """
         if not whole.startswith(prompt):
             raise ResponseChangedError(f"does not write it behind {prompt[-40:]!r}, the end of the prompt")
@@ -246,10 +251,11 @@ class PromptTokenizer:
     def response_ids(self, before: bytes, joint: bytes, written: str) -> bytes:
         """Return the token ids of a response with its end token.
 
-        `before`: ids before the response. `joint`: these with the response and the end of its turn, together `written`.
-        Where a token of `joint` crosses the boundary, the response is tokenized alone, as it is sampled.
+        `before`: the ids before the response. `joint`: the ids up to the end of the response's turn. `written`: the
+        text that `joint` adds to `before`. If a token of `joint` crosses the boundary, the response is tokenized alone,
+        as it is sampled.
 
-        Raises ResponseChangedError where no token ends it, or it has no tokens that follow those before it.
+        Raises ResponseChangedError if no token ends the response, or if no token begins at the boundary.
         """
         found = joint[len(before) :] if joint.startswith(before) else self._from_boundary(before, joint, written)
         if not self.chat:
@@ -264,13 +270,13 @@ class PromptTokenizer:
         return found[: len(found) - len(closing) + ID_BYTES]
 
     def after_end(self) -> bytes:
-        """Return the ids that the template writes after the end token of a response, and that are never sampled."""
+        """Return the ids that the template writes after the end token of a response. These ids are never sampled."""
         return self._closing[1][ID_BYTES:]
 
     def with_unknown_words(self, encoded: Sequence[bytes]) -> list[int]:
-        """Return the indices of texts with a word outside the vocabulary."""
+        """Return the indices of the texts with a word outside the vocabulary. `encoded` has the texts' token ids."""
         unknown = self._tokenizer.unk_token_id
-        # Byte-level tokenizers have tokens for every word; some use an end-of-text token as the unknown one.
+        # Byte-level tokenizers have tokens for every word; some use an end-of-text token as the unknown token.
         if unknown is None or self._pieces is not None:
             return []
         return [place for place, ids in enumerate(encoded) if unknown in np.frombuffer(ids, dtype=np.int32)]
@@ -278,9 +284,10 @@ class PromptTokenizer:
     def render(
         self, messages: Messages, *, opened: bool = True, continued: bool = False, tools: Sequence[Any] = ()
     ) -> str:
-        """Render messages. `opened`: with the assistant's turn begun; `continued`: up to the end of the last message.
+        """Render messages as text. `opened`: whether the text ends with the beginning of the assistant's turn.
 
-        `tools`: function schemas that replace the tokenizer's.
+        `continued`: whether the text ends with the last message, so that the message can be continued. `tools`:
+        function schemas that replace the schemas of the tokenizer.
         """
         if not self.chat:
             return "".join(message["content"] for message in messages)
@@ -296,7 +303,7 @@ class PromptTokenizer:
                     **self._template_kwargs,
                 )
             )
-        except Exception as error:  # jinja's own classes, and what a template raises
+        except Exception as error:  # errors of jinja and of the template
             if continued:
                 raise DataError(
                     f"{self._name}: the chat template does not write the assistant's words that the prompt ends with, "
@@ -310,7 +317,7 @@ class PromptTokenizer:
 
     @cached_property
     def _closing(self) -> tuple[str, bytes]:
-        """Text of the template after a response, and its ids from the first stop id on."""
+        """The text that the template writes after a response, and its ids from the first stop id on."""
         answered = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
         text = self.render(answered, opened=False).rpartition(_MARK)[2]
         [ids] = encode_whole(self.backend, [text])
@@ -319,7 +326,7 @@ class PromptTokenizer:
 
     @cached_property
     def _response_frame(self) -> "ChatFrame | None":
-        """Text around a response to a single user message, from the end of the prompt."""
+        """The text around a response to a single user message, from the end of the prompt on."""
         question = [{"role": "user", "content": "?"}]
         prompt = self.render(question)
 
@@ -330,19 +337,19 @@ class PromptTokenizer:
         return ChatFrame.of(self._template(), render)
 
     def _framed(self, messages: Messages) -> str | None:
-        """Return the prompt of a single user message by the fast path, or None."""
+        """Render the prompt of a single user message by the fast path. Return None if the fast path does not apply."""
         if self._frame is None or len(messages) != 1 or messages[0]["role"] != "user":
             return None
         return self._frame.text(messages[0]["content"])
 
     def _framed_response(self, prompt: Messages, response: str) -> str | None:
-        """Return the text after the prompt of a single user message by the fast path, or None."""
+        """Render the text after the prompt by the fast path. Return None if the fast path does not apply."""
         if response != response.strip() or self._framed(prompt) is None or self._response_frame is None:
             return None
         return self._response_frame.text(response)
 
     def _whole(self, prompt: Messages, text: str, response: str, check: bool) -> str:
-        """Render prompt and response to the end of the turn. Raises ResponseChangedError as `require_response`."""
+        """Render prompt and response to the end of the turn. Raises ResponseChangedError if the response changes."""
         if not self.chat:
             return text + response
         try:
@@ -363,9 +370,9 @@ class PromptTokenizer:
         return whole
 
     def _joined(self, texts: Sequence[str], wholes: Collection[str]) -> Iterator[tuple[bytes, bytes]]:
-        """Return the ids of each prompt and of prompt and response, without special tokens around plain text.
+        """Return the ids of each prompt, and of each prompt with its response. Plain text gets no special tokens.
 
-        With pieces, both begin at the prompt's last piece.
+        If pieces are used, both begin at the last piece of the prompt.
         """
         starts = [0 if self._pieces is None else _last_piece(text) for text in texts]
         prompts = self._encode([text[start:] for text, start in zip(texts, starts, strict=True)])
@@ -373,9 +380,9 @@ class PromptTokenizer:
         return zip(prompts, joints, strict=True)
 
     def _from_boundary(self, before: bytes, joint: bytes, written: str) -> bytes:
-        """Return ids of a text that follows others.
+        """Return the ids of the text `written` after the tokens `before`.
 
-        A tokenizer with a mark before a text's first word puts it before a line's end that comes first.
+        Some tokenizers put a mark before the first word of a text. Text after a line end is therefore tried too.
         """
         alone, line_end, behind = encode_whole(self.backend, [written, "\n", f"\n{written}"])
         ways = [alone, *([behind[len(line_end) :]] if behind.startswith(line_end) else [])]
@@ -405,10 +412,10 @@ class PromptTokenizer:
             raise DataError(f"{self._name}: must have one chat template, or a default one: {error}") from error
 
     def _require_read(self, names: Collection[str]) -> None:
-        """Refuse names that the template does not read, which transformers silently ignores."""
+        """Raise DataError for names that the template does not read, because transformers silently ignores them."""
         try:
             tree = _template_syntax().parse(self._template())
-        except TemplateSyntaxError:  # rendering reports it, or knows a tag that jinja does not
+        except TemplateSyntaxError:  # rendering reports the error, or knows a tag that jinja does not know
             return
         read = find_undeclared_variables(tree) - RENDERING_NAMES - set(self._tokenizer.special_tokens_map)
         if unread := sorted(set(names) - read):
@@ -434,10 +441,10 @@ class PromptTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class ChatFrame:
-    """Text of a chat template around a single user message.
+    """The text of a chat template around a single user message. `strips` is true if the template strips the message.
 
-    `strips`: the template strips the message. `looked_for` matches strings that the template searches in a message
-    (`'</think>' in content`); a message with one of them has to be rendered.
+    `looked_for`: a pattern of the strings that the template searches in a message (`'</think>' in content`). The
+    template must render a message that matches.
     """
 
     before: str
@@ -447,7 +454,7 @@ class ChatFrame:
 
     @classmethod
     def of(cls, template: str, render: Render) -> "ChatFrame | None":
-        """Find the frame; None where the template cannot be parsed, or changes messages."""
+        """Return the frame of a template. Return None if the template cannot be parsed, or if it changes messages."""
         try:
             strings = _looked_for(template)
         except TemplateSyntaxError:
@@ -462,7 +469,7 @@ class ChatFrame:
         return None
 
     def text(self, content: str) -> str | None:
-        """Return the whole prompt, or None where the message has to be rendered."""
+        """Return the whole prompt, or None if the template must render the message."""
         if self.looked_for is not None and self.looked_for.search(content):
             return None
         return f"{self.before}{content.strip() if self.strips else content}{self.after}"
@@ -474,7 +481,7 @@ def _template_syntax() -> Environment:
 
 
 def _looked_for(template: str) -> list[str]:
-    """Return string constants left of `in`, and arguments of methods, functions and filters."""
+    """Return the string constants left of `in`, and in the arguments of methods, functions and filters."""
     tree = _template_syntax().parse(template)
     places = [compare.expr for compare in tree.find_all(nodes.Compare) if {"in", "notin"} & {o.op for o in compare.ops}]
     for call in tree.find_all((nodes.Call, nodes.Filter)):
@@ -489,17 +496,17 @@ def to_bytes(ids: Sequence[int]) -> bytes:
 
 
 def encode_whole(backend: Any, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[bytes]:
-    """Return the token ids of each text by the tokenizer itself."""
+    """Tokenize each text as a whole with the tokenizer itself. Return the token ids as bytes."""
     found = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
     return [to_bytes(encoding.ids) for encoding in found]
 
 
 class _PieceSpaceError(Exception):
-    """A piece is not between single spaces."""
+    """The white space of a text prevents tokenization by pieces."""
 
 
 class _Pieces(dict[str, bytes]):
-    """Token ids by piece, tokenized at first use. `lead` precedes each piece in a text."""
+    """A cache of token ids by piece. `lead` is the text before each piece, a space or ''."""
 
     def __init__(self, backend: Any, lead: str) -> None:
         super().__init__()
@@ -515,7 +522,7 @@ class _Pieces(dict[str, bytes]):
 
 
 class PieceEncoder:
-    """Tokenizes by pieces, without special tokens, exactly as the tokenizer does for the whole text."""
+    """An encoder that tokenizes by pieces, without special tokens. The ids are the same as for the whole text."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
@@ -524,7 +531,7 @@ class PieceEncoder:
 
     @classmethod
     def of(cls, backend: Any) -> "PieceEncoder | None":
-        """Return an encoder for a `tokenizers.Tokenizer`, or None where it does not split at single spaces."""
+        """Return an encoder for a `tokenizers.Tokenizer`, or None if the tokenizer does not split at single spaces."""
         return cls(backend) if _is_byte_level(json.loads(backend.to_str())) and _cuts_at_spaces(backend) else None
 
     def encode(self, texts: Sequence[str]) -> list[bytes]:
@@ -545,9 +552,9 @@ class PieceEncoder:
 
 
 def _last_piece(text: str) -> int:
-    """Return where the last piece begins, with its space; 0 where that space is not single between visible characters.
+    r"""Return the start of the last piece and its space, or 0 if the space is not single between visible characters.
 
-    >>> _last_piece("add 1 and 2?\\n"), _last_piece("add: ")
+    >>> _last_piece("add 1 and 2?\n"), _last_piece("add: ")
     (9, 0)
     """
     place = text.rfind(" ")
@@ -556,7 +563,7 @@ def _last_piece(text: str) -> int:
 
 
 def _is_byte_level(description: dict[str, Any]) -> bool:
-    """Return whether the description is byte-level BPE without parts that depend on text across a space."""
+    """Return whether a tokenizer is byte-level BPE without steps that depend on text across a space."""
     plain_normalizer = description["normalizer"] is None or description["normalizer"]["type"] == "NFC"
     steps = description["pre_tokenizer"] or {}
     parts = steps.get("pretokenizers", [steps])

@@ -1,7 +1,7 @@
-"""Rows of a task, tried before its dataset is made.
+"""A trial of the rows of a task, before its dataset is built.
 
-The first row is for the scorer and the tokenizer. A user's build makes it in a process with a deadline: `python -m
-data.trial` reads settings and seed as JSON, and writes the row as JSON.
+The first row is for a trial of the scorer and the tokenizer. A user's build function creates it in a process with a
+deadline. The command `python -m data.trial` reads settings and seed as JSON, and writes the row as JSON.
 """
 
 import json
@@ -36,13 +36,13 @@ from rlcore.start import python_path
 from rlcore.storage.manifest import read_manifest
 
 BUILD_DEADLINE_S = 20.0
-"""Seconds for the first row of a user's build. A slower build is not tried."""
+"""The seconds that a user's build function has for its first row. The rows of a slower function are not tried."""
 _MARK = "first row for Millrace: "  # among lines that the build prints
 
 
 @dataclass(frozen=True, slots=True)
 class FirstRow:
-    """A row to try: messages, ground truth as JSON, and a response with a full score or ''."""
+    """A row for a trial: messages, ground truth as JSON, and a response with a full score (or '')."""
 
     prompt: list[dict[str, str]]
     prompt_form: PromptForm
@@ -51,9 +51,9 @@ class FirstRow:
 
 
 def first_row(config: TaskData, seed: int, root: Path) -> FirstRow | None:
-    """Return the first training row, from the dataset if it exists; None where making it would take long.
+    """Return the first training row, from the dataset if it exists. Return None if building the row would take long.
 
-    Raises DataError where the task cannot be made by these settings.
+    Raises DataError if the task cannot be built with these settings.
     """
     dataset = dataset_directory(dataset_fingerprint(config, seed), root)
     if read_manifest(dataset) is not None:
@@ -70,13 +70,13 @@ def first_row(config: TaskData, seed: int, root: Path) -> FirstRow | None:
 def validate_rows(
     config: TaskData, seed: int, root: Path, splits: Sequence[str] = SPLITS, *, each_once: bool
 ) -> int | None:
-    """Make the rows of local files as the dataset stage does, unless it has done so; 0.5 s for 100,000.
+    """Build the rows of local files like the dataset stage, unless the dataset exists. 100,000 rows take 0.5 s.
 
-    Rows of the hub, of parquet files in the row schema and of a user's build are not made; parquet files need a known
-    scorer for each row. `each_once`: refuse repeated prompts in a split, as the filter will; splits never share one.
-    Returns the number of the first split's rows, or None where they are not made.
+    Rows of the hub, of parquet files and of a user's build function are not built. Parquet files need a known scorer
+    for each row. `each_once`: whether a prompt may not repeat in a split, as in the filter. No prompt may occur in both
+    splits. Return the number of rows in the first split, or None if no rows are built.
 
-    Raises DataError with file and line of an unusable row.
+    Raises DataError with file and line if a row is unusable.
     """
     if isinstance(config, ParquetData):
         require_scorers(config, splits)
@@ -87,7 +87,7 @@ def validate_rows(
     if made is not None:
         return int(made.values["counts"][splits[0]])
     rows, counts = task_of(config).build(config, seed), Counter[str]()
-    seen: dict[int, tuple[str, str]] = {}  # hash of a prompt -> split and place
+    seen: dict[int, tuple[str, str]] = {}  # hash of a prompt -> split and position
     for split in splits:
         for row in rows.splits[split]:
             counts[split] += 1
@@ -126,7 +126,7 @@ def _build_first_row(config: TaskData, seed: int) -> FirstRow:
 
 
 def _truth_json(config: TaskData, data_source: str, ground_truth: object) -> str:
-    """Return a ground truth for the scorer of the settings."""
+    """Return a ground truth as JSON for the scorer of the settings."""
     scorer = scorer_of_row(config, data_source) if config.scorer == BY_ROW else None
     if scorer is None:
         return json.dumps(ground_truth)

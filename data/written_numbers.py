@@ -1,11 +1,11 @@
-r"""Reads written numbers: one number from a text or its LaTeX, exactly and without arithmetic.
+r"""Reader for written numbers. It reads one number from a text or its LaTeX, exactly and without arithmetic.
 
     whole      36   1,234   1{,}234   1\,234        fraction     1/2   \frac12   \dfrac{-1}{2}
     decimal    2.5   .5   5.                        mixed        12\frac12   12 1/2
     recurring  0.\overline{3}   0.\bar{3}   0.(3)   scientific   2.5 \times 10^3   1e-05
 
-A number may have a sign, a currency, a percent sign or a unit. Anything else needs arithmetic or is not a number:
-`36/2` (18), `9+9`, `2^{10}`, `--5`, `18 \times 10`, `18 million`, `5 ft 2 in`.
+A number may have a sign, a currency, a percent sign or a unit. Other texts are refused, because they need arithmetic or
+are not numbers. Examples are `36/2` (18), `9+9`, `2^{10}`, `--5`, `18 \times 10`, `18 million`, `5 ft 2 in`.
 """
 
 import re
@@ -112,7 +112,7 @@ _MAKES_ANOTHER = re.compile(
 def typeset(text: str) -> str:
     r"""Remove the typesetting of a text: spaces, fonts, bracket sizes, currencies, `$`, outer braces and boxes.
 
-    Words of `\text{}` are put in quotes.
+    The words of `\text{}` are put in quotes.
 
     >>> typeset(r"$\left( -\$32,\!348\text{ dollars} \right)$"), typeset(r"\textbf{42}"), typeset(r"{1{,}234}")
     ('( - 32,348" dollars" )', '42', '1,234')
@@ -146,7 +146,7 @@ def _quoted(text: re.Match[str]) -> str:
 
 
 def closing(text: str, start: int) -> int | None:
-    r"""Return the place of the brace that closes the one at `start`, or None. `\{` and `\}` are not braces."""
+    r"""Return the index of the brace that closes the brace at `start`, or None. `\{` and `\}` are not counted."""
     depth = 0
     for brace in _BRACES.finditer(text, start):
         depth += (brace[0] == "{") - (brace[0] == "}")
@@ -156,20 +156,20 @@ def closing(text: str, start: int) -> int | None:
 
 
 class Number(NamedTuple):
-    """A written number. The value of a percentage is the number before the sign."""
+    """A written number. The value of a percentage is the number before the percent sign."""
 
     value: Fraction
     percent: bool = False
 
     def __str__(self) -> str:
-        """Return the shortest text of the number, equal for equal numbers."""
+        """Return the shortest text of the number. Equal numbers have equal texts."""
         return f"{self.value}{'%' * self.percent}"
 
     def matches(self, other: "Number") -> bool:
-        """Return whether both are the same number: exactly, or to six places where neither is a finite decimal.
+        """Return whether two numbers are equal. If only one is a finite decimal, six decimal places must agree.
 
-        A percentage matches its number (50% is 50) unless it is below 1%. It matches its hundredth where that is not a
-        whole number (50% is 0.5).
+        A percentage matches its number (50% is 50), unless it is below 1%. A percentage also matches its hundredth (50%
+        is 0.5), unless the hundredth is a whole number.
         """
         is_same = _same(self.value, other.value)
         if self.percent == other.percent or (is_same and not 0 < abs(self.value) < 1):
@@ -191,7 +191,7 @@ def _ends(value: Fraction) -> bool:
 
 
 def read_number(plain: str) -> Number | None:
-    r"""Read a text without typesetting (`typeset`) as one number; None where it says anything else.
+    r"""Read a text without typesetting (see `typeset`) as one number. Return None for any other text.
 
     >>> [str(read_number(typeset(text))) for text in (r"\$36", r"0.1\overline{6}", r"12\frac12\%", "2.5e3", "5 cm")]
     ['36', '1/6', '25/2%', '2500', '5']
@@ -214,7 +214,7 @@ def read_number(plain: str) -> Number | None:
 
 
 def is_unit(unit: str) -> bool:
-    """Return whether the text after a number is a unit or a counted thing: known words and plurals.
+    """Return whether the text after a number consists of units or counted things (known words and plurals).
 
     >>> [is_unit(text) for text in (" apples", '" m/s"^2', "cm", " bn", "xy", '" PM"', '" loss"', " mod")]
     [True, True, True, False, False, False, False, False]
@@ -229,14 +229,14 @@ def is_unit(unit: str) -> bool:
 
 
 def is_counted(word: str) -> bool:
-    """Return whether a word of two letters or more is a unit, or a plural that does not change the number."""
+    """Return whether a word of two or more letters is a unit, or a plural that does not change the number."""
     if _UNIT_WORD.fullmatch(word):
         return True
     return _PLURAL.fullmatch(word) is not None and not (_NO_PLURAL.fullmatch(word) or makes_another(word))
 
 
 def _fraction(found: re.Match[str]) -> Fraction | None:
-    """Return a proper value of a fraction: not a whole number, or a whole number and a part of one."""
+    """Return the value of a fraction, or None for a whole number. A mixed number must have a fraction below 1."""
     start = found.re.groupindex["fraction"]
     sign, top, digit, sign_below, bottom, other_digit, over, sign_under, under = found.groups()[start : start + 9]
     above, below = int(_digits(top or digit or over)), int(_digits(bottom or other_digit or under))
@@ -250,9 +250,9 @@ def _fraction(found: re.Match[str]) -> Fraction | None:
 
 
 def _decimal(found: re.Match[str]) -> Fraction | None:
-    """Return a decimal with its recurring digits and its power.
+    """Return the value of a decimal with its recurring digits and its power.
 
-    With a power the decimal must be below 10, or below 1,000 for powers of a thousand.
+    With a power, the decimal must be from 1 to below 10. For powers of a thousand, it must be below 1,000.
     """
     places = found["places"] or ""
     size = Fraction(int((_digits(found["int"] or "") + places) or "0"), 10 ** len(places))
@@ -271,5 +271,5 @@ def _digits(text: str) -> str:
 
 
 def makes_another(word: str) -> bool:
-    """Return whether a word next to a number changes or denies it: `million`, `half`, `or`, `nineteen`, `not`."""
+    """Return whether a word next to a number changes or negates it, such as `million`, `half`, `or` and `not`."""
     return _MAKES_ANOTHER.fullmatch(word.strip("()[]{}.,;!?*'").lower()) is not None

@@ -1,4 +1,4 @@
-"""Order and schedule of work: Prefect flows and tasks, deployments, sweeps, the command line. No tensors."""
+"""The layer that schedules work: Prefect flows, deployments, sweeps and the command line. It uses no tensors."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
-"""Public Python API: compose settings, run them, evaluate checkpoints and read results.
+"""The public Python API, which composes settings, runs experiments, evaluates checkpoints and reads results.
 
-A run here is the chain of `millrace train` with its report, without Prefect. A separate trainer process does the
-training, so a notebook survives its failures.
+A run has the stages of `millrace train` and the report, and does not use Prefect. A separate trainer process does the
+training, so a notebook survives a failure of the training.
 """
 
 import logging
@@ -34,35 +34,36 @@ __all__ = ["Run", "compose", "evaluate", "open", "run", "runs"]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run on disk. Each method reads the folder again, also while the run is running; `config` is read once."""
+    """A run on disk. Each call reads the run's folder again, so a run in progress can be followed. `config` is read
+    once."""
 
     config: RunConfig
     layout: RunLayout
 
     def __repr__(self) -> str:
-        """Return for example `<Run debug-s1-575d49d3 finished 2/2, held-out 0.293>`."""
+        """Return a short text, for example `<Run debug-s1-575d49d3 finished 2/2, held-out 0.293>`."""
         found = self.status()
         score = "" if found.score is None else f", held-out {found.score:.3f}"
         return f"<Run {self.id} {found.state} {found.step}/{found.total_steps or '?'}{score}>"
 
     @property
     def id(self) -> str:
-        """Name of the run's folder."""
+        """The id of the run, which is the name of its folder."""
         return self.layout.run_dir.name
 
     @property
     def folder(self) -> Path:
-        """Folder of the run."""
+        """The folder of the run."""
         return self.layout.run_dir
 
     def status(self) -> RunStatus:
-        """Return state, step, score and size, as `millrace runs` lists them."""
+        """Return the state, step, score and size of the run. `millrace runs` lists the same values."""
         return status_of(self.folder)
 
     def metrics(self) -> "pd.DataFrame":
-        """Return a row for each step and a column for each metric (rlcore/tracking/metrics.md).
+        """Return a table with a row for each training step and a column for each metric.
 
-        A value is NaN where it was not measured, NaN or infinite.
+        A value is NaN if it was not measured or was not finite. rlcore/tracking/metrics.md describes the metrics.
         """
         import pandas as pd
 
@@ -71,8 +72,8 @@ class Run:
         return pd.DataFrame([dict(record.metrics) for record in records], index=index)
 
     def validation(self, name: str = "after") -> ValidationResult:
-        """Return the validation of this name: `before` or `after` training, or a checkpoint's name. Raises DataError if
-        it does not exist or is damaged."""
+        """Return a validation by its name: `before` training, `after` training, or the name of a checkpoint. Raises
+        DataError if it does not exist or is damaged."""
         file = self.layout.validation / f"{name}.json"
         if not file.is_file():
             there = sorted(each.stem for each in self.layout.validation.glob("*.json"))
@@ -83,9 +84,9 @@ class Run:
         return ValidationResult.read(file)
 
     def responses(self, name: str = "after") -> "pd.DataFrame":
-        """Return a row for each sampled response of a validation, with prompt, ground truth and score.
+        """Return a table with a row for each sampled response of a validation. See `validation` for the names.
 
-        A response whose scorer failed has the score NaN and the reason in `failure`.
+        If the scorer failed on a response, the score of the response is NaN and `failure` has the reason.
         """
         import pandas as pd
 
@@ -99,7 +100,7 @@ class Run:
         return pd.DataFrame(rows)
 
     def checkpoints(self) -> tuple[CheckpointInfo, ...]:
-        """Return the run's checkpoints by step."""
+        """Return the run's checkpoints, sorted by step."""
         return scan(self.layout.checkpoints).checkpoints
 
 
@@ -113,20 +114,20 @@ def compose(
     batch_size: int | None = None,
     samples_per_prompt: int | None = None,
 ) -> RunSettings:
-    """Return typed and checked settings; `.config` holds every value.
+    """Return the checked settings of a run. The attribute `config` of the result holds every value.
 
     Args:
-        overrides: as on the command line: `"optim.lr=1e-4"`, `"algo=dapo"`.
-        experiment: a name in conf/experiment, or the path of a file.
-        root: folder of datasets, models and runs (`paths.root`).
-        seed: `seed`.
-        total_steps: `trainer.total_steps`.
-        learning_rate: `optim.lr`.
-        batch_size: `trainer.batch_size`, prompts per step.
-        samples_per_prompt: `rollout.samples_per_prompt`.
+        overrides: settings as on the command line, such as `"optim.lr=1e-4"` or `"algo=dapo"`.
+        experiment: the name of an experiment in conf/experiment, or the path of a file.
+        root: the folder of datasets, models and runs (`paths.root`).
+        seed: the value of `seed`.
+        total_steps: the value of `trainer.total_steps`.
+        learning_rate: the value of `optim.lr`.
+        batch_size: the value of `trainer.batch_size`, the number of prompts per step.
+        samples_per_prompt: the value of `rollout.samples_per_prompt`.
 
     Raises:
-        ConfigError: one message lists every mistake.
+        ConfigError: if a setting is wrong. One message lists every mistake.
     """
     if wrong := [word for word in overrides if not isinstance(word, str)]:
         raise ConfigError(
@@ -140,10 +141,10 @@ def compose(
 
 
 def run(settings: RunSettings) -> Run:
-    """Run all stages from the dataset to the report; finished stages are skipped.
+    """Run all stages from the dataset to the report. Finished stages are skipped.
 
     Raises:
-        MillraceError: a mistake found before the start, or a failure. The next call resumes from the last checkpoint.
+        MillraceError: if a check before the start or a stage fails. The next call resumes from the last checkpoint.
     """
     for line in settings.unused_settings():
         log.warning("%s", line)
@@ -154,16 +155,16 @@ def run(settings: RunSettings) -> Run:
 
 
 def evaluate(run: Run, checkpoint: str | int = "last") -> ValidationResult:
-    """Evaluate a checkpoint on the held-out problems, unless its result exists.
+    """Evaluate a checkpoint on the held-out problems, unless the result already exists. Return the result.
 
     Args:
-        run: a run whose folder is where its settings say.
-        checkpoint: `start` (the model of step 0), `last`, `best`, or a step from 1 on.
+        run: a run whose folder has not been moved or copied.
+        checkpoint: `start` (the model of step 0), `last`, `best`, or the number of a step from 1 on.
 
     Raises:
-        CheckpointError: the run has no such checkpoint, or its code, data or models have changed.
-        DataError: its folder was moved or copied, or a file of it cannot be read.
-        RunInUseError: another process works on it.
+        CheckpointError: if the checkpoint does not exist, or if the run's code, data or models have changed.
+        DataError: if the run's folder was moved or copied, or if one of its files cannot be read.
+        RunInUseError: if another process uses the run.
     """
     if (named := RunLayout.of(run.config).run_dir) != run.folder.resolve():
         raise DataError(
@@ -172,7 +173,7 @@ def evaluate(run: Run, checkpoint: str | int = "last") -> ValidationResult:
             f"run_id={run.id}"
         )
     name = checkpoint_name(str(checkpoint))
-    checkpoint_store(run.config).step_of(name, verify=False)  # raises where there is none
+    checkpoint_store(run.config).step_of(name, verify=False)  # raises if it does not exist
     with chain.open_on_console(RunSettings(run.config, ()), "validate") as held:
         chain.make_rows(held, chain.run_quietly)
         summary = chain.run_on_console(Validate(name), held)
@@ -180,13 +181,12 @@ def evaluate(run: Run, checkpoint: str | int = "last") -> ValidationResult:
 
 
 def open(run: str | Path, root: str | Path | None = None) -> Run:
-    """Return a run by its folder, its id, or a unique prefix of the id under a root. Raises DataError if there is no
-    such run."""
+    """Return a run by its folder, id or unique prefix of an id under `root`. Raises DataError if no run matches."""
     return Run(*find_run([str(run)], None if root is None else Path(root)))
 
 
 def runs(root: str | Path = "artifacts") -> list[Run]:
-    """Return all runs of a root by name. A run that cannot be read is skipped with a warning."""
+    """Return all runs under a root folder, sorted by name. A run that cannot be read is skipped with a warning."""
     found = []
     for folder in all_runs(Path(root)):
         try:

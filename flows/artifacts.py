@@ -1,4 +1,4 @@
-"""Prefect artifacts of a run. A failure here never stops the run."""
+"""The Prefect artifacts of a run, such as its progress and report. A failed request does not stop the run."""
 
 import json
 import re
@@ -25,7 +25,7 @@ Content = Callable[[], object]  # content of an artifact: Markdown, rows as JSON
 
 
 def artifact_key(subject: str, content: str) -> str:
-    """Return the key of an artifact: lower-case letters, digits and dashes.
+    """Return the key of an artifact, which consists of lower-case letters, digits and dashes.
 
     >>> artifact_key("countdown_demo-s1-1bb2114f", "report")
     'countdown-demo-s1-1bb2114f-report'
@@ -34,12 +34,13 @@ def artifact_key(subject: str, content: str) -> str:
 
 
 def show_artifact(of: str, what: str, description: str, data: Content, kind: str = "markdown") -> None:
-    """Create an artifact: Markdown, or a `table` of rows as JSON."""
+    """Create a Prefect artifact. `of` and `what` form its key. `data`: a function that returns Markdown text or, for a
+    `table`, rows as JSON."""
     log_failure(lambda: _create(of, what, description, data, kind))
 
 
 def _create(of: str, what: str, description: str, data: Content, kind: str) -> Made:
-    # By its own class: the base class writes its data as JSON once more.
+    # Each kind has its own class, because the base class would encode the data as JSON again.
     named: dict[str, Any] = {"key": artifact_key(of, what), "description": description}
     shown: Any = data()
     if kind == "table":
@@ -53,10 +54,10 @@ def _create(of: str, what: str, description: str, data: Content, kind: str) -> M
 
 
 def _update(run: OpenRun, what: str, description: str, data: Content, kind: str = "markdown") -> None:
-    """Create an artifact of the run at the first call and change it afterwards: the server keeps no history of it.
+    """Create an artifact at the first call and change it at later calls, so that the server keeps no history.
 
-    After a failure the server is skipped for a while: during a request no one reads the pipe of the trainer, which
-    blocks once the pipe is full.
+    After a failure, no request is sent for `RETRY_AFTER_S`. The trainer's pipe is not read during a request, and a full
+    pipe blocks the trainer.
     """
     shown = run.prefect_view
     if time.monotonic() < shown.retry_at:
@@ -75,12 +76,12 @@ def _update(run: OpenRun, what: str, description: str, data: Content, kind: str 
 
 
 def show_progress(run: OpenRun, stage: str, percent: float, text: str) -> None:
-    """Show one progress bar for all chunks of a stage."""
+    """Show the progress of a stage in per cent. All chunks of the stage share one progress bar."""
     _update(run, f"progress-{stage}", text, lambda: percent, "progress")
 
 
 def show_latest_validation(run: OpenRun, step: int, summary: Mapping[str, float]) -> None:
-    """Show the validations in training as a table: the first one seen and the last few."""
+    """Add the validation of a training step to a table of the first validation and the latest ones."""
     known = run.prefect_view.validations
     known[step] = summary
     shown = sorted(known)[:1] + sorted(known)[1:][-(NUM_VALIDATIONS - 1) :]
@@ -89,14 +90,14 @@ def show_latest_validation(run: OpenRun, step: int, summary: Mapping[str, float]
 
 
 def show_summary(run: OpenRun, now: str) -> None:
-    """Show the run's progress and the link to its MLflow page."""
+    """Show the run's progress (`now`) and the link to its MLflow page."""
     page = f"[{run.run_id} in MLflow]({run.prefect_view.mlflow_page})" if run.prefect_view.mlflow_page else ""
     text = "\n\n".join(part for part in (f"## {run.run_id}", now, page) if part)
     _update(run, "summary", f"{run.run_id}: progress", lambda: text)
 
 
 def show_validation(run: OpenRun, summary: ValidationSummary) -> None:
-    """Show the validations before and after training as a table."""
+    """Add a validation to the table of the validations before and after training."""
     run.prefect_view.final_validations[summary.name] = summary
     known = run.prefect_view.final_validations.values()
     rows = _rows({one.name: one.summary for one in known})
@@ -107,7 +108,7 @@ def show_validation(run: OpenRun, summary: ValidationSummary) -> None:
 
 
 def _rows(summaries: Mapping[str, Mapping[str, float]]) -> list[dict[str, str]]:
-    """Return a row for each metric with a column for each validation."""
+    """Return a table with a row for each metric and a column for each validation."""
     metrics = sorted({metric for one in summaries.values() for metric in one if not metric.endswith(CI_SUFFIXES)})
     return [
         {"figure": metric} | {name: with_interval(one, metric) for name, one in summaries.items()} for metric in metrics
@@ -115,7 +116,7 @@ def _rows(summaries: Mapping[str, Mapping[str, float]]) -> list[dict[str, str]]:
 
 
 def show_checkpoints(run: OpenRun) -> None:
-    """Show the checkpoints on disk as a table."""
+    """Show a table of the checkpoints on disk."""
     rows = [
         {"step": info.step, "MB": round(info.size_bytes / BYTES_PER_MB, 1), "score": info.score, "path": str(info.path)}
         for info in scan(run.layout.checkpoints).checkpoints
@@ -124,14 +125,14 @@ def show_checkpoints(run: OpenRun) -> None:
 
 
 def show_mlflow_page(run: OpenRun) -> None:
-    """Show the link to the run's MLflow page once it is known."""
+    """Show the link to the run's MLflow page once the address of the page is known."""
     if run.prefect_view.mlflow_page and "mlflow" not in run.prefect_view.artifacts:
         page = f"[{run.run_id} in MLflow]({run.prefect_view.mlflow_page})"
         _update(run, "mlflow", f"{run.run_id}: MLflow page", lambda: page)
 
 
 def show_report(run_dir: Path, html: Path) -> None:
-    """Show the report's summary."""
+    """Show the summary of a run's report and the path of the full report (`html`)."""
 
     def text() -> str:
         from rlcore.report.build import summary_markdown
@@ -142,7 +143,7 @@ def show_report(run_dir: Path, html: Path) -> None:
 
 
 def log_failure(action: Callable[[], object]) -> None:
-    """Call an action and log its failure: the run continues."""
+    """Call a function and log its error instead of raising it, so that the run continues."""
     try:
         action()
     except Exception as error:

@@ -1,6 +1,7 @@
-"""The chain of a run: the list of its stages, and ways to run them.
+"""The list of a run's stages, and the functions that run these stages in order.
 
-`millrace train` and the Python API run a stage by `run_on_console`, flows as a Prefect task (`flows.tasks`).
+`millrace train` and the Python API run each stage with `run_on_console`. Flows run each stage as a Prefect task with
+`flows.tasks`.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,7 +35,7 @@ R = TypeVar("R")
 
 
 def stages_of(config: RunConfig, to_step: int | None = None) -> list[Stage[Any]]:
-    """Return the stages of a run in order, with training up to `to_step`."""
+    """Return the stages of a run in order. The training ends at `to_step`, by default at the run's last step."""
     warm = config.warm_start
     return [
         Dataset(),
@@ -53,7 +54,7 @@ def stages_of(config: RunConfig, to_step: int | None = None) -> list[Stage[Any]]
 
 
 class StageRunner(Protocol):
-    """A function that runs a stage, prints its result in a line and returns it."""
+    """A function that runs one stage of a run and returns the result of the stage."""
 
     def __call__(self, stage: Stage[R], run: OpenRun, /) -> R:
         """Run a stage and return its result."""
@@ -61,7 +62,7 @@ class StageRunner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PipelineResult:
-    """Result of a run. `report` is None where no report was requested."""
+    """The result of a run. `report` is None if no report was requested."""
 
     run_id: str
     run_dir: Path
@@ -72,37 +73,37 @@ class PipelineResult:
 
 
 class StageResults(list[tuple[Stage[Any], Any]]):
-    """Stages with their results."""
+    """A list of stages with their results."""
 
     def of(self, stage: Stage[R]) -> R:
-        """Return the result of a stage."""
+        """Return the result of a stage in the list."""
         result: R = next(result for each, result in self if each == stage)
         return result
 
 
 def stages_until(config: RunConfig, last: str, to_step: int | None = None) -> list[Stage[Any]]:
-    """Return the stages up to the last one of this name."""
+    """Return the stages of a run up to the last stage with the name `last`."""
     stages = stages_of(config, to_step)
     return stages[: max(index for index, stage in enumerate(stages, 1) if stage.name == last)]
 
 
 def run_stages(run: OpenRun, run_stage: StageRunner, last: str, to_step: int | None = None) -> StageResults:
-    """Run the stages up to the last one of this name and return their results."""
+    """Run the stages up to the last stage with the name `last`, and return their results."""
     return StageResults((stage, run_stage(stage, run)) for stage in stages_until(run.config, last, to_step))
 
 
 def make_rows(run: OpenRun, run_stage: StageRunner) -> RunInputs:
-    """Run the stages of the rows, which need no trainer and no open run."""
+    """Run the stages that build the rows, and return the training inputs. No trainer process or run lock is needed."""
     run_stages(run, run_stage, Filter.name)
     return inputs_of(run)
 
 
 def run_chain(run: OpenRun, run_stage: StageRunner, record: MlflowRecord, *, with_report: bool) -> PipelineResult:
-    """Run all stages and write the run's MLflow page."""
+    """Run all stages and write the run's MLflow page. The report is skipped if `with_report` is false."""
     made = StageResults()
     stages = [stage for stage in stages_of(run.config) if with_report or stage.name != Report.name]
     for stage in stages:
-        if not stage.in_trainer:  # before the first stages there is no process, after the last ones it may end
+        if not stage.in_trainer:  # the first such stages have no process, and the last need none
             run.trainer.close()
         made.append((stage, run_stage(stage, run)))
         if stage == Filter():
@@ -117,16 +118,16 @@ def run_chain(run: OpenRun, run_stage: StageRunner, record: MlflowRecord, *, wit
 
 
 def run_evaluation(run: OpenRun, run_stage: StageRunner) -> list[ValidationResult]:
-    """Validate the run's model on its suites: an evaluation has no other stages."""
+    """Evaluate the run's model on its suites and return a result for each suite. An evaluation has no other stages."""
     for suite in run.config.validation.suites:
         run_stage(Suite(suite), run)
     return run_stage(Evaluate(), run)
 
 
 def finished_result(run: OpenRun) -> PipelineResult | None:
-    """Return the result of a run whose stages are all done and recorded, else None.
+    """Return the result of a run if all its stages are done and recorded in MLflow, otherwise None.
 
-    The run's settings name the stack's store.
+    The run's settings must name the MLflow store of the stack.
     """
     if not run.layout.run_json.is_file() or run.origin.settings != with_absolute_paths(run.config, run.layout):
         return None
@@ -143,7 +144,7 @@ def finished_result(run: OpenRun) -> PipelineResult | None:
 
 @contextmanager
 def open_on_console(settings: RunSettings, verb: str, *, verbose: bool = False) -> Iterator[OpenRun]:
-    """Open a run and print the events of its trainer, with `verbose` its log lines too."""
+    """Open a run and print the events of its trainer. With `verbose`, the trainer's log lines are printed too."""
 
     def line(text: str) -> None:
         if verbose:
@@ -158,12 +159,12 @@ def open_on_console(settings: RunSettings, verb: str, *, verbose: bool = False) 
 
 
 def run_quietly(stage: Stage[R], run: OpenRun) -> R:
-    """Run a stage without output and retries."""
+    """Run a stage without output and without retries."""
     return stage.find_or_make(run)
 
 
 def run_on_console(stage: Stage[R], run: OpenRun) -> R:
-    """Run a stage without Prefect and print its result in a line."""
+    """Run a stage without Prefect and print a line about its result."""
     result = run_with_retries(stage, run, display().line)
     if line := stage.describe(result):
         display().line(line)
@@ -171,7 +172,8 @@ def run_on_console(stage: Stage[R], run: OpenRun) -> R:
 
 
 def run_with_retries(stage: Stage[R], run: OpenRun, report: Callable[[str], None]) -> R:
-    """Run a stage, again after each loss of the trainer, at most `runtime.max_chunk_retries` times."""
+    """Run a stage. After each loss of the trainer process, run it again, at most `runtime.max_chunk_retries` times.
+    `report`: a function that receives a message before each retry."""
     retries = run.config.runtime.max_chunk_retries if stage.in_trainer else 0
     for attempt in range(1, retries + 1):
         try:

@@ -1,7 +1,7 @@
-"""The command line: it collects the commands and ends the process with an exit code and one message.
+"""The command line, which collects the commands and ends the process with an exit code and one message.
 
-Each command is a function of `flows/commands/` or `flows/sweep/command.py`. Its parameters are the arguments and
-options, its docstring the help. These modules import nothing heavy when they load.
+Each command is a function of `flows/commands/` or `flows/sweep/command.py`. The function's parameters are the arguments
+and options of the command, and its docstring is the help. These modules import no large packages when they are loaded.
 """
 
 import atexit
@@ -32,12 +32,12 @@ from rlcore.start import tune_garbage_collection
 
 EXIT_FAILED, EXIT_WRONG_SETTINGS = 1, 2
 CLICK_INTERRUPTED = 130
-"""Exit code of typer after an interrupt at the keyboard."""
+"""The exit code of typer after a keyboard interrupt."""
 EXPECTED_OS_ERRORS = frozenset({
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOSPC, errno.EDQUOT, errno.EINVAL,
     errno.EISDIR,
 })  # fmt: skip
-"""File errors that a message with the file's name explains, without a traceback."""
+"""The file errors that are reported without a traceback. The message names the file."""
 INTERRUPTED = "interrupted; the same command resumes"
 
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -72,18 +72,18 @@ def global_options(
         bool, typer.Option("--version", help="Print the version and end.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Handle `--version`; the commands handle everything else."""
+    """Handle the global option `--version`. Each command handles its other options."""
 
 
 def main() -> NoReturn:
-    """Run `millrace`; report an expected error as a message, not a traceback."""
+    """Run `millrace`. An expected error is reported as a message instead of a traceback."""
     open_standard_streams()
     extend_module_path()
     run_and_exit(app)
 
 
 def open_standard_streams() -> None:
-    """Open the standard streams that the parent has closed: the next opened file would take a closed one's number.
+    """Open the standard streams that the parent has closed, so that no other file gets the number of a closed stream.
 
     Characters that the terminal's encoding lacks are printed as escapes.
     """
@@ -95,16 +95,17 @@ def open_standard_streams() -> None:
 
 
 def extend_module_path() -> None:
-    """Add the working folder to the module path, after our own source: a `data.py` in it replaces nothing of ours."""
+    """Append Millrace's source folder and then the working folder to the module path. In this order, a `data.py` in the
+    working folder does not replace Millrace's `data`."""
     sys.path.append(str(SOURCE_FOLDER))
     with suppress(FileNotFoundError):  # a deleted folder; each command reports it
         sys.path.append(str(Path.cwd()))
 
 
 def run_and_exit(command: Callable[[], object]) -> NoReturn:
-    """Run a command and end the process as soon as its outputs are flushed and its exit handlers have run.
+    """Run a command. End the process as soon as the exit handlers have run and the output is flushed.
 
-    The interpreter's own teardown would take another 3 s after the imports of a run.
+    The normal shutdown of the interpreter would take another 3 s after the imports of a run.
     """
     tune_garbage_collection()
     signal.signal(signal.SIGTERM, _SigtermHandler())
@@ -130,7 +131,7 @@ def run_and_exit(command: Callable[[], object]) -> NoReturn:
 
 
 def _flush_stdout() -> bool:
-    """Return whether all output could be written: a disk may be full, or the reader gone."""
+    """Flush the standard output. Return False if this fails, because the disk is full or the reader has ended."""
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -142,7 +143,7 @@ def _flush_stdout() -> bool:
 
 
 class _SigtermHandler:
-    """Turn SIGTERM into an interrupt at the keyboard; several within `SAME_REQUEST_S` count as one."""
+    """A signal handler that turns SIGTERM into a keyboard interrupt, but only once within `SAME_REQUEST_S` seconds."""
 
     def __init__(self) -> None:
         self._requested_at = float("-inf")
@@ -155,7 +156,7 @@ class _SigtermHandler:
 
 
 def exit_code(command: Callable[[], object]) -> int:
-    """Run a command, report its error on standard error, and return the exit code."""
+    """Run a command, report its error on standard error, and return the exit code of the process."""
     try:
         command()
     except SystemExit as exit:

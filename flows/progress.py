@@ -1,4 +1,4 @@
-"""Progress of a run for users: a live line on a terminal, plain lines in a log."""
+"""The display of a run's progress. It is a live line on a terminal, and plain lines in a log."""
 
 import logging
 import re
@@ -20,16 +20,16 @@ PLAIN_EVERY_S = 10.0  # seconds between two progress lines in a log
 REWARD_NAMES = ("critic/score/mean", "sft/reward")  # reward of a training step, and of a measurement in the warm start
 LOSS_NAMES = {"sft/loss": "loss", "sft/held_out_loss": "held-out loss"}  # losses of supervised steps by metric name
 HEADLINE_METRIC = re.compile(r"/reward/(mean@\d+|pass@\d+|greedy)$")
-"""Pattern of the metrics of a validation that are printed."""
+"""The pattern of the validation metrics that are printed."""
 
 
 def skipped_suffix(cached: bool) -> str:
-    """Return the suffix of the line of an existing result."""
+    """Return the suffix of a line about a result: a note if the result existed before, otherwise ''."""
     return ", skipped: done before" if cached else ""
 
 
 class Display:
-    """Receiver of stages and events. The base class shows nothing: under a worker the flow run's log has everything."""
+    """A display of stages and events. This base class shows nothing, because a worker logs everything to Prefect."""
 
     def line(self, text: str) -> None:
         """Print a permanent line."""
@@ -42,19 +42,19 @@ class Display:
 
 
 class PlainDisplay(Display):
-    """Lines for a log: stages, checkpoints, and a step every few seconds."""
+    """A display for logs. It prints lines for stages and checkpoints, and a progress line every few seconds."""
 
     def __init__(self, every_s: float = PLAIN_EVERY_S) -> None:
         self._every_s = every_s
         self._last = float("-inf")
 
     def line(self, text: str) -> None:
-        """Print and flush a line. A full disk or a closed reader does not stop the run."""
+        """Print and flush a line. A full disk or a closed pipe does not stop the run."""
         with suppress(OSError):
             print(printable(text), flush=True)
 
     def event(self, event: Event) -> None:
-        """Print an event, progress at most every few seconds."""
+        """Print an event. Progress is printed only every few seconds and at the end."""
         if isinstance(event, Progress):
             is_end = event.step in (event.to_step, event.total_steps)
             if not is_end and time.monotonic() - self._last < self._every_s:
@@ -64,7 +64,7 @@ class PlainDisplay(Display):
 
 
 class LabelledDisplay(Display):
-    """A display that prefixes each line with a label, for several runs in sequence."""
+    """A display that prefixes each line with a label. The labels distinguish several runs in sequence."""
 
     def __init__(self, shown: Display, label: str) -> None:
         self._shown, self._label = shown, label
@@ -82,7 +82,7 @@ class LabelledDisplay(Display):
 
 
 class LiveDisplay(Display):
-    """A live line at the bottom, with permanent lines above it."""
+    """A display with a live line at the bottom of the terminal and permanent lines above it."""
 
     def __init__(self, console: "Console") -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
@@ -116,7 +116,7 @@ class LiveDisplay(Display):
 
 
 def describe(event: Event) -> str:
-    """Return an event as a line of text."""
+    """Return a line of text that describes an event."""
     match event:
         case Progress():
             return f"{event.stage}: step {event.step}/{event.total_steps}  {metrics_text(event)}".rstrip()
@@ -137,7 +137,7 @@ def describe(event: Event) -> str:
 
 
 def metrics_text(progress: Progress) -> str:
-    """Return reward, speed and time left, as far as they are known."""
+    """Return the losses, reward, speed and remaining time as text. Unknown values are left out."""
     parts = [f"{word} {progress.metrics[name]:.3f}" for name, word in LOSS_NAMES.items() if name in progress.metrics]
     reward = next((progress.metrics[name] for name in REWARD_NAMES if name in progress.metrics), None)
     if reward is not None:
@@ -150,7 +150,7 @@ def metrics_text(progress: Progress) -> str:
 
 
 def format_speed(tokens_per_s: float, num_devices: int) -> str:
-    """Return tokens per second of each device, and of all of them if there are several.
+    """Return the number of tokens per second of each device as text. If there are several devices, the total is added.
 
     >>> format_speed(9_000.4, 1), format_speed(9_000.4, 2)
     ('9,000 tokens/s', '9,000 tokens/s per GPU, 18,001 in total')
@@ -161,7 +161,7 @@ def format_speed(tokens_per_s: float, num_devices: int) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return seconds as text.
+    """Return a duration in seconds as text.
 
     >>> format_duration(7.4), format_duration(95), format_duration(7_380)
     ('7 s', '1:35', '2:03:00')
@@ -184,7 +184,7 @@ def display() -> Display:
 
 @contextmanager
 def use_display(new: Display) -> Iterator[None]:
-    """Use a display inside the block."""
+    """Use a display inside the `with` block. It is closed afterwards, and the previous display is restored."""
     global _display
     old, _display = _display, new
     try:
@@ -195,7 +195,7 @@ def use_display(new: Display) -> Iterator[None]:
 
 
 def display_for_console() -> Display:
-    """Return a live line for a terminal, plain lines for other outputs."""
+    """Return a display with a live line for a terminal, and one with plain lines for other outputs."""
     from rich.console import Console
 
     console = Console()
@@ -206,7 +206,7 @@ PIPED_WIDTH = 250  # columns of a table that is written to a file or a pipe
 
 
 def console_for_tables() -> "Console":
-    """Return a console that wraps no line of text and, outside a terminal, cuts no row of a table."""
+    """Return a console that does not wrap lines. Outside a terminal, it is wide enough for whole table rows."""
     from rich.console import Console
 
     width = None if sys.stdout.isatty() else PIPED_WIDTH
@@ -214,10 +214,10 @@ def console_for_tables() -> "Console":
 
 
 def printable(text: str) -> str:
-    """Escape control characters and characters that change the direction of text.
+    r"""Return a text in which control characters and characters that change the direction of text are escaped.
 
-    >>> printable("a\\x1b[2Jb\\nc\\td")
-    'a\\\\x1b[2Jb\\nc\\td'
+    >>> printable("a\x1b[2Jb\nc\td")
+    'a\\x1b[2Jb\nc\td'
     """
     return "".join(c if c.isprintable() or c in "\n\t\u200d" or category(c) == "Zs" else repr(c)[1:-1] for c in text)
 
@@ -227,7 +227,7 @@ CI_SUFFIXES = ("/ci_low", "/ci_high")
 
 @dataclass(frozen=True, slots=True)
 class ValidationSummary:
-    """Metrics of one validation, and the file with every response."""
+    """The metrics of one validation, and the file that holds every response."""
 
     name: str
     step: int
@@ -239,7 +239,7 @@ class ValidationSummary:
         return f"{self.headline()}{skipped_suffix(self.cached)}"
 
     def headline(self) -> str:
-        """Return the main metrics with their intervals."""
+        """Return the main metrics with their confidence intervals as text."""
         shown = [name for name in self.summary if HEADLINE_METRIC.search(name) and f"{name}/ci_low" in self.summary]
         several = len({_source_of(name) for name in shown}) > 1
         labels = {name: f"{_source_of(name)} " if several else "" for name in shown}
@@ -248,7 +248,7 @@ class ValidationSummary:
 
 
 def with_interval(summary: Mapping[str, float], metric: str) -> str:
-    """Return a metric with its confidence interval, if it has one; '' for an absent metric.
+    """Return a metric as text, with its confidence interval if that is known. Return '' if the metric is absent.
 
     >>> with_interval({"a": 0.5, "a/ci_low": 0.41, "a/ci_high": 0.59}, "a")
     '0.500 [0.410, 0.590]'
@@ -261,7 +261,7 @@ def with_interval(summary: Mapping[str, float], metric: str) -> str:
 
 
 def _source_of(name: str) -> str:
-    """Return the data source in a held-out metric's name.
+    """Return the data source that a held-out metric's name contains.
 
     >>> _source_of("val-core/openai/gsm8k/reward/mean@4")
     'openai/gsm8k'

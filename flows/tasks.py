@@ -1,4 +1,4 @@
-"""Stages of a run as Prefect tasks of the current flow run."""
+"""The Prefect tasks that run the stages of a run inside the current flow run."""
 
 import logging
 import time
@@ -35,7 +35,7 @@ LAST_STAGE: Final = "report"  # last stage of a whole run
 
 
 def flow_run_name() -> str:
-    """Return for example `train/countdown_demo seed=2`: flow or last stage, experiment and a given seed."""
+    """Return the flow run's name, such as `train/countdown_demo seed=2`: flow or last stage, experiment and seed."""
     given = flow_run.parameters
     until = given.get("until", LAST_STAGE)
     seed = [f"seed={given['seed']}"] if given.get("seed") is not None else []
@@ -45,14 +45,14 @@ def flow_run_name() -> str:
 
 
 CHECKED_SETTINGS: ContextVar[Any] = ContextVar("checked", default=None)
-"""Settings of a run, or a sweep, that a command has checked before its flow run."""
+"""The settings of a run or a sweep that a command has checked before it starts the flow."""
 _OUTCOME: ContextVar["Future[Any]"] = ContextVar("outcome")
 
 
 def call_flow(checked: object, call: Callable[[], R]) -> R:
-    """Call a flow that takes `CHECKED_SETTINGS` and does not compose and check again.
+    """Call a flow with `checked` as its `CHECKED_SETTINGS`, so that the flow does not compose and check settings again.
 
-    If Prefect fails after the flow's work, for example because its server has ended, the outcome of the work counts.
+    If Prefect fails after the work of the flow, for example because its server has ended, the stored outcome is used.
     """
     outcome: Future[R] = Future()
 
@@ -70,7 +70,7 @@ def call_flow(checked: object, call: Callable[[], R]) -> R:
 
 
 def keep_outcome(work: Callable[[], R]) -> R:
-    """Do the work of a flow and store its outcome for `call_flow`."""
+    """Do the work of a flow and store its result or error for `call_flow`."""
     outcome = _OUTCOME.get(Future())
     try:
         outcome.set_result(work())
@@ -82,19 +82,19 @@ def keep_outcome(work: Callable[[], R]) -> R:
 
 @contextmanager
 def open_flow_run(settings: RunSettings, verb: str) -> Iterator[OpenRun]:
-    """Open the run of these settings and watch the flow run for cancellation."""
+    """Open the run of these settings and watch the flow run for a cancellation inside the `with` block."""
     with watch.watch_flow_run(), open_run(settings.config, settings.command(verb), report=log_and_print) as run:
         yield run
 
 
 def log_settings(settings: RunSettings, verb: str) -> None:
-    """Log the equivalent command and settings without effect."""
+    """Log the equivalent command and the settings that have no effect."""
     log_command(join(settings.command(verb)))
     log_unused_settings(settings.unused_settings())
 
 
 def run_as_task(stage: Stage[R], run: OpenRun) -> R:
-    """Run a stage of a run as a task. Raises Pause if the flow run was suspended before it."""
+    """Run a stage of a run as a Prefect task. Raises Pause if the flow run was suspended before the task."""
     if not stage.in_trainer:
         return run_task(stage.name, stage.title(run), lambda: stage.find_or_make(run), stage.describe)
     run.trainer.on_event = display().event  # also between tasks, where a signal may end the run
@@ -107,15 +107,15 @@ def run_as_task(stage: Stage[R], run: OpenRun) -> R:
         if isinstance(result, ValidationSummary):
             artifacts.show_validation(run, result)
         if isinstance(result, InitialPolicy) and f"progress-{WARM_START}" in run.prefect_view.artifacts:
-            artifacts.show_progress(run, WARM_START, 100.0, f"{result}  done")  # it may end before its last step
+            artifacts.show_progress(run, WARM_START, 100.0, f"{result}  done")  # it may end early
         return stage.describe(result)
 
     return run_task(stage.name, stage.title(run), work, describe)
 
 
 def run_task(name: str, title: str, work: Callable[[], R], describe: Callable[[R], str]) -> R:
-    """Run a function as a task and print its result as described, unless that is ''. Raises Pause if the flow run was
-    suspended before it."""
+    """Run a function as a Prefect task and print its result. `describe`: a function that returns the result as text, or
+    '' for no output. Raises Pause if the flow run was suspended before the task."""
     watch.end_if_suspended()
     signals = watch.DeferredSignals()
 
@@ -138,7 +138,7 @@ _LEVELS = (("CRITICAL", logging.CRITICAL), ("ERROR", logging.ERROR), ("WARNING",
 
 
 class RunReporter:
-    """Receiver of the trainer's events and log lines for one task."""
+    """A reporter that passes the trainer's events and log lines to Prefect during one task."""
 
     def __init__(self, run: OpenRun) -> None:
         self._run = run
@@ -148,14 +148,14 @@ class RunReporter:
         self._is_paused = False
 
     def event(self, event: Event) -> None:
-        """Report an event, in the flow's thread."""
+        """Report an event of the trainer. This method runs in the thread of the flow."""
         self._show_pause(event)
         match event:
             case Progress():
                 self._progress(event)
             case CheckpointSaved(step, path):
                 self._log.info("%s", describe(event))
-                if Path(path).is_relative_to(self._run.layout.run_dir):  # not those of the warm start
+                if Path(path).is_relative_to(self._run.layout.run_dir):  # not a checkpoint of the warm start
                     emit("checkpoint.saved", "run", self._run.run_id, {"step": step, "path": path})
                     self._show_summary()
             case Validated(name, step, summary):
@@ -169,7 +169,7 @@ class RunReporter:
                 emit(name, "run", self._run.run_id, dict(data))
 
     def _show_pause(self, event: Event) -> None:
-        """Set the flow run to Paused while it waits for disk space or slots, until the next other event."""
+        """Set the flow run to Paused if the run waits for disk space or slots. Any other event resumes it."""
         if isinstance(event, RunEvent) and event.name in (PAUSED, WAITS_FOR_SLOTS):
             self._is_paused = True
             artifacts.log_failure(lambda: watch.set_flow_run_state(Paused(message=str(event.data.get("text")))))
@@ -177,18 +177,18 @@ class RunReporter:
             self.resume()
 
     def resume(self) -> None:
-        """Set a paused flow run to Running again."""
+        """Set the flow run to Running if this reporter has paused it."""
         if self._is_paused:
             self._is_paused = False
             artifacts.log_failure(lambda: watch.set_flow_run_state(Running(message="resumed")))
 
     def line(self, line: str) -> None:
-        """Log a line of the trainer's log."""
+        """Log a line of the trainer's log at the level that the line names."""
         level = next((level for word, level in _LEVELS if f" {word} " in line[:80]), logging.INFO)
         self._log.log(level, "%s", line)
 
     def end(self) -> None:
-        """Update everything after the last step."""
+        """Update the checkpoints, summary and MLflow link, if the last step of the run is done."""
         last = self._progress_now
         if last is not None and last.to_step == last.total_steps:
             self._show_summary(now=True)
@@ -205,7 +205,7 @@ class RunReporter:
         self._show_summary()
 
     def _show_summary(self, *, now: bool = False) -> None:
-        """Update checkpoints, summary and MLflow link, at most every `SUMMARY_EVERY_S` unless `now`."""
+        """Update the checkpoints, summary and MLflow link. Do so only every `SUMMARY_EVERY_S` seconds, unless `now`."""
         shown = self._run.prefect_view
         if not now and time.monotonic() - shown.summary_at < SUMMARY_EVERY_S:
             return
@@ -218,7 +218,7 @@ class RunReporter:
 
 @contextmanager
 def report_to_task(run: OpenRun) -> Iterator[None]:
-    """Report the trainer's events and log lines to the current task and the display."""
+    """Send the trainer's events and log lines to Prefect, and the events to the display, inside the `with` block."""
     reporter = RunReporter(run)
 
     def event(event: Event) -> None:
@@ -238,7 +238,7 @@ def report_to_task(run: OpenRun) -> Iterator[None]:
 
 
 def emit(event: str, kind: str, name: str, payload: dict[str, object]) -> None:
-    """Emit the event `millrace.<event>` of the resource `millrace.<kind>.<name>`, for Prefect's automations."""
+    """Emit the event `millrace.<event>` for Prefect's automations. Its resource is `millrace.<kind>.<name>`."""
     resource = {"prefect.resource.id": f"millrace.{kind}.{name}", "prefect.resource.name": name}
     artifacts.log_failure(lambda: emit_event(f"millrace.{event}", resource=resource, payload=payload))
 
@@ -250,12 +250,12 @@ def log_and_print(text: str) -> None:
 
 
 def log_unused_settings(lines: Iterable[str]) -> None:
-    """Log settings without effect, once in the outermost flow run; a command has printed them already."""
+    """Log the settings that have no effect. Only the outermost flow run logs them, so that each is logged once."""
     if flow_run.parent_flow_run_id is None:
         for line in lines:
             get_run_logger().warning("%s", line)
 
 
 def log_command(command: str) -> None:
-    """Log the equivalent command without Prefect."""
+    """Log the equivalent command, which does not use Prefect."""
     get_run_logger().info("Equivalent command without Prefect: %s", command)

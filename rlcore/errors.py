@@ -1,19 +1,19 @@
-"""The exception tree. A message has the key or file, the rule, the value got, and the remedy.
+"""The tree of exceptions. A message has the key or file, the rule, the actual value and the remedy.
 
-Ray and Prefect pickle exceptions between processes, so each constructor takes exactly what `args` holds.
+Ray and Prefect pickle exceptions between processes, so each constructor takes exactly the values in `args`.
 """
 
 import sys
 from pathlib import Path
 
 EXIT_RESUMABLE = 75
-"""Exit code of a command that stopped on request and has saved its state. The same command resumes."""
+"""The exit code of a command that stopped on request and saved its state. The same command resumes the run."""
 MODULE_REMEDY = "A module is found in the working directory, next to the experiment's file, on PYTHONPATH, or installed"
-"""Remedy where a module that the settings name is not found."""
+"""The remedy for a module that the settings name and that cannot be imported."""
 
 
 def missing_object_remedy(name: str) -> str:
-    """Return the remedy for a missing `module:object`. Another module of the same name may hide the file."""
+    """Return the remedy for a missing `module:object`. Another module of the same name may hide the user's file."""
     top = name.partition(":")[0].partition(".")[0]
     if (module := sys.modules.get(top)) is not None:
         loaded = Path(getattr(module, "__file__", None) or "a module that is built into Python")
@@ -24,10 +24,10 @@ def missing_object_remedy(name: str) -> str:
 
 
 class MillraceError(Exception):
-    """Base class of all errors that Millrace raises."""
+    """The base class of all errors that Millrace raises."""
 
     failure_kind = "error"
-    """Kind of the failure that this error is recorded as (`rlcore.run.failures`)."""
+    """The kind of failure that a run records for this error (`rlcore.run.failures`)."""
 
 
 class ConfigError(MillraceError, ValueError):
@@ -35,7 +35,7 @@ class ConfigError(MillraceError, ValueError):
 
 
 class TrialError(ConfigError):
-    """Code that the settings name, or a judge, failed its trial before the start."""
+    """A judge, or code that the settings name, failed the trial before the start."""
 
 
 class DataError(MillraceError, ValueError):
@@ -49,7 +49,7 @@ class UnscoredError(DataError):
 
 
 class UnwritableError(DataError, OSError):
-    """A folder cannot be written, for another reason than a full disk."""
+    """A folder cannot be written for a reason other than a full disk."""
 
 
 class ModelError(MillraceError, ValueError):
@@ -61,33 +61,33 @@ class CheckpointError(MillraceError):
 
 
 class DiskSpaceError(MillraceError, OSError):
-    """The disk is too full. The message names the folder and the bytes missing."""
+    """The disk is too full. The message names the folder and the number of missing bytes."""
 
     failure_kind = "disk"
     needed_bytes = 0
-    """Bytes that were to be written, 0 if unknown."""
+    """The number of bytes that the failed write needed, or 0 if unknown."""
 
 
 class RunInUseError(MillraceError):
-    """Another live process holds the run's lock."""
+    """Another live process holds the lock of the run."""
 
 
 class EngineError(MillraceError, RuntimeError):
-    """A rollout engine lacks a feature that the settings need, or returned an invalid result."""
+    """A rollout engine lacks a feature that the settings need, or it returned an invalid result."""
 
 
 class UserCodeError(MillraceError, RuntimeError):
-    """A custom loss or advantage raised in training, or returned an unusable result."""
+    """A custom loss or advantage raised an error in training, or it returned an unusable result."""
 
 
 class WorkerLostError(MillraceError, RuntimeError):
-    """A trainer process, a Ray actor or a node is gone. The chunk can be retried from its checkpoint."""
+    """A trainer process, a Ray actor or a node has disappeared. The chunk can be retried from its checkpoint."""
 
     failure_kind = "lost worker"
 
 
 class HangError(WorkerLostError):
-    """A phase exceeded its deadline. The stacks of all processes are in a file."""
+    """A phase exceeded its deadline. A file contains the stacks of all processes."""
 
     failure_kind = "hang"
 
@@ -105,7 +105,7 @@ class DeviceMemoryError(WorkerLostError):
 
 
 class RankMemoryError(DeviceMemoryError):
-    """Memory ran out in a pass that several ranks compute together. A retry uses twice as many micro-batches."""
+    """Memory ran out in a pass that several ranks compute together. A retry doubles the number of micro-batches."""
 
     failure_kind = "rank out of memory"
 
@@ -117,23 +117,23 @@ class NonFiniteError(MillraceError, ArithmeticError):
 
 
 class AlarmError(MillraceError, ArithmeticError):
-    """An alarm stopped the run. Its saved state stays."""
+    """An alarm stopped the run. The saved state of the run remains."""
 
     failure_kind = "numbers"
 
 
 class TrackingError(MillraceError):
-    """The metrics store refused a request permanently. Never raised inside a training step."""
+    """The metrics store refused a request permanently. This error is never raised inside a training step."""
 
 
 class StopRequestedError(MillraceError):
-    """A signal or cancellation stopped the run after it saved its state (exit code 75)."""
+    """A signal or cancellation stopped the run after its state was saved (exit code 75)."""
 
 
 RESUMABLE = (StopRequestedError, DiskSpaceError)
-"""Errors that end a command with code 75."""
+"""The errors that end a command with exit code 75."""
 
 
 def is_stop(error: BaseException | None) -> bool:
-    """Return True for a request to stop, including those that Python or Prefect raises, and False for a failure."""
+    """Return whether an error is a request to stop, including a request that Python or Prefect raised."""
     return isinstance(error, StopRequestedError) or (error is not None and not isinstance(error, Exception))

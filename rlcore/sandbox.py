@@ -1,9 +1,10 @@
-"""Run a Python program that a model wrote inside a sandbox.
+"""Execution of a Python program that a model wrote, inside a sandbox.
 
-bubblewrap gives the program separate user, network, pid, ipc and mount namespaces: Python and /usr read-only, an empty
-/tmp of bounded size, no variables, no network. A seccomp filter allows one process (threads are free) and blocks
-tracing, mounting, keys and network sockets. Kernel limits bound memory, files and output, and a timeout bounds time.
-docs/decisions/0014-programs-run-under-bubblewrap.md gives the reasons; `sandbox` in the settings has the limits.
+bubblewrap gives the program separate user, network, pid, ipc and mount namespaces. Python and /usr are read-only, and
+/tmp is empty and bounded. There are no environment variables and no network. A seccomp filter allows only one process,
+with any number of threads. It blocks tracing, mounting, keys and network sockets. Kernel limits bound memory, files and
+output, and a timeout bounds time. docs/decisions/0014-programs-run-under-bubblewrap.md gives the reasons. The `sandbox`
+settings contain the limits.
 """
 
 import errno
@@ -36,7 +37,7 @@ _AF_UNIX = 1
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """Output and exit code of a program. `stop_reason` is '' unless the sandbox ended it."""
+    """The output and exit code of a program. `stop_reason` is '' unless the sandbox ended the program."""
 
     stdout: str
     stderr: str
@@ -50,13 +51,15 @@ def set_limits(settings: SandboxConfig) -> None:
 
 
 def current_limits() -> SandboxConfig:
-    """Return the limits that this process or a parent has set, else the defaults."""
+    """Return the limits that this process or a parent process has set, otherwise the defaults."""
     return SandboxConfig.model_validate_json(os.environ.get(_VARIABLE, "{}"))
 
 
 def require_sandbox(settings: SandboxConfig) -> None:
-    """Check that this machine can run the sandbox, unless `sandbox.allow_weak` is set. Raises ConfigError: it cannot.
-    The message names what is missing."""
+    """Check that this machine can run the sandbox, unless `sandbox.allow_weak` is set.
+
+    Raises ConfigError if the machine lacks a requirement. The message names the requirement.
+    """
     if not settings.allow_weak and (missing := _missing_requirement()):
         raise ConfigError(
             f"sandbox.allow_weak: programs of a model cannot be shut in on this machine: {missing}. Fix that, or set "
@@ -66,15 +69,17 @@ def require_sandbox(settings: SandboxConfig) -> None:
 
 
 def run_python(program: str, stdin: str = "", time_s: float | None = None) -> ProgramResult:
-    """Run a program under the current limits with `stdin` as its input. `time_s` replaces their timeout. Raises
-    ConfigError: see `require_sandbox`."""
+    """Run a program under the current limits, with `stdin` as input. `time_s` replaces the timeout of these limits.
+
+    Raises ConfigError if this machine cannot run the sandbox.
+    """
     settings = current_limits()
     require_sandbox(settings)
     with ExitStack() as opened:
-        source, reading, out, err = (opened.enter_context(tempfile.TemporaryFile()) for _ in range(4))  # without names
+        source, reading, out, err = (opened.enter_context(tempfile.TemporaryFile()) for _ in range(4))  # unnamed files
         _write_and_rewind(source, program.encode("utf-8", "replace"))
         _write_and_rewind(reading, stdin.encode("utf-8", "replace"))
-        # If the parent is killed, bubblewrap ends the program. Without it the program would continue.
+        # If the parent is killed, bubblewrap ends the program. Without bubblewrap, setpriv ends it.
         command = ["/usr/bin/setpriv", "--pdeathsig", "KILL", *_python_command(settings), f"/dev/fd/{source.fileno()}"]
         descriptors = [source.fileno()]
         if not _missing_requirement():
@@ -112,7 +117,7 @@ def _read_output(file: IO[bytes], most: int) -> tuple[str, bool]:
 
 
 def _python_command(settings: SandboxConfig) -> list[str]:
-    """Return the command of Python under kernel limits, set by prlimit of util-linux."""
+    """Return the command that runs Python under kernel limits. prlimit of util-linux sets the limits."""
     megabyte = 2**20
     return [
         "/usr/bin/prlimit", f"--as={settings.memory_mb * megabyte}", f"--fsize={settings.file_mb * megabyte}",
@@ -144,7 +149,7 @@ def _sandbox_command(settings: SandboxConfig, source: int, rules: int) -> list[s
 
 @cache
 def _missing_requirement() -> str:
-    """Return what this machine lacks, '' if the sandbox works. The test program runs once."""
+    """Return the requirement that this machine lacks, or '' if the sandbox works. The test program runs only once."""
     if shutil.which("bwrap") is None:
         return "bubblewrap is not installed (apt-get install bubblewrap)"
     try:
@@ -166,13 +171,13 @@ def _missing_requirement() -> str:
 
 @cache
 def _seccomp_filter() -> bytes:
-    """Return the seccomp filter as BPF."""
+    """Return the seccomp filter as BPF bytes."""
     import pyseccomp as seccomp
 
     rules = seccomp.SyscallFilter(seccomp.ALLOW)
     for name in _DENIED_SYSCALLS:
         rules.add_rule(seccomp.ERRNO(errno.EPERM), name)
-    rules.add_rule(seccomp.ERRNO(errno.ENOSYS), "clone3")  # its flags are in memory: the C library falls back to clone
+    rules.add_rule(seccomp.ERRNO(errno.ENOSYS), "clone3")  # its flags are in memory. The C library falls back to clone
     rules.add_rule(seccomp.ERRNO(errno.EPERM), "clone", seccomp.Arg(0, seccomp.MASKED_EQ, _CLONE_THREAD, 0))
     rules.add_rule(seccomp.ERRNO(errno.EPERM), "socket", seccomp.Arg(0, seccomp.NE, _AF_UNIX))
     with tempfile.TemporaryFile() as file:

@@ -1,24 +1,24 @@
-"""The result of a scorer. Separate from `rlcore.types`, so that a scoring process loads no torch."""
+"""The result of a scorer. This module is separate from `rlcore.types`, so that a scoring process loads no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 FULL_SCORE = 1.0
-"""Score of a correct response if the scorer names no part `correct`."""
+"""The score of a correct response if the scorer has no part `correct`."""
 _ROUNDING = 1e-9
-"""Largest rounding error of a score that is a sum, such as 0.1 for each of ten turns."""
+"""The largest rounding error of a score that is a sum, such as 0.1 for each of ten turns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Score of one response: `total` is the reward, `parts` its named components (format, correct, ...).
+    """The score of one response. `total` is the reward, and `parts` are its named components (format, correct, ...).
 
-    `said` is the answer that the scorer extracted, in a canonical text (`1000` for `1,000`), which `maj@k` counts.
-    None: it found or returned none.
+    `said` is the answer that the scorer extracted, in a canonical form (`1000` for `1,000`). `maj@k` counts these
+    answers. `said` is None if the scorer returned no answer.
 
-    `failure` is the reason for a missing score: the scorer raised or exceeded its deadline. The scoring pool sets it,
-    and no statistic uses such a response.
+    `failure` is the reason for a missing score: the scorer raised an error or exceeded its deadline. The scoring pool
+    sets this field. No statistic uses a response without a score.
     """
 
     total: float
@@ -28,16 +28,16 @@ class Score:
 
     @property
     def solved(self) -> bool:
-        """True for a correct response: by the part `correct` if there is one, else by a full score (1)."""
+        """True if the part `correct` is 1. Without this part, true if the response has a full score (1)."""
         return self.parts.get("correct", self.total) >= FULL_SCORE - _ROUNDING
 
 
 def renew_deadline() -> None:
-    """Restart the deadline of the response being scored. A scoring process installs its own function here."""
+    """Restart the deadline for the current response. A scoring process installs another function here."""
 
 
 class Scorer(Protocol):
-    """Scores one response against a ground truth. Pure, deterministic, never raises on any text."""
+    """A pure and deterministic function that scores one response against a ground truth and never raises an error."""
 
     def __call__(self, response: str, ground_truth: Mapping[str, object]) -> Score | float:
         """Score one response. A plain number is a score without parts."""

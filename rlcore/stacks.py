@@ -1,7 +1,8 @@
-"""The stacks of all processes of a run in one text, for the diagnosis of a hang. Standard library and psutil.
+"""The stacks of all processes of a run in one text, for the diagnosis of a hang.
 
-Each process calls `register` at its start. A signal then makes it write the stacks of its threads to its own file, even
-inside C code. A stopped process cannot do this and is reported as stopped.
+Each process calls `register` at its start. A signal then makes the process write the stacks of its threads to a file,
+even inside C code. A stopped process cannot do this and is reported as stopped. Only the standard library and psutil
+are needed.
 """
 
 import faulthandler
@@ -14,10 +15,10 @@ from io import TextIOWrapper
 from pathlib import Path
 
 FOLDER_VARIABLE = "MILLRACE_STACKS"
-"""Environment variable with the folder of the stack files. Without it nothing is registered."""
+"""The environment variable with the folder of the stack files. Without this variable no process registers."""
 DUMP_SIGNAL = signal.SIGUSR2
 DUMP_TIMEOUT_S = 3.0
-"""Seconds that a process has to write its stacks."""
+"""The seconds that a process has for writing its stacks."""
 POLL_S = 0.02
 _ENDED = "has ended"
 
@@ -25,7 +26,7 @@ _file: TextIOWrapper | None = None
 
 
 def register(name: str) -> None:
-    """Install the signal handler. `name` is the role of this process: `rank-0`, `scorer`. Never raises."""
+    """Install the signal handler. `name` is the role of the process, such as `rank-0`. Never raises an error."""
     global _file
     folder = os.environ.get(FOLDER_VARIABLE)
     if not folder:
@@ -38,7 +39,7 @@ def register(name: str) -> None:
 
 
 def open_folder(folder: Path) -> None:
-    """Empty the folder and make new processes register there."""
+    """Empty the folder and make new processes register in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob("*.txt"):  # left by a killed trainer
         path.unlink(missing_ok=True)
@@ -52,7 +53,7 @@ def close_folder(folder: Path) -> None:
 
 
 def report(folder: Path) -> str:
-    """Return the stacks and states of this and all registered processes, and the states of other descendants."""
+    """Return the stacks and states of this process and all registered ones, and the states of other descendants."""
     import psutil
 
     registered = {int(path.stem.rpartition("-")[2]): path for path in sorted(folder.glob("*.txt"))}
@@ -77,7 +78,7 @@ def _own_stacks() -> str:
 
 
 def _stack(pid: int, path: Path) -> str:
-    """Return what a registered process writes on the signal, or why it writes nothing."""
+    """Return the stacks that a registered process writes on the signal, or the reason why nothing is written."""
     state = _state(pid)
     if state == _ENDED:
         return path.read_text()
@@ -105,7 +106,7 @@ def _stack(pid: int, path: Path) -> str:
 
 
 def _holds_open(pid: int, path: Path) -> bool:
-    """Return True if the process has the file open, so it is the one that registered."""
+    """Return whether the process has the file open, which proves that this process registered."""
     import psutil
 
     try:

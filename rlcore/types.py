@@ -1,16 +1,16 @@
-"""The states of a training step, one frozen dataclass each.
+"""The states of a training step, each as a frozen dataclass.
 
-Legend: P prompts, G responses to each, N = P x G sequences, T tokens of all sequences laid end to end, V vocabulary.
-The prompt `p0 p1` and the response `a b c` fill the flat tensors as
+Legend: P prompts, G responses to each prompt, N = P x G sequences, T tokens of all concatenated sequences, V
+vocabulary. The prompt `p0 p1` and the response `a b c` fill the flat tensors in this way:
 
     token_ids     p0 p1 a  b  c
     target_ids    p1 a  b  c  0      the token that position t predicts
     loss_mask     0  1  1  1  0      1 where that token is part of the response (0 everywhere without a score)
 
-In an episode of several turns `loss_mask` is 0 at targets that the environment wrote.
+In an episode of several turns, `loss_mask` is 0 at targets that the environment wrote.
 
 Every per-token quantity (log-probability, entropy, value, advantage, loss) is at the position that predicts the token.
-`rlcore.batching.pack` is the only place that shifts.
+Only `rlcore.batching.pack` shifts positions.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ FinishReason = Literal["stop", "length"]
 
 
 class FastPickle:
-    """Base of dataclasses with slots that halves the time of pickling a frozen dataclass."""
+    """A base class for dataclasses with slots. It halves the time of pickling a frozen dataclass."""
 
     __slots__: tuple[str, ...] = ()
 
@@ -39,7 +39,9 @@ class FastPickle:
 @dataclass(frozen=True, slots=True)
 class Prompt(FastPickle):
     """One filtered row, tokenized once before training. `ground_truth_json` is the scorer's ground truth as JSON, which
-    crosses process borders. `difficulty` is a measure of the task (countdown: fewest operations), 0 if it has none."""
+    can cross process boundaries. `difficulty` is the task's measure of difficulty (fewest operations in countdown), or
+    0.
+    """
 
     prompt_id: int
     token_ids: tuple[int, ...]
@@ -52,15 +54,15 @@ class Prompt(FastPickle):
 class Rollout(FastPickle):
     """One sampled response.
 
-    `response_ids` Int[R] includes the end-of-sequence token if the response ended by itself. An array, because Python
-    integers are scattered over memory.
+    `response_ids` Int[R] includes the end-of-sequence token if the response ended by itself. It is an array, because
+    Python integers are scattered over memory.
 
-    `behavior_logprobs` Float[R]: log-probability of each sampled token when it was drawn.
+    `behavior_logprobs` Float[R]: the log-probability of each token when it was sampled.
 
-    `is_sampled` Bool[R]: False for tokens that an environment or a template wrote, which have no loss, log-probability
-    or advantage. None: all tokens were sampled.
+    `is_sampled` Bool[R]: False for tokens that an environment or a template wrote. These tokens have no loss,
+    log-probability or advantage. If it is None, all tokens were sampled.
 
-    `turn_rewards`: place of the last token in `response_ids`, and the reward, of each rewarded turn.
+    `turn_rewards`: for each rewarded turn, the index of the turn's last token in `response_ids`, and the reward.
     """
 
     prompt: Prompt
@@ -75,9 +77,10 @@ class Rollout(FastPickle):
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """N sequences laid end to end. `group_ids[i]` is equal for responses to one prompt. `score_mask` is False for a
-    response without a score. `loss_mask` is False for all its tokens, so that it takes no part in any loss, mean or
-    variance."""
+    """N concatenated sequences. `group_ids[i]` is equal for responses to one prompt. `score_mask` is False for a
+    response without a score. `loss_mask` is then False for all tokens of the response, which excludes the response from
+    every loss, mean and variance.
+    """
 
     token_ids: Int[Tensor, "T"]
     position_ids: Int[Tensor, "T"]
@@ -91,25 +94,25 @@ class PackedBatch:
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences, N."""
+        """The number of sequences, N."""
         return self.cu_seqlens.numel() - 1
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens, T."""
+        """The number of tokens, T."""
         return self.token_ids.numel()
 
     @property
     def num_loss_tokens(self) -> int:
-        """Response tokens: the denominator of a token mean over this batch."""
+        """The number of response tokens, which is the denominator of a token mean over this batch."""
         return int(self.loss_mask.sum())
 
     def sequence_lengths(self) -> Int[Tensor, "N"]:
-        """Return the prompt and response tokens of each sequence."""
+        """Return the number of prompt and response tokens of each sequence."""
         return self.cu_seqlens[1:] - self.cu_seqlens[:-1]
 
     def loss_lengths(self) -> Int[Tensor, "N"]:
-        """Return the tokens with a loss of each sequence. The batch must be on the host."""
+        """Return for each sequence the number of tokens with a loss. The batch must be on the host."""
         starts = self.cu_seqlens[:-1].numpy()
         return torch.from_numpy(np.add.reduceat(self.loss_mask.numpy(), starts, dtype=np.int64))
 
@@ -125,9 +128,9 @@ class PackedBatch:
 class TrainBatch:
     """A packed batch with all inputs of an update, each Float[T] and 0 where `loss_mask` is False.
 
-    Optional: `old_logprobs` (None if a batch gets one update), `ref_logprobs` (for a KL in the loss), `old_values` and
-    `returns` (for a critic), `covariance_rank` (1 where `loss_mask` is False). `importance_weights` is 1 without a
-    correction, and 0 where a token has no policy loss.
+    `old_logprobs` is None if a batch gets one update. `ref_logprobs` is needed for a KL penalty in the loss.
+    `old_values` and `returns` are needed for a critic. The optional `covariance_rank` is 1 where `loss_mask` is False.
+    `importance_weights` is 1 without a correction, and 0 where a token has no policy loss.
     """
 
     packed: PackedBatch

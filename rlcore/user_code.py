@@ -1,13 +1,13 @@
-"""The code that settings name as `module:function`: its source files, its copy in a run's folder, imports from the
-copy.
+"""The code that settings name as `module:function`: its source files, its copy for a run, and imports from the copy.
 
-The code of a function is the file of its module and all files that it imports, directly or not, from the same folder
-(the module's, or its package's parent). A data file counts if a string in one of these files is its path from there.
-Installed packages and Millrace count for their functions only. Names are relative to that folder, so
-equal code has the same fingerprint on every machine. Nothing is executed, so computed imports do not count.
+The code of a function is the file of its module and all files that this file imports, directly or not. Imported files
+count only if they are in the same folder, which contains the module or its outermost package. A data file counts if a
+string in a source file is the relative path to the data file. Files of installed packages and of Millrace count only
+for functions of these packages. Names are relative to the import folder, so equal code has the same fingerprint on
+every machine. No code is executed, so computed imports do not count.
 
-All processes of a run import its copy, so that editing a file does not change a started run. A scoring process imports
-this module, so pydantic, settings and storage are imported inside functions.
+All processes of a run import the copy, so editing a file does not change a started run. A scoring process imports this
+module. Therefore pydantic, settings and storage are imported inside functions.
 """
 
 import ast
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
     from rlcore.config import RunConfig
 
 FOLDER_VARIABLE = "MILLRACE_CODE"
-"""Environment variable of a run's processes: the folder of its code."""
+"""The environment variable with the code folder of a run, for all processes of the run."""
 MILLRACE_PACKAGES = ("conf", "data", "flows", "rlcore")
-"""Millrace's packages are never imported from a copy: running processes have them loaded already."""
+"""Millrace's packages. They are never imported from a copy, because running processes have already loaded them."""
 MILLRACE_FOLDER = "millrace-source"
-"""Folder of their files in a copy. Its name cannot be imported."""
+"""The folder of Millrace's files in a copy. Its name cannot be imported."""
 SITE_PACKAGES = ("site-packages", "dist-packages")
 MAX_PATCH_LINES = 40
 MAX_DATA_BYTES = 10_000_000
-"""Size of the largest data file that counts."""
+"""The size of the largest data file that counts."""
 
 
 def module_of(name: str) -> str:
-    """Return the module name of a source file, given its path below an import folder.
+    """Return the module name of a source file. `name` is the path of the file below an import folder.
 
     >>> module_of("rewards/exact.py"), module_of("rewards/__init__.py")
     ('rewards.exact', 'rewards')
@@ -53,7 +53,7 @@ def module_of(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A source file: its name below the import folder (`rewards/exact.py`), its path, its bytes."""
+    """A source file: its name below the import folder (`rewards/exact.py`), its path and its bytes."""
 
     name: str
     path: str
@@ -61,44 +61,44 @@ class Source:
 
     @property
     def sha256(self) -> str:
-        """Digest of the file's bytes."""
+        """The digest of the file's bytes."""
         return hashlib.sha256(self.content).hexdigest()
 
     @classmethod
     def read(cls, file: Path, root: Path) -> "Source":
-        """Read a file below an import folder."""
+        """Read a file below the import folder `root`."""
         return cls(file.relative_to(root).as_posix(), str(file), file.read_bytes())
 
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """Source files by the function (`module:function`) that needs them."""
+    """The source files of each function (`module:function`)."""
 
     by_function: Mapping[str, tuple[Source, ...]]
 
     @property
     def sources(self) -> dict[str, Source]:
-        """All source files by their names."""
+        """All source files by name."""
         return {source.name: source for sources in self.by_function.values() for source in sources}
 
     @property
     def digests(self) -> dict[str, str]:
-        """sha256 of each file by name."""
+        """The sha256 of each file by name."""
         return {name: source.sha256 for name, source in sorted(self.sources.items())}
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of names and contents, equal on every machine."""
+        """The fingerprint of names and contents, which is equal on every machine."""
         from rlcore.config.fingerprint import fingerprint
 
         return fingerprint("code", self.digests)
 
     def shared_with(self, other: "Code") -> "Code":
-        """Return the code of the functions that both have."""
+        """Return the code of the functions that both objects contain."""
         return Code({name: sources for name, sources in self.by_function.items() if name in other.by_function})
 
     def save(self, folder: Path) -> None:
-        """Replace the folder by a copy of the files. Raises DiskSpaceError and DataError."""
+        """Replace the folder by a copy of the files. Raises DiskSpaceError or DataError if writing the copy fails."""
         from rlcore.storage.publish import published_directory
 
         values: dict[str, Any] = {
@@ -129,7 +129,7 @@ class Code:
 
 
 def read_code(folder: Path) -> Code | None:
-    """Read what `Code.save` wrote, None if there is nothing. Raises DataError where it is damaged."""
+    """Read the copy that `Code.save` wrote, or return None without a copy. Raises DataError if the copy is damaged."""
     from rlcore.storage.manifest import read_manifest, verify_directory
 
     if read_manifest(folder) is None:
@@ -158,12 +158,12 @@ def named_functions(config: "RunConfig") -> tuple[str, ...]:
 
 
 def code_for_run(config: "RunConfig") -> Code:
-    """Return the code that the settings name: the copy inside `run_code`, else the current files."""
+    """Return the code that the settings name. Inside `run_code` the copy is used, otherwise the current files."""
     return Code({function: code_for(function) for function in named_functions(config)})
 
 
 def code_for(function: str) -> tuple[Source, ...]:
-    """Return the source files of one function, sorted by name. Empty if its module is not found or has no source."""
+    """Return the source files of one function, sorted by name. Return () if its module has no source file."""
     if function in _active.by_function:
         return _active.by_function[function]
     module = function.partition(":")[0]
@@ -192,7 +192,7 @@ def code_for(function: str) -> tuple[Source, ...]:
 
 
 def code_patch(before: Code, now: Code) -> str:
-    """Return the change as a patch of at most `MAX_PATCH_LINES` lines."""
+    """Return the difference between two versions as a patch of at most `MAX_PATCH_LINES` lines."""
     lines: list[str] = []
     for name in sorted(before.sources.keys() | now.sources.keys()):
         old, new = (
@@ -225,7 +225,7 @@ def _module_file(root: Path, module: str) -> Path | None:
 
 
 def _data_files(file: Path, root: Path, texts: tuple[str, ...]) -> Iterator[Source]:
-    """Yield the data files that these strings name by their path from the source file's folder."""
+    """Yield the data files that these strings name. Paths are relative to the folder of the source file."""
     for text in texts:
         path = file.parent / text
         if PurePosixPath(text).is_absolute() or ".." in PurePosixPath(text).parts or path.suffix == ".py":
@@ -236,11 +236,11 @@ def _data_files(file: Path, root: Path, texts: tuple[str, ...]) -> Iterator[Sour
 
 @cache
 def _parse_source(content: bytes, module: str, is_package: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names that a source file imports anywhere, and its strings that may be file paths."""
+    """Return the names that a source file imports anywhere, and the strings that may be file paths."""
     try:
         tree = ast.parse(content)
     except (SyntaxError, ValueError):
-        return (), ()  # importing it will raise
+        return (), ()  # the import will raise the error
     package = module if is_package else module.rpartition(".")[0]
     nodes = list(ast.walk(tree))
     strings = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
@@ -265,7 +265,7 @@ _active = Code({})
 
 @contextmanager
 def run_code(folder: Path) -> Iterator[None]:
-    """Use a run's copy of the code for imports and fingerprints inside the block, if there is one."""
+    """Use a run's copy of the code, if there is one, for imports and fingerprints inside the `with` block."""
     global _active
     before, code = _active, read_code(folder)
     _active = code or Code({})
@@ -278,8 +278,9 @@ def run_code(folder: Path) -> Iterator[None]:
 
 
 def import_from(folder: Path | None) -> None:
-    """Import modules from the copy in `folder`, here and in child processes. None: from their original files. Modules
-    of the copy are removed from `sys.modules`, so that their next import reads the right file."""
+    """Import modules from the copy in `folder`, here and in child processes. If `folder` is None, import the original
+    files. Modules of the copy are removed from `sys.modules`, so that their next import reads the right file.
+    """
     before = os.environ.pop(FOLDER_VARIABLE, None)
     for name in {*_modules_in(before), *_modules_in(folder)} & sys.modules.keys():
         del sys.modules[name]
@@ -303,7 +304,7 @@ def _modules_in(folder: str | Path | None) -> set[str]:
 
 
 def import_from_environment() -> None:
-    """Call `import_from` with the folder that the environment names, if it exists on this node."""
+    """Call `import_from` with the folder in the environment variable, if the folder exists on this node."""
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder and (Path(folder) / "manifest.json").is_file():
         import_from(Path(folder))

@@ -1,1 +1,1 @@
-"""Checks of `benchmarks.device_checks`, and the rig that they share."""
+"""The checks that `benchmarks.device_checks` runs, and the rig that they share."""

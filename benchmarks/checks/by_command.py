@@ -1,4 +1,4 @@
-"""Checks by the product's own stages: the countdown demo with vLLM, and the warm start of a model."""
+"""Checks that run the product's own stages: the countdown demo with vLLM, and the warm start of a model."""
 
 import argparse
 import os
@@ -47,7 +47,7 @@ OFFLINE = {
 
 
 def demo(arguments: argparse.Namespace, folder: Path) -> Verdict:
-    """Run a few steps and require exit code 0 and every metric."""
+    """Run a few training steps of the demo, and require exit code 0 and every expected metric."""
     done = _millrace(arguments, folder, f"trainer.total_steps={arguments.demo_steps}", "trainer.steps_per_chunk=2")
     steps = _steps(folder)
     wanted = EXPECTED + (EXPECTED_ON_A_GPU if torch.cuda.is_available() else ())
@@ -82,7 +82,7 @@ def _millrace(arguments: argparse.Namespace, folder: Path, *more: str) -> "subpr
 
 
 def _steps(folder: Path) -> dict[int, dict[str, Any]]:
-    """Read the metrics of the training steps from the journal."""
+    """Return the metrics of each training step, read from the journal."""
     journals = folder.glob("runs/*/metrics.jsonl")
     return {
         record.step: dict(record.metrics)
@@ -94,11 +94,11 @@ def _steps(folder: Path) -> dict[int, dict[str, Any]]:
 
 WARM_START_STEPS = 20
 LEFT_BYTES = 0.1e9
-"""GPU memory that may remain in use: workspaces of the matrix library. Model, sampler and optimizer were 3 GB."""
+"""The GPU memory that the matrix library may keep in use, in bytes. Model, sampler and optimizer used 3 GB."""
 
 
 def warm_start(arguments: argparse.Namespace, folder: Path) -> Verdict:
-    """Take twenty supervised steps of `--model` or the demo's model, then require free device memory."""
+    """Run 20 supervised steps of `--model` or the demo's model, then require that the GPU memory is free again."""
     overrides = [
         "experiment=countdown_demo", f"paths.root={folder}", "data.train_size=4096", "data.validation_size=64",
         f"warm_start.max_steps={WARM_START_STEPS}", f"warm_start.check_every={WARM_START_STEPS}",

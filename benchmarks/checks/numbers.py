@@ -1,4 +1,4 @@
-"""Checks of the engine's log-probabilities against the trainer's, and of the importance correction."""
+"""Checks that compare the log-probabilities of engine and trainer, and a check of the importance correction."""
 
 import dataclasses
 import math
@@ -19,15 +19,15 @@ from rlcore.workers.actor import policy_logprobs
 from rlcore.workers.worker import Worker
 
 BOUNDS = {True: 0.02, False: 1e-4}
-"""Largest mean |difference| of log-probabilities for an engine in bfloat16 (True) and in float32."""
+"""The largest mean |difference| of log-probabilities, for an engine in bfloat16 (True) and in float32 (False)."""
 NOISE = 0.1
-"""Standard deviation of the noise added to the engine's log-probabilities."""
+"""The standard deviation of the noise that is added to the engine's log-probabilities."""
 OVER_CAP = 0.2
-"""Approximate share of the ratios above the cap."""
+"""The approximate share of the ratios that exceed the cap."""
 
 
 def differences(rig: Rig) -> Verdict:
-    """Compare all responses of a step. In bfloat16 also measure how far each side is from float32 arithmetic."""
+    """Compare the log-probabilities of all responses of a step. In bfloat16, also measure both against float32."""
     result = rig.step()
     rig.group.each(Worker.reset)
     rollouts = result.experience.rollouts
@@ -52,7 +52,7 @@ def differences(rig: Rig) -> Verdict:
 
 
 def _in_float32(worker: Worker, batch: PackedBatch, num_micro: int) -> Tensor:
-    """Compute log-probabilities in float32 under the initial policy with bfloat16-rounded weights."""
+    """Return log-probabilities computed in float32, under the initial policy with weights rounded to bfloat16."""
     config = worker._config
     plain = config.model.model_copy(update={"dtype": "float32", "attention": "sdpa", "compile": False})
     assert worker._placement is not None, "the rig has set up the worker"
@@ -63,7 +63,7 @@ def _in_float32(worker: Worker, batch: PackedBatch, num_micro: int) -> Tensor:
 
 
 def correction(rig: Rig) -> Verdict:
-    """Compare a step's loss under each mode with sums by hand. Both corrections must change it."""
+    """Compare a step's loss in each correction mode with a sum by hand. Both corrections must change the loss."""
     if rig.group.kept is None:
         rig.step()
     kept = rig.group.kept
@@ -116,7 +116,7 @@ def _weight(mode: str, ratio: float, cap: float) -> float:
 
 
 def _step_and_batch(rig: Rig, *overrides: str) -> tuple[Any, Any]:
-    """Take a step. Return its metrics and the batch of its update."""
+    """Run a training step, and return its metrics and the batch of its update."""
     seen: list[Any] = []
     module: Any = step_module  # its imports are not exported
     estimate: Callable[..., Any] = module.estimate

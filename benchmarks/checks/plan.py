@@ -1,4 +1,4 @@
-"""Check of the memory plan against the measured memory of each phase."""
+"""A check of the memory plan against the measured memory of each phase."""
 
 import contextlib
 from collections.abc import Iterator
@@ -23,11 +23,11 @@ PHASES = {
 }
 GB = 1e9
 TOLERANCE = 0.15
-"""Largest relative difference of the plan from a phase's measured bytes."""
+"""The largest relative difference between the planned and the measured bytes of a phase."""
 
 
 def check(rig: Rig) -> Verdict:
-    """Compare the plan with the second step, whose optimizer has moments. Without a GPU only compute the plan."""
+    """Compare the plan with the second step, whose optimizer has moments. Without a GPU, only compute the plan."""
     shape = shape_of(rig.config.model)
     assert shape is not None, "the rig's model has a config.json"
     rollouts = rig.step().experience.rollouts
@@ -57,7 +57,9 @@ def check(rig: Rig) -> Verdict:
 
 
 def _measured(rig: Rig) -> dict[str, dict[str, float]]:
-    """Return GB by phase: peak tensors without a sleeping engine's pool, peak reservation, most use by all."""
+    """Return the measured GB of each phase: the peak of tensors, the peak reservation, and the most use by all
+    processes. The pool of a sleeping engine is subtracted from both peaks.
+    """
     found: dict[str, dict[str, float]] = {}
     engine = engine_pool_bytes()
 
@@ -90,5 +92,5 @@ def _measured(rig: Rig) -> dict[str, dict[str, float]]:
 
 
 def _put_to_sleep(worker: Worker) -> None:
-    """Put the engine to sleep before a method, so that its first moment does not count as the earlier phase."""
+    """Put the engine to sleep before a phase. Otherwise the phase would begin with the memory of the awake engine."""
     worker.engine.sleep()

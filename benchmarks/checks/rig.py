@@ -1,4 +1,4 @@
-"""A worker with its real engine and reference, for repeated first steps on the same responses."""
+"""A worker with its real engine and reference policy, for repeated first steps on the same responses."""
 
 import argparse
 import contextlib
@@ -27,20 +27,20 @@ GROUND_TRUTH = '{"answer": "18"}'
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score by length, so that every group has a difference: random weights solve nothing."""
+    """Score a response by its length. Random weights solve no problem, so scores by correctness would be equal."""
     return Score(len(response) / 1_000, {})
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result of a check, with values for JSON."""
+    """The result of a check, with values for a JSON file."""
 
     ok: bool
     values: Mapping[str, Any]
 
 
 class RecordedGroup(FixedLengths):
-    """Group that returns its first responses repeatedly. `around(verb)` is entered around a worker's methods."""
+    """A worker group that repeats its first responses. Each worker method is called inside `around(method)`."""
 
     kept: list[Rollout] | None = None
     around: Callable[[Any], contextlib.AbstractContextManager[None]] = staticmethod(
@@ -83,7 +83,7 @@ class Rig:
         return int(json.loads((self.directory / "config.json").read_text(encoding="utf-8"))["vocab_size"])
 
     def settings(self, *overrides: str) -> RunConfig:
-        """Compose a GRPO step with one update and a reference, in the requested size."""
+        """Compose the settings of a GRPO step with one update and a reference policy, in the requested size."""
         arguments = self._arguments
         base = [
             f"model.path={self.directory}", "runtime=local", "runtime.num_workers=1", "runtime.threads_per_worker=4",
@@ -97,20 +97,22 @@ class Rig:
             "data.scorer=benchmarks.checks.rig:score",
         ]  # fmt: skip
         if torch.cuda.is_available():
-            base.append("model.compile=true")  # as training on a GPU; uncompiled layers round more often
+            base.append("model.compile=true")  # as in training on a GPU, since uncompiled layers round more often
         given = {line.partition("=")[0] for line in [*arguments.overrides, *overrides]}
         base = [line for line in base if line.partition("=")[0] not in given]
         return load_config([*base, *arguments.overrides, *overrides], experiment="verl_gsm8k_grpo")
 
     def step(self, *overrides: str, reset: bool = True) -> StepResult:
-        """Take step 1 on the recorded responses, from the initial policy or, without `reset`, from the present one."""
+        """Run training step 1 on the recorded responses. The weights are reset to the initial policy first, unless
+        `reset` is false.
+        """
         if reset:
             self.group.each(Worker.reset)
         with self.loop(*overrides) as loop:
             return loop.step()
 
     def loop(self, *overrides: str, real_prompts: Sequence[Prompt] = ()) -> contextlib.AbstractContextManager[Loop]:
-        """Open a training from the present model."""
+        """Open a training loop that begins with the present weights."""
         return training_loop(
             self.settings(*overrides),
             self.directory,
@@ -122,7 +124,7 @@ class Rig:
         )
 
     def real_prompts(self) -> list[Prompt]:
-        """Make sums in the model's chat template, or nothing without a template."""
+        """Return arithmetic prompts in the model's chat template, or no prompts if the model has no template."""
         tokenizer = load_tokenizer(self.directory)
         if tokenizer.chat_template is None:
             return []
@@ -136,7 +138,7 @@ class Rig:
 
     @contextlib.contextmanager
     def watched(self, around: Callable[[Any], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
-        """Enter `around` around each method inside."""
+        """Call each worker method of the `with` block inside the context manager `around(method)`."""
         before, self.group.around = self.group.around, around  # type: ignore[method-assign]
         try:
             yield

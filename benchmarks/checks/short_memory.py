@@ -1,4 +1,4 @@
-"""Check that an update that runs out of memory is repeated in more micro-batches with the same loss and gradient."""
+"""A check of an update that runs out of memory. Its repetition in more micro-batches must give the same numbers."""
 
 import contextlib
 import ctypes
@@ -19,13 +19,13 @@ from rlcore.workers.worker import Worker
 
 COMPARED = ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "actor/entropy")
 SHARES = (0.35, 0.5, 0.65, 0.8)
-"""Shares of the update's memory, tried in order until the update succeeds after a failure."""
+"""The shares of the update's memory, tried in order until an update first fails and then succeeds."""
 ON_A_CPU_BYTES = tuple(1 << power for power in range(18, 27))
 M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
 
 
 def prepare() -> None:
-    """Make large blocks separate and released where there is no GPU, so that a process limit bounds tensors."""
+    """Let the CPU allocator release large blocks, so that a process limit bounds tensors. Do nothing with a GPU."""
     if not torch.cuda.is_available():
         allocator = ctypes.CDLL(None)
         allocator.mallopt(M_MMAP_THRESHOLD, 1 << 16)
@@ -34,7 +34,7 @@ def prepare() -> None:
 
 
 def check(rig: Rig) -> Verdict:
-    """Take a step with all memory, then one with too little in the update."""
+    """Run a step with all memory, then a step with too little memory in the update, and compare their numbers."""
     need = 0
 
     @contextlib.contextmanager
@@ -102,7 +102,7 @@ def weights_norm(worker: Worker) -> float:
 
 @contextlib.contextmanager
 def short_of_memory(room: int, device: torch.device) -> Iterator[None]:
-    """Limit further memory to `room` bytes: torch's on a GPU, else the process's."""
+    """Limit further memory to `room` bytes: the memory of torch on a GPU, otherwise the memory of the process."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         _, total = torch.cuda.mem_get_info()
@@ -123,7 +123,7 @@ def short_of_memory(room: int, device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _logged(messages: list[str]) -> Iterator[None]:
-    """Collect log messages of the passes."""
+    """Append the log messages of the trained model to `messages` inside the `with` block."""
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

@@ -1,6 +1,6 @@
-"""Check that right weight syncs raise no alarm and that one with an old layer is found.
+"""A check that correct weight syncs raise no alarm, and that a sync with an outdated layer is detected.
 
-One optimizer step changes log-probabilities less than the rounding of bfloat16 does.
+One optimizer step changes log-probabilities less than the rounding to bfloat16 does.
 """
 
 import statistics
@@ -20,12 +20,12 @@ RATE = "optim.lr=1e-5"
 
 
 def check(rig: Rig) -> Verdict:
-    """Do thirty right weight syncs, then one in which the middle layer is one step old."""
+    """Run 30 correct weight syncs, then a sync in which the middle layer is one step old."""
     rig.group.each(Worker.reset)
     with rig.loop(RATE, real_prompts=rig.real_prompts()) as loop:
         steps = []
         for _ in range(NUM_SYNCS):
-            rig.group.kept = None  # new responses
+            rig.group.kept = None  # generate new responses
             steps.append(loop.step())
         (before,) = rig.group.each(_weights)
         layer = f"model.layers.{sum('input_layernorm' in name for name in before) // 2}."
@@ -53,14 +53,14 @@ def check(rig: Rig) -> Verdict:
 
 
 def _weights(worker: Worker) -> dict[str, Tensor]:
-    """Copy all weights in the engine's type."""
+    """Return a copy of all weights in the engine's data type."""
     dtype = next(worker.engine.model.parameters()).dtype  # type: ignore[attr-defined]
     return {name: tensor.to(dtype, copy=True) for name, tensor in worker.actor.weights()}
 
 
 @contextmanager
 def _skip_sync(old: dict[str, Tensor]) -> Iterator[None]:
-    """Replace some tensors sent to vLLM by old ones."""
+    """Replace some of the tensors that are sent to vLLM with old ones inside the `with` block."""
     load = weight_sync.load_weights
 
     def wrapped(model: nn.Module, config: Any, weights: Any, *more: Any) -> None:

@@ -1,1 +1,1 @@
-"""Comparison of TRL's GRPOTrainer with ours: `python -m benchmarks.vs_trl`, a process for each side."""
+"""A comparison of TRL's GRPOTrainer with our trainer. `python -m benchmarks.vs_trl` starts a process for each side."""

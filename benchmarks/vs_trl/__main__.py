@@ -1,4 +1,4 @@
-r"""Compare TRL's GRPOTrainer with ours: same model, prompts, batch, steps and algorithm.
+r"""Compare TRL's GRPOTrainer with our trainer on the same model, prompts, batch, steps and algorithm.
 
     pip install --target TRL_FOLDER --no-deps trl==1.16.0
     python -m benchmarks.vs_trl --trl-site TRL_FOLDER                     # CPU: reward and samples/s, some minutes
@@ -10,16 +10,17 @@ r"""Compare TRL's GRPOTrainer with ours: same model, prompts, batch, steps and a
     python -m benchmarks.vs_trl --judge DIR                               # evaluate saved weights
 
 Each side runs in a new process, one after the other. TRL gets its best settings: the largest fast micro-batch, no
-gradient checkpointing, SDPA, fused AdamW, and no forward pass that it does not need.
+gradient checkpointing, SDPA, fused AdamW, and no unneeded forward pass.
 
-GPU: one GPU's share of verl's Llama-3.2-1B benchmark (128 prompts of 107 tokens x 5, four updates, reference), random
-weights. TRL pads its batches, so `--lengths equal` is its best case. With `--lengths drawn` (geometric, to 1,024) it
-computes mostly padding. Memory is the most that the driver reports for the whole process. Sides: trl-fp32
-(float32 master weights under bfloat16 autocast, as lr 1e-6 needs), trl-bf16 (bfloat16 weights and optimizer), ours.
+On a GPU, both sides run one GPU's share of verl's Llama-3.2-1B benchmark with random weights: 128 prompts of 107 tokens
+with 5 responses each, four updates, and a reference policy. TRL pads its batches, so `--lengths equal` is its best
+case. With `--lengths drawn` (geometric, up to 1,024) it computes mostly padding. Memory is the most that the driver
+reports for the whole GPU. The sides are trl-fp32 (float32 master weights under bfloat16 autocast, which lr 1e-6
+needs), trl-bf16 (bfloat16 weights and optimizer), and ours.
 
-`--experiment` (on a CPU: countdown_demo, generation by transformers, float32): both sides learn from the same initial
-policy and save their weights every 20 steps. One process then evaluates the weights of all sides in DIR on the held-out
-problems, with one engine (`--engine`), and adds each point to DIR.
+With `--experiment`, both sides learn from the same initial policy and save their weights every 20 steps. A CPU run does
+so by default, on countdown_demo in float32 with generation by transformers. One process then evaluates the weights of
+all sides in DIR on the held-out problems. It uses one engine (`--engine`) and adds each point to DIR.
 """
 
 import argparse
@@ -51,14 +52,14 @@ def main() -> None:
         if not arguments.combine and any(out.glob("*/step-0")):
             _start("evaluation", str(out), arguments.engine, threads=arguments.threads)
         found = [json.loads(file.read_text()) for file in sorted(out.glob("*.json"))]
-    table = summary([one for one in found if "step_s" in one])  # an interrupted side has none
+    table = summary([one for one in found if "step_s" in one])  # an interrupted side has no step_s
     show(table)
     if arguments.write:
         print(write_result(f"vs_trl_{arguments.device}", table))
 
 
 def measure(arguments: argparse.Namespace, out: Path, scratch: Path) -> None:
-    """Run each chosen side `--repeats` times. Each writes a report and a folder of the same name to `out`."""
+    """Run each chosen side `--repeats` times. Each run writes a report and a folder of the same name to `out`."""
     learning = arguments.experiment or (arguments.device == "cpu" and not arguments.random)
     prepare = prepare_experiment if learning else prepare_random
     for seed in range(arguments.seed, arguments.seed + arguments.repeats):
@@ -94,7 +95,7 @@ def _run_side(job: Job, *, trl_site: Path | None) -> dict[str, Any]:
 
 
 def _start(module: str, *arguments: str, threads: int, site: Path | None = None) -> None:
-    """Run a module of this package in a new process, with the folder `site` first on its path."""
+    """Run a module of this package in a new process. The folder `site` comes first on the module path."""
     path = [str(site.resolve()) if site else "", str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environment = {
         "CUDA_VISIBLE_DEVICES": "0",

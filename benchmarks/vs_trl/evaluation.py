@@ -1,6 +1,6 @@
-"""Held-out rewards of the weights of all sides of `benchmarks.vs_trl`, with one engine.
+"""The held-out rewards of the saved weights of all sides of `benchmarks.vs_trl`, evaluated with one engine.
 
-python -m benchmarks.vs_trl.evaluation DIR vllm      # started by benchmarks.vs_trl
+python -m benchmarks.vs_trl.evaluation DIR vllm  # started by benchmarks.vs_trl
 """
 
 import json
@@ -25,7 +25,7 @@ from rlcore.workers.worker import Worker
 
 
 def evaluate(jobs: Sequence[Job]) -> None:
-    """Add the points of the learning curve to each side's report next to its folder, one by one."""
+    """Evaluate the saved weights of each side, and add each point to the report of the side."""
     group = LocalGroup(settings(jobs[0]), jobs[0].model)
     try:
         for job in jobs:
@@ -42,7 +42,7 @@ def evaluate(jobs: Sequence[Job]) -> None:
 
 
 def _evaluate_step(job: Job, group: LocalGroup, step: int) -> dict[str, float]:
-    """Return rewards of the weights after a step: sampled, with its 95% interval, and greedy."""
+    """Return the held-out rewards after a step: the sampled reward with its 95% interval, and the greedy reward."""
     config = settings(job)
     weights = load_policy(job.weights(step), model=config.model, device=torch.device("cpu")).state_dict()
     set_model_state_dict(
@@ -66,7 +66,7 @@ def _evaluate_step(job: Job, group: LocalGroup, step: int) -> dict[str, float]:
 
 
 def saved_weights(out: Path, engine: str) -> list[Job]:
-    """Return the jobs with weights in `out`, with another engine."""
+    """Return the jobs that have saved weights in `out`, with their engine replaced by `engine`."""
     jobs = [Job.read(folder.parent / "job.json") for folder in sorted(out.glob("*/step-0"))]
     return [replace(job, engine=engine, model=str(job.weights(0))) for job in jobs]
 

@@ -1,4 +1,4 @@
-"""Job and report of a side of `benchmarks.vs_trl`, as JSON between processes."""
+"""The job and the report of a side of `benchmarks.vs_trl`, which processes exchange as JSON."""
 
 import json
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ GRAD_CLIP = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Work of one side. `folder` may be moved. It has prompts in the order of steps and, with `evaluated_steps`, the
-    held-out problems and the weights at the start and after these steps.
+    """The work of one side. `folder` may be moved. It has the prompts in the order of the steps. With
+    `evaluated_steps`, it also has the held-out problems, and the weights at the start and after these steps.
 
-    `precision`: fp32 (master weights; products in bfloat16 on a GPU) or bf16 (weights and optimizer, TRL only).
-    `lengths`: tokens of each response of a step; empty: responses end by themselves. `micro_batch`: responses of one of
-    TRL's forward passes.
+    `precision` is fp32 (float32 master weights, products in bfloat16 on a GPU) or bf16 (weights and optimizer, TRL
+    only). `lengths` are the tokens of each response of a step, or empty if responses end by themselves. `micro_batch`
+    is the number of responses in one forward pass of TRL.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Job:
         return self.warm_up + self.steps
 
     def weights(self, step: int) -> Path:
-        """Return the folder of the weights after a step, 0 for the start."""
+        """Return the folder of the weights after a step. Step 0 is the start."""
         return Path(self.folder) / f"step-{step}"
 
     def write(self) -> Path:
@@ -73,7 +73,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Prompt as text and token ids, with its ground truth."""
+    """A prompt as text and as token ids, with its ground truth."""
 
     text: str
     token_ids: tuple[int, ...]

@@ -1,6 +1,6 @@
-"""Our side of `benchmarks.vs_trl`, in one process.
+"""Our side of `benchmarks.vs_trl`, which runs in one process.
 
-python -m benchmarks.vs_trl.ours JOB.json      # started by benchmarks.vs_trl
+python -m benchmarks.vs_trl.ours JOB.json  # started by benchmarks.vs_trl
 """
 
 import resource
@@ -29,7 +29,7 @@ from rlcore.workers.worker import Worker
 
 
 class InOrder:
-    """Prompts in file order, so that both sides use the same."""
+    """A stream of prompts in file order, so that both sides use the same prompts."""
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
         self._prompts = prompts
@@ -72,7 +72,7 @@ def as_prompts(rows: Sequence[Row], task: str) -> list[Prompt]:
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Take the steps and return the measurements."""
+    """Run the training steps and return the measurements."""
     config = settings(job)
     prompts = as_prompts(read_rows(Path(job.folder) / PROMPTS), config.data.task)
     tokenizer = load_tokenizer(Path(job.model))
@@ -124,7 +124,7 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def _save(job: Job, step: int, weights: dict[str, torch.Tensor]) -> None:
-    """Save weights with the model's config and tokenizer."""
+    """Save weights in a model directory with the model's config."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32)

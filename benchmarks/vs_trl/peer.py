@@ -1,6 +1,6 @@
-"""TRL's side of `benchmarks.vs_trl`: its GRPOTrainer, timed by a callback.
+"""The TRL side of `benchmarks.vs_trl`: TRL's GRPOTrainer, timed by a callback.
 
-python -m benchmarks.vs_trl.peer JOB.json      # started by benchmarks.vs_trl, with trl on the path
+python -m benchmarks.vs_trl.peer JOB.json  # started by benchmarks.vs_trl, with trl on the path
 """
 
 import os
@@ -24,7 +24,7 @@ from rlcore.rollout.scoring import ScoringPool
 
 
 class Clock(TrainerCallback):
-    """Seconds of each batch, from the start of generation to the end of its last optimizer step."""
+    """A callback that records the seconds of each batch, from the start of generation to the end of its last update."""
 
     def __init__(self, job: Job) -> None:
         self.seconds: list[float] = []
@@ -57,7 +57,7 @@ def _now() -> float:
 
 
 def settings(job: Job) -> GRPOConfig:
-    """Return TRL's settings for the same work. Others keep TRL's defaults."""
+    """Return TRL's settings for the same work. All other settings keep TRL's defaults."""
     num_responses = job.prompts * job.samples
     accumulation = num_responses // job.updates // job.micro_batch
     if accumulation * job.updates * job.micro_batch != num_responses:
@@ -113,7 +113,7 @@ def settings(job: Job) -> GRPOConfig:
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Train and return the measurements."""
+    """Train with TRL and return the measurements."""
     torch.set_num_threads(job.threads)
     rows = read_rows(Path(job.folder) / PROMPTS)
     data = Dataset.from_dict({"prompt": [row.text for row in rows], "ground_truth": [row.ground_truth for row in rows]})
@@ -160,7 +160,7 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def _give_lengths(trainer: GRPOTrainer, lengths: tuple[int, ...]) -> None:
-    """Give each response its length by separate sampling parameters per request."""
+    """Force the length of each response by separate sampling parameters for each request."""
     llm = trainer.vllm_generation.llm
     plain = llm.generate
 

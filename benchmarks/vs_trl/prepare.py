@@ -1,4 +1,4 @@
-"""Jobs of `benchmarks.vs_trl`: random weights with forced lengths, or an experiment from its warm start."""
+"""The jobs of `benchmarks.vs_trl`, with random weights and forced lengths or with an experiment from its warm start."""
 
 import argparse
 import shutil
@@ -28,16 +28,16 @@ UPDATES = 4
 GROUND_TRUTH = '{"answer": "18"}'
 RANDOM_EXPERIMENT, LEARNED_EXPERIMENT = "verl_gsm8k_grpo", "countdown_demo"
 EVALUATE_EVERY = 20
-"""Steps between two evaluations of a learning curve."""
+"""The number of steps between two evaluations of a learning curve."""
 MICRO_BATCH = 128
-"""Responses of TRL's micro-batch on a GPU, unless --trl-micro says otherwise."""
+"""The number of responses in TRL's micro-batch on a GPU, unless --trl-micro sets it."""
 
 
 def prepare_random(arguments: argparse.Namespace, side: str, folder: Path, *, seed: int, shared: Path) -> Job:
     """Write the prompts and return the job of a side. All sides have the same model, prompts and lengths."""
     model = arguments.model or shared / "model"
     if not (model / "config.json").exists():
-        # In a separate process, because one that has used the GPU keeps some of its memory.
+        # A separate process makes the model, because a process that has used the GPU keeps some of its memory.
         subprocess.run([sys.executable, "-m", "benchmarks.shapes", arguments.shape, str(model)], check=True)
     steps = arguments.steps or 5
     write_rows(folder / PROMPTS, _random_rows(arguments, (arguments.warm_up + steps) * arguments.prompts))
@@ -68,7 +68,7 @@ def prepare_random(arguments: argparse.Namespace, side: str, folder: Path, *, se
 
 
 def prepare_experiment(arguments: argparse.Namespace, side: str, folder: Path, *, seed: int, shared: Path) -> Job:
-    """Write data and warm-started model of a seed once, and return the job of a side."""
+    """Write the data and the warm-started model of a seed unless they exist, and return the job of a side."""
     on_gpu = arguments.device == "cuda"
     root = arguments.root or shared / "root"
     overrides = [f"seed={seed}", f"paths.root={root}", "runtime=local", "tracking.enabled=false"]
@@ -123,7 +123,7 @@ def _common(arguments: argparse.Namespace, side: str, folder: Path, seed: int) -
 
 
 def _random_rows(arguments: argparse.Namespace, count: int) -> list[Row]:
-    """Draw prompts by the tokenizer of `benchmarks.shapes`, whose words are w4, w5, ..."""
+    """Return random prompts for the tokenizer of `benchmarks.shapes`, whose words are w4, w5 and so on."""
     vocab_size = SHAPES[arguments.shape]["vocab_size"]
     token_ids = np.random.default_rng(3).integers(4, vocab_size, (count, arguments.prompt_tokens)).tolist()
     return [Row(" ".join(f"w{token}" for token in ids), tuple(ids), GROUND_TRUTH) for ids in token_ids]

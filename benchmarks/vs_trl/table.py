@@ -1,17 +1,17 @@
-"""Table of `benchmarks.vs_trl`: medians of each side, ratios, and required ratios."""
+"""The table of `benchmarks.vs_trl`, with the medians of each side, the ratios of the sides, and the required ratios."""
 
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
 BARS = {"trl-fp32": 1.35, "trl-bf16": 1.25, "trl": 1.5}
-"""Required speed of ours over each of TRL's sides."""
+"""The required ratio of our speed to the speed of each TRL side."""
 MEMORY_BAR = 0.5
-"""Largest share of TRL's peak memory on a GPU."""
+"""The largest ratio of our peak memory to TRL's on a GPU."""
 
 
 def summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return a row per side, the median over its runs, and ratios of ours to each other side."""
+    """Return a row for each side with medians over its runs, and the ratios of our side to every other side."""
     if not reports:
         raise SystemExit("no side was measured")
     sides = {name: _row([one for one in reports if one["side"] == name]) for name in _in_order(reports)}
@@ -25,7 +25,7 @@ def _in_order(reports: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _row(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the row of one side. `peak_gb`: memory of the GPU, or resident memory on a CPU."""
+    """Return the row of one side. `peak_gb` is the memory of the GPU, or the resident memory on a CPU."""
     first = runs[0]
     on_gpu = first["device"] == "cuda"
     peaks = [one["device_gb"] or one["reserved_gb"] if on_gpu else one["rss_gb"] for one in runs]
@@ -41,7 +41,7 @@ def _row(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "reward_first": statistics.fmean(one["rewards"][0] for one in runs),
         "reward_last": statistics.fmean(statistics.fmean(one["rewards"][-5:]) for one in runs),
     }
-    evaluated = [one["held_out"] for one in runs if "held_out" in one]  # fewer points after an interrupted evaluation
+    evaluated = [one["held_out"] for one in runs if "held_out" in one]  # an interrupted evaluation has fewer points
     if evaluated:
         row["held_out"] = [
             {name: statistics.fmean(one[name] for one in points) for name in points[0]}
@@ -51,7 +51,7 @@ def _row(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _rate(run: dict[str, Any], counts: Sequence[int]) -> float:
-    """Return the median over batches, which excludes batches delayed by other work."""
+    """Return the median rate over the batches. Batches that other work has delayed do not change it much."""
     return statistics.median(count / seconds for count, seconds in zip(counts, run["step_s"], strict=True))
 
 

@@ -1,4 +1,4 @@
-"""`millrace checkpoints`: list, verify, export and prune the checkpoints of a run."""
+"""The command `millrace checkpoints`, which lists, verifies, exports and prunes the checkpoints of a run."""
 
 import json
 from collections.abc import Sequence
@@ -27,16 +27,16 @@ def checkpoints(
     as_json: Annotated[bool, typer.Option("--json", help="JSON, with all metrics of each.")] = False,
     root: OptionalRoot = None,
 ) -> None:
-    """Show the checkpoints of a run: step, size, scores, the last and the best, and which are broken.
+    """Show the step, size, scores and state of each checkpoint of a run. The last and the best one are marked.
 
     Examples:
       millrace checkpoints experiment=countdown_demo --verify
       millrace checkpoints artifacts/runs/<run id> --export model --checkpoint best
 
     Raises:
-        ConfigError: `--checkpoint` without `--export`.
-        CheckpointError: the export failed or, with `--verify`, a checkpoint is broken.
-        RunInUseError: `--prune` while another process works on the run.
+        ConfigError: if `--checkpoint` is used without `--export`.
+        CheckpointError: if the export fails, or if `--verify` detects a broken checkpoint.
+        RunInUseError: if `--prune` is used while another process uses the run.
     """
     from flows.work.runs import find_run
     from flows.work.weights import export_to
@@ -50,7 +50,7 @@ def checkpoints(
     document: dict[str, Any] = {"run_id": layout.run_dir.name}
     lines = []
     if prune:
-        with RunLock(layout.run_dir, is_named=False):  # a trainer may be reading one, and prunes by itself
+        with RunLock(layout.run_dir, is_named=False):  # a trainer may read a checkpoint
             pruned = CheckpointStore(layout.checkpoints, config.checkpoint, config).prune()
         document["deleted"] = [path.name for path in pruned]
         lines += [f"deleted {path.name}: the retention rule does not keep it" for path in pruned]
@@ -71,7 +71,7 @@ def checkpoints(
 
 
 def _marks(rows: "Sequence[CheckpointInfo]") -> dict[int, list[str]]:
-    """Return `last` and `best` by step; the later of two equal scores is best."""
+    """Return the marks `last` and `best` by step. If several scores are the best, the latest one has the mark."""
     from rlcore.checkpoint.catalog import by_score
 
     intact = [row for row in rows if row.verdict != "broken"]

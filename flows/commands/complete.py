@@ -1,6 +1,6 @@
-"""Tab completion of settings, runs and names. It reads folders and one page; no settings class is imported.
+"""The tab completion of settings, runs and names. It reads folders and docs/settings.md instead of settings classes.
 
-Bash splits a word at `=`: only the value is completed then.
+Bash splits a word at `=`, so it completes only the value after the `=`.
 """
 
 import os
@@ -19,11 +19,11 @@ PAGE = SOURCE_FOLDER / "docs" / "settings.md"
 _ROW = re.compile(r"^\| `([a-z0-9_.]+)` \| ([^|]*)", re.MULTILINE)
 _NOT_GROUPS = ("suite", "sweep")
 _SETTINGS_PARAMETERS = ("settings", "overrides", "run", "words")
-"""Command parameters that hold settings."""
+"""The names of the command parameters that hold settings."""
 
 
 def settings(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Complete keys and groups and, after the `=`, their values: members, experiments, literals."""
+    """Complete a key or a group or, after the `=`, its value. Values are group members, experiments or literals."""
     before = [str(word) for word in next(filter(None, map(ctx.params.get, _SETTINGS_PARAMETERS)), ())]
     names = {*_groups(), *_values_by_key()}
     if not incomplete and before[-1:] and before[-1] in names:  # click drops the `=` at the cursor
@@ -37,29 +37,29 @@ def settings(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def runs(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Complete ids of the runs under the root."""
+    """Complete the id of a run under the root."""
     root = Path(ctx.params.get("root") or "artifacts")
     names = (file.parent.name for file in root.glob("runs/*/run.json"))
     return sorted(name for name in names if name.startswith(incomplete))
 
 
 def runs_and_settings(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Complete ids of runs, or settings where no id matches."""
+    """Complete the id of a run, or a setting if no id matches."""
     return runs(ctx, incomplete) or settings(ctx, incomplete)
 
 
 def choices(*words: str) -> Callable[[str], list[str]]:
-    """Return a completion of these words."""
+    """Return a function that completes these words."""
     return lambda incomplete: [word for word in words if word.startswith(incomplete)]
 
 
 def suites(incomplete: str) -> list[str]:
-    """Complete names of conf/suite."""
+    """Complete the name of a suite in conf/suite."""
     return sorted(_values("suite", incomplete))
 
 
 def sweeps(incomplete: str) -> list[str]:
-    """Complete names of conf/sweep."""
+    """Complete the name of a sweep in conf/sweep."""
     return sorted(_values("sweep", incomplete))
 
 
@@ -76,7 +76,7 @@ def _values(key: str, typed: str) -> Iterator[str]:
 
 
 def _values_by_key() -> dict[str, list[str]]:
-    """Return the literal values of each setting, none for a number. Without the page, as in a wheel: keys alone."""
+    """Return the literal values of each setting. They are unknown if docs/settings.md is absent, as in a wheel."""
     if not PAGE.is_file():
         from rlcore.config.run import all_keys
 

@@ -1,4 +1,4 @@
-"""`millrace data make`, `pass-rates` and `inspect`."""
+"""The commands `millrace data make`, `pass-rates` and `inspect`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +11,7 @@ from rlcore.errors import ConfigError
 
 
 def make(settings: Settings = None, root: OptionalRoot = None, config_dir: ConfigDir = None) -> None:
-    """Make and filter the dataset of an experiment.
+    """Build and filter the dataset of an experiment.
 
     Examples:
       millrace data make experiment=countdown_demo
@@ -35,7 +35,7 @@ def make(settings: Settings = None, root: OptionalRoot = None, config_dir: Confi
 def pass_rates(
     settings: Settings = None, root: OptionalRoot = None, config_dir: ConfigDir = None, verbose: Verbose = False
 ) -> None:
-    """Measure how often an experiment's initial policy solves each training row. Data and model are made if missing.
+    """Measure how often the initial policy solves each training row. A missing dataset or model is built first.
 
     Examples:
       millrace data pass-rates experiment=countdown_demo pass_rates.samples=8
@@ -60,7 +60,7 @@ def inspect(
     seed: Annotated[int, typer.Option(min=0, help="Chooses the rows.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="The whole report as JSON.")] = False,
 ) -> None:
-    """Show a dataset: rows, counts, lengths, duplicates.
+    """Show the rows, counts, lengths and duplicates of a dataset.
 
     Examples:
       millrace data inspect artifacts/datasets/<fingerprint> --rows 5

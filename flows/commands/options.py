@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share."""
+"""The arguments and options that several commands share."""
 
 from pathlib import Path
 from typing import Annotated
@@ -44,7 +44,7 @@ ARTIFACTS = Path("artifacts")
 OptionalRoot = Annotated[
     Path | None, typer.Option("--root", metavar="DIR", help=ROOT_HELP, show_default="artifacts", parser=root_folder)
 ]
-"""The root of commands whose settings may name it instead."""
+"""The option `--root` of commands whose settings may also name the root."""
 Uri = Annotated[str | None, typer.Option(help="MLflow store (tracking.uri); default: the one under the root.")]
 Fork = Annotated[
     str | None,

@@ -1,4 +1,4 @@
-"""`millrace rollouts`, `rescore` and `audit`: the responses that a run has on record."""
+"""The commands `millrace rollouts`, `rescore` and `audit`, which read the recorded responses of a run."""
 
 import json
 import sys
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 EXIT_FINDINGS = 1
 NUM_CASES = 32
-"""Maximum number of problems that `millrace audit` tries."""
+"""The maximum number of problems that `millrace audit` tries."""
 KINDS = ("all", "training", "validation")
 SORTS = ("step", "score", "advantage", "num_tokens", "logprob", "gap", "prompt_id", "change")
 Step = Annotated[str, typer.Option(metavar="N|LOW..HIGH", help="Only responses of these steps.")]
@@ -52,15 +52,15 @@ def rollouts(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
     root: OptionalRoot = None,
 ) -> None:
-    """Show the responses that a run has on record, of training and of validations.
+    """Show the recorded responses of a run, from its training and its validations.
 
     Examples:
       millrace rollouts countdown_demo-s1 --sort -score
       millrace rollouts countdown_demo-s1 --step 20..40 --score ..0 --search '<answer>' --json
 
     Raises:
-        ConfigError: `--tokens` without `--json`, or an unreadable option.
-        DataError: no such run, or no responses on record.
+        ConfigError: if `--tokens` is used without `--json`, or if an option cannot be parsed.
+        DataError: if the run does not exist or has no recorded responses.
     """
     from rlcore.responses.query import ALL_COLUMNS, READABLE, Query, find_responses
 
@@ -89,15 +89,15 @@ def rescore(
     as_json: AsJson = False,
     root: OptionalRoot = None,
 ) -> None:
-    """Score a run's responses by another scorer and report what would have changed. Nothing is written.
+    """Score the recorded responses of a run with another scorer and report what would have changed. Nothing is written.
 
     Examples:
       millrace rescore countdown_demo-s1 --scorer my_scorer:score --kind training
       millrace rescore countdown_demo-s1 --scorer my_scorer:score 'reward.weights={correct: 1, format: 0.2}'
 
     Raises:
-        ConfigError: an unreadable option, or weights that name no part of the score.
-        DataError: the scorer failed on all responses.
+        ConfigError: if an option cannot be parsed, or if a weight names an unknown part of the score.
+        DataError: if the scorer fails on all responses.
     """
     from flows.stages.trials import judge_failure_message
     from rlcore.responses.audit import rescore as rescore_responses
@@ -148,14 +148,14 @@ def audit(
     as_json: AsJson = False,
     root: OptionalRoot = None,
 ) -> None:
-    """Look for holes in a reward. Pass the scorer responses that must not score; exit code 1 if some do.
+    """Check that a scorer does not reward worthless responses. The exit code is 1 if it rewards some of them.
 
     Examples:
       millrace audit countdown_demo-s1
       millrace audit my-run --scorer my_scorer:score
 
     Raises:
-        DataError: the scorer failed on some responses, and none of the others scored.
+        DataError: if the run has an environment, or if the scorer fails on some responses and rewards no others.
     """
     from flows.stages.trials import judge_failure_message
     from rlcore.responses.audit import audit_reward, cases_of
@@ -191,9 +191,10 @@ def audit(
 
 
 def ground_truth_converter(config: "RunConfig", scorer: str | None) -> Callable[[str], str]:
-    """Return a function from a recorded ground truth, as JSON, to the one that `scorer` expects.
+    """Return a function that converts a recorded ground truth (a JSON text) to the form that `scorer` expects.
 
-    Rows of a mixture also name their own scorer; another scorer than the run's gets the ground truth without it.
+    The ground truths of a mixture also name the scorer of their row. This name is removed for a scorer other than the
+    run's.
     """
     from rlcore.config.data import BY_ROW
     from rlcore.rollout.by_part import without_scorer
@@ -214,9 +215,9 @@ def _recorded_responses(run: Sequence[str], root: Path | None) -> "tuple[RunConf
 def _scoring_pool(
     config: "RunConfig", layout: "RunLayout", scorer: str | None, weights: Sequence[str] = ()
 ) -> "Iterator[ScoringPool]":
-    """Yield the scoring processes of a scorer importable from here, or of the run's own copy of its scorer.
+    """Yield a pool of processes that run `scorer`. If `scorer` is None, they run the run's copy of its scorer.
 
-    `weights` are overrides of the reward's weights. Without them only the run's own scorer has the run's weights.
+    `weights` are overrides of `reward.weights`. Without overrides, only the run's scorer has the run's weights.
     """
     from rlcore import sandbox
     from rlcore.rollout.scoring import ScoringPool, require_scorer
@@ -248,7 +249,7 @@ def _json_row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text_row(row: dict[str, Any]) -> str:
-    """Return one response as text for a terminal, with control characters escaped."""
+    """Return a response as text for a terminal. Control characters are escaped."""
     from flows.progress import printable
 
     score = "no score" if row["score"] is None else f"score {row['score']:g}"

@@ -1,4 +1,4 @@
-"""`millrace run`, `train`, `validate`, `eval` and `report`."""
+"""The commands `millrace run`, `train`, `validate`, `eval` and `report`."""
 
 import json
 import logging
@@ -54,7 +54,7 @@ def run(
     multirun: Multirun = False,
     verbose: Verbose = False,
 ) -> None:
-    """Run an experiment from dataset to report, as Prefect flows. Finished stages are not repeated.
+    """Run an experiment from its dataset to its report, as Prefect flows. Finished stages are skipped.
 
     Examples:
       millrace run experiment=countdown_demo
@@ -81,7 +81,7 @@ def run(
 
     composed, plan = planned
     config = composed.config
-    if plan.is_done and (known := chain.finished_result(OpenRun(config))) is not None:  # without a server
+    if plan.is_done and (known := chain.finished_result(OpenRun(config))) is not None:  # no server
         print(f"run {plan.run_id} in {plan.run_dir}: finished, there is nothing to do")
         print("\n".join(summary_lines(config, known, None)), flush=True)
         return
@@ -90,7 +90,7 @@ def run(
         show_memory(plan.memory)
     api = start_prefect(Path(config.paths.root), verbose=verbose)
     print(f"run {plan.run_id} in {plan.run_dir}", flush=True)
-    from flows.pipeline import run_checked  # imports Prefect, while the server comes up
+    from flows.pipeline import run_checked  # imports Prefect while the server starts
 
     with command_flow(api, verbose=verbose):
         result = run_checked(composed)
@@ -108,7 +108,7 @@ def train(
     info: Info = False,
     verbose: Verbose = False,
 ) -> None:
-    """Run the same training without Prefect: data, warm start, chunks, validation, weights.
+    """Run the stages of `millrace run` without Prefect and without the report.
 
     Examples:
       millrace train experiment=countdown_demo trainer.total_steps=40
@@ -138,7 +138,7 @@ def _compose_and_plan(
     cfg: str | None,
     info: bool,
 ) -> "tuple[RunSettings, RunPlan] | None":
-    """Compose, check and plan a run; return None after `--cfg`, `--info` or `--dry-run`, which only print."""
+    """Compose, check and plan a run. Return None after `--cfg`, `--info` or `--dry-run`, which only print."""
     require_dry_run(as_json=as_json, dry_run=dry_run)
     composed = compose_arguments(settings, root, fork=fork, dry_run=dry_run or info or cfg is not None)
     if cfg is not None or info:
@@ -177,7 +177,7 @@ def validate(
 
     check_before_plan(composed.config)
     checkpoint = checkpoint_name(checkpoint)
-    checkpoint_store(composed.config).step_of(checkpoint, verify=False)  # raises where there is none
+    checkpoint_store(composed.config).step_of(checkpoint, verify=False)  # raises if it does not exist
     with chain.open_on_console(composed, "validate", verbose=verbose) as run:
         chain.make_rows(run, chain.run_quietly)
         validation = chain.run_on_console(Validate(checkpoint), run)
@@ -206,7 +206,7 @@ def evaluate(
     config_dir: ConfigDir = None,
     as_json: Annotated[bool, typer.Option("--json", help="All metrics as JSON.")] = False,
 ) -> None:
-    """Evaluate models or checkpoints on suites. Metrics have intervals; each model is paired with the first.
+    """Evaluate models or checkpoints on suites, with confidence intervals. Each model is compared with the first.
 
     Examples:
       millrace eval artifacts/runs/<run id> --suite gsm8k
@@ -228,7 +228,7 @@ def evaluate(
 
 
 def report(run: Run, root: OptionalRoot = None) -> None:
-    """Write the report of a run: pages in HTML, their numbers in JSON, and charts.
+    """Write the report of a run: HTML pages, a JSON file with their numbers, and charts.
 
     Examples:
       millrace report experiment=countdown_demo
@@ -243,10 +243,10 @@ def report(run: Run, root: OptionalRoot = None) -> None:
 
 @contextmanager
 def command_flow(api: "PrefectApi", *, verbose: bool) -> Iterator[None]:
-    """Run a command's flow in the block, with progress on the console and errors as one message.
+    """Show the progress of a command's flow inside the `with` block. Prefect's log lines are shown only if `verbose`.
 
     Raises:
-        StopRequestedError: the flow run was cancelled or requested to stop.
+        StopRequestedError: if the flow run is cancelled or requested to stop.
     """
     from flows.progress import display_for_console, use_display
     from flows.server.api import wait_for_prefect
@@ -268,7 +268,7 @@ def command_flow(api: "PrefectApi", *, verbose: bool) -> Iterator[None]:
 
 
 def _hide_prefect_logs() -> None:
-    """Keep the log lines of flow and task runs off the console, which has our progress and one message per error."""
+    """Hide the log lines of flow runs and task runs on the console, which has Millrace's progress lines instead."""
 
     def is_shown(record: logging.LogRecord) -> bool:
         return not record.name.startswith(("prefect.flow_runs", "prefect.task_runs"))
@@ -277,12 +277,12 @@ def _hide_prefect_logs() -> None:
         if hasattr(handler, "console"):
             handler.addFilter(is_shown)
     for name in ("prefect._internal.concurrency", "prefect.events.clients", "EventsWorker", "APILogWorker"):
-        logging.getLogger(name).disabled = True  # one line per rejected event; these loggers ignore levels
+        logging.getLogger(name).disabled = True  # they ignore levels and print each rejected event
     logging.raiseExceptions = False  # one traceback per rejected batch of log lines
 
 
 def summary_lines(config: "RunConfig", result: "PipelineResult", api: "PrefectApi | None") -> list[str]:
-    """Return the last lines of `millrace run`. `api` is None if there was nothing to do."""
+    """Return the last output lines of `millrace run`. `api` is None if all stages were already done."""
     root = result.run_dir.parents[1]
     lines = ["", f"{result.run_id}: {config.trainer.total_steps} steps"]
     lines += [f"  {one.headline()}" for one in result.validations]

@@ -1,4 +1,4 @@
-"""`millrace runs`, `logs`, `stop` and `slots`. They use files, locks and signals, not Prefect or MLflow."""
+"""The commands `millrace runs`, `logs`, `stop` and `slots`. They do not use Prefect or MLflow."""
 
 import json
 import re
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 POLL_S = 0.2
 MAX_SLOTS = 1_024
-"""Maximum number of slots of a root; each is a lock on a file."""
+"""The maximum number of slots of a root. Each slot is a lock on a file."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 AGES = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min"), (1.0, "s"))
-"""Seconds of a unit, largest first."""
+"""The units of an age with their lengths in seconds. The largest unit is first."""
 
 
 def runs(
@@ -48,14 +48,14 @@ def runs(
     as_json: AsJson = False,
     root: Root = ARTIFACTS,
 ) -> None:
-    """List the runs of a root: state, step, score, age, size, and what each waits for or why it failed.
+    """List the runs of a root with state, step, score, age and size. A note says what a run waits for or why it failed.
 
     Examples:
       millrace runs
       millrace runs countdown --state failed --state lost
 
     Raises:
-        ConfigError: unknown state.
+        ConfigError: if a state is unknown.
     """
     from rich.table import Table
 
@@ -87,7 +87,7 @@ def runs(
     for one in found:
         steps = f"{one.step}/{'?' if one.total_steps is None else one.total_steps}"
         if one.name == EVALUATION and not one.step:
-            steps = "-"  # it has none
+            steps = "-"  # an evaluation has no steps
         figures = ("" if figure is None else f"{figure:.3f}" for figure in (one.score, one.reward))
         age = format_age(time.time() - one.changed)
         table.add_row(one.run_id, one.state, steps, *figures, age, size(one.size_bytes), one.note)
@@ -95,7 +95,7 @@ def runs(
 
 
 def format_age(seconds: float) -> str:
-    """Return a time in the largest unit that it fills.
+    """Return a duration in seconds as a whole number of the largest suitable unit.
 
     >>> format_age(7_300), format_age(45.2), format_age(0.1)
     ('2 h', '45 s', '0 s')
@@ -116,7 +116,7 @@ def logs(
       millrace logs countdown_demo-s1 -f
 
     Raises:
-        DataError: no such run, or no trainer process was started for it.
+        DataError: if the run does not exist, or if no trainer process was started for it.
     """
     from flows.work.runs import find_run
     from flows.work.status import worker_of
@@ -135,9 +135,9 @@ def logs(
         last.extend(tail.new_lines())
     for line in [*last, *([tail.rest] if tail.rest and not follow else [])]:
         _print_line(line)
-    with suppress(KeyboardInterrupt):  # the usual end of following
+    with suppress(KeyboardInterrupt):  # the usual way to stop following
         while follow:
-            is_over = worker_of(layout.run_dir) is None  # before the last read, as the newest log
+            is_over = worker_of(layout.run_dir) is None  # read before the last lines, like `newest`
             known = trainer_logs(layout.logs)
             newest = known[max(known)] if known else tail.path
             while not tail.is_at_end():
@@ -155,21 +155,21 @@ def logs(
 
 
 def _print_line(line: str) -> None:
-    """Print a line without Ray's colours and with other control characters, as from a response, escaped."""
+    """Print a line without Ray's colours. Other control characters, for example from a response, are escaped."""
     from flows.progress import printable
 
     print(printable(_COLOUR.sub("", line)), flush=True)
 
 
 def stop(run: Run, root: OptionalRoot = None) -> None:
-    """Request a run to stop, and wait until it has. It finishes its step and saves; the same command resumes it.
+    """Request a run to stop, and wait until it stops. It finishes its step and saves. The same command resumes it.
 
     Examples:
       millrace stop countdown_demo-s1
 
     Raises:
-        DataError: no such run.
-        RunInUseError: its process belongs to another host or user, or is still alive after its deadline.
+        DataError: if the run does not exist.
+        RunInUseError: if the run's process belongs to another host or user, or is still alive after its deadline.
     """
     from flows.work.open_run import END_WAIT_S
     from flows.work.runs import find_run
@@ -200,14 +200,15 @@ def stop(run: Run, root: OptionalRoot = None) -> None:
 
 
 def _request_stop(run_dir: Path, worker: "Holder") -> None:
-    """Send SIGTERM to the process that holds the run's lock, if it is on this host with the recorded start time."""
+    """Send SIGTERM to the process that holds the run's lock. Raises RunInUseError if this process is on another host,
+    started at another time than recorded, or belongs to another user."""
     import psutil
 
     from flows.work.open_run import STOP_FILE, record_stop_request
 
     process = worker.process()
     if process is None and worker.host == socket.gethostname() and not psutil.pid_exists(worker.pid):
-        return  # it has ended; its trainer got a signal by that, and saves
+        return  # it has ended, so its trainer was signalled and saves
     if process is None:
         where = "here" if worker.host == socket.gethostname() else f"on {worker.host}"
         raise RunInUseError(
@@ -243,7 +244,7 @@ def slots(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show or set how many ranks train concurrently under a root, with the holders of slots and the queue.
+    """Show or set the number of ranks that train concurrently under a root. Show the holders of slots and the queue.
 
     Examples:
       millrace slots
@@ -251,7 +252,7 @@ def slots(
       millrace slots --gpus 0,1 --per-gpu 2
 
     Raises:
-        ConfigError: both a number and GPUs, an invalid list of GPUs, or too many slots.
+        ConfigError: if the options contradict each other, the list of GPUs is invalid, or there are too many slots.
     """
     from flows.work.slots import Slots
 

@@ -1,4 +1,4 @@
-"""Settings on the command line: arguments and options, `--root`, and printed settings (`--cfg`, `--info`)."""
+"""The settings on the command line: arguments, `--root`, checks of options, and the output of `--cfg` and `--info`."""
 
 import inspect
 import os
@@ -22,10 +22,10 @@ ROOT = "paths.root="
 
 
 class CommandGroup(TyperGroup):
-    """Commands that also accept `paths.root=DIR` for `--root`, and suggest the setting for an unknown option."""
+    """A group of commands that accept `paths.root=DIR` in place of `--root`. Unknown options get a suggestion."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """Find the command as typer does, check its arguments, and translate `paths.root=DIR`."""
+        """Find the command by typer's rules, check its arguments, and translate `paths.root=DIR` to `--root`."""
         name, command, words = super().resolve_command(ctx, args)
         taken = {option: parameter.name for parameter in getattr(command, "params", ()) for option in parameter.opts}
         if not isinstance(command, TyperGroup) and not ctx.resilient_parsing:  # no errors during tab completion
@@ -39,7 +39,8 @@ class CommandGroup(TyperGroup):
 
 
 def command_group(commands: Mapping[str, Callable[..., None]], description: str, **more: Any) -> typer.Typer:
-    """Return a group of named commands. The help of each is its docstring up to `Raises:`, with unwrapped examples."""
+    """Return a group of commands by name. The help of a command is its docstring up to `Raises:`. The lines of its
+    examples are not wrapped."""
     group = typer.Typer(cls=CommandGroup, help=description, no_args_is_help=True, rich_markup_mode=None, **more)
     for name, command in commands.items():
         text = inspect.cleandoc(command.__doc__ or "").partition("\n\nRaises:")[0]
@@ -56,14 +57,14 @@ def _working_folder() -> str:
 
 
 def _require_text(words: Sequence[str]) -> None:
-    """Refuse a word that is not UTF-8: settings, records and MLflow cannot store it."""
+    """Refuse a word that is not UTF-8, because settings, records and MLflow cannot store it."""
     for word in words:
         if word != word.encode(errors="ignore").decode():
             raise ConfigError(f"{word!r}: must be UTF-8 text, also as a file name. Rename the file")
 
 
 def _refuse_empty_options(words: Sequence[str], command: Any) -> None:
-    """Refuse an empty value of an option, unless it is the default: a shell variable may be unset."""
+    """Refuse an empty value of an option, unless its default is empty. The cause may be an unset shell variable."""
     takes = {
         option
         for one in command.params
@@ -77,16 +78,16 @@ def _refuse_empty_options(words: Sequence[str], command: Any) -> None:
 
 
 def root_path(word: str) -> Path:
-    """Return the folder of `paths.root=DIR`.
+    """Return the folder that the override `paths.root=DIR` names.
 
     >>> root_path("paths.root='/my data'")
     PosixPath('/my data')
     """
-    return Path(os.path.expanduser(root_value(word)))  # noqa: PTH111 it keeps an unknown user's
+    return Path(os.path.expanduser(root_value(word)))  # noqa: PTH111 it keeps the path of an unknown user
 
 
 def root_value(word: str) -> str:
-    """Return the value of `paths.root=VALUE`, without quotes."""
+    """Return the value of the override `paths.root=VALUE` without its quotes."""
     text = word.removeprefix(ROOT)
     if text[:1] not in ("'", '"') or text[-1:] != text[:1]:
         return text
@@ -95,19 +96,19 @@ def root_value(word: str) -> str:
 
 
 def root_in_overrides(words: Sequence[str]) -> Path | None:
-    """Return the folder of the last `paths.root=DIR`, or None."""
+    """Return the folder of the last override `paths.root=DIR`, or None if there is no such override."""
     return next((root_path(word) for word in reversed(words) if word.startswith(ROOT)), None)
 
 
 def root_folder(given: str | Path) -> Path:
-    """Return the folder of `--root`, which need not exist.
+    """Return the folder that `--root` names. It need not exist.
 
     Raises:
-        typer.BadParameter: a file has the folder's name or that of a parent.
+        typer.BadParameter: if the folder or one of its parents is a file.
     """
     from rlcore.storage.documents import find_obstacle
 
-    root = Path(os.path.expanduser(given))  # noqa: PTH111 it keeps an unknown user's
+    root = Path(os.path.expanduser(given))  # noqa: PTH111 it keeps the path of an unknown user
     if (other := find_obstacle(root)) is not None:
         raise typer.BadParameter(f"must be a folder, and {other} is none. Name another one.")
     return root
@@ -131,7 +132,7 @@ def use_config_dir(given: Path | None) -> Path | None:
 
 
 def _refuse_settings_as_options(words: Sequence[str], options: set[str]) -> None:
-    """Refuse unknown options and suggest the setting; typer itself refuses one that resembles an option."""
+    """Refuse an unknown option and suggest a setting. typer refuses an option that resembles an existing one."""
     from rlcore.config.problems import Problem, settings_error
 
     if "-m" not in options and (sweep := next((word for word in words if word in ("-m", "--multirun")), None)):
@@ -162,13 +163,13 @@ def _refuse_settings_as_options(words: Sequence[str], options: set[str]) -> None
 
 
 def require_dry_run(*, as_json: bool, dry_run: bool) -> None:
-    """Refuse `--json` without `--dry-run`: it would start a run in place of printing a plan."""
+    """Refuse `--json` without `--dry-run`, because the command would start a run instead of printing a plan."""
     if as_json and not dry_run:
         raise typer.BadParameter("goes with --dry-run alone; nothing was started", param_hint="--json")
 
 
 def require_only_settings(words: Sequence[str] | None) -> None:
-    """Refuse an argument that is no setting: the run is given by settings, the checkpoint by an option."""
+    """Refuse an argument that is not a setting. Settings name the run, and an option names the checkpoint."""
     from rlcore.config.problems import Problem, settings_error
 
     if bare := [word for word in words or () if "=" not in word]:
@@ -180,10 +181,12 @@ def require_only_settings(words: Sequence[str] | None) -> None:
 def compose_arguments(
     settings: Sequence[str] | None, root: Path | None, *, fork: str | None = None, dry_run: bool = False
 ) -> "RunSettings":
-    """Compose the settings of a command and warn of those without effect. With `dry_run` a fork writes no weights.
+    """Compose the settings of a command. Print a warning for each setting without effect.
+
+    `fork` names the run to start from. With `dry_run`, no weights are written for the fork.
 
     Raises:
-        ConfigError: one message with every problem.
+        ConfigError: if a setting is wrong. One message lists every problem.
     """
     from flows.parameters import all_overrides, compose_settings
 
@@ -199,13 +202,13 @@ def compose_arguments(
 
 
 def print_warnings(lines: Iterable[str]) -> None:
-    """Print each warning on standard error, since a program may read the standard output."""
+    """Print each warning on standard error, because a program may read the standard output."""
     for line in lines:
         print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
 def show_settings(settings: "RunSettings", part: str | None) -> None:
-    """Print the composed settings as YAML (`part` is `job`, as in Hydra's `--cfg`), or their sources."""
+    """Print the composed settings as YAML if `part` is `job`, or the sources of the settings if it is None."""
     from rlcore.config.base import conf_dirs
     from rlcore.config.compose import compose
     from rlcore.config.documents import to_yaml
@@ -226,7 +229,7 @@ def show_settings(settings: "RunSettings", part: str | None) -> None:
 
 
 def with_program_path(command: str) -> str:
-    """Return the command with the path of its program, if that is in the interpreter's folder.
+    """Return a command, with the full path of its program if the program is in the interpreter's folder.
 
     >>> with_program_path("no-such-program --flag")
     'no-such-program --flag'

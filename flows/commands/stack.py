@@ -1,4 +1,4 @@
-"""`millrace up`, `down`, `status`, `deploy` and `doctor`: services and requirements of this machine."""
+"""The commands `millrace up`, `down`, `status`, `deploy` and `doctor` for this machine and its services."""
 
 import json
 import sys
@@ -29,8 +29,8 @@ def up(
 ) -> None:
     """Start Prefect, MLflow and a worker on this machine, and apply the deployments.
 
-    Set PREFECT_API_DATABASE_CONNECTION_URL and MLFLOW_BACKEND_STORE_URI for databases other than files under the root
-    (docs/stack.md).
+    The databases are files under the root. For other databases, set PREFECT_API_DATABASE_CONNECTION_URL and
+    MLFLOW_BACKEND_STORE_URI (docs/stack.md).
 
     Examples:
       millrace up
@@ -44,7 +44,7 @@ def up(
 
 
 def down(root: Root = ARTIFACTS) -> None:
-    """Stop the services that `millrace up` has started. Runs save, and resume after the next `up`.
+    """Stop the services that `millrace up` has started. Runs save their state and resume after the next `millrace up`.
 
     Examples:
       millrace down
@@ -55,7 +55,7 @@ def down(root: Root = ARTIFACTS) -> None:
 
 
 def status(root: Root = ARTIFACTS) -> None:
-    """Show the services that `millrace up` has started and their state. Exit code 1 if one is missing.
+    """Show the state of the services that `millrace up` has started. The exit code is 1 if a service is missing.
 
     Examples:
       millrace status
@@ -78,7 +78,7 @@ def deploy(
     root: OptionalRoot = None,
     config_dir: ConfigDir = None,
 ) -> None:
-    """Create or update a deployment of an experiment in the running stack. The stack's worker runs it.
+    """Create or update a deployment of an experiment in the running stack. The stack's worker runs the deployment.
 
     Examples:
       millrace deploy mine.yaml
@@ -90,7 +90,7 @@ def deploy(
 
 
 def doctor(as_json: AsJson = False) -> None:
-    """Check the requirements of a run on this machine. Each line is ok, a warning or an error; exit code 1 for errors.
+    """Check whether this machine meets the requirements of a run. The exit code is 1 if there is an error.
 
     Examples:
       millrace doctor

@@ -1,4 +1,4 @@
-"""`millrace compare`, `sync`, `gc` and `ui`. They do not use Prefect."""
+"""The commands `millrace compare`, `sync`, `gc` and `ui`. They do not use Prefect."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ def compare(
     uri: Uri = None,
     experiment: Annotated[str, typer.Option(help="MLflow experiment to search (tracking.experiment).")] = "millrace",
 ) -> None:
-    """Compare runs by settings, curves, metrics and costs. The first run is the baseline; metrics have intervals.
+    """Compare the settings, curves, metrics and costs of runs with the first run. Metrics have confidence intervals.
 
     Examples:
       millrace compare countdown_demo-s1 countdown_demo-s2
@@ -48,7 +48,7 @@ def compare(
 
 
 def reachable_url(page: str, root: Path) -> str:
-    """Return the page at the root's running MLflow server, else with the command that starts one."""
+    """Return the address of an MLflow page. If its local server is not running, add the command that starts one."""
     from rlcore.tracking.mlflow_store import LOCAL_UI
 
     if not page.startswith(LOCAL_UI):
@@ -69,7 +69,7 @@ def _running_mlflow(root: Path) -> "Service | None":
 
 
 def sync(runs: Runs = None, root: Root = ARTIFACTS, uri: Uri = None) -> None:
-    """Send MLflow the undelivered part of these runs' journals, or of all runs. Safe to repeat.
+    """Send the undelivered parts of the runs' journals to MLflow, by default of all runs. Repeating this is safe.
 
     Examples:
       millrace sync
@@ -87,7 +87,7 @@ def gc(
     uri: Uri = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the artifacts, and remove nothing.")] = False,
 ) -> None:
-    """Remove the artifacts of runs deleted in MLflow. Registered models and metrics stay.
+    """Remove the artifacts of runs that were deleted in MLflow. Registered models and metrics are kept.
 
     Examples:
       millrace gc --dry-run
@@ -111,7 +111,7 @@ def ui(
     root: Root = ARTIFACTS,
     port: Annotated[int | None, typer.Option(min=1, max=65_535, help="Port of the page; default: a free one.")] = None,
 ) -> None:
-    """Serve MLflow's pages of the root's store, and the page of its runs' responses, until interrupted.
+    """Serve MLflow's pages for the root's runs and the page of their responses until the command is interrupted.
 
     Examples:
       millrace ui --port 5000

@@ -1,1 +1,1 @@
-"""Plans and checks before anything expensive."""
+"""The plans and checks that precede any expensive work."""

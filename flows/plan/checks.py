@@ -1,6 +1,7 @@
-"""Checks before anything expensive, so that a mistake ends a run in a second.
+"""The checks that precede any expensive work, so that a mistake ends a run within a second.
 
-Settings, folders and machine are checked first, then the requirements of each stage that is not done (`Stage.check`).
+The settings, folders and machine are checked first. Then the requirements of each unfinished stage are checked with
+`Stage.check`.
 """
 
 import errno
@@ -39,11 +40,11 @@ from rlcore.tracking.sinks import require_trackers
 from rlcore.workers.memory_plan import require_fit
 
 GPU_FILES = ("nvidia[0-9]*", "dxg", "kfd")
-"""Files of GPUs in /dev: NVIDIA, WSL, AMD. The management library may be missing."""
+"""The patterns of GPU files in /dev: NVIDIA, WSL, AMD. They show a GPU even without the management library."""
 
 
 def plan_run(settings: RunSettings) -> RunPlan:
-    """Check the settings, plan the run, and check its stages."""
+    """Check the settings, plan the run, and check its unfinished stages. Return the plan."""
     config = settings.config
     check_before_plan(config)
     plan = make_plan(config, planning_config=settings.planning_config)
@@ -52,12 +53,12 @@ def plan_run(settings: RunSettings) -> RunPlan:
 
 
 def check_run(settings: RunSettings) -> None:
-    """Plan a run and check what its start needs."""
+    """Plan a run and check whether it can start."""
     check_before_start(settings.config, plan_run(settings))
 
 
 def check_before_plan(config: RunConfig) -> None:
-    """Check custom functions, model files on this machine, the run's folder and the root."""
+    """Check the custom functions, the model files on this machine, the run's folder and the root."""
     _require_functions(config)
     tokens = _tokens(config)
     for key, path in model_paths(config).items():
@@ -69,28 +70,28 @@ def check_before_plan(config: RunConfig) -> None:
 
 
 def _tokens(config: RunConfig) -> dict[str, int]:
-    """Return the id of each token of the run's tokenizer; empty if its file is not on this machine."""
+    """Return the id of each token of the run's tokenizer, or {} if its file is not on this machine."""
     if config.model.path is not None:
         return token_counts(str(configured_model(config)))
     if config.critic is None or config.critic.path is None:
-        return {}  # made with the model
+        return {}  # it will be built with the model
     from rlcore.models.tokenizer import scratch_vocabulary
 
     return scratch_vocabulary(config.model.scratch)
 
 
 def require_root(root: Path) -> None:
-    """Require that files can be created under a root, or where it will be created. The trial leaves no file.
+    """Check that files can be created under a root, or in the folder where the root will be created.
 
     Raises:
-        DataError: they cannot be created; has the reason.
+        DataError: if no file can be created. The message has the reason.
     """
     there = nearest_existing(root)
     try:
         with TemporaryFile(dir=there):  # permissions are not enough: no user can create a file in /proc
             pass
     except OSError as reason:
-        if is_out_of_room(reason):  # the plan has the missing size
+        if is_out_of_room(reason):  # the plan reports the missing space
             return
         why = "" if reason.errno == errno.ENOENT else f": {reason.strerror}"  # the error of /proc
         raise DataError(
@@ -126,7 +127,7 @@ def _require_packages(config: RunConfig) -> None:
 
 
 def require_machine(config: RunConfig) -> None:
-    """Require engine, device, cluster and models, which a run would miss only after its data is made."""
+    """Check the engine, device, cluster and models early. Otherwise a run would fail only after its data is built."""
     _require_packages(config)
     if config.runtime.backend == "ray":
         address = config.runtime.ray_address
@@ -140,7 +141,7 @@ def require_machine(config: RunConfig) -> None:
 
 
 def require_device(config: RunConfig) -> None:
-    """Require the GPU of `runtime.device=cuda`. Raises ConfigError if this machine has none."""
+    """Raise ConfigError if `runtime.device` is `cuda` and this machine has no GPU. A Ray cluster is not checked."""
     runtime = config.runtime
     if runtime.device != "cuda" or runtime.ray_address is not None or first_gpu() is not None:
         return
@@ -152,14 +153,14 @@ def require_device(config: RunConfig) -> None:
 
 
 def check_dry_run(config: RunConfig, plan: RunPlan) -> None:
-    """Check what a start needs and the plan does not show: packages, device, memory of the device."""
+    """Check the requirements of a start that a plan does not show: packages, device, and memory of the device."""
     if not plan.is_done:
         _require_packages(config)
         _require_memory(config, plan)
 
 
 def check_before_start(config: RunConfig, plan: RunPlan) -> None:
-    """Check what a start needs beyond a plan: slots, engine, device, cluster, models, memory, disk space."""
+    """Check requirements that a plan leaves out: slots, engine, device, cluster, models, memory and disk space."""
     if plan.is_done:
         return
     Slots(RunLayout.of(config).root).require(config.runtime.num_workers)
@@ -179,13 +180,13 @@ def _require_memory(config: RunConfig, plan: RunPlan) -> None:
 
 
 def check_evaluation(config: RunConfig) -> None:
-    """Check what an evaluation needs: folder, functions, engine, device, cluster, model."""
+    """Check the requirements of an evaluation: folder, functions, engine, device, cluster and model."""
     for suite in config.validation.suites:
         check_before_plan(suite_settings(config, suite))
     require_machine(config)
 
 
 def run_stage_checks(run: OpenRun, stages: Sequence[Stage[Any]]) -> str:
-    """Check stages that are not done and return their warnings, one per line."""
+    """Check these stages and return their warnings, one per line."""
     trial = Trial(run)
     return "\n".join(line for stage in stages for line in stage.check(trial) if line)

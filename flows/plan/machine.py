@@ -1,4 +1,4 @@
-"""Checks of this machine for `millrace doctor`: each result is ok, a warning or an error."""
+"""The checks of this machine for `millrace doctor`. Each result is ok, a warning or an error."""
 
 import os
 import shutil
@@ -36,7 +36,7 @@ LOCAL_NAMES = ("127.0.0.1", "localhost")
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """Result of a check. `remedy` is '' if it is ok."""
+    """The result of a check. `remedy` is '' if the result is ok."""
 
     name: str
     level: Level
@@ -45,19 +45,19 @@ class CheckResult:
 
 
 def _line(is_ok: bool, name: str, found: str, remedy: str, level: Level = "warning") -> CheckResult:
-    """Return an ok result, or one of this level with its remedy."""
+    """Return an ok result if `is_ok` is true, otherwise a result of this level with its remedy."""
     return CheckResult(name, "ok", found) if is_ok else CheckResult(name, level, found, remedy)
 
 
 def check_machine() -> list[CheckResult]:
-    """Check concurrently what a run needs and its start does not check."""
+    """Check the requirements of a run that its start does not check. The checks run concurrently."""
     checks = (_python, _names, _packages, _devices, _memory, _shared_memory, _vllm, _prefect, check_ports)
     with ThreadPoolExecutor(len(checks)) as pool:
         return [line for found in pool.map(lambda check: list(check()), checks) for line in found]
 
 
 def show(lines: list[CheckResult]) -> None:
-    """Print the lines as a table."""
+    """Print the results of checks as a table."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -98,7 +98,7 @@ def _packages() -> Iterator[CheckResult]:
 
 
 def tested_versions(constraints: Path) -> dict[str, str]:
-    """Return the version of each package in a file of `name==version` lines, if it exists."""
+    """Return the version of each package in a file of `name==version` lines, or {} if the file does not exist."""
     if not constraints.is_file():
         return {}
     pins = (line.partition("==") for line in constraints.read_text().splitlines() if "==" in line and line[0] != "#")
@@ -106,7 +106,7 @@ def tested_versions(constraints: Path) -> dict[str, str]:
 
 
 def check_package(wanted: Requirement, tested: Mapping[str, str]) -> CheckResult:
-    """Check a package's version against its range and the tested one."""
+    """Check whether the installed version of a package is in the wanted range and is the tested version."""
     try:
         version = metadata.version(wanted.name)
     except metadata.PackageNotFoundError:
@@ -146,7 +146,7 @@ def _devices() -> Iterator[CheckResult]:
 
 
 def check_gpus(found: Devices) -> Iterator[CheckResult]:
-    """Check for each GPU that torch has code for it and that its memory is free."""
+    """Check for each GPU whether torch has code for it and whether its memory is free."""
     for at, gpu in enumerate(found.gpus):
         name = f"GPU {at}"
         capability = ".".join(map(str, gpu.capability))
@@ -226,7 +226,7 @@ def _imported(name: str, statement: str, version: str, remedy: str) -> CheckResu
 
 
 def check_ports() -> Iterator[CheckResult]:
-    """Check that servers on loopback are reachable and not behind a proxy."""
+    """Check whether servers on the loopback interface are reachable and excluded from any proxy."""
     try:
         with socket.create_server((LOCAL_NAMES[0], 0)) as server:
             socket.create_connection(server.getsockname(), timeout=5).close()

@@ -1,4 +1,4 @@
-"""The plan of a run: stages with their status, chunks, tokens, disk space and memory. Writes nothing."""
+"""The plan of a run: its stages with their status, tokens, disk space and memory. Planning writes no files."""
 
 import json
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ from rlcore.workers.memory_plan import MemoryPlan, detect_device, fit_settings
 
 @dataclass(frozen=True, slots=True)
 class TokenBudget:
-    """Largest numbers of tokens in one step and in the remaining steps."""
+    """The largest numbers of prompts, sequences and tokens that one step and the remaining steps can need."""
 
     prompts_per_step: int
     sequences_per_step: int
@@ -50,10 +50,10 @@ class TokenBudget:
 
 @dataclass(frozen=True, slots=True)
 class DiskBudget:
-    """Disk space in bytes.
+    """The disk space of a run in bytes.
 
-    `checkpoint_bytes` is None where unknown before the first one. `needed_bytes` has the missing checkpoints and the
-    reserve, `file_systems` everything that the run writes by file system.
+    `checkpoint_bytes` is None if the size is unknown before the first checkpoint. `needed_bytes` is the space for
+    missing checkpoints and the reserve. `file_systems` reports everything that the run writes, by file system.
     """
 
     checkpoint_bytes: int | None
@@ -66,10 +66,11 @@ class DiskBudget:
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """Stages of a run with their status, and its requirements.
+    """The stages of a run with their status, and the requirements of the run.
 
-    `memory` of one rank's GPU is None where the model's shape is unknown, `warm_start_memory` also without supervised
-    steps. `published_model`: `model.path` of a model not on this machine, whose published shape gives the sizes.
+    `memory` is the plan for one rank's GPU, or None if the model's shape is unknown. `warm_start_memory` is the plan
+    for supervised steps, or None if there are none to run. `published_model` is the `model.path` of a model that is not
+    on this machine. The sizes then come from its published shape.
     """
 
     run_id: str
@@ -88,11 +89,11 @@ class RunPlan:
 
     @property
     def is_done(self) -> bool:
-        """True once all stages are done."""
+        """True if all stages are done."""
         return all(stage.cached for stage in self.stages)
 
     def stage(self, name: str) -> StageStatus:
-        """Return the first stage of that name."""
+        """Return the status of the first stage with this name."""
         return next(stage for stage in self.stages if stage.name == name)
 
     def to_json(self) -> dict[str, Any]:
@@ -103,14 +104,14 @@ class RunPlan:
 
 @dataclass(frozen=True, slots=True)
 class ParameterCount:
-    """Parameters: `trained`, which a checkpoint holds with two moments each, and all of the `policy`."""
+    """The numbers of trained parameters, with two moments each in a checkpoint, and of all policy parameters."""
 
     trained: int
     policy: int
 
 
 def count_parameters(config: RunConfig) -> ParameterCount | None:
-    """Return the parameters of policy and critic; None where the model's shape is unknown."""
+    """Return the numbers of parameters of the policy and the critic, or None if the model's shape is unknown."""
     lora, shape = config.model.lora, shape_of(config.model)
     if shape is None:
         return None
@@ -123,9 +124,9 @@ def count_parameters(config: RunConfig) -> ParameterCount | None:
 def make_plan(config: RunConfig, *, planning_config: RunConfig | None = None) -> RunPlan:
     """Return the plan of a run from the current state on disk.
 
-    `planning_config` has an existing model of the same shape and tokenizer in place of a missing one. Raises DataError
-    if
-    source files of the dataset are missing, CheckpointError if the run cannot resume with these settings.
+    `planning_config` names an existing model of the same shape and tokenizer in place of a missing one. Raises
+    DataError if source files of the dataset are missing. Raises CheckpointError if the run cannot resume with these
+    settings.
     """
     run = OpenRun(config, planning_config=planning_config)
     committed, planning_config = run.committed, run.planning_config
@@ -153,13 +154,13 @@ def make_plan(config: RunConfig, *, planning_config: RunConfig | None = None) ->
 
 
 def plan_memory_here(config: RunConfig) -> MemoryPlan | None:
-    """Return the memory plan of a rank for this host's GPU, or for one of unknown size."""
+    """Return the memory plan for one rank on this host's GPU, or None if the model's shape is unknown."""
     shape = shape_of(config.model)
     return None if shape is None else fit_settings(config, shape, detect_device(config))[1]
 
 
 def published_model_path(config: RunConfig) -> str | None:
-    """Return the `model.path` of a model that has a published shape and is not on this machine."""
+    """Return `model.path` if this model has a published shape and is not on this machine, otherwise None."""
     path = config.model.path
     if path is None or path not in PUBLISHED:
         return None
@@ -193,7 +194,7 @@ def _disk(
     return DiskBudget(one, number, reserve, more + reserve, free_bytes(layout.checkpoints), reports)
 
 
-MAX_DETAIL_CHARACTERS = 57  # length of the list of stages to do
+MAX_DETAIL_CHARACTERS = 57  # length of the list of unfinished stages
 
 
 def show_plan(plan: RunPlan, *, as_json: bool) -> None:
@@ -243,7 +244,7 @@ def show_plan(plan: RunPlan, *, as_json: bool) -> None:
 
 
 def show_memory(plan: MemoryPlan) -> None:
-    """Print the memory of one rank's GPU in each phase of a step."""
+    """Print the memory that one rank's GPU needs in each phase of a step."""
     from rich.table import Table
 
     room = "" if plan.usable_bytes is None else f", {size(plan.usable_bytes)} of it for tensors"
@@ -265,7 +266,7 @@ def show_memory(plan: MemoryPlan) -> None:
 
 
 def memory_note(plan: MemoryPlan) -> str:
-    """Return whether the plan fits; '' where the device is unknown."""
+    """Return a line that says whether the run fits into memory, or '' if the device's memory is unknown."""
     if plan.usable_bytes is None:
         return ""
     peak = f"{plan.peak_phase} needs {size(plan.peak_bytes)}"
@@ -277,7 +278,7 @@ def memory_note(plan: MemoryPlan) -> str:
 
 
 def _cells(stages: Sequence[StageStatus]) -> tuple[str, str, str]:
-    """Return fingerprint, state and details of stages of one name."""
+    """Return the fingerprint, state and details of all stages with the same name as cells of a table."""
     done = sum(stage.cached for stage in stages)
     fingerprint = stages[0].fingerprint or "not known yet"
     if len(stages) == 1:

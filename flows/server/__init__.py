@@ -1,1 +1,1 @@
-"""The Prefect server of a command, and the state of this process's flow run there."""
+"""The Prefect server that a command uses, and the state of this process's flow run on that server."""

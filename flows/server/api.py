@@ -1,7 +1,8 @@
-"""The Prefect server of a command and Prefect's settings. Call before Prefect is imported.
+"""The choice and start of a command's Prefect server, and the settings of Prefect.
 
-A command uses the server of `PREFECT_API_URL`, else the one that `millrace up` has started under the same root. Else
-it starts one with its database in `<root>/prefect`, which ends with the command.
+A command uses the server of `PREFECT_API_URL` if that variable is set. Otherwise it uses the running server that
+`millrace up` has recorded under the same root. If there is neither, it starts a server that ends with the command. The
+database of that server is in `<root>/prefect`. Call these functions before Prefect is imported.
 """
 
 import atexit
@@ -35,31 +36,37 @@ from rlcore.errors import MillraceError
 from rlcore.storage.locks import HeldLock
 
 START_WAIT_S = 600.0
-"""Limit of a start. The first one creates the database: 7 s of a core, minutes on a busy machine."""
+"""The longest wait in seconds for a server to start. The first start creates the database, which takes 7 s of one core
+and minutes on a busy machine.
+"""
 ANSWER_WAIT_S = 10.0
-"""Seconds to wait for a server that should be up."""
+"""The longest wait in seconds for an answer from a server that should be running."""
 STOP_WAIT_S = 10.0
 PREFECT_ENVIRONMENT: Mapping[str, str] = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
-    # Prefect stores no results: the run's files show what is done. Exceptions are stored in any case.
+    # Prefect stores no results, because the run's files show what is done. Exceptions are always stored.
     "PREFECT_RESULTS_PERSIST_BY_DEFAULT": "false",
     "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
-    # 2^n s in total: a server that is down for a quarter of an hour does not fail a finished run.
+    # The retries take 2^n s in total. A finished run survives a server that is down for a quarter of an hour.
     "PREFECT_CLIENT_MAX_RETRIES": "9",
     "PREFECT_LOGGING_EXTRA_LOGGERS": "rlcore,data,flows",
     "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
-    # Prefect's own lines would break the live line; the server still gets them.
+    # Prefect's own lines would break the live line on the console. The server still gets them.
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",
 }
-"""Default environment of Prefect; the user's variables have priority."""
+"""The default environment variables of Prefect. Variables that the user has set have priority."""
 COMMAND_ENVIRONMENT = {"PREFECT_CLIENT_MAX_RETRIES": "3"}
-"""Different defaults in a command, whose work can end without a server: 14 s of retries in total."""
+"""Defaults that replace entries of `PREFECT_ENVIRONMENT` in a command. A command can finish without a server, so its
+requests are retried for only 14 s.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefectApi:
-    """A server that is up or starting. `home` is the folder of a server that ends with this command, else None."""
+    """The address of a Prefect server that is running or starting. `home` is the server's folder if the server ends
+    with this command, otherwise None.
+    """
 
     url: str
     home: Path | None
@@ -68,8 +75,8 @@ class PrefectApi:
 class LocalServer:
     """A Prefect server that ends with this process. Only this process and its children know the login.
 
-    Prefect's own ephemeral server would outlive a killed process, accept any Host, choose a port that another user may
-    take first, and not start while Prefect is imported.
+    Prefect's own ephemeral server is not used. It would outlive a killed process and accept any Host header. It would
+    choose a port that another user may take first, and it would not start while Prefect is imported.
     """
 
     def __init__(self, home: Path) -> None:
@@ -102,15 +109,11 @@ class LocalServer:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return the environment variables of the server's clients."""
+        """The environment variables that give a client the server's address and login."""
         return {"PREFECT_API_URL": self.url, CLIENT_LOGIN: self.login}
 
     def wait(self) -> None:
-        """Wait until the server is up.
-
-        Raises:
-            MillraceError: it did not start; with the end of its log.
-        """
+        """Wait until the server is up. Raises MillraceError, with the end of its log, if the server does not start."""
         try:
             _check_health(self.url, START_WAIT_S)
         except OSError as error:
@@ -122,7 +125,7 @@ class LocalServer:
             self._start.__exit__(None, None, None)
 
     def stop(self) -> None:
-        """Stop the server. Safe to call twice."""
+        """Stop the server. A second call has no effect."""
         self._process.terminate()
         try:
             self._process.wait(STOP_WAIT_S)
@@ -135,10 +138,8 @@ _servers: dict[Path, LocalServer] = {}
 
 
 def start_prefect(root: Path, *, verbose: bool = False) -> PrefectApi:
-    """Choose the server and set Prefect's environment, or start a server without waiting for it.
-
-    Raises:
-        MillraceError: the server of `PREFECT_API_URL` cannot be used.
+    """Choose the Prefect server of a command and set Prefect's environment variables. If no server is running, start
+    one without waiting for it. Raises MillraceError if the server of `PREFECT_API_URL` cannot be used.
     """
     for name, value in {**PREFECT_ENVIRONMENT, **COMMAND_ENVIRONMENT}.items():
         os.environ.setdefault(name, value)
@@ -154,10 +155,9 @@ def start_prefect(root: Path, *, verbose: bool = False) -> PrefectApi:
 
 
 def running_prefect(root: Path) -> PrefectApi | None:
-    """Return the server of `PREFECT_API_URL`, or the running one recorded under the root, or None.
-
-    Raises:
-        MillraceError: the server of `PREFECT_API_URL` cannot be used.
+    """Return the server of `PREFECT_API_URL`, or the running server that is recorded under the root, or None. The
+    address and login of a recorded server are set in the environment. Raises MillraceError if the server of
+    `PREFECT_API_URL` cannot be used.
     """
     url = os.environ.get("PREFECT_API_URL", "").rstrip("/")
     for home, server in _servers.items():
@@ -176,13 +176,13 @@ def running_prefect(root: Path) -> PrefectApi | None:
 
 
 def wait_for_prefect(api: PrefectApi) -> None:
-    """Wait until a server started by this process is up."""
+    """Wait until the server is up if this process has started it."""
     if api.home is not None:
         _servers[api.home].wait()
 
 
 def is_reachable(url: str) -> bool:
-    """Return whether a Prefect server answers at the address."""
+    """Return whether a Prefect server answers at this address."""
     try:
         _check_health(url, ANSWER_WAIT_S)
     except (OSError, ValueError, HTTPException):
@@ -191,7 +191,9 @@ def is_reachable(url: str) -> bool:
 
 
 def _require_prefect(url: str) -> None:
-    """Require a Prefect server of the installed series, such as 3.7, that accepts our login."""
+    """Check that a Prefect server answers at `url`, accepts our login, and has the series of our Prefect, such as 3.7.
+    Raises MillraceError otherwise.
+    """
     what, remedy = f"PREFECT_API_URL: the server at {url}", "or unset PREFECT_API_URL to start one here."
     try:
         _check_health(url, ANSWER_WAIT_S)
@@ -219,7 +221,7 @@ def _check_health(url: str, timeout_s: float) -> None:
 
 
 def _get(url: str, timeout_s: float) -> bytes:
-    """Read a page with the environment's login, and never through a proxy."""
+    """Return the content of a page. The request sends the login of the environment and never uses a proxy."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     login = b64encode(os.environ.get(CLIENT_LOGIN, "").encode()).decode()
     request = urllib.request.Request(url, headers={"Authorization": f"Basic {login}"} if login else {})

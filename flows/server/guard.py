@@ -1,4 +1,4 @@
-"""ASGI middleware that checks the host, origin and login of requests to our servers on loopback."""
+"""ASGI middleware that checks the host, origin and login of each request to our servers on the loopback interface."""
 
 import hmac
 from base64 import b64decode
@@ -9,22 +9,22 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
-"""Names of loopback. Any port is allowed, since an SSH tunnel may end at another one."""
+"""The host names of the loopback interface. Any port is allowed, because an SSH tunnel may end at another port."""
 HEALTH = "/health"
 FOREIGN_SITES = ("cross-site", "same-site")
-"""Values of Sec-Fetch-Site for a request caused by a page of another host or port."""
+"""The values of the header Sec-Fetch-Site for a request that was caused by a page of another host or port."""
 
 
 class Guard:
-    """An ASGI application that passes requests of our own clients and pages to another application.
+    """An ASGI application that passes the requests of our own clients and pages to another application.
 
-    It refuses a Host that is no name of loopback (DNS rebinding can make any name resolve to it), requests of pages of
-    another origin and, if `login` is given, requests without it.
+    It refuses a request whose Host header does not name the loopback interface, which prevents DNS rebinding. It
+    refuses requests of pages of another origin. If `login` is set, it also refuses requests without that login.
 
     Args:
-        app: The guarded application.
-        login: `user:password` of HTTP's basic authentication, required for all paths but `/health`; None if the
-            application checks it.
+        app: The application that receives the allowed requests.
+        login: The `user:password` of HTTP's basic authentication, which all paths except `/health` require. None if the
+            application checks logins itself.
     """
 
     def __init__(self, app: ASGIApp, login: str | None = None) -> None:
@@ -32,12 +32,12 @@ class Guard:
         self._login = login
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse the request, or pass it on."""
+        """Refuse the request, or pass it to the guarded application."""
         refusal = self._refusal(scope) if scope["type"] in ("http", "websocket") else None
         if refusal is None:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})  # not accepted yet: the client gets a 403
+            await send({"type": "websocket.close", "code": 1008})  # not accepted yet, so the client gets a 403
         else:
             await refusal(scope, receive, send)
 
@@ -56,7 +56,7 @@ class Guard:
 
 
 def is_loopback_name(host: str) -> bool:
-    """Return whether a Host header names loopback.
+    """Return whether a Host header names the loopback interface.
 
     >>> [is_loopback_name(host) for host in ("127.0.0.1:4200", "LOCALHOST", "[::1]:80")]
     [True, True, True]
@@ -72,7 +72,7 @@ def is_loopback_name(host: str) -> bool:
 
 
 def _is_cross_origin(headers: Headers, host: str) -> bool:
-    """Return whether a page of another origin caused the request; a followed link is allowed."""
+    """Return whether the request was caused by a page of another origin. A link that a user follows is allowed."""
     if any(origin not in (f"http://{host}", f"https://{host}") for origin in headers.getlist("origin")):
         return True
     return headers.get("sec-fetch-site") in FOREIGN_SITES and headers.get("sec-fetch-mode") != "navigate"
@@ -87,5 +87,5 @@ def _has_login(authorization: str, login: str) -> bool:
     scheme, _, given = authorization.partition(" ")
     try:
         return scheme.lower() == "basic" and hmac.compare_digest(b64decode(given, validate=True), login.encode())
-    except ValueError:  # no base64, or no ASCII
+    except ValueError:  # not base64 or not ASCII
         return False

@@ -1,12 +1,12 @@
-"""Start a command tethered to its parent.
+"""A launcher for commands that must end when their parent process dies.
 
     python -S -E flows/server/launch.py PARENT_PID COMMAND...
 
-The kernel sends SIGTERM to the command when its parent dies. The signal is requested here after an exec, not in a
-`preexec_fn`: Python code in a forked child of a threaded process may deadlock. The kernel watches the thread that
-forked, so the starting thread must outlive the command.
+The kernel sends SIGTERM to the command when the parent dies. The launcher requests this signal after an exec. A
+`preexec_fn` would run Python code in a forked child, which may deadlock if the process has threads. The kernel watches
+the thread that forked, so the thread that starts the command must outlive the command.
 
-Run as a file that imports the standard library alone, this costs 20 ms.
+The launcher takes 20 ms, because it runs as a file that imports only the standard library.
 """
 
 import ctypes
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 PR_SET_PDEATHSIG = 1
 EXIT_PARENT_GONE = 143
-"""Exit code if the parent died before the command started: the shell's code for SIGTERM."""
+"""The exit code if the parent died before the command started. It is the shell's code for SIGTERM."""
 _LAUNCH = (sys.executable, "-S", "-E", str(Path(__file__).resolve()))
 
 
 def tethered_command(command: Sequence[str]) -> list[str]:
-    """Return the command line that runs `command` tethered to this process."""
+    """Return the command line that runs `command` so that it ends with this process."""
     return [*_LAUNCH, str(os.getpid()), *command]
 
 
@@ -40,14 +40,13 @@ def start_process(
     folder: Path | None = None,
     tether: bool = True,
 ) -> "subprocess.Popen[bytes]":
-    """Start a command in a new session, without input, and append its output to `log`.
-
-    An interrupt at the keyboard does not reach it.
+    """Start a command in a new session, without input, and append its output to `log`. Ctrl-C at the keyboard does not
+    reach the command.
 
     Args:
-        descriptors: Inherited descriptors of this process.
-        folder: Working folder; None: that of this process.
-        tether: Whether it ends with this process.
+        descriptors: The file descriptors of this process that the command inherits.
+        folder: The working folder of the command, or None for the folder of this process.
+        tether: True if the command must end with this process.
     """
     import subprocess
 
@@ -65,7 +64,7 @@ def start_process(
 
 
 def python_path(*more: str) -> str:
-    """Return the `PYTHONPATH` for a process that runs our code: our source, then the environment's path."""
+    """Return the `PYTHONPATH` for a process that runs our code: our source folder, then the environment's path."""
     source = str(Path(__file__).resolve().parents[2])
     return os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"), *more)))
 
@@ -80,11 +79,11 @@ HINTS = {
     "password authentication failed": "Its database refuses the user or the password in the address.",
     "already in use": "Another process has taken its port: run the command again.",
 }
-"""Remedy by a text in the last lines of a log."""
+"""The remedy for each known error. The key is a text in the last lines of a log."""
 
 
 def log_tail(log: str) -> str:
-    """Return the last lines of a log, after the remedies for known errors."""
+    """Return the last lines of a log file. The remedies for known errors come first."""
     text = Path(log).read_text(errors="replace")
     hints = [hint for words, hint in HINTS.items() if words in text[-4_000:]]
     lines = [f"    {line}" for line in text.splitlines()[-NUM_LAST_LINES:]]
@@ -92,7 +91,7 @@ def log_tail(log: str) -> str:
 
 
 def _tether(parent: int) -> None:
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux only; elsewhere a lost parent is not noticed
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # only on Linux: other systems do not notice a lost parent
     if prctl is not None:
         prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
@@ -100,7 +99,7 @@ def _tether(parent: int) -> None:
 
 
 def main() -> None:
-    """Replace this process by the command."""
+    """Replace this process with the command in the arguments."""
     parent, *command = sys.argv[1:]
     _tether(int(parent))
     os.execv(command[0], command)

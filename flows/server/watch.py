@@ -1,8 +1,8 @@
-"""Cancellation and suspension of this process's flow run, requested at the Prefect server.
+"""Detection of a cancellation or suspension of this process's flow run that was requested at the Prefect server.
 
-Prefect's events are not enough: the event of a suspension may come before the state is in the database, a worker of
-Prefect 3.7 cancels a flow run once but not after a retry, and a run without a living worker is never cancelled. So
-the flow also polls its state every few seconds.
+Prefect's events are not sufficient. The event of a suspension may come before the state is in the database. A worker of
+Prefect 3.7 cancels a flow run only once, and not again after a retry. A run without a living worker is never cancelled.
+Therefore the flow also polls its state every few seconds.
 """
 
 import logging
@@ -29,21 +29,21 @@ log = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 4.0
 CANCEL_AFTER_S = 20.0
-"""Seconds after which a cancelled flow run ends itself; a living worker sends a signal long before."""
+"""The seconds after which a cancelled flow run ends itself. A living worker sends a signal much earlier."""
 MAX_RETRIES = 2
-"""Retries of a request at the end of a run."""
+"""The number of retries of a request about the state of the flow run."""
 STOP_REQUESTED = "stop requested; the same command resumes from the last checkpoint"
 CANCELLED_TYPES = (StateType.CANCELLING, StateType.CANCELLED)
 ENGINE = "prefect.engine"
-"""Name of the logger of a flow run's process."""
+"""The name of the logger that Prefect's engine uses in the process of a flow run."""
 
 
 class FlowCancelledError(Abort):
-    """The flow run was cancelled or got a signal, and no worker ends it. The trainer has saved."""
+    """An error that ends a flow run after a cancellation or a signal, if no worker ends it. The trainer has saved."""
 
 
 class _FlowRunWatch:
-    """A thread that polls a flow run's state, so that a server that does not answer blocks nothing."""
+    """A thread that polls the state of a flow run. A server that does not answer blocks only this thread."""
 
     def __init__(self, flow_run_id: UUID, *, is_deployed: bool) -> None:
         self._flow_run_id = flow_run_id
@@ -51,11 +51,11 @@ class _FlowRunWatch:
         self.over = threading.Event()
         self.suspended: State[object] | None = None
         self.cancelled_at: float | None = None
-        here = copy_context()  # Prefect's settings
+        here = copy_context()  # has Prefect's settings
         threading.Thread(target=here.run, args=(self._poll,), name="flow-run-watch", daemon=True).start()
 
     def is_cancelled(self) -> bool:
-        """Return whether the flow run is cancelled now; False if the server does not answer."""
+        """Return whether the flow run is cancelled now. If the server does not answer, the last known state is used."""
         with suppress(Exception), limit_retries():
             self._look()
         return self.cancelled_at is not None
@@ -87,7 +87,9 @@ _watch: _FlowRunWatch | None = None
 
 @contextmanager
 def watch_flow_run() -> Iterator[None]:
-    """Watch this process's flow run in the block. Enter it before the run's lock, which the next attempt needs."""
+    """Watch this process's flow run inside the `with` block. The run's lock must be acquired inside the block, because
+    the next attempt needs the lock.
+    """
     global _watch
     run_id = UUID(str(flow_run.id))
     watch = _watch = _FlowRunWatch(run_id, is_deployed=bool(deployment.id))
@@ -103,10 +105,8 @@ def watch_flow_run() -> Iterator[None]:
 
 
 def end_if_cancelled() -> None:
-    """End the flow run if it was cancelled. Called often, while a trainer works.
-
-    Raises:
-        FlowCancelledError: the flow run was cancelled.
+    """Raise FlowCancelledError if the flow run was cancelled at least `CANCEL_AFTER_S` seconds ago. This function is
+    called often while a trainer works.
     """
     since = None if _watch is None else _watch.cancelled_at
     if since is not None and time.monotonic() - since >= CANCEL_AFTER_S:
@@ -114,10 +114,8 @@ def end_if_cancelled() -> None:
 
 
 def end_if_suspended() -> None:
-    """Leave the flow run if it was suspended. Called where everything is saved.
-
-    Raises:
-        Pause: the flow run was suspended. Prefect ends the process; resumed, the run continues from its checkpoint.
+    """Raise Pause if the flow run was suspended. Call this function only when everything is saved. Prefect then ends
+    the process, and a resumed run continues from its checkpoint.
     """
     if _watch is not None and _watch.suspended is not None:
         raise Pause(state=_watch.suspended)
@@ -125,16 +123,16 @@ def end_if_suspended() -> None:
 
 @contextmanager
 def stop_as_cancellation(is_stopped: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """Turn a signal in the block into a cancellation.
+    """Turn a signal inside the `with` block into a cancellation.
 
-    Prefect takes SIGINT for a crash, and at SIGTERM ends the process before it reports, or marks the task crashed. A
-    signalled deployed run that was not cancelled has lost its worker: the next `millrace up` resumes it.
+    Prefect treats SIGINT as a crash. At SIGTERM, Prefect ends the process before it reports, or marks the task as
+    crashed. A deployed run that gets a signal without a cancellation has lost its worker. The next `millrace up`
+    resumes that run.
+
+    Raises FlowCancelledError in place of the error that a signal to this process or to the trainer has raised.
 
     Args:
-        is_stopped: Returns whether `millrace stop` has stopped the run.
-
-    Raises:
-        FlowCancelledError: in place of the error that a signal to this process or the trainer raised.
+        is_stopped: A function that returns whether `millrace stop` has stopped the run.
     """
     try:
         yield
@@ -145,10 +143,11 @@ def stop_as_cancellation(is_stopped: Callable[[], bool] = lambda: False) -> Iter
 
 
 class DeferredSignals:
-    """A block that defers SIGINT and SIGTERM to its end, or to a part of it inside `deliver`.
+    """A `with` block that defers SIGINT and SIGTERM until its end, or until an inner `deliver` block.
 
-    It is put around Prefect's engine: interrupted while it creates or ends a task run, the engine fails with its own
-    error, and the stop is lost. A second signal is not deferred. Outside the main thread the block has no effect.
+    The block is put around Prefect's engine. If a signal interrupts the engine while it creates or ends a task run, the
+    engine fails with another error. The stop request would then be lost. A second signal is not deferred. The block has
+    no effect outside the main thread.
     """
 
     def __init__(self) -> None:
@@ -166,7 +165,7 @@ class DeferredSignals:
 
     @contextmanager
     def deliver(self) -> Iterator[None]:
-        """Deliver signals immediately in the block, a deferred one at its beginning."""
+        """Deliver signals immediately inside this block. A deferred signal is delivered when the block begins."""
         try:
             self._restore()
             yield
@@ -191,7 +190,7 @@ class DeferredSignals:
 
 
 def _set_cancelled(run_id: UUID) -> None:
-    """Set the flow run and its unfinished tasks Cancelled; warn if the server does not answer."""
+    """Set the flow run and its unfinished tasks to Cancelled. If the server does not answer, only log a warning."""
     state: State[object] = Cancelled(message="cancelled; saved, and resumes after a retry")
     try:
         with limit_retries(), get_client(sync_client=True) as client:
@@ -204,20 +203,24 @@ def _set_cancelled(run_id: UUID) -> None:
 
 
 def set_flow_run_state(state: State[object]) -> None:
-    """Set the flow run's state. Prefect's `pause_flow_run` would block the flow, which must read from its trainer."""
+    """Set the state of this process's flow run. Prefect's `pause_flow_run` is not used. It would block the flow, which
+    must read from its trainer.
+    """
     with get_client(sync_client=True) as client:
         client.set_flow_run_state(UUID(str(flow_run.id)), state)
 
 
 def limit_retries(number: int = MAX_RETRIES) -> AbstractContextManager[object]:
-    """Limit the retries of requests to an absent server in the block. Entering it takes 60 ms."""
+    """Return a context manager that limits retries of requests to an absent Prefect server. Entering it takes 60 ms."""
     return temporary_settings({PREFECT_CLIENT_MAX_RETRIES: number})
 
 
 def shorten_known_errors(record: logging.LogRecord) -> bool:
-    """Log an error of ours as its message, without the traceback of our code.
+    """Reduce an error of Millrace in a log record to its message, without the traceback. Return False to drop the
+    record.
 
-    A cancellation is logged as information. Prefect's line of a task that finished in state `Running` is dropped.
+    A cancellation gets the level INFO. The line of a task that finished in state `Running` is dropped. The engine's
+    line is dropped if it only repeats an error of the flow run.
     """
     if any(isinstance(argument, FlowCancelledError) for argument in record.args or ()):
         record.levelno, record.levelname = logging.INFO, "INFO"
@@ -227,7 +230,7 @@ def shorten_known_errors(record: logging.LogRecord) -> bool:
     if not isinstance(error, MillraceError):
         return True
     record.msg, record.args, record.exc_info = str(error), (), None
-    return record.name != ENGINE  # it repeats the flow run's line
+    return record.name != ENGINE  # the engine's record repeats the flow run's line
 
 
 for _name in ("prefect.flow_runs", "prefect.task_runs", ENGINE):

@@ -1,1 +1,1 @@
-"""The local stack: Prefect and MLflow servers, a worker, a Ray head if asked; and what is in the Prefect server."""
+"""The local stack of Prefect and MLflow servers, workers and a Ray head, and our objects in the Prefect server."""

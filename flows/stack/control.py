@@ -1,4 +1,4 @@
-"""`millrace up`, `down` and `status`: Prefect, MLflow, workers and an optional Ray head on loopback."""
+"""The commands `millrace up`, `down` and `status` for the local stack of Prefect, MLflow, workers and a Ray head."""
 
 import os
 import subprocess
@@ -45,12 +45,10 @@ def up(
     mlflow_port: int | None = None,
     notify_block: str | None = None,
 ) -> None:
-    """Start the missing services, apply the deployments, and print the addresses. Safe to repeat.
+    """Start the missing services, apply the deployments, and print the addresses. The command may be repeated.
 
-    After an error the services that this call has started are stopped. A port of None is the last one or a free one.
-
-    Raises:
-        MillraceError: a service does not start; with the end of its log.
+    If an error occurs, the services that this call has started are stopped. If a port is None, the last used port, the
+    default port or a free port is chosen. Raises MillraceError, with the end of the log, if a service does not start.
     """
     root, ports = root.resolve(), {"prefect": prefect_port, "mlflow": mlflow_port}
     try:
@@ -75,9 +73,9 @@ def up(
 
 
 def down(root: Path) -> None:
-    """Stop the services of `up`, and all flow runs of its workers, which save.
+    """Stop the services of `up` and all flow runs of its workers. The flow runs save first.
 
-    The record stays, so that the next `up` uses the same ports and resumes those runs.
+    The record of the stack stays, so that the next `up` uses the same ports and resumes those runs.
     """
     root = root.resolve()
     with _stack_lock(root):
@@ -93,7 +91,7 @@ def down(root: Path) -> None:
 
 
 def status(root: Path) -> None:
-    """Print a line for each service; exit with code 1 if one is missing."""
+    """Print a line for each service. Exits with code 0 if all services are up, otherwise with code 1."""
     stack, states = read_stack(root), service_states(root)
     for service, state in states:
         print(f"{service.name:<10} {state:<16} {service.url or f'process {service.pid}':<28} {service.log}")
@@ -105,7 +103,7 @@ def status(root: Path) -> None:
 
 
 def service_states(root: Path) -> list[tuple[Service, str]]:
-    """Return the state of each recorded service: `up`, `does not answer`, or `gone`."""
+    """Return each recorded service with its state: `up`, `does not answer`, or `gone`."""
 
     def state_of(service: Service) -> str:
         state = "up" if services.is_ready(service) else "does not answer"
@@ -115,7 +113,7 @@ def service_states(root: Path) -> list[tuple[Service, str]]:
 
 
 def shell_export(root: Path, state: StackState) -> str:
-    """Return the shell line that gives Prefect's own commands the address and login of this stack."""
+    """Return the shell line that sets the address and login of this stack for Prefect's own commands."""
     return f'export PREFECT_API_URL={state.prefect_api_url} {CLIENT_LOGIN}="$(cat {quote(str(root / SECRET_FILE))})"'
 
 
@@ -124,7 +122,9 @@ def _stack_lock(root: Path) -> HeldLock:
 
 
 def _require_compatible(root: Path, state: StackState, ports: Mapping[str, int | None]) -> None:
-    """Require that the requested ports are free, and that running servers have the installed version and that port."""
+    """Check that requested ports are free, and that running servers have the installed version and the requested port.
+    Raises MillraceError otherwise.
+    """
     down_first = f"`millrace down --root {quote(str(root))}`"
     for name, port in ports.items():
         service = state.service(name)
@@ -150,12 +150,12 @@ def _require_compatible(root: Path, state: StackState, ports: Mapping[str, int |
 def _start_services(
     root: Path, state: StackState, ports: Mapping[str, int | None], notify_block: str | None, workers: int, *, ray: bool
 ) -> StackState:
-    """Start the missing services: the servers, which come up while Prefect is set up, then workers."""
+    """Start the missing services. MLflow and Ray come up while the deployments are applied. The workers start last."""
     ran_before = state.running()
     state = _start(root, state, "prefect", partial(services.start_prefect, root, ports["prefect"]))
     database = mlflow_database(root)
     if not has_store(database):
-        connect(database)  # atomic: a server killed at its start would leave half of the tables
+        connect(database)  # atomic, whereas a server that is killed at its start leaves half of the tables
     services.wait_until_ready(_service(state, "prefect"))
     earlier = state.service("mlflow")
     state = _start(root, state, "mlflow", partial(services.start_mlflow, root, ports["mlflow"]))
@@ -177,7 +177,7 @@ def _start_services(
 
 
 def _start(root: Path, state: StackState, name: str, start: Callable[[StackState], Service]) -> StackState:
-    """Start a service that is not running, and record it immediately, so that `down` can stop it after any error."""
+    """Start a service unless it is running. It is recorded immediately, so that `down` can stop it after any error."""
     known = state.service(name)
     if known is not None and known.process() is not None:
         return state
@@ -194,20 +194,20 @@ def _service(state: StackState, name: str) -> Service:
 
 
 def _stop_services(ended: Iterable[Service]) -> None:
-    """Stop services: workers first, then the servers that their flows use."""
+    """Stop the services. Workers are stopped first, then the servers that their flows use."""
     order = ("worker", "ray", "mlflow", "prefect")
     for service in sorted(ended, key=lambda service: (order.index(service.name.partition("-")[0]), service.name)):
         if (process := service.process()) is None:
             continue
         if service.is_worker:
-            services.kill([process])  # after SIGTERM it would mark its flow runs crashed
+            services.kill([process])  # after SIGTERM the worker would mark its flow runs as crashed
         else:
             services.stop_server(process)
         print_line(f"{service.name} (process {service.pid}) has ended")
 
 
 def _apply_deployments(root: Path, state: StackState, notify_block: str | None) -> None:
-    """Run `flows.stack.deploy` in a separate process: Prefect reads its settings at import."""
+    """Run `flows.stack.deploy` in a separate process, because Prefect reads its settings at import."""
     environment = os.environ | services.prefect_environment(root, state.prefect_api_url) | {STACK_ROOT: str(root)}
     if notify_block is not None:
         environment[services.NOTIFY_BLOCK] = notify_block

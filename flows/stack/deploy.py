@@ -1,8 +1,9 @@
-"""Millrace's objects in a Prefect server: work pool, queues, automations, deployments.
+"""Our objects in a Prefect server: the work pool, the queues, the automations and the deployments.
 
     python -m flows.stack.deploy
 
-updates them in the server of `PREFECT_API_URL` for the stack of `MILLRACE_STACK`. It may be repeated.
+This command updates the objects in the server of `PREFECT_API_URL` for the stack of `MILLRACE_STACK`. It may be
+repeated.
 """
 
 import os
@@ -36,21 +37,24 @@ from rlcore.errors import MillraceError
 
 DEPLOYMENTS = Path("conf", "prefect.yaml")
 JOB_TEMPLATE: dict[str, Any] = {
-    # The worker's folder: a temporary one would stay after a killed worker.
+    # The folder of the worker. A temporary folder would remain after a killed worker.
     "job_configuration": {"working_dir": ".", "command": FLOW_COMMAND, "stream_output": False},
     "variables": {"type": "object", "properties": {}, "additionalProperties": False},
 }
-"""The worker's start of a flow run: Prefect's own command in the worker's environment, with a log that survives it.
+"""The template by which a worker starts a flow run: Prefect's own command in the worker's environment. The log of the
+flow run outlives the worker.
 
-Job variables are refused: by default one may set another command, environment or folder.
+Job variables are refused, because by default a variable may set another command, environment or folder.
 """
 QUEUES: dict[str, int | None] = {"training": 1, "control": None}
-"""Concurrent flow runs: one training unless the root has slots, where each run waits for its own."""
+"""The largest number of concurrent flow runs in each work queue. It is 1 for trainings. If the root has slots,
+trainings have no limit here, because each run waits for its slots.
+"""
 POOL_FILTER = WorkPoolFilter.model_validate({"name": {"any_": [POOL]}})
 
 
 def main() -> None:
-    """Update all objects, and print the changes."""
+    """Update all objects in the Prefect server and print the changes."""
     root = Path(os.environ[STACK_ROOT])
     with get_client(sync_client=True) as client:
         ensure_pool(client, has_slots=bool(Slots(root).devices()))
@@ -67,9 +71,9 @@ def main() -> None:
 
 
 def ensure_pool(client: SyncPrefectClient, *, has_slots: bool = False) -> None:
-    """Create the work pool and its queues with their limits; existing limits stay as users have set them.
+    """Create the work pool and its queues with their limits. Existing limits are kept as users have set them.
 
-    If the root has slots, our own default limit is removed: each run waits for its slot.
+    If the root has slots, our default limit is removed, because each run waits for its slots.
     """
     try:
         client.update_work_pool(POOL, WorkPoolUpdate(base_job_template=JOB_TEMPLATE))
@@ -85,10 +89,8 @@ def ensure_pool(client: SyncPrefectClient, *, has_slots: bool = False) -> None:
 
 
 def apply_deployments() -> None:
-    """Apply the file of deployments by Prefect's command, which keeps schedules and resumes paused deployments.
-
-    Raises:
-        MillraceError: Prefect refuses the file; with its message.
+    """Apply the file of deployments by Prefect's command, which keeps schedules and resumes paused deployments. Raises
+    MillraceError, with Prefect's message, if Prefect refuses the file.
     """
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(DEPLOYMENTS)]
     done = subprocess.run(command, cwd=SOURCE_FOLDER, capture_output=True, text=True, check=False)
@@ -100,13 +102,13 @@ NULL_TYPE = {"type": "null"}
 
 
 def simplify_form(client: SyncPrefectClient, deployment: DeploymentResponse, *, paused: bool) -> None:
-    """Make the optional fields of a deployment's form clearable, and set whether the deployment is paused."""
+    """Let users clear the optional fields of a deployment's form, and set whether the deployment is paused."""
     schema = without_null_types(deployment.parameter_openapi_schema or {})
     client.update_deployment(deployment.id, DeploymentUpdate(parameter_openapi_schema=schema, paused=paused))
 
 
 def without_null_types(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema whose optional fields have their other type alone and no default. Idempotent.
+    """Return a schema without the null type and the default None of its optional fields. A second call changes nothing.
 
     >>> without_null_types({"properties": {"seed": {"anyOf": [{"type": "integer"}, NULL_TYPE], "default": None}}})
     {'properties': {'seed': {'type': 'integer'}}}
@@ -121,7 +123,7 @@ def without_null_types(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 FAILURE_EVENTS = ("Failed", "Crashed", "TimedOut", "Suspended")
-"""States that send a notification. A Paused flow run only waits for disk space or slots."""
+"""The flow-run states that send a notification. Paused sends none, because the run waits for disk space or slots."""
 _IMMEDIATELY = partial(EventTrigger, posture=Posture.Reactive, threshold=1, within=timedelta(0))
 _DEPLOYED = ResourceSpecification(
     {"prefect.resource.role": "deployment", "prefect.resource.id": "prefect.deployment.*"}
@@ -138,20 +140,18 @@ NOTIFICATIONS = (
         '{{ flow_run.state.message or "" }}\n{{ flow_run | ui_url }}',
     ),
     (
-        "millrace: notify of a run that waits for disk space",  # also without a deployment
+        "millrace: notify of a run that waits for disk space",  # also for a run without a deployment
         _IMMEDIATELY(expect={"millrace.paused_for_disk"}),
         "{{ event.resource.name }}: {{ event.event }}",
         "{{ event.payload.text }}",
     ),
 )
-"""Name, trigger, subject and text of each notification, as templates of the server."""
+"""The name, trigger, subject and text of each notification. Subject and text are templates of the Prefect server."""
 
 
 def set_up_notifications(client: SyncPrefectClient, block: str) -> None:
-    """Set up the automations that send notifications of runs that fail or wait for disk space.
-
-    Raises:
-        MillraceError: no such notification block.
+    """Create or update the automations that notify users if a run fails or waits for disk space. Raises MillraceError
+    if there is no notification block of this name.
     """
     block_id = _notification_block(client, block)
     for name, trigger, subject, body in NOTIFICATIONS:
@@ -164,7 +164,7 @@ def set_up_notifications(client: SyncPrefectClient, block: str) -> None:
 
 
 def _notification_block(client: SyncPrefectClient, name: str) -> UUID:
-    """Return the id of the block `TYPE/NAME`, such as `slack-webhook/team`."""
+    """Return the id of the notification block `TYPE/NAME`, such as `slack-webhook/team`."""
     known = {
         f"{one.block_type.slug}/{one.name}": one.id
         for one in client.read_block_documents(include_secrets=False)
@@ -181,14 +181,15 @@ def _notification_block(client: SyncPrefectClient, name: str) -> UUID:
 
 LOST_PROCESS = "Its process is gone."
 SUSPENDED = "Suspended"
-"""Name of the PAUSED state of a run without a process, which only a resume starts again."""
+"""The name of the PAUSED state of a run that has no process. Only a resume starts the run again."""
 
 
 def recover_lost_runs(client: SyncPrefectClient, *, workers_are_up: bool) -> list[str]:
-    """Reschedule runs that have lost their process, to resume from their last checkpoint; return their names.
+    """Reschedule the runs that have lost their process, and return their names. Each run resumes from its last
+    checkpoint.
 
-    A run in cancellation is set Cancelled. Processes of other hosts count as alive. If no worker is up, a pending run
-    has lost the worker that was about to start it.
+    A lost run that was being cancelled is set to Cancelled. A process on another host counts as alive. If no worker is
+    up, a pending run counts as lost, because no worker will start it.
     """
     lost = []
     # A run that waits for disk space or slots is Paused and has its process.
@@ -197,7 +198,7 @@ def recover_lost_runs(client: SyncPrefectClient, *, workers_are_up: bool) -> lis
         flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": alive}}}), work_pool_filter=POOL_FILTER
     )
     for run in runs:
-        # A pending run may still name the process of its last attempt; it is lost only with its worker.
+        # A pending run may still name the process of its last attempt. It is lost only if its worker is.
         is_pending = run.state_type == StateType.PENDING
         if run.state_name == SUSPENDED or (workers_are_up if is_pending else not _is_lost(run)):
             continue
@@ -210,13 +211,13 @@ def recover_lost_runs(client: SyncPrefectClient, *, workers_are_up: bool) -> lis
 
 
 def _is_lost(run: FlowRun) -> bool:
-    """Return whether the recorded process `<host>:<pid>` is gone, or belongs to another run now."""
+    """Return whether the recorded process `<host>:<pid>` of a run has ended or now belongs to another run."""
     host, _, pid = (run.infrastructure_pid or "").rpartition(":")
     if not pid.isdigit() or host not in ("", socket.gethostname()):
         return False
     try:
         return psutil.Process(int(pid)).environ().get(FLOW_RUN_ID) != str(run.id)
-    except (psutil.NoSuchProcess, psutil.AccessDenied):  # another user's
+    except (psutil.NoSuchProcess, psutil.AccessDenied):  # the process of another user
         return True
 
 

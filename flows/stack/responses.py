@@ -1,11 +1,11 @@
-"""The page of a root's recorded responses, on MLflow's server behind the same guard and login.
+"""The page with the recorded responses of a root, on MLflow's server behind its guard and login.
 
     GET /answers/                     the page
-    GET /answers/runs                 names of the runs with responses on record
+    GET /answers/runs                 the names of the runs with recorded responses
     GET /answers/find?run=&...        50 responses of a search (`Query.parse`), and their total number
     GET /answers/together?run=&key=   the responses to the same prompt at the same step, with their tokens
 
-A run may be named by a prefix of its id. Nothing is written. A model's text is sent as JSON and shown as text.
+A run may be named by a prefix of its id. Requests write nothing. Responses are sent as JSON and shown as plain text.
 """
 
 from contextlib import suppress
@@ -37,9 +37,9 @@ from rlcore.score import Score
 
 URL_PREFIX = "/answers/"
 PAGE_ROWS = 50
-"""Responses of one request."""
+"""The largest number of responses that one request returns."""
 MAX_LISTED_CHARACTERS = 400
-"""Maximum length of a prompt or response in the list."""
+"""The largest number of characters of a prompt or response in the list."""
 LISTED_COLUMNS = [*LIGHT.names, "change", "prompt", "answer"]
 
 
@@ -48,14 +48,14 @@ def with_responses(root: Path, app: ASGIApp) -> ASGIApp:
     responses = responses_app(root)
 
     async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
-        ours = scope["type"] == "http" and f"{scope['path']}/".startswith(URL_PREFIX)  # the bare name is redirected
+        ours = scope["type"] == "http" and f"{scope['path']}/".startswith(URL_PREFIX)  # `/answers` is redirected
         await (responses if ours else app)(scope, receive, send)
 
     return dispatch
 
 
 def responses_app(root: Path) -> Starlette:
-    """Return the application of a root's runs. A wrong request gets status 400 and a message."""
+    """Return the web application for the responses of a root's runs. An invalid request gets status 400 and a text."""
 
     def refuse(request: Request, error: Exception) -> Response:
         return JSONResponse({"error": str(error)}, 400)
@@ -74,22 +74,24 @@ def responses_app(root: Path) -> Starlette:
 
 
 class Runs:
-    """The runs of a root, and the requests for their responses."""
+    """The runs of a root, with a method for each request about their responses."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
 
     def newest_first(self) -> list[str]:
-        """Return the runs with responses on record, the last written first."""
+        """Return the names of the runs that have recorded responses. The most recently written run is first."""
         newest: dict[str, float] = {}
         for file in (self._root / "runs").glob("*/answers/*.parquet"):
             name = file.relative_to(self._root / "runs").parts[0]
-            with suppress(OSError):  # deleted in between
+            with suppress(OSError):  # deleted since the search
                 newest[name] = max(newest.get(name, 0.0), file.stat().st_mtime)
         return sorted(newest, key=lambda name: -newest[name])
 
     def _layout(self, name: str) -> RunLayout:
-        """Find a run of this root by its name or a unique prefix; no other path is accepted."""
+        """Return the layout of the run with this name or unique prefix. Raises DataError if no run of this root
+        matches, or several do. Other paths are not accepted.
+        """
         folders = sorted((self._root / "runs").glob("*"))
         found = [folder for folder in folders if folder.name == name]
         found = found or [folder for folder in folders if name and folder.name.startswith(name)]
@@ -99,7 +101,7 @@ class Runs:
         raise DataError(f"run {name!r}: {why}")
 
     def find(self, request: Request) -> Response:
-        """Return one page of the responses that a search finds."""
+        """Return one page of the responses that match a search."""
         given = request.query_params
         words: dict[str, Any] = {
             name: given[name] for name in ("step", "score", "search", "kind", "sort", "each") if given.get(name)
@@ -115,7 +117,7 @@ class Runs:
         return JSONResponse(to_finite_json({"total": len(found), "rows": rows}))
 
     def same_prompt(self, request: Request) -> Response:
-        """Return the responses to one response's prompt at its step with their tokens, and the prompt's other steps."""
+        """Return all responses to a response's prompt at its step, with their tokens, and the prompt's other steps."""
         layout = self._layout(request.query_params.get("run", ""))
         found = responses_to_same_prompt(layout.answers, request.query_params.get("key", ""))
         decode = load_decoder(layout.run_json)

@@ -1,11 +1,11 @@
-"""Prefect's and MLflow's servers behind our guard.
+"""The servers of Prefect and MLflow behind our guard.
 
-    python -m flows.stack.serve PORT            Prefect's server of a stack
-    python -m flows.stack.serve one-command FD  the server of one command (`flows.server.api`), on its open socket
+    python -m flows.stack.serve PORT            the Prefect server of a stack
+    python -m flows.stack.serve one-command FD  the server of one command (`flows.server.api`) on its open socket
 
-`prefect server start` has no option for a guard. Clients of an open socket wait until the server is up, without
-polling or guessing a port. `mlflow server` finds `guarded_mlflow` by its name in `pyproject.toml`. Secrets come by the
-environment, since every user of the machine can see a command line.
+`prefect server start` has no option for a guard. The clients of an open socket wait until the server is up, so they
+neither poll nor guess a port. `mlflow server` finds `guarded_mlflow` by its name in `pyproject.toml`. Secrets are
+passed in the environment, because every user of the machine can see a command line.
 """
 
 import logging
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 ONE_COMMAND = "one-command"
 MLFLOW_APP = "millrace"
-"""Name for `mlflow server --app-name`."""
+"""The name of our application in the option `--app-name` of `mlflow server`."""
 MLFLOW_LOGIN = "MILLRACE_MLFLOW_LOGIN"
 RESPONSES_ROOT = "MILLRACE_ANSWERS_ROOT"
-"""The root whose responses have a page on MLflow's server, see `flows.stack.responses`."""
+"""The environment variable with the root whose responses are shown on MLflow's server. See `flows.stack.responses`."""
 
 
 def main() -> None:
-    """Serve Prefect until SIGTERM. For one command: without pages, with the services that record runs and events."""
+    """Serve Prefect until SIGTERM. The server of one command has no pages, but it records runs and events."""
     import uvicorn
     from prefect.server.api.server import create_app
 
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def hide_address(record: logging.LogRecord) -> bool:
-    """Drop the text of httpx's errors: it contains the address of a notification block, which is a secret."""
+    """Remove the text of httpx's errors from a log record. This text has the secret address of a notification block."""
     import httpx
 
     error = record.exc_info[1] if record.exc_info else None
@@ -56,9 +56,9 @@ def hide_address(record: logging.LogRecord) -> bool:
 
 
 def guarded_mlflow() -> "Guard":
-    """Return MLflow's application and the page of responses behind a login.
+    """Return MLflow's application and the page of responses, both behind a login.
 
-    MLflow's own logins need a second database, and hash a password for each request.
+    MLflow's own logins are not used. They need a second database, and they hash a password for each request.
     """
     from flows.server.guard import Guard
     from flows.stack.responses import with_responses

@@ -1,4 +1,4 @@
-"""Processes of the local stack: their start, readiness and end."""
+"""The processes of the local stack, with functions that start them, wait for them and stop them."""
 
 import os
 import shlex
@@ -40,38 +40,40 @@ from rlcore.storage.locks import start_time_of
 
 POOL = "millrace"
 FLOW_RUNS = "flow-runs"
-"""Name of the log of all flow runs."""
+"""The name of the log that all flow runs share."""
 _LOGGED_COMMAND = (
     f'exec {shlex.quote(sys.executable)} {FLOW_RUN_COMMAND} >>"${STACK_ROOT}/stack-logs/{FLOW_RUNS}.log" 2>&1'
 )
 FLOW_COMMAND = shlex.join(["sh", "-c", _LOGGED_COMMAND])
-"""A worker's command for a flow run."""
+"""The command by which a worker starts a flow run."""
 NOTIFY_BLOCK = "MILLRACE_NOTIFY_BLOCK"
-"""Environment variable of `up`: the notification block in Prefect, as `prefect block ls` names it."""
+"""The environment variable with the name of the notification block, in the form that `prefect block ls` prints."""
 READY_WAIT_S = 600.0
-"""Limit of a start. The first one creates both databases: minutes on a busy machine."""
+"""The longest wait in seconds for a service to start. The first start creates both databases, which takes minutes on a
+busy machine.
+"""
 POLL_S = 0.2
 STOP_WAIT_S = 40.0
-"""Seconds for servers and flow runs to end. A flow run waits for its trainer, which saves in any case."""
+"""The longest wait in seconds for servers and flow runs to end. A flow run waits until its trainer has saved."""
 TRAINER = "rlcore.run.process"
 
 
 def print_line(text: str) -> None:
-    """Print a line without buffering."""
+    """Print a line and flush the output."""
     print(text, flush=True)
 
 
 def start_prefect(root: Path, port: int | None, state: StackState) -> Service:
-    """Start Prefect's server, with its page and background services."""
+    """Start Prefect's server with its web page and its background services."""
     port = _choose_port(state, "prefect", default=4200, requested=port)
     url = f"http://{LOOPBACK}:{port}"
     environment = prefect_environment(root, f"{url}/api") | {
         SERVER_LOGIN: root_login(root),
         "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": url,
         "PREFECT_UI_API_URL": "/api",  # on the page's own origin, also through a tunnel
-        # Without it a slot of a killed holder stays taken after a restart of the server.
+        # Otherwise a slot of a killed holder stays occupied after a restart of the server.
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
-        # `--watch` shows a run's log by these, with the reason of a failure.
+        # These settings let `--watch` show a run's log with the reason of a failure.
         "PREFECT_SERVER_LOGS_STREAM_OUT_ENABLED": "true",
         "PREFECT_SERVER_LOGS_STREAM_PUBLISHING_ENABLED": "true",
         PREFECT_DATABASE: prefect_database(root / "prefect"),
@@ -81,7 +83,7 @@ def start_prefect(root: Path, port: int | None, state: StackState) -> Service:
 
 
 def start_mlflow(root: Path, port: int | None, state: StackState, *, tether: bool = False) -> Service:
-    """Start MLflow's server with the page of responses. With `tether` it ends with this process."""
+    """Start MLflow's server with the page of responses. If `tether` is true, the server ends with this process."""
     port = _choose_port(state, "mlflow", default=5000, requested=port)
     url = f"http://{LOOPBACK}:{port}"
     environment = {
@@ -96,15 +98,15 @@ def start_mlflow(root: Path, port: int | None, state: StackState, *, tether: boo
     }
     command = [sys.executable, "-m", "mlflow", "server", "--app-name", MLFLOW_APP, "--workers", "1"]
     command += ["--host", LOOPBACK, "--port", str(port), "--uvicorn-opts", "--log-level warning --lifespan on"]
-    # CORS stays at its default, loopback alone: with named origins MLflow sends them to every client.
+    # CORS keeps its default, which allows only loopback. MLflow would send named origins to every client.
     command += ["--allowed-hosts", "127.0.0.1,127.0.0.1:*,localhost,localhost:*"]
-    # A URI: in a plain path MLflow would decode %41 to an A.
+    # A URI, because MLflow would decode %41 in a plain path to an A.
     command += ["--artifacts-destination", (root / "mlartifacts").as_uri()]
     return _start(root, "mlflow", command, environment, port, url=url, ready_url=f"{url}/health", tether=tether)
 
 
 def start_ray(root: Path, state: StackState) -> Service:
-    """Start a Ray head for this user and machine; runs join it by `runtime.ray_address`."""
+    """Start a Ray head for this user on this machine. Runs join it by the setting `runtime.ray_address`."""
     port = _choose_port(state, "ray", default=6379)
     ray = str(Path(sys.executable).parent / "ray")
     command = [ray, "start", "--head", "--block", "--node-ip-address", LOOPBACK, "--port", str(port)]
@@ -113,7 +115,7 @@ def start_ray(root: Path, state: StackState) -> Service:
 
 
 def start_worker(root: Path, name: str, state: StackState) -> Service:
-    """Start a Prefect worker that starts flow runs as processes on this host."""
+    """Start a Prefect worker that starts each flow run as a process on this host."""
     port = _choose_port(state, name)
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--with-healthcheck"]
     command += ["--name", f"{name}@{os.uname().nodename}"]
@@ -121,7 +123,7 @@ def start_worker(root: Path, name: str, state: StackState) -> Service:
         "PREFECT_WORKER_QUERY_SECONDS": "2",
         "PREFECT_WORKER_WEBSERVER_HOST": LOOPBACK,
         "PREFECT_WORKER_WEBSERVER_PORT": str(port),
-        # A flow that `millrace down` stops stays Running, not Crashed, and the next `up` resumes it.
+        # A flow that `millrace down` stops stays Running instead of Crashed, so the next `up` resumes it.
         "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR": "reschedule",
         MLFLOW_PAGE: state.mlflow_url,
         STACK_ROOT: str(root),
@@ -131,7 +133,7 @@ def start_worker(root: Path, name: str, state: StackState) -> Service:
 
 
 def prefect_environment(root: Path, api_url: str) -> dict[str, str]:
-    """Return Prefect's settings for every process of the stack, and the path of our code."""
+    """Return Prefect's settings and the path of our code, as environment variables for every process of the stack."""
     return {
         **PREFECT_ENVIRONMENT,
         "PREFECT_HOME": str(root / "prefect"),
@@ -154,16 +156,14 @@ def _start(
     ready_url: str = "",
     tether: bool = False,
 ) -> Service:
-    """Start a service with its log under the root. Only a database's own server gets its address, which is secret.
-
-    Raises:
-        MillraceError: the service has ended already.
+    """Start a service with a log file under the root. The secret address of a database is passed only to the database's
+    own server. Raises MillraceError if the service has ended already.
     """
     log = log_of(root, name)
     secret = (PREFECT_DATABASE, PREFECT_SERVER_DATABASE, MLFLOW_DATABASE)
     inherited = {key: value for key, value in os.environ.items() if key not in secret}
     process = start_process(command, log, {**inherited, **environment}, folder=SOURCE_FOLDER, tether=tether)
-    threading.Thread(target=process.wait, daemon=True).start()  # reaps it if it ends before us
+    threading.Thread(target=process.wait, daemon=True).start()  # reaps the process if it ends before us
     try:
         born = start_time_of(psutil.Process(process.pid))
     except psutil.NoSuchProcess:
@@ -173,14 +173,14 @@ def _start(
 
 
 def free_port() -> int:
-    """Return a port on which nothing listens now."""
+    """Return a port on which no process listens now."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
 
 
 def is_free_port(port: int) -> bool:
-    """Return whether a server can listen on the port."""
+    """Return whether a server can listen on this port."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
         try:
@@ -191,7 +191,9 @@ def is_free_port(port: int) -> bool:
 
 
 def _choose_port(state: StackState, name: str, *, default: int | None = None, requested: int | None = None) -> int:
-    """Return the requested port, else the last one (a page keeps its address), the default one or a free one."""
+    """Return the first free port among the requested, the last used and the default port, otherwise any free port. The
+    last port is preferred so that a page keeps its address.
+    """
     known = state.service(name)
     for port in (requested, None if known is None else known.port, default):
         if port is not None and is_free_port(port):
@@ -202,7 +204,7 @@ def _choose_port(state: StackState, name: str, *, default: int | None = None, re
 
 
 def log_of(root: Path, name: str) -> Path:
-    """Return the log file of a service; create it if missing, readable by its owner alone."""
+    """Return the log file of a service. A missing file is created and is readable only by its owner."""
     log = root / "stack-logs" / f"{name}.log"
     log.parent.mkdir(exist_ok=True)
     log.touch(0o600)
@@ -210,11 +212,7 @@ def log_of(root: Path, name: str) -> Path:
 
 
 def wait_until_ready(service: Service) -> None:
-    """Wait until the service is ready.
-
-    Raises:
-        MillraceError: it has ended, or did not answer in time.
-    """
+    """Wait until a service is ready. Raises MillraceError if the service has ended or does not answer in time."""
     deadline = time.monotonic() + READY_WAIT_S
     while not is_ready(service):
         if service.process() is None:
@@ -225,7 +223,9 @@ def wait_until_ready(service: Service) -> None:
 
 
 def is_ready(service: Service) -> bool:
-    """Return whether its own process listens on its port and its page answers: another user may have the port."""
+    """Return whether the service's process listens on its port and its page answers. The process is checked because
+    another user may have the port.
+    """
     process = service.process()
     if process is None or not _listens(process, service.port):
         return False
@@ -240,7 +240,7 @@ def is_ready(service: Service) -> bool:
 
 
 def _listens(process: psutil.Process, port: int) -> bool:
-    """Return whether the process or a descendant listens on the port."""
+    """Return whether the process or one of its descendants listens on the port."""
     for member in (process, *_descendants(process)):
         with suppress(psutil.Error):
             for connection in member.net_connections("tcp"):
@@ -250,7 +250,7 @@ def _listens(process: psutil.Process, port: int) -> bool:
 
 
 def stop_server(process: psutil.Process) -> None:
-    """Send SIGTERM to a server, wait, and kill what is left of it and its descendants."""
+    """Send SIGTERM to a server, wait, and kill the remaining processes of the server and its descendants."""
     family = [process, *_descendants(process)]
     with suppress(psutil.NoSuchProcess):
         process.terminate()
@@ -259,7 +259,7 @@ def stop_server(process: psutil.Process) -> None:
 
 
 def stop_flows(flows: Sequence[psutil.Process]) -> None:
-    """Send SIGTERM to flow runs, wait, and kill what is left of them except trainers, which save."""
+    """Send SIGTERM to flow runs, wait, and kill their remaining processes except trainers, which still save."""
     family = [member for flow in flows for member in (flow, *_descendants(flow))]
     for flow in flows:
         with suppress(psutil.NoSuchProcess):
@@ -273,7 +273,7 @@ def stop_flows(flows: Sequence[psutil.Process]) -> None:
 
 
 def flow_runs(root: Path) -> list[psutil.Process]:
-    """Return the flow runs started by workers of this root, also by killed ones."""
+    """Return the processes of all flow runs that workers of this root have started, including killed workers."""
     found, home = [], str(root / "prefect")
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -283,7 +283,7 @@ def flow_runs(root: Path) -> list[psutil.Process]:
 
 
 def kill(processes: Sequence[psutil.Process]) -> None:
-    """Send SIGKILL to processes, and wait for their end."""
+    """Send SIGKILL to the processes and wait until they have ended."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()

@@ -1,8 +1,8 @@
 """The record of a stack (`stack.json` under its root), and the addresses and login that runs under the root use.
 
-A process is identified by its id and its start time. The login is in a file that only its owner may read, with one
-line `millrace:<random>`. Our processes get it by their environment, which no other user can read; never by a command
-line or `stack.json`, which every user can read.
+A process is identified by its id and its start time. The login is one line `millrace:<random>` in a file that only its
+owner may read. Our processes get the login in their environment, which no other user can read. The login is never put
+in a command line or in `stack.json`, which every user can read.
 """
 
 import os
@@ -28,9 +28,11 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One process. `born` is the result of `start_time_of`, `version` the release of a server at its start.
+    """A process of the stack. `born` is the start time that `start_time_of` returns. `version` is the release of a
+    server at its start.
 
-    `url` is its page, if it has one; `ready_url` answers once the service is up.
+    `url` is the address of the service, or '' if it has none. `ready_url` is an address that answers once the service
+    is up.
     """
 
     name: str
@@ -43,18 +45,20 @@ class Service:
     version: str = ""
 
     def process(self) -> psutil.Process | None:
-        """Return the process, or None if it has ended, also if another process has its id now."""
+        """Return the process, or None if it has ended. A new process with the same id does not count."""
         return process_of(self.pid, self.born)
 
     @property
     def is_worker(self) -> bool:
-        """Return whether it is a Prefect worker."""
+        """True if the service is a Prefect worker."""
         return self.name.startswith("worker-")
 
 
 @dataclass(frozen=True, slots=True)
 class StackState:
-    """A stack. `mlflow_database` has no password; `root` is the folder of the record."""
+    """The services of a stack. `mlflow_database` is the address of MLflow's database without its password. `root` is
+    the folder of the record.
+    """
 
     format_version: Literal[2] = 2
     root: str = ""
@@ -62,7 +66,7 @@ class StackState:
     services: tuple[Service, ...] = ()
 
     def service(self, name: str) -> Service | None:
-        """Return the service of that name."""
+        """Return the service with this name, or None."""
         return next((service for service in self.services if service.name == name), None)
 
     def running(self) -> set[Service]:
@@ -71,13 +75,13 @@ class StackState:
 
     @property
     def prefect_api_url(self) -> str:
-        """Return the address of Prefect's API, running or not, or ''."""
+        """The address of Prefect's API, or '' if no server is recorded. The server may have ended."""
         prefect = self.service("prefect")
         return "" if prefect is None else f"{prefect.url}/api"
 
     @property
     def mlflow_url(self) -> str:
-        """Return the address of MLflow's server, running or not, or ''."""
+        """The address of MLflow's server, or '' if no server is recorded. The server may have ended."""
         mlflow = self.service("mlflow")
         return "" if mlflow is None else mlflow.url
 
@@ -86,10 +90,8 @@ _STATE = TypeAdapter(StackState)
 
 
 def read_stack(root: Path) -> StackState:
-    """Return the record of a root's stack: empty without a file, and in a copied or moved folder.
-
-    Raises:
-        MillraceError: the file is damaged or of another format.
+    """Return the record of a root's stack. The record is empty if there is no file, or if the folder was copied or
+    moved. Raises MillraceError if the file is damaged or has another format.
     """
     path = root / STATE_FILE
     try:
@@ -107,7 +109,7 @@ def read_stack(root: Path) -> StackState:
 
 
 def write_stack(root: Path, state: StackState) -> None:
-    """Write the record atomically."""
+    """Write the record of a stack atomically to the folder `root`."""
     state = replace(state, root=str(root.resolve()))
     write_text_atomically(root / STATE_FILE, _STATE.dump_json(state, indent=2).decode() + "\n")
 
@@ -118,34 +120,39 @@ MLFLOW_DATABASE = "MLFLOW_BACKEND_STORE_URI"
 
 
 def prefect_database(home: Path) -> str:
-    """Return the database address of a Prefect server: the environment's, else a file in the server's home."""
+    """Return the address of a Prefect server's database. It is the address in the environment if there is one,
+    otherwise a file in the server's home folder.
+    """
     named = os.environ.get(PREFECT_DATABASE) or os.environ.get(PREFECT_SERVER_DATABASE)
     return named or sqlite_address(home / "prefect.db", "sqlite+aiosqlite:///")
 
 
 def mlflow_database(root: Path) -> str:
-    """Return the database address of MLflow's server: the environment's, else the file under the root."""
+    """Return the address of the MLflow server's database. It is the address in the environment if there is one,
+    otherwise the file under the root.
+    """
     return os.environ.get(MLFLOW_DATABASE) or default_mlflow_database(root)
 
 
 def default_mlflow_database(root: Path) -> str:
-    """Return the address of the MLflow store that runs use unless their settings or the stack name another one."""
+    """Return the address of the MLflow store under the root. Runs use this store unless their settings or the stack
+    name another one.
+    """
     return sqlite_address(root / "mlflow.db")
 
 
 FLOW_RUN_ID = "PREFECT__FLOW_RUN_ID"
-"""Environment variable of a worker's process: the id of its flow run."""
+"""The environment variable with the id of the flow run, in a process that a worker has started."""
 FLOW_RUN_COMMAND = "-m prefect.engine"
-"""End of that process's command line."""
+"""The end of the command line of a process that a worker has started for a flow run."""
 STACK_ROOT = "MILLRACE_STACK"
-"""Environment variable of flows under a stack: its root, the default root of their runs."""
+"""The environment variable with the root of a stack. This is the default root of runs in the stack's flows."""
 
 
 def stack_tracking_uri(root: Path) -> str | None:
-    """Return the address of the stack's MLflow server and set its login; None: the file under the root.
-
-    Raises:
-        MillraceError: `stack.json` is damaged or of another format, or others can read the login's file.
+    """Return the address of the stack's MLflow server, and set its login in the environment. Return None if runs use
+    the file under the root. Raises MillraceError if `stack.json` is damaged or has another format, or if other users
+    can read the login's file.
     """
     root = Path(os.environ.get(STACK_ROOT, root)).resolve()
     stack = read_stack(root)
@@ -155,14 +162,14 @@ def stack_tracking_uri(root: Path) -> str | None:
 
 
 _user_login: dict[str, str | None] = {}
-"""The user's own MLflow login, while the environment has the stack's."""
+"""The user's own MLflow login, saved while the environment has the login of the stack."""
 
 
 def set_mlflow_login(uri: str, root: Path) -> str:
-    """Set the login of MLflow's clients for this address in the environment, and return the address.
+    """Set the login for this address in the environment of MLflow's clients, and return the address.
 
-    The stack's login is set for the stack's running server alone, else the user's own: MLflow's clients send one login
-    to every server, and another user may have the port of a stopped stack.
+    The stack's login is set only for the running server of the stack. For another address, the user's own login is set
+    again. MLflow's clients send one login to every server, and another user may have the port of a stopped stack.
     """
     root = Path(os.environ.get(STACK_ROOT, root)).resolve()
     stack = read_stack(root)
@@ -181,13 +188,13 @@ def set_mlflow_login(uri: str, root: Path) -> str:
 
 
 def with_stack_store(tracking: TrackingConfig, root: Path) -> TrackingConfig:
-    """Return the tracking settings, with the stack's store if they name none."""
+    """Return the tracking settings. If they name no store, they get the store of the stack."""
     uri = stack_tracking_uri(root) if tracking.uri is None else set_mlflow_login(tracking.uri, root)
     return tracking if uri == tracking.uri else tracking.model_copy(update={"uri": uri})
 
 
 def with_stack_tracking(config: RunConfig) -> RunConfig:
-    """Return the settings, with the stack's store if they name none."""
+    """Return the settings of a run. If they name no MLflow store, they get the store of the stack."""
     tracking = with_stack_store(config.tracking, Path(config.paths.root))
     return config if tracking is config.tracking else config.model_copy(update={"tracking": tracking})
 
@@ -196,19 +203,17 @@ SECRET_FILE = "stack-secret"
 USER = "millrace"
 CLIENT_LOGIN = "PREFECT_API_AUTH_STRING"
 SERVER_LOGIN = "PREFECT_SERVER_API_AUTH_STRING"
-"""Environment variables of Prefect's clients and of its server."""
+"""The environment variable with the login of Prefect's server. Clients of the server read `CLIENT_LOGIN`."""
 
 
 def new_login() -> str:
-    """Return a random login of 256 bits."""
+    """Return a new login with a random password of 256 bits."""
     return f"{USER}:{secrets.token_urlsafe(32)}"
 
 
 def root_login(root: Path) -> str:
-    """Return the login of this root's servers; create it at the first call.
-
-    Raises:
-        MillraceError: another user can read the file or has written it.
+    """Return the login of this root's servers. The first call creates the login. Raises MillraceError if another user
+    can read the login's file or has written it.
     """
     path = root / SECRET_FILE
     if not path.exists():
@@ -232,11 +237,11 @@ def root_login(root: Path) -> str:
 
 
 def login_hint(root: Path) -> str:
-    """Return the end of a sentence on how to log in to the pages."""
+    """Return the end of a sentence that explains how to log in to the web pages."""
     return f"the line in {root / SECRET_FILE}: Prefect takes it whole, MLflow as user and password around the colon"
 
 
 def mlflow_login_environment(login: str) -> dict[str, str]:
-    """Return the environment variables of MLflow's clients for a login."""
+    """Return a login as the environment variables that MLflow's clients read."""
     user, _, password = login.partition(":")
     return {"MLFLOW_TRACKING_USERNAME": user, "MLFLOW_TRACKING_PASSWORD": password}

@@ -1,4 +1,4 @@
-"""`millrace deploy` makes an experiment a deployment of the stack, with a schedule where one is given."""
+"""The command `millrace deploy`, which makes an experiment a deployment of the stack, optionally with a schedule."""
 
 import os
 import sys
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from prefect.client.schemas.actions import DeploymentScheduleCreate
 
 SCHEDULE_SLUG = "deploy"
-"""Slug of the schedule set here. A later call replaces it; schedules that users add stay."""
+"""The slug of the schedule that `millrace deploy` sets. A later call replaces only the schedule with this slug."""
 FLOW = "pipeline"
 USER_TAG = "own"
-"""Tag of the deployments created here, which no file lists."""
+"""The tag of the deployments that `millrace deploy` creates. No file lists these deployments."""
 
 
 def deploy(
@@ -37,19 +37,18 @@ def deploy(
     timezone: str,
     root: Path | None,
 ) -> None:
-    """Check the settings as the worker will see them, create or update the deployment, and print how to run it.
+    """Check the settings as a worker would compose them, create or update the deployment, and print how to run it.
 
-    Raises:
-        ConfigError: invalid name, settings or schedule.
-        MillraceError: the run could not start, the root's stack is not up, `PREFECT_API_URL` is another server, or the
-            name belongs to one of Millrace's deployments.
+    Raises ConfigError if the name, the settings or the schedule are invalid. Raises MillraceError if the run could not
+    start or the root's stack is not up. Raises MillraceError also if `PREFECT_API_URL` is another server, or if the
+    name belongs to one of Millrace's deployments.
     """
     if name is not None and (refused := set(name) & set("/%&<>")):
         raise ConfigError(f"--name: must have none of / % & < >, which Prefect refuses; got {name} with {min(refused)}")
     if experiment.endswith(FILE_ENDINGS):
         experiment = str(Path(experiment).resolve())
     at = Path(compose_settings(overrides, experiment, root=root).config.paths.root).resolve()
-    # As in a worker, which starts in the checkout: relative paths begin there, and modules of this folder are unknown.
+    # A worker starts in the checkout. There relative paths begin, and modules of this folder are unknown.
     sys.path[:] = [path for path in sys.path if path != str(Path.cwd()) or path == str(SOURCE_FOLDER)]
     os.chdir(SOURCE_FOLDER)
     composed = compose_settings(overrides, experiment, root=at)

@@ -1,1 +1,1 @@
-"""Stages of a run, one file each; `flows.chain` lists them in order."""
+"""The stages of a run, each in a separate file. `flows.chain` lists them in order."""

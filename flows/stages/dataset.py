@@ -1,4 +1,4 @@
-"""The dataset of a run."""
+"""The stage that builds the dataset of a run."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from rlcore.config import CountdownData
 
 @dataclass(frozen=True)
 class Dataset(Stage[StageResult]):
-    """Build the dataset, or find it."""
+    """The stage that builds the dataset, unless the dataset already exists."""
 
     name = "dataset"
 

@@ -1,4 +1,4 @@
-"""The tokenized demonstrations of a warm start."""
+"""The stage that tokenizes the demonstrations of a warm start."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ NUM_TRIED = 256  # demonstrations that are tokenized before a start
 
 @dataclass(frozen=True)
 class Demonstrations(Stage[StageResult]):
-    """Tokenize the file of demonstrations, or find the result."""
+    """The stage that tokenizes the file of demonstrations, unless the result already exists."""
 
     name = "demonstrations"
 

@@ -1,4 +1,4 @@
-"""Weights of a checkpoint as a transformers directory."""
+"""The stages that export the weights of checkpoints as transformers directories."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from rlcore.storage.manifest import read_finished_or_reason
 
 @dataclass(frozen=True, slots=True)
 class ExportedWeights:
-    """Weights of a step in a transformers directory. `is_best`: of the best held-out score, and not the last."""
+    """The exported weights of a step. `is_best` is true if they have the best score and are not the last weights."""
 
     directory: Path
     step: int
@@ -30,7 +30,7 @@ class ExportedWeights:
 
 @dataclass(frozen=True)
 class Export(Stage[ExportedWeights]):
-    """Export the newest checkpoint's weights, or find them."""
+    """The stage that exports the weights of the newest checkpoint, unless they are already exported."""
 
     name = "export"
     in_trainer = True
@@ -50,9 +50,10 @@ class Export(Stage[ExportedWeights]):
 
 @dataclass(frozen=True)
 class ExportBest(Stage[ExportedWeights]):
-    """Export the weights of the best held-out score, or find them.
+    """The stage that exports the weights with the best held-out score, unless they are already exported.
 
-    The result is that of the last checkpoint where it is the best one or `tracking.log_best` is off.
+    If the last checkpoint is the best one or `tracking.log_best` is off, the result is the export of the last
+    checkpoint.
     """
 
     name = "export-best"
@@ -94,12 +95,12 @@ def _status(name: str, run: OpenRun, place: Path, step: int) -> StageStatus:
 
 
 def find_weights(directory: Path, step: int) -> ExportedWeights | None:
-    """Return the exported weights of a step, if they exist; damaged ones are set aside."""
+    """Return the exported weights of a step, or None if they do not exist. A damaged folder is set aside."""
     return ExportedWeights(directory, step, cached=True) if is_exported(directory, step) else None
 
 
 def best_step_to_export(config: RunConfig, layout: RunLayout, last_step: int) -> int | None:
-    """Return the step of the best held-out score, None if it is the last one or `tracking.log_best` is off."""
+    """Return the step with the best score, or None if it is the last step or `tracking.log_best` is off."""
     if not (config.tracking.enabled and config.tracking.log_best):
         return None
     scored = by_score(scan(layout.checkpoints).checkpoints)

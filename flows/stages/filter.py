@@ -1,4 +1,4 @@
-"""Tokenized and filtered rows of a run."""
+"""The stage that tokenizes and filters the rows of a run."""
 
 from dataclasses import dataclass, replace
 
@@ -19,7 +19,7 @@ from flows.work.open_run import OpenRun
 
 @dataclass(frozen=True)
 class Filter(Stage[StageResult]):
-    """Tokenize and filter the dataset, or find the result."""
+    """The stage that tokenizes and filters the dataset, unless the result already exists."""
 
     name = "filter"
 

@@ -1,4 +1,4 @@
-"""Inputs of the training: rows, tokenizer, demonstrations and models; and calls of the trainer with them."""
+"""The inputs of the training (rows, tokenizer, demonstrations and models), and calls of the trainer with them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -25,29 +25,29 @@ from rlcore.user_code import code_for_run
 
 
 def root_of(config: RunConfig) -> Path:
-    """Return the absolute root."""
+    """Return the absolute path of the root."""
     return Path(config.paths.root).resolve()
 
 
 def make_dataset(config: RunConfig, splits: Sequence[str] = SPLITS) -> StageResult:
-    """Build the dataset of a run or a suite, or find it; with a warning about unsound references."""
+    """Build the dataset of a run or a suite, or return the existing one. Unsound references cause a warning."""
     made = build_dataset(config.data, seed=config.data.seed, root=root_of(config), splits=splits)
     return replace(made, warning=check_parts(config, splits, keep=True))
 
 
 def planned_dataset(config: RunConfig, splits: Sequence[str] = SPLITS) -> Path:
-    """Return the folder of the dataset of a run or a suite."""
+    """Return the folder of the dataset of a run or a suite. The folder may not exist yet."""
     return dataset_directory(dataset_fingerprint(config.data, config.data.seed, splits), root_of(config))
 
 
 def suite_datasets(config: RunConfig) -> dict[str, Path]:
-    """Return the datasets of suites that the filter compares training rows with, by suite name."""
+    """Return the dataset folders of the suites by name. The filter compares the training rows with these datasets."""
     suites = () if config.filter.decontaminate == "off" else config.validation.suites
     return {suite.name: planned_dataset(suite_settings(config, suite), SPLITS[1:]) for suite in suites}
 
 
 def filter_rows(config: RunConfig, dataset: Path, **more: Any) -> StageResult:
-    """Tokenize and filter a dataset, or find the result."""
+    """Tokenize and filter a dataset, or return the existing result."""
     return filter_dataset(
         dataset,
         ensure_tokenizer(config),
@@ -61,7 +61,7 @@ def filter_rows(config: RunConfig, dataset: Path, **more: Any) -> StageResult:
 
 
 def planned_filtered(config: RunConfig, dataset: Path, **more: Any) -> Path:
-    """Return the folder of the filtered rows of a dataset; the tokenizer must exist."""
+    """Return the folder of the filtered rows of a dataset. The tokenizer must exist."""
     digest = filter_fingerprint(
         dataset.name,
         tokenizer_fingerprint(planned_tokenizer(config)),
@@ -74,17 +74,17 @@ def planned_filtered(config: RunConfig, dataset: Path, **more: Any) -> Path:
 
 
 def planned_rows(config: RunConfig) -> Path:
-    """Return the folder of the run's filtered rows; the tokenizer must exist."""
+    """Return the folder of the run's filtered rows. The tokenizer must exist."""
     return planned_filtered(config, planned_dataset(config), suites=suite_datasets(config))
 
 
 def planned_suite(config: RunConfig) -> Path:
-    """Return the folder of the filtered rows of a suite, by its settings; the tokenizer must exist."""
+    """Return the folder of a suite's filtered rows. `config`: the settings of the suite. The tokenizer must exist."""
     return planned_filtered(config, planned_dataset(config, SPLITS[1:]))
 
 
 def planned_demonstrations(config: RunConfig) -> Path | None:
-    """Return the folder of the tokenized demonstrations, if any; the tokenizer must exist."""
+    """Return the folder of the tokenized demonstrations, or None if there are none. The tokenizer must exist."""
     warm = config.warm_start
     if not warm.enabled or warm.demonstrations is None:
         return None
@@ -97,11 +97,11 @@ def planned_demonstrations(config: RunConfig) -> Path | None:
 
 
 def inputs_of(run: OpenRun) -> RunInputs:
-    """Return the training inputs of a run whose rows are made."""
+    """Return the training inputs of a run whose rows have been built."""
     config = run.config
     if run.inputs is None:
         suites = {suite.name: planned_suite(suite_settings(config, suite)) for suite in config.validation.suites}
-        if run.is_evaluation:  # only rows of suites
+        if run.is_evaluation:  # it has only the rows of suites
             first = next(iter(suites.values()))
             run.inputs = RunInputs(first, planned_tokenizer(config), suites=suites)
         else:
@@ -111,7 +111,7 @@ def inputs_of(run: OpenRun) -> RunInputs:
 
 
 def has_tokenizer(config: RunConfig) -> bool:
-    """Return whether the tokenizer exists, undamaged."""
+    """Return whether the tokenizer exists and is undamaged."""
     tokenizer = planned_tokenizer(config)
     return not read_finished_or_reason(tokenizer)[1] and tokenizer.is_dir()
 
@@ -119,7 +119,7 @@ def has_tokenizer(config: RunConfig) -> bool:
 def status_of_rows(
     name: str, config: RunConfig, place_of: Callable[[RunConfig], Path | None], what: str = ""
 ) -> StageStatus:
-    """Return the status of a stage whose result is a folder of rows, made with a tokenizer unless it is the dataset."""
+    """Return the status of a stage whose result is a folder of rows. Only the dataset needs no tokenizer."""
     damage = read_finished_or_reason(planned_tokenizer(config))[1]
     place = place_of(config) if name == "dataset" or has_tokenizer(config) else None
     if place is None:
@@ -131,13 +131,13 @@ def status_of_rows(
 
 
 def describe_rows(result: StageResult) -> str:
-    """Return the numbers of rows by split, with the warning of the result."""
+    """Return the number of rows of each split and the warning of a result as text."""
     counts = ", ".join(f"{count:,} {name}" for name, count in result.counts.items())
     return f"{counts} rows{skipped_suffix(result.cached)} ({result.directory})\n{result.warning}".rstrip()
 
 
 def warn_of_few_rows(config: RunConfig, rows: int | None, where: str) -> str:
-    """Return a warning where training rows are fewer than a batch, else ''."""
+    """Return a warning if there are fewer training rows than prompts in a batch, otherwise ''."""
     if rows is None or rows >= config.trainer.batch_size:
         return ""
     return (
@@ -147,21 +147,20 @@ def warn_of_few_rows(config: RunConfig, rows: int | None, where: str) -> str:
 
 
 def show_rows(split: str, done: int, total: int) -> None:
-    """Show the progress of the filter."""
+    """Show how many rows of a split the filter has processed."""
     if done < total:
         display().event(Progress(f"filter, rows of {split}", done, total, {}))
 
 
 def call_trainer(run: OpenRun, command: str, **arguments: str | int) -> Mapping[str, Any]:
-    """Record the inputs and call a command of the trainer process. Raises CheckpointError if the run has begun with
-    other rows."""
+    """Record the inputs, then call the trainer process. Raises CheckpointError if the run began with other rows."""
     record_inputs(run)
     return run.trainer.call(command, **arguments)
 
 
 def record_inputs(run: OpenRun) -> None:
-    """Record the stages before the training, where the trainer process reads its inputs. Raises CheckpointError if the
-    run has begun with other rows."""
+    """Record the stages before the training. The trainer process reads its inputs from this record. Raises
+    CheckpointError if the run began with other rows."""
     inputs = inputs_of(run)
     folders = inputs.folders | {"start model": planned_initial_policy(run.config, inputs.filtered_directory)}
     if run.config.pass_rates.is_enabled:
@@ -170,6 +169,6 @@ def record_inputs(run: OpenRun) -> None:
     kept = Stage("code", code.fingerprint, str(run.layout.code), {"files": ", ".join(code.sources)})
     stages = (kept, *(stage_of(name, folder) for name, folder in folders.items()))
     if stages != run.origin.stages:
-        if not run.is_evaluation:  # its suites may have changed
+        if not run.is_evaluation:  # the suites of an evaluation may change
             require_same_inputs(run.config, run.layout, inputs)
         run.note(stages=stages)

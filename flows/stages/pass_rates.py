@@ -1,4 +1,4 @@
-"""Pass rates of the training rows under the initial policy."""
+"""The stage that measures the pass rates of the training rows under the initial policy."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from rlcore.storage.manifest import read_finished_or_reason
 
 @dataclass(frozen=True, slots=True)
 class PassRateTable:
-    """Table of pass rates, with the number of training rows that it keeps."""
+    """A table of pass rates, with the number of training rows (`rows`) and the number of rows to train on (`kept`)."""
 
     directory: Path
     rows: int
@@ -31,7 +31,7 @@ class PassRateTable:
 
 @dataclass(frozen=True)
 class PassRates(Stage[PassRateTable]):
-    """Measure how often the initial policy solves each training row, or find the result."""
+    """The stage that measures how often the initial policy solves each training row, unless the result exists."""
 
     name = "pass-rates"
     in_trainer = True
@@ -62,8 +62,8 @@ class PassRates(Stage[PassRateTable]):
 
 
 def read_pass_rates(config: RunConfig, inputs: RunInputs) -> PassRateTable | None:
-    """Return the run's table of pass rates, if it exists. Raises DataError if it keeps too few rows, or the table of
-    the settings is damaged or incomplete."""
+    """Return the run's table of pass rates, or None if it does not exist. Raises DataError if too few rows are kept, or
+    if the table that the settings name is damaged or incomplete."""
     found = find_pass_rates(config, inputs)
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""Report of a run."""
+"""The stage that writes the report of a run."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ REPORT_SOURCE = Path(__file__).resolve().parents[2] / "rlcore" / "report"
 
 @dataclass(frozen=True, slots=True)
 class ReportPage:
-    """Page of the report."""
+    """The HTML page of a report. `cached` is true if the page existed before."""
 
     html: Path
     cached: bool
@@ -30,7 +30,7 @@ class ReportPage:
 
 @dataclass(frozen=True)
 class Report(Stage[ReportPage]):
-    """Write the report with its sample browser, unless the existing one is current."""
+    """The stage that writes the report and its sample browser, unless the existing report is current."""
 
     name = "report"
 
@@ -53,7 +53,7 @@ class Report(Stage[ReportPage]):
 
 
 def write_report(layout: RunLayout) -> ReportPage:
-    """Write the report with its sample browser, unless the existing one is current."""
+    """Write the report and its sample browser, unless the existing report is current. Return the page."""
     from rlcore.report.build import build_report
     from rlcore.report.page import build_sample_browser
 
@@ -71,7 +71,7 @@ def write_report(layout: RunLayout) -> ReportPage:
 
 
 def report_fingerprint(layout: RunLayout, failure: str = "") -> str:
-    """Return the fingerprint of a report's inputs: the run's files, its failure, and the source of the report."""
+    """Return the fingerprint of a report's inputs: the run's files, its failure, and the report's source code."""
     files = [layout.journal, layout.run_json, layout.run_dir / "memory_plan.json"]
     files += [*sorted(layout.validation.glob("*.json")), *sorted(layout.suites.glob("*/*.json"))]
     ours = {path.name: sha256_of(path) for path in sorted(REPORT_SOURCE.rglob("*")) if path.suffix in SOURCE_SUFFIXES}
@@ -80,7 +80,7 @@ def report_fingerprint(layout: RunLayout, failure: str = "") -> str:
 
 
 def find_report(layout: RunLayout, failure: str = "") -> ReportPage | None:
-    """Return the existing report, if it is current."""
+    """Return the existing report if it is current, otherwise None."""
     try:
         known = parse_json(read_ordinary(layout.run_dir / "report" / SOURCE_FILE))
         found = ReportPage(

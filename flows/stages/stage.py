@@ -1,4 +1,4 @@
-"""Interface of a stage: name, status, result and description."""
+"""The interface of a stage: its name, status, result and description."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class StageStatus:
-    """Status of a stage. `fingerprint` is None where it depends on a stage that has not run; `cached`: it is done."""
+    """The status of a stage. `fingerprint` is None if it depends on an unfinished stage. `cached` is true if done."""
 
     name: str
     fingerprint: str | None
@@ -23,50 +23,50 @@ class StageStatus:
 
 
 class Stage(ABC, Generic[R]):
-    """One stage of a run. A subclass is a frozen dataclass whose fields distinguish stages of a kind."""
+    """A stage of a run. A subclass is a frozen dataclass whose fields distinguish the stages of one kind."""
 
     name: ClassVar[str]
-    """Kind of stage, in plans and tasks."""
+    """The kind of stage, which is shown in plans and task names."""
     in_trainer: ClassVar[bool] = False
-    """True if the trainer process does the work. The stage is retried after the loss of that process."""
+    """True if the trainer process does the work. The stage is repeated after the loss of that process."""
 
     def title(self, run: OpenRun) -> str:
-        """Return the name of the task."""
+        """Return the name of the task that runs this stage."""
         return f"{self.name} {run.title}"
 
     @abstractmethod
     def status(self, run: OpenRun) -> StageStatus:
-        """Return the status; writes nothing."""
+        """Return the status of the stage without writing anything."""
 
     def check(self, trial: Trial) -> list[str]:
-        """Check the requirements of a stage that is not done, before anything expensive.
+        """Check the requirements of an unfinished stage before any expensive work.
 
         Returns:
-            Warnings, "" for none.
+            The warnings. An empty text is no warning.
 
         Raises:
-            ConfigError, DataError: key, rule, value got and remedy.
+            ConfigError, DataError: if a requirement is not met. The message has key, rule, value and remedy.
         """
         return []
 
     def find(self, run: OpenRun) -> R | None:
-        """Return the result on disk, or None where `make` makes or finds it."""
+        """Return the result on disk, or None if `make` must be called."""
         return None
 
     @abstractmethod
     def make(self, run: OpenRun) -> R:
-        """Make the result. The stages before this one are done."""
+        """Create the result. All stages before this one must be done."""
 
     def find_or_make(self, run: OpenRun) -> R:
-        """Return the result on disk, or make it."""
+        """Return the result on disk, or create it if there is none."""
         known = self.find(run)
         return self.make(run) if known is None else known
 
     @abstractmethod
     def describe(self, result: R) -> str:
-        """Return the result as a line, '' for none."""
+        """Return a line that describes the result, or '' for no line."""
 
 
 def remake_note(damage: str) -> str:
-    """Return the detail of a stage with a damaged result, '' without damage."""
+    """Return a note that a result will be built again because of `damage`, or '' without damage."""
     return damage and f"made again: {damage}"

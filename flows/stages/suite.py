@@ -1,4 +1,4 @@
-"""Rows of a suite."""
+"""The stage that builds the rows of a suite."""
 
 from dataclasses import dataclass, replace
 
@@ -22,7 +22,7 @@ from rlcore.config.data import parts_of
 
 @dataclass(frozen=True)
 class Suite(Stage[StageResult]):
-    """Build, tokenize and filter the rows of a suite, or find them."""
+    """The stage that builds, tokenizes and filters the rows of a suite, unless they already exist."""
 
     name = "suite"
     suite: SuiteConfig
@@ -51,7 +51,7 @@ class Suite(Stage[StageResult]):
 
 
 def make_suite(config: RunConfig, suite: SuiteConfig) -> StageResult:
-    """Build, tokenize and filter the rows of a suite, or find them."""
+    """Build, tokenize and filter the rows of a suite, or return the existing rows."""
     config = suite_settings(config, suite)
     dataset = make_dataset(config, SPLITS[1:])
     return replace(filter_rows(config, dataset.directory), warning=dataset.warning)

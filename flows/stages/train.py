@@ -1,4 +1,4 @@
-"""Training, a chunk of steps at a time, and the record of its start."""
+"""The training stage, which trains one chunk of steps at a time, and the record of each start of the training."""
 
 import logging
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ MAX_DIFF_CHARACTERS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Training from the checkpoint at `start` to the one at `stop`; `skipped`: it was already committed."""
+    """The training from the checkpoint at `start` to the one at `stop`. `skipped` is true if it was already done."""
 
     start: int
     stop: int
@@ -42,9 +42,9 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Train(Stage[Chunk]):
-    """Train from the newest checkpoint to `stop`, unless that is committed.
+    """The stage that trains from the newest checkpoint to step `stop`, unless the checkpoint of `stop` already exists.
 
-    The checkpoint is written during the next chunk; the call waits for the last one (`is_last`).
+    Each checkpoint is written during the next chunk. Only the last chunk (`is_last`) waits for its own checkpoint.
     """
 
     name = "train"
@@ -55,7 +55,7 @@ class Train(Stage[Chunk]):
 
     @classmethod
     def chunks(cls, config: RunConfig, to_step: int | None = None) -> "list[Train]":
-        """Return the chunks: they end at multiples of `trainer.steps_per_chunk` and at the run's end or `to_step`."""
+        """Return the chunks of the training up to `to_step`. Each chunk has up to `trainer.steps_per_chunk` steps."""
         size, total = config.trainer.steps_per_chunk, to_step or config.trainer.total_steps
         return [cls(start, min(start + size, total), start + size >= total) for start in range(0, total, size)]
 
@@ -91,7 +91,7 @@ class Train(Stage[Chunk]):
 
 
 def record_start(run: OpenRun) -> None:
-    """Record command, source and machine in `run.json` and `code.diff` once per start; a full disk is only logged."""
+    """Record the command, source and machine of a start in `run.json` and `code.diff`. File errors are only logged."""
     if run.is_origin_complete:
         return
     run.is_origin_complete = True

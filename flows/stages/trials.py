@@ -1,4 +1,4 @@
-"""Trials of user code and files before anything expensive, in processes with a deadline."""
+"""The trials of user code and files before any expensive work. User functions run in processes with a deadline."""
 
 import os
 import subprocess
@@ -29,11 +29,11 @@ LOSS_DEADLINE_S = 120.0  # seconds for a trial of loss and advantage, most of th
 FIRST_CALL_S = 60.0  # seconds beyond `reward.deadline_s` for the start of a scoring process and the scorer's imports
 JUDGE_FAILURE = "JudgeError: "  # prefix of a scorer's failure where its judge gave no verdict (`data.judge`)
 WRONG_RESPONSE = "0"
-"""Response that is wrong for most tasks; a scorer is tried on the solution, this one and an empty one."""
+"""A response that is wrong for most tasks. A scorer is tried on the solution, this response and an empty one."""
 
 
 class Trial:
-    """A run whose stages are checked, with the first row of each of its tasks."""
+    """The trials of one run before its start. They use the first row of each of the run's tasks."""
 
     def __init__(self, run: OpenRun) -> None:
         self.run = run
@@ -42,17 +42,17 @@ class Trial:
 
     @cached_property
     def tasks(self) -> list[TaskData]:
-        """The task, or the tasks of a mixture."""
+        """The tasks of a mixture, or the single task of the run."""
         return [part.data for part in parts_of(self.config.data)]
 
     @property
     def model(self) -> Path | None:
-        """The folder at `model.path`, if it exists."""
+        """The folder that `model.path` names, or None if there is no such folder."""
         path = self.config.model.path
         return None if path is None or not Path(path).is_dir() else Path(path)
 
     def first_row(self, task: TaskData) -> "FirstRow | None":
-        """Return the first row of one of `tasks`; None where it is unknown before the dataset is built."""
+        """Return the first row of a task, or None if it is unknown until the dataset is built."""
         from data.trial import first_row
 
         if id(task) not in self._rows:
@@ -64,7 +64,7 @@ class Trial:
         """Try the scorer of each task, or the environment, on first rows.
 
         Raises:
-            TrialError: it fails; names the response.
+            TrialError: if the scorer or the environment fails. The message names the response.
         """
         config = self.config
         if config.data.environment:
@@ -77,13 +77,13 @@ class Trial:
                 _try_scorer(task.scorer, row, config)
 
     def try_functions(self) -> None:
-        """Try custom or configured loss and advantage functions on a few tokens."""
+        """Try the loss and advantage functions on a few tokens if they are custom or have options."""
         algo = self.config.algo
         if ":" in f"{algo.policy_loss}{algo.advantage}" or algo.policy_loss_options or algo.advantage_options:
             _try_functions(algo)
 
     def try_tokenizer(self) -> None:
-        """Load the model's tokenizer and render first rows with it, if its folder exists."""
+        """If the model's folder exists, load its tokenizer and render the first row of each task with it."""
         if self.model is not None:
             rows = [row for task in self.tasks if (row := self.first_row(task)) is not None]
             try_tokenizer(self.model, rows, self.config)
@@ -93,10 +93,10 @@ def count_rows(config: RunConfig) -> int | None:
     """Check the rows of local files.
 
     Returns:
-        Largest possible number of training rows, for a custom build the requested number; None where it is unknown.
+        The largest possible number of training rows, or None if it is unknown. A custom build counts as requested.
 
     Raises:
-        DataError: file and line of an invalid row.
+        DataError: if a row is invalid. The message has the file and the line.
     """
     from data.trial import validate_rows
 
@@ -110,12 +110,12 @@ def count_rows(config: RunConfig) -> int | None:
 
 
 def is_user_build(data: TaskData) -> bool:
-    """Return whether a user's function builds the rows."""
+    """Return whether a function of the user builds the rows."""
     return isinstance(data, CustomData) and not data.build.startswith("data.")
 
 
 def check_continued_prompts(config: RunConfig) -> list[str]:
-    """Check prompts that end with the assistant's words, in files in the row schema, and return warnings."""
+    """Return warnings about prompts that end with words of the assistant, in local files with Millrace's row schema."""
     from data.filter import check_continued
 
     suites = (suite_settings(config, suite).data for suite in config.validation.suites)
@@ -126,7 +126,7 @@ def check_continued_prompts(config: RunConfig) -> list[str]:
 
 
 def _try_scorer(scorer: str, row: "FirstRow", config: RunConfig) -> None:
-    # Wrong and empty responses too: a common mistake is to return None for them.
+    # Wrong and empty responses are tried too, because many scorers return None for them by mistake.
     sandbox.set_limits(config.sandbox)
     responses = list(dict.fromkeys((row.solution or WRONG_RESPONSE, WRONG_RESPONSE, "")))
     settings = config.reward.model_copy(update={"num_processes": 1})
@@ -144,7 +144,7 @@ def _try_scorer(scorer: str, row: "FirstRow", config: RunConfig) -> None:
 
 
 def judge_failure_message(failure: str) -> str:
-    """Return a message for a scorer failure caused by its judge, else ''."""
+    """Return a message if a scorer failed because of its judge, otherwise ''."""
     if not failure.startswith(JUDGE_FAILURE):
         return ""
     return (
@@ -183,7 +183,7 @@ def _score_once(
 
 
 def try_tokenizer(directory: Path, rows: "list[FirstRow]", config: RunConfig) -> None:
-    """Load a tokenizer and render rows with it, if there are any."""
+    """Load a tokenizer and render the rows with it. `rows` may be empty."""
     from data.tokenizer import PromptTokenizer, load_tokenizer
 
     tools = tool_schemas(config.episode.tools) if config.episode.tools else []

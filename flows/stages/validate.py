@@ -1,4 +1,4 @@
-"""Validations of checkpoints on the held-out problems, and evaluations of models on suites."""
+"""The stages that validate checkpoints on the held-out problems and evaluate models on suites."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +16,12 @@ from rlcore.run.inputs import RunInputs, suite_fingerprint
 from rlcore.run.layout import RunLayout
 
 RESULT_NAMES = {"start": "before", "last": "after"}
-"""Names of the results of these checkpoints; other results have the checkpoint's name."""
+"""The names of the results of `start` and `last`. Other results have the name of the checkpoint."""
 
 
 @dataclass(frozen=True)
 class Validate(Stage[ValidationSummary]):
-    """Validate a checkpoint (`start`, `last`, `best`, or its folder's name), or find the result."""
+    """The stage that validates a checkpoint: `start`, `last`, `best` or a folder. It reuses an existing result."""
 
     name = "validate"
     in_trainer = True
@@ -31,7 +31,7 @@ class Validate(Stage[ValidationSummary]):
         return f"validate/{run.title} {self.result_name(run.config)}"
 
     def result_name(self, config: RunConfig) -> str:
-        """Return the name of the result."""
+        """Return the name of the result, which is also the name of its file."""
         name = RESULT_NAMES.get(self.checkpoint, self.checkpoint)
         validation = config.validation
         if name.startswith("step-") and any(one.max_problems for one in (validation, *validation.suites)):
@@ -62,7 +62,7 @@ class Validate(Stage[ValidationSummary]):
 
 @dataclass(frozen=True)
 class Evaluate(Stage[list[ValidationResult]]):
-    """Validate the initial policy on the suites, or find the results, one for each suite."""
+    """The stage that evaluates the initial policy on each suite, unless the results already exist."""
 
     name = "evaluate"
     in_trainer = True
@@ -88,7 +88,7 @@ class Evaluate(Stage[list[ValidationResult]]):
 
 
 def find_validation(config: RunConfig, layout: RunLayout, name: str, step: int) -> ValidationSummary | None:
-    """Return a validation of this step that was made with these settings."""
+    """Return the validation of this name if it has this step and these settings, otherwise None."""
     file = layout.validation / f"{name}.json"
     if (known := _find_result(file, step, config.validation)) is None:
         return None
@@ -108,7 +108,7 @@ def find_validation(config: RunConfig, layout: RunLayout, name: str, step: int) 
 def find_suite_results(
     config: RunConfig, layout: RunLayout, inputs: RunInputs, name: str, step: int
 ) -> list[ValidationResult] | None:
-    """Return the results of all suites of this name, if all are of this step and these settings."""
+    """Return the results of this name for all suites, or None if any is missing or has another step or settings."""
     found = []
     for suite in config.validation.suites:
         if suite.name not in inputs.suites:

@@ -1,4 +1,4 @@
-"""Model of step 0: randomly initialized, given, or trained by supervised steps."""
+"""The stage that provides the model of step 0, which may be random, existing, or trained by supervised steps."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from rlcore.storage.manifest import read_finished_or_reason
 
 @dataclass(frozen=True)
 class WarmStart(Stage[InitialPolicy]):
-    """Make the initial policy, or find it."""
+    """The stage that creates the initial policy, unless the policy already exists."""
 
     name = "warm-start"
     in_trainer = True

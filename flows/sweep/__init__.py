@@ -1,1 +1,1 @@
-"""Sweeps: points of settings, their order, progress and results."""
+"""Sweeps, which train runs for many points of settings and compare the results."""

@@ -1,4 +1,4 @@
-"""`millrace sweep`."""
+"""The command `millrace sweep`."""
 
 import json
 import sys
@@ -37,7 +37,7 @@ def sweep(
     as_json: PlanAsJson = False,
     verbose: Verbose = False,
 ) -> None:
-    """Run many points of settings, several seeds each, and compare them. Finished runs are skipped.
+    """Train every point of a sweep with several seeds, and compare the points. Finished runs are skipped.
 
     Examples:
       millrace sweep debug_grid --dry-run
@@ -93,7 +93,7 @@ def run_multirun(settings: Sequence[str], root: Path | None, *, dry_run: bool, a
 
 
 def show(sweep: "Sweep", *, as_json: bool) -> None:
-    """Print the runs of a sweep and their progress."""
+    """Print the runs of a sweep and their progress, as text or as JSON."""
     from flows.sweep.points import members_of
     from rlcore.config.sweep import format_point
 

@@ -1,4 +1,4 @@
-"""Sweeps as flows: points are trained in this process, or by workers of the work pool."""
+"""Sweeps as Prefect flows. The points are trained in this process or by workers of the work pool."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -59,20 +59,23 @@ from rlcore.tracking.mlflow_store import PARENT_TAG
 
 POLL_S = 1.0
 TrainFunction = Callable[[Member, int, str, str], object]
-"""Function that trains a run to a step; the strings are its name in the sweep and its settings."""
+"""A function that trains a run to a step. The two texts are the run's name in the sweep and its settings."""
 
 
 def wait_for_others() -> None:
-    """Wait between two checks of other processes. Raises if the flow run is cancelled or suspended."""
+    """Wait before the next check of other processes. Raises FlowCancelledError if the flow run was cancelled, and Pause
+    if it was suspended.
+    """
     end_if_cancelled()
     end_if_suspended()
     time.sleep(POLL_S)
 
 
 class SweepWorker:
-    """Work of one process on a sweep: train a point to each comparison, report, prune or finish.
+    """A worker of a sweep in one process. It trains a point up to each comparison, reports the score, and prunes or
+    finishes the point.
 
-    Several processes share the study and the budget of a call; each point belongs to one process.
+    Several processes share the study and the budget of a call. Each point belongs to one process.
     """
 
     def __init__(self, sweep: Sweep, train: TrainFunction, call: str) -> None:
@@ -82,9 +85,10 @@ class SweepWorker:
         self._train = train
 
     def run(self, *, whole: bool = True) -> str:
-        """Train points until all have ended or the budget is used up, or a single one, and return its last error.
+        """Train points until all have ended or the budget is used up, and return the last error or ''. If `whole` is
+        false, train a single point.
 
-        Points of other processes are waited for, and taken over if such a process is killed.
+        Points of other processes are waited for. If another process is killed, its points are taken over.
         """
         error = ""
         while not self.spending.read()["ended_by"] and self.study.num_left():
@@ -103,12 +107,12 @@ class SweepWorker:
         return error
 
     def _train_point(self, trial: Trial) -> str:
-        """Train a point to its end or that of the budget, and return its error."""
+        """Train a point until it ends or the budget is used up. Return its error or ''."""
         number, settings = trial.user_attrs[POINT], trial.user_attrs[SETTINGS]
         members, problems = members_of(self._sweep, settings)
         metric, rungs = self._sweep.metric_of(members[0].config), self._sweep.rungs(members[0].config)
         label, study = format_point(settings), self.study.optuna
-        error = "; ".join(map(str, problems))  # of a search; a list was checked before
+        error = "; ".join(map(str, problems))  # only points of a search: listed points were checked before
         for step in () if error else rungs:
             has_room = all([self._train_to(member, step, metric, number, label) for member in members])
             trial.set_user_attr(RUNS, [member.to_json() for member in members])
@@ -130,7 +134,7 @@ class SweepWorker:
         return error
 
     def _train_to(self, member: Member, step: int, metric: str, number: int, label: str) -> bool:
-        """Train a run to a step, unless it is there; False if the budget is used up."""
+        """Train a run to a step unless it has a score at that step. Return False if the budget is used up."""
         if member.refresh(metric, step):
             return True
         if not self.spending.reserve(member.run_id, max(0, step - member.step)):
@@ -155,7 +159,9 @@ class SweepWorker:
         return True
 
     def _problem_scores(self, members: list[Member], metric: str, step: int) -> dict[str, float]:
-        """Return means over seeds of each held-out problem that all runs have answered, for the paired pruner."""
+        """Return the mean score over seeds of each held-out problem that all runs have answered. The result is empty
+        unless the paired pruner needs it.
+        """
         pruning = self._sweep.spec.pruning
         if pruning is None or pruning.pruner != "paired":
             return {}
@@ -166,23 +172,23 @@ class SweepWorker:
 
 SpecName = Annotated[str, Field(examples=list(group_members("sweep")))]
 DEPLOYMENT = "sweep-child/local"
-MAX_CHILDREN = 8  # largest number of waiting and running children; the work queue's limit is that of running ones
-STOP_WAIT_S = 20.0  # seconds for children to save when the sweep stops; Prefect's worker kills the sweep after 30 s
+MAX_CHILDREN = 8  # largest number of waiting and running children, while the work queue limits the running ones
+STOP_WAIT_S = 20.0  # seconds for children to save when the sweep stops, since Prefect's worker kills it after 30 s
 
 
 def run_checked(checked: Sweep, spec: str, overrides: list[str], *, on_workers: bool) -> SweepResult:
-    """Run a checked sweep; Prefect records the parameters that give it."""
+    """Run a sweep that is already checked. Prefect records the parameters that the sweep was composed from."""
     most = checked.spec.budget
     return call_flow(checked, lambda: sweep(spec, overrides, most.runs, most.steps, most.hours, on_workers=on_workers))
 
 
 def sweep_run_name() -> str:
-    """Return the name of the flow run, `sweep/debug_grid`."""
+    """Return the name of the flow run, such as `sweep/debug_grid`."""
     return f"{flow_run.flow_name}/{Path(flow_run.parameters['spec']).stem}"
 
 
 def cancel_children(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
-    """Cancel the children after the end of the sweep's process (`on_cancellation`)."""
+    """Cancel the child flow runs after the sweep's process has ended. Prefect calls this hook on a cancellation."""
     with get_client(sync_client=True) as client:
         _cancel_children(client, flow_run.id)
 
@@ -197,16 +203,17 @@ def sweep(
     on_workers: bool = False,
     root: Root = None,
 ) -> SweepResult:
-    """Run a sweep: points of settings, several seeds each, compared at the end. Finished runs are skipped.
+    """Run a sweep, which trains many points of settings with several seeds and compares them. Finished runs are
+    skipped.
 
     Args:
         spec: A name in conf/sweep, or the path of a file.
         overrides: Settings of all points, such as trainer.total_steps=40.
-        max_runs: Largest number of runs of this call; default: as in the sweep.
-        max_steps: Largest number of training steps of this call; default: as in the sweep.
-        max_hours: Hours after which this call begins no run; default: as in the sweep.
-        on_workers: Send points to the work pool as runs of the deployment sweep-child/local.
-        root: Folder of datasets, models, runs and the MLflow store; default: that of the worker.
+        max_runs: The largest number of runs of this call. The default is the sweep's limit.
+        max_steps: The largest number of training steps of this call. The default is the sweep's limit.
+        max_hours: The hours after which this call begins no run. The default is the sweep's limit.
+        on_workers: Send the points to the work pool as runs of the deployment sweep-child/local.
+        root: The folder of datasets, models, runs and the MLflow store. The default is the worker's root.
     """
     budget = Budget(runs=max_runs, steps=max_steps, hours=max_hours)
     given = all_overrides(overrides, root=flow_root(root))
@@ -246,7 +253,7 @@ def _sweep(checked: Sweep, spec: str, overrides: list[str], *, on_workers: bool)
 
 
 def train_member(mlflow_parent: str | None, member: Member, to_step: int, name: str, label: str) -> None:
-    """Train one run of a sweep from its last checkpoint to a step, as tasks of the current flow run."""
+    """Train one run of a sweep from its last checkpoint to a step. Its stages run as tasks of the current flow run."""
     end_if_cancelled()
     end_if_suspended()
     settings = member.settings
@@ -264,14 +271,14 @@ def train_member(mlflow_parent: str | None, member: Member, to_step: int, name: 
 def sweep_child(
     spec: SpecName, call: str, overrides: list[str] = NO_STRINGS, mlflow_parent: str | None = None, root: Root = None
 ) -> None:
-    """Train one point of a sweep for the sweep's flow run.
+    """Train one point of a sweep on behalf of the sweep's flow run.
 
     Args:
-        spec: That of the sweep; a file must be readable by the worker.
-        call: Name of the call of the sweep, whose budget is used.
-        overrides: Those of the sweep.
-        mlflow_parent: MLflow run of the sweep, the parent of its runs.
-        root: Folder of datasets, models, runs and the MLflow store; default: that of the worker.
+        spec: The name or file of the sweep. The worker must be able to read the file.
+        call: The id of the sweep's call, whose budget is used.
+        overrides: The settings that the sweep sets for all points.
+        mlflow_parent: The MLflow run of the sweep, which is the parent of the point's runs.
+        root: The folder of datasets, models, runs and the MLflow store. The default is the worker's root.
     """
     checked = load_checked_sweep(spec, all_overrides(overrides, root=flow_root(root)), Budget())
     with watch_flow_run():
@@ -280,8 +287,9 @@ def sweep_child(
 
 
 def work_on_workers(drive: SweepWorker, sweep: Sweep, parameters: dict[str, Any]) -> None:
-    """Start children until all points have ended or the budget is used up. Lost children are replaced. Raises
-    MillraceError if the deployment is missing, or its runs end without working on a point."""
+    """Start child flow runs until all points have ended or the budget is used up. Lost children are replaced. Raises
+    MillraceError if the deployment is missing, or if too many children end without work on a point.
+    """
     max_children = MAX_CHILDREN if sweep.spec.optuna is None else sweep.spec.optuna.points_at_once
     with cancel_children_on_error() as us, get_client(sync_client=True) as client:
         try:
@@ -308,7 +316,7 @@ def work_on_workers(drive: SweepWorker, sweep: Sweep, parameters: dict[str, Any]
 
 @contextmanager
 def cancel_children_on_error() -> Iterator[UUID]:
-    """Yield the id of the current flow run, and cancel its children if the block fails: running ones save."""
+    """Yield the id of the current flow run. If the `with` block fails, cancel the child flow runs and let them save."""
     us = UUID(str(flow_run.id))
     try:
         yield us
@@ -327,7 +335,7 @@ def _cancel_children(client: SyncPrefectClient, flow_run_id: UUID) -> None:
 
 
 def _children(client: SyncPrefectClient, flow_run_id: UUID) -> list[FlowRun]:
-    """Return the newest children, at most 200; older ones have ended."""
+    """Return the newest child flow runs, at most 200. Older ones have ended."""
     below = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[flow_run_id]))
     return client.read_flow_runs(flow_run_filter=below, sort=FlowRunSort.EXPECTED_START_TIME_DESC)
 

@@ -1,4 +1,4 @@
-"""Checks of a sweep, and the runs of its points as recorded in their folders."""
+"""Checks of a sweep's settings, and the runs of its points with the progress that is recorded in their folders."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,12 +22,12 @@ from rlcore.tracking.journal import read_journal
 
 
 def load_checked_sweep(spec: str, overrides: list[str], budget: Budget) -> Sweep:
-    """Compose and check a sweep: settings of every point, and their common requirements."""
+    """Compose a sweep, and check the settings of every point and their common requirements."""
     checked = load_sweep(spec, overrides, budget=budget)
     checked = replace(checked, base=with_stack_tracking(checked.base))
     check_before_plan(checked.base)
     if checked.spec.pruning is not None and checked.spec.pruning.pruner != "paired":
-        from flows.sweep.study import make_pruner  # Optuna, only for its own pruners
+        from flows.sweep.study import make_pruner  # imports Optuna, which only its own pruners need
 
         make_pruner(checked.spec.pruning)
     return checked
@@ -35,7 +35,7 @@ def load_checked_sweep(spec: str, overrides: list[str], budget: Budget) -> Sweep
 
 @dataclass(slots=True)
 class Member:
-    """Run of a point with one seed. `step`: its last one; `score`: at the point's last comparison."""
+    """The run of a point with one seed. `step` is its last step, `score` its score at the last comparison."""
 
     seed: int
     settings: RunSettings
@@ -45,29 +45,29 @@ class Member:
 
     @property
     def config(self) -> RunConfig:
-        """Settings of the run."""
+        """The settings of the run."""
         return self.settings.config
 
     @property
     def run_id(self) -> str:
-        """Name of the run's folder."""
+        """The name of the run's folder."""
         return run_id(self.config)
 
     def refresh(self, metric: str, step: int) -> bool:
-        """Read step and score from the run's folder and return whether it has a score at this step."""
+        """Read the step and the score from the run's folder. Return whether the run has a score at `step`."""
         self.step = committed_step_or_zero(self.config)
         self.score = score_at(self.config, metric, step) if self.step >= step else None
         return self.score is not None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the run as in `sweep.json`."""
+        """Return the run as it is stored in `sweep.json`."""
         run_dir = str(RunLayout.of(self.config).run_dir)
         return {"seed": self.seed, "run_id": self.run_id, "run_dir": run_dir, "step": self.step, "score": self.score,
                 "error": self.error}  # fmt: skip
 
 
 def members_of(sweep: Sweep, point: Point) -> tuple[list[Member], Sequence[Problem]]:
-    """Return the runs of a point, one per seed, and the problems in its settings."""
+    """Return the runs of a point, one for each seed, and the problems in the point's settings."""
     overrides = [sweep.overrides_of(point, seed) for seed in sweep.spec.seeds]
     composed = compose_many(overrides, experiment=sweep.spec.experiment)
     members = [
@@ -78,7 +78,7 @@ def members_of(sweep: Sweep, point: Point) -> tuple[list[Member], Sequence[Probl
 
 
 def committed_step_or_zero(config: RunConfig) -> int:
-    """Return the last step of a run; 0 if it cannot resume, which its start reports."""
+    """Return the step of a run's newest checkpoint, or 0 if the run cannot resume. The start of the run reports why."""
     try:
         require_same_inputs(config, RunLayout.of(config))
         return committed_step(config)
@@ -87,7 +87,7 @@ def committed_step_or_zero(config: RunConfig) -> int:
 
 
 def score_at(config: RunConfig, metric: str, step: int) -> float | None:
-    """Return a held-out metric of a run at a step, from its journal."""
+    """Return a held-out metric of a run at a step from its journal, or None if it is not recorded."""
     try:
         records = read_journal(RunLayout.of(config).journal)
     except (MillraceError, OSError):
@@ -105,7 +105,7 @@ def score_at(config: RunConfig, metric: str, step: int) -> float | None:
 
 
 def problem_scores_of(config: RunConfig, metric: str, step: int) -> dict[int, float]:
-    """Return the metric of each held-out problem by id; empty if the responses are not stored."""
+    """Return a metric of each held-out problem by problem id. The result is empty if the responses are not stored."""
     file: Path = RunLayout.of(config).validation / f"{name_of(step)}.json"
     try:
         result = ValidationResult.read(file).scored_only

@@ -1,6 +1,7 @@
-"""Results of a sweep: `sweep.json`, comparison, best point as an experiment, description, MLflow run.
+"""The results of a sweep: `sweep.json`, a comparison, the best point as an experiment, a description, and an MLflow
+run.
 
-A sweep does not need MLflow: its failures are only logged.
+A sweep does not need MLflow, so errors of MLflow are only logged.
 """
 
 import json
@@ -37,16 +38,19 @@ PARENT_FILE = "mlflow.json"  # file in the sweep's folder with the id of its MLf
 MIN_RUNS_TO_COMPARE = 2
 MAX_ROWS_SHOWN = 20  # largest number of points, the best ones, in the description of a sweep
 STATES = {TrialState.COMPLETE: "finished", TrialState.PRUNED: "stopped early", TrialState.FAIL: "failed"}
-"""States of points that have ended; others are `to do`."""
+"""The names of the states of points that have ended. All other points are `to do`."""
 Points = Mapping[int, FrozenTrial]  # points of a sweep by number, see `flows.sweep.study.points_of`
 Row = dict[str, Any]
-"""Point in `sweep.json`: `point` (its number), `settings`, `label`, `state`, `score`, `scores` by step, `error`,
-`runs`."""
+"""A point in `sweep.json`. Its keys are `point` (the number), `settings`, `label`, `state`, `score`, `scores` (by
+step), `error` and `runs`.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class SweepResult:
-    """Result of a call: `num_runs` and `num_steps` are of this call, the rest of the whole sweep, best points first."""
+    """The result of one call of a sweep. `num_runs` and `num_steps` count the work of this call. The other fields
+    describe the whole sweep, with the best points first.
+    """
 
     sweep_id: str
     folder: Path
@@ -61,17 +65,17 @@ class SweepResult:
 
     @property
     def best(self) -> Row | None:
-        """The finished point with the best score, the first of equal ones."""
+        """The finished point with the best score, or None. Among equal scores it is the first point."""
         return self.points[0] if self.points and self.points[0]["state"] == "finished" else None
 
     @property
     def failed(self) -> list[str]:
-        """The failed points with their errors."""
+        """A message for each failed point, with its number, settings and error."""
         return [f"point {one['point']}, {one['label']}: {one['error']}" for one in self.points if one["error"]]
 
 
 def rows_of(sweep: Sweep, points: Points) -> list[Row]:
-    """Return a row for each point: finished ones first, then by score, then by number."""
+    """Return a row for each point. Finished points come first, then the rows are sorted by score and number."""
     rows = [
         {"point": number, "settings": trial.user_attrs[SETTINGS], "label": format_point(trial.user_attrs[SETTINGS]),
          "state": STATES.get(trial.state, "to do"), "score": trial.value,
@@ -99,7 +103,7 @@ def write_record(sweep: Sweep, points: Points) -> list[Row]:
 
 
 def write_result(sweep: Sweep, points: Points, spending: Mapping[str, Any], mlflow_run_id: str | None) -> SweepResult:
-    """Write the results of a sweep to disk. `spending` is that of this call."""
+    """Write the results of a sweep to disk and return them. `spending` is what this call has used of the budget."""
     rows = write_record(sweep, points)
     return SweepResult(
         sweep_id=sweep.sweep_id,
@@ -116,7 +120,7 @@ def write_result(sweep: Sweep, points: Points, spending: Mapping[str, Any], mlfl
 
 
 def write_best(sweep: Sweep, rows: list[Row]) -> Path | None:
-    """Write the best point with its first seed as an experiment, unless no point is finished."""
+    """Write the best point with its first seed as an experiment. Return None if no point is finished."""
     if not rows or rows[0]["state"] != "finished":
         return None
     best, file = rows[0], sweep.folder / BEST_FILE
@@ -132,7 +136,7 @@ def write_best(sweep: Sweep, rows: list[Row]) -> Path | None:
 
 
 def write_comparison(sweep: Sweep, rows: list[Row]) -> Path | None:
-    """Write the comparison of all runs with a score on disk, unless there are fewer than two."""
+    """Write the comparison of all runs on disk that have a score. Return None if there are fewer than two."""
     runs = [Path(run["run_dir"]) for row in rows for run in row["runs"] if run["score"] is not None]
     there = [run_dir for run_dir in dict.fromkeys(runs) if (run_dir / JOURNAL_FILE).is_file()]
     if len(there) < MIN_RUNS_TO_COMPARE:
@@ -143,7 +147,7 @@ def write_comparison(sweep: Sweep, rows: list[Row]) -> Path | None:
 
 
 def summary_lines(result: SweepResult) -> list[str]:
-    """Return the last lines of `millrace sweep`."""
+    """Return the last lines that `millrace sweep` prints."""
     states = [row["state"] for row in result.points]
     left = result.num_points - sum(state != "to do" for state in states)
     others = {state: states.count(state) for state in ("stopped early", "failed")} | {"not finished": left}
@@ -164,7 +168,7 @@ def summary_lines(result: SweepResult) -> list[str]:
 
 
 def describe_sweep(sweep: Sweep, result: SweepResult) -> str:
-    """Return purpose, outcome and best points of a sweep in Markdown."""
+    """Return a Markdown text with the purpose, outcome and best points of a sweep."""
     spec, rows = sweep.spec, result.points[:MAX_ROWS_SHOWN]
     keys = ", ".join(f"`{key}`" for key in dict.fromkeys(key for row in rows for key in row["settings"]))
     seeds = "".join(f" seed {seed} |" for seed in spec.seeds)
@@ -193,7 +197,7 @@ def _format_score(score: float | None) -> str:
 
 @contextmanager
 def _log_mlflow_failure(what: str) -> Iterator[None]:
-    """Log an exception inside the block."""
+    """Catch an exception inside the `with` block and log it as a warning."""
     try:
         yield
     except Exception as error:
@@ -201,7 +205,7 @@ def _log_mlflow_failure(what: str) -> Iterator[None]:
 
 
 def start_mlflow_run(sweep: Sweep) -> str | None:
-    """Create or reopen the sweep's MLflow run; None without tracking or after a failure."""
+    """Create or reopen the sweep's MLflow run, and return its id. Return None without tracking or after a failure."""
     if not sweep.base.tracking.enabled:
         return None
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")
@@ -218,7 +222,7 @@ def start_mlflow_run(sweep: Sweep) -> str | None:
 
 @contextmanager
 def end_mlflow_run_on_error(sweep: Sweep, run: str | None) -> Iterator[None]:
-    """End the sweep's MLflow run where the block raises."""
+    """End the sweep's MLflow run as killed or failed if the `with` block raises an error."""
     try:
         yield
     except BaseException as error:
@@ -229,7 +233,7 @@ def end_mlflow_run_on_error(sweep: Sweep, run: str | None) -> Iterator[None]:
 
 
 def finish_mlflow_run(sweep: Sweep, result: SweepResult, about: str) -> None:
-    """Log parameters, scores by point, files and description, and end the run."""
+    """Log the parameters, the points' scores, the files and the description to MLflow, and end the run."""
     if (run := result.mlflow_run_id) is None:
         return
     with _log_mlflow_failure("the results of the sweep"):

@@ -1,7 +1,7 @@
-"""Points of a sweep as an Optuna study: their order, scores and pruning.
+"""The points of a sweep as an Optuna study, with their order, scores and pruning.
 
-Several processes may share the study, a journal in the sweep's folder. A point is a trial; a failed or interrupted one
-is a failed trial, and queued again with the same settings.
+Several processes may share the study, which is a journal in the sweep's folder. A point is a trial of the study. A
+failed or interrupted point becomes a failed trial and is queued again with the same settings.
 """
 
 import json
@@ -26,21 +26,21 @@ from rlcore.storage.locks import FileLock, HeldLock
 
 STUDY_FILE = "optuna.log"
 POINT, SETTINGS, RUNS, ERROR = "point", "settings", "runs", "error"
-"""Attributes of a trial: number of the point from 1 on, its settings, its runs (`Member.to_json`), its error.
+"""The attributes of a trial: the point's number from 1 on, its settings, its runs (see `Member.to_json`), and its
+error.
 
-A trial without settings is not a point: its process was killed while creating it.
+A trial without settings is not a point. Its process was killed while it created the trial.
 """
 SEED_STRIDE = 100_003
-"""Distance of the seeds of two searches. Each point has a separate sampler, so a resumed sweep draws equal points."""
+"""The distance between the seeds of two searches. Each point has its sampler, so a resumed sweep draws equal points."""
 LOCK_WAIT_S = 600.0  # seconds to wait for another process of the same sweep, which holds the lock for seconds at most
 
 
 class PairedPruner(BasePruner):
-    """Pruner of trials that the best one beats on the same held-out problems, while enough are left.
+    """A pruner that ends a trial if the best trial beats it on the same held-out problems.
 
-    A trial is beaten where the interval of the paired difference (`paired_difference`) excludes 0. Of n trials that
-    have
-    begun, the best n / (k + 1) of the k-th comparison continue in any case, since an early lead may be lost. Trials
+    A trial is beaten if the interval of the paired difference (see `paired_difference`) excludes 0. At the k-th
+    comparison, the best n / (k + 1) of the n started trials always continue, because an early lead may be lost. Trials
     without common problems are not compared.
     """
 
@@ -48,7 +48,7 @@ class PairedPruner(BasePruner):
         self._confidence = confidence
 
     def prune(self, study: optuna.Study, trial: FrozenTrial) -> bool:
-        """Return whether the trial ends at its last step."""
+        """Return whether the trial must end at its last step."""
         step = trial.last_step
         if step is None:
             return False
@@ -68,12 +68,12 @@ class PairedPruner(BasePruner):
 
 
 def problem_scores_key(step: int) -> str:
-    """Return the attribute of a trial for its scores at a step by problem id."""
+    """Return the name of the trial attribute with the score of each problem at a step."""
     return f"problems at {step}"
 
 
 def make_pruner(pruning: Pruning | None) -> BasePruner:
-    """Return the pruner of a sweep. Raises ConfigError if Optuna rejects its options."""
+    """Return the Optuna pruner of a sweep. Raises ConfigError if Optuna rejects the pruner's options."""
     if pruning is None:
         return optuna.pruners.NopPruner()
     if pruning.pruner == "paired":
@@ -89,7 +89,7 @@ def make_pruner(pruning: Pruning | None) -> BasePruner:
 
 
 def make_sampler(search: RandomSearch, number: int) -> BaseSampler:
-    """Return the sampler of the point with this number."""
+    """Return the Optuna sampler of the point with this number."""
     seed = search.seed * SEED_STRIDE + number - 1
     if isinstance(search, OptunaSearch):
         return TPESampler(n_startup_trials=search.startup_points, seed=seed)
@@ -97,14 +97,14 @@ def make_sampler(search: RandomSearch, number: int) -> BaseSampler:
 
 
 def points_of(study: optuna.Study) -> dict[int, FrozenTrial]:
-    """Return the points by number, each with its last trial."""
+    """Return the points of a study by number, each as its newest trial."""
     trials = [one for one in study.get_trials(deepcopy=False) if SETTINGS in one.user_attrs]
     found = {one.user_attrs[POINT]: one for one in trials}
     return dict(sorted(found.items()))
 
 
 class SweepStudy:
-    """Optuna study of a sweep, with the claims of this process."""
+    """The Optuna study of a sweep, and the claims of this process on its points."""
 
     def __init__(self, sweep: Sweep) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -121,11 +121,11 @@ class SweepStudy:
             )
 
     def points(self) -> dict[int, FrozenTrial]:
-        """Return the points, see `points_of`."""
+        """Return the points of the study by number, each as its newest trial."""
         return points_of(self.optuna)
 
     def num_left(self) -> int:
-        """Return the number of points that have not ended, drawn or not."""
+        """Return the number of points that have not ended. Points that are not drawn yet are included."""
         ended = [one for one in self.points().values() if one.state.is_finished()]
         return max(0, self._sweep.num_points - len(ended))
 
@@ -137,7 +137,9 @@ class SweepStudy:
                     self._requeue(trial)
 
     def ask(self) -> Trial | None:
-        """Claim and return the next point; None if none is left or other processes work on the rest."""
+        """Claim the next point and return its trial. Return None if no point is left, or if other processes have
+        claimed the rest.
+        """
         search = self._sweep.spec.search
         with sweep_lock(self._sweep):
             self._requeue_lost()
@@ -154,22 +156,22 @@ class SweepStudy:
             trial = self.optuna.ask()
             self._claims[trial.number] = self._claim(trial.number)
             self._claims[trial.number].try_acquire()
-            if search is not None:  # a queued trial returns its values
+            if search is not None:  # a queued trial returns the values of its first attempt
                 settings = {key: _suggest(trial, key, values) for key, values in search.space.items()}
                 trial.set_user_attr(POINT, trial.user_attrs.get(POINT, len(points) + 1))
                 trial.set_user_attr(SETTINGS, settings)
         return trial
 
     def release(self, trial: Trial) -> None:
-        """Let other processes continue a point that has not ended."""
+        """End this process's claim on a point. If the point has not ended, another process can continue it."""
         self._claims.pop(trial.number).release()
 
     def _claim(self, number: int) -> FileLock:
-        """Return the lock of the process that works on a trial; the kernel frees it when that is killed."""
+        """Return the lock that a process holds while it trains a trial. The kernel frees it if the process dies."""
         return FileLock(self._sweep.folder / "claims" / f"{number}.lock")
 
     def _requeue_lost(self) -> None:
-        """Queue the points of stopped or killed processes again."""
+        """Queue again the points whose processes were stopped or killed."""
         for trial in self.optuna.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             claim = self._claim(trial.number)
             if claim.try_acquire():
@@ -183,7 +185,7 @@ class SweepStudy:
 
 
 class BudgetTracker:
-    """Runs, steps and hours of one call of a sweep, stored in the study for all its processes."""
+    """The runs, steps and hours that one call of a sweep has used. The study stores them for all of its processes."""
 
     def __init__(self, study: SweepStudy, sweep: Sweep, call: str) -> None:
         self.call = call
@@ -195,12 +197,12 @@ class BudgetTracker:
             self._write({"budget": budget, "begun": time.time(), "runs": [], "steps": 0, "ended_by": ""})
 
     def read(self) -> dict[str, Any]:
-        """Return `runs` (ids), `steps` (number) and `ended_by`: the exhausted budget, '' while there is some."""
+        """Return `runs` (ids), `steps` (a number) and `ended_by`, which names the exhausted budget or is ''."""
         found: dict[str, Any] = self._study.user_attrs[self._name]
         return found
 
     def reserve(self, run_id: str, steps: int) -> bool:
-        """Reserve steps of a run, and return whether the budget allows them."""
+        """Reserve steps of the budget for a run. Return False if the budget does not allow them."""
         with sweep_lock(self._sweep):
             known = self.read()
             new = known | {"runs": sorted({*known["runs"], run_id}), "steps": known["steps"] + steps}
@@ -213,7 +215,7 @@ class BudgetTracker:
             return not over
 
     def refund(self, steps: int) -> None:
-        """Return reserved steps that a run has not done."""
+        """Give back to the budget the reserved steps that a run has not done."""
         with sweep_lock(self._sweep):
             known = self.read()
             self._write(known | {"steps": known["steps"] - steps})
@@ -223,18 +225,18 @@ class BudgetTracker:
 
 
 def sweep_lock(sweep: Sweep) -> HeldLock:
-    """Return the lock for claiming a point or writing results."""
+    """Return the lock that a process holds while it claims a point or writes results."""
     return HeldLock(sweep.folder / "sweep.lock", what=f"sweep {sweep.sweep_id}", wait_s=LOCK_WAIT_S)
 
 
 def _suggest(trial: Trial, key: str, values: Values) -> JsonValue:
     if not isinstance(values, Range):
-        # As JSON, since Optuna accepts no lists and mappings as choices.
+        # The choices are JSON texts, since Optuna accepts no lists and mappings.
         chosen: JsonValue = json.loads(trial.suggest_categorical(key, [json.dumps(value) for value in values]))
         return chosen
     if values.is_whole:
         step = 1 if values.step is None else int(values.step)
         return trial.suggest_int(key, int(values.low), int(values.high), step=step, log=values.log)
     drawn = trial.suggest_float(key, values.low, values.high, step=values.step, log=values.log)
-    # Four digits, as shown.
+    # Four significant digits, which are also shown.
     return min(max(float(f"{drawn:.4g}"), values.low), values.high)

@@ -1,1 +1,1 @@
-"""Work of the flows without Prefect."""
+"""The parts of the flows that do not need Prefect."""

@@ -1,8 +1,8 @@
-"""The run's MLflow page, except for metrics, which the trainer's journal carries.
+"""The writer of a run's MLflow page, except for its metrics, which the trainer's journal delivers.
 
-Settings, datasets and code are written at the start by a thread, report, validations, checkpoints and weights at the
-end within a deadline. A failure is only logged. `recorded.json` in the run's folder records what MLflow has, so that
-a finished run needs no request.
+A thread writes settings, datasets and code at the start of the run. It writes report, validations, checkpoints and
+weights at the end, within a deadline. A failure is only logged. `recorded.json` in the run's folder records what MLflow
+has, so that a finished run needs no request.
 """
 
 import logging
@@ -46,7 +46,7 @@ RECORDED_FILE = "recorded.json"
 
 @dataclass(frozen=True, slots=True)
 class MlflowContents:
-    """Digests of settings, report and models that MLflow has of a run."""
+    """A record of what MLflow has of a run, with digests of the settings, the report and the models."""
 
     mlflow_run_id: str = ""
     url: str = ""
@@ -57,42 +57,44 @@ class MlflowContents:
 
     @classmethod
     def read(cls, layout: RunLayout) -> "MlflowContents":
-        """Return the record on disk, an empty one if it is absent or damaged."""
+        """Return the record in the run's folder. The record is empty if the file is absent or damaged."""
         try:
             return cls(**parse_json(read_ordinary(layout.run_dir / RECORDED_FILE)))
         except (OSError, ValueError, TypeError):
             return cls()
 
     def is_complete(self, config: RunConfig, layout: RunLayout, last: ExportedWeights, best: ExportedWeights) -> bool:
-        """Return whether MLflow has everything of the run."""
+        """Return whether MLflow has the current settings, report and models of the run."""
         wanted = (settings_digest(config), report_fingerprint(layout), models_digest(config, last, best))
         return (self.settings, self.report, self.models) == wanted
 
     def write(self, layout: RunLayout) -> "MlflowContents":
-        """Write the record into the run's folder."""
+        """Write the record into the run's folder and return it."""
         write_json_atomically(layout.run_dir / RECORDED_FILE, asdict(self))
         return self
 
 
 def settings_digest(config: RunConfig) -> str:
-    """Return the digest of the first part of the page, with the address of the page."""
+    """Return a digest of the run's settings, its code, and the address of its MLflow page."""
     uri = resolve_uri(config.tracking, Path(config.paths.root).absolute())
     place = fingerprint("page", [uri, config.tracking.experiment])[:8]
     return f"{settings_fingerprint(config)}-{config.trainer.total_steps}-{code_for_run(config).fingerprint}-{place}"
 
 
 def report_digest(layout: RunLayout, report: ReportPage | None) -> str:
-    """Return the digest of the report's inputs, another one while the run has no report."""
+    """Return the digest of the report's inputs. The digest is different while the run has no report."""
     return report_fingerprint(layout) if report is not None else f"{report_fingerprint(layout)} without the report"
 
 
 def models_digest(config: RunConfig, last: ExportedWeights, best: ExportedWeights) -> str:
-    """Return the digest of the weights in MLflow."""
+    """Return a text that identifies the last and best weights and the registered model of a run."""
     return f"last {last.step}, best {best.step}, registered {config.tracking.registered_model}"
 
 
 FINISH_WAIT_S = 120.0
-"""Seconds for MLflow at the end of a run: the first use of a store creates its tables, and weights are copied."""
+"""The longest wait in seconds for MLflow at the end of a run. The first use of a store creates its tables, and weights
+are copied.
+"""
 END_WAIT_S = 20.0  # seconds for MLflow at the end of a run that had no step
 MAX_UPLOAD_BYTES = 2_000_000_000  # larger weights are not copied into MLflow, which gets their path
 
@@ -103,8 +105,11 @@ def log_run_page(
     rows: tuple[StageResult, StageResult] | None = None,
     outcome: tuple[ReportPage | None, ExportedWeights, ExportedWeights] | None = None,
 ) -> MlflowContents:
-    """Write a run's MLflow page and record what it has: settings, code and datasets with the `rows` (the dataset and
-    the filtered one), everything else with the `outcome` (report, last and best weights)."""
+    """Write the MLflow page of a run, and return the record of what MLflow has.
+
+    If `rows` (the dataset and the filtered dataset) are passed, settings, code and datasets are written. If `outcome`
+    (the report, the last and the best weights) is passed, all other contents are written.
+    """
     tags = lineage_tags(run.config, stage="train", run_id=run.run_id, prefect=prefect)
     page = ensure_mlflow_run(run.layout.run_dir, run.config, tags)
     known = with_page_address(MlflowContents.read(run.layout), page)
@@ -122,7 +127,7 @@ def log_run_page(
 
 
 def with_page_address(known: MlflowContents, page: MlflowRun) -> MlflowContents:
-    """Return the record with the current address of the page, which a resumed run may change."""
+    """Return the record with the current address of the page. A resumed run may have changed the address."""
     stack = os.environ.get(MLFLOW_PAGE)
     url = page.store.run_url(page.id, stack) if stack else page.store.run_url(page.id)
     ui_command = "" if stack else page.store.ui_command() or ""
@@ -151,7 +156,7 @@ def log_start(
         (f"{task} filtered", filtered, "train", "training"),
         (f"{task} held-out", filtered, "validation", "validation"),
     ):
-        # The first part of a mixture: the others differ at most in the type of ground truth.
+        # The first data source of a mixture. The others differ at most in the type of ground truth.
         columns = pq.read_schema(part_directories(result.directory)[0] / f"{split}.parquet")
         store.log_dataset(
             mlflow_run,
@@ -165,7 +170,7 @@ def log_start(
 
 
 def log_result(run: OpenRun, page: MlflowRun, report: ReportPage | None) -> None:
-    """Log summary, report, validations and lineage of a finished run."""
+    """Log the summary, the report, the validations and the lineage of a finished run."""
     from rlcore.report.build import summary_markdown
 
     store, mlflow_run, layout = page.store, page.id, run.layout
@@ -187,7 +192,7 @@ def _masked(text: str) -> str:
 
 
 def log_models(run: OpenRun, page: MlflowRun, last: ExportedWeights, best: ExportedWeights) -> None:
-    """Log the checkpoints on disk with their scores, and the weights of the last and the best one."""
+    """Log the checkpoints on disk with their scores, and the weights of the last and the best checkpoint."""
     config, layout = run.config, run.layout
     records = {record.step: record for record in read_journal(layout.journal)}
     tags = {"settings_fingerprint": settings_fingerprint(config)}
@@ -211,7 +216,7 @@ def log_models(run: OpenRun, page: MlflowRun, last: ExportedWeights, best: Expor
 
 
 class MlflowRecord:
-    """Context manager that writes the run's MLflow page in one thread. Its methods raise nothing."""
+    """A context manager that writes the run's MLflow page in one thread. Its methods raise no errors."""
 
     def __init__(self, run: OpenRun, prefect: Mapping[str, str]) -> None:
         self._run = run
@@ -225,9 +230,9 @@ class MlflowRecord:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Cancel pending requests; the interpreter's end waits for a running one.
+        """Cancel pending requests. A running request is waited for at the end of the interpreter.
 
-        A run that ends before its first step, which no journal reports, gets its final status here.
+        A run that ends before its first step gets its final status here, because no journal reports its end.
         """
         run = self._run
         if error is not None and run.config.tracking.enabled and not read_attempts(run.layout.run_dir):
@@ -244,13 +249,13 @@ class MlflowRecord:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def start(self, dataset: StageResult, filtered: StageResult) -> None:
-        """Write settings and datasets in the background."""
+        """Write the settings and datasets to MLflow in the background."""
         if self._run.config.tracking.enabled and self._known.settings != settings_digest(self._run.config):
             task = self._thread.submit(log_run_page, self._run, self._prefect, (dataset, filtered))
             task.add_done_callback(self._warn_of_failure)
 
     def finish(self, report: ReportPage | None, last: ExportedWeights, best: ExportedWeights) -> MlflowContents:
-        """Write report, validations and weights within a deadline. `report` is None if the run has none yet."""
+        """Write the report, validations and weights within a deadline. `report` is None if the run has none yet."""
         run, known = self._run, self._known
         has_report = known.report in (report_fingerprint(run.layout), report_digest(run.layout, report))
         is_there = has_report and known.models == models_digest(run.config, last, best)

@@ -1,4 +1,4 @@
-"""A run that this process works on: its lock, folder, settings, code and trainer process."""
+"""A run that this process has opened, with its lock, folder, settings, code and trainer process."""
 
 import logging
 import time
@@ -36,18 +36,17 @@ log = logging.getLogger(__name__)
 
 EVALUATION = "eval"  # `name` of an evaluation, which is a run without steps
 STOP_FILE = "stop.json"
-"""Record of the last stop request, with its process: a second signal would end that without saving."""
+"""The file with the last stop request and the stopped process, which a second signal would end before it saves."""
 END_WAIT_S = 60.0
-"""Seconds beyond `runtime.stop_deadline_s` within which a stopping trainer ends and delivers its last metrics."""
+"""The seconds after `runtime.stop_deadline_s` in which a stopping trainer ends and delivers its last metrics."""
 
 
 @dataclass(slots=True)
 class PrefectView:
-    """State of the run's artifacts in Prefect.
+    """The state of the run's artifacts in Prefect.
 
-    `validations` are those in training by step; `summary_at` is the time of the last summary, `retry_at` that of the
-    next
-    request after a failure.
+    `validations` are the validations during the training by step. `summary_at` is the time of the last summary.
+    `retry_at` is the time of the next request after a failure.
     """
 
     artifacts: dict[str, UUID] = field(default_factory=dict)
@@ -59,9 +58,9 @@ class PrefectView:
 
 
 class OpenRun:
-    """A run: settings, folders, and the trainer process once it is open.
+    """A run with its settings and folders, and with its trainer process once the run is open.
 
-    `command` is recorded with the run; `title` is its name in tasks; `planning_config`: see `RunSettings`.
+    `command` is recorded with the run. `title` is the run's name in tasks. `RunSettings` explains `planning_config`.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class OpenRun:
         self.layout = RunLayout.of(config)
         self.prefect_view = PrefectView()
         self.inputs: RunInputs | None = None
-        """Inputs of the training, set by `flows.stages.inputs.inputs_of`."""
+        """The inputs of the training. `flows.stages.inputs.inputs_of` sets them."""
         self.is_origin_complete = False
         stop_wait_s = config.runtime.stop_deadline_s + END_WAIT_S
         slots, request = Slots(self.layout.root), SlotRequest.of(config, self.run_id)
@@ -87,23 +86,24 @@ class OpenRun:
 
     @property
     def run_id(self) -> str:
-        """Name of the run's folder."""
+        """The name of the run's folder."""
         return self.layout.run_dir.name
 
     @cached_property
     def committed(self) -> int:
-        """Step of the newest complete checkpoint at the first call, 0 without one. Raises CheckpointError if all are
-        broken, or it is of other settings."""
+        """The step of the newest complete checkpoint at the first access, or 0 without a checkpoint. Raises
+        CheckpointError if all checkpoints are broken, or if the newest one has other settings.
+        """
         return committed_step(self.config)
 
     @cached_property
     def settings_fingerprint(self) -> str:
-        """Fingerprint of the settings."""
+        """The fingerprint of the run's settings."""
         return settings_fingerprint(self.config)
 
     @cached_property
     def origin(self) -> Origin:
-        """Record in the run's folder; the settings alone in a new run."""
+        """The record in the run's folder. The record of a new run has only the settings."""
         return read_origin(self.layout.run_dir) or Origin(self.config)
 
     def note(self, **changes: Any) -> None:
@@ -115,12 +115,12 @@ class OpenRun:
 
     @property
     def is_trained(self) -> bool:
-        """True if the run had reached its last step at the first call."""
+        """True if the run had reached its last step when `committed` was first read."""
         return self.committed >= self.config.trainer.total_steps
 
     @property
     def is_evaluation(self) -> bool:
-        """True for an evaluation, which has rows of suites only and no steps."""
+        """True if the run is an evaluation, which has only rows of suites and no training steps."""
         return self.config.name == EVALUATION
 
     @contextmanager
@@ -130,7 +130,9 @@ class OpenRun:
         on_line: Callable[[str], None],
         on_wait: Callable[[], None] = lambda: None,
     ) -> Iterator[None]:
-        """Route the trainer's events and log lines inside the block; `on_wait` may end a call by raising."""
+        """Send the trainer's events and log lines to these functions inside the `with` block. If `on_wait` raises, the
+        waiting call ends with that error.
+        """
         trainer = self.trainer
         before = trainer.on_event, trainer.on_line, trainer.on_wait
         trainer.on_event, trainer.on_line, trainer.on_wait = on_event, on_line, on_wait
@@ -141,7 +143,7 @@ class OpenRun:
 
 
 def with_absolute_paths(config: RunConfig, layout: RunLayout) -> RunConfig:
-    """Return the settings with an absolute root and MLflow store, for readers in other folders."""
+    """Return the settings with an absolute root and an absolute MLflow store, for readers in other folders."""
     tracking = config.tracking
     if tracking.uri is not None:
         tracking = tracking.model_copy(update={"uri": resolve_uri(tracking, layout.root)})
@@ -153,10 +155,13 @@ def with_absolute_paths(config: RunConfig, layout: RunLayout) -> RunConfig:
 def open_run(
     config: RunConfig, command: Sequence[str] = (), title: str = "", *, report: Callable[[str], None] = log.warning
 ) -> Iterator[OpenRun]:
-    """Open a run for the block. `report` is called while a trainer of an ended command is waited for. Raises
-    RunInUseError if another command works on it, or such a trainer has not ended in time, CheckpointError if it has
-    begun with other code, data or models, or has more steps than requested, DataError if its folder cannot be written,
-    or its record cannot be read."""
+    """Open a run inside the `with` block. `report` is called with a message while the trainer of an ended command still
+    runs.
+
+    Raises RunInUseError if another command uses the run, or if the trainer of an ended command does not end in time.
+    Raises CheckpointError if the run has begun with other code, data or models, or has more steps than requested.
+    Raises DataError if the run's folder cannot be written or its record cannot be read.
+    """
     layout = RunLayout.of(config)
     if config.tracking.uri is not None:  # other settings may have been composed since
         set_mlflow_login(config.tracking.uri, layout.root)
@@ -168,12 +173,13 @@ def open_run(
         require_same_inputs(config, layout)
         _keep_code(config, layout)
         run = OpenRun(config, command, title)
-        models = {} if run.is_evaluation else {**run.origin.models, **model_digests(config)}  # that one's id has them
+        # The id of an evaluation contains its models.
+        models = {} if run.is_evaluation else {**run.origin.models, **model_digests(config)}
         run.note(settings=with_absolute_paths(config, layout), models=models)
         run.trainer.lock = lock.fileno()
         with (
             _record_early_end(layout.run_dir),
-            run_code(layout.code),  # an edit meanwhile is for the next start
+            run_code(layout.code),  # an edit during the run counts for the next start
             run.trainer,
         ):
             yield run
@@ -190,7 +196,7 @@ def _keep_code(config: RunConfig, layout: RunLayout) -> None:
 
 
 def record_stop_request(run_dir: Path, worker: Holder) -> None:
-    """Record a stop request for a process, with the flow run that Prefect's worker started it for."""
+    """Record a stop request for a process. If a Prefect worker started the process, its flow run is recorded too."""
     request: dict[str, Any] = {"process": [worker.pid, worker.born], "time": round(time.time(), 3)}
     with suppress(psutil.Error):
         if (process := worker.process()) is not None and (flow_run := process.environ().get(FLOW_RUN_ID)):
@@ -200,13 +206,13 @@ def record_stop_request(run_dir: Path, worker: Holder) -> None:
 
 @contextmanager
 def _record_early_end(run_dir: Path) -> Iterator[None]:
-    """Record the failure or stop of a run whose trainer has not begun."""
+    """Record the failure or stop of a run if the `with` block ends before the trainer has begun."""
     began = time.time()
     try:
         yield
     except BaseException as error:
         if not read_attempts(run_dir):
-            with suppress(MillraceError, OSError):  # what ends the block matters more
+            with suppress(MillraceError, OSError):  # the error that ends the block matters more
                 if is_stop(error):
                     record_stop_request(run_dir, Holder.me())
                 elif isinstance(error, Exception) and not any(

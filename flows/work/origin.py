@@ -1,4 +1,4 @@
-"""Checkpoints of a run, and the comparison of its record with the current settings, code, data and models."""
+"""The checkpoints of a run, and the comparison of its record with the current settings, code, data and models."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,20 +18,21 @@ from rlcore.user_code import code_for_run, code_patch, read_code
 
 
 def checkpoint_store(config: RunConfig) -> CheckpointStore:
-    """Return the run's checkpoint store."""
+    """Return the checkpoint store of a run."""
     layout = RunLayout.of(config)
     return CheckpointStore(layout.checkpoints, config.checkpoint, config, journal=layout.journal)
 
 
 def committed_step(config: RunConfig) -> int:
-    """Return the step of the newest complete checkpoint, 0 without one. Raises CheckpointError if all are broken, or it
-    is of other settings."""
+    """Return the step of the newest complete checkpoint, or 0 without a checkpoint. Raises CheckpointError if all
+    checkpoints are broken, or if the newest one has other settings.
+    """
     found = checkpoint_store(config).latest(verify=False)
     return 0 if found is None else found.step
 
 
 def checkpoint_name(checkpoint: str) -> str:
-    """Return a step as the name of its folder; other names are unchanged.
+    """Return the folder name of a checkpoint step. Other names are returned unchanged.
 
     >>> checkpoint_name("40"), checkpoint_name("best")
     ('step-000040', 'best')
@@ -44,13 +45,11 @@ SHOWN_DIGITS = 16  # hex digits of a digest in a message
 
 
 def require_same_inputs(config: RunConfig, layout: RunLayout, inputs: RunInputs | None = None) -> None:
-    """Require that a run resumes with the code, data and models of its record, and within `trainer.total_steps`.
+    """Check that a run resumes with the code, data and models of its record, and within `trainer.total_steps`. Raises
+    CheckpointError, with the changes and the remedy, if something differs.
 
-    A run without checkpoints and validations has not begun. `inputs` are compared once the rows are made, since another
-    version of Millrace may filter differently.
-
-    Raises:
-        CheckpointError: lists the changes and the remedy.
+    A run without checkpoints and validations has not begun and passes. `inputs` are passed once the rows are created,
+    because another version of Millrace may filter them differently.
     """
     steps = [info.step for info in scan(layout.checkpoints).checkpoints]
     if not steps and not any(layout.validation.glob("*.json")):
@@ -81,7 +80,7 @@ def require_same_inputs(config: RunConfig, layout: RunLayout, inputs: RunInputs 
 
 
 def _changed_code(config: RunConfig, layout: RunLayout) -> list[str]:
-    """Return a patch of code that both starts use; an added or removed suite changes no number of the run."""
+    """Return a patch of the code that both starts use. An added or removed suite changes no number of the run."""
     now, then = code_for_run(config), read_code(layout.code)
     if then is None:
         return []
@@ -102,7 +101,7 @@ def _changed_files(config: RunConfig, inputs: RunInputs) -> list[str]:
 
 
 def _changed_models(config: RunConfig, origin: Origin) -> list[str]:
-    """Compare model files, except those that are or were not on this machine."""
+    """Return a line for each changed model file. Files that are or were not on this machine do not count."""
     changes, paths = [], model_paths(config)
     for key, now in model_digests(config).items():
         place = Path(str(paths[key])).expanduser().resolve()
@@ -116,7 +115,7 @@ def _changed_rows(then: RunInputs, now: RunInputs) -> list[str]:
     if then.filtered_directory.name == now.filtered_directory.name:
         return []
     files = [[*inputs.train_parquets, *inputs.validation_parquets] for inputs in (then, now)]
-    if not all(file.is_file() for file in files[0]):  # deleted
+    if not all(file.is_file() for file in files[0]):  # the first rows are deleted
         return []
     before, after = ([row_digests(file) for file in each] for each in files)
     return [] if before == after else [f"  rows: {then.filtered_directory} then, {now.filtered_directory} now"]

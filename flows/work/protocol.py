@@ -1,4 +1,4 @@
-"""Messages between a flow and its trainer process: one JSON object per line, see `rlcore.run.process`."""
+"""The messages between a flow and its trainer process, one JSON object per line. See `rlcore.run.process`."""
 
 import json
 import math
@@ -18,10 +18,11 @@ def _drop_nan(seconds: float | None) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of a stage.
+    """The progress of a stage.
 
-    `to_step`: end of the chunk. `eta_s`: seconds to the last step; the stage may end earlier (`may_end_early`).
-    `tokens_per_s`: of each of `num_devices`. None: not known.
+    `to_step` is the last step of the chunk. `eta_s` is the number of seconds to the last step of the stage. The stage
+    may end earlier if `may_end_early` is true. `tokens_per_s` is the speed of each of the `num_devices` devices. None
+    means that a value is not known.
     """
 
     stage: str
@@ -44,7 +45,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSaved:
-    """A published checkpoint."""
+    """The event that a checkpoint was published."""
 
     step: int
     path: str
@@ -52,7 +53,7 @@ class CheckpointSaved:
 
 @dataclass(frozen=True, slots=True)
 class Validated:
-    """Metrics of the model of a step on held-out problems."""
+    """The event that a model was validated, with its held-out metrics at a step."""
 
     name: str
     step: int
@@ -61,7 +62,9 @@ class Validated:
 
 @dataclass(frozen=True, slots=True)
 class RunEvent:
-    """Any other event by name: paused_for_disk, disk_room, resumed, an alarm. `text` in it is for users."""
+    """Any other event, identified by its name, such as paused_for_disk, disk_room, resumed or an alarm. The key `text`
+    in `data` is a message for users.
+    """
 
     name: str
     data: Mapping[str, Any]
@@ -69,7 +72,7 @@ class RunEvent:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Result of a command."""
+    """The result of a command."""
 
     command: str
     result: Mapping[str, Any]
@@ -77,14 +80,14 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Failure of a command."""
+    """The failure of a command."""
 
     command: str
     type: str
     message: str
 
     def error(self) -> MillraceError:
-        """Return the trainer's exception; `MillraceError` stands for a foreign one."""
+        """Return the error of the trainer as an exception. A class that is not Millrace's becomes `MillraceError`."""
         found = getattr(rlcore.errors, self.type, None)
         if isinstance(found, type) and issubclass(found, MillraceError):
             return found(self.message)
@@ -105,7 +108,7 @@ _KINDS: Mapping[str, TypeAdapter[Any]] = {
 
 
 def parse_reply(line: bytes) -> Reply:
-    """Parse a reply. Raises ValueError if the line is not a reply."""
+    """Parse a reply of the trainer process. Raises ValueError if the line is not a reply."""
     values = json.loads(line)
     if not isinstance(values, dict) or not isinstance(name := values.pop("event", None), str):
         raise ValueError("not a reply")
@@ -115,5 +118,5 @@ def parse_reply(line: bytes) -> Reply:
 
 
 def command_line(command: str, **arguments: str | int) -> bytes:
-    """Encode a command as one line."""
+    """Return a command and its arguments, encoded as one line."""
     return json.dumps({"command": command, **arguments}).encode() + b"\n"

@@ -1,4 +1,4 @@
-"""Operations on several runs of a root: find, compare, prune, deliver and collect garbage."""
+"""Operations on the runs of a root: finding, comparing, pruning, delivery of metrics, and garbage collection."""
 
 import logging
 from collections.abc import Sequence
@@ -33,13 +33,14 @@ MAX_NAMES = 8  # largest number of run ids in a message
 
 
 def all_runs(root: Path) -> list[Path]:
-    """Return the folders of all runs under a root, by name."""
+    """Return the folders of all runs under a root, sorted by name."""
     return sorted(file.parent for file in files_of(root / "runs", f"*/{RUN_FILE}"))
 
 
 def find_named_runs(names: Sequence[str], root: Path) -> list[Path]:
-    """Return the folders of runs named by path, id, or a unique prefix of the id. Raises DataError if a name matches no
-    run, or several."""
+    """Return the folders of the runs with these names. A name is a path, an id or a unique prefix of an id. Raises
+    DataError if a name matches no run or several runs.
+    """
     return [_find_folder(name, root) for name in names]
 
 
@@ -51,7 +52,7 @@ def _find_folder(name: str, root: Path) -> Path:
     found = [folder for folder in known if name and folder.name.startswith(name)]
     if len(found) == 1:
         return found[0].resolve()
-    name = name or "''"  # perhaps an unset variable
+    name = name or "''"  # perhaps an unset variable of the shell
     meant = found or known
     names = ", ".join(folder.name for folder in meant[:MAX_NAMES]) or "none"
     if len(meant) > MAX_NAMES:
@@ -63,8 +64,10 @@ def _find_folder(name: str, root: Path) -> Path:
 
 
 def find_run(words: Sequence[str], root: Path | None) -> tuple[RunConfig, RunLayout]:
-    """Return settings and layout of a run named by folder, id, unique prefix of the id, or its settings. Raises
-    ConfigError if the settings are wrong, DataError if there is no such run, or its settings cannot be read."""
+    """Return the settings and the layout of one run. `words` is a folder, an id, a unique prefix of an id, or the
+    settings of the run. Raises ConfigError if the settings are invalid. Raises DataError if there is no matching run,
+    or its settings cannot be read.
+    """
     named = [word for word in words if "=" not in word or (Path(word) / RUN_FILE).is_file()]
     if named and len(words) > 1:
         raise ConfigError(
@@ -76,7 +79,7 @@ def find_run(words: Sequence[str], root: Path | None) -> tuple[RunConfig, RunLay
         layout = RunLayout(Path(config.paths.root).resolve(), folder)  # the folder may be a copy
     else:
         from flows.parameters import all_overrides
-        from rlcore.config.compose import load_config  # Hydra, unneeded for a named run
+        from rlcore.config.compose import load_config  # imports Hydra, which a named run does not need
 
         config = load_config(all_overrides(words, root=root))
         layout = RunLayout.of(config)
@@ -89,7 +92,7 @@ def find_run(words: Sequence[str], root: Path | None) -> tuple[RunConfig, RunLay
 
 
 def read_settings(folder: Path) -> RunConfig:
-    """Return the settings in a run's folder. Raises DataError if they cannot be read, or are of another version."""
+    """Return the settings in a run's folder. Raises DataError if they cannot be read or have another version."""
     if (origin := read_origin(folder)) is None:
         raise DataError(f"{folder / RUN_FILE}: is not there. Name the folder of a run.")
     return origin.settings
@@ -97,9 +100,9 @@ def read_settings(folder: Path) -> RunConfig:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Comparison of runs, with its files and its conclusions (`statements`).
+    """The comparison of runs, with its files. `statements` are its conclusions, and `summary` is a text in Markdown.
 
-    `mlflow_page` is MLflow's comparison, '' if it has fewer than two of the runs. `summary` is in Markdown.
+    `mlflow_page` is the address of MLflow's comparison, or '' if MLflow has fewer than two of the runs.
     """
 
     runs: tuple[Path, ...]
@@ -111,8 +114,10 @@ class Comparison:
 
 
 def find_runs(names: Sequence[str], search: str, root: Path, tracking: TrackingConfig) -> list[Path]:
-    """Return the folders of the named runs and of those that a search in MLflow finds. Raises DataError if a name
-    matches no run, or a found run is not on this machine, TrackingError if MLflow rejects the search."""
+    """Return the folders of the named runs and of the runs that a search in MLflow returns. Raises DataError if a name
+    matches no run, if the search returns nothing, or if a run is not on this machine. Raises TrackingError if MLflow
+    rejects the search.
+    """
     folders = find_named_runs(names, root)
     if search:
         store = MlflowStore(tracking, root)
@@ -130,8 +135,9 @@ def find_runs(names: Sequence[str], search: str, root: Path, tracking: TrackingC
 
 
 def compare(folders: Sequence[Path], root: Path) -> Comparison:
-    """Write the comparison of runs under `<root>/comparisons`, and upload it to each of them in MLflow. Raises
-    DataError if fewer than two runs, or a folder that cannot be read."""
+    """Write the comparison of runs under `<root>/comparisons`, and upload it to each run in MLflow. Raises DataError if
+    there are fewer than two runs, or if a folder cannot be read.
+    """
     from rlcore.report.build import compare_runs
 
     root = root.resolve()
@@ -142,7 +148,7 @@ def compare(folders: Sequence[Path], root: Path) -> Comparison:
 
 
 def _upload(folders: Sequence[Path], files: "ReportFiles", root: Path) -> str:
-    """Upload the files to the runs that MLflow has and return the URL of its comparison. Failures are logged."""
+    """Upload the files to the runs in MLflow, and return the URL of MLflow's comparison or ''. Failures are logged."""
     known = [(folder, run_id) for folder in folders if (run_id := _mlflow_run(folder)) is not None]
     configs = [read_settings(folder) for folder, _ in known]
     if not known or not all(config.tracking.enabled for config in configs):
@@ -176,7 +182,7 @@ BYTES_PER_MB = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Outcome of an operation on a run, as a sentence. `ok`: nothing failed."""
+    """The outcome of an operation on a run, as a sentence. `ok` is False if something failed."""
 
     run: str
     text: str
@@ -187,7 +193,7 @@ class Outcome:
 
 
 def prune(folder: Path, *, dry_run: bool) -> Outcome:
-    """Delete the checkpoints that a run's retention rule drops, unless the run is running."""
+    """Delete the checkpoints that a run's retention rule no longer keeps. A running run is left unchanged."""
     try:
         config = read_settings(folder)
         checkpoints = RunLayout(folder.parents[1], folder).checkpoints
@@ -200,7 +206,7 @@ def prune(folder: Path, *, dry_run: bool) -> Outcome:
             return Outcome(folder.name, f"would delete {number} of {total} checkpoints, {freed}", ok=True)
         if worker_of(folder) is not None:
             return Outcome(folder.name, "is running, and prunes by itself", ok=True)
-        with RunLock(folder, is_named=False):  # its file names the last process of the run
+        with RunLock(folder, is_named=False):  # the lock's file keeps the name of the run's last process
             deleted = CheckpointStore(checkpoints, config.checkpoint, config).prune()
     except RunInUseError:
         return Outcome(folder.name, "is running, and prunes by itself", ok=True)
@@ -212,7 +218,7 @@ def prune(folder: Path, *, dry_run: bool) -> Outcome:
 def sync(folder: Path, uri: str | None) -> Outcome:
     """Deliver the missing part of a run's journal to MLflow.
 
-    `uri` overrides the store of the run's settings; the default is the stack's store, or the file of the root.
+    `uri` replaces the store of the run's settings. If neither is set, the stack's store or the root's file is used.
     """
     try:
         if not (attempts := read_attempts(folder)):
@@ -231,30 +237,32 @@ def sync(folder: Path, uri: str | None) -> Outcome:
 
 
 def _store_of_root(folder: Path, begun_with: Destination) -> str | None:
-    """Return the store of the run's current root if its settings name none and it began in another store, else None.
-    Raises TrackingError if the file under the current root is not a store."""
+    """Return the store of the run's current root if the settings name none and the run began in another store.
+    Otherwise return None. Raises TrackingError if the file under the current root is not a store.
+    """
     root = folder.parents[1]
     try:
         if read_settings(folder).tracking.uri is not None:
             return None
-    except DataError:  # settings of another version: the store in `attempts.jsonl`
+    except DataError:  # settings of another version: use the store in `attempts.jsonl`
         return None
     if (stack := stack_tracking_uri(root)) is not None:
         return stack
     store = MlflowStore(TrackingConfig(experiment=begun_with.experiment), root)
-    is_file = begun_with.uri.startswith("sqlite:")  # not of a server
+    is_file = begun_with.uri.startswith("sqlite:")  # not the address of a server
     if not is_file or sqlite_file(store.uri).resolve() == sqlite_file(begun_with.uri).resolve():
         return None
     try:
-        _ = store.experiment_id  # created if missing: its artifacts are under this root
+        _ = store.experiment_id  # a missing experiment is created with its artifacts under this root
     except Exception as error:
         raise TrackingError(f"{folder}: not delivered: {explain_error(error, store.uri)}") from error
     return store.uri
 
 
 def collect_garbage(root: Path, tracking: TrackingConfig, *, dry_run: bool) -> list[Outcome]:
-    """Remove the artifacts of runs deleted in MLflow; their records in MLflow and `runs/` stay. Raises TrackingError if
-    the store cannot be read."""
+    """Remove the artifacts of runs that were deleted in MLflow. Their records in MLflow and their folders in `runs/`
+    stay. Raises TrackingError if the store cannot be read.
+    """
     uri = set_mlflow_login(resolve_uri(tracking, root), root)
     if not has_store(uri):
         return [Outcome(str(root), f"there is no MLflow store ({uri})", ok=True)]

@@ -1,11 +1,11 @@
-"""Slots of a root: the number of concurrent trainers, and the order of waiting runs.
+"""The slots of a root, which limit the number of concurrent trainers, and the order of waiting runs.
 
-A slot is a locked file that the trainer process inherits, so that the kernel frees it when the flow and its trainer
-have both ended. A waiting run locks a file too; a file without a held lock does not count.
+A slot is a locked file that the trainer process inherits. The kernel frees the slot when the flow and its trainer have
+both ended. A waiting run locks a file too. A file without a held lock does not count.
 
-The order is by priority, then by time of request. No run overtakes one that waits for more slots than are free. At
-the end of a chunk a run returns its slots and waits again if runs of higher priority wait for more than are free.
-docs/decisions/0015 explains the choice over Prefect's concurrency limits.
+Runs are ordered by priority, then by the time of their request. No run overtakes a run that waits for more slots than
+are free. At the end of a chunk, a run returns its slots and waits again if runs of higher priority need them.
+docs/decisions/0015 explains why Prefect's concurrency limits are not used.
 """
 
 import json
@@ -25,12 +25,12 @@ from rlcore.storage.locks import FileLock, HeldLock
 from rlcore.storage.publish import write_json_atomically
 
 POLL_S = 0.5  # seconds between two checks of a waiting run
-MUTEX_WAIT_S = 60.0  # seconds to wait for other processes that read or take slots, each of which takes milliseconds
+MUTEX_WAIT_S = 60.0  # seconds to wait for other processes that read or acquire slots, which takes milliseconds each
 
 
 @dataclass(frozen=True, slots=True)
 class SlotRequest:
-    """Request of a run for `number` slots. `since`: time of its first request, s since the epoch."""
+    """The request of a run for `number` slots. `since` is the time of its first request in seconds since the epoch."""
 
     run_id: str
     number: int
@@ -40,12 +40,12 @@ class SlotRequest:
 
     @classmethod
     def of(cls, config: RunConfig, run_id: str) -> "SlotRequest":
-        """Return a request for a slot per rank of a run, made now."""
+        """Return a request for one slot per rank of a run. The time of the request is now."""
         return cls(run_id, config.runtime.num_workers, config.runtime.priority, time.time(), os.getpid())
 
     @property
     def order(self) -> tuple[int, float, str]:
-        """Sort key: the smallest is served first."""
+        """The sort key of the request. The request with the smallest key is served first."""
         return -self.priority, self.since, self.run_id
 
     def __str__(self) -> str:
@@ -58,7 +58,9 @@ _DEVICES = TypeAdapter(tuple[str, ...])
 
 @dataclass(frozen=True, slots=True)
 class SlotState:
-    """Slots of a root at one moment: `devices` of each slot ('' on a CPU), `holders` by slot, `waiting` in order."""
+    """The slots of a root at one moment. `devices` has the device of each slot, or '' on a CPU. `holders` has the
+    request that holds each used slot. `waiting` has the waiting requests in order.
+    """
 
     devices: tuple[str, ...]
     holders: Mapping[int, SlotRequest]
@@ -66,11 +68,11 @@ class SlotState:
 
     @property
     def num_free(self) -> int:
-        """Number of free slots."""
+        """The number of free slots."""
         return len(self.devices) - len(self.holders)
 
     def num_requested_before(self, request: SlotRequest) -> int:
-        """Return the number of slots of earlier requests."""
+        """Return the number of slots that earlier requests wait for."""
         return sum(other.number for other in self.waiting if other.order < request.order)
 
     def must_yield(self, request: SlotRequest) -> bool:
@@ -78,7 +80,7 @@ class SlotState:
         return sum(other.number for other in self.waiting if other.priority > request.priority) > self.num_free
 
     def wait_reason(self, request: SlotRequest) -> str:
-        """Return the reason of a wait."""
+        """Return a text that explains why the request waits."""
         held = ", ".join(sorted({str(holder) for holder in self.holders.values()}))
         ahead = [str(other) for other in self.waiting if other.order < request.order]
         behind = f"; before it: {', '.join(ahead)}" if ahead else ""
@@ -89,15 +91,16 @@ class SlotState:
 
 
 class Slots:
-    """Slots of a root."""
+    """The slots of a root, which are stored as files."""
 
     def __init__(self, root: Path) -> None:
         self.folder = root / "slots"
         self._file = self.folder / "slots.json"
 
     def devices(self) -> tuple[str, ...]:
-        """Return the device of each slot; empty where the root has no slots and the number of trainers is unlimited.
-        Raises DataError if the file is damaged."""
+        """Return the device of each slot. The result is empty if the root has no slots, so that any number of trainers
+        may run. Raises DataError if the file is damaged.
+        """
         try:
             return _DEVICES.validate_json(read_ordinary(self._file))
         except FileNotFoundError:
@@ -106,7 +109,7 @@ class Slots:
             raise DataError(f"{self._file}: is damaged. Write it again with `millrace slots --set N`.") from error
 
     def require(self, number: int) -> None:
-        """Raise ConfigError where a run has more ranks than the root has slots and would wait forever."""
+        """Raise ConfigError if a run needs more slots than the root has. The run would wait forever."""
         devices = self.devices()
         if devices and number > len(devices):
             raise ConfigError(
@@ -115,12 +118,12 @@ class Slots:
             )
 
     def set_devices(self, devices: Sequence[str]) -> None:
-        """Set the slots. Runs keep theirs until their trainer ends."""
+        """Set the devices of the slots. Runs keep their slots until their trainer ends."""
         with self.mutex():
             write_json_atomically(self._file, list(devices))
 
     def mutex(self) -> HeldLock:
-        """Return the lock for reading and taking slots."""
+        """Return the lock for reading and acquiring slots."""
         return HeldLock(self.folder / "mutex.lock", what=f"the list of slots in {self.folder}", wait_s=MUTEX_WAIT_S)
 
     def read_state(self) -> SlotState:
@@ -137,7 +140,7 @@ class Slots:
         return SlotState(devices, holders, tuple(sorted(waiting, key=lambda request: request.order)))
 
     def path(self, number: int) -> Path:
-        """Return the file of a slot."""
+        """Return the lock file of a slot."""
         return self.folder / f"slot-{number}.lock"
 
     def waiting_path(self, run_id: str) -> Path:
@@ -145,18 +148,20 @@ class Slots:
         return self.folder / "waiting" / f"{run_id}.json"
 
     def wait_reason(self, run_id: str) -> str:
-        """Return the reason of a run's wait, '' without one."""
+        """Return a text that explains why a run waits, or '' if it does not wait."""
         if not self.waiting_path(run_id).exists():
             return ""
         try:
             state = self.read_state()
-        except (MillraceError, OSError):  # without write permission
+        except (MillraceError, OSError):  # this user has no write permission
             return "waits for slots"
         return next((state.wait_reason(request) for request in state.waiting if request.run_id == run_id), "")
 
     def acquire(self, request: SlotRequest, on_wait: Callable[[str], None]) -> "HeldSlots":
-        """Wait for the run's turn and take slots. `on_wait` is called often with the reason; an exception ends the
-        wait. Raises ConfigError if the root has fewer slots than requested, perhaps since the wait began."""
+        """Wait for the run's turn and acquire its slots. `on_wait` is called often with the reason of the wait. An
+        exception in it ends the wait. Raises ConfigError if the root has fewer slots than requested, even if this
+        happens during the wait.
+        """
         if not self.devices():
             return HeldSlots(self, request, {}, ())
         file = self.waiting_path(request.run_id)
@@ -186,7 +191,7 @@ class Slots:
 
 
 class HeldSlots:
-    """Slots of a run. A trainer inherits `descriptors` and the devices in `environment`."""
+    """The slots that a run has acquired. A trainer inherits `descriptors`, and `environment` names its devices."""
 
     def __init__(
         self, slots: Slots, request: SlotRequest, locks: Mapping[int, FileLock], devices: Sequence[str]
@@ -204,13 +209,15 @@ class HeldSlots:
             return False
 
     def release(self) -> None:
-        """Return the slots; a live trainer keeps them until it ends. Repeated calls do nothing."""
+        """Return the slots. A living trainer keeps them until it ends. Repeated calls have no effect."""
         while self._locks:
             self._locks.pop().release()
 
 
 def _holder(file: Path) -> SlotRequest | None:
-    """Return the holder of a file's lock, None for a free one; a placeholder before its request is written."""
+    """Return the request in a locked file, or None if the lock is free. A placeholder is returned if the request is not
+    written yet.
+    """
     lock = FileLock(file)
     try:
         if lock.try_acquire(create=False):
@@ -224,7 +231,7 @@ def _holder(file: Path) -> SlotRequest | None:
 
 
 def _lock(path: Path, request: SlotRequest) -> FileLock:
-    """Lock a file and write the request into it."""
+    """Lock a file and write the request into it. Raises RunInUseError if another process has locked the file."""
     lock = FileLock(path)
     if not lock.try_acquire():
         raise RunInUseError(f"{lock.path}: is locked by another process out of turn. Start again.")

@@ -1,4 +1,4 @@
-"""Status of the runs of a root, from their files and locks, without Prefect and MLflow."""
+"""The status of the runs of a root, read from their files and locks without Prefect and MLflow."""
 
 import os
 import time
@@ -24,10 +24,10 @@ from rlcore.tracking.cost import GPU_SECONDS
 from rlcore.tracking.journal import EventRecord, StepRecord, iter_lines
 
 State = Literal["running", "waiting", "stopping", "finished", "stopped", "failed", "lost", "not begun"]
-"""State of a run; one with a live process is in one of the first three.
+"""The state of a run. A run with a living process is `running`, `waiting` or `stopping`.
 
-`waiting`: for disk space or slots. `stopped`: saved after a stop request. `lost`: its process ended without a record.
-`not begun`: without a trainer, a stop or a failure so far.
+A `waiting` run waits for disk space or slots. A `stopped` run saved after a stop request. The process of a `lost` run
+ended without a record. A run that is `not begun` has had no trainer, stop or failure so far.
 """
 STATES: tuple[State, ...] = get_args(State)
 
@@ -36,13 +36,11 @@ SAME_COMMAND = "the same command resumes it"
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """Status of one run.
+    """The status of one run.
 
-    `score`: mean held-out reward of the newest checkpoint that has one. `reward`: mean of the last step. `changed`:
-    time of
-    the last step or event, s since the epoch. `note`: what it waits for, its failure, or its process. `gpu_seconds`:
-    cost
-    so far, None without a GPU.
+    `score` is the mean held-out reward of the newest checkpoint that has one. `reward` is the mean reward of the last
+    step. `changed` is the time of the last step or event in seconds since the epoch. `note` is the reason of a wait,
+    the failure, or the process. `gpu_seconds` is the cost so far, or None without a GPU.
     """
 
     run_id: str
@@ -59,14 +57,14 @@ class RunStatus:
     gpu_seconds: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the status as JSON values, with the age in seconds."""
+        """Return the status as JSON values, with the seconds since the last change."""
         return asdict(self) | {"age_s": round(time.time() - self.changed, 1)}
 
 
 def status_of(run_dir: Path) -> RunStatus:
-    """Return the status of one run from its folder. An unreadable part counts as absent."""
+    """Return the status of one run, read from its folder. Unreadable files count as absent."""
     step, reward, pause, changed, gpu_seconds = _read_journal_end(RunLayout(run_dir.parents[1], run_dir).journal)
-    with suppress(OSError):  # deleted meanwhile
+    with suppress(OSError):  # deleted during the call
         changed = changed or (run_dir / RUN_FILE).stat().st_mtime
     found = _read_json(run_dir / RUN_FILE).get("settings")
     settings = found if isinstance(found, dict) else {}
@@ -89,23 +87,23 @@ def status_of(run_dir: Path) -> RunStatus:
 
 
 def failure_of(run_dir: Path) -> str:
-    """Return `failed: reason` or `lost: reason` of a run that ended so and has no process, else ''."""
+    """Return `failed: reason` or `lost: reason` if the run is in one of these states, otherwise ''."""
     state, note = _state(run_dir, "")
     return f"{state}: {note}" if state in ("failed", "lost") else ""
 
 
 def worker_of(run_dir: Path) -> Holder | None:
-    """Return the process that works on a run, if any: a command or flow, or its trainer that is still saving."""
+    """Return the process that uses a run, or None. It is a command, a flow, or a trainer that is still saving."""
     return holder_of(run_dir / RUN_LOCK)
 
 
 def is_stop_requested(run_dir: Path, worker: Holder | None) -> bool:
-    """Return whether `millrace stop` was called for this process."""
+    """Return whether a stop of this process was requested, for example by `millrace stop`."""
     return worker is not None and _read_json(run_dir / STOP_FILE).get("process") == [worker.pid, worker.born]
 
 
 def resume_hint(run_dir: Path) -> str:
-    """Return how to resume a run without a process: by its command, or by Prefect for a worker's flow."""
+    """Return a text on how to resume a run without a process, by its command or by Prefect for a worker's flow."""
     last = read_holder(run_dir / RUN_LOCK)
     if last is None or not last.command.endswith(FLOW_RUN_COMMAND):
         return SAME_COMMAND
@@ -114,7 +112,7 @@ def resume_hint(run_dir: Path) -> str:
 
 
 def size_of(folder: Path) -> int:
-    """Return the bytes of all files below a folder; files that vanish meanwhile are skipped."""
+    """Return the total size in bytes of all files below a folder. Files that vanish during the call are skipped."""
     total = 0
     for at, _, names in os.walk(folder):
         for name in names:
@@ -131,7 +129,7 @@ def _state(run_dir: Path, pause: str) -> tuple[State, str]:
     attempts, failures = read_attempts(run_dir), read_failures(run_dir)
     end = attempts[-1][1] if attempts else None
     status = None if end is None else end.status
-    if not attempts:  # ended before the first step
+    if not attempts:  # the run ended before the first step
         stopped_at = _read_json(run_dir / STOP_FILE).get("time")
         stopped_at = stopped_at if isinstance(stopped_at, int | float) else 0.0
         status = "KILLED" if stopped_at > (failures[-1].time if failures else 0.0) else "FAILED" if failures else None
@@ -146,7 +144,9 @@ def _state(run_dir: Path, pause: str) -> tuple[State, str]:
 
 
 def _read_journal_end(journal: Path) -> tuple[int, float | None, str, float, float | None]:
-    """Return last step, its reward, reason of a wait, time of the last line and GPU-seconds, from the file's end."""
+    """Return the last step, its reward, the reason of a wait, the time of the last line and the GPU-seconds. Only the
+    end of the file is read.
+    """
     step, reward, pause, changed, gpu_seconds = 0, None, "", 0.0, None
     with suppress(OSError, DataError), open_ordinary(journal) as file:
         size = os.fstat(file.fileno()).st_size

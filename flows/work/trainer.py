@@ -1,7 +1,7 @@
-"""The flow's side of the trainer process: start, commands, replies, end.
+"""The interface of a flow to its trainer process, which starts the process, sends commands, reads replies and ends it.
 
-The process has a separate session and none of our streams, so that a signal to the flow's group does not interrupt a
-step. The kernel signals it when the flow dies (`flows.server.launch`).
+The process has a separate session and none of our streams. A signal to the flow's process group therefore does not
+interrupt a step. The kernel signals the process when the flow dies (see `flows.server.launch`).
 """
 
 import os
@@ -23,7 +23,9 @@ from rlcore.run.failures import append_failure, failure_from, num_oom_kills
 TRAINER = (sys.executable, "-P", "-m", "rlcore.run.process")
 POLL_S = 0.25  # longest time between two checks of the process and its log
 CLOSE_WAIT_S = 60.0
-"""Seconds for an idle trainer to end its workers and deliver its last metrics, itself limited to 30 s."""
+"""The longest wait in seconds for an idle trainer to end its workers and deliver its last metrics. The delivery is
+limited to 30 s.
+"""
 TERMINATE_WAIT_S = 10.0  # seconds after a SIGTERM to a trainer without unsaved work
 DRAIN_WAIT_S = 1.0  # seconds for the replies of a dead process in the pipe
 NUM_LAST_LINES = 20  # lines of the log in the message about a lost process
@@ -31,7 +33,7 @@ WAITS_FOR_SLOTS = "waits_for_slots"  # event of a run that waits for slots of it
 CHILD_ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "PYTHONFAULTHANDLER": "1",
-    # Waiting threads yield their core to other processes: a step took 325 ms, not 1,719.
+    # Waiting threads yield their core to other processes. A step then takes 325 ms instead of 1,719 ms.
     "OMP_WAIT_POLICY": "PASSIVE",
     "TOKENIZERS_PARALLELISM": "false",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -39,14 +41,14 @@ CHILD_ENVIRONMENT = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "DO_NOT_TRACK": "1",
 }
-"""Defaults of the trainer's environment; the user's environment overrides them."""
+"""The default environment variables of the trainer. Variables of the user's environment have priority."""
 
 
 MAX_READ_BYTES = 1 << 20  # largest number of bytes read from the log at a time
 
 
 class LogTail:
-    """Reader of a growing log file."""
+    """A reader of a log file that is still growing."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -54,7 +56,7 @@ class LogTail:
         self._rest = b""
 
     def new_lines(self) -> Iterator[str]:
-        """Return lines completed since the last call, within `MAX_READ_BYTES`; none of a deleted file."""
+        """Yield the lines completed since the last call, within `MAX_READ_BYTES`. A deleted file has no lines."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
@@ -67,16 +69,16 @@ class LogTail:
             yield _text(line)
 
     def is_at_end(self) -> bool:
-        """Return whether the whole file was read; true of a deleted one."""
+        """Return whether the whole file was read. A deleted file counts as read."""
         return not self.path.exists() or self._offset >= self.path.stat().st_size
 
     @property
     def rest(self) -> str:
-        """Beginning of an incomplete line."""
+        """The beginning of the line that is not complete yet."""
         return _text(self._rest)
 
     def last_lines(self, num_lines: int) -> list[str]:
-        """Return the last lines that are not empty; none of a deleted file."""
+        """Return the last lines that are not empty. A deleted file has no lines."""
         try:
             with self.path.open("rb") as file:
                 file.seek(max(0, self.path.stat().st_size - MAX_READ_BYTES))
@@ -87,19 +89,20 @@ class LogTail:
 
 
 def _text(line: bytes) -> str:
-    """Decode a line; of a progress bar, its last state."""
+    """Decode a line of the log. A progress bar is reduced to its last state."""
     return line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
 
 
 class TrainerProcess:
-    """A trainer process: started by the first call, and again by the first call after its loss.
+    """A trainer process. The first call starts the process, and the first call after its loss starts it again.
 
-    A context manager for the main thread: the kernel ties the process to the thread that started it. It waits for the
-    slots of its request, and inherits `lock`, the descriptor of the run's lock (None: it takes the lock itself).
+    This context manager belongs in the main thread, because the kernel ties the process to the thread that started it.
+    A start waits for the slots of the request. The process inherits `lock`, the descriptor of the run's lock. If `lock`
+    is None, the process acquires the lock itself.
 
-    During a call `on_event` receives events, `on_line` lines of the log, and `on_wait` is called often; its exceptions
-    stop
-    the process like an interrupt, which waits `stop_wait_s` for the process to finish its step and save.
+    During a call, `on_event` receives events, `on_line` receives lines of the log, and `on_wait` is called often. An
+    exception from one of them stops the process like an interrupt. The process then has `stop_wait_s` seconds to finish
+    its step and save.
     """
 
     def __init__(
@@ -130,7 +133,7 @@ class TrainerProcess:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """End the process, after saving if a stop was requested."""
+        """End the process. If a stop was requested, let it save first."""
         if is_stop(error) and self._child is not None:
             self._stop(self._child)
         else:
@@ -138,15 +141,15 @@ class TrainerProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id; None while there is no process."""
+        """The process id, or None while there is no process."""
         return None if self._child is None else self._child.process.pid
 
     def call(self, command: str, **arguments: str | int) -> Mapping[str, Any]:
-        """Send a command and wait for its result, after waiting for slots.
+        """Send a command to the process and wait for its result. If the process must be started, wait for slots first.
 
-        Raises WorkerLostError if the process died; the next call starts a new one, which resumes from the last
-        checkpoint.
-        Raises StopRequestedError if a stop was requested and the process has saved, else the trainer's exception.
+        Raises WorkerLostError if the process died. The next call starts a new process, which resumes from the last
+        checkpoint. Raises StopRequestedError if a stop was requested and the process has saved. Otherwise raises the
+        trainer's exception.
         """
         child = self._start()
         try:
@@ -154,7 +157,7 @@ class TrainerProcess:
             reply = self._wait_for_reply(child)
         except BaseException as error:
             if isinstance(error, WorkerLostError) or (isinstance(error, MillraceError) and child.has_ended()):
-                self._child = None  # dead, or out of sync
+                self._child = None  # the process is dead or out of sync
                 child.destroy()
             else:
                 self._stop(child)
@@ -172,7 +175,7 @@ class TrainerProcess:
         try:
             with suppress(WorkerLostError):
                 child.send(command_line("close"))
-            for wait_s in (self._stop_wait_s, TERMINATE_WAIT_S):  # it may be writing a checkpoint
+            for wait_s in (self._stop_wait_s, TERMINATE_WAIT_S):  # the process may be writing a checkpoint
                 if self._wait_for_exit(child, wait_s):
                     return
                 child.signal(signal.SIGTERM)
@@ -237,12 +240,12 @@ class TrainerProcess:
                 return False
 
     def _report(self, event: Event) -> None:
-        """Pass on an event of an ending process; an exception of the receiver must not keep it from saving."""
+        """Send an event of an ending process to `on_event`. An error there must not keep the process from saving."""
         with suppress(Exception):
             self.on_event(event)
 
     def _stop(self, child: "_Child") -> None:
-        """Let the process finish its step and save. A second interrupt kills it."""
+        """Let the process finish its step and save. A second interrupt kills the process."""
         self._child = None
         try:
             child.signal(signal.SIGTERM)
@@ -252,7 +255,7 @@ class TrainerProcess:
             child.destroy()
 
     def _wait_for_end(self, child: "_Child") -> None:
-        """Wait for a process that ends after an error."""
+        """Wait for the end of a process that has reported an error."""
         self._child = None
         try:
             self._wait_for_exit(child, CLOSE_WAIT_S)
@@ -261,7 +264,7 @@ class TrainerProcess:
 
 
 class _Child:
-    """The process with its two pipes, its log, and the slots and lock that it inherits."""
+    """The trainer process with its two pipes, its log, and the slots and the lock that it inherits."""
 
     def __init__(self, command: Sequence[str], run_dir: Path, held: HeldSlots, lock: int | None) -> None:
         folder = run_dir / "logs"
@@ -296,12 +299,12 @@ class _Child:
 
     def send(self, line: bytes) -> None:
         try:
-            os.write(self._commands_fd, line)  # far below PIPE_BUF: whole or not at all
+            os.write(self._commands_fd, line)  # far below PIPE_BUF, so it is written whole or not at all
         except BrokenPipeError:
             raise self.lost_error() from None
 
     def replies(self, timeout_s: float) -> list[Reply]:
-        """Return the complete replies that are available or arrive within the timeout."""
+        """Return the complete replies that are available or arrive within `timeout_s` seconds."""
         if self._at_end:
             time.sleep(0 if self.has_ended() else timeout_s)
             return []
@@ -344,9 +347,10 @@ class _Child:
         return error
 
     def has_ended(self) -> bool:
-        """Return whether the process has ended, without reaping it.
+        """Return whether the process has ended, without reaping the process.
 
-        An interrupt within `Popen.poll` can leave its lock taken, and `Popen.wait` would wait forever.
+        `Popen.poll` is not used, because an interrupt in it can leave its lock taken. `Popen.wait` would then wait
+        forever.
         """
         try:
             gone = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -355,9 +359,9 @@ class _Child:
         return gone is not None
 
     def signal(self, number: signal.Signals) -> None:
-        """Signal the process alone: its helpers are needed to finish the step."""
+        """Send a signal to this process only. The helper processes are needed to finish the step."""
         if self.process.returncode is None:
-            os.kill(self.process.pid, number)  # not `send_signal`, which polls
+            os.kill(self.process.pid, number)  # `send_signal` would poll
 
     def destroy(self) -> None:
         with suppress(ProcessLookupError):
@@ -370,7 +374,7 @@ class _Child:
 
 
 def trainer_logs(folder: Path) -> dict[int, Path]:
-    """Return the logs of a run's trainer processes by number; a copy of one has none."""
+    """Return the logs of a run's trainer processes by number. A copy of a log has no number and is skipped."""
     numbers = {path: path.stem.removeprefix("trainer-") for path in folder.glob("trainer-*.log") if path.is_file()}
     return {int(number): path for path, number in numbers.items() if number.isdecimal()}
 
@@ -378,7 +382,7 @@ def trainer_logs(folder: Path) -> dict[int, Path]:
 def _environment() -> dict[str, str]:
     """Return our environment with our module path, so that the process runs the same code.
 
-    The current folder, which may have a scorer, is last so that no file there replaces another module.
+    The current folder may have a scorer. It is last in the path, so that no file there replaces another module.
     """
     here = str(Path.cwd())
     path = python_path(*(place for place in sys.path if isinstance(place, str) and place not in ("", here)), here)

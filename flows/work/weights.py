@@ -1,4 +1,4 @@
-"""Weights of a run's checkpoint as a transformers directory, or as the model of another run (`--fork`)."""
+"""The weights of a run's checkpoint, as a transformers directory or as the model of another run (`--fork`)."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,8 +20,10 @@ START = "start"  # name of the initial policy in place of a checkpoint
 
 
 def export_to(config: RunConfig, layout: RunLayout, checkpoint: str, target: Path) -> Path:
-    """Write a checkpoint (`last`, `best`, a step or its folder's name) as a transformers directory. Raises
-    CheckpointError if there is none of that name, or it is broken, DataError if the run's initial policy is missing."""
+    """Write a checkpoint as a transformers directory. `checkpoint` is `last`, `best`, a step or the name of a folder.
+    Raises CheckpointError if there is no checkpoint of this name, or if it is broken. Raises DataError if the run's
+    initial policy is missing.
+    """
     from rlcore.checkpoint.export import export_checkpoint
 
     info = find_checkpoint(layout.checkpoints, checkpoint)
@@ -29,8 +31,9 @@ def export_to(config: RunConfig, layout: RunLayout, checkpoint: str, target: Pat
 
 
 def find_initial_policy(config: RunConfig, layout: RunLayout) -> Path:
-    """Return the run's initial policy: a folder, or a hub id as a path. Raises DataError if the folder is missing,
-    ModelError if the hub's model is neither cached nor reachable."""
+    """Return the run's initial policy as the path of a folder, or as a hub id in a path. Raises DataError if the folder
+    is missing. Raises ModelError if the hub's model is neither cached nor reachable.
+    """
     with run_code(layout.code):
         start = planned_initial_policy(config, RunInputs.read(layout).filtered_directory)
     if not start.is_absolute():
@@ -45,7 +48,7 @@ def find_initial_policy(config: RunConfig, layout: RunLayout) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointWeights:
-    """Checkpoint of a run as a model in `folder`, a transformers directory that may not exist yet."""
+    """The checkpoint of a run as a model. `folder` is a transformers directory that may not exist yet."""
 
     config: RunConfig
     layout: RunLayout
@@ -54,21 +57,24 @@ class CheckpointWeights:
 
     @property
     def label(self) -> str:
-        """`<run id>@<checkpoint>`."""
+        """The text `<run id>@<checkpoint>`."""
         return f"{self.layout.run_dir.name}@{self.checkpoint}"
 
     def ensure(self) -> Path:
-        """Write the folder unless it is complete, and return it. Raises CheckpointError if the checkpoint is broken."""
+        """Write the transformers directory unless it is complete, and return it. Raises CheckpointError if the
+        checkpoint is broken.
+        """
         if self.checkpoint != START and read_finished_or_set_aside(self.folder, error=CheckpointError) is None:
             export_to(self.config, self.layout, self.checkpoint, self.folder)
         return self.folder
 
 
 def find_weights(source: str, root: Path | None) -> CheckpointWeights:
-    """Return the weights of `RUN[@CHECKPOINT]`: `last` (default), `best`, a step, or `start`. Raises DataError if there
-    is no such run, CheckpointError if it has no such checkpoint."""
+    """Return the weights that `RUN[@CHECKPOINT]` names. The checkpoint is `last` (default), `best`, a step, or `start`.
+    Raises DataError if there is no matching run. Raises CheckpointError if the run has no matching checkpoint.
+    """
     name, at, checkpoint = source.rpartition("@")
-    if not at or (Path(source) / RUN_FILE).is_file():  # a folder's own name may have one
+    if not at or (Path(source) / RUN_FILE).is_file():  # the name of a folder may have an @
         name, checkpoint = source, ""
     config, layout = find_run([name], root)
     if checkpoint == START:
@@ -81,10 +87,12 @@ def find_weights(source: str, root: Path | None) -> CheckpointWeights:
 def compose_fork(settings: list[str], source: str, root: Path | None = None, *, dry_run: bool = False) -> RunSettings:
     """Compose settings whose initial policy has the weights of `source` (`RUN[@CHECKPOINT]`, under `root`).
 
-    The weights are exported to `<root of the source>/models/fork-<digest>`, once for a checkpoint. Optimizer, critic
-    and position in the data start from scratch. A dry run writes nothing and plans by the source's initial policy.
-    Raises ConfigError if the settings are wrong, DataError if there is no such run, CheckpointError if it has no such
-    checkpoint, or that is broken.
+    The weights are exported to `<root of the source>/models/fork-<digest>`, once for each checkpoint. Optimizer, critic
+    and position in the data start from scratch. A dry run writes nothing. If the export is missing, a dry run plans
+    with the initial policy of the source.
+
+    Raises ConfigError if the settings are invalid, and DataError if there is no matching run. Raises CheckpointError if
+    the run has no matching checkpoint, or if the checkpoint is broken.
     """
     weights = find_weights(source, root)
     is_missing = dry_run and read_finished_or_reason(weights.folder, error=CheckpointError)[0] is None

@@ -1,4 +1,4 @@
-"""Advantages: how much better a response, or a token of it, was than expected."""
+"""Advantages, which measure how much better a response or a token was than expected."""
 
 from collections.abc import Callable
 from typing import Annotated, Literal, assert_never
@@ -17,7 +17,8 @@ Counts = Int[Tensor, "N"]
 Flags = Bool[Tensor, "N"]
 
 SequenceAdvantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "remax"]
-"""Methods with one advantage for each response. The others (gae, reinforce_pp) have one for each token."""
+"""The methods of `group_advantages`, with one advantage for each response. `gae` and `reinforce_pp` have one per token.
+"""
 
 # Keeps a group whose scores differ by rounding alone from dividing by zero; the value that the field uses
 STD_EPS = 1e-6
@@ -26,8 +27,9 @@ VARIANCE_EPS = 1e-8
 
 
 def whiten_weighted(values: Float[Tensor, "K"], weights: Float[Tensor, "K"]) -> Float[Tensor, "K"]:
-    """Return values of mean 0 and variance 1 where value k counts `weights_k` times: `(v - mean) / sqrt(var + 1e-8)`.
-    `var = sum w (v - mean)^2 / (sum w - 1)`, 0 for a total weight of one or less."""
+    """Standardize the values to mean 0 and variance 1, where value k counts `weights_k` times. The result is `(v -
+    mean) / sqrt(var + 1e-8)` with `var = sum w (v - mean)^2 / (sum w - 1)`. The variance is 0 if the weights sum to one
+    or less."""
     weights = weights.double()
     wide = values.double()
     total = weights.sum()
@@ -37,7 +39,7 @@ def whiten_weighted(values: Float[Tensor, "K"], weights: Float[Tensor, "K"]) -> 
 
 
 def whiten(values: Floats, mask: Mask) -> Floats:
-    """Return values of mean 0 and variance 1 (ddof = 1) over the tokens where the mask is True, 0 elsewhere."""
+    """Standardize the values to mean 0 and variance 1 (ddof = 1) where the mask is True. All other tokens get 0."""
     return masked(whiten_weighted(masked(values, mask), mask.to(values.dtype)), mask)
 
 
@@ -49,7 +51,7 @@ def group_advantages(
     lengths: Counts | None = None,
     greedy_scores: Scores | None = None,
 ) -> Scores:
-    """Return one advantage for each response. With s its score and mean, std over the n responses to its prompt:
+    """Return one advantage for each response.
 
         grpo                    (s - mean) / (std + 1e-6)         Shao et al. 2024, arXiv:2402.03300
         dr_grpo                 s - mean                          Liu et al. 2025, arXiv:2503.20783
@@ -58,9 +60,10 @@ def group_advantages(
         opo                     s - sum(l s) / sum(l)             Hao et al. 2025, arXiv:2505.23585
         remax                   s - score of greedy response      Li et al. 2023, arXiv:2310.10505
 
-    std has ddof = 1. A group of one has mean 0 and std 1. opo and reinforce_pp_baseline need `lengths` l, the tokens of
-    each response. remax needs `greedy_scores`, the score of the greedy response to the same prompt. KL and overlong
-    penalties are already in the scores. Integer scores give advantages in float32.
+    s is the score of the response. mean and std (ddof = 1) are taken over the n responses to its prompt. A group of one
+    response has mean 0 and std 1. opo and reinforce_pp_baseline need `lengths` (l), the number of tokens of each
+    response. remax needs `greedy_scores`, the score of the greedy response to the same prompt. The scores must already
+    include KL and overlong penalties. Integer scores give float32 advantages.
     """
     # in float64 the mean of equal fp32 scores is exactly that score, and such a group gets exactly 0
     wide = scores.double()
@@ -92,22 +95,23 @@ def _float_type(scores: Tensor) -> torch.dtype:
 def bind_advantage(
     settings: AlgoConfig, *, lengths: Counts, parts: Float[Tensor, "N K"], part_weights: Float[Tensor, "K"]
 ) -> Callable[..., Tensor]:
-    """Return the advantage that the settings name as a function of (scores, group_ids), with its options. It receives
-    those that it has keyword arguments for: `lengths`, tokens of each response, `parts`, the parts of the scores in the
-    order of `reward.weights` (without it the score), and `part_weights`. Raises ConfigError: there is no such function,
-    or `algo.advantage_options` do not fit it."""
+    """Return the advantage function that the settings name, with its options. The returned function takes `scores` and
+    `group_ids`. The arguments below are passed to it if it declares them. `lengths`: the number of tokens of each
+    response. `parts`: the components of the scores in the order of `reward.weights`, or the score itself without these
+    weights. `part_weights`: the weights of the components. Raises ConfigError if the function does not exist or does
+    not accept `algo.advantage_options`."""
     function = find_function("algo.advantage", settings.advantage, ADVANTAGE_FUNCTIONS)
     given = {"lengths": lengths, "parts": parts, "part_weights": part_weights}
     return bind(function, "algo.advantage", settings.advantage_options, given)
 
 
 def gdpo(scores: Scores, group_ids: Counts, *, parts: Float[Tensor, "N K"], part_weights: Float[Tensor, "K"]) -> Scores:
-    """Normalize each part of the score in its group before summing, so that none dominates.
+    """Normalize each component of the score within its group before summing, so that no component dominates.
 
-        A_k = (s_k - mean) / (std + 1e-6)              of each part, as grpo
+        A_k = (s_k - mean) / (std + 1e-6)              for each component, the same formula that grpo uses
         A   = whiten(sum_k w_k A_k)                    over all responses of the batch
 
-    GDPO, Liu et al. 2026, arXiv:2601.05242. `scores` is not read.
+    This is GDPO, Liu et al. 2026, arXiv:2601.05242. `scores` determines only the type of the result.
     """
     columns = [group_advantages(part, group_ids, method="grpo") for part in parts.double().unbind(1)]
     summed = torch.stack(columns, dim=1) @ part_weights.double()
@@ -117,15 +121,16 @@ def gdpo(scores: Scores, group_ids: Counts, *, parts: Float[Tensor, "N K"], part
 def pass_at_k(
     scores: Scores | Counts, group_ids: Counts, *, k: Annotated[int, Field(ge=1)] = 4, threshold: float = 0.5
 ) -> Scores:
-    """Return the advantages under the reward pass@k: 1 if one of k responses is correct.
+    """Return the advantages for the reward pass@k, which is 1 if at least one of k responses is correct.
 
-    All sets of k of a prompt's n responses count, c of which are correct (score of at least `threshold`):
+    A response is correct if its score is at least `threshold`. A prompt has n responses, of which c are correct. The
+    advantages average over all sets of k responses:
 
         p = 1 - C(n - c, k) / C(n, k)              sigma = sqrt(p (1 - p))
-        A = (1 - p) / sigma                        correct: every set with it passes
-        A = (q - p) / sigma                        wrong, q = 1 - C(n - c - 1, k - 1) / C(n - 1, k - 1)
+        A = (1 - p) / sigma                        for a correct response: every set that contains it passes
+        A = (q - p) / sigma                        for a wrong one, q = 1 - C(n - c - 1, k - 1) / C(n - 1, k - 1)
 
-    Chen et al. 2025, arXiv:2508.10751, their analytical form. 0 where p is 0 or 1. k counts as n where n is smaller.
+    This is the analytical form of Chen et al. 2025, arXiv:2508.10751. A is 0 if p is 0 or 1. If n < k, n replaces k.
     """
     right = scores >= threshold
     members, sizes = group_members(group_ids)
@@ -144,7 +149,7 @@ def pass_at_k(
 def _share_without_correct(
     total: Float[Tensor, "P"], wrong: Float[Tensor, "P"], chosen: Float[Tensor, "P"]
 ) -> Float[Tensor, "P"]:
-    """Return `C(wrong, chosen) / C(total, chosen)`: share of the sets of `chosen` with wrong responses alone."""
+    """Return `C(wrong, chosen) / C(total, chosen)`, the share of sets of `chosen` responses without a correct one."""
     logarithm = (
         torch.lgamma(wrong + 1) - torch.lgamma(wrong - chosen + 1)
         - torch.lgamma(total + 1) + torch.lgamma(total - chosen + 1)
@@ -159,21 +164,22 @@ def _required(value: Tensor | None, name: str, method: str) -> Tensor:
 
 
 def broadcast_to_tokens(values: Scores, mask: Mask, sequence_ids: Ids) -> Floats:
-    """Return its sequence's value at each response token, 0 elsewhere."""
+    """Copy the value of each sequence to its response tokens. All other tokens get 0."""
     return masked(values[sequence_ids], mask)
 
 
 def token_rewards(
     scores: Scores, cu_seqlens: Int[Tensor, "N+1"], mask: Mask, kl: Floats | None, kl_coef: float
 ) -> Floats:
-    """Return the reward of each response token: the score at the last one, less the KL to the reference at each.
+    """Return the reward of each response token, and 0 where the mask is False.
 
         r_t = [t is the last response token of n] s_n - kl_coef kl_t
 
-    Ziegler et al. 2019, arXiv:1909.08593. 0 where the mask is False. A sequence without response tokens gets no score.
+    The last response token of a sequence receives its score. The KL to the reference is subtracted at each response
+    token (Ziegler et al. 2019, arXiv:1909.08593). A sequence without response tokens gets no score.
     """
     counts = mask.cumsum(0)
-    # up_to[n]: response tokens before sequence n. last[n]: position of its last one, of an earlier one if it has none.
+    # up_to[n]: response tokens before sequence n. last[n]: position of the last response token up to its end.
     up_to = torch.nn.functional.pad(counts, (1, 0))[cu_seqlens]
     last = torch.searchsorted(counts, up_to[1:])
     of_last = torch.where(up_to[1:] > up_to[:-1], scores, torch.zeros_like(scores))
@@ -186,16 +192,16 @@ def token_rewards(
 def gae(
     rewards: Floats, values: Floats, mask: Mask, sequence_ids: Ids, *, gamma: float, lam: float
 ) -> tuple[Floats, Floats]:
-    """Return the generalized advantage estimate over each sequence's response tokens: (advantages, returns), not
-    whitened.
+    """Return (advantages, returns) of generalized advantage estimation over the response tokens of each sequence.
 
         delta_t = r_t + gamma V_{t'} - V_t
         A_t     = delta_t + gamma lam A_{t'}
         R_t     = A_t + V_t
 
-    t' is the next response token of the same sequence. After the last one V and A are 0. Tokens between two response
-    tokens (a tool's output) are skipped. Schulman et al. 2016, arXiv:1506.02438. With gamma = lam = 1 and V = 0 both
-    are the reward-to-go. Computed in float64, rounded once.
+    t' is the next response token of the same sequence. After the last response token, V and A are 0. Tokens between two
+    response tokens, such as a tool's output, are skipped. The advantages are not whitened. Source: Schulman et al.
+    2016, arXiv:1506.02438. If gamma = lam = 1 and V = 0, both results are the reward-to-go. The computation is in
+    float64, with one rounding at the end.
     """
     wide_values = masked(values.double(), mask)
     follows = same_sequence_follows(sequence_ids).double()
@@ -210,20 +216,20 @@ def gae(
 
 
 def reinforce_pp(rewards: Floats, mask: Mask, sequence_ids: Ids, *, gamma: float) -> tuple[Floats, Floats]:
-    """Return REINFORCE++: the discounted reward-to-go, whitened over all response tokens: (advantages, returns).
+    """Return (advantages, returns) of REINFORCE++. The advantages are the returns, whitened over all response tokens.
 
         R_t = r_t + gamma R_{t'},   A = whiten(R)
 
-    Hu et al. 2025, arXiv:2501.03262. The returns are GAE with lam = 1 and V = 0.
+    The return is the discounted reward-to-go, which is `gae` with lam = 1 and V = 0. Hu et al. 2025, arXiv:2501.03262.
     """
     returns, _ = gae(rewards, torch.zeros_like(rewards), mask, sequence_ids, gamma=gamma, lam=1.0)
     return whiten(returns, mask), returns
 
 
 def group_members(group_ids: Counts) -> tuple[Counts, Int[Tensor, "P"]]:
-    """Return the group index of each response, and the number of responses in each group.
+    """Return the group index of each response and the number of responses in each group.
 
-    The ids may be any integers. Synchronizes with the device.
+    The group ids may be any integers. The call synchronizes with the device.
 
     >>> members, sizes = group_members(torch.tensor([7, 3, 7]))
     >>> members.tolist(), sizes.tolist()
@@ -240,7 +246,7 @@ def group_size(group_ids: Counts) -> Counts:
 
 
 def has_scored_peer(score_mask: Flags, group_ids: Counts) -> Flags:
-    """Return True for a response with a score whose group has another one with a score, or no other response.
+    """Return True for each scored response whose group has another scored response or consists of this response alone.
 
     >>> has_scored_peer(torch.tensor([True, False, True, True, True]), torch.tensor([0, 0, 1, 1, 2])).tolist()
     [False, False, True, True, True]
@@ -251,7 +257,7 @@ def has_scored_peer(score_mask: Flags, group_ids: Counts) -> Flags:
 
 
 def group_mean(scores: Scores, group_ids: Counts, weights: Scores) -> Scores:
-    """Return the weighted mean of each response's group, `sum w s / sum w`, 0 for a group of one."""
+    """Return the weighted mean `sum w s / sum w` of each response's group. A group of one response gets 0."""
     members, sizes = group_members(group_ids)
     sums = segment_sum(weights * scores, members, sizes.numel())
     totals = segment_sum(weights, members, sizes.numel())
@@ -259,7 +265,7 @@ def group_mean(scores: Scores, group_ids: Counts, weights: Scores) -> Scores:
 
 
 def group_std(scores: Scores, group_ids: Counts) -> Scores:
-    """Return the standard deviation of each response's group (ddof = 1), 1 for a group of one."""
+    """Return the standard deviation (ddof = 1) of each response's group. A group of one response gets 1."""
     members, sizes = group_members(group_ids)
     deviations = scores - group_mean(scores, group_ids, torch.ones_like(scores))
     squares = segment_sum(deviations.square(), members, sizes.numel())
@@ -268,7 +274,7 @@ def group_std(scores: Scores, group_ids: Counts) -> Scores:
 
 
 def same_sequence_follows(sequence_ids: Ids) -> Mask:
-    """Return True where the next token is in the same sequence.
+    """Return True for each token whose next token is in the same sequence.
 
     >>> same_sequence_follows(torch.tensor([0, 0, 1])).tolist()
     [True, False, False]
@@ -279,7 +285,7 @@ def same_sequence_follows(sequence_ids: Ids) -> Mask:
 
 
 def shift_left(values: Floats, distance: int) -> Floats:
-    """Return `v_{t + distance}`, 0 beyond the end."""
+    """Return the values moved left by `distance` tokens, `v_{t + distance}`, with 0 beyond the end."""
     shifted = torch.zeros_like(values)
     shifted[: values.numel() - distance] = values[distance:]
     return shifted
@@ -288,8 +294,8 @@ def shift_left(values: Floats, distance: int) -> Floats:
 def backward_recurrence(decay: Floats, addend: Floats) -> Floats:
     """Solve `x_t = addend_t + decay_t x_{t+1}` from the end, with `x_T = 0`.
 
-    A decay of 0 ends a sequence. Stretches of 1, 2, 4, ... tokens, each a map `a + d x`, are composed (prefix sums by
-    doubling, Hillis and Steele 1986; Blelloch 1990): log2(T) steps over flat tensors.
+    A decay of 0 ends a sequence. The solution takes log2(T) steps over flat tensors. Each step doubles the number of
+    tokens that are combined. This is a prefix sum by doubling (Hillis and Steele 1986, Blelloch 1990).
 
     >>> backward_recurrence(torch.tensor([0.5, 0.5, 0.0]), torch.tensor([1.0, 1.0, 4.0])).tolist()
     [2.5, 3.0, 4.0]
@@ -303,7 +309,7 @@ def backward_recurrence(decay: Floats, addend: Floats) -> Floats:
 
 
 def score_range(scores: Scores, score_mask: Flags, group_ids: Counts) -> tuple[Float[Tensor, "P"], Float[Tensor, "P"]]:
-    """Return the highest and the lowest score of each group, -inf and inf for a group without scores."""
+    """Return the highest and the lowest score of each group. A group without scores gets -inf and inf."""
     members, sizes = group_members(group_ids)
     members, scores = members[score_mask], scores[score_mask]
     highest = torch.full_like(sizes, -torch.inf, dtype=scores.dtype).scatter_reduce(0, members, scores, reduce="amax")
@@ -312,21 +318,21 @@ def score_range(scores: Scores, score_mask: Flags, group_ids: Counts) -> tuple[F
 
 
 def groups_with_signal(scores: Scores, score_mask: Flags, group_ids: Counts) -> Flags:
-    """Return True for each response whose group's scores differ. Otherwise every advantage is 0. A group of one has
-    signal, since its mean counts as 0. The filter of DAPO's dynamic sampling, Yu et al. 2025, arXiv:2503.14476."""
+    """Return True for each response whose group has different scores. If the scores are equal, every advantage is 0. A
+    group of one scored response also counts. This is the filter of DAPO's dynamic sampling (Yu et al. 2025,
+    arXiv:2503.14476)."""
     members, sizes = group_members(group_ids)
     highest, lowest = score_range(scores, score_mask, group_ids)
     return ((highest > lowest) | ((sizes == 1) & (highest == lowest)))[members]
 
 
 def overlong_penalty(lengths: Counts, *, max_response_tokens: int, settings: OverlongConfig) -> Scores:
-    """Return the addend to the score of a response of `lengths` tokens, 0 or negative.
-
-    With `L` the limit and `B` the buffer: 0 up to L - B tokens, then falling linearly to -penalty at L:
+    """Return the addend to the score of a response of `lengths` tokens, which is 0 or negative.
 
         -penalty clamp((length - (L - B)) / B, 0, 1)
 
-    DAPO's soft overlong punishment, Yu et al. 2025, arXiv:2503.14476. 0 where the setting is off.
+    L is the limit and B the buffer. The addend is 0 up to L - B tokens, and then falls linearly to -penalty at L. This
+    is DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476). The addend is always 0 if the setting is off.
     """
     excess = (lengths - (max_response_tokens - settings.buffer_tokens)).float() / settings.buffer_tokens
     share = excess.clamp(0.0, 1.0)

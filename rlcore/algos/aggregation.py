@@ -1,6 +1,6 @@
-"""Sums and ranks over tokens that do not depend on the split into micro-batches or ranks.
+"""Sums and rankings of tokens that do not depend on the split into micro-batches or ranks.
 
-`rank_share`, `token_covariance` and `clipped_by_covariance` see a whole mini-batch, before it is split.
+`rank_share`, `token_covariance` and `clipped_by_covariance` need a whole mini-batch before it is split.
 """
 
 from dataclasses import dataclass
@@ -19,16 +19,15 @@ Ids = Int[Tensor, "T"]
 
 @dataclass(frozen=True, slots=True)
 class Denominator:
-    """Divisor of a loss, counted once over the whole mini-batch and all ranks. `num_tokens`: response tokens.
-    `num_sequences`: responses. `norm_tokens`: longest response allowed (`rollout.max_response_tokens`), the constant of
-    seq-mean-token-sum-norm."""
+    """The divisor of a loss, counted once over the whole mini-batch and all ranks. `num_tokens`: the number of response
+    tokens. `num_sequences`: the number of responses. `norm_tokens`: the longest allowed response
+    (`rollout.max_response_tokens`), which is the constant of seq-mean-token-sum-norm."""
 
     num_tokens: int
     num_sequences: int
     norm_tokens: int
 
     def __post_init__(self) -> None:
-        """Reject a count below one."""
         for name in ("num_tokens", "num_sequences", "norm_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(
@@ -38,25 +37,25 @@ class Denominator:
 
 
 def segment_sum(values: Floats, sequence_ids: Ids, num_sequences: int) -> Float[Tensor, "{num_sequences}"]:
-    """Return the sum of each sequence's values: `s_n = sum_{t in n} v_t`, 0 for a sequence without tokens. Summed in
-    float64 and rounded once, so that the result does not depend on a GPU's order of summation."""
+    """Return the sum of the values of each sequence, `s_n = sum_{t in n} v_t`. A sequence without tokens gets 0. The
+    sum is computed in float64 and rounded once, so it does not depend on a GPU's order of summation."""
     sums = torch.zeros(num_sequences, dtype=torch.float64, device=values.device)
     return sums.index_add(0, sequence_ids, values.double()).to(values.dtype)
 
 
 def masked(values: Floats, mask: Mask) -> Floats:
-    """Return the values where the mask is True, 0 elsewhere. It selects instead of multiplying: NaN under the mask
-    reaches neither the value nor the gradient."""
+    """Return the values where the mask is True, and 0 elsewhere. Values are selected, not multiplied. A NaN where the
+    mask is False therefore reaches neither the result nor the gradient."""
     return torch.where(mask, values, torch.zeros_like(values))
 
 
 def masked_sum(values: Floats, mask: Mask) -> Float[Tensor, ""]:
-    """Return `sum_{t: m_t} v_t`, summed in float64 and rounded once."""
+    """Return the sum of the values where the mask is True, computed in float64 and rounded once."""
     return masked(values, mask).sum(dtype=torch.float64).to(values.dtype)
 
 
 def token_counts(mask: Mask, sequence_ids: Ids, num_sequences: int) -> Int[Tensor, "N"]:
-    """Return the response tokens of each sequence."""
+    """Return the number of response tokens of each sequence."""
     counts = torch.zeros(num_sequences, dtype=torch.int64, device=mask.device)
     return counts.index_add(0, sequence_ids, mask.long())
 
@@ -64,18 +63,17 @@ def token_counts(mask: Mask, sequence_ids: Ids, num_sequences: int) -> Int[Tenso
 def aggregate(
     loss: Floats, mask: Mask, sequence_ids: Ids, *, mode: Aggregation, denominator: Denominator, num_sequences: int
 ) -> Float[Tensor, ""]:
-    """Return the share of this micro-batch in the mini-batch loss. The shares of all micro-batches and ranks sum to the
-    loss.
-
-    With `l_t` the loss of response token t, `|n|` the response tokens of sequence n, and the denominator's counts
-    (num_tokens M, num_sequences N, norm_tokens C):
+    """Return the share of this micro-batch in the loss of its mini-batch. The shares of all micro-batches and ranks sum
+    to the loss.
 
         token-mean                sum_t l_t / M                    DAPO, Yu et al. 2025, arXiv:2503.14476
         seq-mean-token-sum        sum_t l_t / N
         seq-mean-token-mean       sum_n (sum_{t in n} l_t / |n|) / N    GRPO, Shao et al. 2024, arXiv:2402.03300
         seq-mean-token-sum-norm   sum_t l_t / (N C)                Dr.GRPO, Liu et al. 2025, arXiv:2503.20783
 
-    A whole sequence is in one micro-batch. `num_sequences` counts those of this micro-batch.
+    `l_t` is the loss of response token t, and `|n|` is the number of response tokens of sequence n. M, N and C are
+    `num_tokens`, `num_sequences` and `norm_tokens` of the denominator. A sequence must be in one micro-batch as a
+    whole. The argument `num_sequences` is the number of sequences in this micro-batch.
     """
     match mode:
         case "token-mean":
@@ -94,8 +92,8 @@ def aggregate(
 
 
 def _ranks(values: Floats, mask: Mask) -> Ids:
-    """Return 0 for the response token with the largest value, 1 for the next, ... in stable order, T where the mask is
-    False."""
+    """Return the rank of each response token by descending value, in stable order. The largest value has rank 0. Tokens
+    where the mask is False get T."""
     chosen = mask.nonzero().squeeze(1)
     places = torch.full_like(mask, mask.numel(), dtype=torch.int64)
     places[chosen[values[chosen].argsort(descending=True, stable=True)]] = torch.arange(chosen.numel())
@@ -103,15 +101,16 @@ def _ranks(values: Floats, mask: Mask) -> Ids:
 
 
 def rank_share(values: Floats, mask: Mask) -> Floats:
-    """Return the share of response tokens with a larger value, 1 where the mask is False; float64. `rank_share(values,
-    mask) < p` selects the `ceil(p M)` of M response tokens with the largest values."""
+    """Return the share of response tokens with a larger value, in float64, and 1 where the mask is False.
+    `rank_share(values, mask) < p` selects the `ceil(p M)` of M response tokens with the largest values."""
     shares = _ranks(values, mask).double() / mask.sum().clamp(min=1)
     return torch.where(mask, shares, torch.ones_like(shares))
 
 
 def token_covariance(logprobs: Floats, advantages: Floats, mask: Mask) -> Floats:
-    """Return `(log pi(t) - mean log pi) (A_t - mean A)`, means over the response tokens, 0 where the mask is False;
-    float64. Its mean is the covariance that lowers the policy's entropy, Cui et al. 2025, arXiv:2505.22617."""
+    """Return `(log pi(t) - mean log pi) (A_t - mean A)` in float64, and 0 where the mask is False. The means are taken
+    over the response tokens. The mean of the result is the covariance that lowers the policy's entropy (Cui et al.
+    2025, arXiv:2505.22617)."""
 
     def centred(values: Floats) -> Floats:
         wide = masked(values.double(), mask)
@@ -121,7 +120,8 @@ def token_covariance(logprobs: Floats, advantages: Floats, mask: Mask) -> Floats
 
 
 def clipped_by_covariance(covariance: Floats, draws: Floats, mask: Mask, *, settings: ClipCovConfig) -> Mask:
-    """Return True for up to `ceil(share M)` of the M response tokens with `low < covariance < high`, those with the
-    largest random `draws`. Clip-Cov, Cui et al. 2025, arXiv:2505.22617."""
+    """Return the mask of the response tokens that Clip-Cov clips (Cui et al. 2025, arXiv:2505.22617). The candidates
+    are the tokens with `low < covariance < high`. Of these, the tokens with the largest random `draws` are chosen, at
+    most `ceil(share M)` for M response tokens."""
     inside = mask & (covariance > settings.low) & (covariance < settings.high)
     return inside & (_ranks(draws, inside).double() / mask.sum().clamp(min=1) < settings.share)

@@ -1,6 +1,6 @@
-"""Calls of custom policy losses and advantages, and their trial before a model loads.
+"""Calls of custom policy losses and advantages, which are also tried before a model loads.
 
-`python -m rlcore.algos.loss_call` reads the algorithm's settings as JSON and prints what is wrong.
+`python -m rlcore.algos.loss_call` reads the settings of the algorithm as JSON and prints the problem that it detects.
 """
 
 import sys
@@ -29,8 +29,8 @@ ADVANTAGE_SIGNATURE = (
 
 
 def bind_policy_loss(settings: AlgoConfig, given: Mapping[str, Tensor | None]) -> Callable[..., PolicyLoss]:
-    """Return the loss that the settings name, with its options and the arguments of `given` that it declares. Raises
-    ConfigError: there is no such loss, or `algo.policy_loss_options` do not fit it."""
+    """Return the policy loss that the settings name, with its options and the arguments from `given` that it declares.
+    Raises ConfigError if the loss does not exist or does not accept `algo.policy_loss_options`."""
     function, options = resolve_policy_loss(settings.policy_loss), settings.policy_loss_options
     return bind(function, "algo.policy_loss", options, {"settings": settings, **given}, always=("settings",))
 
@@ -38,9 +38,10 @@ def bind_policy_loss(settings: AlgoConfig, given: Mapping[str, Tensor | None]) -
 def check_results(
     function: Callable[..., R], key: str, name: str, problem_of_shape: Callable[[object, Tensor], str]
 ) -> Callable[..., R]:
-    """Return the function of the setting `key`. The results of a custom one (`module:function`) are checked at each
-    call. `problem_of_shape` returns what is wrong with a result, given the first argument, or ''. It must not wait for
-    a device. The returned function raises UserCodeError for a wrong result or any exception."""
+    """Return `function`, with a check of its results if it is custom (`module:function`). `key`: the setting that names
+    the function. `problem_of_shape`: a function of a result and the first argument, which returns an error message or
+    ''. It must not wait for a device. The returned function raises UserCodeError if a result is wrong or an error
+    occurs."""
     if ":" not in name:
         return function
 
@@ -57,8 +58,8 @@ def check_results(
 
 
 def require_policy_loss(settings: AlgoConfig) -> None:
-    """Call the loss on two responses of three tokens, one token of each masked, and differentiate it. Raises like
-    `_require`."""
+    """Call the policy loss on two responses of three tokens, one token of each masked, and differentiate it. Raises
+    ConfigError if the loss does not exist or its options are wrong, and TrialError if it fails."""
     generator = torch.Generator().manual_seed(1)
     policy = (-torch.rand(6, generator=generator)).requires_grad_()
     old, advantages = -torch.rand(6, generator=generator), torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0])
@@ -74,7 +75,8 @@ def require_policy_loss(settings: AlgoConfig) -> None:
 
 
 def require_advantage(settings: AlgoConfig) -> None:
-    """Call a custom advantage on the scores of two prompts with three responses each. Raises like `_require`."""
+    """Call a custom advantage on the scores of two prompts with three responses each. Raises ConfigError if the
+    function does not exist or its options are wrong, and TrialError if it fails."""
     scores, group_ids = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 0.0]), torch.tensor([0, 0, 0, 1, 1, 1])
     parts, weights = torch.stack([scores, 1 - scores], dim=1), torch.tensor([1.0, 0.5])
 
@@ -88,12 +90,8 @@ def require_advantage(settings: AlgoConfig) -> None:
 
 
 def _require(rule: str, name: str, problem: Callable[[], str], data: str) -> None:
-    """Run a trial, which returns a problem or ''.
-
-    Raises:
-        ConfigError: there is no such function, or the options do not fit it.
-        TrialError: it raises, or its result cannot be trained with.
-    """
+    """Run the trial `problem`, which returns an error message or ''. Raises ConfigError if there is no such function or
+    its options are wrong. Raises TrialError if the trial fails or returns an error message."""
     try:
         text = problem()
     except ConfigError:
@@ -105,7 +103,7 @@ def _require(rule: str, name: str, problem: Callable[[], str], data: str) -> Non
 
 
 def _error_text(name: str, error: Exception) -> str:
-    """Return the error with the innermost line of the function's own file, if there is one."""
+    """Return the text of the error. It ends with the last line number in the custom function's file, if any."""
     function = getattr(sys.modules.get(name.partition(":")[0]), name.partition(":")[2], None)
     file = getattr(sys.modules.get(getattr(function, "__module__", "")), "__file__", None)
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
@@ -113,7 +111,7 @@ def _error_text(name: str, error: Exception) -> str:
 
 
 def advantage_problem(found: object, scores: Tensor) -> str:
-    """Return what is wrong with the type or shape of an advantage of these scores, or ''."""
+    """Return an error message if the type or shape of an advantage does not fit the scores, otherwise ''."""
     if not isinstance(found, Tensor):
         return f"returns {type(found).__name__}"
     if found.shape == scores.shape and found.is_floating_point():
@@ -124,7 +122,7 @@ def advantage_problem(found: object, scores: Tensor) -> str:
 
 
 def loss_problem(found: object, policy: Tensor) -> str:
-    """Return what is wrong with the types or shapes of a loss, or ''."""
+    """Return an error message if a loss has a wrong type or shape, otherwise ''."""
     if not isinstance(found, PolicyLoss):
         return f"returns {type(found).__name__}"
     for name, kinds in (("loss", "float"), ("clipped", "bool"), ("clipped_lower", "bool"), ("log_ratio", "float")):
@@ -137,7 +135,7 @@ def loss_problem(found: object, policy: Tensor) -> str:
 
 
 def gradient_problem(found: object, policy: Tensor) -> str:
-    """Return what is wrong with a loss of six tokens and with its gradient, or ''."""
+    """Differentiate a loss, and return an error message if it cannot be trained with, otherwise ''."""
     if problem := loss_problem(found, policy):
         return problem
     assert isinstance(found, PolicyLoss)
@@ -152,7 +150,8 @@ def gradient_problem(found: object, policy: Tensor) -> str:
 
 
 def main() -> None:
-    """Print what is wrong. Exit with 1 for a function that fails, with 2 for wrong settings."""
+    """Try the functions that the settings name, and print the problem. Exit with 1 if a function fails, and with 2 if
+    the settings are wrong."""
     try:
         settings = AlgoConfig.model_validate_json(sys.stdin.read())
         require_policy_loss(settings)

@@ -1,4 +1,4 @@
-"""Functions that the settings name, and their options."""
+"""Lookup of functions that the settings name, and of their options."""
 
 import importlib
 import inspect
@@ -15,8 +15,8 @@ Options = Mapping[str, bool | int | float | str]
 
 
 def find_function(key: str, name: str, known: Mapping[str, str]) -> Callable[..., Any]:
-    """Return the function of a short name in `known`, else of `module:function`. Raises ConfigError: there is none. The
-    message names the setting `key`."""
+    """Return the function of a short name in `known`, or of a custom `module:function`. Raises ConfigError, which names
+    the setting `key`, if there is no such function."""
     module_name, colon, attribute = known.get(name, name).partition(":")
     remedy = f"use one of {', '.join(sorted(known))}, or a custom `module:function`"
     if not (colon and module_name and attribute):
@@ -34,9 +34,9 @@ def find_function(key: str, name: str, known: Mapping[str, str]) -> Callable[...
 def bind(
     function: Callable[..., R], key: str, options: Options, given: Mapping[str, Any], *, always: tuple[str, ...] = ()
 ) -> Callable[..., R]:
-    """Return the function with `options` and those of `given` that it declares as keyword arguments. `always` lists
-    names of `given` that it gets even if its signature hides them. Raises ConfigError: an option is unknown, missing,
-    or of a wrong type. The message names the setting `key`."""
+    """Return `function` with `options` bound, and with those values from `given` that it declares as keyword arguments.
+    `always`: names in `given` that are bound even if the signature hides them. Raises ConfigError, which names the
+    setting `key`, if an option is unknown, missing, or of a wrong type."""
     asked, values = _own_arguments(function, key, tuple(options.items()), (*given,))
     return partial(function, **values, **{word: given[word] for word in given if word in asked or word in always})
 
@@ -45,7 +45,7 @@ def bind(
 def _own_arguments(
     function: Callable[..., Any], key: str, options: tuple[tuple[str, Any], ...], given: tuple[str, ...]
 ) -> tuple[frozenset[str], dict[str, Any]]:
-    """Return the given names that it declares, and its options, validated by its annotations."""
+    """Return the names in `given` that the function declares, and its options, validated by its annotations."""
     declared = {
         word: parameter
         for word, parameter in inspect.signature(function).parameters.items()

@@ -1,4 +1,4 @@
-"""The objectives of a micro-batch and their statistics."""
+"""The objectives of policy, critic and supervised training on a micro-batch, and their statistics."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -21,35 +21,37 @@ S = TypeVar("S", bound="Statistics")
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Scalars without gradient, summed over micro-batches, mini-batches and ranks, and divided once at the end. Each
-    field is Float64[] (`num_tokens`: response tokens). `stack` and `unstack` move them to the CPU in one copy."""
+    """Scalars without gradient, which are summed over micro-batches, mini-batches and ranks, and divided once at the
+    end. Each field is Float64[]. `num_tokens`: the number of response tokens. With `stack` and `unstack`, all fields
+    move to the CPU in one copy."""
 
     num_tokens: Float[Tensor, ""]
 
     def per_token(self, sums: Mapping[str, Float[Tensor, ""]]) -> dict[str, float]:
-        """Return each sum over response tokens divided by their number, nothing if no token has a loss."""
+        """Return each sum divided by the number of response tokens, or {} if no token has a loss."""
         num_tokens = float(self.num_tokens)
         return {name: float(value) / num_tokens for name, value in sums.items()} if num_tokens else {}
 
     def __add__(self: S, other: S) -> S:
-        """Add field by field."""
+        """Return the sum of both statistics, field by field."""
         return type(self)(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     def stack(self) -> Float[Tensor, "F"]:
-        """Return all fields in their order as one float64 tensor."""
+        """Return all fields, in their order, as one float64 tensor."""
         return torch.stack([getattr(self, f.name) for f in fields(self)])
 
     @classmethod
     def unstack(cls: type[S], stacked: Float[Tensor, "F"]) -> S:
-        """Invert `stack`."""
+        """Rebuild the statistics from the result of `stack`."""
         return cls(*stacked.unbind())
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyStatistics(Statistics):
-    """Sums over a micro-batch. `pg_loss`, `entropy`, `kl_loss`: shares of the mini-batch's value, aggregated like the
-    loss. Sums over response tokens: `ppo_kl` of old - policy log-probability, `ref_kl` of the KL estimate in the loss,
-    `entropy_sum`. `num_clipped`, `num_clipped_lower`: response tokens."""
+    """Sums over a micro-batch of a policy update. `pg_loss`, `entropy`, `kl_loss`: shares of the mini-batch's value,
+    with the aggregation of the loss. Sums over response tokens are `ppo_kl` (old minus policy log-probability),
+    `ref_kl` (the KL estimate in the loss) and `entropy_sum`. `num_clipped`, `num_clipped_lower`: numbers of response
+    tokens."""
 
     pg_loss: Float[Tensor, ""]
     entropy: Float[Tensor, ""]
@@ -61,7 +63,7 @@ class PolicyStatistics(Statistics):
     num_clipped_lower: Float[Tensor, ""]
 
     def metrics(self, num_updates: int = 1) -> dict[str, float]:
-        """Return the `actor/*` metrics of `num_updates` mini-batches. Synchronizes with the device."""
+        """Return the `actor/*` metrics over `num_updates` mini-batches. The call synchronizes with the device."""
         return {
             "actor/pg_loss": float(self.pg_loss) / num_updates,
             "actor/entropy": float(self.entropy) / num_updates,
@@ -76,38 +78,37 @@ class PolicyStatistics(Statistics):
         }
 
     def mean_ref_kl(self) -> float:
-        """Return the KL to the reference in nats a token, which the adaptive coefficient uses. 0 if no token has a
-        loss."""
+        """Return the KL to the reference in nats per token. It is 0 if no token has a loss."""
         return self.per_token({"": self.ref_kl}).get("", 0.0)
 
     def mean_entropy(self) -> float:
-        """Return the entropy in nats a token, which the alarm uses. 0 if no token has a loss."""
+        """Return the mean entropy in nats per token, or 0 if no token has a loss."""
         return self.per_token({"": self.entropy_sum}).get("", 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class SupervisedStatistics(Statistics):
-    """Sums over target tokens: `nll`, negative log-likelihood in nats, and `num_correct`, tokens that are the
-    likeliest."""
+    """Sums over target tokens. `nll`: the negative log-likelihood in nats. `num_correct`: the number of targets that
+    are the model's likeliest token."""
 
     nll: Float[Tensor, ""]
     num_correct: Float[Tensor, ""]
 
     def means(self) -> dict[str, float]:
-        """Return `loss` and `accuracy`, nothing if no token has a loss. Synchronizes with the device."""
+        """Return `loss` and `accuracy`, or {} if no token has a loss. The call synchronizes with the device."""
         return self.per_token({"loss": self.nll, "accuracy": self.num_correct})
 
 
 @dataclass(frozen=True, slots=True)
 class ValueStatistics(Statistics):
-    """Sums over a micro-batch. `vf_loss`: share of the mini-batch's loss. `vpred`: sum of the values."""
+    """Sums over a micro-batch. `vf_loss`: the share of the mini-batch's critic loss. `vpred`: the sum of the values."""
 
     vf_loss: Float[Tensor, ""]
     vpred: Float[Tensor, ""]
     num_clipped: Float[Tensor, ""]
 
     def metrics(self, num_updates: int = 1) -> dict[str, float]:
-        """Return the `critic/*` metrics of `num_updates` mini-batches. Synchronizes with the device."""
+        """Return the `critic/*` metrics over `num_updates` mini-batches. The call synchronizes with the device."""
         return {
             "critic/vf_loss": float(self.vf_loss) / num_updates,
             **self.per_token({"critic/vf_clipfrac": self.num_clipped, "critic/vpred_mean": self.vpred}),
@@ -124,14 +125,14 @@ def policy_objective(
     kl_coef: float,
     entropy_added: float = 0.0,
 ) -> tuple[Float[Tensor, ""], PolicyStatistics]:
-    """Return the micro-batch's share of the policy loss, to be differentiated, and its statistics.
+    """Return the share of a micro-batch in the policy loss, which is to be differentiated, and its statistics.
 
         J = agg(w l) + kl_coef agg(kl) [kl.where = loss] - (entropy_coef + entropy_added) agg(H)
 
-    `l` is the policy loss that the settings name (0 where `off_policy_mask` is True), `w` the importance weights, `agg`
-    the aggregation, `H` the policy's entropy at each token, which needs a gradient only if its weight is not 0. Without
-    `old_logprobs` the policy's own are used. `kl_coef` comes from `next_kl_coef`, `entropy_added` from
-    `next_entropy_bonus`.
+    `l`: the policy loss that the settings name, or 0 where `off_policy_mask` is True. `w`: the importance weights.
+    `agg`: the aggregation. `H`: the policy's entropy at each token, which needs a gradient only if its weight is not 0.
+    A batch without `old_logprobs` uses the log-probabilities of the policy instead. `kl_coef` comes from
+    `next_kl_coef`, and `entropy_added` from `next_entropy_bonus`.
     """
     packed, mask = batch.packed, batch.packed.loss_mask
     sequence_ids, num_sequences = packed.sequence_ids(), packed.num_sequences
@@ -183,7 +184,7 @@ def policy_objective(
 def value_objective(
     values: Floats, batch: TrainBatch, *, settings: AlgoConfig, denominator: Denominator
 ) -> tuple[Float[Tensor, ""], ValueStatistics]:
-    """Return the micro-batch's share of the critic loss (`value_loss`, always the token mean) and its statistics."""
+    """Return the share of a micro-batch in the critic loss (the token mean of `value_loss`), and its statistics."""
     assert batch.old_values is not None, "the critic's update needs its values before it"
     assert batch.returns is not None, "the critic's update needs returns"
     mask, sequence_ids, num_sequences = batch.packed.loss_mask, batch.packed.sequence_ids(), batch.packed.num_sequences
@@ -201,8 +202,9 @@ def value_objective(
 
 
 def explained_variance(values: Floats, returns: Floats, mask: Mask) -> Float[Tensor, ""]:
-    """Return the share of the returns' variance that the critic explains: `1 - Var(R - V) / (Var(R) + 1e-5)`. 1 is
-    perfect, 0 as good as a constant, below 0 worse. Variances over response tokens with ddof = 1, as in veRL."""
+    """Return the share of the returns' variance that the critic explains, `1 - Var(R - V) / (Var(R) + 1e-5)`. 1 is
+    perfect, 0 is no better than a constant, and below 0 is worse. Variances are over response tokens with ddof = 1
+    (veRL's formula)."""
     count = mask.sum()
 
     def variance(x: Floats) -> Float[Tensor, ""]:
@@ -215,8 +217,8 @@ def explained_variance(values: Floats, returns: Floats, mask: Mask) -> Float[Ten
 def supervised_objective(
     logprobs: Floats, is_top: Floats, mask: Mask, *, num_tokens: int
 ) -> tuple[Float[Tensor, ""], SupervisedStatistics]:
-    """Return `-1 / num_tokens sum_{t: m_t} logprob_t`, with `num_tokens` of the whole batch on all ranks, and
-    statistics."""
+    """Return `-1 / num_tokens sum_{t: m_t} logprob_t`, the share of a micro-batch in the supervised loss, and its
+    statistics. `num_tokens` is the number of target tokens of the whole batch on all ranks."""
     nll = -masked_sum(logprobs, mask)
     with torch.no_grad():
         counts = (mask.sum(dtype=torch.float64), nll.double(), masked(is_top, mask).sum(dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""Correction for the distance between the policy that sampled the responses and the one being trained."""
+"""Corrections for the distance between the policy that sampled the responses and the trained policy."""
 
 import math
 from typing import assert_never
@@ -14,10 +14,10 @@ def importance_weights(
     old_logprobs: Floats, behavior_logprobs: Floats, mask: Mask, sequence_ids: Ids, num_sequences: int,
     *, settings: ImportanceConfig,
 ) -> Floats:  # fmt: skip
-    """Return the weight of each response token's policy loss, without gradient, 0 where the mask is False.
+    """Return the weight of each response token in the policy loss, without gradient, and 0 where the mask is False.
 
-    With `d_t = clamp(log pi_old - log pi_behavior, -20, 20)` and `r = exp(d_t)`, or with level sequence `r =
-    exp(clamp(sum_{t in n} d_t, -20, 20))` for each token of n:
+    The ratio is `r = exp(d_t)` with `d_t = clamp(log pi_old - log pi_behavior, -20, 20)`. If the level is `sequence`,
+    the ratio is `r = exp(clamp(sum_{t in n} d_t, -20, 20))` for each token of n.
 
         off        1
         truncate   min(r, cap)                           truncated importance sampling, Ionides 2008; Yao et al. 2025
@@ -45,16 +45,17 @@ def rejection_mask(
     old_logprobs: Floats, behavior_logprobs: Floats, mask: Mask, sequence_ids: Ids, num_sequences: int,
     *, settings: RejectionConfig,
 ) -> Mask:  # fmt: skip
-    """Return True for response tokens that are too far from the sampler's policy.
+    """Return True for response tokens that are too far from the policy that sampled them.
 
-    With `k_t` the estimate of KL(behavior || old) at token t (`kl_estimate`):
+    `k_t` is the estimate of KL(behavior || old) at token t (`kl_estimate`). The level decides which tokens are
+    rejected:
 
         token                      |k_t| > bound
-        sequence-sum, -mean        |sum or mean of k over the response| > bound, for all of its tokens
-        sequence-max               max |k_t| over the response > bound, for all of its tokens
+        sequence-sum, -mean        |sum or mean of k over its response| > bound
+        sequence-max               max |k_t| over its response > bound
 
-    `bound` is log(cap) for k1, else cap. veRL's rollout correction; Liu et al. 2025, "When Speed Kills Stability". NaN
-    is not rejected, so that it is reported.
+    `bound` is log(cap) for k1, otherwise cap. Sources: veRL's rollout correction, and Liu et al. 2025, "When Speed
+    Kills Stability". NaN is not rejected, so that it is reported.
     """
     distance = masked(kl_estimate(behavior_logprobs, old_logprobs, estimator=settings.estimator), mask).detach()
     match settings.level:
@@ -80,11 +81,12 @@ def off_policy_mask(
     policy_logprobs: Floats, behavior_logprobs: Floats, advantages: Floats, mask: Mask, sequence_ids: Ids,
     num_sequences: int, *, delta: float,
 ) -> Mask:  # fmt: skip
-    """Return True for tokens with a negative advantage in responses that the policy has moved away from:
+    """Return True for tokens with a negative advantage in responses that the policy has moved away from. The condition
+    is:
 
         A_t < 0 and (1 / |n|) sum_{t in n} (log pi_behavior(t) - log pi(t)) > delta
 
-    The off-policy sequence mask of DeepSeek-V3.2, 2025, arXiv:2512.02556.
+    This is the off-policy sequence mask of DeepSeek-V3.2, 2025, arXiv:2512.02556.
     """
     drift = token_log_ratio(behavior_logprobs, policy_logprobs.detach(), mask)
     counts = token_counts(mask, sequence_ids, num_sequences).clamp(min=1)

@@ -11,23 +11,22 @@ MAX_RELATIVE_ERROR = 0.2
 
 
 def num_warmup_steps(*, optim: OptimConfig, total_steps: int) -> int:
-    """Return the warm-up steps: `warmup_steps`, or if that is 0 the whole steps in `warmup_ratio` of the run."""
+    """Return the number of warm-up steps: `warmup_steps`, or if that is 0, the share `warmup_ratio` of all steps."""
     # 0.29 of 100 steps is 28.999999999999996 as a product
     return optim.warmup_steps or int(optim.warmup_ratio * total_steps + 1e-9)
 
 
 def lr_at(step: int, *, optim: OptimConfig, total_steps: int) -> float:
-    """Return the learning rate of the step after `step` finished ones (0, 1, ...).
-
-    With W warm-up steps, S `total_steps` and `x = (step - W) / (S - W)`, clamped to 0 and 1:
+    """Return the learning rate of the next step after `step` finished steps (0, 1, ...).
 
         step < W   lr (step + 1) / W
         constant   lr
         linear     lr (m + (1 - m) (1 - x))
         cosine     lr (m + (1 - m) (1 + cos(pi x)) / 2)       m = min_lr_ratio
 
-    No step has rate 0: the first has lr / W, and lr m is reached at the end of the run and kept. Cosine: Loshchilov and
-    Hutter 2017, arXiv:1608.03983, without restarts.
+    W is the number of warm-up steps, S is `total_steps`, and `x = (step - W) / (S - W)` is clamped to 0 and 1. No step
+    of the run has the rate 0. The first warm-up step has lr / W. The end of the run reaches lr m, which later steps
+    keep. The cosine schedule is from Loshchilov and Hutter 2017, arXiv:1608.03983, without restarts.
     """
     warmup = num_warmup_steps(optim=optim, total_steps=total_steps)
     if step < warmup:
@@ -46,14 +45,15 @@ def lr_at(step: int, *, optim: OptimConfig, total_steps: int) -> float:
 
 
 def next_entropy_bonus(added: float, observed_entropy: float, *, settings: AlgoConfig) -> float:
-    """Return the addend to `algo.entropy_coef` after a step with this entropy, in nats a token.
+    """Return the addend to `algo.entropy_coef` after a step with this entropy, in nats per token.
 
-    With the weight `c = entropy_coef + added`, and `step` and `target` of `algo.entropy_control`:
+    The weight so far is `c = entropy_coef + added`. `algo.entropy_control` sets `step` and `target`. The new weight is:
 
         c + step            where the entropy is below the target
-        max(0, c - step)    where it is above
+        max(0, c - step)    where the entropy is above the target
 
-    Skywork-OR1, He et al. 2025, arXiv:2505.22312, without its factor that sets the weight to 0 above the target.
+    This is Skywork-OR1, He et al. 2025, arXiv:2505.22312, without its factor that sets the weight to 0 above the
+    target.
     """
     control = settings.entropy_control
     if control.target is None or observed_entropy == control.target:
@@ -64,12 +64,13 @@ def next_entropy_bonus(added: float, observed_entropy: float, *, settings: AlgoC
 
 
 def next_kl_coef(coef: float, observed_kl: float, num_sequences: int, *, settings: KlConfig) -> float:
-    """Return the KL coefficient after a step with `observed_kl` nats a token over `num_sequences` responses.
+    """Return the KL coefficient after a step with `observed_kl` nats per token over `num_sequences` responses.
 
         fixed      coef
         adaptive   coef (1 + clip(observed_kl / target - 1, -0.2, 0.2) num_sequences / horizon), not below 0
 
-    Ziegler et al. 2019, arXiv:1909.08593. The checkpoint contains it. Raises NonFiniteError if the KL is not finite.
+    Source: Ziegler et al. 2019, arXiv:1909.08593. A checkpoint contains the coefficient. Raises NonFiniteError if the
+    coefficient is adaptive and the KL is not finite.
     """
     if not settings.adaptive:
         return coef

@@ -1,1 +1,1 @@
-"""Rollouts as packed tensors, balanced over ranks and cut into micro-batches."""
+"""The order of prompts, the packing of rollouts into tensors, and balanced splits over ranks and micro-batches."""

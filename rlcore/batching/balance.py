@@ -1,8 +1,8 @@
 """Assignment of sequences to mini-batches, ranks and micro-batches, balanced by cost under a token budget.
 
-Ranks and micro-batches use the largest differencing method of Karmarkar and Karp ("The differencing method of set
-partitioning", 1982). Ranks synchronize at every micro-batch, so several ranks are balanced by operations. One rank is
-balanced by tokens, which determine its memory.
+Ranks and micro-batches are balanced by the largest differencing method of Karmarkar and Karp ("The differencing method
+of set partitioning", 1982). Several ranks synchronize at every micro-batch, so they are balanced by operations. A
+single rank is balanced by tokens, which determine its memory.
 """
 
 import bisect
@@ -22,17 +22,18 @@ from rlcore.models.shape import ModelShape
 from rlcore.types import PackedBatch
 
 _Part: TypeAlias = tuple[int, int, Any]
-"""-(sum of a part), one of its indices, and all indices as nested pairs, because joining lists takes quadratic time."""
+"""A part: its negated sum, one of its indices, and all indices as nested pairs, which join faster than lists."""
 BALANCE_TOLERANCE = 1e-3
-"""Relative excess of the heaviest part over the mean above which sequences are exchanged."""
+"""The accepted relative excess of the heaviest part over the mean. Above this value, parts exchange sequences."""
 
 
 def partition(lengths: Sequence[int], num_parts: int, *, equal_counts: bool = False) -> list[list[int]]:
-    """Return the indices of `lengths` in `num_parts` parts of nearly equal sums, each part ascending.
+    """Split the indices of `lengths` into `num_parts` parts of nearly equal sums. Each part is in ascending order.
 
-    With `equal_counts` each part has the same number of indices. The differencing method then takes one of every
-    `num_parts` neighbouring lengths, and exchanges of pairs correct skewed lengths. Otherwise no part is empty if there
-    are at least `num_parts` indices and all lengths are positive.
+    With `equal_counts`, each part has the same number of indices. The differencing method then takes one of every
+    `num_parts` neighbouring lengths, and exchanges of pairs correct skewed lengths. Without `equal_counts`, no part is
+    empty if all lengths are positive. Raises ValueError if there are too few indices, or if equal counts are
+    impossible.
 
     >>> partition([8, 7, 6, 5, 4], 2)
     [[1, 3, 4], [0, 2]]
@@ -46,13 +47,12 @@ def partition(lengths: Sequence[int], num_parts: int, *, equal_counts: bool = Fa
 
 @functools.lru_cache(maxsize=16)
 def _partition(lengths: tuple[int, ...], num_parts: int, equal_counts: bool) -> list[list[int]]:
-    """Compute the parts once: a step needs them for counting micro-batches, for the reference and for the update."""
+    """Compute the parts once. A step needs them to count micro-batches, for the reference, and for the update."""
     if num_parts == 1:
         return [[*range(len(lengths))]]
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     step = num_parts if equal_counts else 1
-    # Each heap entry is a partial solution: its parts that are not empty, by falling sum; the key is the spread between
-    # its ends.
+    # Each heap entry is a partial solution: the parts that are not empty, by falling sum. The key is the spread.
     heap: list[tuple[int, int, list[_Part]]] = []
     for serial, start in enumerate(range(0, len(order), step)):
         parts: list[_Part] = [(-lengths[i], i, i) for i in order[start : start + step]]
@@ -60,7 +60,7 @@ def _partition(lengths: tuple[int, ...], num_parts: int, equal_counts: bool) -> 
     serial = len(order)
     while len(heap) > 1:
         first, second = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
-        alone, rest = num_parts - len(second), num_parts - len(first)  # the heaviest of each, joined to empty parts
+        alone, rest = num_parts - len(second), num_parts - len(first)  # heaviest parts, joined to empty ones
         merged = first[:alone] + second[:rest]
         pairs = zip(first[alone:], reversed(second[rest:]), strict=True)
         merged += [(a + b, i, (left, right)) for (a, i, left), (b, _, right) in pairs]
@@ -72,7 +72,7 @@ def _partition(lengths: tuple[int, ...], num_parts: int, equal_counts: bool) -> 
 
 
 def _spread(parts: Sequence[_Part], num_parts: int) -> int:
-    """Return -(sum of the heaviest part less that of the lightest). Parts that are not listed are empty."""
+    """Return the negated difference of the heaviest and the lightest sum. Parts that are not listed are empty."""
     return parts[0][0] - (parts[-1][0] if len(parts) == num_parts else 0)
 
 
@@ -89,7 +89,7 @@ def _indices(tree: Any) -> list[int]:
 
 
 def _exchange(parts: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
-    """Exchange two indices between the heaviest part and another until none makes it lighter."""
+    """Exchange indices between the heaviest part and another part while that makes the heaviest part lighter."""
     sums = [sum(lengths[i] for i in part) for part in parts]
     enough = (1 + BALANCE_TOLERANCE) * sum(sums) / len(sums)
     while max(sums) > enough:
@@ -108,7 +108,7 @@ def _exchange(parts: list[list[int]], lengths: Sequence[int]) -> list[list[int]]
 
 
 def _best_exchange(heavy: list[int], light: list[int], lengths: Sequence[int], gap: int) -> tuple[int, int] | None:
-    """Return one index of each part whose exchange brings the sums, `gap` apart, closest, or None."""
+    """Return the pair of indices whose exchange brings the two sums closest together, or None if none helps."""
     candidates = sorted(light, key=lambda i: (lengths[i], i))
     values = [lengths[i] for i in candidates]
     best, closest = None, gap
@@ -123,7 +123,8 @@ def _best_exchange(heavy: list[int], light: list[int], lengths: Sequence[int], g
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Token counts of n sequences: all tokens, targets, and first tokens that are shared with another sequence."""
+    """The token counts of n sequences. `lengths`: all tokens. `targets`: the tokens with a loss. `shared`: the first
+    tokens that another sequence already computes."""
 
     lengths: Int[Tensor, "n"]
     targets: Int[Tensor, "n"]
@@ -131,17 +132,17 @@ class Sizes:
 
     @classmethod
     def from_batch(cls, batch: PackedBatch, *, share_prompts: bool) -> "Sizes":
-        """Count the tokens of a batch."""
+        """Count the tokens of each sequence in a batch."""
         targets = batch.loss_lengths()
         shared = torch.from_numpy(shared_prompts(batch)) if share_prompts else torch.zeros_like(targets)
         return cls(batch.sequence_lengths(), targets, shared)
 
     def select(self, batch: PackedBatch, rows: Sequence[int]) -> "Sizes":
-        """Return the sizes of some sequences of the batch, in this order."""
+        """Return the sizes of the sequences `rows` of the batch, in the order of `rows`."""
         chosen = torch.tensor(list(rows))
         shared = self.shared[chosen]
         is_next = chosen.diff(prepend=chosen[:1]) == 1
-        if bool((shared > 0)[~is_next].any()):  # responses are separated from those that compute their prompt
+        if bool((shared > 0)[~is_next].any()):  # a response is not next to the one that computes its prompt
             shared = torch.from_numpy(shared_prompts(batch, rows))
         return Sizes(self.lengths[chosen], self.targets[chosen], shared)
 
@@ -150,13 +151,13 @@ class Sizes:
         return replace(self, shared=torch.zeros_like(self.shared))
 
     def num_computed(self) -> int:
-        """Return the tokens that a pass computes."""
+        """Return the number of tokens that a pass computes."""
         return int((self.lengths - self.shared).sum())
 
     def costs(self, shape: ModelShape | None) -> list[int]:
-        """Return the cost of each sequence in a pass: its tokens if the model's shape is unknown. The unit is the
-        operations of `ModelShape.update_flops` over 6: products of a token with the layers' weights, of a target with
-        the head, and attention with the square of the length."""
+        """Return the cost of each sequence in a pass. If the model's shape is unknown, this is the number of computed
+        tokens. Otherwise it is the number of operations in `ModelShape.update_flops`, divided by 6. The layers process
+        all tokens, the head only the targets, and attention costs the square of the length."""
         found = self.lengths - self.shared
         if shape is not None:
             layers, width = shape.layers * shape.layer_weights, shape.layers * shape.query_width
@@ -167,13 +168,13 @@ class Sizes:
 def micro_batches(
     batch: PackedBatch, num_micro: int, shape: ModelShape | None = None, *, share_prompts: bool = False
 ) -> list[list[int]]:
-    """Return the sequences of each micro-batch, of nearly equal cost for this shape (without one, in tokens). With
-    `share_prompts` responses to one prompt stay together if they fit into a micro-batch."""
+    """Return the sequences of each micro-batch. All micro-batches have nearly equal cost, counted in tokens if `shape`
+    is None. With `share_prompts`, responses to one prompt stay together if they fit into a micro-batch."""
     return _cut(Sizes.from_batch(batch, share_prompts=share_prompts), num_micro, shape)[0]
 
 
 def _cut(sizes: Sizes, num_micro: int, shape: ModelShape | None) -> tuple[list[list[int]], list[int]]:
-    """Return the sequences of each micro-batch, and how many tokens each computes."""
+    """Return the sequences of each micro-batch, and the number of tokens that each micro-batch computes."""
     blocks, tokens = _blocks(sizes.lengths.tolist(), sizes.shared.tolist(), num_micro)
     if len(blocks) < num_micro:
         sizes = sizes.without_sharing()
@@ -186,8 +187,8 @@ def _cut(sizes: Sizes, num_micro: int, shape: ModelShape | None) -> tuple[list[l
 
 
 def _blocks(lengths: list[int], shared: list[int], num_micro: int) -> tuple[list[list[int]], list[int]]:
-    """Return neighbouring sequences that share a prompt, bounded by the size of one of `num_micro` parts, and their
-    tokens."""
+    """Return blocks of neighbouring sequences that share a prompt, and the number of computed tokens of each block. A
+    block grows at most to the mean size of `num_micro` micro-batches."""
     most = -(-(sum(lengths) - sum(shared)) // num_micro)
     blocks: list[list[int]] = []
     tokens: list[int] = []
@@ -203,8 +204,8 @@ def _blocks(lengths: list[int], shared: list[int], num_micro: int) -> tuple[list
 
 @dataclass(frozen=True, slots=True)
 class RankShares:
-    """Indices of the sequences of each rank, and the micro-batches of every rank. Their number is equal because all
-    ranks gather sharded parameters together."""
+    """The sequences of each rank, by index, and the number of micro-batches. Every rank has the same number, because
+    all ranks gather sharded parameters together."""
 
     sequences: tuple[tuple[int, ...], ...]
     num_micro: int
@@ -212,8 +213,9 @@ class RankShares:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Assignment of a step's sequences to ranks: `mini_batches` of each optimizer step, `whole` of a pass over all
-    sequences in the same order, and the number of tokens that share a computed prompt."""
+    """The assignment of a step's sequences to ranks. `mini_batches`: the shares in each optimizer step. `whole`: the
+    shares in a pass over all sequences, in the same order. `num_shared`: the number of tokens that reuse a computed
+    prompt."""
 
     mini_batches: tuple[RankShares, ...]
     whole: RankShares
@@ -222,8 +224,9 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Balancer:
-    """Assigns equally many sequences of nearly equal cost to each rank. With `share_prompts` it assigns whole prompts,
-    if they have equally many responses and the ranks divide their number. `max_tokens` bounds a micro-batch."""
+    """A balancer that assigns equally many sequences of nearly equal cost to each rank. `max_tokens`: the token limit
+    of a micro-batch. `share_prompts`: assign whole prompts to ranks. This applies only if all prompts have equally many
+    responses, and the number of prompts is divisible by the number of ranks."""
 
     num_ranks: int
     max_tokens: int
@@ -231,7 +234,7 @@ class Balancer:
     share_prompts: bool = False
 
     def assign(self, batch: PackedBatch, groups_per_mini_batch: int) -> Assignment:
-        """Assign the sequences of each mini-batch, and of all of them, to ranks."""
+        """Assign the sequences of each mini-batch, and of the whole batch, to ranks."""
         sizes = Sizes.from_batch(batch, share_prompts=self.share_prompts)
         cut = mini_batches(batch.group_ids, groups_per_mini_batch)
         found = tuple(self.shares(batch, sizes, sequences) for sequences in cut)
@@ -245,7 +248,7 @@ class Balancer:
         return self.shape if self.num_ranks > 1 else None
 
     def shares(self, batch: PackedBatch, sizes: Sizes, sequences: Sequence[int]) -> RankShares:
-        """Assign some sequences of the batch. `sizes` are those of the whole batch."""
+        """Assign some sequences of the batch to ranks. `sizes`: the sizes of all sequences in the batch."""
         parts = self._parts(batch.group_ids[list(sequences)], sizes.select(batch, sequences))
         of_ranks = tuple(tuple(sequences[i] for i in part) for part in parts)
         return RankShares(of_ranks, self._num_micro(batch, sizes, of_ranks))
@@ -261,12 +264,12 @@ class Balancer:
         return [[i for prompt in part for i in prompts[prompt]] for part in parts]
 
     def _num_micro(self, batch: PackedBatch, sizes: Sizes, of_ranks: Sequence[Sequence[int]]) -> int:
-        """Return the micro-batches of the rank that needs most."""
+        """Return the number of micro-batches of the rank that needs the most."""
         return max(self._num_cut(sizes.select(batch, mine)) for mine in of_ranks)
 
     def _num_cut(self, sizes: Sizes) -> int:
-        """Return the fewest micro-batches, by cost and by tokens, in which no part of several sequences exceeds the
-        budget."""
+        """Return the smallest number of micro-batches in which no part of several sequences exceeds `max_tokens`. This
+        holds for the split by cost and for the split by tokens."""
         num_sequences = len(sizes.lengths)
         fewest = _fewest_bins((sizes.lengths - sizes.shared).tolist(), self.max_tokens)
         count = max(fewest, -(-sizes.num_computed() // self.max_tokens))
@@ -280,20 +283,21 @@ class Balancer:
 
 
 def _fewest_bins(lengths: Sequence[int], budget: int) -> int:
-    """Return a lower bound on the bins of `budget` that hold the lengths: L2 of Martello and Toth ("Lower bounds and
-    reduction procedures for the bin packing problem", 1990). A length over the budget has its own bin."""
+    """Return a lower bound on the number of bins of size `budget` that hold the lengths. A length over the budget has a
+    bin for itself. The bound is L2 of Martello and Toth ("Lower bounds and reduction procedures for the bin packing
+    problem", 1990)."""
     ordered = sorted(min(length, budget) for length in lengths)
     sums, half = [0, *accumulate(ordered)], bisect.bisect_right(ordered, budget // 2)
     found = 1
-    for least in {0, *ordered[:half]}:  # without shorter ones, those over `budget - least` are alone
+    for least in {0, *ordered[:half]}:  # without lengths below `least`, each over `budget - least` is alone
         begin, alone = bisect.bisect_left(ordered, least), bisect.bisect_right(ordered, budget - least)
-        others = max(alone - half, -(-(sums[alone] - sums[begin]) // budget))  # of those over half no two go together
+        others = max(alone - half, -(-(sums[alone] - sums[begin]) // budget))  # no two lengths over half fit together
         found = max(found, len(ordered) - alone + others)
     return found
 
 
 def mini_batches(group_ids: Int[Tensor, "N"], groups_per_mini_batch: int) -> list[list[int]]:
-    """Return the sequences of each optimizer step: whole groups, in the order they were drawn."""
+    """Return the sequences of each optimizer step. Each step has whole groups, in the order of the draw."""
     order: dict[int, list[int]] = {}
     for index, group in enumerate(group_ids.tolist()):
         order.setdefault(group, []).append(index)

@@ -1,17 +1,17 @@
-"""The order of prompts: an endless stream fixed by the seed and addressed by one integer.
+"""The order of prompts: an endless stream that is fixed by the seed and addressed by one integer.
 
-Each epoch is a new permutation of all prompts. The position, the number of prompts drawn so far, is the whole state, so
-that a resumed run draws the same prompts on any number of ranks. A batch may span two epochs.
+Each epoch is a new permutation of all prompts. The position is the number of prompts drawn so far. This number is the
+whole state, so a resumed run draws the same prompts on any number of ranks. A batch may span two epochs.
 
-A mixture draws from one stream for each part by weight, in blocks of 1,024 positions. The block that ends at position n
-brings part i to exactly
+A mixture draws from one stream per data source, in proportion to the weights of the data sources. The mixture is laid
+out in blocks of 1,024 positions. After the block that ends at position n, data source i has contributed exactly
 
-    floor(n * W[i]) - floor(n * W[i - 1])        W: running sums of the weights over their total, as exact fractions
+    floor(n * W[i]) - floor(n * W[i - 1])
 
-prompts. Within a block the parts are shuffled.
+prompts. W holds the running sums of the weights, divided by their total, as exact fractions. Within a block, the data
+sources are shuffled.
 
-A stream with weights is fixed by the seed, the weights, and the first position taken
-after they were set.
+A stream with row weights is fixed by the seed, the weights, and the first position drawn after the weights were set.
 """
 
 import base64
@@ -31,17 +31,18 @@ from rlcore.types import Prompt
 T = TypeVar("T")
 Array = np.ndarray
 WEIGHTED_SEED = 2**31
-"""First word of the seeds of weighted orders, above every run's seed."""
+"""The first word in the random seed of a weighted order. It is larger than every run's seed."""
 
 
 class PromptStream(Generic[T]):
-    """All prompts (or demonstrations), epoch after epoch. Each `part` has a separate order."""
+    """An endless stream of prompts or demonstrations, epoch after epoch. `part`: the index of a data source in a
+    mixture, which gives each data source a different order."""
 
     def __init__(self, prompts: Sequence[T], *, seed: int, part: int | None = None) -> None:
         if not prompts:
             raise DataError("The training set has no prompt left; loosen the filter or make a larger dataset.")
         self._prompts = tuple(prompts)
-        # The only stream of a run has no part in its seed.
+        # A stream without a mixture has no index in its seed.
         self._seed = (seed,) if part is None else (seed, part + 1)
         self._epoch = -1
         self._order = np.empty(0, dtype=np.int64)
@@ -49,19 +50,19 @@ class PromptStream(Generic[T]):
         self._begin: int | None = None
 
     def set_weights(self, weights: np.ndarray) -> None:
-        """Draw by positive weights from the next position on, each prompt once before any is repeated."""
+        """Draw by positive weights from the next position on. Each prompt is drawn once before any is repeated."""
         self._weights, self._begin, self._epoch = weights, None, -1
 
     def __len__(self) -> int:
-        """Return the prompts in an epoch."""
+        """Return the number of prompts in an epoch."""
         return len(self._prompts)
 
     def epoch_at(self, position: int) -> int:
-        """Return the epoch of the prompt at `position`, from 0."""
+        """Return the epoch of the prompt at `position`, counted from 0."""
         return position // len(self._prompts)
 
     def take(self, position: int, count: int) -> tuple[T, ...]:
-        """Return the `count` prompts from `position` on."""
+        """Return `count` consecutive prompts, starting with the one at `position`."""
         return tuple(self._at(index) for index in range(position, position + count))
 
     def _at(self, position: int) -> T:
@@ -81,11 +82,11 @@ class PromptStream(Generic[T]):
 
 
 BLOCK = 1_024
-"""Positions that are shared out together. The share of a part must be at least one of them."""
+"""The number of positions in a block. The share of each data source must be at least one position of a block."""
 
 
 class MixedStream:
-    """Prompts of several parts by weight."""
+    """An endless stream of prompts that draws from several data sources by their weights."""
 
     def __init__(self, parts: Sequence[Sequence[Prompt]], weights: Sequence[float], *, seed: int) -> None:
         exact = [Fraction(str(weight)) for weight in weights]
@@ -104,21 +105,21 @@ class MixedStream:
         self._places = np.empty(0, dtype=np.int64)
 
     def set_weights(self, weights: np.ndarray) -> None:
-        """Call `PromptStream.set_weights` of each part. `weights` lists all prompts, part after part."""
+        """Set the row weights of all data sources. `weights`: one weight per prompt, data source after data source."""
         ends = np.cumsum([len(stream) for stream in self._streams])[:-1]
         for stream, mine in zip(self._streams, np.split(weights, ends), strict=True):
             stream.set_weights(mine)
 
     def __len__(self) -> int:
-        """Return the prompts of all parts."""
+        """Return the number of prompts in all data sources together."""
         return sum(map(len, self._streams))
 
     def epoch_at(self, position: int) -> int:
-        """Return the epoch at `position`, from 0, counted in prompts of all parts."""
+        """Return the epoch at `position`, counted from 0. An epoch has the length of all data sources together."""
         return position // len(self)
 
     def take(self, position: int, count: int) -> tuple[Prompt, ...]:
-        """Return the `count` prompts from `position` on."""
+        """Return `count` consecutive prompts, starting with the one at `position`."""
         return tuple(self._at(index) for index in range(position, position + count))
 
     def _at(self, position: int) -> Prompt:
@@ -129,7 +130,7 @@ class MixedStream:
         return self._streams[source].take(int(self._places[offset]), 1)[0]
 
     def _lay_out(self, block: int) -> None:
-        """Choose the part, and the position in the part's stream, for each position of a block."""
+        """Choose a data source, and a position in the stream of that source, for each position of a block."""
         before, after = self._counts_before(block * BLOCK), self._counts_before((block + 1) * BLOCK)
         quotas = [end - start for start, end in zip(before, after, strict=True)]
         rng = np.random.default_rng((self._seed, block, len(quotas)))
@@ -141,26 +142,27 @@ class MixedStream:
         self._block = block
 
     def _counts_before(self, position: int) -> list[int]:
-        """Return the prompts drawn from each part before a block's first position."""
-        ends = [int(position * share) for share in self._shares]  # int of a Fraction is its floor, from 0 up
+        """Return the number of prompts drawn from each data source before `position`, the start of a block."""
+        ends = [int(position * share) for share in self._shares]  # int of a positive Fraction is its floor
         return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PassCounts:
-    """Pass counts of R training rows, immutable.
+    """The pass counts of R training rows, immutable.
 
-    A row has two counts: s scored responses, c of them correct. After a step with n more, k of them correct,
+    Each row has two counts: s scored responses, and c of them correct. A step with n more scored responses, k of them
+    correct, changes the counts to
 
         s <- fade s + n        c <- fade c + k
 
-    so that responses of older models count less. The weight of a row in the next draw is, with `[low, high]` the band,
+    so that responses of older models count less. With the band `[low, high]`, the weight of a row in the next draw is
 
-        band          1 where s = 0 or low <= c / s <= high, else `rest_weight`
+        band          1 where s = 0 or low <= c / s <= high, otherwise `rest_weight`
         informative   4 p (1 - p)  with  p = (c + 1/2) / (s + 1)
 
-    p is the posterior mean of the pass rate under Jeffreys' prior, Beta(1/2, 1/2). p (1 - p) is the variance of a
-    score, and a group of equal scores has no gradient under a group advantage.
+    Here p is the posterior mean of the pass rate under Jeffreys' prior, Beta(1/2, 1/2). The product p (1 - p) is the
+    variance of a score. A group of equal scores has no gradient under a group advantage.
     """
 
     passes: Float[Array, "R"]
@@ -168,12 +170,13 @@ class PassCounts:
 
     @classmethod
     def of(cls, passes: Sequence[int] | Array, samples: Sequence[int] | Array) -> "PassCounts":
-        """Make counts of whole numbers."""
+        """Create pass counts from whole numbers."""
         return cls(np.asarray(passes, dtype=np.float32), np.asarray(samples, dtype=np.float32))
 
     @classmethod
     def read(cls, text: str, num_rows: int) -> "PassCounts":
-        """Read the text that `text` wrote. Raises CheckpointError: the number of rows differs."""
+        """Decode a string that the method `text` returned. Raises CheckpointError if the string has another number of
+        rows."""
         found = np.frombuffer(base64.b64decode(text), dtype="<f4")
         if found.size != 2 * num_rows:
             raise CheckpointError(
@@ -183,18 +186,19 @@ class PassCounts:
         return cls(found[:num_rows].astype(np.float32), found[num_rows:].astype(np.float32))
 
     def text(self) -> str:
-        """Return all counts as text, bit for bit: 11 characters a row."""
+        """Encode all counts without loss as a string of about 11 characters per row."""
         return base64.b64encode(np.concatenate([self.passes, self.samples]).astype("<f4").tobytes()).decode()
 
     def rates(self) -> Float[Array, "R"]:
-        """Return c / s, NaN for a row without a scored response."""
+        """Return the pass rate c / s of each row, or NaN for a row without a scored response."""
         with np.errstate(invalid="ignore"):
             rates: Array = self.passes.astype(np.float64) / self.samples
         return rates
 
     def update(self, rows: Int[Array, "M"], passes: Array, samples: Array, fade: float) -> "PassCounts":
-        """Return the counts after M groups: the row of each (all different), its correct and its scored responses. A
-        group without a scored response changes nothing."""
+        """Return the counts after a step with M groups. `rows`: the row of each group, all different. `passes` and
+        `samples`: the numbers of correct and of scored responses in each group. A group without a scored response
+        changes nothing."""
         rows, passes, samples = (np.asarray(each) for each in (rows, passes, samples))
         scored = samples > 0
         rows, passes, samples = rows[scored], passes[scored], samples[scored]
@@ -204,14 +208,14 @@ class PassCounts:
         return PassCounts(*after)
 
     def in_band(self, settings: PassRatesConfig) -> Bool[Array, "R"]:
-        """Return True for rows whose pass rate is unknown or in the band. The others are retired."""
+        """Return True for each row whose pass rate is unknown or inside the band. The other rows are retired."""
         low, high = settings.band
         rates = self.rates()
         inside: Array = np.isnan(rates) | ((rates >= low) & (rates <= high))
         return inside
 
     def weights(self, settings: PassRatesConfig) -> Float[Array, "R"]:
-        """Return the weight of each row in the next draw, over 0 and at most 1."""
+        """Return the weight of each row in the next draw, above 0 and at most 1."""
         if settings.draw == "band":
             return np.where(self.in_band(settings), 1.0, settings.rest_weight)
         p = (self.passes.astype(np.float64) + 0.5) / (self.samples.astype(np.float64) + 1.0)
@@ -219,8 +223,8 @@ class PassCounts:
 
 
 class RowSampler:
-    """Draws training rows by weights. `row_ids` has the `prompt_id` of each row, `start` the counts before the first
-    step."""
+    """The weights by which training rows are drawn, computed from their pass counts. `row_ids`: the `prompt_id` of each
+    row. `start`: the counts before the first step."""
 
     def __init__(self, row_ids: Sequence[int], start: PassCounts, settings: PassRatesConfig) -> None:
         self._place = {row_id: place for place, row_id in enumerate(row_ids)}
@@ -231,12 +235,12 @@ class RowSampler:
         return PassCounts.read(text, len(self._place)) if text else self._start
 
     def weights(self, text: str) -> Float[Array, "R"]:
-        """Return the weight of each row in a step's draw. `text`: the counts before it, '' at the start."""
+        """Return the weight of each row in a draw. `text`: the encoded counts before the step, or '' at the start."""
         return self._counts(text).weights(self._settings)
 
     def update(self, text: str, groups: Mapping[int, tuple[int, int]]) -> tuple[str, dict[str, float]]:
-        """Return the counts after a step, and metrics of the change. `groups` has (correct, scored) responses by
-        `prompt_id`."""
+        """Return the encoded counts after a step, and metrics of the change. `text`: the encoded counts before the
+        step. `groups`: the numbers of correct and of scored responses, by `prompt_id`."""
         rows = np.array([self._place[row_id] for row_id in groups], dtype=np.int64)
         passes, samples = np.array(list(groups.values()), dtype=np.int64).reshape(-1, 2).T
         before = self._counts(text)
@@ -253,7 +257,7 @@ class RowSampler:
 
 
 def weighted_order(weights: Float[Array, "R"], rng: np.random.Generator) -> Int[Array, "R"]:
-    """Return all rows in a random order, drawn without replacement by weight. Rows are sorted by the keys log(u) / w
-    with u uniform: Efraimidis and Spirakis 2006, Information Processing Letters 97."""
+    """Return all rows in a random order, drawn without replacement in proportion to their weights. The rows are sorted
+    by the keys log(u) / w, where u is uniform (Efraimidis and Spirakis 2006, Information Processing Letters 97)."""
     keys = np.log1p(-rng.random(len(weights))) / weights  # 1 - u is never 0
     return np.argsort(-keys, kind="stable")

@@ -1,4 +1,4 @@
-"""Rollouts laid end to end. This is the only module that shifts tokens to targets."""
+"""Rollouts packed end to end into flat tensors. Only this module shifts tokens by one position to obtain targets."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -15,8 +15,8 @@ from rlcore.types import PackedBatch, Prompt, Rollout, Score, TrainBatch
 
 
 def pack(rollouts: Sequence[Rollout], scores: Sequence[Score], group_ids: Sequence[int]) -> PackedBatch:
-    """Pack N rollouts into a `PackedBatch` of T tokens, in the given order. Responses without a score and tokens of an
-    environment have no loss.
+    """Pack N rollouts into a `PackedBatch` of T tokens, in the order of `rollouts`. Responses without a score and
+    tokens of an environment have no loss.
 
     >>> from rlcore.types import Prompt
     >>> prompt = Prompt(0, (7, 8), "countdown", "{}")
@@ -37,7 +37,7 @@ def pack(rollouts: Sequence[Rollout], scores: Sequence[Score], group_ids: Sequen
     prompt: Prompt | None = None
     start = 0
     for rollout, stop, scored in zip(rollouts, cu_seqlens[1:].tolist(), score_mask.tolist(), strict=True):
-        if rollout.prompt is not prompt:  # responses to a prompt are neighbours: read its tuple once
+        if rollout.prompt is not prompt:  # neighbours share a prompt, so convert its tuple once
             prompt, prompt_ids = rollout.prompt, np.array(rollout.prompt.token_ids, dtype=np.int64)
         begin = start + len(prompt_ids)
         token_ids[start:begin] = prompt_ids
@@ -63,7 +63,8 @@ def pack(rollouts: Sequence[Rollout], scores: Sequence[Score], group_ids: Sequen
 
 
 def place_turn_rewards(rollouts: Sequence[Rollout], packed: PackedBatch) -> Float[Tensor, "T"]:
-    """Return each turn's reward at the position that predicts its last token, 0 elsewhere and without a score."""
+    """Return the reward of each turn at the position that predicts the turn's last token. All other positions are 0,
+    and so are responses without a score."""
     rewards = torch.zeros(packed.num_tokens)
     for rollout, start in zip(rollouts, packed.cu_seqlens.tolist(), strict=False):
         for place, reward in rollout.turn_rewards:
@@ -72,7 +73,7 @@ def place_turn_rewards(rollouts: Sequence[Rollout], packed: PackedBatch) -> Floa
 
 
 def pack_demonstrations(demonstrations: Sequence[Demonstration]) -> PackedBatch:
-    """Pack N demonstrations into a `PackedBatch`, in the given order, with a loss on their target tokens.
+    """Pack N demonstrations into a `PackedBatch` in order. Only the target tokens have a loss.
 
     >>> batch = pack_demonstrations([Demonstration((7, 8, 1, 2), (False, False, True, True))])
     >>> batch.target_ids.tolist(), batch.loss_mask.int().tolist()
@@ -94,18 +95,19 @@ def pack_demonstrations(demonstrations: Sequence[Demonstration]) -> PackedBatch:
 
 
 def token_indices(cu_seqlens: Tensor, sequences: Sequence[int]) -> Tensor:
-    """Return the flat positions of the tokens of `sequences`, in their order: Int[t]."""
+    """Return the flat positions of all tokens of `sequences`, in the order of `sequences`: Int[t]."""
     chosen = torch.tensor(list(sequences), dtype=torch.int64)
     first, lengths = cu_seqlens[chosen], cu_seqlens[chosen + 1] - cu_seqlens[chosen]
-    shift = first - (lengths.cumsum(0) - lengths)  # from a place among the chosen tokens to one among all
+    shift = first - (lengths.cumsum(0) - lengths)  # from a position among the chosen tokens to one in the batch
     return torch.repeat_interleave(shift, lengths) + torch.arange(int(lengths.sum()))
 
 
 def shared_prompts(batch: PackedBatch, sequences: Sequence[int] | None = None) -> npt.NDArray[np.int64]:
-    """Return Int[n]: the first tokens that each sequence (None: all) shares with the last one before it that has 0
-    here.
+    """Return Int[n]: the number of first tokens that each sequence shares with an earlier sequence.
 
-    Only tokens before the first loss of neighbours with the same prompt count. The batch must be on the host.
+    The earlier sequence is the last preceding sequence whose value is 0. Only tokens before the first loss are counted,
+    and only among neighbours with the same prompt. `sequences`: the sequences to compare, or None for all. The batch
+    must be on the host.
 
     >>> from rlcore.types import Prompt
     >>> prompts = [Prompt(0, (7, 8, 9), "countdown", "{}"), Prompt(1, (7, 8), "countdown", "{}")]
@@ -133,7 +135,8 @@ def shared_prompts(batch: PackedBatch, sequences: Sequence[int] | None = None) -
 
 
 def _gather_indices(batch: PackedBatch, sequences: Sequence[int]) -> tuple[Tensor | slice, Tensor | slice] | None:
-    """Return the indices of sequences and of their tokens, as slices (no copy) for neighbours. None: all sequences."""
+    """Return the indices of the sequences and of their tokens, or None if `sequences` are all sequences in order.
+    Neighbouring sequences get slices, which need no copy."""
     first, stop = (sequences[0], sequences[-1] + 1) if len(sequences) else (0, 0)
     if list(sequences) != list(range(first, stop)):
         return torch.tensor(list(sequences), dtype=torch.int64), token_indices(batch.cu_seqlens, sequences)
@@ -143,12 +146,12 @@ def _gather_indices(batch: PackedBatch, sequences: Sequence[int]) -> tuple[Tenso
 
 
 def _at(values: Tensor, places: Tensor | slice) -> Tensor:
-    """Return `values[places]`. `index_select` is three times as fast for single places."""
+    """Return `values[places]`. For single positions, `index_select` is three times faster than indexing."""
     return values[places] if isinstance(places, slice) else values.index_select(0, places)
 
 
 def select(batch: PackedBatch, sequences: Sequence[int]) -> PackedBatch:
-    """Return the batch of some sequences, in the given order, without a copy if they are all."""
+    """Return the batch of these sequences, in this order. Nothing is copied if all sequences are chosen."""
     places = _gather_indices(batch, sequences)
     return batch if places is None else _select_tokens(batch, *places)
 
@@ -169,7 +172,7 @@ def _select_tokens(batch: PackedBatch, index: Tensor | slice, tokens: Tensor | s
 
 
 def select_train(batch: TrainBatch, sequences: Sequence[int]) -> TrainBatch:
-    """Return the train batch of some sequences, in the given order, without a copy if they are all."""
+    """Return the training batch of these sequences, in this order. Nothing is copied if all sequences are chosen."""
     places = _gather_indices(batch.packed, sequences)
     if places is None:
         return batch
@@ -184,7 +187,7 @@ def select_train(batch: TrainBatch, sequences: Sequence[int]) -> TrainBatch:
 def scatter_tokens(
     parts: Sequence[Float[Tensor, "..."]], cu_seqlens: Tensor, sequences: Sequence[Sequence[int]]
 ) -> Tensor:
-    """Invert `select`: return the values of all parts in the order of the whole batch, T first."""
+    """Return the values of all parts in the order of the whole batch, as [T, ...]. This inverts `select`."""
     whole = torch.zeros(int(cu_seqlens[-1]), *parts[0].shape[1:], dtype=torch.float32)
     for part, chosen in zip(parts, sequences, strict=True):
         whole[token_indices(cu_seqlens, chosen)] = part

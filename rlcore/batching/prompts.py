@@ -1,4 +1,4 @@
-"""Reads filtered rows. The filter makes the token ids once."""
+"""Functions that read filtered rows. The filter has already converted the text into token ids."""
 
 import json
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ _REMEDY = "Give a file that the filter has written (filtered/<fingerprint>/<spli
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """Tokens of a whole conversation. `is_target` is True for those to learn, each response's end token among them.
-    `misdirected` is the same prompt with a response that reaches another target, if there is one."""
+    """The tokens of a whole conversation. `is_target`: True for each token to learn, including the end token of each
+    response. `misdirected`: the same prompt with a response that reaches another target, or None."""
 
     token_ids: Sequence[int]
     is_target: Sequence[bool]
@@ -27,14 +27,14 @@ class Demonstration:
 
     @classmethod
     def of(cls, prompt: list[int], response: list[int], distractor: list[int] | None = None) -> "Demonstration":
-        """Make a demonstration of a prompt with one response, and perhaps a distractor."""
+        """Create a demonstration. `distractor`: a response that reaches another target, if there is one."""
         wrong = cls.of(prompt, distractor) if distractor else None
         return cls(prompt + response, [False] * len(prompt) + [True] * len(response), wrong)
 
 
 def read_prompts(parquet: Path) -> list[Prompt]:
-    """Read all prompts of a filtered file, in its order. `prompt_id` is the row's index in the dataset. Raises
-    DataError: the file is missing, damaged, or lacks a column."""
+    """Read all prompts of a filtered file, in the order of the file. `prompt_id` is the row's index in the dataset.
+    Raises DataError if the file is missing or damaged, or lacks a column."""
     kinds = {"prompt_ids": _INTEGERS, "ground_truth_json": "string", "data_source": "string", "extra_info": "struct"}
     table = _read(parquet, kinds)
     extra = table.column("extra_info").combine_chunks()
@@ -55,13 +55,13 @@ def read_prompts(parquet: Path) -> list[Prompt]:
 
 
 def is_chat(parquet: Path) -> bool:
-    """Return True if the filter rendered the prompts with the tokenizer's chat template."""
+    """Return whether the filter rendered the prompts with the tokenizer's chat template."""
     document = json.loads((pq.read_metadata(parquet).metadata or {}).get(b"millrace", b"{}"))
     return bool(document.get("origin", {}).get("prompt_form") != "text")
 
 
 def read_solutions(parquet: Path) -> list[Demonstration]:
-    """Read all rows of a filtered file that have a solution. Raises DataError as `read_prompts`."""
+    """Read all rows of a filtered file that have a solution. Raises DataError if the file is missing or invalid."""
     names = ("prompt_ids", "solution_ids", "distractor_ids")
     table = _read(parquet, dict.fromkeys(names, _INTEGERS))
     columns = (table.column(name).to_pylist() for name in names)
@@ -69,14 +69,14 @@ def read_solutions(parquet: Path) -> list[Demonstration]:
 
 
 def read_demonstrations(parquet: Path) -> list[Demonstration]:
-    """Read all rows of a file of tokenized demonstrations. Raises DataError as `read_prompts`."""
+    """Read all rows of a file of tokenized demonstrations. Raises DataError if the file is missing or invalid."""
     table = _read(parquet, {"token_ids": _INTEGERS, "answer_lengths": _INTEGERS})
     rows = zip(table.column("token_ids").to_pylist(), table.column("answer_lengths").to_pylist(), strict=True)
     return [Demonstration(ids, _alternating_mask(lengths)) for ids, lengths in rows]
 
 
 def _alternating_mask(lengths: list[int]) -> list[bool]:
-    """Return runs of False and True in turn.
+    """Return runs of these lengths, which alternate between False and True.
 
     >>> _alternating_mask([2, 1, 1])
     [False, False, True, False]
@@ -112,7 +112,7 @@ def _matches_type(found: pa.DataType, kind: str) -> bool:
 
 
 def _field(extra: pa.StructArray, name: str, parquet: Path) -> list[Any]:
-    """Return a field of each row, None where the row has none."""
+    """Return a field of `extra_info` for each row, or None for a row without a value."""
     if extra.type.get_field_index(name) < 0:
         raise DataError(f"{parquet}: column extra_info.{name}: expected integer, got nothing. {_REMEDY}")
     return list(extra.field(name).to_pylist())

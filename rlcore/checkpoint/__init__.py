@@ -1,1 +1,1 @@
-"""Checkpoints: sharded tensors, the trainer's state, and the folder that keeps them."""
+"""Checkpoints: the sharded tensors, the trainer's state, and the folder that contains the checkpoints."""

@@ -1,4 +1,4 @@
-"""The checkpoints of a folder, with their scores and the retention rule. No torch, no settings of a run."""
+"""The checkpoints of a folder, with their scores and the retention rule. It uses no torch and no settings of a run."""
 
 import os
 import re
@@ -25,7 +25,7 @@ from rlcore.storage.manifest import (
 
 NAME = re.compile(r"^step-(?P<step>\d{6,})$")
 VALIDATION_SCORE = re.compile(r"^val-core/(?!all/).+/reward/mean@\d+$")
-"""Score of one data source; `all` is the mean over several."""
+"""The pattern of a metric that scores one data source. `all` is the mean over several data sources."""
 HELD_OUT_LOSS = "sft/held_out_loss"
 KIND = "checkpoint"
 Verdict = Literal["verified", "not verified", "broken"]
@@ -33,9 +33,9 @@ Verdict = Literal["verified", "not verified", "broken"]
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """A checkpoint as its manifest describes it. `created`: UTC, ISO 8601. `metrics`: the finite ones of its step.
+    """A checkpoint as its manifest describes it. `created`: UTC in ISO 8601. `metrics`: the finite metrics of its step.
 
-    A folder that cannot be used has the verdict broken and a `reason`; values that cannot be read are empty.
+    A folder that cannot be used has the verdict `broken` and a `reason`. Values that cannot be read are empty.
     """
 
     step: int
@@ -49,17 +49,18 @@ class CheckpointInfo:
 
     @classmethod
     def refused(cls, path: Path, step: int, reason: str) -> "CheckpointInfo":
-        """Describe a folder that cannot be used."""
+        """Return the description of a folder that cannot be used."""
         return cls(step, path, 0, {}, "", "", "broken", reason)
 
     @property
     def name(self) -> str:
-        """Name of the checkpoint's folder, `step-000020`."""
+        """The name of the checkpoint's folder, such as `step-000020`."""
         return self.path.name
 
     @property
     def score(self) -> float | None:
-        """Mean of `val-core/<data_source>/reward/mean@k`, or the negative held-out loss of a supervised step."""
+        """The mean of `val-core/<data_source>/reward/mean@k`, or the negative held-out loss of a supervised step. None
+        if the step has neither."""
         if (loss := self.metrics.get(HELD_OUT_LOSS)) is not None:
             return -loss
         scores = [value for name, value in sorted(self.metrics.items()) if VALIDATION_SCORE.match(name)]
@@ -68,23 +69,19 @@ class CheckpointInfo:
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """Checkpoints of a folder by step, and unusable folders with the reason."""
+    """The checkpoints of a folder, sorted by step, and the unusable folders with their reasons."""
 
     checkpoints: tuple[CheckpointInfo, ...]
     refusals: tuple[CheckpointInfo, ...]
 
 
 def name_of(step: int) -> str:
-    """Return the name of a step's checkpoint folder, `step-000020`."""
+    """Return the name of a step's checkpoint folder, such as `step-000020`."""
     return f"step-{step:06d}"
 
 
 def scan(directory: Path) -> Catalog:
-    """Read all manifests of a folder, without verifying files.
-
-    Raises:
-        CheckpointError: the folder itself cannot be read.
-    """
+    """Read all manifests of a folder without verifying files. Raises CheckpointError if the folder cannot be read."""
     checkpoints, refusals = [], []
     try:
         paths = sorted(directory.iterdir())
@@ -128,9 +125,9 @@ def _info(path: Path, step: int) -> CheckpointInfo:
 
 
 def move_out_of_the_way(path: Path) -> None:
-    """Rename what a new checkpoint must not or cannot replace: newer formats, unreadable folders and files.
+    """Rename a path that a new checkpoint must not or cannot replace: a newer format, an unreadable folder, or a file.
 
-    It is not pruned under the new name; renamed back, it is read again.
+    Pruning ignores the new name. If a user renames the path back, it is read again.
     """
     if not os.path.lexists(path):
         return
@@ -152,19 +149,20 @@ def _is_unreadable(file: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PrunePlan:
-    """Checkpoints that pruning would keep and delete now."""
+    """The checkpoints that pruning would keep and delete now."""
 
     kept: tuple[CheckpointInfo, ...]
     deleted: tuple[CheckpointInfo, ...]
 
     @property
     def freed_bytes(self) -> int:
-        """Bytes of the checkpoints to delete."""
+        """The total bytes of the checkpoints to delete."""
         return sum(info.size_bytes for info in self.deleted)
 
 
 def list_checkpoints(directory: Path, *, verify_hashes: bool = False) -> tuple[CheckpointInfo, ...]:
-    """Return every checkpoint folder by step, including broken ones. Presence and size of files are always checked."""
+    """Return every checkpoint folder by step, including broken ones. The presence and size of files are always checked,
+    and hashes are checked with `verify_hashes`."""
     catalog = scan(directory)
     verified = [_verified(info, verify_hashes) for info in catalog.checkpoints]
     return tuple(sorted([*verified, *catalog.refusals], key=lambda info: info.step))
@@ -179,17 +177,14 @@ def _verified(info: CheckpointInfo, hashes: bool) -> CheckpointInfo:
 
 
 def by_score(checkpoints: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-    """Return the checkpoints that have a score, the best last; of equal ones the later."""
+    """Return the checkpoints that have a score, sorted by score. The best is last. Equal scores are sorted by step."""
     scored = (info for info in checkpoints if info.score is not None)
     return sorted(scored, key=lambda info: (info.score, info.step))
 
 
 def find_checkpoint(directory: Path, name: str) -> CheckpointInfo:
-    """Find a checkpoint by its step (`20`), its folder's name, `last` or `best`. It is not verified.
-
-    Raises:
-        CheckpointError: no checkpoint has that name, or it cannot be read. Lists the others.
-    """
+    """Find a checkpoint by its step (`20`), its folder's name, `last` or `best`. It is not verified. Raises
+    CheckpointError if no checkpoint has that name or if it cannot be read. The message lists the others."""
     catalog = scan(directory)
     known = catalog.checkpoints
     if name == "last" and known:
@@ -211,14 +206,14 @@ def find_checkpoint(directory: Path, name: str) -> CheckpointInfo:
 
 
 def plan_prune(directory: Path, config: CheckpointConfig) -> PrunePlan:
-    """Return what `CheckpointStore.prune` would delete now."""
+    """Return the checkpoints that `CheckpointStore.prune` would keep and delete now."""
     known = scan(directory).checkpoints
     deleted = prunable(known, config)
     return PrunePlan(tuple(info for info in known if info not in deleted), tuple(deleted))
 
 
 def prunable(checkpoints: Sequence[CheckpointInfo], config: CheckpointConfig) -> list[CheckpointInfo]:
-    """Return those that the retention rule does not keep. A checkpoint with missing files is never deleted."""
+    """Return the checkpoints that the retention rule does not keep. One with missing files is never deleted."""
     whole = [info for info in checkpoints if not _verified(info, hashes=False).reason]
     kept = kept_steps(whole, config)
     return [info for info in whole if info.step not in kept]
@@ -227,7 +222,8 @@ def prunable(checkpoints: Sequence[CheckpointInfo], config: CheckpointConfig) ->
 def kept_steps(checkpoints: Sequence[CheckpointInfo], config: CheckpointConfig) -> frozenset[int]:
     """Return the steps to keep: the newest `keep_last`, the best `keep_best`, and multiples of `keep_every_steps`.
 
-    The best have the highest scores; of equal ones the later. One without a score is not among them.
+    The best checkpoints have the highest scores. Of equal scores the later is better. A checkpoint without a score is
+    not among them.
     """
     newest_first = sorted(checkpoints, key=lambda info: info.step, reverse=True)
     kept = {info.step for info in newest_first[: config.keep_last]}
@@ -239,10 +235,7 @@ def kept_steps(checkpoints: Sequence[CheckpointInfo], config: CheckpointConfig) 
 
 
 def is_exported(target: Path, step: int) -> bool:
-    """Return whether `target` has the exported weights of `step`. A damaged folder is set aside.
-
-    Raises:
-        CheckpointError: it has a newer format, or cannot be renamed.
-    """
+    """Return whether `target` has the exported weights of `step`. A damaged folder is set aside. Raises CheckpointError
+    if the folder has a newer format or cannot be renamed."""
     manifest = read_finished_or_set_aside(target, error=CheckpointError)
     return manifest is not None and manifest.values.get("step") == step

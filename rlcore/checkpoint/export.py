@@ -1,4 +1,4 @@
-"""Export of trained weights as a transformers directory."""
+"""The export of trained weights as a transformers directory."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -23,17 +23,14 @@ from rlcore.storage.manifest import MANIFEST, verify_directory
 from rlcore.storage.publish import published_directory
 
 MAX_FILE_SIZE = "5GB"
-"""Size of files that hubs and file systems handle well; a smaller model is one file."""
+"""The largest size of a file, which hubs and file systems handle well. A smaller model is one file."""
 POLICY = "policy"
 ADAPTER = "adapter"
 
 
 def export_checkpoint(info: CheckpointInfo, config: RunConfig, initial_policy: str | Path, target: Path) -> Path:
-    """Write a checkpoint's weights as a transformers directory, in one CPU process.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged or of another model; or as `export_transformers`.
-    """
+    """Write a checkpoint's weights as a transformers directory, in one CPU process. Raises CheckpointError if the
+    checkpoint is damaged or belongs to another model. `export_transformers` describes the other errors."""
     verify_directory(info.path, error=CheckpointError)
     model, lora = config.model, config.model.lora
     if lora is not None:
@@ -57,13 +54,10 @@ def export_transformers(
 ) -> Path:
     """Write weights under transformers' names, with the initial policy's configurations and tokenizer.
 
-    An earlier export at `target` is replaced by one rename. `facts` are added to the manifest. With `lora` the weights
-    are merged ones, and `adapters` are written to the subfolder `adapter` in PEFT's format.
-
-    Raises:
-        DiskSpaceError: no room; an earlier export stays.
-        CheckpointError: the folder cannot be written, or is not an export.
-        ModelError: the initial policy's tokenizer cannot be read.
+    An earlier export at `target` is replaced by one rename. `facts` are added to the manifest. With `lora`, the weights
+    are merged ones, and `adapters` are written to the subfolder `adapter` in PEFT's format. Raises DiskSpaceError if
+    there is no room. An earlier export then stays. Raises CheckpointError if the folder cannot be written, or is not an
+    export. Raises ModelError if the initial policy's tokenizer cannot be read.
     """
     source = str(model_dir_for_config)
     earlier = (target / MANIFEST).is_file()

@@ -4,7 +4,7 @@
     thread of a rank                      | write files |
     thread of the driver                                | hash, flush, rename, delete old ones |
 
-An error in a thread is raised by the next `poll` or `settle`, and nothing of the checkpoint remains.
+The next `poll` or `settle` raises the error of a thread. Nothing of that checkpoint remains.
 """
 
 import logging
@@ -29,18 +29,18 @@ log = logging.getLogger(__name__)
 
 
 class SavingRanks(Protocol):
-    """All ranks of a run, for writing a checkpoint."""
+    """The ranks of a run, which write a checkpoint together."""
 
     def each(self, verb: Callable[Concatenate[RankSaver, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Call the method on every rank; raise a rank's error."""
+        """Call the method on every rank and return the results. Raises the error of a rank."""
         ...
 
 
 class WaitsForRoom(Protocol):
-    """Protocol of `rlcore.run.disk.DiskRoom`."""
+    """The interface of `rlcore.run.disk.DiskRoom`, which waits for disk space."""
 
     def wait(self, needed_bytes: int, *, step: int, path: Path) -> None:
-        """Return when there is room."""
+        """Return when the disk has room for `needed_bytes`."""
         ...
 
 
@@ -55,7 +55,7 @@ class Saved:
 
 @dataclass
 class _Save:
-    """A checkpoint whose folder is open for the ranks; `publication` starts when all of them have written."""
+    """A checkpoint whose folder is open for the ranks. `publication` starts when all ranks have written."""
 
     step: int
     ranks: SavingRanks
@@ -67,9 +67,7 @@ class _Save:
 class CheckpointSaver:
     """The saves of one run, one at a time.
 
-    Args:
-        room: waits for room before a checkpoint.
-        phase: wraps waits for a disk other than for room, which have a deadline.
+    `room` waits for disk space before a checkpoint. `phase` wraps the other waits for a disk, which have a deadline.
     """
 
     def __init__(
@@ -80,16 +78,17 @@ class CheckpointSaver:
     ) -> None:
         self.store, self.room, self.phase = store, room, phase
         self.at = ""
-        """Stage of the current save with its path; empty between saves. For any thread."""
+        """The stage of the current save with its path, or '' between saves. Any thread may read it."""
         self._save: _Save | None = None
 
     def begin(
         self, step: int, record: Callable[[], TrainerState], metrics: Mapping[str, float], ranks: SavingRanks
     ) -> Saved | None:
-        """Wait for room, copy every rank's state and begin to write it. Training may continue on return.
+        """Wait for room, copy the state of every rank and begin to write it. Training may continue on return.
 
-        Without memory for a copy, the checkpoint is committed on return and is the result. `record` makes the state
-        besides tensors. Raises as `settle`, `DiskRoom.wait` and `CheckpointStore.writing` do.
+        Without memory for a copy, the checkpoint is committed on return and is the result. `record` returns the state
+        besides tensors. Raises DiskSpaceError if there is no room, and CheckpointError if the folder cannot be written.
+        `DiskRoom.wait` may raise StopRequestedError.
         """
         assert self._save is None, "settle or abandon the save before this one first"
         sizes = ranks.each(RankSaver.copy)
@@ -110,16 +109,12 @@ class CheckpointSaver:
         return None if all(size.is_copied for size in sizes) else self.settle()
 
     def poll(self) -> Saved | None:
-        """Return the checkpoint once when it has been committed, without waiting. Raises as `settle` does."""
+        """Return the checkpoint once when it has been committed, without waiting. Raises the errors of `settle`."""
         return self._advance(wait=False)
 
     def settle(self) -> Saved | None:
-        """Wait for the current save; None where there is none.
-
-        Raises:
-            DiskSpaceError: there was no room.
-            CheckpointError: the folder cannot be written.
-        """
+        """Wait for the current save, and return the checkpoint, or None if there is no save. Raises DiskSpaceError if
+        there was no room, and CheckpointError if the folder cannot be written."""
         return self._advance(wait=True)
 
     def abandon(self) -> None:
@@ -176,11 +171,11 @@ class CheckpointSaver:
 
 
 class _AbandonedError(Exception):
-    """Closes the open folder as a failed one, which removes it."""
+    """The error with which the open folder of a save is closed, so that it is removed."""
 
 
 def prune(store: CheckpointStore) -> None:
-    """Delete checkpoints by the retention rule; log an error instead of raising it."""
+    """Delete checkpoints by the retention rule. An error is logged instead of raised."""
     try:
         store.prune()
     except MillraceError as reason:

@@ -1,7 +1,7 @@
 """Parts of tensors in self-describing safetensors files.
 
-A file's header names, for each tensor, the whole tensor's shape and the offset of the part. So any number of ranks can
-read the files of any other number, without an index.
+A file's header gives, for each tensor, the shape of the whole tensor and the offset of the part. So any number of ranks
+can read the files of any other number of ranks, without an index.
 """
 
 import json
@@ -26,7 +26,8 @@ from rlcore.storage.disk import is_out_of_room, out_of_room
 FORMAT = "millrace-shards"
 FORMAT_VERSION = 1
 MAX_FILE_BYTES = 2**30
-"""Host memory of a save from a GPU at one time; one thread hashes it in about a second."""
+"""The largest size of a file in bytes. A save from a GPU uses this much host memory at one time. One thread hashes the
+file in about a second."""
 
 DTYPES: Mapping[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
@@ -36,7 +37,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     )
 }  # fmt: skip
 COMPILED = "_orig_mod."
-"""Prefix of torch.compile in parameter names, which a checkpoint leaves out."""
+"""The prefix of torch.compile in parameter names, which a checkpoint leaves out."""
 
 
 # ---------------------------------------------------------------- a rank's part of a tensor
@@ -44,13 +45,13 @@ COMPILED = "_orig_mod."
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Indices `offset[d] <= i < offset[d] + shape[d]` in each dimension d of a whole tensor."""
+    """The indices `offset[d] <= i < offset[d] + shape[d]` in each dimension d of a whole tensor."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
     def overlap(self, other: "Box") -> "Box | None":
-        """Return the intersection of two boxes; None where it is empty.
+        """Return the intersection of two boxes, or None if it is empty.
 
         >>> Box((0, 0), (4, 2)).overlap(Box((3, 0), (4, 2)))
         Box(offset=(3, 0), shape=(1, 2))
@@ -79,7 +80,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class LocalPart:
-    """This rank's part of one tensor. `local` is the memory itself, not a copy."""
+    """This rank's part of one tensor. `local` is the memory of the part itself, not a copy."""
 
     name: str
     global_shape: tuple[int, ...]
@@ -89,12 +90,10 @@ class LocalPart:
 
 
 def local_part(name: str, tensor: Tensor, *, rank: int) -> LocalPart:
-    """Return the part of a plain tensor (all of it) or of a DTensor (its shard) on this rank.
+    """Return this rank's part of a tensor: all of a plain tensor, or the shard of a DTensor.
 
-    One of several equal copies is written: that of rank 0, or of coordinate 0 in a replicated mesh dimension.
-
-    Raises:
-        CheckpointError: a placement other than Shard and Replicate.
+    One of several equal copies is written: the copy of rank 0, or of coordinate 0 in a replicated mesh dimension.
+    Raises CheckpointError if a placement is neither Shard nor Replicate.
     """
     if not isinstance(tensor, DTensor):
         shape = tuple(tensor.shape)
@@ -120,7 +119,7 @@ def local_part(name: str, tensor: Tensor, *, rank: int) -> LocalPart:
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Return (0, 1) where no process group exists."""
+    """Return the rank and the number of ranks, or (0, 1) if no process group exists."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
@@ -142,7 +141,8 @@ def local_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, ra
 
 
 def model_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield trained parameters and persistent buffers, a tied weight once under its first name."""
+    """Yield trained parameters and persistent buffers with their names. A tied weight occurs once, by its first
+    name."""
     for name, parameter in named_parameters(model):
         if parameter.requires_grad:
             yield name, parameter
@@ -153,7 +153,7 @@ def model_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield all parameters as this rank stores them, each once."""
+    """Yield each parameter once with its name, as this rank stores it."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # after a forward pass without backward the root still has gathered parameters
@@ -162,7 +162,7 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def state_name(name: str, key: str) -> str:
-    """Return the name of one tensor of a parameter's optimizer state."""
+    """Return the name of one tensor in the optimizer state of a parameter."""
     return f"optimizer.{name}.{key}"
 
 
@@ -170,12 +170,8 @@ def state_name(name: str, key: str) -> str:
 
 
 def write_parts(directory: Path, parts: Iterable[LocalPart], *, rank: int, world_size: int) -> None:
-    """Write this rank's parts in files of about `MAX_FILE_BYTES`.
-
-    Raises:
-        DiskSpaceError: no room.
-        CheckpointError: the folder does not exist or cannot be written.
-    """
+    """Write this rank's parts to files of about `MAX_FILE_BYTES`. Raises DiskSpaceError if there is no room, and
+    CheckpointError if the folder does not exist or cannot be written."""
     for number, group in enumerate(_groups(parts)):
         path = directory / f"rank-{rank:05d}-of-{world_size:05d}-{number:04d}.safetensors"
         # safetensors refuses tensors that share memory, and training may continue during the write.
@@ -207,7 +203,7 @@ def _groups(parts: Iterable[LocalPart]) -> Iterator[list[LocalPart]]:
 
 
 def num_bytes(parts: Iterable[LocalPart]) -> int:
-    """Return the bytes of the parts' local tensors."""
+    """Return the total bytes of the parts' local tensors."""
     return sum(part.local.nbytes for part in parts)
 
 
@@ -243,9 +239,9 @@ class StoredTensor:
 
 
 class ShardReader:
-    """All shard files of a folder. Use as a context manager, which keeps the files mapped.
+    """All shard files of a folder. Use it as a context manager, which keeps the files mapped.
 
-    The files must have been verified before, since a mapped file that ends early kills the process on access.
+    The files must have been verified before. A mapped file that ends early kills the process on access.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -255,11 +251,7 @@ class ShardReader:
         self.tensors: dict[str, StoredTensor] = {}
 
     def __enter__(self) -> Self:
-        """Read all headers.
-
-        Raises:
-            CheckpointError: no shard file, a damaged one, or one of a newer format.
-        """
+        """Read all headers. Raises CheckpointError if no shard file exists, or one is damaged or of another format."""
         with ExitStack() as files:
             try:
                 for path in sorted(self._directory.glob("*.safetensors")):
@@ -279,11 +271,8 @@ class ShardReader:
         self._files.close()
 
     def fill(self, part: LocalPart) -> None:
-        """Copy the stored values of the part's box into its memory.
-
-        Raises:
-            CheckpointError: the tensor is absent, has another shape or type, or is not covered by the files.
-        """
+        """Copy the stored values of the part's box into its memory. Raises CheckpointError if the tensor is absent, has
+        another shape or type, or is not covered by the files."""
         stored = self.tensors.get(part.name)
         if stored is None:
             raise CheckpointError(f"{self._directory}: has no tensor {part.name}. Was it saved from another model?")

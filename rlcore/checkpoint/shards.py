@@ -1,18 +1,18 @@
-"""Storage of a model's and its optimizer's tensors, written by each rank, read by any number of ranks.
+"""Storage of a model's and its optimizer's tensors, written by each rank and read by any number of ranks.
 
 Each rank writes its shards into separate safetensors files. A reading rank copies its parts from all files.
 The layout follows torch.distributed.checkpoint, which is not used for these reasons:
 - its `.metadata` and its byte items are pickles, which can run code when they are read;
 - its `get_optimizer_state_dict` steps an optimizer that has taken no step (torch 2.13), which changes Adam's bias
   correction after a resume from the first checkpoint;
-- its writer reports a full disk as `unexpected pos 576 vs 534`; here it is a DiskSpaceError;
+- its writer reports a full disk as `unexpected pos 576 vs 534`, which is a DiskSpaceError here;
 - it is collective, so a rank that fails leaves the others waiting.
 
 `CheckpointStore` verifies hashes by the manifest before a rank opens the files. An attacker who can write the folder
-can write its manifest too, so no byte in it may be executable.
+can write its manifest too, so no byte in the folder may be executable.
 
-Frozen parameters (the base under LoRA adapters) are not saved. `base.json` has their digest, dtype and quantization.
-Another base is refused. `optimizer.json` has an optimizer's groups and numbers.
+Frozen parameters (the base under LoRA adapters) are not saved. `base.json` has the digest, dtype and quantization of
+the base. Another base is refused. `optimizer.json` has the groups and numbers of an optimizer.
 """
 
 import json
@@ -49,9 +49,9 @@ from rlcore.models.policy import PackedTrunk
 from rlcore.storage.publish import write_json_atomically
 
 SPARE_SHARE = 0.25
-"""Host memory that must stay free in addition to a copy, as a share of its size."""
+"""The host memory that must stay free in addition to a copy, as a share of the copy's size."""
 SavedModels = Mapping[str, tuple[nn.Module, torch.optim.Optimizer]]
-"""Models and optimizers of a checkpoint, by their folder in it."""
+"""The models and optimizers of a checkpoint, by their folder in the checkpoint."""
 SHOWN_NAMES = 5
 BASE = "base.json"
 BASE_FORMAT_VERSION = 2
@@ -70,7 +70,7 @@ class GroupRecord:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRecord:
-    """An optimizer's state besides tensors: groups, and the keys and numbers of each parameter's state."""
+    """An optimizer's state besides tensors: the groups, and the keys and numbers of each parameter's state."""
 
     groups: tuple[GroupRecord, ...]
     state_tensors: Mapping[str, tuple[str, ...]]
@@ -82,7 +82,7 @@ _RECORD = TypeAdapter(OptimizerRecord)
 
 @dataclass(frozen=True, slots=True)
 class RankShards:
-    """This rank's shards of one model and its optimizer: `parts` are the tensors themselves, or a copy of them."""
+    """This rank's shards of one model and its optimizer. `parts` are the tensors themselves, or a copy of them."""
 
     parts: tuple[LocalPart, ...]
     optimizer: OptimizerRecord | None
@@ -92,14 +92,16 @@ class RankShards:
 
     @torch.no_grad()
     def copied(self, buffers: dict[str, Tensor]) -> "RankShards":
-        """Copy to the host. GPU tensors are copied to page-locked `buffers` by name, which the next copy overwrites."""
+        """Return a copy of the shards on the host. GPU tensors are copied by name into page-locked `buffers`, which the
+        next copy overwrites."""
         copy = replace(self, parts=tuple(replace(part, local=_copy_part(part, buffers)) for part in self.parts))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return copy
 
     def write(self, directory: Path) -> None:
-        """Write the shards into `directory`, whose parent exists. Raises as `write_parts` does."""
+        """Write the shards into `directory`, whose parent exists. Raises DiskSpaceError if there is no room, and
+        CheckpointError if the folder cannot be written."""
         try:
             directory.mkdir(exist_ok=True)
         except OSError as reason:
@@ -116,7 +118,7 @@ class RankShards:
 
 @dataclass(frozen=True, slots=True)
 class BaseRecord:
-    """The frozen weights under adapters: digest (`rlcore.models.lora`), compute dtype and `model.lora.base`."""
+    """The frozen weights under adapters: the digest (`rlcore.models.lora`), the compute dtype and `model.lora.base`."""
 
     digest: str
     dtype: str
@@ -124,7 +126,7 @@ class BaseRecord:
 
     @classmethod
     def of(cls, model: nn.Module) -> "BaseRecord | None":
-        """Return the record of a model in memory; None where it has no adapters."""
+        """Return the record of a model in memory, or None if the model has no adapters."""
         if not (isinstance(model, PackedTrunk) and model.base_digest):
             return None
         base = "nf4" if is_in_4_bits(model) else "native"
@@ -132,11 +134,7 @@ class BaseRecord:
 
     @classmethod
     def read(cls, directory: Path) -> "BaseRecord":
-        """Read the record of a checkpoint.
-
-        Raises:
-            CheckpointError: it is missing, damaged, or of another format.
-        """
+        """Read the record of a checkpoint. Raises CheckpointError if it is missing, damaged, or of another format."""
         file = directory / BASE
         try:
             document = json.loads(file.read_text(encoding="utf-8"))
@@ -149,7 +147,7 @@ class BaseRecord:
             ) from reason
 
     def require(self, directory: Path) -> None:
-        """Raise CheckpointError where a checkpoint's adapters were trained over another base."""
+        """Raise CheckpointError if a checkpoint's adapters were trained over another base."""
         saved = self.read(directory)
         remedies = {
             "base": f"Set model.lora.base={saved.base}",
@@ -181,7 +179,7 @@ def optimizer_record(model: nn.Module, optimizer: torch.optim.Optimizer) -> Opti
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Select numbers; switches (fused, foreach, capturable) belong to the running code."""
+    """Select the numbers. Switches (fused, foreach, capturable) are left out: they belong to the running code."""
 
     def is_number(value: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool)
@@ -195,7 +193,8 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def rank_shards(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> RankShards:
-    """Return the shards that this rank writes, not copied. Raises as `local_part` does."""
+    """Return the shards that this rank writes, not copied. Raises CheckpointError if a tensor has an unknown
+    placement."""
     rank, world_size = rank_and_world_size()
     parts = tuple(part for part in local_parts(model, optimizer, rank=rank) if part.is_written_here)
     record = None if optimizer is None else optimizer_record(model, optimizer)
@@ -204,18 +203,18 @@ def rank_shards(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Ra
 
 @dataclass(frozen=True, slots=True)
 class CopySize:
-    """Bytes of a rank's shards, and whether they are copied. Without a copy training waits for the write."""
+    """The bytes of a rank's shards, and whether they are copied. Without a copy, training waits for the write."""
 
     num_bytes: int
     is_copied: bool
 
 
 class RankSaver:
-    """One rank's part of a save, one save at a time: copies the shards, writes the copy in a thread, frees it.
+    """One rank's part of a save: it copies the shards, writes the copy in a thread and frees it. One save runs at a
+    time.
 
-    Args:
-        models: returns the current models and optimizers.
-        num_ranks: ranks that may share this host's memory.
+    `models`: a function that returns the current models and optimizers. `num_ranks`: the ranks that may share this
+    host's memory.
     """
 
     def __init__(self, models: Callable[[], SavedModels], *, num_ranks: int) -> None:
@@ -226,7 +225,7 @@ class RankSaver:
         self._writing: Future[None] | None = None
 
     def copy(self) -> CopySize:
-        """Copy this rank's shards to the host if there is memory for it."""
+        """Copy this rank's shards to the host if there is memory for the copy."""
         shards = {name: rank_shards(model, optimizer) for name, (model, optimizer) in self._models().items()}
         size = sum(num_bytes(one.parts) for one in shards.values())
         more = size - sum(buffer.nbytes for buffers in self._buffers.values() for buffer in buffers.values())
@@ -235,9 +234,9 @@ class RankSaver:
         return CopySize(size, is_copied)
 
     def write(self, directory: str) -> None:
-        """Start a thread that writes the copy below `directory`; without a copy write the shards now.
+        """Start a thread that writes the copy below `directory`. Without a copy, write the shards now.
 
-        A second call with another folder replaces the first.
+        A second call with another folder replaces the first call.
         """
         self.abandon()
         if not self._copies:
@@ -253,11 +252,8 @@ class RankSaver:
         self._writing = start_thread(write, "checkpoint-shards")
 
     def is_written(self, *, wait: bool) -> bool:
-        """Return whether the thread has ended; with `wait` after its end.
-
-        Raises:
-            DiskSpaceError, CheckpointError: the write failed. Raised once.
-        """
+        """Return whether the thread has ended. With `wait`, wait for its end. Raises DiskSpaceError or CheckpointError
+        once if the write failed."""
         if self._writing is None:
             return True
         if not wait and not self._writing.done():
@@ -267,18 +263,18 @@ class RankSaver:
         return True
 
     def abandon(self) -> None:
-        """Wait for the thread and ignore its result, before its folder is removed."""
+        """Wait for the thread and ignore its result, so that its folder can be removed."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.exception()
 
     def drop(self) -> None:
-        """Free the copy's memory; buffers of GPU tensors are kept."""
+        """Free the memory of the copy. The buffers of GPU tensors are kept."""
         self._copies = {}
 
 
 def start_thread(do: Callable[[], None], name: str) -> "Future[None]":
-    """Call `do` in a daemon thread, which does not delay the process's exit."""
+    """Call `do` in a daemon thread, which does not delay the exit of the process. Return a future of the call."""
     result: Future[None] = Future()
 
     def run() -> None:
@@ -294,7 +290,7 @@ def start_thread(do: Callable[[], None], name: str) -> "Future[None]":
 
 
 def fits_in_memory(num_bytes: int) -> bool:
-    """Return whether the host has memory for a copy of that size."""
+    """Return whether the host has memory for a copy of `num_bytes`."""
     return psutil.virtual_memory().available > num_bytes * (1 + SPARE_SHARE)
 
 
@@ -311,12 +307,10 @@ def _copy_part(part: LocalPart, buffers: dict[str, Tensor]) -> Tensor:
 
 @torch.no_grad()
 def load_shards(directory: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Read what any number of ranks saved, in place. Without an optimizer only the weights are read.
+    """Load the tensors that any number of ranks saved, in place. Without an optimizer, only the weights are loaded.
 
-    After an error the model is unusable, since it may hold a mixture.
-
-    Raises:
-        CheckpointError: files are missing or damaged, or are those of another model or optimizer.
+    After an error the model is unusable, since it may hold a mixture of old and loaded weights. Raises CheckpointError
+    if files are missing or damaged, or belong to another model or optimizer.
     """
     rank, _ = rank_and_world_size()
     with ShardReader(directory) as reader:
@@ -362,11 +356,8 @@ def _read_record(directory: Path) -> OptimizerRecord:
 def load_optimizer(
     directory: Path, reader: ShardReader, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int
 ) -> None:
-    """Fill the optimizer's state, in place where it exists.
-
-    Raises:
-        CheckpointError: no optimizer was saved, it is damaged, or its parameter groups differ.
-    """
+    """Fill the optimizer's state, in place where it exists. Raises CheckpointError if no optimizer was saved, if the
+    saved one is damaged, or if its parameter groups differ."""
     record = _read_record(directory)
     named = dict(named_parameters(model))
     names = {parameter: name for name, parameter in named.items()}
@@ -391,7 +382,8 @@ def load_optimizer(
 def _state_tensor(
     reader: ShardReader, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str, key: str, rank: int
 ) -> Tensor:
-    """Read one tensor of the state: sharded as its parameter where the shapes are equal, else whole on every rank."""
+    """Read one tensor of the state. It is sharded like its parameter if the shapes are equal, otherwise whole on every
+    rank."""
     full_name = state_name(name, key)
     stored = reader.tensors.get(full_name)
     if stored is None:

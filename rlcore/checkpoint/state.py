@@ -1,4 +1,4 @@
-"""The loop's state: what the next step depends on besides tensors. No torch."""
+"""The state of the training loop on which the next step depends, besides tensors. It imports no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,44 +11,44 @@ from rlcore.storage.documents import first_problem, parse_json, read_ordinary, s
 
 FORMAT_VERSION = 2
 STATE = "state.json"
-"""Name of the state's file in a checkpoint."""
+"""The name of the state's file in a checkpoint."""
 
 Count = Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True, slots=True)
 class LoopState:
-    """State of the training loop from one step to the next. `num_prompts_drawn` determines the position in the data."""
+    """The state of the training loop between two steps. `num_prompts_drawn` determines the position in the data."""
 
     step: Count
     policy_version: Count
-    """Number of weight syncs."""
+    """The number of weight syncs."""
     num_prompts_drawn: Count
-    """Prompts taken from the endless stream, including those that dynamic sampling dropped."""
+    """The number of prompts from the endless stream, including those that dynamic sampling dropped."""
     num_tokens: Count
-    """Prompt and response tokens trained on."""
+    """The number of prompt and response tokens that were trained on."""
     kl_coef: float
-    """Adaptive coefficient."""
+    """The adaptive coefficient of the KL term."""
     best_metric: float = float("-inf")
-    """Best held-out score; -inf before the first."""
+    """The best held-out score, or -inf before the first one."""
     best_step: Count = 0
     entropy_added: float = 0.0
-    """Addition to the weight of the entropy bonus by its target."""
+    """The amount that the entropy target has added to the weight of the entropy bonus."""
     pass_counts: str = ""
-    """Right and scored responses of each training row, base64 of float32 (`rlcore.batching.loader`)."""
+    """The right and scored responses of each training row, as base64 of float32 (`rlcore.batching.loader`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState(LoopState):
-    """`state.json` of a checkpoint: the loop's state with its journal and settings."""
+    """The content of a checkpoint's `state.json`: the loop's state, with data about its journal and settings."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
 
     format_version: int = FORMAT_VERSION
     journal_bytes: Count = 0
-    """Length of metrics.jsonl up to this step's line."""
+    """The length of metrics.jsonl up to the line of this step."""
     journal_sha256: str = ""
-    """Digest of those bytes."""
+    """The digest of these bytes of the journal."""
     settings_fingerprint: str
 
     def to_json(self) -> str:
@@ -57,11 +57,7 @@ class TrainerState(LoopState):
 
     @staticmethod
     def read(path: Path) -> "TrainerState":
-        """Read `state.json`.
-
-        Raises:
-            CheckpointError: missing, damaged, or of a newer format.
-        """
+        """Read `state.json`. Raises CheckpointError if it is missing, damaged, or of another format version."""
         remedy = f"Delete {path.parent}; the checkpoint before it will be used."
         try:
             document = parse_json(read_ordinary(path))
@@ -86,7 +82,7 @@ _STATE = TypeAdapter(TrainerState)
 
 
 def journal_problem(state: TrainerState, journal: Path) -> str:
-    """Return why the journal does not fit a checkpoint; '' where it fits."""
+    """Return the reason why the journal does not fit a checkpoint, or '' if it fits."""
     wanted = state.journal_bytes
     if not wanted:
         return ""

@@ -1,4 +1,4 @@
-"""A run's folder of checkpoints: published whole, verified before use, pruned by rule. No torch."""
+"""A run's folder of checkpoints: published whole, verified before use and pruned by rule. It imports no torch."""
 
 import json
 import logging
@@ -31,7 +31,7 @@ from rlcore.storage.manifest import LEFT, set_aside, verify_directory
 from rlcore.storage.publish import published_directory, remove_stale_temporaries, remove_tree, temporary_sibling
 
 SETTINGS = "settings.json"
-"""Name of the settings' file in a checkpoint."""
+"""The name of the settings' file in a checkpoint."""
 SHOWN_DIFFERENCES = 10
 
 log = logging.getLogger(__name__)
@@ -39,9 +39,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FoundCheckpoint:
-    """The newest usable checkpoint (None where there is none), and the newer ones that were refused.
+    """The newest usable checkpoint, or None, and the newer checkpoints that were refused.
 
-    `journal_problem`: why the journal does not fit, where it fits no checkpoint; else ''.
+    `journal_problem`: the reason why the journal does not fit the checkpoint, or '' if it fits.
     """
 
     checkpoint: CheckpointInfo | None
@@ -50,12 +50,12 @@ class FoundCheckpoint:
 
 
 class CheckpointStore:
-    """The checkpoints of one run. State is on disk; the object remembers only what it has verified."""
+    """The checkpoints of one run. The state is on disk, and the object remembers only what it has verified."""
 
     def __init__(
         self, directory: Path, config: CheckpointConfig, settings: RunConfig, *, journal: Path | None = None
     ) -> None:
-        """`journal`: the run's, which a checkpoint to resume from has to fit."""
+        """Use a folder of checkpoints. `journal`: the run's journal, which a checkpoint to resume from has to fit."""
         self.directory = directory
         self._journal = journal
         self._config = config
@@ -74,14 +74,12 @@ class CheckpointStore:
     def writing(
         self, state: TrainerState, metrics: Mapping[str, float], at: Callable[[str], None] = lambda what: None
     ) -> Iterator[Path]:
-        """Publish a checkpoint: yield a folder for the ranks' shards and rename it into place at the block's end.
+        """Publish a checkpoint: yield a folder for the ranks' shards and rename it into place at the end of the block.
 
-        An existing one of the same step is replaced by one rename, or set aside (`move_out_of_the_way`). Metrics that
-        are not finite are left out. `at` is called with each stage and its path.
-
-        Raises:
-            DiskSpaceError: no room. Older checkpoints are unchanged, nothing of this one remains.
-            CheckpointError: the folder cannot be written.
+        An existing checkpoint of the same step is replaced by one rename, or set aside (`move_out_of_the_way`). Metrics
+        that are not finite are left out. `at` is called with each stage and its path. Raises DiskSpaceError if there is
+        no room. Older checkpoints are then unchanged, and nothing of this one remains. Raises CheckpointError if the
+        folder cannot be written.
         """
         target = self.path_of(state.step)
         created = datetime.now(UTC).isoformat("T", "microseconds")
@@ -113,7 +111,7 @@ class CheckpointStore:
             ) from reason
 
     def prune(self) -> tuple[Path, ...]:
-        """Delete what the retention rule does not keep; return the deleted paths.
+        """Delete the checkpoints that the retention rule does not keep, and return their paths.
 
         Nothing is deleted unless a remaining checkpoint has been verified byte for byte. Broken folders stay.
         """
@@ -126,9 +124,9 @@ class CheckpointStore:
         return tuple(info.path for info in candidates if info.step != good.step and self._delete(info.path))
 
     def set_aside_later(self, step: int) -> None:
-        """Rename intact checkpoints of later steps, since the run continues from `step` and the journal is cut to it.
+        """Rename intact checkpoints of steps after `step`, from which the run continues with a truncated journal.
 
-        They would count as the newest ones in pruning. Broken ones stay.
+        Otherwise pruning would count them as the newest ones. Broken checkpoints stay.
         """
         for info in scan(self.directory).checkpoints:
             if info.step > step and self._search([info], hashes=True).checkpoint is not None:
@@ -147,19 +145,16 @@ class CheckpointStore:
     # ---------------------------------------------------------------- read
 
     def list(self) -> Sequence[CheckpointInfo]:
-        """Return all checkpoints with a readable manifest, by step, not verified."""
+        """Return all checkpoints with a readable manifest, sorted by step and not verified."""
         return scan(self.directory).checkpoints
 
     def latest(self, *, verify: bool = True) -> CheckpointInfo | None:
-        """Return the checkpoint to resume from, see `find_latest`."""
+        """Return the checkpoint to resume from, or None. See `find_latest`."""
         return self.find_latest(verify=verify).checkpoint
 
     def find(self, name: str, *, verify: bool = True) -> CheckpointInfo | None:
-        """Find a checkpoint by `last` (see `find_latest`), `best` or its folder's name; None for `start`.
-
-        Raises:
-            CheckpointError: no checkpoint has that name.
-        """
+        """Find a checkpoint by `last` (see `find_latest`), `best` or its folder's name. Return None for `start`. Raises
+        CheckpointError if no checkpoint has that name."""
         if name == "start":
             return None
         if name in ("last", "best"):
@@ -177,17 +172,15 @@ class CheckpointStore:
         return found
 
     def step_of(self, name: str, *, verify: bool = True) -> int:
-        """Return the step of a checkpoint, see `find`; 0 for `start`."""
+        """Return the step of a checkpoint, or 0 for `start`. See `find`."""
         found = self.find(name, verify=verify)
         return 0 if found is None else found.step
 
     def find_latest(self, *, verify: bool = True) -> FoundCheckpoint:
-        """Find the newest checkpoint that is intact and fits the journal, and log those refused before it.
+        """Find the newest checkpoint that is intact and fits the journal. Newer ones that were refused are logged.
 
-        Where none fits the journal, the newest intact one is returned. Without `verify` only sizes are checked.
-
-        Raises:
-            CheckpointError: all checkpoints are broken, or the newest intact one has other settings.
+        If none fits the journal, the newest intact one is returned. Without `verify`, only sizes are checked. Raises
+        CheckpointError if all checkpoints are broken, or if the newest intact one has other settings.
         """
         found = self._find(verify=verify)
         while not all(os.path.lexists(refusal.path) for refusal in found.refusals):  # pruned meanwhile
@@ -208,31 +201,29 @@ class CheckpointStore:
         return found
 
     def best(self) -> CheckpointInfo | None:
-        """Return the intact checkpoint with the highest score, of equal ones the later."""
+        """Return the intact checkpoint with the highest score, the later one of equal scores, or None."""
         found = self._search(by_score(self.list()), hashes=True)
         for refusal in found.refusals:
             log.warning("checkpoint refused: %s", refusal.reason)
         return found.checkpoint
 
     def verify(self, info: CheckpointInfo, *, hashes: bool = True) -> None:
-        """Check the size and, with `hashes`, every byte of each file, once in this process.
-
-        Raises:
-            CheckpointError: names file, rule, value and remedy.
-        """
+        """Check the size and, with `hashes`, every byte of each file. Bytes are checked once in this process. Raises
+        CheckpointError if a check fails. The message names the file, the rule, the value and the remedy."""
         known = (info.path, info.created)
         verify_directory(info.path, hashes=hashes and known not in self._verified, error=CheckpointError)
         if hashes:
             self._verified.add(known)
 
     def load_state(self, info: CheckpointInfo) -> TrainerState:
-        """Read a checkpoint's state. Raises as `verify` and `require_same_settings` do."""
+        """Read the state of a checkpoint. Raises CheckpointError if it is damaged or has other settings."""
         self.verify(info)
         require_same_settings(info, self._settings, self._fingerprint)
         return TrainerState.read(info.path / STATE)
 
     def measured_bytes(self) -> int | None:
-        """Return the size of the newest checkpoint, which the next one will need; None before the first."""
+        """Return the size of the newest checkpoint, which the next one is expected to need, or None if there is
+        none."""
         known = self.list()
         return known[-1].size_bytes if known else None
 
@@ -269,16 +260,13 @@ class CheckpointStore:
 
 @cache
 def _warn_once(text: str) -> None:
-    """Log once in this process, since a flow searches for the newest checkpoint many times."""
+    """Log a warning once in this process, since a flow searches for the newest checkpoint many times."""
     log.warning("%s", text)
 
 
 def require_same_settings(info: CheckpointInfo, settings: Mapping[str, Any], fingerprint: str) -> None:
-    """Refuse a checkpoint of another run. `settings`: those that numbers depend on, by key.
-
-    Raises:
-        CheckpointError: names the settings that differ, with both values.
-    """
+    """Refuse a checkpoint of another run. `settings`: the settings that numbers depend on, by key. Raises
+    CheckpointError if settings differ. The message names them with both values."""
     if info.settings_fingerprint == fingerprint:
         return
     theirs = _read_settings(info.path / SETTINGS)

@@ -1,4 +1,4 @@
-"""Settings of the algorithm: advantages, losses, KL, optimizer, critic."""
+"""Settings of the algorithm: the advantages, the losses, the KL term, the optimizer and the critic."""
 
 from collections.abc import Mapping
 from typing import Annotated, Literal
@@ -10,20 +10,20 @@ from rlcore.config.problems import Problem, did_you_mean
 from rlcore.config.rules import Bound, EffectiveWhen, Rule, rule
 
 ADVANTAGE_FUNCTIONS: Mapping[str, str] = {name: f"rlcore.algos.advantages:{name}" for name in ("pass_at_k", "gdpo")}
-"""Advantages that are a function with options, like custom ones."""
+"""The `module:function` of each built-in advantage that takes options. Custom advantages have the same form."""
 GROUP_ADVANTAGES: frozenset[str] = frozenset(
     {"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", *ADVANTAGE_FUNCTIONS}
 )
-"""Advantages that compare the responses to one prompt, and need two or more of them."""
+"""The advantages that compare the responses to one prompt. They need two or more responses to each prompt."""
 UNGROUPED_ADVANTAGES = ("gae", "reinforce_pp", "remax")
-"""Advantages that are not 0 in a group of equal scores."""
+"""The advantages that are not 0 in a group whose responses all have the same score."""
 ADVANTAGES = (*UNGROUPED_ADVANTAGES, *sorted(GROUP_ADVANTAGES))
-"""Advantages with a short name."""
+"""The names of all built-in advantages."""
 POLICY_LOSSES: Mapping[str, str] = {
     name: f"rlcore.algos.losses:{name}"
     for name in ("ppo_clip", "gspo", "cispo", "sapo", "gmpo", "gpg", "dppo", "kl_cov")
 }
-"""Losses with a short name, and the function of each."""
+"""The `module:function` of each built-in policy loss."""
 _UNCLIPPED = "sapo gmpo gpg dppo kl_cov"
 _WITH_BOTH_CLIPS = EffectiveWhen(".policy_loss", unless=_UNCLIPPED)
 _TWO_SIDES = EffectiveWhen("trainer.old_logprobs", unless="behavior")
@@ -32,16 +32,17 @@ Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean",
 
 
 class EntropyControlConfig(Section):
-    """A controller of the entropy bonus that keeps the policy's entropy near a target."""
+    """A controller that changes the weight of the entropy bonus to keep the policy's entropy near a target."""
 
     target: float | None = Field(default=None, gt=0)
-    """Target entropy in nats a token; None: the weight stays `algo.entropy_coef`."""
+    """The target entropy in nats per token. If null, the weight stays at `algo.entropy_coef`."""
     step: Annotated[float, EffectiveWhen(".target")] = Field(default=0.005, gt=0)
-    """Change of the weight after a step: up if the entropy is below the target, down (to 0 at least) if above."""
+    """The amount by which the weight rises after a step whose entropy is below the target. If the entropy is above the
+    target, the weight falls by this amount, to 0 at the lowest."""
 
 
 class KlConfig(Section):
-    """Distance from the frozen reference policy."""
+    """The KL divergence between the policy and a frozen reference policy."""
 
     where: Literal["off", "loss", "reward"] = "off"
     """Place of the KL term. Off: no reference model is loaded."""
@@ -52,26 +53,27 @@ class KlConfig(Section):
         EffectiveWhen(".where", unless="reward", of="k2 k3 low_var_kl", remedy="Set algo.kl.estimator=k1",
                       why="algo.kl.where=reward near the reference: its policy gradient vanishes, as d^2 / 2 does"),
     ] = "auto"  # fmt: skip
-    """Per-token estimator; low_var_kl is k3. auto: k1 in the reward, low_var_kl in the loss."""
+    """The estimator of the KL divergence for each token. `low_var_kl` is another name for `k3`. `auto` is `k1` in the
+    reward and `low_var_kl` in the loss."""
     coef: float = Field(default=0.001, ge=0)
-    """Coefficient (at the start, if adaptive)."""
+    """The coefficient of the KL term. With `adaptive`, it is the coefficient at the start."""
     adaptive: bool = False
-    """Let a controller move the coefficient towards `target`."""
+    """Let a controller change the coefficient so that the KL divergence approaches `target`."""
     target: Annotated[float, EffectiveWhen(".adaptive")] = Field(default=0.1, gt=0)
-    """Target KL of the adaptive controller, per token."""
+    """The KL divergence per token that the adaptive controller aims at, in nats."""
     horizon: Annotated[int, EffectiveWhen(".adaptive")] = Field(default=10_000, ge=1)
-    """Sequences over which the adaptive controller acts."""
+    """The number of sequences over which the adaptive controller acts. A larger number makes the controller slower."""
     offload: Annotated[
         bool,
         MayChange,
         EffectiveWhen("model.lora", "null", why="model.lora: the reference is the policy without its adapters"),
     ] = False
-    """Keep the reference's weights in host memory between its forward passes."""
+    """Keep the weights of the reference model in host memory between its forward passes."""
     effective = EffectiveWhen(".where")
 
     @property
     def estimator_in_use(self) -> KlEstimator:
-        """The estimator, with `auto` resolved to the one that has the divergence's gradient."""
+        """The estimator that is used. `auto` is resolved to the estimator that has the gradient of the divergence."""
         if self.estimator != "auto":
             return self.estimator
         return "k1" if self.where == "reward" else "low_var_kl"
@@ -83,25 +85,28 @@ _BY_COVARIANCE = EffectiveWhen(".share")
 
 
 class ImportanceConfig(Section):
-    """Correction for the difference between the sampler's and the trainer's probabilities."""
+    """Importance weights that correct the difference between the sampler's and the trainer's probabilities."""
 
     mode: Annotated[Literal["off", "truncate", "mask"], _TWO_SIDES] = "off"
-    """truncate: weight min(ratio, cap). mask: weight 0 where the ratio leaves [1/cap, cap]."""
+    """The weight of a token's loss. `truncate` gives the weight min(ratio, cap). `mask` gives the ratio itself, or 0 if
+    the ratio is outside [1/cap, cap]."""
     level: Annotated[Literal["token", "sequence"], _CORRECTED] = "token"
-    """Ratio of each token, or of the whole response: the product of its tokens' ratios."""
+    """The unit of the ratio: a token or a whole response, whose ratio is the product of its tokens' ratios."""
     cap: Annotated[float, _CORRECTED] = Field(default=2.0, gt=1)
-    """Bound of the ratio exp(old - behavior)."""
+    """The bound of the ratio `exp(old - behavior)` between the trainer's and the sampler's probabilities."""
 
 
 class RejectionConfig(Section):
-    """Tokens and responses that the update skips because trainer and sampler differ too much."""
+    """The tokens and responses that an update skips because trainer and sampler differ too much."""
 
     level: Annotated[Literal["off", "token", "sequence-sum", "sequence-mean", "sequence-max"], _TWO_SIDES] = "off"
-    """Unit that is measured and skipped: a token, or a response by sum, mean or maximum over its tokens."""
+    """The unit that is measured and skipped. `token` is a single token. The other values skip whole responses by the
+    sum, mean or maximum over their tokens."""
     estimator: Annotated[Literal["k1", "k2", "k3"], _REJECTED] = "k1"
-    """Divergence of a token: KL(behavior || old), estimated as in `algo.kl.estimator`."""
+    """The estimator of a token's divergence KL(behavior || old). The estimators are those of `algo.kl.estimator`."""
     cap: Annotated[float, _REJECTED] = Field(default=2.0, gt=0)
-    """k1: largest factor between the probabilities, either way (over 1). k2, k3: largest divergence."""
+    """The largest accepted difference. With k1, it is the factor between the two probabilities in either direction, and
+    must be over 1. With k2 and k3, it is the divergence."""
     checks = (
         rule(".cap", ".estimator", "must be over 1 with k1",
              lambda own, _: own.level == "off" or own.estimator != "k1" or own.cap > 1,
@@ -110,26 +115,26 @@ class RejectionConfig(Section):
 
 
 class ClipCovConfig(Section):
-    """Tokens without a policy loss because their covariance of log-probability and advantage lowers the entropy
-    (Clip-Cov)."""
+    """Clip-Cov, which slows the fall of the entropy. Some tokens whose covariance of log-probability and advantage is
+    high get no policy loss."""
 
     share: float = Field(default=0.0, ge=0, lt=1)
-    """Largest share of a mini-batch's response tokens that are drawn; 0: none. The paper has 0.0002."""
+    """The largest share of a mini-batch's response tokens that are drawn. 0 draws no tokens. The paper uses 0.0002."""
     low: Annotated[
         float, _BY_COVARIANCE, Bound("be under", "algo.clip_cov.high", "Lower it", only_with="algo.clip_cov.share")
     ] = 1.0
-    """Covariance above which a token may be drawn; the mean over all tokens is far smaller."""
+    """The covariance above which a token may be drawn. The mean covariance over all tokens is far smaller."""
     high: Annotated[float, _BY_COVARIANCE] = 5.0
-    """Covariance below which it may be drawn."""
+    """The covariance below which a token may be drawn."""
 
 
 class DynamicSamplingConfig(Section):
-    """Replacement of groups whose responses all have the same score (DAPO)."""
+    """The replacement of groups whose responses all have the same score (DAPO)."""
 
     enabled: bool = False
-    """Replace groups of equal score."""
+    """Replace each group whose responses all have the same score."""
     max_refills: Annotated[int, EffectiveWhen(".enabled")] = Field(default=2, ge=0)
-    """Most sampling rounds after a step's first. Then the step continues with the groups it has."""
+    """The most sampling rounds after the first round of a step. The step then continues with the groups that it has."""
     checks = (
         rule(".enabled", "rollout.samples_per_prompt", "needs rollout.samples_per_prompt of 2 or more",
              lambda own, run: not own.enabled or run.rollout.samples_per_prompt >= 2,
@@ -142,22 +147,22 @@ class DynamicSamplingConfig(Section):
 
 
 class OverlongConfig(Section):
-    """Soft penalty on responses near the length limit (DAPO)."""
+    """A soft penalty on responses near the length limit (DAPO)."""
 
     enabled: bool = False
-    """Lower the reward near the limit."""
+    """Lower the reward of responses near the length limit."""
     buffer_tokens: Annotated[
         int,
         EffectiveWhen(".enabled"),
         Bound("be at most", "rollout.max_response_tokens", "Lower it", only_with="algo.overlong.enabled"),
     ] = Field(default=128, ge=1)
-    """Tokens before the limit over which the penalty grows."""
+    """The number of tokens before the length limit over which the penalty grows."""
     penalty: Annotated[float, EffectiveWhen(".enabled")] = Field(default=1.0, ge=0)
-    """Penalty at the limit."""
+    """The penalty on a response that reaches the length limit."""
 
 
 def _is_known(field: str, known: tuple[str, ...]) -> Rule:
-    """Check that a loss or an advantage has a known name or the form `module:function`."""
+    """Return the rule that a loss or an advantage has a known name or the form `module:function`."""
 
     def check(algo: "AlgoConfig", _: Run) -> Problem | None:
         given = getattr(algo, field)
@@ -170,61 +175,62 @@ def _is_known(field: str, known: tuple[str, ...]) -> Rule:
 
 
 class AlgoConfig(Section):
-    """The algorithm. `docs/algorithms.md` maps every choice to its equation and function."""
+    """The algorithm. `docs/algorithms.md` gives the equation and the function of each choice."""
 
     advantage: str = "grpo"
-    """gae, grpo, dr_grpo, rloo, opo, remax, reinforce_pp, reinforce_pp_baseline, pass_at_k, gdpo, or a custom
-    `module:function`."""
+    """The estimator of the advantage: gae, grpo, dr_grpo, rloo, opo, remax, reinforce_pp, reinforce_pp_baseline,
+    pass_at_k, gdpo, or a custom `module:function`."""
     advantage_options: Annotated[
         dict[str, bool | int | float | str],
         EffectiveWhen(".advantage", unless=" ".join({*ADVANTAGES} - {*ADVANTAGE_FUNCTIONS})),
     ] = Field(default_factory=dict)
     """Keyword arguments of an advantage that is a function, such as `k` of pass_at_k."""
     gamma: Annotated[float, EffectiveWhen(".advantage", "gae reinforce_pp")] = Field(default=1.0, ge=0, le=1)
-    """Discount per token (gae, reinforce_pp)."""
+    """The discount per token, which gae and reinforce_pp use."""
     lam: Annotated[float, EffectiveWhen(".advantage", "gae")] = Field(default=1.0, ge=0, le=1)
-    """Lambda of the generalized advantage estimate."""
+    """The lambda of the generalized advantage estimate (gae)."""
     policy_loss: str = "ppo_clip"
-    """ppo_clip, gspo, cispo, sapo, gmpo, gpg, dppo, kl_cov, or a custom `module:function`."""
+    """The policy loss: ppo_clip, gspo, cispo, sapo, gmpo, gpg, dppo, kl_cov, or a custom `module:function`."""
     policy_loss_options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Keyword arguments that the function of the policy loss declares, such as `tau_pos` of sapo."""
     clip_low: Annotated[float, _WITH_BOTH_CLIPS] = Field(default=0.2, gt=0, lt=1)
-    """Ratio is clipped below at 1 - clip_low."""
+    """The lower clip range. The probability ratio is clipped below at `1 - clip_low`."""
     clip_high: Annotated[float, _WITH_BOTH_CLIPS] = Field(default=0.2, gt=0)
-    """Ratio is clipped above at 1 + clip_high."""
+    """The upper clip range. The probability ratio is clipped above at `1 + clip_high`."""
     dual_clip: Annotated[float | None, EffectiveWhen(".policy_loss", unless=f"cispo {_UNCLIPPED}")] = Field(
         default=3.0, gt=1
     )
-    """Bound of the loss for negative advantages; None: no dual clip."""
+    """The bound of the loss for negative advantages, as a multiple of the advantage. If null, there is no dual clip."""
     aggregation: Aggregation = "token-mean"
-    """Aggregation of per-token losses to one number."""
+    """The way in which the per-token losses are aggregated to one number."""
     entropy_coef: float = Field(default=0.0, ge=0)
-    """Weight of the entropy bonus (at the start, with a target); 0 computes the entropy without gradient."""
+    """The weight of the entropy bonus. With `algo.entropy_control.target`, it is the weight at the start. With 0, the
+    entropy is computed without a gradient."""
     entropy_control: EntropyControlConfig = EntropyControlConfig()
-    """Target of the entropy."""
+    """The controller that keeps the entropy near a target."""
     value_clip: Annotated[float, EffectiveWhen("critic", remedy="Choose algo=ppo, which has a critic")] = Field(
         default=0.5, gt=0
     )
-    """Range of the clipped value loss around the old value."""
+    """The clip range of the value loss: the largest distance of a new value from the old value."""
     kl: KlConfig = KlConfig()
-    """Distance from the reference policy."""
+    """The KL divergence from the reference policy."""
     importance: ImportanceConfig = ImportanceConfig()
-    """Correction between sampler and trainer."""
+    """The correction of differences between the sampler and the trainer."""
     rejection: RejectionConfig = RejectionConfig()
-    """Tokens and responses that are too far from the sampler."""
+    """The rejection of tokens and responses that are too far from the sampler."""
     off_policy_mask: float | None = Field(default=None, gt=0)
-    """Largest fall of a response's mean log-probability since it was sampled, in nats a token. Above it a response with
-    a negative advantage has no policy loss. None: no limit."""
+    """The largest fall of a response's mean log-probability since it was sampled, in nats per token. After a larger
+    fall, a response with a negative advantage has no policy loss. If null, there is no limit."""
     top_entropy: float = Field(default=1.0, gt=0, le=1)
-    """Share of a mini-batch's response tokens that have a policy loss: those where the policy's entropy is highest."""
+    """The share of a mini-batch's response tokens that have a policy loss: the ones where the entropy is highest."""
     clip_cov: ClipCovConfig = ClipCovConfig()
-    """Tokens without a policy loss, so that the entropy falls more slowly."""
+    """Clip-Cov, which excludes tokens from the policy loss so that the entropy falls more slowly."""
     mask_truncated: bool = False
-    """Skip responses that were cut at the length limit in the update; their scores still count in their group."""
+    """Skip responses that reach the length limit in the update. Their scores still count in their group."""
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
-    """Replacement of groups of equal score."""
+    """The replacement of groups whose responses all have the same score."""
     overlong: OverlongConfig = OverlongConfig()
-    """Soft penalty near the length limit."""
+    """The soft penalty on responses near the length limit."""
     checks = (
         _is_known("policy_loss", tuple(POLICY_LOSSES)),
         _is_known("advantage", ADVANTAGES),
@@ -253,41 +259,41 @@ class AlgoConfig(Section):
 
     @property
     def advantage_function(self) -> str | None:
-        """`module:function` of an advantage that is a function with options, None for the others."""
+        """The `module:function` of an advantage that is a function with options, or None for the other advantages."""
         name = ADVANTAGE_FUNCTIONS.get(self.advantage, self.advantage)
         return name if ":" in name else None
 
 
 OFFLOAD_PIECE_BYTES = 268_435_456
-"""Bytes of moments that an offloaded optimizer moves to the device together. Defined here because the memory plan uses
-it before torch is imported."""
+"""The bytes of moments that an offloaded optimizer moves to the device together. The memory plan uses the number before
+torch is imported, so it is defined here."""
 
 
 class OptimConfig(Section):
-    """AdamW and its learning-rate schedule."""
+    """The AdamW optimizer and its learning-rate schedule."""
 
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after the warm-up: linear and cosine fall to `min_lr_ratio` x lr after the last step."""
+    """The learning rate after the warm-up. `linear` and `cosine` fall to `min_lr_ratio` x lr after the last step."""
     min_lr_ratio: Annotated[float, EffectiveWhen(".schedule", unless="constant")] = Field(default=0.0, ge=0, le=1)
-    """Lowest rate as a share of lr."""
+    """The learning rate at the end of the schedule, as a share of lr."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps of linear warm-up."""
+    """The number of steps of linear warm-up."""
     warmup_ratio: float = Field(default=0.0, ge=0, lt=1)
-    """Warm-up as a share of all steps, used where `warmup_steps` is 0."""
+    """The warm-up as a share of all steps. It is used if `warmup_steps` is 0."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay of the first moment."""
+    """The decay rate of the first moment."""
     beta2: float = Field(default=0.999, ge=0, lt=1)
-    """Decay of the second moment."""
+    """The decay rate of the second moment."""
     eps: float = Field(default=1e-8, gt=0)
-    """Term that keeps the update finite."""
+    """A small number in the denominator of the update that keeps the update finite."""
     weight_decay: float = Field(default=0.01, ge=0)
-    """Decoupled weight decay of matrices; norms and biases have none."""
+    """The decoupled weight decay of matrices. Norms and biases have no weight decay."""
     grad_clip: float = Field(default=1.0, gt=0)
-    """Largest global gradient norm."""
+    """The largest global norm of the gradient. A gradient with a larger norm is clipped."""
     offload: Annotated[bool, MayChange] = False
-    """Keep the moments in host memory and move them to the GPU piece by piece for each step; equal numbers."""
+    """Keep the moments in host memory, and move them to the GPU in pieces in each step. The numbers are the same."""
     checks = (
         rule(".warmup_ratio", ".warmup_steps", "must be 0 where warmup_steps is given",
              lambda own, _: not (own.warmup_steps and own.warmup_ratio), "Set one of the two"),
@@ -295,16 +301,16 @@ class OptimConfig(Section):
 
 
 class CriticConfig(Section):
-    """The value model of PPO: the policy's architecture, separate weights and optimizer."""
+    """The value model of PPO. It has the policy's architecture, but separate weights and a separate optimizer."""
 
     path: str | None = None
-    """Initial weights; None: the policy's."""
+    """The path of the initial weights. If null, the initial weights are those of the policy."""
     optim: OptimConfig = OptimConfig(lr=1e-5)
-    """Its optimizer."""
+    """The optimizer of the critic."""
     warmup_steps: Annotated[int, Bound("be under", "trainer.total_steps", "Lower it, or train for longer")] = Field(
         default=0, ge=0
     )
-    """First steps, in which the critic alone is trained."""
+    """The number of first steps in which only the critic is trained."""
     checks = (
         rule("critic", "algo.advantage", "has no use except with algo.advantage=gae",
              lambda _, run: run.algo.advantage == "gae",

@@ -1,4 +1,4 @@
-"""The common form of all sections of settings, and their dotted keys."""
+"""The base class of all sections of settings, and functions for dotted keys and paths."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -10,9 +10,9 @@ from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 
 Run = Any
-"""Type of a `RunConfig` in the modules of its sections, which it is made of."""
+"""A stand-in for the type `RunConfig` in the modules of its sections, which `RunConfig` itself imports."""
 FILE_ENDINGS = (".yaml", ".yml")
-"""Endings that distinguish the path of a file from a name in a folder of `conf/`."""
+"""The file endings that distinguish the path of a file from a name in a folder of `conf/`."""
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 """Millrace's own groups, experiments, suites and sweeps."""
@@ -38,28 +38,28 @@ def member_file(group: str, name: str) -> Path:
 
 
 def expand_path(path: str) -> Path:
-    """Expand `~`. That of an unknown user stays, where Path.expanduser raises RuntimeError."""
+    """Return a path with `~` expanded. An unknown user's `~` stays, where Path.expanduser raises RuntimeError."""
     return Path(os.path.expanduser(path))  # noqa: PTH111
 
 
 def expand_home(path: str | None) -> str | None:
-    """Expand `~` in a setting that may be None or a hub id: a validator of fields."""
+    """Return a setting with `~` expanded. The setting may be None or a hub id. Fields use this as a validator."""
     return path and os.path.expanduser(path)  # noqa: PTH111
 
 
 def is_function_name(name: str) -> bool:
-    """Return True for `module:function`."""
+    """Return whether a name has the form `module:function`."""
     module, _, function = name.partition(":")
     return all(part.isidentifier() for part in (*module.split("."), function))
 
 
 class MayChange:
-    """Annotation of a setting or section that may change when a run resumes. It does not affect the run's numbers and
-    is not part of its fingerprint."""
+    """An annotation of a setting or section that may change when a run resumes. The setting affects neither the numbers
+    nor the fingerprint of the run."""
 
 
 class Section(BaseModel):
-    """A frozen group of settings. The string below a field documents its meaning, unit and range."""
+    """A frozen group of settings. The string below a field documents the field's meaning, unit and range."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -74,7 +74,8 @@ class Section(BaseModel):
 
 
 def keys_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield every setting of a section and its subsections: the dotted name, after `prefix`, and the field."""
+    """Yield the dotted name, which begins with `prefix`, and the field of each setting in a section and its
+    subsections."""
     for name, field in section.model_fields.items():
         inner = sections_of(field.annotation)
         if not inner:
@@ -84,7 +85,7 @@ def keys_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Fie
 
 
 def sections_of(annotation: Any) -> tuple[type[Section], ...]:
-    """Return the section classes that a field may hold: none for a plain value, several for a union of tasks."""
+    """Return the section classes that a field may hold. A plain value has none, and a union of tasks has several."""
     if isinstance(annotation, type):
         return (annotation,) if issubclass(annotation, Section) else ()
     if get_origin(annotation) in (Union, UnionType):
@@ -93,7 +94,7 @@ def sections_of(annotation: Any) -> tuple[type[Section], ...]:
 
 
 def leaves(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings as dotted keys. A mapping without entries is a leaf.
+    """Return nested settings as a flat mapping with dotted keys. An empty mapping is kept as a value.
 
     >>> leaves({"algo": {"kl": {"coef": 0.1}}, "critic": None})
     {'algo.kl.coef': 0.1, 'critic': None}
@@ -108,12 +109,12 @@ def leaves(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def covers(name: str, key: str) -> bool:
-    """Return True if a key is `name` itself or in the section `name`."""
+    """Return whether a key is `name` itself or belongs to the section `name`."""
     return key == name or key.startswith(f"{name}.")
 
 
 def value_at(section: Section, name: str, absent: Any = None) -> Any:
-    """Return the value of a dotted key, `absent` if there is none (another task, a null section)."""
+    """Return the value of a dotted key. Return `absent` if a section is null or the task has no such key."""
     found: Any = section
     for part in name.split("."):
         found = getattr(found, part, absent)

@@ -1,4 +1,4 @@
-"""Validation of composed settings, their overrides and their suites to a `RunConfig`, or to every mistake in them."""
+"""The validation of composed settings, overrides and suites. It returns a `RunConfig` or reports every mistake."""
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ SUITES = "validation.suites"
 
 @dataclass(frozen=True, slots=True)
 class ValueOverride:
-    """An override of one value: its dotted key, the value, its text, and whether the key is deleted."""
+    """An override of one value: the dotted key, the value, and its text. With `delete`, the key is deleted."""
 
     key: str
     value: Any
@@ -35,13 +35,13 @@ class ValueOverride:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Dotted keys of its values."""
+        """The dotted keys that the override sets."""
         return tuple(leaves({self.key: self.value}))
 
 
 def validate_settings(settings: dict[str, Any], values: Sequence[ValueOverride], findings: Findings) -> RunConfig:
-    """Return nested plain settings with overrides as a typed config without the wrong values. Every mistake in keys,
-    types, ranges and rules goes to `findings`. Raises ConfigError: some of the wrong values cannot be removed."""
+    """Apply overrides to nested plain settings, and return a typed config without the wrong values. Every mistake in
+    keys, types, ranges and rules is added to `findings`. Raises ConfigError if a wrong value cannot be removed."""
     for written in values:
         _apply_override(settings, written, findings)
     resolve_suites(settings, findings)
@@ -57,7 +57,7 @@ def validate_settings(settings: dict[str, Any], values: Sequence[ValueOverride],
 
 
 def _apply_override(settings: dict[str, Any], written: ValueOverride, findings: Findings) -> None:
-    """Put one override into nested plain settings. `_validate_types` finds unknown keys."""
+    """Apply one override to nested plain settings. `_validate_types` detects unknown keys."""
     key, value = written.key, written.value
     *outer, last = key.split(".")
     inner = settings
@@ -85,7 +85,7 @@ def _merge(settings: Any, more: Any) -> Any:
 
 
 def _interpolate(settings: dict[str, Any], findings: Findings) -> dict[str, Any]:
-    """Return the settings as JSON has them, every `${...}` replaced. Values that cannot be resolved become problems."""
+    """Return the settings as JSON with every `${...}` replaced. A value that cannot be resolved becomes a problem."""
     while True:
         # The keys of JSON are texts, where those of YAML may be true or 1.
         settings = json.loads(json.dumps(settings, default=str))
@@ -102,7 +102,7 @@ def _interpolate(settings: dict[str, Any], findings: Findings) -> dict[str, Any]
 
 
 def _path_of(key: str, settings: Any) -> list[str]:
-    """Return the names of a dotted key in nested settings, where a name may contain a dot."""
+    """Return the names on the path of a dotted key in nested settings. A name may contain a dot."""
     for name, inner in settings.items() if isinstance(settings, dict) else ():
         if covers(name, key):
             return [name, *_path_of(key[len(name) + 1 :], inner)]
@@ -110,7 +110,7 @@ def _path_of(key: str, settings: Any) -> list[str]:
 
 
 def _remove(settings: Any, path: Sequence[int | str]) -> Any:
-    """Remove the value at a path if it exists."""
+    """Remove the value at a path, and return the value. Return None if there is no such value."""
     *outer, last = path
     for part in outer:
         settings = settings.get(part, {})
@@ -118,15 +118,15 @@ def _remove(settings: Any, path: Sequence[int | str]) -> Any:
 
 
 def as_plain(tree: Any, *, resolve: bool = False) -> dict[str, Any]:
-    """Return OmegaConf's settings as plain values, with every `${...}` replaced if `resolve`."""
+    """Return OmegaConf's settings as plain values. With `resolve`, every `${...}` is replaced."""
     found = OmegaConf.to_container(tree, resolve=resolve, throw_on_missing=resolve)
     assert isinstance(found, dict)
     return {str(name): value for name, value in found.items()}
 
 
 def _validate_types(settings: dict[str, Any], findings: Findings, texts: Mapping[str, str]) -> RunConfig:
-    """Remove wrong values until the rest is valid. `texts` has the text of each number that an override gives, and ''
-    for other values, by the dotted key."""
+    """Remove wrong values until the rest is valid, and return the rest as a typed config. `texts` maps each overridden
+    key to the text of a number, or to '' for other values."""
     while True:
         text = json.dumps(settings)
         try:
@@ -140,7 +140,7 @@ def _validate_types(settings: dict[str, Any], findings: Findings, texts: Mapping
 
 
 def error_path(detail: ErrorDetails, content: Any) -> tuple[int | str, ...]:
-    """Return the path of a mistake in nested plain values: pydantic's, without the tags and members of unions."""
+    """Return the path of a pydantic error in nested plain values, without the tags and members of unions."""
     path: list[int | str] = []
     for part in detail["loc"]:
         if part in (content if isinstance(content, dict) else range(len(content)) if isinstance(content, list) else ()):
@@ -152,7 +152,8 @@ def error_path(detail: ErrorDetails, content: Any) -> tuple[int | str, ...]:
 def _report_error(
     detail: ErrorDetails, given: Any, settings: dict[str, Any], findings: Findings, texts: Mapping[str, str]
 ) -> None:
-    """Add the mistake in the settings `given` to `findings`, and remove it from `settings`."""
+    """Add the mistake in the settings `given` to `findings`, and remove the wrong value from `settings`. A number that
+    must be a text is replaced by its text instead."""
     path = error_path(detail, given)
     at = next((number for number, part in enumerate(path) if isinstance(part, int)), len(path))
     key, inside = ".".join(map(str, path[:at])), path[at:]
@@ -181,7 +182,8 @@ def _report_error(
 
 
 def _list_problem(key: str, inside: Sequence[int | str], detail: ErrorDetails, given: Any) -> Problem:
-    """Return a problem in a list of sections: `entry 0: data.train_size`, or the section's name."""
+    """Return the problem of an entry in a list of sections. The problem names the entry or its number, as in `entry 0:
+    data.train_size`."""
     index, *rest = inside
     suite = suites_in(given)[int(index)] if key == SUITES else None
     name = suite.get("name") if isinstance(suite, dict) else None
@@ -226,7 +228,7 @@ def _value_problem(key: str, detail: ErrorDetails) -> Problem:
 
 
 def rule_text(detail: ErrorDetails) -> str:
-    """Return the rule that a value breaks, in this project's words."""
+    """Return the rule that a value breaks, in the wording of Millrace's messages."""
     text = detail["msg"].removeprefix("Value error, ")
     return text.replace("Input should be", "must be").replace("String should", "must")
 
@@ -240,7 +242,7 @@ def _describe(key: str) -> str:
 
 
 def read_yaml(file: Path) -> dict[str, Any] | str:
-    """Return the keys and values of a YAML file, as OmegaConf reads them, or an error message."""
+    """Return the keys and values of a YAML file as OmegaConf reads them, or an error message."""
     try:
         if not file.exists():
             return "there is no such file"
@@ -258,21 +260,22 @@ def read_yaml(file: Path) -> dict[str, Any] | str:
 
 
 def resolve_suites(settings: dict[str, Any], findings: Findings) -> None:
-    """Replace the file names in `validation.suites` by the files' content, in nested plain settings."""
+    """Replace the file names in `validation.suites` of nested plain settings by the content of the files."""
     named = suites_in(settings)
     if any(isinstance(entry, str) for entry in named):
         settings["validation"]["suites"] = read_suites(named, findings)
 
 
 def suites_in(settings: Mapping[str, Any]) -> list[Any]:
-    """Return the value of `validation.suites` in nested plain settings, empty if it is no list."""
+    """Return the value of `validation.suites` in nested plain settings, or an empty list if it is not a list."""
     section = settings.get("validation")
     named = section.get("suites") if isinstance(section, dict) else None
     return named if isinstance(named, list) else []
 
 
 def read_suites(named: Sequence[Any], findings: Findings) -> list[Any]:
-    """Return the content of the named files as plain values. Entries that are no names stay."""
+    """Return suites as plain values, with file names replaced by the content of the files. A file that cannot be read
+    becomes a problem."""
     found = [_read(entry) if isinstance(entry, str) else entry for entry in named]
     for problem in found:
         if isinstance(problem, Problem):
@@ -281,7 +284,7 @@ def read_suites(named: Sequence[Any], findings: Findings) -> list[Any]:
 
 
 def _read(name: str) -> dict[str, Any] | Problem:
-    """Return a suite file's content, with the file's name as the default of `name`, or a problem."""
+    """Return the content of a suite's file, or a problem. The name of the file is the default of the suite's `name`."""
     is_path = name.endswith(FILE_ENDINGS)
     file = expand_path(name) if is_path else member_file("suite", name)
     if not is_path and name not in (names := group_members("suite")):
@@ -295,8 +298,8 @@ def _read(name: str) -> dict[str, Any] | Problem:
 
 
 def suite_settings(config: RunConfig, suite: SuiteConfig) -> RunConfig:
-    """Return a run's settings with the suite's data, seed, lengths and sampling. Its seed fixes both the rows and the
-    sampled tokens."""
+    """Return a run's settings with the data, seed, lengths and sampling of a suite. The seed of the suite fixes both
+    the rows and the sampled tokens."""
     prompt_tokens = suite.max_prompt_tokens or config.filter.max_prompt_tokens
     response_tokens = suite.max_response_tokens or config.rollout.max_response_tokens
     changes: dict[str, Any] = {
@@ -312,7 +315,7 @@ def suite_settings(config: RunConfig, suite: SuiteConfig) -> RunConfig:
 
 
 def _held_out_only(data: TaskData) -> TaskData:
-    """Return a task's settings whose training rows, which are not read, need not exist."""
+    """Return a task's settings with the held-out split in place of the training split, which a suite does not read."""
     if isinstance(data, ParquetData):
         return data.model_copy(update={"train_file": data.validation_file})
     if isinstance(data, MappedData):
@@ -321,8 +324,8 @@ def _held_out_only(data: TaskData) -> TaskData:
 
 
 def find_problems(run: RunConfig, unsound: Collection[str] = ()) -> list[Problem]:
-    """Return every broken rule of a run, and of each of its datasets and suites as if it were the only one. Rules that
-    read a key or section named in `unreliable` are skipped."""
+    """Return every broken rule of a run. Each dataset and suite is also checked as if it were the run's only dataset.
+    Rules that read a key or section in `unsound` are skipped."""
     found = broken_rules(run, unsound)
     for key, name, alone in _single_datasets(run):
         if not any(covers(key, each) or covers(each, key) for each in unsound):
@@ -332,7 +335,7 @@ def find_problems(run: RunConfig, unsound: Collection[str] = ()) -> list[Problem
 
 
 def _single_datasets(run: RunConfig) -> Iterator[tuple[str, str, RunConfig]]:
-    """Yield the key, the name and the settings of each dataset of a mixture and each suite as the only one."""
+    """Yield each dataset of a mixture and each suite as the only dataset: its key, its name and the run's settings."""
     for index, part in enumerate(run.data.parts if isinstance(run.data, MixtureData) else ()):
         yield "data.parts", f"entry {index} ({part.data.task})", run.model_copy(update={"data": part.data})
     for suite in run.validation.suites:  # the warm start learns from the run's own data

@@ -1,7 +1,8 @@
-"""Composition of an experiment's name and overrides to one validated `RunConfig`. The only module that imports Hydra.
+"""The composition of an experiment and overrides to one validated `RunConfig`. Only this module imports Hydra.
 
-Hydra composes the members of the groups in `conf/` over the defaults of `rlcore.config` and parses the overrides. The
-keys of an experiment's files are merged over the groups, and the values of overrides over both:
+Hydra composes the chosen members of the groups in `conf/` over the defaults of `rlcore.config`, and parses the
+overrides. The keys of an experiment's files are merged over the groups, and the values of overrides are merged over
+both:
 
     data=gsm8k              another member of a group (data, model, algo, critic, rollout, runtime)
     trainer.total_steps=5   a value; `+key=` means the same
@@ -9,8 +10,8 @@ keys of an experiment's files are merged over the groups, and the values of over
     tags.owner=me           any name below tags
     ~tags.owner             back to the default
 
-`experiment` is a file in `conf/experiment`, or the path of another one, ending in .yaml. Such a file may build on
-others, by name or by a path from its folder: `defaults: [mine.yaml, _self_]`.
+The experiment is the name of a file in `conf/experiment`, or the path of another file that ends in .yaml. The file may
+build on other files, by name or by a path from its folder: `defaults: [mine.yaml, _self_]`.
 """
 
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
@@ -49,9 +50,9 @@ GROUPS = {
     "rollout": "hf",
     "runtime": "local",
 }
-"""Each group and its default member."""
+"""The default member of each group of settings."""
 EXCLUSIVE_GROUPS = ("data", "critic")
-"""Groups whose members have different keys. An experiment file's section is skipped if another member is chosen."""
+"""Groups whose members have different keys. If another member is chosen, an experiment file's section is skipped."""
 EXPERIMENT_HINT = "Did you mean experiment="
 _ROOT = "millrace"
 # Hydra's state is global and not safe between threads.
@@ -65,9 +66,11 @@ def experiment_names() -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """Settings without wrong values, the problems in them, and their sources. `files` are those of the experiment in
-    merge order, `members` the member of each group, `override_keys` the keys and groups of overrides, `file_keys` the
-    keys of the experiment's own file."""
+    """Composed settings without the wrong values, with all problems and the sources of the settings.
+
+    `files`: the experiment's files in merge order. `members`: the chosen member of each group. `override_keys`: the
+    keys and groups that overrides set. `file_keys`: the other keys in the experiment's own file.
+    """
 
     config: RunConfig
     problems: Sequence[Problem]
@@ -77,26 +80,28 @@ class Composition:
     file_keys: Collection[str]
 
     def unused_settings(self, swept: Collection[str] = ()) -> list[str]:
-        """Return a line for each setting of an override or the experiment's own file that has no effect. `swept` are
-        keys that differ from point to point of a sweep."""
+        """Return a line for each setting without an effect in an override or the experiment's own file. `swept`: keys
+        that differ between the points of a sweep."""
         return unused_settings(self.config, self.override_keys, self.file_keys, swept)
 
     def require_valid(self) -> "Composition":
-        """Return the composition itself. Raises ConfigError: one message with every mistake."""
+        """Return the composition itself. Raises ConfigError with all mistakes if there are any."""
         if self.problems:
             raise settings_error(self.problems)
         return self
 
 
 def load_config(overrides: Sequence[str], *, experiment: str | None = None) -> RunConfig:
-    """Compose the settings and check everything that needs no heavy import. `experiment` is a name in
-    `conf/experiment`, or the path of a file. None: the defaults. Raises ConfigError: one message with every mistake:
-    key, rule, value got, remedy."""
+    """Compose the settings and check everything that needs no heavy import.
+
+    `experiment` is a name in `conf/experiment` or the path of a file. If it is None, the defaults are used. Raises
+    ConfigError if there are mistakes. One message gives the key, rule, value and remedy of each mistake.
+    """
     return compose(overrides, experiment=experiment).require_valid().config
 
 
 def compose(overrides: Sequence[str], *, experiment: str | None = None) -> Composition:
-    """Compose the settings, wrong ones too. The arguments are those of `load_config`."""
+    """Return the composed settings together with their problems. The arguments are those of `load_config`."""
     findings = Findings()
     request = _read_overrides(overrides, experiment, findings)
     files = [] if request.experiment is None else _experiment_files(request.experiment, findings)
@@ -119,7 +124,7 @@ def compose(overrides: Sequence[str], *, experiment: str | None = None) -> Compo
 def compose_many(
     many: Sequence[Sequence[str]], *, experiment: str | None = None
 ) -> list[tuple[RunConfig, Sequence[Problem]]]:
-    """Compose the settings of each list of overrides, and return them without wrong values, with their problems."""
+    """Compose the settings of each list of overrides. Return each config without the wrong values, and its problems."""
     found = [compose(overrides, experiment=experiment) for overrides in many]
     return [(each.config, each.problems) for each in found]
 
@@ -141,8 +146,7 @@ def swept_values(text: str) -> list[Any]:
 
 
 def override_config(settings: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
-    """Put overrides over nested plain settings that were composed before. Raises ConfigError: one message with every
-    mistake."""
+    """Apply overrides to composed nested plain settings. Raises ConfigError with all mistakes if there are any."""
     findings = Findings()
     request = _read_overrides(overrides, None, findings)
     for group in [*request.choices, *(["experiment"] if request.experiment else [])]:
@@ -155,7 +159,7 @@ def override_config(settings: dict[str, Any], overrides: Sequence[str]) -> RunCo
 
 @dataclass(slots=True)
 class _Request:
-    """The overrides that could be parsed."""
+    """The experiment, the group choices and the values of the overrides that could be parsed."""
 
     experiment: str | None = None
     choices: dict[str, str] = field(default_factory=dict)
@@ -163,7 +167,7 @@ class _Request:
 
 
 def _read_overrides(overrides: Sequence[str], experiment: str | None, findings: Findings) -> _Request:
-    """Sort the overrides into groups and values, and report those that cannot be parsed or contradict each other."""
+    """Sort overrides into group choices and values. Report those that cannot be parsed or contradict each other."""
     request, parser = _Request(), OverridesParser.create()
     given: dict[str, Any] = {}
     if experiment is not None:
@@ -194,7 +198,7 @@ def _read_overrides(overrides: Sequence[str], experiment: str | None, findings: 
 
 
 def _parse_override(parser: OverridesParser, text: str) -> Override | Problem:
-    """Parse one override by Hydra's grammar, or return a problem."""
+    """Parse one override by Hydra's grammar. Return a problem if the override cannot be parsed or is not allowed."""
     try:
         override = parser.parse_override(text)
     except HydraException as error:
@@ -223,7 +227,7 @@ def _parse_override(parser: OverridesParser, text: str) -> Override | Problem:
 
 
 def _choose_member(request: _Request, group: str, value: Any, findings: Findings) -> None:
-    """Choose a member of a group, or report that there is none of that name."""
+    """Add the chosen member of a group to the request, or report that the group has no such member."""
     if value is None and group == "critic":
         value = "none"
     if value is None and group == "experiment":
@@ -241,7 +245,7 @@ def _choose_member(request: _Request, group: str, value: Any, findings: Findings
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """An experiment's file: its name in messages, its keys, and the members of groups chosen by it and its bases."""
+    """An experiment's file. `name`: for messages. `members`: the group members that the file and its bases choose."""
 
     name: str
     keys: Mapping[str, Any]
@@ -249,8 +253,8 @@ class _File:
 
 
 def _experiment_files(named: str, findings: Findings, above: tuple[Path, ...] = ()) -> list[_File]:
-    """Return an experiment's file, last, and its bases, in merge order. A problem in one of them makes every setting
-    unreliable. The keys of readable files are still checked."""
+    """Return an experiment's base files and then the file itself, in merge order. A problem in one of them makes every
+    setting unreliable. The keys of readable files are still checked."""
 
     def wrong(rule: str, got: str, remedy: str) -> None:
         findings.add(Problem("experiment", rule, got, remedy), *RunConfig.model_fields)
@@ -290,7 +294,7 @@ def _experiment_files(named: str, findings: Findings, above: tuple[Path, ...] = 
 
 
 def _unknown_member_remedy(group: str, member: Any) -> str | None:
-    """Return the known names and the nearest one if a group has no such member, else None."""
+    """Return None if the group has the member, otherwise a remedy with the known names and the nearest one."""
     groups = ("experiment", *GROUPS)
     if group not in groups:
         return f"{did_you_mean(group, groups)}There are {', '.join(groups)}"
@@ -299,7 +303,7 @@ def _unknown_member_remedy(group: str, member: Any) -> str | None:
 
 
 def _compose_groups(chosen: Mapping[str, str], findings: Findings) -> tuple[dict[str, Any], Mapping[str, str]]:
-    """Return the settings of group members over the defaults, as plain values, and the member of each group."""
+    """Return the settings of the group members over the defaults as plain values, and the member of each group."""
     files = [file for folder in conf_dirs() for file in sorted(folder.glob("*/*.yaml"))]
     state = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files]
     try:
@@ -315,7 +319,7 @@ def _compose_groups(chosen: Mapping[str, str], findings: Findings) -> tuple[dict
 def _compose_cached(
     chosen: tuple[tuple[str, str], ...], _files: tuple[Hashable, ...]
 ) -> tuple[dict[str, Any], Mapping[str, str]]:
-    """Compose once for unchanged files. The caller holds the lock."""
+    """Compose the groups once for unchanged files. The caller must hold the lock."""
     store, defaults = ConfigStore.instance(), RunConfig().model_dump(mode="json")
     for group in GROUPS.keys() - set(EXCLUSIVE_GROUPS):
         store.store(group=group, name="defaults", node=defaults[group])
@@ -335,7 +339,7 @@ def _compose_cached(
 
 @contextmanager
 def _hydra() -> Iterator[None]:
-    """Initialize Hydra on the first of `conf_dirs` and restore its global state afterwards."""
+    """Initialize Hydra on the first of `conf_dirs`, and restore Hydra's global state afterwards."""
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:

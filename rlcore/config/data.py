@@ -1,4 +1,4 @@
-"""Settings of the dataset stage and the tokenization filter."""
+"""Settings of the dataset stage and of the tokenization filter."""
 
 import re
 from collections import Counter
@@ -25,18 +25,20 @@ _IS_HUB_SOURCE = EffectiveWhen(
 )
 
 DATA_FILE = re.compile(r"(.+)\.(?:(jsonl|json|csv)(?:\.(?:gz|zst))?|(parquet|arrow))")
-"""Names of files that are read as records: stem, and kind in one of two groups."""
+"""The pattern of file names that are read as records. The first group is the stem, and one of the others is the
+kind."""
 KINDS_OF_FILES = ".jsonl, .json, .csv (each also .gz or .zst), .parquet or .arrow"
 
 ALL_SOURCES = "all"
-"""Name of all held-out problems of several sources: `val-core/all/...`."""
+"""The name of all held-out problems of several data sources together: `val-core/all/...`."""
 
 JUDGE = "data.judge:score"
-"""The scorer that reads `reward.judge`."""
+"""The scorer that uses `reward.judge`."""
 PROGRAMS = "data.code:score"
 """The scorer that runs programs in the sandbox."""
 BY_ROW = "rlcore.rollout.by_part:score"
-"""The scorer that calls the scorer of each row: its part's in a mixture, or the one known for its data source."""
+"""The scorer that calls the scorer of each row. In a mixture this is the scorer of the row's dataset, otherwise the one
+known for the row's data source."""
 
 _SCORERS = {
     "data.gsm8k:score": re.compile(r"(?:openai/)?gsm8k"),
@@ -46,7 +48,7 @@ _SCORERS = {
         r"|numina_(?:aops_forum|synthetic_math|amc_aime|synthetic_amc|cn_k12|olympiads)"
     ),
 }
-"""Scorers by the data sources whose rows they read, as in verl and TinyZero."""
+"""The scorers with the names of the data sources whose rows they read, as in verl and TinyZero."""
 
 
 RENDERING_NAMES = frozenset((
@@ -54,30 +56,30 @@ RENDERING_NAMES = frozenset((
     "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors",
     "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "strftime_now", "raise_exception",
 ))  # fmt: skip
-"""Arguments of transformers' `apply_chat_template`, and names that every chat template gets."""
+"""The arguments of transformers' `apply_chat_template`, and the names that every chat template gets."""
 
 
 def reserved(names: Iterable[str]) -> str:
-    """Return the names that are repeated, or equal to the name of all held-out problems."""
+    """Return the names that are repeated or equal to `ALL_SOURCES`, separated by commas."""
     return ", ".join(name for name, count in Counter(names).items() if count > 1 or name == ALL_SOURCES)
 
 
 class Conversation(Section):
-    """Settings that the datasets of all tasks share: the course of a conversation with the model."""
+    """Settings that the datasets of all tasks share: the course of a conversation with the model, and the seed."""
 
     environment: str = ""
-    """`module:Class` that replies to the model's turns and rewards them instead of the scorer (docs/environments.md);
-    '' for responses of one turn."""
+    """A `module:Class` that replies to the model's turns and rewards these turns in place of the scorer
+    (docs/environments.md). If '', responses have one turn."""
     chat_template_kwargs: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    """Variables of the tokenizer's chat template, such as `enable_thinking=false` for Qwen3, in prompts, demonstrations
-    and later turns."""
+    """Variables of the tokenizer's chat template, such as `enable_thinking=false` for Qwen3. They apply to prompts,
+    demonstrations and later turns."""
     seed: Annotated[
         int,
         EffectiveWhen("data.task warm_start.demonstrations", unless="null gsm8k mapped parquet",
                       remedy="Choose a task that draws its rows, such as data=countdown"),
     ] = Field(default=1, ge=0, lt=2**31)  # fmt: skip
-    """Fixes the rows and their split, independent of the run's seed (docs/seeds.md): runs that differ by `seed` use the
-    same rows and held-out problems."""
+    """The seed of the rows and of their split (docs/seeds.md). Runs that differ only in the run's `seed` use the same
+    rows and held-out problems."""
     checks: ClassVar[tuple[Rule, ...]] = (
         rule(".scorer", "", "must be `module:function`",
              lambda own, _: is_function_name(own.scorer), "Such as data.countdown:score"),
@@ -92,45 +94,47 @@ class Conversation(Section):
 
 
 class CountdownData(Conversation):
-    """Problems of the countdown task: reach a target from given numbers, each used exactly once."""
+    """Problems of the countdown task: combine some numbers to reach a target, using each number exactly once."""
 
     task: Literal["countdown"] = "countdown"
-    """Task in `data/` that makes the rows."""
+    """The task in `data/` that creates the rows."""
     train_size: int = Field(default=327_680, ge=1)
     """Rows of the training split."""
     validation_size: int = Field(default=1_024, ge=1)
-    """Rows of the validation split; no multiset of numbers occurs in both splits."""
+    """The number of rows in the validation split. No multiset of numbers occurs in both splits."""
     min_numbers: Annotated[int, Bound("be at most", "data.max_numbers", _ORDER)] = Field(default=3, ge=2, le=6)
-    """Fewest numbers in a problem."""
+    """The smallest count of numbers in a problem."""
     max_numbers: int = Field(default=4, ge=2, le=6)
-    """Most numbers in a problem."""
+    """The largest count of numbers in a problem."""
     number_low: Annotated[int, Bound("be at most", "data.number_high", _ORDER)] = Field(default=1, ge=0)
-    """Smallest number."""
+    """The smallest number that a problem may contain."""
     number_high: int = Field(default=100, ge=1)
-    """Largest number."""
+    """The largest number that a problem may contain."""
     target_low: Annotated[int, Bound("be at most", "data.target_high", _ORDER)] = Field(default=1)
-    """Smallest target."""
+    """The smallest target."""
     target_high: int = Field(default=1_000)
-    """Largest target."""
+    """The largest target."""
     targets: Literal["equation", "uniform"] = "equation"
-    """Choice of the target. equation: the value of a random equation over the numbers, most often with + and - alone.
-    uniform: every target of the range is equally likely, and the numbers are kept if an equation reaches it. In spaces
-    small enough to list, every problem is equally likely in both cases."""
+    """The choice of the target. `equation` takes the value of a random equation over the numbers, most often with + and
+    - alone. `uniform` makes every target in the range equally likely, and keeps the numbers if an equation reaches the
+    target. In a space that is small enough to list, every problem is equally likely in both cases."""
     operations: tuple[Operation, ...] = ("+", "-", "*", "/")
-    """Operations that the solution of a generated problem may use."""
+    """The operations that the solution of a generated problem may use."""
     balance_difficulty: bool = False
-    """Equally many rows of each difficulty (fewest operations: the count of numbers less one) in both splits."""
+    """Put equally many rows of each difficulty into each split. The difficulty is the fewest operations of a solution,
+    which is the count of numbers minus one."""
     template: Literal["bare", "base", "qwen-instruct", "chat", "few-shot"] = "base"
-    """Wording of the prompt. `bare` is numbers and target only, for randomly initialized models."""
+    """The wording of the prompt. `bare` has only the numbers and the target, for randomly initialized models."""
     search_tries: Annotated[
         int | None,
         EffectiveWhen("warm_start.enabled"),
         EffectiveWhen(".template .environment", "base qwen-instruct chat data.calculator:Countdown",
                       remedy="Choose data.template=chat"),
     ] = Field(default=None, ge=0, le=64)  # fmt: skip
-    """Most wrong equations that a warm-start solution tries before the right one, each computed operation by operation;
-    the number is random for each row. None: the right equation and its value alone. Only templates with `<think>` show
-    either. `bare` with the environment `data.calculator:Countdown` shows a turn for each, with the reply."""
+    """The most wrong equations that a warm-start solution tries before the right one. Their number is random for each
+    row, and each is computed operation by operation. If null, a solution is the right equation and its value alone.
+    Only templates with `<think>` show either form. `bare` with the environment `data.calculator:Countdown` shows a turn
+    for each equation, with the reply."""
     scorer: Scorer = "data.countdown:score"
     checks = (
         rule(".operations", "", "must name one operation or more, each once",
@@ -142,20 +146,20 @@ class CountdownData(Conversation):
 
 
 class Gsm8kData(Conversation):
-    """Grade-school maths word problems (GSM8K) from the hub or local files."""
+    """Grade-school math word problems (GSM8K) from the Hugging Face hub or local files."""
 
     task: Literal["gsm8k"] = "gsm8k"
-    """Task in `data/` that makes the rows."""
+    """The task in `data/` that creates the rows."""
     source: str = "openai/gsm8k"
-    """Id of a hub dataset, or a folder with `train` and `test`."""
+    """The id of a hub dataset, or a folder with the splits `train` and `test`."""
     revision: Annotated[Revision, _IS_HUB_SOURCE] = ""
     template: Literal["chat", "text"] = "chat"
-    """chat: the tokenizer's chat template is applied. text: the question alone, for base models."""
+    """`chat` applies the tokenizer's chat template. `text` is the question alone, for base models."""
     scorer: Scorer = "data.gsm8k:score"
 
 
 def _is_a_file(name: str) -> Rule:
-    """Check that a split has an existing parquet file."""
+    """Return the rule that a split is a parquet file that exists."""
 
     def holds(data: Any, _: Any) -> bool:
         file = getattr(data, name)
@@ -166,83 +170,83 @@ def _is_a_file(name: str) -> Rule:
 
 
 class ParquetData(Conversation):
-    """An existing dataset: two parquet files in the row schema of `data/schema.py`."""
+    """An existing dataset: two parquet files with the row schema of `data/schema.py`."""
 
     task: Literal["parquet"] = "parquet"
-    """Take rows unchanged."""
+    """The task that uses rows unchanged."""
     train_file: str = ""
-    """Path of the training rows."""
+    """The path of the training rows."""
     validation_file: str = ""
-    """Path of the validation rows."""
+    """The path of the validation rows."""
     template: Literal["auto", "chat", "text"] = "auto"
-    """chat: the tokenizer's chat template is applied. text: the one message is the whole prompt. auto: as the file's
-    metadata say, else chat."""
+    """`chat` applies the tokenizer's chat template. `text` uses the only message as the whole prompt. `auto` follows
+    the file's metadata, or is `chat` if the metadata name no form."""
     scorer: str = BY_ROW
-    """`module:function` that scores a response text against a ground truth. Default: the one known for the
-    `data_source` of each row (docs/data.md)."""
+    """A `module:function` that scores a response text against a ground truth. By default, each row has the scorer known
+    for its `data_source` (docs/data.md)."""
     checks = (_is_a_file("train_file"), _is_a_file("validation_file"))
 
 
 class MappedData(Conversation):
-    """Questions and answers from any columns of files (docs/data.md), or of a hub dataset."""
+    """Questions and answers from any columns of local files or of a hub dataset (docs/data.md)."""
 
     task: Literal["mapped"] = "mapped"
-    """Take columns by their names."""
+    """The task that takes columns by their names."""
     source: str = ""
-    """A folder with the two splits, or a hub id."""
+    """A folder with the two splits, or the id of a hub dataset."""
     subset: Annotated[str, _IS_HUB_SOURCE] = ""
-    """Subset of a hub dataset; '' for its default."""
+    """The subset of a hub dataset. '' selects the default subset."""
     revision: Annotated[Revision, _IS_HUB_SOURCE] = ""
     train_split: str = "train"
-    """Name of the training split: the file's stem, the folder of `save_to_disk`, or the split on the hub."""
+    """The name of the training split: a file's stem, the folder of `save_to_disk`, or the split on the hub."""
     validation_split: str = "test"
-    """Name of the held-out split."""
+    """The name of the held-out split."""
     question: str = "question"
-    """Column of the question; `a.b` is field b of column a, `a.0` the first entry of a list, `a.-1` the last."""
+    """The column of the question. `a.b` is field b of column a, `a.0` the first entry of a list, `a.-1` the last."""
     answer: str = "answer"
-    """Column of the reference answer, which the scorer receives as ground truth `answer`."""
+    """The column of the reference answer. The scorer receives it as `answer` in the ground truth."""
     solution: str = ""
-    """Column of a worked solution that gets the full score, for a warm start; '' for none."""
+    """The column of a worked solution that gets the full score, for a warm start. If '', there is none."""
     instruction: str = ""
-    """Text added to each question after a space."""
+    """A text that is added to each question after a space."""
     data_source: str = ""
-    """Name in metrics (`val-core/<data_source>/...`); '' takes the source's."""
+    """The name of the data source in metrics (`val-core/<data_source>/...`). If '', the name follows from `source`."""
     template: Literal["chat", "text"] = "chat"
-    """chat: the tokenizer's chat template is applied. text: question and instruction alone."""
+    """`chat` applies the tokenizer's chat template. `text` is the question and the instruction alone."""
     scorer: Scorer = "data.math:score"
 
 
 class CustomData(Conversation):
-    """A custom task: one file with rows, prompt and scorer (docs/data.md)."""
+    """A custom task: one file with the rows, the prompt and the scorer (docs/data.md)."""
 
     task: Literal["custom"] = "custom"
-    """Rows from a function."""
+    """The task whose rows come from a function."""
     build: str = "data.multiplication:build"
-    """`module:function` that takes these settings and a seed and returns `data.rows.TaskRows`."""
+    """A `module:function` that takes these settings and a seed, and returns `data.rows.TaskRows`."""
     train_size: int = Field(default=1_000, ge=1)
-    """Rows of the training split."""
+    """The number of rows in the training split."""
     validation_size: int = Field(default=100, ge=1)
-    """Rows of the validation split."""
+    """The number of rows in the validation split."""
     options: tuple[str, ...] = ()
-    """Further arguments of the function. List here each file that it reads, itself or by its folder: a changed file
-    makes another dataset."""
+    """Further arguments of the function. List each file that the function reads, or the folder of the file: a changed
+    file makes another dataset."""
     scorer: Scorer = "data.multiplication:score"
 
 
 class ReasoningGymData(Conversation):
-    """Problems of the tasks of the package reasoning_gym, without a hub."""
+    """Problems from the tasks of the package reasoning_gym. They need no hub."""
 
     task: Literal["reasoning_gym"] = "reasoning_gym"
-    """Task in `data/` that makes the rows."""
+    """The task in `data/` that creates the rows."""
     tasks: tuple[str, ...] = ("chain_sum",)
-    """Names of the package's tasks, in equal shares. A suffix such as `chain_sum@0` (the easiest) selects a level of
-    the task's curriculum."""
+    """The names of the package's tasks, in equal shares. A suffix selects a level of the task's curriculum, such as
+    `chain_sum@0` for the easiest level."""
     train_size: int = Field(default=10_000, ge=1)
-    """Rows of the training split."""
+    """The number of rows in the training split."""
     validation_size: int = Field(default=500, ge=1)
-    """Rows of the validation split; no question occurs in both splits, and none twice."""
+    """The number of rows in the validation split. No question occurs in both splits, or twice in one split."""
     template: Literal["chat", "text"] = "chat"
-    """chat: the tokenizer's chat template is applied. text: question and instruction alone."""
+    """`chat` applies the tokenizer's chat template. `text` is the question and the instruction alone."""
     scorer: Scorer = "data.reasoning_gym:score"
 
 
@@ -255,15 +259,15 @@ class MixturePart(Section):
     """One dataset of a mixture."""
 
     data: TaskData
-    """Settings of a task, `task` among them."""
+    """The settings of a task, including `task`."""
     weight: float = Field(default=1.0, gt=0)
-    """Share of the training prompts, relative to the sum of all weights."""
+    """The share of the training prompts, relative to the sum of all weights."""
     name: str = Field(default="", pattern=r"^[A-Za-z0-9_.\-/]*$")
-    """Name in metrics (`val-core/<name>/...`) instead of the rows' own data source; '' keeps that."""
+    """The name in metrics (`val-core/<name>/...`) instead of the data source of the rows. '' keeps the data source."""
 
 
 def _is_of_all_parts(name: str) -> Rule:
-    """Check that no part of a mixture has a setting that belongs to the whole mixture."""
+    """Return the rule that no dataset of a mixture has a setting that belongs to the whole mixture."""
 
     def holds(mixture: Any, _: Any) -> bool:
         unset = Conversation.model_fields[name].get_default(call_default_factory=True, validated_data={})
@@ -273,14 +277,15 @@ def _is_of_all_parts(name: str) -> Rule:
 
 
 class MixtureData(Conversation):
-    """Several datasets, drawn by weight, each scored by its own scorer and evaluated separately."""
+    """Several datasets that are drawn by weight. Each dataset has its scorer and a separate evaluation."""
 
     task: Literal["mixture"] = "mixture"
-    """Rows from several tasks."""
+    """The task whose rows come from several tasks."""
     parts: tuple[MixturePart, ...] = ()
-    """Two or more: `[{weight: 3, data: {task: countdown, ...}}, {weight: 1, name: x, data: {task: gsm8k, ...}}]`."""
+    """Two datasets or more: `[{weight: 3, data: {task: countdown, ...}}, {weight: 1, name: x, data: {task: gsm8k,
+    ...}}]`."""
     scorer: str = BY_ROW
-    """Calls the scorer of each response's part."""
+    """The scorer that calls the scorer of each response's dataset."""
     checks = (
         rule(".parts", "", "must hold two datasets or more", lambda own, _: len(own.parts) >= 2,
              "Name two or more, as docs/data.md shows, or choose the one as a group: data=countdown"),
@@ -302,21 +307,21 @@ TASKS: Mapping[str, type[Section]] = {
     section.model_fields["task"].default: section
     for section in (CountdownData, Gsm8kData, ParquetData, MappedData, CustomData, ReasoningGymData, MixtureData)
 }
-"""The section of each task by name."""
+"""The settings class of each task, by the name of the task."""
 
 
 def parts_of(data: DataConfig) -> tuple[MixturePart, ...]:
-    """Return the datasets of a run: those of a mixture, or the one."""
+    """Return the datasets of a mixture, or the only dataset of a run without a mixture."""
     return data.parts if isinstance(data, MixtureData) else (MixturePart(data=data),)
 
 
 def has_default_scorer(data: TaskData) -> bool:
-    """Return True if a task has its default scorer."""
+    """Return whether a task uses its default scorer."""
     return bool(data.scorer == type(data).model_fields["scorer"].default)
 
 
 def scorer_of_row(data: TaskData, data_source: str) -> str | None:
-    """Return the scorer of a row: that of the settings, or the one known for its data source, else None.
+    """Return the scorer of a row. If the settings name none, it is the scorer known for the row's data source, or None.
 
     >>> scorer_of_row(ParquetData(), "openai/gsm8k"), scorer_of_row(ParquetData(), "codecontests")
     ('data.gsm8k:score', None)
@@ -338,21 +343,22 @@ class FilterConfig(Section):
     """The tokenization filter, which tokenizes each prompt once."""
 
     max_prompt_tokens: int = Field(default=256, ge=1)
-    """Longest prompt kept, in tokens, chat template included."""
+    """The length of the longest prompt that is kept, in tokens, including the chat template."""
     overlong: Literal["drop", "truncate_left", "error"] = "drop"
-    """Treatment of a prompt over the limit."""
+    """The treatment of a prompt that is longer than `max_prompt_tokens`."""
     duplicates: Literal["error", "drop", "keep"] = "error"
-    """Treatment of a prompt that already occurred in its split."""
+    """The treatment of a prompt that already occurred in its split."""
     decontaminate: Annotated[Literal["off", "tell", "drop"], EffectiveWhen("validation.suites")] = "off"
-    """Treatment of a training row that occurs in one of `validation.suites`: the same prompt, or 13 consecutive words
-    in common, ignoring case and punctuation. tell: such rows are counted. drop: they are removed."""
+    """The treatment of a training row that occurs in one of `validation.suites`. A row occurs there if the prompt is
+    the same, or if 13 consecutive words are in common, ignoring case and punctuation. `tell` counts these rows, and
+    `drop` removes them."""
 
 
 _WITH_BAND = EffectiveWhen(".draw", "band")
 
 
 def _shares(name: str) -> Rule:
-    """Check two shares, the lower one first."""
+    """Return the rule that a setting has two shares, the lower one first."""
 
     def holds(own: Any, _: Any) -> bool:
         low, high = getattr(own, name)
@@ -362,30 +368,31 @@ def _shares(name: str) -> Rule:
 
 
 class PassRatesConfig(Section):
-    """Pass rates of the initial policy on each training row, and the choice of rows by them (docs/data.md)."""
+    """The pass rates of the initial policy on the training rows, and the choice of rows by them (docs/data.md)."""
 
     samples: int = Field(default=0, ge=0, le=1_024)
-    """Responses of the initial policy to each training row, scored before training. 0: the stage is skipped."""
+    """The number of scored responses of the initial policy to each training row. With 0, the stage is skipped."""
     table: str | None = None
-    """Folder of a table of another run (`pass-rates/<fingerprint>`), instead of `samples`. It must contain every
-    training row; rows are matched by their tokens and ground truth."""
+    """The folder of another run's table (`pass-rates/<fingerprint>`), as an alternative to `samples`. The table must
+    contain every training row. Rows are matched by their tokens and ground truth."""
     keep: Annotated[tuple[float, float], EffectiveWhen(".samples .table")] = (0.0, 1.0)
-    """Lowest and highest pass rate of the training rows, both included: a share from 0 to 1 of the scored responses.
-    [0, 1] keeps all rows."""
+    """The lowest and highest pass rate of the training rows that are kept, both included. A pass rate is a share of the
+    scored responses, from 0 to 1. [0, 1] keeps all rows."""
     rows_per_part: Annotated[int, MayChange, EffectiveWhen(".samples")] = Field(default=2_048, ge=1)
-    """Rows that are processed together and then saved. A killed stage loses at most one part."""
+    """The number of rows that are processed together and then saved. A killed stage loses at most these rows."""
     draw: Literal["uniform", "band", "informative"] = "uniform"
-    """Draw of training rows. uniform: each once an epoch. band: those with a pass rate in `band`, the others by
-    `rest_weight`. informative: with a weight of p (1 - p). The last two also count the responses of training and have
-    no epochs: a row may be drawn again by the next step."""
+    """The way in which training rows are drawn. `uniform` draws each row once per epoch. `band` draws the rows with a
+    pass rate in `band`, and the other rows by `rest_weight`. `informative` draws a row of pass rate p by the weight `p
+    (1 - p)`. The last two also count the responses of training and have no epochs, so the next step may draw a row
+    again."""
     band: Annotated[tuple[float, float], _WITH_BAND] = (0.1, 0.9)
-    """Lowest and highest pass rate of a row that is drawn with weight 1, both included."""
+    """The lowest and highest pass rate of a row that is drawn with weight 1, both included."""
     rest_weight: Annotated[float, _WITH_BAND] = Field(default=0.05, gt=0, le=1)
-    """Weight of a retired row, whose pass rate is outside `band`. It is still drawn sometimes, and is revived when its
-    pass rate returns to the band."""
+    """The weight of a retired row, whose pass rate is outside `band`. The row is still drawn sometimes, and is revived
+    when its pass rate returns to the band."""
     fade: Annotated[float, EffectiveWhen(".draw", unless="uniform")] = Field(default=0.5, ge=0, le=1)
-    """Share that remains of a row's earlier counts after a new response in training. 1: all responses count alike; 0:
-    only the newest group."""
+    """The share of a row's earlier counts that remains after a new response in training. With 1, all responses count
+    equally. With 0, only the newest group counts."""
     checks = (
         _shares("keep"),
         _shares("band"),
@@ -399,5 +406,5 @@ class PassRatesConfig(Section):
 
     @property
     def is_enabled(self) -> bool:
-        """True if the run has a table of pass rates, its own or another run's."""
+        """True if the run has a table of pass rates, either its own table or the table of another run."""
         return self.samples > 0 or self.table is not None

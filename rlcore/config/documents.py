@@ -1,4 +1,4 @@
-"""Settings as YAML, as an experiment's file and as the page docs/settings.md."""
+"""The settings as YAML, as an experiment's file and as the page docs/settings.md."""
 
 import inspect
 from collections.abc import Iterator
@@ -17,16 +17,16 @@ from rlcore.config.run import RunConfig
 
 REFERENCE_FILE = CONF_DIR.parent / "docs" / "settings.md"
 NOT_WRITTEN = {"run_id", "tags", "paths", "tracking"}
-"""Sections of an experiment's file that belong to one machine."""
+"""The settings that are left out of an experiment's file because they belong to one machine."""
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Write the complete settings as YAML, readable by YAML 1.1 readers and by OmegaConf."""
+    """Return the complete settings as YAML, readable by YAML 1.1 readers and by OmegaConf."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=120, default_flow_style=False)
 
 
 def experiment_text(config: RunConfig, comment: str) -> str:
-    """Write an experiment's file that composes to these settings, with `comment` as its first lines."""
+    """Return the text of an experiment's file that composes to these settings. `comment` becomes its first lines."""
     members = {"data": config.data.task, "critic": "default" if config.critic else "none"}
     base = RunConfig.model_validate({"data": {"task": config.data.task}, "critic": {} if config.critic else None})
     document: dict[str, Any] = {"defaults": [{f"override /{group}": member} for group, member in members.items()]}
@@ -36,7 +36,7 @@ def experiment_text(config: RunConfig, comment: str) -> str:
 
 
 def _differences(settings: Any, base: Any) -> Any:
-    """Return the settings that differ from those of the groups' members."""
+    """Return the nested settings that differ from `base`."""
     if not (isinstance(settings, dict) and isinstance(base, dict)):
         return settings
     return {key: _differences(value, base.get(key)) for key, value in settings.items() if value != base.get(key, ...)}
@@ -55,7 +55,7 @@ in `rlcore/config/`.
 
 
 def reference() -> str:
-    """Return the page with every setting: type, range, default, meaning."""
+    """Return the settings page, with the type, range, default and meaning of every setting."""
     return "\n".join([_INTRODUCTION, *_groups(), *_section("", RunConfig, "The run itself")])
 
 
@@ -122,7 +122,7 @@ def _range_text(field: FieldInfo) -> Iterator[str]:
 
 
 def _type_text(annotation: Any) -> str:
-    """Return a type in words for writers of YAML."""
+    """Return a type in words for users who write YAML."""
     words = {int: "whole number", float: "number", str: "text", bool: "true or false", type(None): "null"}
     if annotation in words:
         return words[annotation]

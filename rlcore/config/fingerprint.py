@@ -1,4 +1,4 @@
-"""Fingerprints of the inputs of a stage's result (16 hex digits), and the run id."""
+"""Fingerprints of the inputs of a stage's result (16 hex digits), and the ids and folders of runs."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ _DIGITS = 16
 
 
 def canonical_json(payload: Any) -> str:
-    """Return JSON that is the same for equal content: keys sorted, no spaces, no NaN.
+    """Return JSON that is the same for equal content. Keys are sorted, and there are no spaces and no NaN.
 
     >>> canonical_json({"b": (1, 2.0), "a": None})
     '{"a":null,"b":[1,2.0]}'
@@ -26,15 +26,15 @@ def canonical_json(payload: Any) -> str:
 
 
 def fingerprint(stage: str, payload: Any) -> str:
-    """Return 16 hex digits for a stage's inputs: nested sections, mappings, sequences, paths and plain values. Raises
-    TypeError: the payload contains a value that has no canonical JSON."""
+    """Return 16 hex digits for a stage's inputs, which are nested sections, mappings, sequences, paths and plain
+    values. Raises TypeError if the payload contains a value without canonical JSON."""
     text = canonical_json({"stage": stage, "payload": payload})
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
 
 
 @cache
 def may_change() -> frozenset[str]:
-    """Return the keys and sections annotated with `MayChange`, which may differ when a run resumes.
+    """Return the keys and sections annotated with `MayChange`, which may differ when a run resumes. The functions
     `total_steps_may_change` and `fixed_settings` contain the exceptions."""
 
     def marked(section: type[Section], prefix: str) -> Iterator[str]:
@@ -48,13 +48,13 @@ def may_change() -> frozenset[str]:
 
 
 def total_steps_may_change(config: RunConfig) -> bool:
-    """Return True if no learning rate depends on the number of steps, so that a finished run can be extended."""
+    """Return whether no learning rate depends on the number of steps, so that a finished run can be extended."""
     optims = [config.optim] if config.critic is None else [config.optim, config.critic.optim]
     return all(optim.schedule == "constant" and (optim.warmup_steps > 0 or optim.warmup_ratio == 0) for optim in optims)
 
 
 def fixed_settings(config: RunConfig) -> dict[str, Any]:
-    """Return dotted keys and JSON values of the settings that the numbers of a run depend on."""
+    """Return the settings that the numbers of a run depend on, as dotted keys with JSON values."""
     free = may_change() | {"trainer.total_steps"} if total_steps_may_change(config) else may_change()
     # Neither parts nor suites have a seed in their data.
     found = leaves(config.model_dump(mode="json", exclude={"data": {"parts": {"__all__": {"data": {"seed"}}}}}))
@@ -77,28 +77,28 @@ def fixed_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def changed_settings(config: RunConfig, *names: str) -> dict[str, Any]:
-    """Return the fixed settings of these keys and sections that differ from the defaults, by dotted key."""
+    """Return the fixed settings among these keys and sections that differ from the defaults, by dotted key."""
     usual = leaves(RunConfig().model_dump(mode="json")).items()
     lasting = fixed_settings(config).items()
     return {key: value for key, value in lasting if (key, value) not in usual and any(covers(n, key) for n in names)}
 
 
 def settings_fingerprint(config: RunConfig) -> str:
-    """Return the fingerprint of everything that must not change between a run's first step and its last."""
+    """Return the fingerprint of all settings that must not change between a run's first step and its last."""
     return fingerprint("settings", fixed_settings(config))
 
 
 def run_id(config: RunConfig) -> str:
-    """Return `<name>-s<seed>-<8 hex digits of the settings>`, or `run_id` if it is set."""
+    """Return `run_id` if it is set, otherwise `<name>-s<seed>-<8 hex digits of the settings>`."""
     return config.run_id or f"{config.name}-s{config.seed}-{settings_fingerprint(config)[:8]}"
 
 
 RUN_FILE = "run.json"
-"""Record of a run's origin in its folder, see `rlcore.tracking.lineage.Origin`."""
+"""The file in a run's folder that records the run's origin. See `rlcore.tracking.lineage.Origin`."""
 
 
 def run_directory(config: RunConfig) -> Path:
-    """Return the run's folder under `paths.root`."""
+    """Return the folder of the run under `paths.root`."""
     return Path(config.paths.root) / "runs" / run_id(config)
 
 

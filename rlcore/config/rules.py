@@ -1,8 +1,8 @@
-"""Rules between settings: bounds and rules that must hold, and settings without an effect.
+"""Rules between settings: bounds and conditions that must hold, and settings without an effect.
 
-Each is declared at the setting: a `Bound` or an `EffectiveWhen` in the annotation of its field, a `Rule` in the
-`checks` of its section, an `EffectiveWhen` for a whole section as its `effective`. Names of settings are dotted keys,
-and `.name` is one of the same section.
+A rule is declared at its setting. The annotation of a field contains a `Bound` or an `EffectiveWhen` of the setting.
+The `checks` of a section contain each `Rule`, and its `effective` is an `EffectiveWhen` for the whole section. Names of
+settings are dotted keys. `.name` is a setting of the same section.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -26,14 +26,14 @@ _ABSENT = object()
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The settings that a check reads, and the check of a section in a run: a problem or None."""
+    """A check of a section in a run, which returns a problem or None. `reads` are the settings that the check reads."""
 
     reads: tuple[str, ...]
     check: Callable[[Any, Run], Problem | None]
 
 
 def rule(key: str, others: str, says: str, holds: Callable[[Any, Run], bool], remedy: str) -> Rule:
-    """Return a rule about one key and others (in one text, with spaces). The problem shows the values of all."""
+    """Return a rule about the setting `key` and the settings in `others`. A problem shows the values of all of them."""
 
     def check(section: Any, run: Run) -> Problem | None:
         return None if holds(section, run) else Problem(key, says, _values_text(section, run, key, *names), remedy)
@@ -45,8 +45,11 @@ def rule(key: str, others: str, says: str, holds: Callable[[Any, Run], bool], re
 @dataclass(frozen=True, slots=True)
 class Bound:
     """A bound of a number by other settings, declared at its field: `Annotated[int, Bound("divide", "algo.b")]`.
-    Several others count by their sum, for `divide` by their product. The bound holds if no setting is null and
-    `only_with`, if given, is true. In `remedy`, `{bound}` is the number and `{divisors}` are its divisors."""
+
+    Several others count by their sum, or by their product for `divide`. The bound is not checked if a setting is null,
+    or if `only_with` names a setting that is not true. In `remedy`, `{bound}` is the number and `{divisors}` are its
+    divisors.
+    """
 
     words: Literal["divide", "be at most", "be at least", "be under"]
     others: str
@@ -54,7 +57,7 @@ class Bound:
     only_with: str = ""
 
     def rule(self, key: str) -> Rule:
-        """Return the rule that the setting of this name keeps the bound."""
+        """Return the rule that the setting `key` keeps the bound."""
         names = tuple(self.others.replace(" x ", " + ").split(" + "))
 
         def check(section: Any, run: Run) -> Problem | None:
@@ -73,14 +76,14 @@ class Bound:
 
 @cache
 def rules_of(section: type[Section]) -> tuple[Rule, ...]:
-    """Return the bounds of a section's fields, and the rules that it declares."""
+    """Return the bounds of a section's fields and the rules that the section declares."""
     fields = section.model_fields.items()
     bounds = (each.rule(f".{name}") for name, field in fields for each in field.metadata if isinstance(each, Bound))
     return (*bounds, *(each for kind in section.__mro__ for each in vars(kind).get("checks", ())))
 
 
 def broken_rules(config: Run, unsound: Collection[str] = ()) -> list[Problem]:
-    """Return every broken rule, except rules that read a key or section named in `unreliable`."""
+    """Return every broken rule, except rules that read a key or section in `unsound`."""
     found = []
     for prefix, section in sections_in(config):
         for each in rules_of(type(section)):
@@ -93,7 +96,7 @@ def broken_rules(config: Run, unsound: Collection[str] = ()) -> list[Problem]:
 
 
 def sections_in(section: Section, prefix: str = "") -> Iterator[tuple[str, Section]]:
-    """Yield a section and its subsections that are not null, each with the prefix of its keys."""
+    """Yield a section and its subsections that are not null, each after the prefix of its keys."""
     yield prefix, section
     for name in type(section).model_fields:
         inner = getattr(section, name)
@@ -102,7 +105,7 @@ def sections_in(section: Section, prefix: str = "") -> Iterator[tuple[str, Secti
 
 
 def divisors(number: int) -> str:
-    """Return the largest divisors of a number, in order."""
+    """Return the largest divisors of a number as text, in ascending order."""
     low = [each for each in range(1, isqrt(number) + 1) if number % each == 0]
     found = sorted({*low, *(number // each for each in low)})
     return ", ".join(map(str, found[-_MAX_DIVISORS:]))
@@ -117,14 +120,14 @@ def _value(section: Section, run: Run, name: str) -> Any:
 
 
 def _values_text(section: Section, run: Run, key: str, *others: str) -> str:
-    """Return values of settings as text: `48 with batch_size 64`."""
+    """Return the values of settings as text, such as `48 with batch_size 64`."""
     first, *rest = (_value_text(_value(section, run, name)) for name in (key, *others))
     values = [f"{name.rpartition('.')[2]} {value}" for name, value in zip(others, rest, strict=True)]
     return f"{first} with {', '.join(values)}" if values else first
 
 
 def _value_text(value: object) -> str:
-    """Return a setting's value as text, for sections their number."""
+    """Return the value of a setting as text. Several sections are shown as their number."""
     if isinstance(value, Section):
         return "its settings"
     if isinstance(value, tuple) and value and all(isinstance(one, Section) for one in value):
@@ -134,12 +137,12 @@ def _value_text(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class EffectiveWhen:
-    """Declares that a setting is read only if one of the settings `by` (in one text, with spaces) has one of the
-    values.
+    """A condition under which a setting is read: one of the settings in `by` has one of the values in `values`.
 
-    Without `values`, which may be a function, it must be on, and with `unless` have none of these. `of` limits it to
-    some values of the setting. `why` and `remedy` replace the generated texts. There is no warning if none of `by`
-    exists (another task, a section that is null).
+    Both are texts separated by spaces, and `values` may be a function. Without `values`, a setting in `by` must be on.
+    With `unless`, it must have none of the values in `unless`. `of` limits the condition to some values of the setting.
+    `why` and `remedy` replace the generated texts. There is no warning if none of `by` exists (another task, a null
+    section).
     """
 
     by: str
@@ -150,7 +153,7 @@ class EffectiveWhen:
     remedy: str = ""
 
     def is_met(self, value: Any) -> bool:
-        """Return True if the setting is read where one of `by` has this value."""
+        """Return whether the setting is read if a setting in `by` has this value."""
         if callable(self.values):
             return self.values(value)
         if self.values or self.unless:
@@ -159,13 +162,13 @@ class EffectiveWhen:
         return value not in (None, False, 0, "off", "", ())
 
     def reason(self, by: dict[str, Any]) -> str | None:
-        """Return the settings `by` that leave the setting unread, None if it is read."""
+        """Return the settings in `by` that leave the setting unread, or None if the setting is read."""
         if not by or any(map(self.is_met, by.values())):
             return None
         return self.why or ", ".join(f"{name}={format_value(value)}" for name, value in by.items())
 
     def fix(self, config: Run, name: str) -> str:
-        """Return the change of the first of `by`, of this name, that makes the setting effective."""
+        """Return the change of the setting `name`, the first of `by`, that makes the declaring setting effective."""
         outer, _, last = name.rpartition(".")
         kind = type(value_at(config, outer) if outer else config).model_fields[last].annotation
         choices = get_args(kind) if get_origin(kind) is Literal else (True,) if kind is bool else ()
@@ -180,10 +183,10 @@ def unused_settings(
 ) -> list[str]:
     """Return a warning for each group of settings without an effect: keys and values, reason, remedy.
 
-    They are not mistakes: shared sweeps and experiments contain such settings. The first reason counts. `given` are
-    keys and groups of overrides. `in_file` are keys of an experiment's file, without a warning if an override has
-    switched off their section. `swept` are keys and groups that differ from point to point of a sweep, and `config` is
-    that of no point.
+    These settings are not mistakes, because shared sweeps and experiments contain them. The first reason counts.
+    `given`: keys and groups of overrides. `in_file`: keys of an experiment's file, without a warning if an override has
+    switched off their section. `swept`: keys and groups that differ between the points of a sweep. `config` then has
+    the settings without any point.
     """
     values = leaves(config.model_dump(mode="json"))
     left = [key for key in values if key in given or key in in_file or key in swept]
@@ -208,7 +211,7 @@ def unused_settings(
 
 
 def effects_in(config: Run) -> dict[tuple[EffectiveWhen, tuple[str, ...]], list[str]]:
-    """Return each declaration, with the full names of `by`, and the settings and sections that declare it."""
+    """Return each declared condition with the full names of `by`, and the settings and sections that declare it."""
     found: dict[tuple[EffectiveWhen, tuple[str, ...]], list[str]] = {}
     for prefix, section in sections_in(config):
         declared = [(prefix[:-1], section.effective)] if section.effective else []

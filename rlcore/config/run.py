@@ -1,4 +1,4 @@
-"""`RunConfig`: all settings of a run, typed and validated, and their dotted keys."""
+"""The class `RunConfig` with all settings of a run, typed and validated, and functions for its dotted keys."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -25,7 +25,7 @@ from rlcore.config.trainer import (
 
 
 def _warmup_fits(optim: str, total: str) -> Rule:
-    """Check that the learning rate of a section reaches its peak before its stage ends."""
+    """Return the rule that the learning rate of a section reaches its peak before the stage ends."""
 
     def holds(run: "RunConfig", _: "RunConfig") -> bool:
         steps, total_steps = value_at(run, f"{optim}.warmup_steps"), value_at(run, total)
@@ -37,16 +37,16 @@ def _warmup_fits(optim: str, total: str) -> Rule:
 
 
 class RunConfig(Section):
-    """Everything that a run depends on."""
+    """All settings that a run depends on."""
 
     name: Annotated[str, MayChange] = Field(default="run", pattern=r"^[a-z0-9][a-z0-9_\-]{0,63}$")
-    """Name of the experiment; first part of the run id."""
+    """The name of the experiment. It is the first part of the run id."""
     run_id: Annotated[str | None, MayChange] = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.\-]{0,127}$")
-    """Folder of the run. None: name, seed and the fingerprint of the settings."""
+    """The folder of the run. If null, its name consists of the name, the seed and the fingerprint of the settings."""
     seed: int = Field(default=1, ge=0, lt=2**31)
-    """Fixes initial weights, order of prompts and every sampled token; `data.seed` fixes the rows."""
+    """The seed of the initial weights, the order of prompts and every sampled token. `data.seed` fixes the rows."""
     tags: Annotated[dict[str, str], MayChange] = Field(default_factory=dict)
-    """Tags on the MLflow run."""
+    """The tags of the MLflow run."""
     paths: Annotated[PathsConfig, MayChange] = PathsConfig()
     data: DataConfig = CountdownData()
     filter: FilterConfig = FilterConfig()
@@ -78,7 +78,7 @@ class RunConfig(Section):
 
     @property
     def concurrent_responses(self) -> int:
-        """Responses of a batch that an engine writes concurrently, for all ranks that share it."""
+        """The number of responses that an engine generates concurrently, for all ranks that share the engine."""
         num_engines = self.runtime.num_workers // self.rollout.tensor_parallel_size
         responses = -(-self.trainer.batch_size * self.rollout.samples_per_prompt // num_engines)
         return min(self.rollout.max_num_seqs, responses)
@@ -86,7 +86,7 @@ class RunConfig(Section):
 
 @cache
 def all_keys() -> Mapping[str, tuple[FieldInfo, ...]]:
-    """Return the fields of every dotted key. Keys that tasks share (`data.scorer`) have several."""
+    """Return the fields of every dotted key. A key that tasks share, such as `data.scorer`, has several fields."""
     found: dict[str, tuple[FieldInfo, ...]] = {}
     for name, field in keys_of(RunConfig):
         found[name] = (*found.get(name, ()), field)
@@ -95,7 +95,7 @@ def all_keys() -> Mapping[str, tuple[FieldInfo, ...]]:
 
 @cache
 def section_names() -> frozenset[str]:
-    """Return the dotted names of the sections: `algo`, `algo.kl`, ..."""
+    """Return the dotted names of the sections, such as `algo` and `algo.kl`."""
     return frozenset(name[:at] for name in all_keys() for at, letter in enumerate(name) if letter == ".")
 
 
@@ -106,5 +106,5 @@ def free_mappings() -> frozenset[str]:
 
 
 def is_key(name: str) -> bool:
-    """Return True if a dotted name is a setting or a name in a mapping with free names."""
+    """Return whether a dotted name is a setting, or a name in a mapping with free names."""
     return name in all_keys() or name.rpartition(".")[0] in free_mappings()

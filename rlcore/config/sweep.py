@@ -1,4 +1,4 @@
-"""A sweep: its settings (points, comparison, budget), and the reading and checking of its file."""
+"""The settings of a sweep (points, comparison, budget), and functions that read and check a sweep's file."""
 
 import itertools
 import json
@@ -20,27 +20,27 @@ from rlcore.config.problems import Problem, did_you_mean, format_value, override
 from rlcore.config.run import RunConfig, all_keys, is_key, section_names
 
 Point = Mapping[str, JsonValue]
-"""Dotted keys or groups of one point, and their values."""
+"""The dotted keys or groups of one point, with their values."""
 SEARCHES = ("grid", "list", "random", "optuna")
-"""Ways to choose points; a sweep has exactly one of them."""
+"""The ways to choose points. A sweep uses exactly one of them."""
 
 
 class Range(Section):
-    """Numbers from `low` to `high`, both included (with `step`, up to the last step), integers if both ends are
-    integers."""
+    """The numbers from `low` to `high`, both included. With `step`, they end at the last step. They are integers if
+    both ends and the step are integers."""
 
     low: int | float
-    """Least value."""
+    """The smallest value."""
     high: int | float
-    """Largest value."""
+    """The largest value."""
     log: bool = False
-    """Drawn evenly over orders of magnitude, as for a learning rate."""
+    """Draw the values evenly over orders of magnitude, as for a learning rate."""
     step: int | float | None = Field(default=None, gt=0)
-    """Distance of neighbouring values from `low` on; None: any value."""
+    """The distance between neighbouring values, counted from `low`. If null, any value may be drawn."""
 
     @property
     def is_whole(self) -> bool:
-        """True if its values are integers."""
+        """True if the values are integers."""
         return isinstance(self.low, int) and isinstance(self.high, int) and not isinstance(self.step, float)
 
     @model_validator(mode="after")
@@ -55,38 +55,40 @@ class Range(Section):
 
 
 VALUES, RANGE = "of a list", "of a range"
-"""Locations of mistakes in the values of a space, in addition to their key."""
+"""The tags of a list and of a range of values. The location of a pydantic error in a space has one of them in addition
+to the key."""
 Values = Annotated[
     Annotated[tuple[JsonValue, ...], Tag(VALUES)] | Annotated[Range, Tag(RANGE)],
     Discriminator(lambda said: RANGE if isinstance(said, dict | Range) else VALUES),
 ]
-"""Values of a setting: a list of them, or a range of numbers."""
+"""The values of a setting: a list of values, or a range of numbers."""
 Space = dict[str, Values]
 
 
 class RandomSearch(Section):
-    """Points drawn independently by Optuna's RandomSampler."""
+    """A search whose points Optuna's RandomSampler draws independently."""
 
     num_points: int = Field(ge=1)
-    """Points to try. A larger number adds to those tried before."""
+    """The number of points to try. A larger number adds to the points that were tried before."""
     seed: int = Field(default=1, ge=0)
-    """Fixes the draws."""
+    """The seed of the draws."""
     space: Space = Field(min_length=1)
-    """Settings and their values."""
+    """The settings that vary, with their values."""
 
 
 class Pruning(Section):
-    """Early stopping of poor points: each is compared with those that reached the same step before it."""
+    """The early stopping of poor points. Each is compared with the points that reached the same step before it."""
 
     every_steps: int = Field(ge=1)
-    """Steps between two comparisons: a multiple of trainer.steps_per_chunk and of validation.every_steps."""
+    """The steps between two comparisons, a multiple of trainer.steps_per_chunk and of validation.every_steps."""
     pruner: Literal["paired", "median", "percentile", "successive_halving", "hyperband", "threshold"] = "paired"
-    """paired: drops a point that the best one beats on the same held-out problems, by the interval of the paired
-    difference, unless it is among the best n / (k + 1) of n points at the k-th comparison. The others are Optuna's."""
+    """The rule by which a point is dropped. `paired` drops a point that the best point beats on the same held-out
+    problems, by the interval of the paired difference. It keeps the best n / (k + 1) of n points at the k-th
+    comparison. The other pruners are Optuna's."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
-    """Level of the paired interval, 0 to 1. A lower one drops more points earlier."""
+    """The level of the paired interval, from 0 to 1. A lower level drops more points earlier."""
     options: dict[str, JsonValue] = Field(default_factory=dict)
-    """Arguments of Optuna's pruner, such as reduction_factor: 3."""
+    """The arguments of Optuna's pruner, such as reduction_factor: 3."""
 
     @model_validator(mode="after")
     def _options_match_pruner(self) -> Self:
@@ -98,74 +100,74 @@ class Pruning(Section):
 
 
 class OptunaSearch(RandomSearch):
-    """Points chosen by Optuna's TPE from the scores of earlier ones. The seed fixes them for equal scores."""
+    """A search whose points Optuna's TPE chooses by earlier scores. For equal scores, the seed fixes the points."""
 
     startup_points: int = Field(default=10, ge=1)
-    """Points drawn at random before TPE begins."""
+    """The number of points that are drawn at random before TPE begins."""
     points_at_once: int = Field(default=1, ge=1)
-    """Points trained concurrently with --on-workers."""
+    """The number of points that are trained concurrently with --on-workers."""
 
 
 class Budget(Section):
-    """Limits of one call. Finished runs cost nothing, and the next call continues."""
+    """The limits of one call of a sweep. Finished runs cost nothing, and the next call continues."""
 
     runs: int | None = Field(default=None, ge=1)
-    """Most runs."""
+    """The largest number of runs."""
     steps: int | None = Field(default=None, ge=1)
-    """Training steps."""
+    """The largest number of training steps."""
     hours: float | None = Field(default=None, gt=0)
-    """Hours after which no further run starts."""
+    """The number of hours after which no further run starts."""
 
 
 class Objective(Section):
-    """The score of a point: the mean over seeds of a held-out metric at the last step."""
+    """The score of a point, which is the mean over seeds of a held-out metric at the last step."""
 
     metric: str | None = None
-    """A metric of the validation, such as reward/greedy; None: reward/mean@k."""
+    """A metric of the validation, such as reward/greedy. If null, the metric is reward/mean@k."""
     direction: Literal["maximize", "minimize"] = "maximize"
-    """Direction of improvement."""
+    """The direction in which the metric improves."""
 
 
 class SweepSpec(Section):
-    """A sweep's file."""
+    """The content of a sweep's file."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_\-]{0,63}$")
-    """First part of the sweep's id."""
+    """The first part of the sweep's id."""
     experiment: str | None = None
-    """Base of all points: a name in conf/experiment, or the path of a file; None: the defaults."""
+    """The base of all points: a name in conf/experiment, or the path of a file. If null, the base is the defaults."""
     overrides: tuple[str, ...] = ()
-    """Settings that all points share, as on the command line."""
+    """The settings that all points share, written as on the command line."""
     seeds: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] = (1,)
-    """Seeds of each point, whose score is the mean over them."""
+    """The seeds of each point. The score of a point is the mean over its seeds."""
     objective: Objective = Objective()
     grid: dict[str, tuple[JsonValue, ...]] | None = None
-    """Every combination of these values."""
+    """Settings with their values. Every combination of the values is a point."""
     list: tuple[dict[str, JsonValue], ...] | None = None
-    """These points."""
+    """The points, each with its settings."""
     random: RandomSearch | None = None
     optuna: OptunaSearch | None = None
     pruning: Pruning | None = None
-    """None: every point is trained to its end."""
+    """The early stopping of poor points. If null, every point is trained to its end."""
     budget: Budget = Budget()
 
     @property
     def searches(self) -> tuple[str, ...]:
-        """Names of the search in the file: exactly one, if it is valid."""
+        """The names of the ways to choose points in the file. A valid file has exactly one."""
         return tuple(name for name in SEARCHES if getattr(self, name) is not None)
 
     @property
     def search(self) -> RandomSearch | None:
-        """The random or Optuna search, None where the file lists its points."""
+        """The random or Optuna search, or None if the points are a grid or a list."""
         return self.random or self.optuna
 
     @property
     def space(self) -> Mapping[str, Values]:
-        """Space of the search, empty without one."""
+        """The space of the search. It is empty if there is no search."""
         return {} if self.search is None else self.search.space
 
 
 def points_of(spec: SweepSpec) -> list[Point]:
-    """Return the points of a grid or a list, in order. A search draws its points during the sweep."""
+    """Return the points of a grid or a list, in order. A search has none, since it draws them during the sweep."""
     if spec.grid is not None:
         return [dict(zip(spec.grid, values, strict=True)) for values in itertools.product(*spec.grid.values())]
     return list(spec.list or ([] if spec.searches else [{}]))
@@ -197,7 +199,7 @@ def multirun_content(overrides: Sequence[str]) -> dict[str, JsonValue]:
 
 
 def edge_points(space: Mapping[str, Values]) -> list[Point]:
-    """Return points that contain every end and choice of a space at least once, to be checked before the search."""
+    """Return points that together contain every end and choice of a space. They are checked before the search."""
     ends = {
         key: [values.low, values.high] if isinstance(values, Range) else list(values) for key, values in space.items()
     }
@@ -216,7 +218,7 @@ def point_overrides(point: Point) -> list[str]:
 
 
 def format_point(point: Point) -> str:
-    """Return a point as one line.
+    """Return a point as one line of text.
 
     >>> format_point({"optim.lr": 1e-5, "algo": "dapo"})
     'optim.lr=1e-05 algo=dapo'
@@ -235,12 +237,12 @@ NOT_SWEPT = {
     "paths": "All runs of a sweep have one root; set it for the sweep: paths.root=...",
     "tracking": "All runs of a sweep are tracked in one place; set it for the sweep",
 }
-"""Keys that no point may have, and the remedy."""
+"""The keys that no point may have, each with the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """A checked sweep. `base`: the settings without any point. `points`: those of a grid or a list in order, none of a
+    """A checked sweep. `base`: the settings without any point. `points`: those of a grid or list, empty for a
     search."""
 
     spec: SweepSpec
@@ -250,7 +252,7 @@ class Sweep:
 
     @property
     def sweep_id(self) -> str:
-        """Name of the sweep's folder. It does not depend on the budget or the number of points of a search."""
+        """The name of the sweep's folder. It depends neither on the budget nor on the number of points of a search."""
         spec = self.spec.model_dump(mode="json", exclude={"budget", "experiment", "overrides"})
         for search in ("random", "optuna"):
             if spec[search] is not None:
@@ -262,22 +264,22 @@ class Sweep:
 
     @property
     def folder(self) -> Path:
-        """The sweep's folder."""
+        """The folder of the sweep."""
         return Path(self.base.paths.root).resolve() / "sweeps" / self.sweep_id
 
     @property
     def num_points(self) -> int:
-        """Requested points. The sweep's study may have more from an earlier call."""
+        """The number of requested points. The sweep's study may have more points from an earlier call."""
         return len(self.points) if self.spec.search is None else self.spec.search.num_points
 
     def rungs(self, config: RunConfig) -> tuple[int, ...]:
-        """Return the steps at which a point with these settings is compared, ending with its last step."""
+        """Return the steps at which a point with these settings is compared, up to the last step of the run."""
         total = config.trainer.total_steps
         every = total if self.spec.pruning is None else self.spec.pruning.every_steps
         return (*range(every, total, every), total)
 
     def overrides_of(self, point: Point, seed: int) -> list[str]:
-        """Return the settings of one run on top of the experiment."""
+        """Return the overrides of one run, which are applied to the experiment."""
         return [*self.overrides, *point_overrides(point), f"seed={seed}"]
 
     def unused_settings(self) -> list[str]:
@@ -286,16 +288,16 @@ class Sweep:
         return compose(self.overrides, experiment=self.spec.experiment).unused_settings(swept)
 
     def metric_of(self, config: RunConfig) -> str:
-        """Return the objective's name below `val-core/<data source>/`."""
+        """Return the name of the objective's metric below `val-core/<data source>/`."""
         return self.spec.objective.metric or f"reward/mean@{config.validation.samples_per_problem}"
 
 
 def load_sweep(source: str, overrides: Sequence[str] = (), *, budget: Budget | None = None) -> Sweep:
-    """Read a sweep and check it, and every point, without heavy imports.
+    """Read a sweep, and check it and every point without heavy imports.
 
-    `source` is a name in `conf/sweep`, or the path of a .yaml file. `overrides` are shared by all points and replace
-    the file's, as does `budget`. Raises ConfigError: one message with every mistake in the file, or if there is none,
-    in the settings.
+    `source`: a name in `conf/sweep`, or the path of a .yaml file. `overrides`: settings of all points, which replace
+    those of the file. `budget` replaces limits of the file. Raises ConfigError if there are mistakes. One message lists
+    all mistakes in the file or, if the file has none, in the settings.
     """
     spec = _parse(_content(source))
     if budget is not None:
@@ -346,7 +348,8 @@ def _content(source: str) -> dict[str, Any]:
 
 
 def _parse(content: Mapping[str, Any]) -> SweepSpec:
-    """Parse the file to a `SweepSpec`, or raise one error with all mistakes in its form."""
+    """Return the content of the file as a `SweepSpec`. Raises one ConfigError with all mistakes if the form is
+    wrong."""
     try:
         # Strict JSON, as for settings: neither true nor "5" is a number.
         return SweepSpec.model_validate_json(json.dumps(content, default=str), strict=True)
@@ -371,7 +374,7 @@ def _form_problem(detail: ErrorDetails) -> Problem:
 
 
 def _search_problems(spec: SweepSpec) -> Iterable[Problem]:
-    """Check that the sweep has one way to choose points, and values to try."""
+    """Check that the sweep has exactly one way to choose points, and values to try."""
     said = spec.searches
     if not said and len(spec.seeds) < 2:
         remedy = f"Give several seeds, or use one of {', '.join(SEARCHES)}; docs/sweeps.md shows each"
@@ -392,7 +395,7 @@ def _search_problems(spec: SweepSpec) -> Iterable[Problem]:
 
 
 def _key_problems(spec: SweepSpec, shared: Sequence[str]) -> Iterable[Problem]:
-    """Check that every swept key may be swept, and is not also given for all points."""
+    """Check that every swept key may be swept, and is not also set for all points."""
     keys = dict.fromkeys([*(spec.grid or ()), *(key for point in spec.list or () for key in point), *spec.space])
     for key in keys:
         owner = key.partition(".")[0]
@@ -408,7 +411,7 @@ def _key_problems(spec: SweepSpec, shared: Sequence[str]) -> Iterable[Problem]:
 
 
 def _seed_problems(spec: SweepSpec, shared: Sequence[str]) -> Iterable[Problem]:
-    """Check that the seeds differ, and are given once."""
+    """Yield a problem if a seed is repeated, or if an override sets `seed` or `run_id`."""
     twice = sorted({seed for seed in spec.seeds if spec.seeds.count(seed) > 1})
     if twice:
         yield Problem("seeds", "must differ", format_value(spec.seeds), f"Name {', '.join(map(str, twice))} once")
@@ -418,7 +421,7 @@ def _seed_problems(spec: SweepSpec, shared: Sequence[str]) -> Iterable[Problem]:
 
 
 def _point_problems(points: Sequence[Point], found: Sequence[Sequence[Problem]]) -> Iterable[Problem]:
-    """Yield each mistake once, with its points."""
+    """Yield each problem once, with the points that have the problem."""
     where: dict[Problem, list[Point]] = {}
     for point, problems in zip(points, found, strict=True):
         for problem in problems:
@@ -441,7 +444,7 @@ def _duplicate_problems(points: Sequence[Point], configs: Sequence[RunConfig]) -
 
 
 def _metric_problems(spec: SweepSpec, configs: Iterable[RunConfig]) -> Iterable[Problem]:
-    """Check that the validation of each point has the objective's metric."""
+    """Check that the validation of each point measures the objective's metric."""
     metric = spec.objective.metric
     for config in configs:
         k = config.validation.samples_per_problem
@@ -453,7 +456,7 @@ def _metric_problems(spec: SweepSpec, configs: Iterable[RunConfig]) -> Iterable[
 
 
 def _rung_problems(found: Sweep, configs: Iterable[RunConfig]) -> Iterable[Problem]:
-    """Check that there is a checkpoint and a validation where points are compared."""
+    """Check that each step at which points are compared has a checkpoint and a validation."""
     if (pruning := found.spec.pruning) is None:
         return
     first, key = pruning.every_steps, "pruning.every_steps"

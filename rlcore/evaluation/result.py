@@ -1,4 +1,4 @@
-"""Responses to held-out problems and the validation made of them: `validation/<name>.json` of a run."""
+"""Responses to held-out problems and the result of a validation, stored in a run as `validation/<name>.json`."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -36,11 +36,11 @@ _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 @dataclass(frozen=True)
 class Response:
-    """One response. `parts` are the named components of its score, `num_tokens` includes the end token.
+    """One response to a problem. `parts` are the components of its score. `num_tokens` includes the end token.
 
-    `logprob` is the sum of its tokens' log-probabilities (nats) when they were sampled, None if not recorded. `said` is
-    the answer that the scorer extracted, None if it returned none. `failure` is the reason for a missing score, None
-    otherwise. No metric uses a response without a score.
+    `logprob` is the sum of the tokens' log-probabilities (nats) when they were sampled, or None if not recorded. `said`
+    is the answer that the scorer extracted, or None. `failure` is the reason for a missing score, or None. No metric
+    uses a response without a score.
     """
 
     text: str
@@ -54,19 +54,18 @@ class Response:
 
     @property
     def vote(self) -> str:
-        """Key for majority votes, equal for equal answers."""
+        """The key for majority votes. Equal answers have equal keys."""
         return vote(self.text) if self.said is None else self.said
 
     @property
     def solved(self) -> bool:
-        """True for a correct response: by the part `correct` if there is one, else by a full score (1)."""
+        """True if the part `correct` is 1. Without this part, true if the response has a full score (1)."""
         return Score(self.score, self.parts).solved
 
 
 @dataclass(frozen=True)
 class ProblemResult:
-    """All responses to one held-out problem. `difficulty` is a measure of the task, 0 if it has none. `data_source` is
-    '' for the data source of the whole validation."""
+    """All responses to one held-out problem. `difficulty` is 0 if the task defines none."""
 
     prompt_id: int
     difficulty: int
@@ -78,28 +77,29 @@ class ProblemResult:
 
     @property
     def scored_samples(self) -> tuple[Response, ...]:
-        """Samples with a score."""
+        """The samples that have a score."""
         return tuple(response for response in self.samples if response.failure is None)
 
     @property
     def is_scored(self) -> bool:
-        """True if at least one sample (unless there are none) and the greedy response (if any) have a score."""
+        """True if at least one sample and the greedy response are scored. A kind without responses is not required."""
         return (bool(self.scored_samples) or not self.samples) and (self.greedy is None or self.greedy.failure is None)
 
     @property
     def num_solved(self) -> int:
-        """c: number of correct samples."""
+        """The number of correct samples, c."""
         return sum(response.solved for response in self.scored_samples)
 
     @property
     def mean_score(self) -> float:
-        """Mean score of the samples, 0 without any."""
+        """The mean score of the samples, or 0 without scored samples."""
         return sum(response.score for response in self.scored_samples) / max(1, len(self.scored_samples))
 
 
 def vote(text: str) -> str:
-    """Return the key for majority votes of a text without an extracted answer, without white space: the last
-    `<answer>`, else the text after the last `####`, else the whole text.
+    """Return the key for majority votes of a text without an extracted answer. White space is removed.
+
+    The key is the last `<answer>`, otherwise the text after the last `####`, otherwise the whole text.
 
     >>> vote("so <answer> 3 + 4 </answer>"), vote("it is #### 7"), vote("3 + 4")
     ('3+4', '7', '3+4')
@@ -110,8 +110,7 @@ def vote(text: str) -> str:
 
 
 def num_samples(problems: Sequence[ProblemResult]) -> int:
-    """Return k, the sampled responses to each problem, 0 without problems. Raises DataError: problems have different
-    numbers of samples."""
+    """Return k, the number of samples of each problem (0 without problems). Raises DataError if the numbers differ."""
     counts = {len(problem.samples) for problem in problems}
     if len(counts) > 1:
         raise DataError(f"problems of a validation: each needs the same number of samples, got {sorted(counts)}")
@@ -119,11 +118,11 @@ def num_samples(problems: Sequence[ProblemResult]) -> int:
 
 
 def problem_statistics(problems: Sequence[ProblemResult]) -> dict[str, Array]:
-    """Return each statistic's value for each problem, Float[P], by its name below `val-core/<data_source>/`. All
-    problems must be scored.
+    """Return the values of each statistic (Float[P]) by the statistic's name below `val-core/<data_source>/`.
 
-    Sampled statistics need samples, greedy ones a greedy response to every problem. With two failures of k samples the
-    statistics are those of k - 2. Raises DataError: problems have different numbers of samples.
+    All problems must be scored. Sampled statistics need samples. Greedy statistics need a greedy response to every
+    problem. If two of k samples failed, the statistics are computed for k - 2 samples. Raises DataError if the problems
+    have different numbers of samples.
     """
     k = num_samples(problems)
     found: dict[str, Array] = {}
@@ -151,11 +150,11 @@ def problem_statistics(problems: Sequence[ProblemResult]) -> dict[str, Array]:
 
 @dataclass(frozen=True)
 class ValidationResult:
-    """One model evaluated on held-out problems with equally many responses each.
+    """The result of one model on held-out problems, with the same number of responses to each problem.
 
-    `name` is `before`, `after` or `step-000020`. `step` and `policy_version` identify the weights. `data_source` is
-    `all` for several sources. `suite` is the fingerprint of the suite with its limits and scorer, '' for the run's own
-    held-out problems.
+    `name` is `before`, `after` or a step such as `step-000020`. `step` and `policy_version` identify the weights.
+    `data_source` is `all` for several sources. `suite` is the fingerprint of the suite with its limits and scorer, or
+    '' for the run's held-out problems.
     """
 
     name: str
@@ -168,21 +167,21 @@ class ValidationResult:
 
     @property
     def num_samples(self) -> int:
-        """k: sampled responses to each problem."""
+        """The number of samples for each problem, k."""
         return num_samples(self.problems)
 
     @property
     def reward_statistic(self) -> str:
-        """Name of the held-out reward: the samples' mean, else the greedy response's score."""
+        """The name of the held-out reward: the mean score of the samples, or the greedy score without samples."""
         return f"reward/mean@{self.num_samples}" if self.num_samples else "reward/greedy"
 
     @property
     def scored_only(self) -> "ValidationResult":
-        """The result over the problems that have a score."""
+        """The result restricted to the problems that have a score."""
         return replace(self, problems=tuple(problem for problem in self.problems if problem.is_scored))
 
     def intervals_of(self, columns: Mapping[str, Array]) -> dict[str, Interval]:
-        """Return the mean over problems and the interval of each column, Float[P]."""
+        """Return the mean and the interval of each column over problems. A column has the shape Float[P]."""
         if not columns:
             return {}
         table = np.stack(list(columns.values()), axis=1)
@@ -192,7 +191,7 @@ class ValidationResult:
 
     @property
     def failures(self) -> list[str]:
-        """Reasons for missing scores, one for each response without one."""
+        """The reasons for missing scores, one for each response without a score."""
         responses = [
             each for problem in self.problems for each in (*problem.samples, problem.greedy) if each is not None
         ]
@@ -200,11 +199,11 @@ class ValidationResult:
 
     @cached_property
     def intervals(self) -> Mapping[str, Interval]:
-        """Each statistic with its interval over problems, by its name below `val-core/<data_source>/`."""
+        """Each statistic with its interval over problems. Keys are the names below `val-core/<data_source>/`."""
         return self.intervals_of(problem_statistics(self.scored_only.problems))
 
     def by_source(self) -> dict[str, "ValidationResult"]:
-        """Return the result of each data source, sorted by name. Empty if there is only one."""
+        """Return the result of each data source, sorted by name, or {} if there is only one data source."""
         parts = self._parts(lambda problem: problem.data_source)
         return {name: replace(part, data_source=name) for name, part in parts.items()} if len(parts) > 1 else {}
 
@@ -213,12 +212,13 @@ class ValidationResult:
         return self.scored_only._parts(lambda problem: problem.difficulty)
 
     def _parts(self, key: Callable[[ProblemResult], K]) -> dict[K, "ValidationResult"]:
-        ordered = sorted(self.problems, key=key)  # a stable sort: problems of a part stay in their order
+        ordered = sorted(self.problems, key=key)  # a stable sort, which keeps the order of problems in a group
         return {value: replace(self, problems=tuple(group)) for value, group in groupby(ordered, key)}
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the metrics (see `rlcore/tracking/metrics.md`), each with `/ci_low` and `/ci_high`. Several sources
-        are reported one by one and together as `val-core/all/...`."""
+        """Return the metrics (see `rlcore/tracking/metrics.md`), each with `/ci_low` and `/ci_high`. Several data
+        sources are reported one by one, and together as `val-core/all/...`.
+        """
         summary = {name: value for part in self.by_source().values() for name, value in part.metrics().items()}
         for statistic, interval in self.intervals.items():
             name = f"val-core/{self.data_source}/{statistic}"
@@ -228,13 +228,13 @@ class ValidationResult:
         return summary
 
     def write(self, path: Path) -> None:
-        """Write the JSON file atomically. Raises DiskSpaceError."""
+        """Write the JSON file atomically. Raises DiskSpaceError if the disk is full."""
         document: dict[str, Any] = _RESULT.dump_python(self, mode="json")
         write_json_atomically(path, {"format_version": FORMAT_VERSION, **document})
 
     @classmethod
     def read(cls, path: Path) -> "ValidationResult":
-        """Read a file that `write` wrote. Raises DataError: the file is missing, damaged or of another format."""
+        """Read a file that `write` created. Raises DataError if the file is missing, damaged or of another format."""
         try:
             document = _DOCUMENT.validate_json(path.read_bytes())
             version = document.pop("format_version", None)
@@ -264,7 +264,7 @@ class Comparison:
 
 
 def pass_curve(result: ValidationResult) -> dict[int, Interval]:
-    """Return pass@k for k = 1, 2, 4, ... and all samples, each with its interval."""
+    """Return pass@k with its interval for k = 1, 2, 4, ... and for all samples."""
     result = result.scored_only
     num_samples = result.num_samples
     if not num_samples:
@@ -277,8 +277,9 @@ def pass_curve(result: ValidationResult) -> dict[int, Interval]:
 
 
 def compare(first: ValidationResult, second: ValidationResult) -> tuple[Comparison, ...]:
-    """Compare every common statistic of two validations, paired over their common problems. Raises DataError: they have
-    no scored problem in common, or problems of the same id differ."""
+    """Compare every common statistic of two validations, paired over their common problems. Raises DataError if the
+    validations share no scored problem, or if problems of the same id differ.
+    """
     first, second = first.scored_only, second.scored_only
     known = {problem.prompt_id: problem for problem in second.problems}
     pairs = [(problem, known[problem.prompt_id]) for problem in first.problems if problem.prompt_id in known]

@@ -1,7 +1,7 @@
 """Statistics of repeated responses to the same problems, with confidence intervals.
 
-Legend: P problems, n responses to each, c of them correct, M statistics, B resamples. Every metric is a mean over
-problems of one value per problem.
+Legend: P problems, n responses to each problem, c correct responses, M statistics, B resamples. Every metric is a mean
+over problems of one value per problem.
 """
 
 from collections.abc import Hashable, Sequence
@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
 
-# Resamples drawn at a time hold this many counts at most (8 bytes each), whatever the number of problems.
+# The maximum number of counts (8 bytes each) of resamples in memory, whatever the number of problems.
 _CHUNK_SIZE = 4_000_000
 
 
@@ -34,7 +34,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class PairedDifference:
-    """`b - a` over the same problems. A win is a problem on which b is higher than a."""
+    """The difference `b - a` over the same problems. A win is a problem on which b is higher than a."""
 
     difference: Interval
     wins: int
@@ -42,11 +42,11 @@ class PairedDifference:
 
 
 def pass_at_k(num_responses: ArrayLike, num_correct: ArrayLike, k: ArrayLike) -> Array:
-    """Return the unbiased chance that at least one of k responses is correct: `1 - C(n-c, k) / C(n, k)` for n, c [P]
-    and k, one number or [P], from 1 to n.
+    """Return the unbiased chance that at least one of k responses is correct: `1 - C(n-c, k) / C(n, k)`.
 
-    C(n-c, k) / C(n, k) is the share of k-subsets without a correct response (Chen et al. 2021, arXiv:2107.03374). As a
-    product it neither overflows nor cancels: prod over i < k of (n-c-i) / (n-i).
+    n and c have the shape [P]. k is one number or has the shape [P], from 1 to n. C(n-c, k) / C(n, k) is the share of
+    k-subsets without a correct response (Chen et al. 2021, arXiv:2107.03374). It is computed as a product, which
+    neither overflows nor cancels: prod over i < k of (n-c-i) / (n-i).
 
     >>> pass_at_k([4, 4], [2, 1], 2).round(4).tolist()
     [0.8333, 0.5]
@@ -58,7 +58,8 @@ def pass_at_k(num_responses: ArrayLike, num_correct: ArrayLike, k: ArrayLike) ->
 def pass_all_at_k(num_responses: ArrayLike, num_correct: ArrayLike, k: ArrayLike) -> Array:
     """Return the unbiased chance that all of k responses are correct, for each problem: `C(c, k) / C(n, k)`.
 
-    Also known as pass^k (Yao et al. 2024, arXiv:2406.12045). Arguments and result as for `pass_at_k`.
+    This is also known as pass^k (Yao et al. 2024, arXiv:2406.12045). Arguments and result have the shapes of
+    `pass_at_k`.
 
     >>> pass_all_at_k([4, 4], [2, 4], 2).round(4).tolist()
     [0.1667, 1.0]
@@ -78,16 +79,16 @@ def _counts(num_responses: ArrayLike, num_correct: ArrayLike, k: ArrayLike) -> t
 
 
 def _all_of_k(total: Array, chosen: Array, k: Array) -> Array:
-    """Return `C(chosen, k) / C(total, k)`: the chance that k responses drawn without replacement are all chosen."""
-    before = np.arange(k.max(initial=0))  # responses drawn before the one of this factor
+    """Return `C(chosen, k) / C(total, k)`, the chance that k responses drawn without replacement are all chosen."""
+    before = np.arange(k.max(initial=0))  # responses drawn before the response of this factor
     left = np.maximum(total[:, None] - before, 1.0)
     factors = np.where(before < k[:, None], np.clip(chosen[:, None] - before, 0.0, None) / left, 1.0)
     return np.asarray(factors.prod(axis=1))
 
 
 def majority(votes: Sequence[Hashable], values: Sequence[float]) -> float:
-    """Return the mean value of the most frequent answer in `votes`. On a tie it is the mean over the tied answers, the
-    expectation of a random choice. `values` are 1 or 0, or scores.
+    """Return the mean value of the most frequent answer in `votes`. `values` are 1 or 0, or scores. On a tie, return
+    the mean over the tied answers, which is the expectation of a random choice.
 
     >>> majority(["7", "8", "7"], [1.0, 0.0, 1.0])
     1.0
@@ -105,9 +106,11 @@ def majority(votes: Sequence[Hashable], values: Sequence[float]) -> float:
 
 
 def mean_intervals(values: ArrayLike, *, confidence: float = 0.95, num_resamples: int = 1_000) -> list[Interval]:
-    """Return the means of M statistics with their intervals: Wilson's if every value is 0 or 1, else the bootstrap's.
-    The bootstrap covers too little for rare successes: half of all samples of 64 problems with a chance of 0.01 contain
-    no success and give an interval without width. Arguments as for `bootstrap_intervals`."""
+    """Return the mean and interval of each of M statistics. A statistic with only the values 0 and 1 gets Wilson's
+    interval. Other statistics get the bootstrap interval, which covers too little for rare successes. For example, half
+    of all samples of 64 problems contain no success if the chance is 0.01. Their bootstrap interval has no width. The
+    arguments are the same as for `bootstrap_intervals`.
+    """
     table = _table(values)
     found = bootstrap_intervals(table, confidence=confidence, num_resamples=num_resamples)
     return [
@@ -119,8 +122,9 @@ def mean_intervals(values: ArrayLike, *, confidence: float = 0.95, num_resamples
 
 
 def wilson_interval(num_correct: int, num_problems: int, *, confidence: float = 0.95) -> Interval:
-    """Return a share with the interval of the score test: all p with |share - p| <= z sqrt(p (1 - p) / P) (Wilson
-    1927), z the normal quantile of `confidence`.
+    """Return a share with the interval of the score test (Wilson 1927).
+
+    The interval contains all p with |share - p| <= z sqrt(p (1 - p) / P). z is the normal quantile of `confidence`.
 
     >>> round(wilson_interval(0, 30).high, 3)
     0.114
@@ -137,8 +141,8 @@ def bootstrap_intervals(
 ) -> list[Interval]:
     """Return the mean over problems of M statistics, `values` [P, M], with percentile-bootstrap intervals (Efron 1979).
 
-    Problems are resampled, not responses, because responses to one problem are not independent. All M statistics use
-    the same B = `num_resamples` resamples.
+    Problems are resampled instead of responses, because responses to one problem are not independent. All M statistics
+    use the same B = `num_resamples` resamples.
     """
     table = _table(values)
     means = _resampled_means(table, num_resamples, np.random.default_rng(seed))
@@ -157,7 +161,7 @@ def _table(values: ArrayLike) -> Array:
 
 
 def _resampled_means(table: Array, num_resamples: int, rng: np.random.Generator) -> Array:
-    """Return the means of B resamples, [B, M]."""
+    """Return the means of B resamples as an array [B, M]."""
     num_problems = table.shape[0]
     at_a_time = max(1, _CHUNK_SIZE // num_problems)
     parts = []
@@ -173,9 +177,10 @@ def _resampled_means(table: Array, num_resamples: int, rng: np.random.Generator)
 def paired_difference(
     a: ArrayLike, b: ArrayLike, *, confidence: float = 0.95, num_resamples: int = 1_000
 ) -> PairedDifference:
-    """Return the mean of `b - a` over the same problems, [P] in the same order, with its bootstrap interval, and the
-    numbers of wins and losses. Pairing removes the difficulty of the problems, so the interval is narrower than that of
-    two means."""
+    """Return the mean of `b - a` over the same problems with its bootstrap interval, and the numbers of wins and
+    losses. `a` and `b` have the shape [P] and the same order of problems. Pairing removes the difficulty of the
+    problems, so the interval is narrower than the interval of two means.
+    """
     first, second = np.asarray(a, dtype=float), np.asarray(b, dtype=float)
     if first.shape != second.shape:
         raise ValueError(f"a and b must be values of the same problems, got {first.shape} and {second.shape}")

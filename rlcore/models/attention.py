@@ -1,8 +1,8 @@
-"""Packed attention: each token attends to earlier tokens of the same sequence, without a [T, T] mask.
+"""Packed attention, where a token attends only to earlier tokens of the same sequence, without a [T, T] mask.
 
-One function is registered with transformers. Packed calls pass a `PackedLayout` as a keyword argument, so gradient
-checkpointing recomputes the same values. Decoding passes a small four-dimensional mask.
-The `sdpa` backend runs anywhere: each length group of the layout is one dense causal attention.
+`packed_attention` is registered with transformers. Packed calls pass a `PackedLayout` as a keyword argument, so
+gradient checkpointing recomputes the same values. Decoding passes a small four-dimensional mask instead. The `sdpa`
+backend runs on every device. It computes one dense causal attention for each length group of the layout.
 """
 
 import importlib
@@ -35,7 +35,7 @@ _HEAD_DIM_MULTIPLE = 8
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """Selected attention backend and the reason."""
+    """The selected attention backend and the reason for it."""
 
     name: Backend
     reason: str
@@ -44,8 +44,8 @@ class AttentionChoice:
 def choose_attention(
     requested: Literal["auto", "flash_attn", "varlen", "sdpa"], device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> AttentionChoice:
-    """Return the requested backend, or for "auto" the first of flash_attn, varlen and sdpa that runs here. Raises
-    ModelError if the requested backend does not support this device, compute type or head size."""
+    """Return the requested attention backend. For "auto", return the first of flash_attn, varlen and sdpa that runs
+    here. Raises ModelError if the requested backend does not support this device, compute type or head size."""
     if requested == "sdpa":
         return AttentionChoice("sdpa", "requested by model.attention")
     refused: list[str] = []
@@ -67,7 +67,7 @@ def choose_attention(
 
 
 def _flash_problem(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """Return why no flash kernel runs with these arguments, or ''."""
+    """Return the reason why no flash kernel runs with these arguments, or '' if one does."""
     if device.type != "cuda":
         return f"needs CUDA, the device is {device.type}"
     if torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
@@ -81,8 +81,8 @@ def _flash_problem(device: torch.device, dtype: torch.dtype, head_dim: int) -> s
 
 @dataclass(frozen=True, slots=True)
 class _Kernel:
-    """A kernel function. `no_window`: sentinel for an unbounded window. `supports_gqa`: has `enable_gqa` (torch >=
-    2.12)."""
+    """An attention kernel. `no_window`: the argument for an unbounded window. `supports_gqa`: whether the function has
+    the argument `enable_gqa` (torch >= 2.12)."""
 
     function: Callable[..., Any]
     module: str
@@ -95,7 +95,7 @@ _KERNELS: dict[Backend, _Kernel] = {}
 
 
 def _load_kernel(name: Backend) -> str:
-    """Import a kernel once; return the problem, or ''."""
+    """Import a kernel once. Return an error message if this fails, otherwise ''."""
     if name in _KERNELS:
         return ""
     try:
@@ -115,8 +115,8 @@ def _load_kernel(name: Backend) -> str:
 
 
 def flash_package(capability: int) -> str:
-    """Return the flash-attn module for this major compute capability: version 3, then 2, then 4 (a pre-release). Raises
-    ImportError if no version is usable, with the problem of each."""
+    """Return the flash-attn module for this major compute capability. Version 3 is preferred, then 2, then 4 (a
+    pre-release). Raises ImportError, with the problem of each version, if none is usable."""
     problems = []
     for module in (_FLASH_3, _FLASH_2, _FLASH_4):
         if capability in _CAPABILITIES.get(module, (capability,)):
@@ -137,11 +137,11 @@ def _kernel_attention(
     scale: float | None,
     window: int | None,
 ) -> Float[Tensor, "c Hq D"]:
-    """Compute causal attention in each sequence by flash-attn or `torch.nn.attention.varlen`."""
+    """Compute causal attention within each sequence by flash-attn or `torch.nn.attention.varlen`."""
     kernel, longest = _KERNELS[layout.backend], layout.max_seqlen
-    # Computed tokens of a sequence are its last ones, as the kernels' causal mask takes them.
+    # The computed tokens of a sequence are its last tokens, which the kernels' causal mask assumes.
     of_queries = layout.cu_seqlens if layout.shared is None else layout.shared.cu_seqlens
-    if layout.backend == "flash_attn":  # grouped-query attention is its own
+    if layout.backend == "flash_attn":  # it handles grouped-query attention itself
         out = kernel.function(
             query,
             key,
@@ -167,7 +167,8 @@ def _kernel_attention(
 
 
 ATTENTION_NAME = "millrace_packed"
-"""Name in the registry of transformers. It has no mask function there, so transformers builds no mask."""
+"""The name of the packed attention in the registry of transformers. The registry has no mask function of this name, so
+transformers builds no mask."""
 
 
 def packed_attention(
@@ -183,9 +184,9 @@ def packed_attention(
     packed_layout: PackedLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "B L Hq D"], None]:
-    """Compute the attention of one layer as transformers calls it: packed with a layout, else masked. With a layout B
-    is 1 and L = S = T, or c with shared prompts. Raises ModelError if the model changes attention scores in a way that
-    no backend here supports."""
+    """Compute the attention of one layer for transformers. Without a layout, the attention mask is used. With a layout,
+    B is 1, and L and S are T. With shared prompts, L and S are the number of computed tokens. Raises ModelError if the
+    model caps attention scores, adds attention sinks or uses dropout."""
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise ModelError(
             f"model.path: {type(module).__name__} caps attention scores or adds attention sinks, which the packed "
@@ -233,7 +234,7 @@ def _masked_attention(
 def _sdpa_by_length(
     query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float | None, window: int | None
 ) -> Tensor:
-    """Compute one dense causal attention per length group; [1, T, Hq, D]."""
+    """Compute one dense causal attention for each length group. The result is [1, T, Hq, D]."""
     num_heads = query.shape[1]
     key, value = _repeat_heads(key, num_heads), _repeat_heads(value, num_heads)
     # One split, since the gradient of a slice fills the whole tensor with zeros.
@@ -265,7 +266,7 @@ def _repeat_heads(tensor: Tensor, num_heads: int) -> Tensor:
 
 
 def causal_band(num_new: int, num_seen: int, window: int | None, device: torch.device) -> Bool[Tensor, "L S"]:
-    """Return the causal (sliding-window) mask of the last `num_new` of `num_seen` tokens."""
+    """Return the causal mask of the last `num_new` of `num_seen` tokens. `window`: the sliding window, or None."""
     at = torch.arange(num_seen - num_new, num_seen, device=device)[:, None]
     seen = torch.arange(num_seen, device=device)[None, :]
     causal = seen <= at

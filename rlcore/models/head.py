@@ -1,6 +1,6 @@
-"""Log-probabilities and entropies from hidden states, without the logits of all tokens in memory. Forward processes
-tokens in chunks and keeps one log-sum-exp (and entropy) per token. Backward recomputes the logits by chunk and turns
-them into their gradient in place."""
+"""The head: log-probabilities and entropies from hidden states, without the logits of all tokens in memory. The forward
+pass processes tokens in chunks and keeps one log-sum-exp and one entropy per token. The backward pass recomputes the
+logits of each chunk and turns them into their gradient."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,8 +22,9 @@ _GPU_BLOCK_ELEMENTS = 1 << 25
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Float32[n] each: log-probability of the target and entropy (0 if not computed) in nats. `is_top`: 1 where no
-    other token has a higher probability (0 if not computed)."""
+    """The results of the head for n tokens, each Float32[n]. `logprobs`: the log-probability of the target in nats.
+    `entropy`: the entropy in nats. `is_top`: 1 where no other token has a higher probability. Results that were not
+    computed are 0."""
 
     logprobs: Float[Tensor, "n"]
     entropy: Float[Tensor, "n"]
@@ -41,13 +42,13 @@ def token_logprobs_and_entropy(
     with_top: bool = False,
     compiled: bool = False,
 ) -> TokenLogprobs:
-    """Compute log-probabilities and entropy of softmax(hidden weight^T / temperature), in float32.
+    """Compute log-probabilities and entropies of softmax(hidden weight^T / temperature), in float32.
 
         logprob = z_target - logsumexp(z)        entropy = logsumexp(z) - sum_v softmax(z)_v z_v
 
-    At most `chunk_tokens` rows of logits exist at a time, in forward and backward. Gradients flow to `hidden` and
-    `weight`; that of `weight` is summed in float32 over chunks. "value" computes the entropy without gradient.
-    `compiled` fuses the operations after the matrix products (CUDA).
+    At most `chunk_tokens` rows of logits exist at a time, in the forward and the backward pass. Gradients flow to
+    `hidden` and `weight`. The gradient of `weight` is summed in float32 over chunks. The entropy mode "value" gives no
+    gradient. `compiled` fuses the operations after the matrix products (CUDA).
     """
     if temperature <= 0:
         raise ValueError(f"temperature: must be above 0 for log-probabilities, got {temperature}")
@@ -67,8 +68,6 @@ class _Settings:
 
 
 class _ChunkedHead(torch.autograd.Function):
-    """See `token_logprobs_and_entropy`."""
-
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, settings: _Settings
@@ -118,7 +117,7 @@ class _ChunkedHead(torch.autograd.Function):
 
 
 def float32_logits(hidden: Float[Tensor, "n H"], weight: Float[Tensor, "V H"]) -> Float[Tensor, "n V"]:
-    """Compute hidden weight^T in float32; on CUDA from the float32 accumulators of the matrix unit."""
+    """Compute hidden weight^T in float32. On CUDA, it is taken from the float32 accumulators of the matrix unit."""
     if hidden.dtype != torch.float32 and hidden.is_cuda:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     return torch.mm(hidden, weight.t()).float()
@@ -139,7 +138,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _statistics(logits: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor]:
-    """Return log-sum-exp and entropy (or zeros) of each row."""
+    """Return the log-sum-exp and the entropy of each row. Without `with_entropy`, the entropy is 0."""
     log_norms = logits.new_empty(len(logits))
     entropies = torch.zeros_like(log_norms)
     for rows in _blocks(logits):
@@ -162,9 +161,9 @@ def _gradient(
     grad_entropies: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Replace tempered logits z by their gradient, in place.
+    """Replace the logits z, already divided by the temperature, by their gradient in place.
 
-    d logprob / d z_j = 1[j = target] - p_j        d entropy / d z_j = -p_j (log p_j + entropy)
+    d logprob / d z_j = 1[j = target] - p_j d entropy / d z_j = -p_j (log p_j + entropy)
     """
     # A shorter type fills the same memory from the front: row r overwrites only rows up to r.
     packed = logits.view(-1).view(dtype)[: logits.numel()].view(logits.shape)
@@ -187,7 +186,7 @@ def _compiled(function: Callable[..., R]) -> Callable[..., R]:
 
 
 def _fused_statistics(logits: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor]:
-    """`_statistics` as one expression, which the compiler fuses without temporaries."""
+    """Compute `_statistics` as one expression, which the compiler fuses without temporaries."""
     top = logits.amax(dim=1)
     weights = (logits - top[:, None]).exp()
     norm = weights.sum(dim=1)
@@ -204,7 +203,7 @@ def _fused_gradient(
     grad_entropies: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """`_gradient` as one expression for the compiler; does not change `logits`."""
+    """Compute `_gradient` as one expression for the compiler, without a change of `logits`."""
     log_probs = logits - log_norms[:, None]
     is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
     pull = grad_logprobs[:, None]
@@ -218,6 +217,6 @@ def _slices(num_rows: int, size: int) -> Iterator[slice]:
 
 
 def _blocks(logits: Tensor) -> Iterator[slice]:
-    """Yield row ranges with small temporaries."""
+    """Yield ranges of rows whose temporaries are small."""
     elements = _CPU_BLOCK_ELEMENTS if logits.device.type == "cpu" else _GPU_BLOCK_ELEMENTS
     return _slices(len(logits), max(1, elements // logits.shape[1]))

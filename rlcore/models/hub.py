@@ -1,4 +1,4 @@
-"""Resolution of model paths: a local directory, the hub's cache, or the hub. Imports no torch."""
+"""Resolution of model paths to a local directory, the cache of the Hugging Face hub, or the hub, without torch."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -14,13 +14,13 @@ from rlcore.errors import ModelError
 T = TypeVar("T")
 
 MODEL_FILES = ("generation_config.json", "config.json")
-"""Files that may name the end-of-sequence tokens; the first that does counts."""
+"""The files that may name the end-of-sequence tokens. The first file that names them is used."""
 _HUB_TIMEOUT_S = 10.0
 
 
 @cache
 def is_hub_reachable() -> bool:
-    """Return whether the hub responds; checked once per process. If not, only the cache is read."""
+    """Return whether the Hugging Face hub responds, checked once per process. If not, only the cache is read."""
     from huggingface_hub import constants, get_session
 
     try:
@@ -31,7 +31,7 @@ def is_hub_reachable() -> bool:
 
 
 def cached_config(path: str, name: str = "config.json") -> Path | None:
-    """Return `config.json`, or another file, of a hub id in the local cache, if present."""
+    """Return the path of a hub model's file in the local cache, or None if the file is not there."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -43,7 +43,8 @@ def cached_config(path: str, name: str = "config.json") -> Path | None:
 
 
 def require_reachable(key: str, path: str) -> None:
-    """Require that a hub model is in the cache or accessible to this user. Raises ModelError if it is neither."""
+    """Check that a model is a local directory, in the hub's cache, or accessible on the hub. Raises ModelError if it is
+    none of these."""
     if Path(path).expanduser().is_dir() or cached_config(path) is not None:
         return
     if (refusal := _hub_problem(path)) is not None:
@@ -54,7 +55,7 @@ def require_reachable(key: str, path: str) -> None:
 
 
 def _hub_problem(path: str) -> str | None:
-    """Return why the hub does not provide a model, and the remedy; None if it does."""
+    """Return the reason and the remedy if the hub does not provide a model, otherwise None."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError
 
@@ -75,8 +76,8 @@ def _hub_problem(path: str) -> str | None:
 
 
 def resolve_model(path: str | Path, file_name: str) -> str:
-    """Return the directory, which must contain `file_name`, or the hub id `owner/name`. Raises ModelError if the path
-    is neither, or the file is missing or damaged."""
+    """Return the model directory or the hub id `owner/name` of a path. Raises ModelError if the path is neither. It is
+    also raised if `file_name` is missing in the directory or damaged."""
     text, directory = str(path), Path(path).expanduser()
     if directory.is_dir():
         file = directory / file_name
@@ -98,8 +99,8 @@ def resolve_model(path: str | Path, file_name: str) -> str:
 
 
 def read_stop_ids(files: Iterable[Path]) -> frozenset[int] | None:
-    """Return `eos_token_id` of the first existing file that names any, or None. Raises ModelError if a file is
-    damaged."""
+    """Return the end-of-sequence tokens of the first file that defines `eos_token_id`, or None if no file does. Raises
+    ModelError if a file is damaged."""
     for file in files:
         if not file.is_file():
             continue
@@ -113,7 +114,7 @@ def read_stop_ids(files: Iterable[Path]) -> frozenset[int] | None:
 
 
 def read_pretrained(path: str, what: str, read: Callable[..., T]) -> T:
-    """Read with transformers; convert its errors to one that names the setting."""
+    """Return the result of `read`, which loads `what` with transformers. Raises ModelError if this fails."""
     try:
         return read(local_files_only=Path(path).is_dir() or not is_hub_reachable(), trust_remote_code=False)
     except SafetensorError as error:
@@ -132,7 +133,7 @@ def read_pretrained(path: str, what: str, read: Callable[..., T]) -> T:
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Disable transformers' progress bars inside the block."""
+    """Disable the progress bars of transformers inside the `with` block."""
     from transformers.utils import logging as transformers_logging
 
     was_enabled = transformers_logging.is_progress_bar_enabled()

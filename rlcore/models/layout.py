@@ -1,8 +1,8 @@
-"""Order in which the model computes packed tokens: by sequence length for sdpa, and each shared prompt once.
+"""The order in which the model computes packed tokens: by sequence length for sdpa, and each shared prompt once.
 
-Shared prompts: the first response of a prompt in a micro-batch keeps the whole prompt. The others begin with its last
-token, whose output predicts their first token. Attention still uses whole sequences, so prompt keys and values are
-copied to each response.
+The first response of a prompt in a micro-batch keeps the whole prompt. Each further response begins with the last token
+of the prompt, whose output predicts the first token of the response. Attention still uses whole sequences, so the keys
+and values of the prompt are copied to each response.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from rlcore.models.memory import to_device
 
 Backend = Literal["flash_attn", "varlen", "sdpa"]
 Array: TypeAlias = Tensor | np.ndarray[Any, Any]
-"""A tensor or a numpy array. FSDP moves tensor arguments to the device, where reading them blocks."""
+"""A tensor or a numpy array. FSDP moves tensor arguments to the device, where reading their values blocks."""
 
 # With more distinct lengths, kernel launches cost more than padding.
 _MAX_EXACT_LENGTHS = 48
@@ -34,14 +34,14 @@ IntArray: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class SharedPrompts:
-    """Mapping of c computed tokens to T tokens of a batch.
+    """A mapping from c computed tokens to the T tokens of a batch. A computed token represents one token or several.
 
     Attributes:
-        places: Int[T], computed token of each token, in attention order.
-        first_tokens: Int[c], inverse: the first token of each computed one.
-        shared: Int[p], computed tokens with several tokens.
-        duplicates: Int[p, m], their further tokens; `is_duplicate` Bool[p, m] marks valid entries.
-        cu_seqlens: Int32[N+1], sequence bounds among computed tokens.
+        places: Int[T], the index of the computed token that represents each token, in attention order.
+        first_tokens: Int[c], the first token that each computed token represents.
+        shared: Int[p], the computed tokens that represent several tokens.
+        duplicates: Int[p, m], their further tokens. `is_duplicate` Bool[p, m] marks the valid entries.
+        cu_seqlens: Int32[N+1], the bounds of the sequences among the computed tokens.
     """
 
     places: Int[Tensor, "T"]
@@ -52,14 +52,14 @@ class SharedPrompts:
     cu_seqlens: Int[Tensor, "N_plus_1"]
 
     def expand(self, computed: Float[Tensor, "c ..."]) -> Float[Tensor, "T ..."]:
-        """Return the computed row of each token."""
+        """Copy the rows of the computed tokens to all tokens that they represent."""
         order = (self.places, self.first_tokens, self.shared, self.duplicates, self.is_duplicate)
         found: Tensor = _Expand.apply(computed, *order)  # type: ignore[no-untyped-call]
         return found
 
 
 class _Expand(torch.autograd.Function):
-    """`index_select` whose gradient sums the rows of a token deterministically, in float32."""
+    """An `index_select` whose gradient sums the rows of duplicate tokens deterministically, in float32."""
 
     @staticmethod
     def forward(ctx: Any, computed: Tensor, places: Tensor, *backward: Tensor) -> Tensor:
@@ -78,9 +78,9 @@ class _Expand(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class SharedOrder:
-    """Computed tokens of a batch, on the host. `computed` Int[c]. `places` Int[T]: index of each token among them.
-    `dropped` Int[d]: tokens that are not computed. `further` Int[d]: index of each among the duplicates of its token.
-    """
+    """The computed tokens of a batch, as host arrays. `computed` Int[c]: the tokens that are computed. `places` Int[T]:
+    the index in `computed` of the token that represents each token. `dropped` Int[d]: the tokens that are not computed.
+    `further` Int[d]: the index of each dropped token among the duplicates of its computed token."""
 
     computed: IntArray
     places: IntArray
@@ -89,7 +89,7 @@ class SharedOrder:
 
     @classmethod
     def of(cls, bounds: IntArray, shared: IntArray) -> "SharedOrder":
-        """Build from sequence `bounds` Int[N+1]. `shared` Int[N]: see `build_layout`.
+        """Build the order from the sequence `bounds` Int[N+1]. For `shared` Int[N], see `build_layout`.
 
         >>> order = SharedOrder.of(np.array([0, 4, 7, 9]), np.array([0, 2, 0]))
         >>> order.computed.tolist(), order.places.tolist()
@@ -107,8 +107,8 @@ class SharedOrder:
         return cls(np.flatnonzero(~is_dropped), places, dropped, (sequence - first[sequence] - 1)[dropped])
 
     def on_device(self, cu_seqlens: IntArray, order: Int[Tensor, "T"] | None, device: torch.device) -> SharedPrompts:
-        """Build the device tensors. `order`: token at each position of attention order, None for batch order."""
-        at = np.arange(len(self.places))  # position of each token in that order
+        """Build the device tensors. `order`: the token at each position of attention order, or None for batch order."""
+        at = np.arange(len(self.places))  # position of each token in attention order
         if order is not None:
             at[order.numpy()] = np.arange(len(self.places))
         shared, rows = np.unique(self.places[self.dropped], return_inverse=True)
@@ -129,8 +129,9 @@ class SharedOrder:
 
 @dataclass(frozen=True, slots=True)
 class LengthGroup:
-    """Sequences of one dense attention call: tokens `start` to `stop`, in sorted order. `slots` Int[stop - start]:
-    index of each token among `num_sequences` x `length` rows, empty if all lengths are equal."""
+    """The sequences of one dense attention call, which are the tokens `start` to `stop` in sorted order. `slots`
+    Int[stop - start]: the index of each token in `num_sequences` x `length` padded positions. It is empty if all
+    lengths are equal."""
 
     start: int
     stop: int
@@ -146,11 +147,12 @@ class LengthGroup:
 
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
-    """Order in which the model computes T packed tokens.
+    """The order in which the model computes T packed tokens.
 
-    `token_order` Int[T]: token of the batch at each computed position. `computed_index` Int[T]: its inverse.
-    `cu_seqlens` Int32[N+1]: sequence bounds in computed order. `groups`: for `sdpa` only. With `shared` only c < T
-    tokens are computed. `token_order` then has c entries, and attention uses T keys and values.
+    `token_order` Int[T]: the batch token at each computed position. `computed_index` Int[T]: the computed position of
+    each batch token. `cu_seqlens` Int32[N+1]: the bounds of the sequences in computed order. `groups`: used by `sdpa`
+    only. With `shared`, only c < T tokens are computed. `token_order` then has c entries, and attention uses T keys and
+    values.
     """
 
     backend: Backend
@@ -165,8 +167,9 @@ class PackedLayout:
 def build_layout(
     cu_seqlens: Int[Array, "N_plus_1"], *, backend: Backend, device: torch.device, shared: IntArray | None = None
 ) -> PackedLayout:
-    """Return the layout of sequences bounded by `cu_seqlens`. Bounds on the host avoid waiting for the device. `shared`
-    Int[N]: number of leading tokens that a sequence shares with the last sequence before it whose entry is 0.
+    """Return the layout of the sequences that `cu_seqlens` bounds. Bounds on the host avoid waiting for the device.
+    `shared` Int[N]: the number of leading tokens that a sequence shares with an earlier one. The earlier one is the
+    last sequence before it whose entry is 0.
 
     >>> layout = build_layout(torch.tensor([0, 3, 5, 8]), backend="sdpa", device=torch.device("cpu"))
     >>> layout.token_order.tolist()
@@ -216,7 +219,7 @@ def build_layout(
 
 
 def _length_groups(lengths: Sequence[int], device: torch.device) -> tuple[LengthGroup, ...]:
-    """Group ascending lengths: one group per distinct length, or per rounding step if there are too many."""
+    """Group ascending lengths by equal length. If there are too many lengths, group them by rounding step instead."""
     exact = len(set(lengths)) <= _MAX_EXACT_LENGTHS
     groups: list[LengthGroup] = []
     start = 0
@@ -232,7 +235,7 @@ def _length_groups(lengths: Sequence[int], device: torch.device) -> tuple[Length
 
 
 def _round_up(length: int) -> int:
-    """Round up to a step of an eighth of the power of two below `length`.
+    """Round a length up to a multiple of p / 8. Here, p is the largest power of two up to that length.
 
     >>> [_round_up(length) for length in (7, 16, 17, 100, 1000)]
     [7, 16, 18, 104, 1024]

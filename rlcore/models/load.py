@@ -1,4 +1,4 @@
-"""Load and validate models from a directory or the hub."""
+"""Loading and validation of models from a local directory or the Hugging Face hub."""
 
 import logging
 from itertools import pairwise
@@ -24,9 +24,9 @@ _HEAD_CHANGES = {"final_logit_softcapping": (None,), "logits_scaling": (None, 1.
 
 
 def load_policy(path: str | Path, *, model: ModelConfig, device: torch.device) -> CausalPolicy:
-    """Load a policy from a directory or hub id, in training mode and float32. With `model.lora` weights are frozen, in
-    the compute type or 4 bits. Code in the model directory is never run. Raises ModelError if the path, the weights,
-    the architecture, the attention backend or the 4-bit package is unusable."""
+    """Load a policy from a directory or hub id, in training mode and float32. With `model.lora`, the weights are in the
+    compute type or in 4 bits. Code in the model directory is never run. Raises ModelError if the path, the weights, the
+    architecture, the attention backend or the 4-bit package is unusable."""
     lora = model.lora
     require_base(lora)
     dtype = torch.float32 if lora is None else compute_dtype(model, device)
@@ -40,8 +40,8 @@ def load_policy(path: str | Path, *, model: ModelConfig, device: torch.device) -
 
 
 def load_value_model(path: str | Path, *, model: ModelConfig, device: torch.device) -> ValueModel:
-    """Load a float32 value model on the trunk of a policy, with a zero head, in training mode. Raises ModelError as
-    `load_policy`."""
+    """Load a float32 value model in training mode, with the decoder of a policy and a zero head. Raises ModelError if
+    the path, the weights, the architecture or the attention backend is unusable."""
     causal = _load_causal(path, device, torch.float32)
     trunk = cast(PreTrainedModel, getattr(causal, causal.base_model_prefix))
     value_model = ValueModel(trunk, attention=model.attention, compute_dtype=compute_dtype(model, device))
@@ -49,7 +49,7 @@ def load_value_model(path: str | Path, *, model: ModelConfig, device: torch.devi
 
 
 def parameter_names(path: str | Path) -> frozenset[str]:
-    """Return the names of all parameters, with a tied head as the embedding. Reads no weights."""
+    """Return the names of all parameters, without reading weights. A tied head has the name of the embedding."""
     config = _load_config(path)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
@@ -57,7 +57,7 @@ def parameter_names(path: str | Path) -> frozenset[str]:
 
 
 def compute_dtype(model: ModelConfig, device: torch.device) -> torch.dtype:
-    """Return the type of matrix products. `auto`: bfloat16 on CUDA, float32 elsewhere."""
+    """Return the type of the matrix products. `auto` gives bfloat16 on CUDA and float32 elsewhere."""
     if model.dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[model.dtype]
@@ -143,8 +143,8 @@ _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
 def require_faithful(model: PreTrainedModel, path: str) -> None:
-    """Require equal log-probabilities for three short sequences, packed and separate. Raises ModelError if they
-    differ."""
+    """Check that three short sequences have the same log-probabilities when packed and when separate. Raises ModelError
+    if they differ. Tested architectures are not checked."""
     kind = model.config.model_type
     if kind in TESTED:
         return
@@ -179,7 +179,6 @@ def _packing_difference(model: PreTrainedModel) -> float:
 
 
 def _unpacked_logprobs(model: PreTrainedModel, token_ids: Tensor, target_ids: Tensor) -> Tensor:
-    """Return log-probabilities of one sequence by the model's own forward."""
     length = len(token_ids)
     mask = decode_mask(torch.ones(1, length, dtype=torch.bool, device=token_ids.device), length)
     output = model(input_ids=token_ids[None], attention_mask=mask, use_cache=False)

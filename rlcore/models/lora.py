@@ -26,7 +26,7 @@ ADAPTERS = (".lora_A.", ".lora_B.")
 
 
 class AdaptedLinear(nn.Module):
-    """A linear layer with an adapter: A [rank, in] and B [out, rank], stored in float32."""
+    """A linear layer with an adapter, whose matrices A [rank, in] and B [out, rank] are stored in float32."""
 
     def __init__(self, base: nn.Linear | Nf4Linear, lora: LoraConfig, generator: torch.Generator) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class AdaptedLinear(nn.Module):
         self.is_on = True
 
     def forward(self, x: Float[Tensor, "*batch N"]) -> Float[Tensor, "*batch M"]:
-        """Compute the layer's output, plus the adapter's if enabled."""
+        """Compute the output of the layer, plus the output of the adapter if it is enabled."""
         output: Tensor = self.base_layer(x)
         if not self.is_on:
             return output
@@ -52,7 +52,8 @@ class AdaptedLinear(nn.Module):
         return output + functional.linear(within * self.scaling, high)
 
     def merged(self, gather: Callable[[Tensor], Tensor]) -> Float[Tensor, "M N"]:
-        """Return W + s B A, summed in float32 and rounded once to W's type by `stochastic_round`."""
+        """Return W + s B A, summed in float32 and rounded once to the type of W by `stochastic_round`. `gather`: a
+        function that returns a sharded tensor as a whole."""
         low, high = gather(self.lora_A.weight), gather(self.lora_B.weight)
         base = self.base_layer
         weight = base.dequantized(gather) if isinstance(base, Nf4Linear) else gather(base.weight)
@@ -60,11 +61,12 @@ class AdaptedLinear(nn.Module):
 
 
 def stochastic_round(exact: Float[Tensor, "M N"], dtype: torch.dtype) -> Float[Tensor, "M N"]:
-    """Cast a float32 tensor to `dtype`, with stochastic rounding for bfloat16. Overwrites `exact`.
+    """Cast a float32 tensor to `dtype`, with stochastic rounding for bfloat16. The call overwrites `exact`.
 
-    W is a bfloat16 number itself. Rounding to nearest would lose changes below half a step, which most adapter updates
-    are, so the engine would keep the old policy. A fixed random number below the step is added, and the rest is
-    truncated. Unchanged weights stay equal, and changes are right on average.
+    A weight without its adapter is already a bfloat16 number. Rounding to nearest would lose changes below half a step,
+    and most adapter updates are smaller. The engine would then keep the old policy. Instead, a fixed random number
+    below the step is added, and the rest is truncated. Unchanged weights stay equal, and changes are correct on
+    average.
     """
     if dtype != torch.bfloat16:
         return exact.to(dtype)
@@ -78,15 +80,15 @@ def stochastic_round(exact: Float[Tensor, "M N"], dtype: torch.dtype) -> Float[T
 
 @functools.cache
 def _noise(device: torch.device) -> Int[Tensor, "C"]:
-    """Return random numbers below a bfloat16 step, in units of a float32's last bit."""
+    """Return random integers below a bfloat16 step, in units of the last bit of a float32."""
     drawn = torch.randint(1 << 16, (1 << 22,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     return drawn.to(device)
 
 
 def add_adapters(policy: CausalPolicy, lora: LoraConfig, *, seed: int) -> CausalPolicy:
-    """Add adapters to `policy` in place, freeze all other weights and return it. Call before `shard`. B starts at 0, so
-    the function is unchanged. `seed` alone determines A, on every device. Raises ModelError if a name in
-    `lora.target_modules` is not a linear layer of the model."""
+    """Add adapters to `policy` in place, freeze all other weights and return `policy`. Call this before `shard`. B
+    starts at 0, so the outputs are unchanged. `seed` alone determines A, on every device. Raises ModelError if a name
+    in `lora.target_modules` is not a linear layer of the model."""
     policy.requires_grad_(False)
     policy.base_digest = base_digest(policy.model)
     linear = {
@@ -111,7 +113,7 @@ def add_adapters(policy: CausalPolicy, lora: LoraConfig, *, seed: int) -> Causal
 
 
 def frozen_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield frozen parameters and the buffers of 4-bit layers."""
+    """Yield the names and tensors of frozen parameters and of the buffers of 4-bit layers."""
     yield from ((name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad)
     for prefix, module in model.named_modules():
         if isinstance(module, Nf4Linear):
@@ -119,7 +121,7 @@ def frozen_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def base_digest(model: nn.Module) -> str:
-    """Return 16 hex digits of names and values of all frozen tensors, equal on every device."""
+    """Return 16 hex digits that identify the names and values of all frozen tensors. They are equal on every device."""
     found = hashlib.sha256()
     for name, tensor in frozen_tensors(model):
         value = tensor.detach() + 0  # -0 as 0: `digest` takes them as one on a CPU
@@ -129,7 +131,7 @@ def base_digest(model: nn.Module) -> str:
 
 @contextmanager
 def without_adapters(policy: CausalPolicy) -> Iterator[None]:
-    """Disable adapters inside the block."""
+    """Disable all adapters inside the `with` block."""
     adapted = [module for module in policy.modules() if isinstance(module, AdaptedLinear)]
     for module in adapted:
         module.is_on = False
@@ -141,8 +143,8 @@ def without_adapters(policy: CausalPolicy) -> Iterator[None]:
 
 
 def merged_parameters(model: nn.Module, gather: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters under their names without adapters, each adapter merged into its matrix. `gather` returns a
-    (sharded) parameter whole. Adapters are not changed."""
+    """Yield the parameters under their names without adapters, with each adapter merged into its matrix. The adapters
+    do not change. `gather`: a function that returns a sharded parameter as a whole."""
     for name, parameter in model.named_parameters():
         owner, is_adapted, rest = name.partition(_BASE)
         layer = model.get_submodule(owner) if is_adapted and rest == "weight" else None
@@ -161,7 +163,7 @@ def merged_parameters(model: nn.Module, gather: Callable[[Tensor], Tensor]) -> I
 
 
 def write_peft(adapters: Mapping[str, Tensor], lora: LoraConfig, base: str, folder: Path) -> None:
-    """Write adapters as a folder for `peft.PeftModel.from_pretrained`. `base`: path of the base model."""
+    """Write adapters as a folder for `peft.PeftModel.from_pretrained`. `base`: the path of the base model."""
     folder.mkdir()
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in adapters.items()}
     save_file(plain, folder / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -1,4 +1,4 @@
-"""Device memory: out-of-memory handling, cached memory, asynchronous copies, offloaded weights, tensor digests."""
+"""Device memory: out-of-memory errors, cached memory, asynchronous copies, offloaded weights and tensor digests."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -20,13 +20,14 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory:
-    """Result of work that ran out of memory, with the allocator's message."""
+    """The result of a call that ran out of memory. `message`: the allocator's message."""
 
     message: str
 
 
 def catch_out_of_memory(work: Callable[[], R]) -> R | OutOfMemory:
-    """Run `work`; return `OutOfMemory`, without references to its tensors, if an allocation fails."""
+    """Return the result of `work`, or `OutOfMemory` if an allocation fails. The `OutOfMemory` object keeps no tensors
+    of `work` alive."""
     try:
         return work()
     except (RuntimeError, MemoryError) as error:
@@ -37,7 +38,7 @@ def catch_out_of_memory(work: Callable[[], R]) -> R | OutOfMemory:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether torch failed to allocate memory on a GPU or the host."""
+    """Return whether an error says that torch could not allocate memory on a GPU or the host."""
     if isinstance(error, UserCodeError) and error.__cause__ is not None:
         error = error.__cause__
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -47,17 +48,17 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def release_cached_memory() -> None:
-    """Synchronize, then release torch's cached CUDA memory. Does nothing without a GPU in use. With expandable segments
-    torch waits only for the stream that allocated a block. FSDP's gradients are allocated on one stream and read by the
-    optimizer on another."""
+    """Synchronize, then release torch's cached CUDA memory. Without a GPU in use, nothing is done. The synchronization
+    is for expandable segments, where torch waits only for the stream that allocated a block. FSDP allocates gradients
+    on one stream, and the optimizer reads them on another."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
 
 def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the tensor on the device, in `dtype` if given. A copy from pageable memory waits for all earlier work of
-    the device. A copy from pinned memory is asynchronous."""
+    """Return the tensor on the device, converted to `dtype` unless it is None. The copy to a GPU goes through pinned
+    memory and is asynchronous. A copy from pageable memory would wait for all earlier work of the device."""
     found = tensor if dtype is None else tensor.to(dtype)
     if device.type != "cuda" or found.is_cuda:
         return found.to(device)
@@ -65,9 +66,9 @@ def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = 
 
 
 class OffloadedWeights:
-    """Frozen parameters that move to host memory (pinned with a GPU) while the device's is needed for others. The host
-    keeps its copy, so only the transfer to the device costs time. Storage is resized in place, so all holders of a
-    tensor, including FSDP, keep a valid reference."""
+    """Frozen parameters that move to host memory while other tensors need the device memory. The host memory is pinned
+    with a GPU. The host keeps a copy, so only the transfer to the device costs time. Storage is resized in place, so
+    all holders of a tensor, including FSDP, keep a valid reference."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._host: dict[Tensor, Tensor] = {}
@@ -82,7 +83,7 @@ class OffloadedWeights:
 
     @torch.no_grad()
     def offload(self) -> None:
-        """Release the weights' device memory."""
+        """Release the device memory of the weights."""
         if self._is_away:
             return
         self._is_away = True
@@ -101,7 +102,7 @@ class OffloadedWeights:
         self._is_away = False
 
     def value(self, parameter: Tensor) -> Tensor:
-        """Return a parameter, or a temporary device copy while it is offloaded."""
+        """Return a parameter, or a temporary copy on the device while the parameter is offloaded."""
         host = self._host.get(parameter) if self._is_away else None
         if host is None:
             return parameter
@@ -109,8 +110,9 @@ class OffloadedWeights:
 
 
 def compact(tensors: Iterable[Tensor]) -> None:
-    """Reallocate the tensors next to each other and release the freed memory. They stay the same tensors. An allocator
-    returns whole pages of 2 or 20 MB: one adapter allocated between two layers would keep its page."""
+    """Reallocate the tensors next to each other and release the freed memory. The tensor objects stay the same. The
+    allocator returns memory only in whole pages of 2 or 20 MB. One adapter allocated between two layers would keep its
+    page in use."""
     waiting = OffloadedWeights(tensors)
     waiting.offload()
     release_cached_memory()
@@ -118,9 +120,9 @@ def compact(tensors: Iterable[Tensor]) -> None:
 
 
 def digest(tensor: Tensor) -> Int[Tensor, ""]:
-    """Return a 64-bit checksum of a tensor, without synchronization. It is the sum of (an element's bits) x (an odd
-    random number of its position), modulo 2^64. One changed element always shows; several cancel only by chance. On a
-    CPU 0 and -0 are equal, since a packed matrix is read by a product."""
+    """Return a 64-bit checksum of a tensor, without synchronization. It is the sum of each element's bits times an odd
+    random number for the element's position, modulo 2^64. One changed element always changes the sum. Several changes
+    cancel only by chance. On a CPU, 0 and -0 are equal, since a packed matrix is read by a product."""
     flat = tensor.detach().reshape(-1)
     if flat.device.type == "cpu":
         flat = flat + 0

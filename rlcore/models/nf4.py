@@ -1,6 +1,6 @@
-"""Frozen linear layers in 4 bits (NF4, Dettmers et al. 2023): 16 levels times the maximum of each block of 64. Format
-and dequantization kernel are those of bitsandbytes. Its quantizer is not used, since on a GPU it divides approximately.
-The codes computed here are equal on every device, as are digests and exports."""
+"""Frozen linear layers in 4 bits (NF4, Dettmers et al. 2023). A weight is one of 16 levels times the largest absolute
+weight of its block of 64. The format and the dequantization kernel come from bitsandbytes. Its quantizer divides
+approximately on a GPU, so it is not used. Codes, digests and exports are equal on every device."""
 
 import importlib
 import logging
@@ -15,15 +15,15 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 BLOCK = 64
-"""Weights that share a scale, along a matrix's rows."""
-# Blocks quantized together: 17 million weights, whose float32 temporaries take 300 MB.
+"""The number of consecutive weights in the rows of a matrix that share a scale."""
+# The number of blocks quantized together: 17 million weights, whose float32 temporaries take 300 MB.
 _CHUNK = 1 << 18
 _CODES = tuple(range(0x01, 0x100, 0x22))  # 0 and 1, 2 and 3, ... 14 and 15, two in a byte
 
 
 class Nf4Linear(nn.Module):
-    """A linear layer with a frozen 4-bit weight: two codes a byte and a scale per block, as non-persistent buffers. It
-    computes in the input's type, with the weight dequantized to that type."""
+    """A linear layer with a frozen 4-bit weight. Two codes per byte and a scale per block are non-persistent buffers.
+    The layer computes in the type of its input, with the weight dequantized to that type."""
 
     packed: UInt8[Tensor, "bytes"]
     scales: Float[Tensor, "blocks"]
@@ -43,15 +43,15 @@ class Nf4Linear(nn.Module):
         return output
 
     def dequantized(self, gather: Callable[[Tensor], Tensor]) -> Float[Tensor, "M N"]:
-        """Return the weight in its original type. `gather` returns a buffer that may be offloaded."""
+        """Return the weight in its original type. `gather`: a function that returns a buffer, even an offloaded one."""
         return dequantize_weight(
             gather(self.packed), gather(self.scales), (self.out_features, self.in_features), self.dtype
         )
 
 
 def quantize_nf4(model: PreTrainedModel, device: torch.device) -> None:
-    """Replace each linear layer except the head by an `Nf4Linear` on `device`, one at a time. The device never holds
-    the unquantized model."""
+    """Replace each linear layer except the head by an `Nf4Linear` on `device`. Layers are replaced one at a time, so
+    the device never holds the unquantized model."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
     for name in names:
@@ -66,14 +66,14 @@ def is_in_4_bits(model: nn.Module) -> bool:
 
 
 def num_parameters(model: nn.Module) -> int:
-    """Count a model's parameters, including 4-bit weights."""
+    """Return the number of a model's parameters, including 4-bit weights."""
     in_4_bits = (one.in_features * one.out_features for one in model.modules() if isinstance(one, Nf4Linear))
     return sum(parameter.numel() for parameter in model.parameters()) + sum(in_4_bits)
 
 
 def quantize_weight(weight: Float[Tensor, "M N"]) -> tuple[UInt8[Tensor, "bytes"], Float[Tensor, "blocks"]]:
-    """Return codes (two a byte, the first in the high half) and each block's float32 maximum. The last block is padded
-    with 0."""
+    """Return the codes (two per byte, the first in the high half) and the float32 scale of each block. The scale is the
+    largest absolute value of the block. The last block is padded with 0."""
     _have_bitsandbytes()
     zeros = -weight.numel() % BLOCK
     blocks = functional.pad(weight.reshape(-1), (0, zeros)).view(-1, BLOCK)
@@ -92,7 +92,7 @@ def quantize_weight(weight: Float[Tensor, "M N"]) -> tuple[UInt8[Tensor, "bytes"
 def dequantize_weight(
     packed: Tensor, scales: Tensor, shape: tuple[int, int], dtype: torch.dtype
 ) -> Float[Tensor, "M N"]:
-    """Compute level x scale in float32, rounded once to `dtype`."""
+    """Return level x scale of each weight, computed in float32 and rounded once to `dtype`."""
     flat = torch.ops.bitsandbytes.dequantize_4bit.default(packed, scales, BLOCK, "nf4", [2 * len(packed)], dtype)
     return cast(Tensor, flat).view(-1)[: shape[0] * shape[1]].view(shape)
 
@@ -108,13 +108,13 @@ def _levels() -> Float[Tensor, "16"]:
 
 @torch.library.custom_op("millrace::nf4_linear", mutates_args=())
 def nf4_linear(x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
-    """Compute x W^T + bias, with a gradient for x alone."""
+    """Compute x W^T + bias. Only x receives a gradient."""
     return functional.linear(x, dequantize_weight(packed, scales, (out_features, x.shape[-1]), x.dtype), bias)
 
 
 @torch.library.custom_op("millrace::nf4_linear_backward", mutates_args=())
 def nf4_linear_backward(gradient: Tensor, packed: Tensor, scales: Tensor, in_features: int) -> Tensor:
-    """Compute the gradient of x."""
+    """Return the gradient of x in `nf4_linear`."""
     return gradient @ dequantize_weight(packed, scales, (gradient.shape[-1], in_features), gradient.dtype)
 
 
@@ -142,7 +142,7 @@ nf4_linear.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _have_bitsandbytes() -> None:
-    """Import bitsandbytes, whose installation `require_base` has checked."""
+    """Import bitsandbytes. `require_base` has already checked that it is installed."""
     if "bitsandbytes" in sys.modules:
         return
     # With the package `kernels` it would download and run code from the hub for some CPUs; without, it logs an error.

@@ -1,4 +1,4 @@
-"""AdamW with decay groups, optionally with moments in host memory, and gradient clipping by global norm."""
+"""AdamW with weight decay groups and optional moments in host memory, and gradient clipping by the global norm."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,9 +13,9 @@ from rlcore.config.algo import OFFLOAD_PIECE_BYTES, OptimConfig
 
 
 def build_optimizer(model: nn.Module, optim: OptimConfig, *, device: torch.device) -> torch.optim.AdamW:
-    """Build AdamW over trainable parameters: matrices decay, norms and biases do not. Decoupled weight decay
-    (Loshchilov and Hutter, 2019). The fused kernel is elementwise, so results do not depend on threads. With
-    `optim.offload` the moments are in host memory."""
+    """Build AdamW over the trainable parameters. Weight decay applies to matrices, but not to norms and biases. It is
+    decoupled (Loshchilov and Hutter, 2019). The fused kernel is elementwise, so results do not depend on the number of
+    threads. With `optim.offload`, the moments are in host memory."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": optim.weight_decay},
@@ -32,8 +32,8 @@ def build_optimizer(model: nn.Module, optim: OptimConfig, *, device: torch.devic
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Float[Tensor, ""]:
-    """Scale gradients to a global 2-norm of at most `max_norm`; return the norm before, over all ranks. Supports plain
-    and FSDP2-sharded parameters. A non-finite norm leaves NaN gradients, so check it before the step."""
+    """Scale gradients to a global 2-norm of at most `max_norm`. Return the norm before scaling, over all ranks.
+    Parameters may be plain or sharded by FSDP2. A non-finite norm leaves NaN gradients, so check it before the step."""
     norm = nn.utils.clip_grad_norm_(list(parameters), max_norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -44,14 +44,14 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class OffloadedAdamW(torch.optim.AdamW):
-    """AdamW with moments in host memory (pinned with a GPU), and bit-identical results. AdamW is elementwise, so
+    """AdamW with moments in host memory (pinned with a GPU) and bit-identical results. AdamW is elementwise, so
     parameters are stepped in pieces whose moments fit `piece_bytes`. A DTensor's moments are DTensors too."""
 
     piece_bytes = OFFLOAD_PIECE_BYTES
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Step all parameters that have a gradient; gradients stay as they are."""
+        """Update all parameters that have a gradient. The gradients stay unchanged."""
         assert closure is None, "gradients are already computed"
         gradients = {p: p.grad for group in self.param_groups for p in group["params"] if p.grad is not None}
         try:
@@ -71,7 +71,7 @@ class OffloadedAdamW(torch.optim.AdamW):
             parameter.grad = gradients[parameter]
             state = self.state[parameter]
             for key in MOMENTS:
-                if key in state:  # not before the first step
+                if key in state:  # absent before the first step
                     home[parameter, key] = state[key]
                     state[key] = copy_like(parameter, local_tensor(state[key]))
         super().step()
@@ -84,11 +84,11 @@ class OffloadedAdamW(torch.optim.AdamW):
             parameter.grad = None
 
     def new_moment(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
-        """Allocate host memory for one moment of a parameter, or of this rank's shard."""
+        """Allocate host memory for one moment of a parameter, or of this rank's shard of the parameter."""
         return host_memory(parameter, dtype, pinned=local_tensor(parameter).device.type == "cuda")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as torch does, but keep the moments in host memory."""
+        """Load the optimizer state, and keep the moments in host memory."""
         states: Mapping[int, Mapping[str, Any]] = state_dict["state"]
         rest = {number: {k: v for k, v in state.items() if k not in MOMENTS} for number, state in states.items()}
         super().load_state_dict({**state_dict, "state": rest})
@@ -106,7 +106,7 @@ class OffloadedAdamW(torch.optim.AdamW):
 
 
 def split_by_moments(parameters: Iterable[nn.Parameter], limit_bytes: int) -> Iterator[list[nn.Parameter]]:
-    """Yield parameters in order, in pieces whose moments take at most the limit.
+    """Yield the parameters in order, in pieces whose moments take at most `limit_bytes`.
 
     >>> [len(piece) for piece in split_by_moments([nn.Parameter(torch.zeros(n)) for n in (4, 4, 9, 1, 1)], 64)]
     [2, 1, 2]
@@ -125,25 +125,25 @@ def split_by_moments(parameters: Iterable[nn.Parameter], limit_bytes: int) -> It
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's shard, or the tensor itself."""
+    """Return this rank's shard of a DTensor, or a plain tensor itself. The result is detached."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def copy_like(parameter: Tensor, local: Tensor) -> Tensor:
-    """Copy `local`, this rank's shard of a tensor, to the parameter's device and layout."""
+    """Return a copy of `local`, this rank's shard of a tensor, with the parameter's device and layout."""
     copy = torch.empty_like(parameter, dtype=local.dtype, requires_grad=False)
     local_tensor(copy).copy_(local, non_blocking=True)
     return copy
 
 
 def pinned_copy(tensor: Tensor) -> Tensor:
-    """Return a pinned copy of a host tensor, or the tensor if pinning fails."""
+    """Return a pinned copy of a host tensor, or the tensor itself if pinning fails."""
     moved = host_memory(tensor, tensor.dtype, pinned=True)
     return moved.copy_(tensor) if moved.is_pinned() else tensor
 
 
 def host_memory(like: Tensor, dtype: torch.dtype, *, pinned: bool) -> Tensor:
-    """Allocate host memory for a tensor of that shape and layout, pinned if requested and available. Containers may
+    """Allocate host memory with the shape and layout of `like`. It is pinned if requested and available. Containers may
     limit pinned memory. Pageable memory is slower."""
     if pinned:
         try:

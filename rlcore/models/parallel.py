@@ -1,4 +1,4 @@
-"""FSDP2: shard parameters, gradients and optimizer state over ranks, and gather them for weight sync."""
+"""FSDP2 sharding of parameters, gradients and optimizer state over ranks, and gathering for weight sync."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -19,8 +19,8 @@ Model = TypeVar("Model", bound=PackedTrunk)
 
 
 def shard(model: Model, *, mesh: DeviceMesh, dtype: torch.dtype) -> Model:
-    """Shard each decoder layer, then the rest, over a one-dimensional mesh; change `model` and return it. Shards stay
-    float32. Layers compute in `dtype`; gradients are reduced in float32 and averaged over ranks."""
+    """Shard each decoder layer, then the rest, over a one-dimensional mesh. Change `model` and return it. Shards stay
+    in float32. Layers compute in `dtype`. Gradients are reduced in float32 and averaged over ranks."""
     computing = _precision(dtype)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=computing)
@@ -43,20 +43,20 @@ def full_state(
     value: Callable[[Tensor], Tensor] = Tensor.detach,
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole parameters under transformers' names, with a tied head once, as the embedding. Gathering is a
-    collective: all ranks must iterate to the end, in step. One bucket of gathered tensors is alive at a time. LoRA
-    adapters are merged, so names and shapes are those of the base model.
+    """Yield whole parameters under the names of transformers. A tied head appears once, as the embedding. Gathering is
+    a collective, so all ranks must iterate to the end, in step. One bucket of gathered tensors exists at a time. LoRA
+    adapters are merged, so the names and shapes of the base model are used.
 
     Args:
-        value: returns a parameter that may be offloaded.
-        dtype: of sent matrices (bfloat16 halves the bytes); None keeps their own.
+        value: a function that returns a parameter, even if it is offloaded.
+        dtype: the type in which matrices are sent (bfloat16 halves the bytes), or None to keep their type.
     """
     root = model.model if isinstance(model, CausalPolicy) else model
     yield from merged_parameters(root, _Buckets(root, value, dtype))
 
 
 def adapter_state(model: CausalPolicy) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole LoRA adapters under PEFT's names; a collective."""
+    """Yield the whole LoRA adapters under PEFT's names. This is a collective, so all ranks must iterate."""
     for name, parameter in model.model.named_parameters():
         if any(part in name for part in ADAPTERS):
             yield f"base_model.model.{name}", gather_parameter(parameter)
@@ -69,8 +69,9 @@ def reshard(model: nn.Module) -> None:
 
 
 def gather(model: nn.Module, *, once: bool, is_last: bool = True) -> None:
-    """Set how the next micro-batch of an update gathers. Without `once`: in each pass, with a reduction after it.
-    With `once` (ZeRO-1) weights stay gathered, and gradients accumulate whole, until the last micro-batch."""
+    """Set how FSDP2 gathers weights in the next micro-batch of an update. Without `once`, each pass gathers them and
+    reduces gradients afterwards. With `once` (ZeRO-1), weights stay gathered until the last micro-batch (`is_last`).
+    Until then, whole gradients accumulate."""
     assert isinstance(model, FSDPModule), "only a sharded model gathers"
     model.set_reshard_after_forward(not once)
     model.set_reshard_after_backward(is_last)
@@ -78,8 +79,9 @@ def gather(model: nn.Module, *, once: bool, is_last: bool = True) -> None:
 
 
 def reset_after_failed_pass(model: PackedTrunk) -> None:
-    """Reset FSDP2 after a pass that raised, and drop gradients. Only for a model sharded on one rank. This uses private
-    parts of FSDP2, as its own end of backward does. It has no public way to reset its state machine."""
+    """Reset FSDP2 after a pass that raised an error, and drop gradients. This is only for a model sharded on one rank.
+    FSDP2 has no public way to reset its state machine. The function calls the private parts of FSDP2 that also end a
+    backward pass."""
     if not isinstance(model, FSDPModule):
         return
     state = model._get_fsdp_state()
@@ -94,7 +96,7 @@ def reset_after_failed_pass(model: PackedTrunk) -> None:
 
 
 def gather_parameter(parameter: Tensor) -> Tensor:
-    """Return a whole, detached parameter on its device; a collective if it is sharded."""
+    """Return a whole, detached parameter on its device. This is a collective if the parameter is sharded."""
     value = parameter.detach()
     if not isinstance(value, DTensor):
         return value
@@ -103,12 +105,12 @@ def gather_parameter(parameter: Tensor) -> Tensor:
 
 
 BUCKET_BYTES = 1 << 28
-"""Bytes of whole tensors per collective. A larger tensor is gathered alone."""
+"""The largest number of bytes of whole tensors per collective. A larger tensor is gathered alone."""
 
 
 class _Buckets:
-    """Gathers sharded parameters in buckets, in any order that is equal on all ranks. The first request of a bucket
-    gathers all of it, since one collective per tensor would cost more than its bytes."""
+    """A callable that gathers sharded parameters in buckets. The order of requests must be equal on all ranks. The
+    first request of a bucket gathers the whole bucket, since a collective for each tensor would be slower."""
 
     def __init__(self, model: nn.Module, value: Callable[[Tensor], Tensor], dtype: torch.dtype | None) -> None:
         self._value = value
@@ -132,7 +134,7 @@ class _Buckets:
         return self._dtype
 
     def __call__(self, parameter: Tensor) -> Tensor:
-        """Return the whole parameter. Each may be requested once."""
+        """Return the whole parameter. Each parameter may be requested once."""
         if parameter not in self._bucket_of:
             return gather_parameter(self._value(parameter))
         if parameter not in self._whole:
@@ -143,7 +145,7 @@ class _Buckets:
 
 
 def _gather_bucket(parameters: list[DTensor], shards: list[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
-    """Gather parameters of one type by one collective. The last ranks may have fewer rows or none."""
+    """Gather parameters of one type by one collective. The last ranks may have fewer rows than the others, or none."""
     mesh, shapes = parameters[0].device_mesh, [parameter.shape for parameter in parameters]
     sizes = [-(-shape[0] // mesh.size()) * math.prod(shape[1:]) for shape in shapes]
     mine = shards[0].new_zeros(sum(sizes), dtype=dtype)

@@ -1,4 +1,4 @@
-"""Policy and value model: a transformers decoder over packed tokens with a language-model or scalar head."""
+"""The policy and the value model: a transformers decoder over packed tokens, with a language-model or a scalar head."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,11 +16,11 @@ from rlcore.models.layout import Array, IntArray, PackedLayout, build_layout
 from rlcore.models.memory import to_device
 
 _MAX_COMPILED_GRAPHS = 64
-"""Maximum graphs of the layers' code per process; about 10 are in use."""
+"""The maximum number of compiled graphs of decoder layers per process. About 10 are in use."""
 
 
 class PackedTrunk(nn.Module):
-    """A decoder over T packed tokens; subclasses add a head. Float32 weights with a bfloat16 `compute_dtype` run under
+    """A decoder over T packed tokens. Subclasses add a head. Float32 weights with a bfloat16 `compute_dtype` run under
     autocast, unless FSDP casts them (`sharded`)."""
 
     def __init__(self, *, attention: Literal["auto", "flash_attn", "varlen", "sdpa"], compute_dtype: torch.dtype):
@@ -38,49 +38,49 @@ class PackedTrunk(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The decoder layers, or an empty list for an unknown architecture, which loading rejects."""
+        """The decoder layers. The list is empty for an unknown architecture, which loading rejects."""
         found = getattr(self.decoder, "layers", None)
         return found if isinstance(found, nn.ModuleList) else nn.ModuleList()
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights."""
+        """The device of the weights."""
         return next(self.parameters()).device
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Type of the matrix products."""
+        """The type of the matrix products."""
         stored = next(self.parameters()).dtype
         return self._wanted_dtype if stored == torch.float32 else stored
 
     @property
     def attention(self) -> AttentionChoice:
-        """Attention backend for this device and compute type."""
+        """The attention backend for this device and compute type."""
         config = self.decoder.config
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return choose_attention(self._attention_request, self.device, self.compute_dtype, head_dim)
 
     def compile_layers(self) -> None:
-        """Compile the forward of each decoder layer to shared code; call before `shard`. Hooks of FSDP and
-        checkpointing stay outside. All models of a process share the count of graphs, and torch's limit of 8 would run
-        further kinds of passes (gradient or none, sharded or not) uncompiled."""
+        """Compile the forward pass of each decoder layer to shared code. Call this before `shard`. Hooks of FSDP and
+        checkpointing stay outside this code. All models of a process share the count of graphs. With torch's limit of
+        8, further kinds of passes (gradient or none, sharded or not) would run uncompiled."""
         compiler_settings.recompile_limit = max(compiler_settings.recompile_limit, _MAX_COMPILED_GRAPHS)
         for layer in self.layers:
             layer.forward = torch.compile(layer.forward)
 
     def mark_sharded(self, compute_dtype: torch.dtype) -> None:
-        """Record that FSDP casts the layers' weights to `compute_dtype`."""
+        """Record that FSDP casts the weights of the layers to `compute_dtype`."""
         self.sharded = True
         self._wanted_dtype = compute_dtype
 
     def layout(self, cu_seqlens: Int[Array, "N_plus_1"], shared: IntArray | None = None) -> PackedLayout:
-        """Build the layout of a micro-batch. `shared`: see `build_layout`."""
+        """Build the layout of a micro-batch. For `shared`, see `build_layout`."""
         return build_layout(cu_seqlens, backend=self.attention.name, device=self.device, shared=shared)
 
     def hidden_states(
         self, token_ids: Int[Tensor, "T"], position_ids: Int[Tensor, "T"], layout: PackedLayout
     ) -> Float[Tensor, "c H"]:
-        """Return last hidden states in layout order: token t is at `layout.computed_index[t]`."""
+        """Return the last hidden states in layout order, where token t is at `layout.computed_index[t]`."""
         with self.precision():
             output = self.decoder(
                 input_ids=token_ids[layout.token_order][None],
@@ -91,7 +91,7 @@ class PackedTrunk(nn.Module):
         return cast(Tensor, output.last_hidden_state)[0]
 
     def precision(self) -> AbstractContextManager[object]:
-        """Return autocast if float32 weights have another compute type and FSDP does not cast them."""
+        """Return an autocast context, or an empty one if the weights have the compute type or FSDP casts them."""
         stored = next(self.parameters()).dtype
         if self.sharded or stored == self.compute_dtype:
             return nullcontext()
@@ -102,7 +102,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def round_weights(model: M, dtype: torch.dtype) -> M:
-    """Round parameters to `dtype` in place; return the model. Unlike `.to(dtype)` this keeps rotary frequencies
+    """Round the parameters to `dtype` in place and return the model. Unlike `.to(dtype)`, this keeps rotary frequencies
     (buffers) in float32, since rounding would shift all positions."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -111,7 +111,7 @@ def round_weights(model: M, dtype: torch.dtype) -> M:
 
 
 class CausalPolicy(PackedTrunk):
-    """A causal language model over packed sequences. Parameter names of `model` are those of the saved directory."""
+    """A causal language model over packed sequences. The parameters of `model` keep their names in saved files."""
 
     def __init__(
         self,
@@ -132,13 +132,13 @@ class CausalPolicy(PackedTrunk):
         return cast(PreTrainedModel, getattr(self.model, self.model.base_model_prefix))
 
     def compile_layers(self) -> None:
-        """Compile each decoder layer and the operations after the head's matrix products."""
+        """Compile each decoder layer, and the operations after the matrix products of the head."""
         super().compile_layers()
         self._compiled_head = True
 
     @property
     def head(self) -> nn.Linear:
-        """The projection to the vocabulary, possibly tied to the embedding."""
+        """The projection to the vocabulary, which may be tied to the embedding."""
         return cast(nn.Linear, self.model.get_output_embeddings())  # type: ignore[no-untyped-call]
 
     def forward(
@@ -154,11 +154,11 @@ class CausalPolicy(PackedTrunk):
         entropy: EntropyMode,
         with_top: bool = False,
     ) -> TokenLogprobs:
-        """Return log-probability, entropy and top-1 flag of each target, Float32[T], 0 outside `loss_mask`.
+        """Return the log-probability, entropy and top-1 flag of each target, Float32[T], with 0 outside `loss_mask`.
 
-        `shared`: see `build_layout`; these tokens must have no loss. The head runs in chunks at masked positions only.
-        Temperature 0 (greedy) counts as 1, as in the engines. Host arrays for `cu_seqlens` and `loss_mask` avoid
-        synchronization.
+        For `shared`, see `build_layout`. Shared tokens must have no loss. The head runs in chunks, only where
+        `loss_mask` is True. Temperature 0 (greedy) counts as 1, which is also the convention of the engines. Host
+        arrays for `cu_seqlens` and `loss_mask` avoid synchronization.
         """
         positions = to_device(torch.as_tensor(loss_mask).nonzero()[:, 0], token_ids.device)
         layout = self.layout(cu_seqlens, shared)
@@ -181,7 +181,7 @@ class CausalPolicy(PackedTrunk):
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
-        """Switch to evaluation mode inside the block. In training mode checkpointing discards the cache."""
+        """Switch to evaluation mode inside the `with` block. In training mode, checkpointing discards the cache."""
         if not self.training:
             yield
             return
@@ -198,9 +198,9 @@ class CausalPolicy(PackedTrunk):
         position_ids: Int[Tensor, "B L"],
         cache: DynamicCache,
     ) -> Float[Tensor, "B V"]:
-        """Return float32 logits after the last of L new tokens. Rows are left-padded; S = cached tokens + L.
+        """Return the float32 logits after the last of L new tokens. Rows are left-padded, and S = cached tokens + L.
         `attention_mask` is 1 (or True) for real tokens. Keys and values are appended to `cache`, which keeps all tokens
-        (`DynamicCache()`): a sliding window is a mask."""
+        (`DynamicCache()`). A sliding window is applied by the mask."""
         mask = decode_mask(attention_mask.bool(), token_ids.shape[1])
         with self.precision(), self.eval_mode():
             output = self.decoder(
@@ -214,7 +214,7 @@ class CausalPolicy(PackedTrunk):
 
 
 def decode_mask(real: Bool[Tensor, "B S"], num_new: int) -> Bool[Tensor, "B 1 L S"]:
-    """Return which of S tokens each of the last `num_new` may attend to."""
+    """Return the mask of the tokens, out of S, that each of the last `num_new` tokens may attend to."""
     num_seen = real.shape[1]
     # A padding token attends to itself, since an empty row is NaN in some kernels.
     columns = torch.arange(num_seen, device=real.device)
@@ -223,7 +223,7 @@ def decode_mask(real: Bool[Tensor, "B S"], num_new: int) -> Bool[Tensor, "B 1 L 
 
 
 class ValueModel(PackedTrunk):
-    """A decoder with a linear head initialized to 0, so all initial values are 0."""
+    """A decoder with a linear value head, which is initialized to 0. All initial values are therefore 0."""
 
     def __init__(
         self,

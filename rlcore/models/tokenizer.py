@@ -1,6 +1,6 @@
-"""Tokenizers of model directories, of the hub, and of arithmetic for scratch models. Most need no torch. The arithmetic
-tokenizer has one token per integer up to a limit and per operator. A countdown response is about a dozen tokens, so
-half a million parameters can learn the task on two CPU cores."""
+"""Tokenizers of model directories, of the hub, and of arithmetic for scratch models. Most functions need no torch. The
+arithmetic tokenizer has one token per operator and per integer up to a limit. A countdown response is about a dozen
+tokens, so half a million parameters can learn the task on two CPU cores."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from rlcore.models.hub import MODEL_FILES, is_hub_reachable, read_pretrained, re
 from rlcore.models.shape import is_plain_tokenizer
 
 Decode = Callable[[Sequence[Sequence[int] | np.ndarray]], list[str]]
-"""Token ids of many responses -> their texts."""
+"""A function that decodes the token ids of many responses to their texts."""
 
 PAD_TOKEN = "<pad>"
 EOS_TOKEN = "<eos>"
@@ -38,9 +38,9 @@ _TAG = re.compile(r"([<\[])(/?)((?!(?:s|INST|SYSTEM_PROMPT)[>\]])\w[\w:.-]*[>\]]
 
 
 def build_scratch_tokenizer(config: ScratchModel, directory: Path) -> Path:
-    """Write the arithmetic tokenizer into `directory` and return it. Its bytes depend on `max_integer` alone. Text is
-    split at white space, between digits and other characters, and at each other character, so "19+7" and "19 + 7" are
-    equal. Decoding joins tokens with one space. Unknown text becomes `<unk>`."""
+    """Write the arithmetic tokenizer into `directory` and return `directory`. Text is split at white space, between
+    digits and other characters, and at each other character. "19+7" and "19 + 7" give equal tokens. Decoding joins
+    tokens with one space. Unknown text becomes `<unk>`. The written bytes depend on the settings alone."""
     core = Tokenizer(WordLevel(scratch_vocabulary(config), unk_token=UNK_TOKEN))
     core.pre_tokenizer = pre_tokenizers.Sequence([WhitespaceSplit(), Split(Regex(r"\d+|\D"), behavior="isolated")])
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
@@ -72,8 +72,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def end_of_text_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> frozenset[int]:
-    """Return end-of-sequence tokens: of the generation config, else the model's config, else the tokenizer. Raises
-    ModelError if none is defined, or a file is damaged."""
+    """Return the ids of the end-of-sequence tokens. They come from the first of generation config, model config and
+    tokenizer that defines any. Raises ModelError if none is defined, or a file is damaged."""
     where = str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else resolve_model(path, "config.json")
     ids = read_stop_ids(file for name in MODEL_FILES if (file := _find_file(where, name)) is not None)
     if ids is None and (own := (tokenizer or load_tokenizer(path)).eos_token_id) is not None:
@@ -87,8 +87,8 @@ def end_of_text_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase | None 
 
 
 def response_tags(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return special tokens that are tags in responses: each `</name>`, and `<name>` if `</name>` is a token. Named
-    special tokens, such as end and padding, are excluded."""
+    """Return the ids of special tokens that are tags in responses. Each `</name>` is a tag, and `<name>` is one if
+    `</name>` is a token. Named special tokens, such as end and padding, are excluded."""
     named = {getattr(tokenizer, name) for name in tokenizer.SPECIAL_TOKENS_ATTRIBUTES}
     added = {token.content: (id, token.special) for id, token in tokenizer.added_tokens_decoder.items()}
     parts = [(_TAG.fullmatch(text), text, *found) for text, found in added.items()]
@@ -100,8 +100,9 @@ def response_tags(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 
 def text_decoder(tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = True) -> Decode:
-    """Return a decoder of responses (`rollout.skip_special_tokens`). It is the tokenizers library itself if its texts
-    equal those of transformers, which takes twice the time in Python and holds the GIL."""
+    """Return a function that decodes responses. `skip_special_tokens`: the setting `rollout.skip_special_tokens`. The
+    function calls the tokenizers library directly if transformers gives the same texts. transformers takes twice the
+    time in Python and holds the GIL."""
 
     tags = response_tags(tokenizer) if skip_special_tokens else frozenset[int]()
     special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}

@@ -1,1 +1,1 @@
-"""Reports that a run writes of itself: HTML, JSON and pictures, from the files in its folder."""
+"""Reports on runs as HTML, JSON and pictures, built from the files in a run's folder."""

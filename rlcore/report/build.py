@@ -1,4 +1,4 @@
-"""Build the report of one run, or the comparison of several, as HTML, JSON and pictures."""
+"""Construction of the report of one run, or of the comparison of several runs, as HTML, JSON and pictures."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,29 +40,30 @@ Draw = Callable[[Iterable[Chart]], Block]
 
 @dataclass(frozen=True, slots=True)
 class ReportFiles:
-    """Files and findings of a report. Pictures are in `figures/` in the same folder."""
+    """The files and findings of a report. The pictures are in `figures/` in the same folder."""
 
     html: Path
     json: Path
     findings: tuple[Finding, ...]
     summary: str
-    """Head of the report as Markdown."""
+    """The head of the report as Markdown."""
 
 
 def build_report(run_dir: Path, *, target: Path | None = None, failure: str = "") -> ReportFiles:
-    """Write the report of a run, finished or not, into `target` (default: `report` in the run's folder).
+    """Write the report of a run, finished or not, into `target`, by default `report` in the run's folder.
 
-    The output depends only on the run's folder and `failure` (why the run failed, or ''). Raises DataError if the
-    folder is not a run. Other missing parts are listed in the report.
+    The output depends only on the run's folder and `failure`, the reason why the run failed or ''. Raises DataError if
+    the folder is not a run. The report lists other missing files.
     """
     return _write({run_dir.name: read_run(run_dir)}, target or run_dir / "report", "report", failure)
 
 
 def compare_runs(run_dirs: Sequence[Path], *, root: Path | None = None, target: Path | None = None) -> ReportFiles:
-    """Compare two or more runs, finished or not, with the first one.
+    """Write a comparison of two or more runs, finished or not, with the first one.
 
-    `target`: output folder; by default `<root>/comparisons/<fingerprint of the runs>`. `root`: by default that of the
-    first run. Raises DataError for fewer than two different runs, or a folder that is not a run.
+    `target`: the output folder, by default `<root>/comparisons/<fingerprint of the runs>`. `root`: the artifact folder,
+    by default the artifact folder of the first run. Raises DataError if fewer than two different runs are named, or if
+    a folder is not a run.
     """
     folders = list(dict.fromkeys(folder.resolve() for folder in run_dirs))
     if len(folders) < compare.MIN_RUNS:
@@ -89,7 +90,7 @@ def _write(runs: Runs, folder: Path, stem: str, failure: str = "") -> ReportFile
 
 
 def report_of(runs: Runs, draw: Draw, failure: str = "") -> Report:
-    """Return the report of one run or several, without writing it."""
+    """Return the report of one run, or the comparison of several runs, without writing it."""
     groups = compare.groups_of(list(runs.values()))
     sections = tuple(_sections_of(runs, groups, draw))
     if len(runs) > 1:
@@ -206,7 +207,7 @@ def _facts_of(record: RunRecord) -> Iterator[str]:
 
 
 def _tiles_of(record: RunRecord) -> Iterator[Tile]:
-    """Yield the key metrics: held-out reward (or training reward), time, tokens and speed."""
+    """Yield the key metrics: the held-out reward (or the training reward), time, tokens and speed."""
     rows = {row.statistic: row for row in record.paired}
     k = record.num_samples
     wanted = {record.reward_statistic: "Held-out reward", "reward/greedy": "Greedy response",

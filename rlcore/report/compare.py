@@ -1,4 +1,4 @@
-"""Parts of a comparison: differing settings, groups of seeds, findings and tables over several runs."""
+"""Parts of a comparison of several runs: differing settings, groups of seeds, findings and tables."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -19,16 +19,16 @@ from rlcore.report.run_sections import algorithm_of, describe_setting, settings_
 
 MIN_RUNS = 2
 LABELS = ("name", "run_id", "tags", "paths", "tracking")
-"""Settings that name a run or its location, and are not compared."""
+"""The settings that name a run or its location. They are not compared."""
 MAX_KEYS_IN_A_LABEL = 2
 CODE = "code"
-"""Name of the run's stage (`Origin`) that holds the fingerprint of the user's code."""
+"""The name of the run's stage (`Origin`) that holds the fingerprint of the user's code."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Spread of a metric over seeds. `mean` has the 95% interval of Student's t; for a single seed its ends equal the
-    mean."""
+    """The spread of a metric over seeds. `mean` has the 95% interval of Student's t. For a single seed, both ends of
+    the interval equal the mean."""
 
     mean: Interval
     deviation: float
@@ -38,9 +38,9 @@ class Spread:
 
 
 def differing_settings(runs: Sequence[RunRecord]) -> dict[str, tuple[JsonValue, ...]]:
-    """Return the settings that differ between runs, with each run's value (None if absent).
+    """Return the settings that differ between runs, with the value of each run, or None where a setting is absent.
 
-    `code`, the fingerprint of the user's code, is included if all runs have it.
+    The key `code`, the fingerprint of the user's code, is included if all runs have it.
     """
     codes = [next((one.fingerprint for one in run.lineage.stages if one.name == CODE), None) for run in runs]
     known = zip(runs, codes if all(codes) else [None] * len(runs), strict=True)
@@ -57,7 +57,7 @@ def differing_settings(runs: Sequence[RunRecord]) -> dict[str, tuple[JsonValue, 
 def groups_of(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
     """Group runs that differ only by their seed, in the order of the first run of each group.
 
-    A group's label is one or two settings, else its name, else its run id.
+    The label of a group is one or two differing settings. If more settings differ, the label is a run's name or id.
     """
     differing = {key: row for key, row in differing_settings(runs).items() if key != "seed"}
     members: dict[str, list[int]] = {}
@@ -76,13 +76,14 @@ def groups_of(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
 
 
 def label_runs(runs: Sequence[RunRecord]) -> dict[str, RunRecord]:
-    """Return the runs by id, or by folder if two have the same id."""
+    """Return the runs by id, or by folder if two runs have the same id."""
     by_id = {run.run_id: run for run in runs}
     return by_id if len(by_id) == len(runs) else {str(run.run_dir): run for run in runs}
 
 
 def spread_of(values: Sequence[float]) -> Spread:
-    """Return mean over seeds, its t interval, standard deviation (n - 1), lowest and highest value."""
+    """Return the mean over seeds with its t interval, the standard deviation (n - 1), and the lowest and highest
+    value."""
     found = np.asarray(values, dtype=float)
     count, mean = len(found), float(found.mean())
     deviation = float(found.std(ddof=1)) if count > 1 else 0.0
@@ -91,7 +92,7 @@ def spread_of(values: Sequence[float]) -> Spread:
 
 
 def _final_scores(group: Sequence[RunRecord]) -> dict[str, list[float]]:
-    """Return the last held-out metrics by statistic: one value for each seed, the mean of its runs."""
+    """Return the last held-out metrics by statistic, one value for each seed. Runs of the same seed are averaged."""
     found: dict[str, dict[int, list[float]]] = {}
     for run in group:
         for statistic in run.core_statistics:
@@ -101,13 +102,13 @@ def _final_scores(group: Sequence[RunRecord]) -> dict[str, list[float]]:
 
 
 def _reward_of(group: Sequence[RunRecord]) -> Spread | None:
-    """Return the last held-out reward over the group's seeds, or None without validations."""
+    """Return the spread of the last held-out reward over the group's seeds, or None without validations."""
     values = _final_scores(group).get(group[0].reward_statistic)
     return spread_of(values) if values else None
 
 
 def title_of(groups: Groups) -> str:
-    """Return a title of one line."""
+    """Return the title of the comparison in one line."""
     names = list(dict.fromkeys(run.config.name for group in groups.values() for run in group))
     if len(groups) == 1:
         (group,) = groups.values()
@@ -117,7 +118,7 @@ def title_of(groups: Groups) -> str:
 
 
 def tile_of(label: str, group: Sequence[RunRecord]) -> Tile:
-    """Return the held-out reward of a setting, with its range over seeds."""
+    """Return a tile with the held-out reward of a setting and its range over seeds."""
     reward = _reward_of(group)
     if reward is None:
         return Tile(label, NO_VALUE, "no validation")
@@ -126,7 +127,7 @@ def tile_of(label: str, group: Sequence[RunRecord]) -> Tile:
 
 
 def comparison_findings(runs: Runs, groups: Groups) -> tuple[Finding, ...]:
-    """Return the findings over seeds, on the best setting, and on differences from the first run."""
+    """Return the findings about the seeds, the best setting, and the differences from the first run."""
     return (*_over_seeds(groups), *([_best(groups)] if len(groups) > 1 else []), _differences_from_first(runs))
 
 
@@ -183,7 +184,7 @@ def _differences_from_first(runs: Runs) -> Finding:
 
 
 def run_table(runs: Runs, groups: Groups) -> Table:
-    """Return a row for each run: setting, seed, steps, held-out reward, tokens and time."""
+    """Return a table with a row for each run: setting, seed, steps, held-out reward, tokens and time."""
     setting = {id(run): label for label, group in groups.items() for run in group}
     rows = []
     for label, run in runs.items():
@@ -209,7 +210,7 @@ def run_table(runs: Runs, groups: Groups) -> Table:
 
 
 def settings_table(runs: Runs) -> Table:
-    """Return the differing settings, with each run's value."""
+    """Return a table of the settings that differ, with the value of each run."""
     differing = differing_settings(list(runs.values()))
     rows: list[Row] = [
         (
@@ -225,7 +226,7 @@ def settings_table(runs: Runs) -> Table:
 
 
 def seed_table(groups: Groups) -> Table:
-    """Return the last held-out metrics of each setting over its seeds."""
+    """Return a table of the last held-out metrics of each setting over its seeds."""
     rows = []
     for label, group in groups.items():
         for statistic, values in _final_scores(group).items():

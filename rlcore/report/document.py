@@ -1,5 +1,5 @@
-"""Content of a report, independent of HTML and JSON: sections of tables, pictures and text, and how values are
-formatted."""
+"""The content of a report, independent of HTML and JSON: sections of tables, pictures and text, and the format of
+values."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ Tone = Literal["", "good", "bad", "watch", "muted"]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Cell of a table: `text` for people, `value` for programs."""
+    """A cell of a table. `text` is for people, and `value` is for programs."""
 
     text: str
     value: JsonValue = None
@@ -27,26 +27,27 @@ class Cell:
 
 Kind = Literal["text", "code", "number", "score", "share", "percent", "seconds", "signed", "difference"]
 Value = Cell | Interval | str | float | None
-"""Content of a cell before formatting."""
+"""The content of a cell before formatting."""
 Row = tuple[Value, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Column of a table. `kind`: format of its values; a `difference` is an interval with a tone."""
+    """A column of a table. `kind`: the format of its values. The kind `difference` is an interval that is marked good
+    or bad."""
 
     title: str
     kind: Kind = "text"
 
     @property
     def style(self) -> str:
-        """CSS class: numbers are right-aligned, code is monospaced."""
+        """The CSS class of the column. Numbers are right-aligned, and code is monospaced."""
         return self.kind if self.kind in ("text", "code") else "number"
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Table of cells. `name`: key in the JSON; `folded`: collapsed at first."""
+    """A table of cells. `name`: the key in the JSON file. `folded`: True if the table is collapsed at first."""
 
     name: str
     title: str
@@ -58,7 +59,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Drawn chart: SVG for the page, and the name of its files (`figures/<name>.png`)."""
+    """A drawn chart. `svg`: the image for the page. `name`: the name of the image files (`figures/<name>.png`)."""
 
     name: str
     title: str
@@ -68,7 +69,8 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Gallery:
-    """Pictures side by side. `absent`: titles of charts without data; `flat`: of charts that are 0 everywhere."""
+    """Pictures in a row. `absent`: the titles of charts without data. `flat`: the titles of charts that are 0
+    everywhere."""
 
     pictures: tuple[Picture, ...]
     absent: tuple[str, ...] = ()
@@ -77,7 +79,7 @@ class Gallery:
 
 @dataclass(frozen=True, slots=True)
 class Prose:
-    """Paragraph, or a command to copy."""
+    """A paragraph, or a command to copy."""
 
     text: str
     is_code: bool = False
@@ -88,7 +90,7 @@ Block = Table | Gallery | Prose
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Section of a report. `name` is its anchor."""
+    """A section of a report. `name`: the anchor in the page."""
 
     name: str
     title: str
@@ -98,7 +100,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Key metric with its label."""
+    """A key metric with its label."""
 
     label: str
     text: str
@@ -108,7 +110,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Conclusion, its rule, and the numbers used."""
+    """A conclusion, with its rule and the numbers that support it."""
 
     topic: str
     verdict: str
@@ -120,7 +122,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Report of a run, or comparison of several (`genre`)."""
+    """The report of one run or the comparison of several runs, according to `genre`."""
 
     genre: str
     title: str
@@ -132,9 +134,9 @@ class Report:
     findings: tuple[Finding, ...] = ()
     missing: tuple[str, ...] = ()
     facts: tuple[str, ...] = ()
-    """Device, model size, start and duration."""
+    """The device, the size of the model, the start and the duration."""
     failure: str = ""
-    """Reason why the run failed, or ''."""
+    """The reason why the run failed, or ''."""
 
     def tables(self) -> Sequence[Table]:
         """Return all tables, in order."""
@@ -142,14 +144,14 @@ class Report:
 
 
 NO_VALUE = "–"
-"""Text of a missing value."""
+"""The text of a missing value."""
 _UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 # Smaller numbers are written with an exponent.
 _SCIENTIFIC_BELOW = 1e-3
 
 
 def compact(value: float | None, digits: int = 4) -> str:
-    """Format a number with this many significant digits; integers keep all digits. Thousands are separated.
+    """Format a number with `digits` significant digits. Integers keep all digits, and thousands are separated.
 
     >>> [compact(value) for value in (0.61234, 12345.6, 0.00009, 3.0, 1484883.0, 0.0)]
     ['0.6123', '12,346', '9e-5', '3', '1,484,883', '0']
@@ -168,12 +170,12 @@ def compact(value: float | None, digits: int = 4) -> str:
 
 
 def short(value: float) -> str:
-    """Format a number for an axis or a tile, with three digits if it is large.
+    """Format a number for an axis or a tile. Large numbers get three digits and a letter.
 
     >>> [short(value) for value in (0.25, 12345, 1500000, 3.1e9, 0.0002, -3, 9999.7, 999600)]
     ['0.25', '12.3k', '1.5M', '3.1G', '2e-4', '-3', '10k', '1M']
     """
-    # Below a limit the number is rounded to less than 1,000 of its unit.
+    # A number below a limit is rounded to less than 1,000 of its unit.
     for limit, scale, letter in ((999.5e9, 1e12, "T"), (999.5e6, 1e9, "G"), (999.5e3, 1e6, "M"), (9_999.5, 1e3, "k")):
         if abs(value) >= limit:
             return f"{value / scale:.3g}{letter}"
@@ -252,13 +254,13 @@ def table(
     *,
     folded: bool = False,
 ) -> Table:
-    """Build a table, whose columns map titles to kinds."""
+    """Build a table. `columns`: the kind of each column by its title."""
     cells = tuple(tuple(cell(value, kind) for value, kind in zip(row, columns.values(), strict=True)) for row in rows)
     return Table(name, title, tuple(Column(*column) for column in columns.items()), cells, note, folded)
 
 
 def cell(value: Value, kind: Kind = "number", unit: str = "") -> Cell:
-    """Build a cell. Strings and cells stay as they are, numbers are formatted by kind, None becomes a dash.
+    """Build a cell. Strings and cells stay unchanged, numbers are formatted by `kind`, and None becomes a dash.
 
     >>> cell(0.25, "share"), cell(3.0, unit="GB").text, cell(None).text
     (Cell(text='25%', value=0.25, tone=''), '3 GB', '–')

@@ -1,4 +1,4 @@
-"""Findings drawn from a run's metrics by stated rules, and the stability checks."""
+"""Findings about a run, drawn from its metrics by stated rules, and checks of its stability."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -34,11 +34,11 @@ LARGEST_CLIP_SHARE = 0.3  # above this, much of the batch gives no gradient
 SMALLEST_ENTROPY = 0.01  # nats per token: below this, responses to a prompt are almost identical
 ENTROPY_GROWTH = 2.0  # times the initial entropy: above this, the policy degrades
 LARGEST_FALL = 0.1  # of the score range, from the best part to the end
-LARGEST_CUT_SHARE = 0.05  # of responses: those cut at the length limit are scored as wrong
+LARGEST_CUT_SHARE = 0.05  # of responses: truncated responses are scored as wrong
 
 
 def findings_of(record: RunRecord) -> tuple[Finding, ...]:
-    """Return the findings on learning, convergence, stability, and the limits of learning and speed."""
+    """Return the findings about learning, convergence, stability, and the limits of learning and speed."""
     return (
         learning_finding(record),
         convergence_finding(record),
@@ -49,7 +49,7 @@ def findings_of(record: RunRecord) -> tuple[Finding, ...]:
 
 
 def learning_finding(record: RunRecord) -> Finding:
-    """Return whether the held-out reward rose."""
+    """Return a finding about whether the held-out reward rose."""
     rule = (
         "Mean difference after − before on the same held-out problems; learned if its interval excludes 0, with "
         f"at least {MIN_PROBLEMS} problems."
@@ -80,7 +80,7 @@ def learning_finding(record: RunRecord) -> Finding:
 
 
 def convergence_finding(record: RunRecord) -> Finding:
-    """Return whether the training reward has stopped changing."""
+    """Return a finding about whether the training reward has stopped changing."""
     rule = (
         "Least-squares trend of the training reward over the last third of the steps: still changing if its 95% "
         f"interval excludes 0 and its size is at least {SMALLEST_CHANGE:g} of the score range; otherwise converged."
@@ -103,7 +103,7 @@ def convergence_finding(record: RunRecord) -> Finding:
 
 
 def stability_finding(record: RunRecord) -> Finding:
-    """Return whether every check passes."""
+    """Return a finding about whether every stability check passes."""
     finding = partial(Finding, "Stable", rule="Stable if every check with data passes; see the table of checks.")
     if len(record.training_steps) < 2:
         return finding("not known", "muted", "Stability needs at least two steps.")
@@ -120,7 +120,7 @@ def stability_finding(record: RunRecord) -> Finding:
 
 
 def learning_limit(record: RunRecord) -> Finding:
-    """Return what limits the reward, as far as the metrics show it."""
+    """Return a finding about what limits the reward, according to the metrics."""
     rule = (
         f"In the last third of the steps: over {LARGEST_EQUAL_SHARE:.0%} of groups with equal scores, over "
         f"{LARGEST_CUT_SHARE:.0%} of responses truncated, training reward above held-out reward by more than "
@@ -159,7 +159,7 @@ def _limits(record: RunRecord) -> Iterable[tuple[str, float, str]]:
 
 
 def speed_limit(record: RunRecord) -> Finding:
-    """Return the phase that takes the largest share of a step."""
+    """Return a finding about the phase that takes the largest share of a step."""
     rule = "Phase with the largest share of the mean step, without the first step (warm-up)."
     finding = partial(Finding, "Speed limited by", rule=rule)
     phases = mean_phases(record)
@@ -175,7 +175,7 @@ def speed_limit(record: RunRecord) -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Stability check. `ok` is None if the metric is missing."""
+    """A stability check with its result. `ok` is None if the metric is missing."""
 
     name: str
     metric: str
@@ -187,7 +187,7 @@ class Check:
 
 CheckResult = tuple[str, float, bool]
 Rule = tuple[str, str, str, Callable[[Series, RunRecord], CheckResult]]
-"""Name, metric and description of a check, and a function that returns text, number and result."""
+"""The name, metric and description of a check, and a function that returns text, number and result."""
 
 
 def _fall(series: Series, record: RunRecord) -> CheckResult:
@@ -240,7 +240,7 @@ _RULES: tuple[Rule, ...] = (
 
 
 def stability_checks(record: RunRecord) -> tuple[Check, ...]:
-    """Return all checks in the order of the report, with the critic's if there is a critic."""
+    """Return all checks in the order of the report. The critic's check is included only if there is a critic."""
     checks = []
     for name, metric, rule, evaluate in _RULES:
         if metric.startswith("critic/vf") and record.config.critic is None:
@@ -262,7 +262,7 @@ def _nonfinite(record: RunRecord) -> Check:
 
 
 def score_range(record: RunRecord) -> float:
-    """Return the difference of the highest and lowest score in the run, or 1 if unknown."""
+    """Return the difference between the highest and the lowest score in the run, or 1 if it is unknown or 0."""
     high, low = record.series("critic/score/max"), record.series("critic/score/min")
     if high is None or low is None:
         return 1.0

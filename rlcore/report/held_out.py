@@ -1,4 +1,4 @@
-"""Section on held-out problems: a run before and after training, or several runs after training."""
+"""The section on held-out problems, for one run before and after training or for several runs after training."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ValidationPair = Mapping[str, ValidationResult]
-"""Results by label: before and after, or by run."""
+"""Validation results by label. The labels are `before` and `after`, or the names of the runs."""
 _MEANING: Mapping[str, str] = {
     "mean": "mean score of {k} sampled responses",
     "pass": "at least one of {k} samples is correct (unbiased)",
@@ -27,7 +27,7 @@ _MEANING: Mapping[str, str] = {
 
 
 def section_of(runs: Runs, draw: Callable[[Iterable[Chart]], Block]) -> Section:
-    """Return the section. `draw` turns charts into a block."""
+    """Return the section on held-out problems. `draw`: a function that turns charts into a block."""
     (first, *others), lead = runs.values(), ""
     if others:
         results = {label: run.after for label, run in runs.items() if run.after is not None}
@@ -65,7 +65,7 @@ _COMPARED: dict[str, Kind] = {"Metric": "code", "Before": "number", "After": "nu
 
 
 def _rows(results: ValidationPair, paired: Sequence[Comparison]) -> list[Row]:
-    """Return the rows of every statistic: paired, or of one validation alone."""
+    """Return one row for each statistic. Without `paired`, the rows have no differences."""
     if paired:
         return [
             (row.statistic, row.first, row.second, row.paired.difference, row.paired.wins, row.paired.losses)
@@ -85,7 +85,7 @@ def _result_table(record: RunRecord) -> Table:
 
 
 def suite_table(record: RunRecord) -> Table | None:
-    """Return every statistic of every suite before and after training, or None without suites."""
+    """Return a table of every statistic of every suite before and after training, or None without suites."""
     rows: list[Row] = []
     for name, results in record.suites.items():
         both = [result for label in ("before", "after") if (result := results.get(label)) is not None]
@@ -122,7 +122,7 @@ def _paired_table(runs: Runs) -> Table:
 
 
 def paired_runs(first: RunRecord, second: RunRecord) -> tuple[tuple[Comparison, ...], str]:
-    """Return the paired statistics of two runs after training, or the reason why there are none."""
+    """Return the paired statistics of two runs after training, and ''. If there are none, return () and the reason."""
     if first.after is None or second.after is None:
         return (), "no validation after training with its answers"
     try:
@@ -161,7 +161,8 @@ def _parts_table(
     parts_of: Callable[[ValidationResult], Mapping[Any, ValidationResult]],
     note: str,
 ) -> Table | None:
-    """Return number of problems and statistics of each part, or None with fewer than two parts."""
+    """Return a table with the number of problems and the statistics of each subset, or None for fewer than two
+    subsets."""
     parts = {label: parts_of(result) for label, result in results.items()}
     columns: dict[str, dict[Any, Value]] = {
         "Problems": {each: len(part.problems) for found in parts.values() for each, part in found.items()}
@@ -174,13 +175,13 @@ def _parts_table(
 
 
 BEFORE_AND_AFTER = ("grey", "blue")
-"""Colours of two results; more results use `CYCLE`."""
+"""The colours of two results. More results use the colours of `CYCLE`."""
 _BARS = 0.76
-"""Total width of the bars at one place."""
+"""The total width of the bars at one position."""
 
 
 def _solve_rates(results: ValidationPair, figure: "Figure") -> None:
-    """Draw the share of problems by number of correct samples, with one bar per result."""
+    """Draw the share of problems by the number of correct samples, with one bar per result."""
     k = max(result.num_samples for result in results.values())
     axes = figure.subplots()
     colours, width = BEFORE_AND_AFTER if len(results) <= len(BEFORE_AND_AFTER) else CYCLE, _BARS / max(2, len(results))

@@ -1,4 +1,4 @@
-"""Pages from templates, the head of a report as Markdown, and sample responses as a table or a page."""
+"""Pages rendered from templates, the head of a report as Markdown, and sample responses as a table or a page."""
 
 import base64
 import hashlib
@@ -28,13 +28,13 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]+")
 
 
 def page(template: str, **values: Any) -> str:
-    """Render a template of `templates/`."""
+    """Render a template of the folder `templates/`."""
     return _TEMPLATES.get_template(template).render(light=LIGHT, dark=DARK, **values)
 
 
 def responses_page(title: str = "", data: JsonValue = None, num_left_out: int = 0) -> str:
-    """Return the page of responses, with embedded `data` or for a server. Its content security policy permits only our
-    script."""
+    """Return the page of responses, with embedded `data` or for use with a server. Its content security policy permits
+    only the script of the page."""
     script = _TEMPLATES.get_template("answers.js.j2").render()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     values = {"title": title, "data": data, "num_left_out": num_left_out}
@@ -42,7 +42,7 @@ def responses_page(title: str = "", data: JsonValue = None, num_left_out: int = 
 
 
 def markdown_of(report: Report) -> str:
-    """Return a report's title, key metrics and findings."""
+    """Return the title, the key metrics and the findings of a report as Markdown."""
     lines = [f"# {escape(report.title)}", escape(report.subtitle)]
     lines += [f"**{escape(text)}**" for text in (report.state, report.failure) if text]
     lines += [escape(" · ".join(report.facts))] if report.facts else []
@@ -56,20 +56,20 @@ def markdown_of(report: Report) -> str:
 
 
 def escape(text: str) -> str:
-    """Escape text for one line of Markdown, so that nothing in it is markup, HTML or a link.
+    r"""Escape a text for one line of Markdown, so that nothing in it is markup, HTML or a link.
 
-    >>> escape("a|b\\n<img src=x> ![x](y)")
-    'a\\\\|b ⏎ &lt;img src=x&gt; \\\\!\\\\[x\\\\](y)'
+    >>> escape("a|b\n<img src=x> ![x](y)")
+    'a\\|b ⏎ &lt;img src=x&gt; \\!\\[x\\](y)'
     """
     text = text.replace("\r\n", "\n").replace("\n", " ⏎ ")
     text = _CONTROL.sub(" ", text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     text = _LIST_NUMBER.sub(r"\1\\\2", _SPECIAL.sub(r"\\\1", text))
-    # Most readers link bare addresses. No numeric entities: Prefect's page shows them literally.
+    # Most readers link bare addresses. Prefect's page shows numeric entities literally, so none are used.
     return _MAIL.sub(r"\1\\.", text.replace("://", "\\://").replace("www.", "www\\."))
 
 
 def prose(text: str) -> Markup:
-    """Convert text for a page; text in backticks becomes code.
+    """Convert a text to HTML. Text in backticks becomes code.
 
     >>> prose("over all, as `val-core/all` <b>")
     Markup('over all, as <code>val-core/all</code> &lt;b&gt;')
@@ -88,9 +88,9 @@ _TEMPLATES.filters["prose"] = prose
 _TEMPLATES.filters["kind"] = lambda block: type(block).__name__
 _TEMPLATES.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
 SAMPLES_OF_A_KIND = 3
-"""Problems per kind: newly solved, lost, never solved, always solved."""
+"""The number of problems for each kind: newly solved, lost, still unsolved, solved both times."""
 MAX_PROBLEMS = 2_000
-"""Maximum number of problems in a page, those with the largest change first. Larger pages open slowly."""
+"""The maximum number of problems in a page. The largest changes come first. Larger pages open slowly."""
 FILE_NAME = "samples.html"
 _KINDS: Mapping[tuple[bool, bool], tuple[str, Tone]] = {
     (False, True): ("newly solved", "good"),
@@ -101,14 +101,14 @@ _KINDS: Mapping[tuple[bool, bool], tuple[str, Tone]] = {
 
 
 def sample_table(record: RunRecord) -> Table:
-    """Return scored responses to the same problems, by kind of change: the first of each kind by id."""
+    """Return a table of scored responses before and after training, with the first problems of each kind of change."""
     rows: dict[str, list[Row]] = {kind: [] for kind, _ in _KINDS.values()}
     later = {problem.prompt_id: problem for problem in record.after.problems} if record.after is not None else {}
     before = record.before.problems if record.before is not None else ()
     for problem in sorted(before, key=lambda problem: problem.prompt_id):
         if (other := later.get(problem.prompt_id)) is None:
             continue
-        # the greedy response, else the first sample
+        # the greedy response, or the first sample without one
         was, became = (each.greedy or each.samples[0] for each in (problem, other))
         if was.failure is not None or became.failure is not None:
             continue
@@ -147,8 +147,8 @@ def truth_text(ground_truth_json: str) -> str:
 
 
 def build_sample_browser(run_dir: Path, *, target: Path | None = None, max_problems: int = MAX_PROBLEMS) -> Path:
-    """Write the page of a run's held-out responses (default: `report/samples.html` in its folder). Raises DataError if
-    the folder is not a run, or the run has no validation yet."""
+    """Write the page of a run's held-out responses, by default to `report/samples.html` in its folder. Raises DataError
+    if the folder is not a run, or if the run has no validation yet."""
     record = read_run(run_dir)
     results = validations_by_step(record.validations)
     if not results:
@@ -163,7 +163,8 @@ def build_sample_browser(run_dir: Path, *, target: Path | None = None, max_probl
 
 
 def validations_by_step(validations: Mapping[str, ValidationResult]) -> list[ValidationResult]:
-    """Return one validation per step, sorted: the one with the most problems."""
+    """Return one validation per step, sorted by step. Of several validations, the one with the most problems is
+    used."""
     found: dict[int, ValidationResult] = {}
     for result in sorted(validations.values(), key=lambda result: (result.step, -len(result.problems), result.name)):
         found.setdefault(result.step, result)
@@ -225,6 +226,6 @@ def _page_data(results: Sequence[ValidationResult], max_problems: int) -> tuple[
 
 
 def _change(seen: Sequence[ProblemResult]) -> float | None:
-    """Return the mean sample score of the last step minus that of the first, or None without scores."""
+    """Return the mean sample score at the last step minus the mean at the first step, or None without scores."""
     scores = [problem.mean_score for problem in seen if problem.scored_samples]
     return scores[-1] - scores[0] if scores else None

@@ -1,6 +1,7 @@
 """Charts and summary tables of metrics, for one run or several.
 
-A chart of one run has all lines of its panel, a chart of several runs the first line of each.
+The chart of one run has all lines of its panel. The chart of several runs has only the panel's first line, once for
+each group of runs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,20 +44,20 @@ if TYPE_CHECKING:
 
 ONE_UPDATE = "each batch is used for one update, so the old and new policies are equal before it"
 Groups = Mapping[str, Sequence[RunRecord]]
-"""Runs with the same settings and code, for any seed, by label."""
+"""Groups of runs by label. The runs of a group have the same settings and code, except for the seed."""
 Lines = Mapping[str, tuple[str, str]]
-"""Colour and label of each line, by its metric."""
+"""The colour and the label of each line, by metric."""
 REWARD, STEP_S = "critic/score/mean", "timing_s/step"
 STATISTIC_COLOURS = ("blue", "green", "purple", "orange")
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """Declared chart over steps. `lines`, the held-out statistics and the rest are drawn together.
+    """The description of a chart over steps. `lines` and the held-out statistics are drawn together.
 
-    `held_out`: number of main held-out statistics. `band`: metrics of its lower and upper edge, and its label. `limit`:
-    label of a dashed line, and its height by the settings. `draw`: replaces the lines. `when`: condition for the chart.
-    `flat`: why it may be 0 at every step.
+    `held_out`: the number of main held-out statistics. `band`: the metrics at the edges of a shaded band, and its
+    label. `limit`: the label of a dashed line, and a function that returns its height. `draw`: a function that replaces
+    the lines. `when`: the condition for the chart. `flat`: the reason why the chart may be 0 at every step.
     """
 
     name: str
@@ -74,7 +75,7 @@ class Panel:
     flat: str = ""
 
     def draw_run(self, record: RunRecord, figure: "Figure") -> None:
-        """Draw the curves of one run into an empty figure. A line of zeros is omitted if there are others."""
+        """Draw the curves of one run into an empty figure. A line of zeros is omitted if there are other lines."""
         if self.draw is not None:
             self.draw(record, self, figure)
             return
@@ -90,7 +91,7 @@ class Panel:
         statistics = record.core_statistics[: self.held_out]
         for place, (statistic, colour) in enumerate(zip(statistics, STATISTIC_COLOURS, strict=False)):
             points = record.held_out(statistic)
-            # shifted, so that intervals do not overlap
+            # points are shifted, so that intervals do not overlap
             aside = (place - (len(statistics) - 1) / 2) * 0.004 * (points[-1][0] - points[0][0] if points else 0)
             if points:
                 label = ("held-out " if self.lines else "") + statistic.removeprefix("reward/")
@@ -182,7 +183,7 @@ def charts_of(groups: Groups, panels: Sequence[Panel]) -> list[Chart]:
 
 
 def reward_charts(groups: Groups) -> list[Chart]:
-    """Return held-out and training reward of several runs over steps, tokens and seconds."""
+    """Return charts of the held-out and training reward of several runs over steps, tokens and seconds."""
     kinds: tuple[tuple[str, str, GetSeries], ...] = (
         ("held_out", "Held-out reward", lambda run: run.held_out_series(run.reward_statistic)),
         ("training", "Training reward", partial(_metric, REWARD)),
@@ -226,9 +227,10 @@ def num_seeds(runs: Sequence[RunRecord]) -> int:
 
 
 class Measure(NamedTuple):
-    """Row of a table: how a metric's series is summarized and formatted.
+    """A row of a table, which defines how the series of a metric is summarized and formatted.
 
-    `note`: replaces the metric's definition. `of_run`: value that does not come from one metric.
+    `note`: a text that replaces the metric's definition. `of_run`: a function for a value that needs more than one
+    metric.
     """
 
     label: str
@@ -240,7 +242,7 @@ class Measure(NamedTuple):
     of_run: Callable[[RunRecord], Value] | None = None
 
     def value_of(self, record: RunRecord) -> Value:
-        """Return the value of a run, or None."""
+        """Return the value of a run, or None if the run does not have it."""
         if self.of_run is not None:
             return self.of_run(record)
         series = record.series(self.metric)
@@ -359,7 +361,8 @@ TABLES: Mapping[str, tuple[str, Sequence[Measure]]] = {
 
 
 def measure_table(name: str, runs: Runs) -> Table:
-    """Return a row for each measure with a value, and a column for each run; for one run also the definition."""
+    """Return a table with a row for each measure that has a value, and a column for each run. The table of one run also
+    has the definitions."""
     title, measures = TABLES[name]
     rows: list[Row] = []
     for measure in measures:
@@ -377,7 +380,7 @@ def _value_columns(runs: Runs) -> dict[str, Kind]:
 
 
 def last_values(runs: Runs) -> Table:
-    """Return the last value of every metric, as in MLflow."""
+    """Return a table with the last value of every metric, as in MLflow."""
     newest = [run.metrics.ffill().reindex([run.metrics.index.max()]).T for run in runs.values()]  # NaN without a step
     last = pd.concat(newest, axis="columns").sort_index()
     rows = [

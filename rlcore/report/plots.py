@@ -1,7 +1,7 @@
-"""Charts: colours, series over steps, drawing functions, and conversion of a chart into SVG for a page.
+"""Colours, series over steps, drawing functions, and the conversion of a chart into SVG for a page.
 
-matplotlib is imported inside functions, so that nothing else loads it. A chart is drawn once, in light colours. In a
-page each colour becomes a CSS variable, so that the dark mode recolours it.
+matplotlib is imported inside functions, so that only drawing loads it. A chart is drawn once, in light colours. In a
+page each colour becomes a CSS variable, so that the dark mode changes it.
 """
 
 import html
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     Series: TypeAlias = pd.Series[float]
 else:
     Series = pd.Series  # not generic at runtime
-"""Values of one metric, indexed by step in ascending order."""
+"""The values of one metric, indexed by step in ascending order."""
 _COLOURS: Mapping[str, tuple[str, str]] = {
     "surface": ("#ffffff", "#12161c"),
     "ink": ("#1b1f26", "#e8ecf2"),
@@ -45,14 +45,15 @@ _COLOURS: Mapping[str, tuple[str, str]] = {
     "lime": ("#6b8a12", "#b4d455"),
     "grey": ("#8b95a5", "#7d8898"),
 }
-"""Colours by role, for a light and a dark page. Light colours are unique, since the page finds a role by its colour."""
+"""The colours by role, for a light and a dark page. Light colours are unique, since the page finds a role by this
+colour."""
 LIGHT, DARK = ({role: pair[side] for role, pair in _COLOURS.items()} for side in (0, 1))
 CYCLE = ("blue", "orange", "green", "purple", "red", "teal", "pink", "sand")
-"""Colours of lines, in order."""
+"""The colours of lines, in order."""
 MAX_POINTS = 400
-"""Maximum number of points on a line."""
+"""The maximum number of points on a line."""
 FEW_POINTS = 12
-"""Lines with at most this many points have markers."""
+"""The largest number of points for which a line shows markers."""
 WIDTH_IN = 6.4
 _PNG_DPI = 160
 _NO_METADATA: Any = dict.fromkeys(("Date", "Creator", "Format", "Type"))
@@ -84,17 +85,17 @@ SETTINGS: Any = {
     "text.parse_math": False,  # a dollar in a name is no formula
 }
 _LEGEND_CHARACTERS, _KEY_CHARACTERS = 84, 6
-"""Characters of a legend's line, and of the line sample with its gaps."""
+"""The characters in a line of the legend, and the characters that a line sample takes with its gaps."""
 SMOOTHING_SHARE = 15
-"""A smoothed curve is the mean over 1/15 of the run, at least 3 steps."""
+"""The divisor for smoothing. A smoothed curve is the mean over 1/15 of the run, and over at least 3 steps."""
 GRID_POINTS = 120
-"""Points at which curves of several seeds are averaged."""
+"""The number of points at which curves of several seeds are averaged."""
 MIN_STEPS = 10
-"""Minimum number of steps in the last third for a trend."""
+"""The minimum number of steps in the last third for a trend."""
 
 
 def series_of(points: Iterable[tuple[int, float]]) -> Series | None:
-    """Build a series from (step, value) pairs, or None if there are none."""
+    """Build a series from pairs of step and value, or return None if there are no pairs."""
     found = dict(sorted(points))
     return pd.Series(found, dtype=float) if found else None
 
@@ -105,7 +106,7 @@ def window_of(series: Series) -> int:
 
 
 def smooth(series: Series) -> Series:
-    """Return the centred moving mean, over fewer steps at the ends."""
+    """Return the centred moving mean. It covers fewer steps at the ends."""
     return series.rolling(window_of(series) // 2 * 2 + 1, center=True, min_periods=1).mean()
 
 
@@ -134,12 +135,12 @@ def late_mean(series: Series) -> float:
 
 
 def without_first_step(series: Series) -> Series:
-    """Return all steps but the first (warm-up), unless it is the only one."""
+    """Return all steps except the first one, which is a warm-up. A single step is kept."""
     return series.iloc[min(1, len(series) - 1) :]
 
 
 def thin(series: Series, most: int) -> Series:
-    """Reduce a series to at most `most` points, each the mean of neighbouring steps."""
+    """Reduce a series to at most `most` points. If it is too long, each point is the mean of neighbouring steps."""
     if len(series) <= most:
         return series
     stretch = np.arange(len(series)) * most // len(series)
@@ -148,12 +149,12 @@ def thin(series: Series, most: int) -> Series:
 
 
 def totals_at(totals: Series, steps: "pd.Index[int]") -> Series:
-    """Return a running total at each of these steps; 0 before the first one."""
+    """Return the running total at each of these steps, or 0 at steps before the first total."""
     return totals.reindex(steps, method="ffill").fillna(0.0)
 
 
 def trend_of(series: Series) -> Interval | None:
-    """Return the change of the least-squares line over the last third with a 95% interval, or None if it is too short.
+    """Return the change of a least-squares line over the last third with a 95% interval. Return None for too few steps.
 
     The interval is Student's t for independent noise around the line. The noise is nearly independent, since each step
     has other prompts.
@@ -170,7 +171,7 @@ def trend_of(series: Series) -> Interval | None:
 
 
 def series_over(series: Series, totals: Series | None) -> Series:
-    """Return a series over steps, or over cumulative tokens or seconds."""
+    """Return the series over steps, or over the cumulative tokens or seconds in `totals`."""
     return series if totals is None else series.set_axis(totals_at(totals, series.index))
 
 
@@ -184,7 +185,8 @@ def band_of(curves: Sequence[Series]) -> pd.DataFrame:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Chart to be drawn: `draw` fills an empty figure. `flat`: why it may be 0 at every step."""
+    """A chart to be drawn. `draw`: a function that fills an empty figure. `flat`: why the chart may be 0 at every
+    step."""
 
     name: str
     title: str
@@ -195,7 +197,7 @@ class Chart:
 
 
 def gallery_of(charts: Iterable[Chart], folder: Path) -> Gallery:
-    """Draw charts and write them into the folder. Charts without data, or 0 everywhere, are named instead."""
+    """Draw charts and write them into `folder`. Charts without data, or with 0 everywhere, are only named."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -218,7 +220,7 @@ def _write_chart(chart: Chart, figure: "Figure", folder: Path) -> Picture:
 
     for axes in figure.axes:
         legend(axes)
-    # one layout for both files: a figure with a layout engine is drawn again before each
+    # One layout serves both files. A figure with a layout engine is laid out again before each.
     ConstrainedLayoutEngine().execute(figure)
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", facecolor="none", metadata=_NO_METADATA)
@@ -229,7 +231,8 @@ def _write_chart(chart: Chart, figure: "Figure", folder: Path) -> Picture:
 
 
 def _inline_svg(svg: str, name: str, title: str) -> Markup:
-    """Convert matplotlib's SVG for a page: no prolog, no links, unique ids, colours and font of the page."""
+    """Convert matplotlib's SVG for a page, without prolog and links, with unique ids, and with the page's colours and
+    font."""
     body = svg[svg.index("<svg") :]
     body = re.sub(r"\s+xmlns(:\w+)?=\"[^\"]*\"", "", body).replace("xlink:href", "href")
     body = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{name}-", body)
@@ -243,7 +246,7 @@ def _inline_svg(svg: str, name: str, title: str) -> Markup:
 
 
 def plot_series(axes: "Axes", series: Series, colour: str, label: str, *, smoothed: bool = True) -> None:
-    """Plot values and their moving mean, or only the values if they are few or `smoothed` is off."""
+    """Plot values and their moving mean. Only the values are plotted if they are few or `smoothed` is false."""
     points = thin(series, MAX_POINTS)
     few = len(series) <= FEW_POINTS
     if few or not smoothed:
@@ -266,13 +269,13 @@ def plot_intervals(
 
 
 def plot_group(axes: "Axes", curves: Sequence[Series], colour: str, label: str) -> None:
-    """Plot the runs of one setting: a single curve, or the mean with a band over their range."""
+    """Plot the runs of one setting, as a single curve or as the mean with a band over the range."""
     if len(curves) == 1:
         marker = "o" if len(curves[0]) <= FEW_POINTS else ""
         axes.plot(curves[0].index, curves[0], color=LIGHT[colour], marker=marker, markersize=3.5, label=label)
         return
     band = band_of(curves)
-    if band.index[0] == band.index[-1]:  # one point each: no width for a band
+    if band.index[0] == band.index[-1]:  # with one point each, a band has no width
         plot_intervals(axes, [(band.index[0], Interval(*band.iloc[0]))], colour, label)
         return
     axes.fill_between(band.index, band["min"], band["max"], color=LIGHT[colour], alpha=0.16, linewidth=0)
@@ -280,7 +283,7 @@ def plot_group(axes: "Axes", curves: Sequence[Series], colour: str, label: str) 
 
 
 def format_axes(axes: "Axes", *, x: str = "training step", y: str = "", steps: bool = True) -> None:
-    """Set labels with units, whole steps on the x axis, and short numbers."""
+    """Set the labels of both axes, whole steps on the x axis, and short numbers."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axes.set_xlabel(x)

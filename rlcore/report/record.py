@@ -1,4 +1,4 @@
-"""Read a run's folder once. Missing parts are named, not raised."""
+"""The contents of a run's folder, read once. Missing files are listed and raise no error."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,13 +32,13 @@ from rlcore.tracking.journal import (
 from rlcore.tracking.lineage import Origin, read_origin
 
 MAX_CACHED_VALIDATIONS = 32
-"""Validations in memory: several parts of a report read the same ones."""
+"""The number of validations kept in memory. Several sections of a report read the same validations."""
 _CORE = re.compile(r"val-core/(?P<source>.+)/reward/mean@(?P<k>\d+)")
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Contents of a run's folder. `missing` has a sentence for each missing part."""
+    """The contents of a run's folder. `missing`: one sentence for each missing part."""
 
     run_dir: Path
     config: RunConfig
@@ -49,35 +49,35 @@ class RunRecord:
     checkpoints: tuple[CheckpointInfo, ...]
     missing: tuple[str, ...]
     suites: Mapping[str, Mapping[str, ValidationResult]] = field(default_factory=dict)
-    """Results of each suite, by its name, then as `validations`."""
+    """The validation results of each suite, by the suite's name and then by the name of the validation."""
 
     @property
     def run_id(self) -> str:
-        """Return the id, which is the folder's name."""
+        """Return the id of the run, which is the name of its folder."""
         return self.run_dir.name
 
     @cached_property
     def training_steps(self) -> tuple[StepRecord, ...]:
-        """Return the steps after step 0, which has only a validation."""
+        """Return the steps after step 0. Step 0 has only a validation."""
         return tuple(record for record in self.steps if record.step > 0)
 
     @property
     def last_step(self) -> int:
-        """Return the newest training step, or 0."""
+        """Return the newest training step, or 0 if there is none."""
         return self.training_steps[-1].step if self.training_steps else 0
 
     @property
     def is_complete(self) -> bool:
-        """Return whether the journal has all steps of the settings."""
+        """Return whether the journal has reached the last step of the settings."""
         return self.last_step >= self.config.trainer.total_steps
 
     @cached_property
     def metrics(self) -> pd.DataFrame:
-        """Return all metrics: rows are steps, columns are names, NaN if a step has no value."""
+        """Return all metrics as a table. Rows are steps, columns are names, and a missing value is NaN."""
         return pd.DataFrame([record.metrics for record in self.steps], [record.step for record in self.steps])
 
     def series(self, name: str) -> Series | None:
-        """Return a metric over the steps, or None."""
+        """Return a metric over the steps, or None if the run does not have it."""
         return self.metrics[name].dropna() if name in self.metrics else None
 
     def _total(self, name: str) -> Series | None:
@@ -91,7 +91,7 @@ class RunRecord:
 
     @cached_property
     def seconds(self) -> Series | None:
-        """Return the cumulative seconds of training steps, without validation and checkpoints."""
+        """Return the cumulative seconds of training steps, without validations and checkpoints."""
         return self._total("timing_s/step" if "timing_s/step" in self.metrics else "perf/time_per_step")
 
     @cached_property
@@ -101,24 +101,24 @@ class RunRecord:
 
     @property
     def reward_gain(self) -> float:
-        """Return the held-out reward of the last validation minus that of the first, or 0."""
+        """Return the rise of the held-out reward from the first validation to the last, or 0 without validations."""
         found = self.held_out(self.reward_statistic)
         return found[-1][1].value - found[0][1].value if found else 0.0
 
     @cached_property
     def step_s(self) -> float | None:
-        """Return the mean seconds of a training step, without the first one (warm-up) if there are others."""
+        """Return the mean seconds of a training step. The first step (warm-up) is excluded if there are others."""
         series = self.series("timing_s/step")
         return None if series is None else float(without_first_step(series).mean())
 
     @property
     def workers(self) -> Mapping[str, Any]:
-        """Return the newest `workers` event (`rlcore.run.record`), or an empty mapping for old journals."""
+        """Return the data of the newest `workers` event (`rlcore.run.record`), or an empty mapping for old journals."""
         return next((event.data for event in reversed(self.events) if event.name == WORKERS), {})
 
     @cached_property
     def supervised_steps(self) -> tuple[StepRecord, ...]:
-        """Return the steps of the supervised stage that trained the initial policy, or nothing."""
+        """Return the steps of the supervised stage that trained the initial policy, or () without that stage."""
         stages = self.lineage.stages
         root = self.run_dir.resolve().parent.parent  # see rlcore.run.inputs.stage_layout
         files = [root / "warm-starts" / f"warm-start-{stage.fingerprint}" / JOURNAL_FILE for stage in stages]
@@ -126,7 +126,7 @@ class RunRecord:
 
     @cached_property
     def data_source(self) -> str | None:
-        """Return the data source of the held-out scores."""
+        """Return the data source of the held-out scores, or None if it is unknown."""
         if self.validations:
             return next(iter(self.validations.values())).data_source
         found = {match["source"] for match in self._core_names}
@@ -134,7 +134,7 @@ class RunRecord:
 
     @cached_property
     def num_samples(self) -> int:
-        """Return k of the newest mean@k, or 0 without samples."""
+        """Return the number k of the newest mean@k, or 0 without samples."""
         if self.validations:
             return max(self.validations.values(), key=lambda result: result.step).num_samples
         return next((int(match["k"]) for match in self._core_names), 0)
@@ -148,12 +148,12 @@ class RunRecord:
 
     @cached_property
     def before(self) -> ValidationResult | None:
-        """Return the validation before training: `before`, else that of step 0."""
+        """Return the validation named `before`, or the validation of step 0 if there is no validation of this name."""
         return self.validations.get("before") or self.validations.get("step-000000")
 
     @cached_property
     def after(self) -> ValidationResult | None:
-        """Return the newest validation after training; `after` is preferred at the same step."""
+        """Return the newest validation after training. At the same step, the validation `after` is preferred."""
         named = self.validations.get("after")
         later = [result for result in self.validations.values() if result.step > 0 and result is not self.before]
         newest = max(later, key=lambda result: result.step, default=named)
@@ -161,13 +161,14 @@ class RunRecord:
 
     @property
     def before_and_after(self) -> dict[str, ValidationResult]:
-        """Return the available validations before and after training, by these labels."""
+        """Return the available validations before and after training, by the labels `before` and `after`."""
         both = {"before": self.before, "after": self.after}
         return {label: result for label, result in both.items() if result is not None}
 
     @cached_property
     def paired(self) -> tuple[Comparison, ...]:
-        """Return the paired comparison on the same problems, or nothing."""
+        """Return the paired comparison before and after training, or () without two validations on the same
+        problems."""
         try:
             return compare(*self.before_and_after.values()) if len(self.before_and_after) == 2 else ()
         except DataError:
@@ -176,7 +177,7 @@ class RunRecord:
     def held_out(self, statistic: str) -> tuple[tuple[int, Interval], ...]:
         """Return a held-out statistic with its interval by step, from the journal and the validation files.
 
-        `statistic` is the name below `val-core/<data_source>/`, such as `reward/mean@4`.
+        `statistic`: the name after `val-core/<data_source>/`, such as `reward/mean@4`.
         """
         name = f"val-core/{self.data_source}/{statistic}"
         found = {
@@ -192,23 +193,23 @@ class RunRecord:
         return tuple(sorted(found.items()))
 
     def held_out_series(self, statistic: str) -> Series | None:
-        """Return a held-out statistic without its intervals."""
+        """Return a held-out statistic over the steps, without its intervals."""
         return series_of((step, found.value) for step, found in self.held_out(statistic))
 
     @property
     def reward_statistic(self) -> str:
-        """Return the statistic used as held-out reward."""
+        """Return the name of the statistic that serves as the held-out reward."""
         return self.core_statistics[0]
 
     @property
     def core_statistics(self) -> tuple[str, ...]:
-        """Return the main held-out statistics, starting with the held-out reward."""
+        """Return the names of the main held-out statistics. The first one is the held-out reward."""
         k = self.num_samples
         return (f"reward/mean@{k}", f"reward/pass@{k}", f"reward/maj@{k}", "reward/greedy") if k else ("reward/greedy",)
 
 
 Runs = Mapping[str, RunRecord]
-"""Runs by id, or by folder if two have the same id."""
+"""Runs by id, or by folder if two runs have the same id."""
 
 
 def read_run(run_dir: Path) -> RunRecord:
@@ -219,7 +220,7 @@ def read_run(run_dir: Path) -> RunRecord:
             f"{run_dir / RUN_FILE}: cannot be read (it is not there); name the folder of a run, as artifacts/runs/<id>"
         )
     checkpoints: tuple[CheckpointInfo, ...] = ()
-    try:  # first: the lines of a newer one come before it
+    try:  # checkpoints first, since journal lines precede their checkpoint
         catalog = scan(run_dir / "checkpoints")
         checkpoints, missing = catalog.checkpoints, [refusal.reason for refusal in catalog.refusals]
     except CheckpointError as error:
@@ -256,7 +257,7 @@ def _read_journal(file: Path, missing: list[str]) -> JournalContents:
 
 
 def _journal_gaps(file: Path, journal: JournalContents, checkpoints: Sequence[CheckpointInfo]) -> Iterable[str]:
-    """Yield steps without a line, and differences between the journal and the newest checkpoint."""
+    """Yield a sentence for missing steps, and for each difference between the journal and the newest checkpoint."""
     refused = {
         str(event.data.get("path")): datetime.fromtimestamp(event.time, UTC).isoformat("T", "microseconds")
         for event in journal.events
@@ -292,14 +293,14 @@ def _read_validations(folder: Path, missing: list[str]) -> dict[str, ValidationR
 
 @lru_cache(maxsize=MAX_CACHED_VALIDATIONS)
 def _read_validation(file: Path, changed_ns: int, size: int) -> ValidationResult:
-    """Read and cache a validation with its intervals, which take 0.1 s."""
+    """Read and cache a validation with its intervals. Computing them takes 0.1 s."""
     result = ValidationResult.read(file)
     result.metrics()
     return result
 
 
 def _missing_parts(record: RunRecord) -> Iterable[str]:
-    """Yield a sentence for each part that a complete run would have."""
+    """Yield a sentence for each missing part that a complete run would have."""
     total = record.config.trainer.total_steps
     if not record.validations and record.data_source is None:
         yield "No validation on held-out problems yet, so the performance on new problems is unknown."

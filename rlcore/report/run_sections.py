@@ -43,7 +43,7 @@ def defaults_of(config: RunConfig) -> dict[str, Any]:
 
 
 def settings_tables(config: RunConfig) -> tuple[Table, Table]:
-    """Return the settings that differ from the defaults, and all others."""
+    """Return two tables: the settings that differ from the defaults, and all other settings."""
     defaults, settings = defaults_of(config), settings_of(config)
     changed = {key: value for key, value in settings.items() if defaults.get(key, ...) != value}
     differing = [
@@ -61,7 +61,8 @@ def settings_tables(config: RunConfig) -> tuple[Table, Table]:
 
 @cache
 def describe_setting(key: str) -> str:
-    """Return the first sentence of a setting's documentation, or only the first choice of a list of choices.
+    """Return the first sentence of a setting's documentation, up to a colon. For a list of choices, return the first
+    choice.
 
     A name in a free mapping (`tags.owner`) has the documentation of the mapping.
 
@@ -82,7 +83,7 @@ def _cell(value: JsonValue) -> Cell:
 
 
 def reproduction(record: RunRecord) -> Iterator[Block]:
-    """Yield the command of a run, and how to reproduce it."""
+    """Yield the command that started a run, and a text on how to reproduce the run."""
     if record.lineage.command:
         yield from (
             Prose("Started with:"),
@@ -98,7 +99,7 @@ def reproduction(record: RunRecord) -> Iterator[Block]:
 
 
 def lineage(record: RunRecord) -> Iterator[Block]:
-    """Yield stages, code and packages, and checkpoints of a run."""
+    """Yield tables of a run's stages, its code and packages, and its checkpoints."""
     found = record.lineage
     if found.stages:
         rows = [
@@ -131,7 +132,7 @@ ALGORITHMS = {
 
 
 def algorithm_of(config: RunConfig) -> str:
-    """Return the common name of the algorithm."""
+    """Return the common name of the algorithm, such as PPO."""
     algo = config.algo
     name = ALGORITHMS.get(algo.advantage, algo.advantage)
     return name if algo.policy_loss == "ppo_clip" else f"{name} with {algo.policy_loss}"
@@ -159,11 +160,12 @@ PHASES: Mapping[str, tuple[str, str]] = {
     "update_weights": ("Weight sync", "sand"),
     "other": ("Between phases", "grey"),
 }
-"""Title and colour of the phases of a step, by the name in `timing_s/<name>`; `other` is the rest."""
+"""The title and colour of each phase of a step, by the name in `timing_s/<name>`. The phase `other` is the remaining
+time."""
 
 
 def phase_seconds(record: RunRecord) -> pd.DataFrame:
-    """Return the seconds of each phase (columns) at each step; `other` is the rest of the step."""
+    """Return the seconds of each phase (columns) at each step. The column `other` is the rest of the step."""
     whole = record.series("timing_s/step")
     if whole is None:
         return pd.DataFrame()
@@ -174,7 +176,8 @@ def phase_seconds(record: RunRecord) -> pd.DataFrame:
 
 
 def mean_phases(record: RunRecord) -> dict[str, float]:
-    """Return mean seconds of each phase, without the first step if there are others. Their sum is the mean step."""
+    """Return the mean seconds of each phase, without the first step if there are others. All phases add up to the mean
+    step."""
     found = phase_seconds(record)
     means = found.iloc[min(1, len(found) - 1) :].mean()
     return {str(name): float(seconds) for name, seconds in means.items()}
@@ -200,7 +203,7 @@ def draw_phases(record: RunRecord, figure: "Figure") -> None:
 
 
 def phase_table(record: RunRecord) -> Table:
-    """Return mean seconds of each phase, and of work outside the steps."""
+    """Return a table with the mean seconds of each phase, and of checkpoints and validations outside the steps."""
     phases = mean_phases(record)
     total = sum(phases.values())
     rows: list[Row] = [
@@ -226,10 +229,8 @@ PLAN_FILE = "memory_plan.json"
 
 @dataclass(frozen=True, slots=True)
 class PlannedMemory:
-    """`memory_plan.json` as `rlcore.workers.memory_plan.fit_run` writes it: bytes on one device by purpose.
-
-    `capacity_bytes`: 0 if unknown.
-    """
+    """The contents of `memory_plan.json`, which `rlcore.workers.memory_plan.fit_run` writes. `parts`: the bytes on one
+    device by purpose. `capacity_bytes`: the memory of the device, or 0 if unknown."""
 
     parts: Mapping[str, int]
     capacity_bytes: int = 0
@@ -241,7 +242,7 @@ _PLAN = TypeAdapter(PlannedMemory)
 
 
 def memory_plan(record: RunRecord) -> tuple[Block, ...]:
-    """Return the plan by part with the measured peak, or the reason why there is no plan."""
+    """Return a table of the planned memory with the measured peak, or a paragraph on why there is no plan."""
     try:
         plan = read_document(record.run_dir / PLAN_FILE, _PLAN, "the report omits this memory plan")
     except DataError as error:

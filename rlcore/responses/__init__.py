@@ -1,1 +1,1 @@
-"""Stored responses of a run: storage, search, audit and rescoring."""
+"""The stored responses of a run: storage, search, audit and rescoring."""

@@ -1,4 +1,4 @@
-"""Evaluate a scorer: audit it with responses that must earn nothing, and rescore stored responses. No torch."""
+"""Evaluation of a scorer without torch: an audit with worthless responses, and rescoring of stored responses."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from rlcore.rollout.scoring import ScoringPool
 from rlcore.score import Score
 
 HALF_MARKS = 0.5
-"""Scores from here on count as paid; a wrong answer in the correct form may earn less."""
+"""The lowest score that counts as a reward. A wrong answer in the correct form may earn less."""
 _MAX_EXAMPLES = 3
 _ROWS_PER_BATCH = 2_000
 _EQUAL = 1e-9
@@ -20,7 +20,7 @@ _EQUAL = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Problem with some stored responses, best first."""
+    """A problem with some of its stored responses, best first."""
 
     prompt: str
     ground_truth_json: str
@@ -29,7 +29,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Response that should earn nothing, and its score."""
+    """A response that should earn nothing, and its score."""
 
     kind: str
     case: Case
@@ -39,7 +39,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class AuditFinding:
-    """Kind of response that earned too much. `num_tried`: scored responses of this kind."""
+    """A kind of response that earned too much. `num_tried` is the number of scored responses of this kind."""
 
     kind: str
     num_tried: int
@@ -65,10 +65,11 @@ _ZERO_SCORE_KINDS = (EMPTY, JUNK)
 
 
 def audit_reward(cases: Sequence[Case], pool: ScoringPool) -> tuple[AuditFinding, ...]:
-    """Score responses that must not earn a score, and return the kinds that did.
+    """Score worthless responses, and return the kinds that the scorer rewards.
 
-    Tried for each problem: empty and junk text, its prompt, usual forms without content, and responses to the next
-    problem with another ground truth. The first two should score 0 or less, the others less than half marks.
+    For each problem, empty text, junk, a copy of the prompt and usual forms without content are tried. Responses to the
+    next problem with another ground truth are tried too. Empty text and junk should score 0 or less. The other kinds
+    should score less than half marks.
     """
     tried: list[tuple[str, Case, str]] = []
     for place, case in enumerate(cases):
@@ -91,8 +92,7 @@ def _is_rewarded(trial: Trial) -> bool:
 
 
 def cases_of(folder: Path, num_cases: int) -> list[Case]:
-    """Return the problems whose stored responses have the highest scores, with their best responses. Raises DataError
-    if the run has no stored responses."""
+    """Return the problems with the best stored responses. Raises DataError if the run has no stored responses."""
     found = find_responses(folder, Query(sort="-score"))
     problems = found.light.select(["data_source", "prompt_id"]).to_pandas().groupby(
         ["data_source", "prompt_id"], sort=False, dropna=False
@@ -111,7 +111,7 @@ def cases_of(folder: Path, num_cases: int) -> list[Case]:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Response with a different new score. A score is None if its scorer failed."""
+    """A stored response with a changed score. A score is None if its scorer failed."""
 
     step: int
     prompt: str
@@ -126,11 +126,12 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class RescoreResult:
-    """Effect of a new scorer on stored responses. Means are over responses with both scores.
+    """The effect of a new scorer on stored responses. Means are over responses with both scores.
 
-    A group holds the responses of one training step to one occurrence of a prompt. `num_groups_changed`: groups whose
-    scores minus their mean differ, so that the step would have had another gradient. `num_groups_flat`: groups with
-    equal scores, before and after. `num_failed`: responses on which the new scorer failed.
+    A group contains the responses of one training step to one occurrence of a prompt. `num_groups_changed` counts the
+    groups in which a score minus the mean score changed. With the new scores, these groups would have changed the
+    gradient of the step. `num_groups_flat` counts groups with equal scores, before and after. `num_failed` counts
+    responses on which the new scorer failed.
     """
 
     num_answers: int
@@ -145,10 +146,10 @@ class RescoreResult:
 
 
 def rescore(folder: Path, query: Query, pool: ScoringPool, truth_of: Callable[[str], str] = str) -> RescoreResult:
-    """Score the selected stored responses with the pool's scorer and compare.
+    """Score the selected stored responses with the scorer of the pool, and compare the scores.
 
-    `truth_of` converts a stored ground truth for this scorer, both as JSON. The penalty `overlong` of the run is
-    subtracted from the new score too. Raises DataError if no response is selected.
+    `truth_of`: a function that converts the JSON of a stored ground truth to JSON for this scorer. The run's penalty
+    `overlong` is subtracted from the new score too. Raises DataError if no response is selected.
     """
     import pandas as pd  # not needed for the trainer's audit
 
@@ -169,7 +170,7 @@ def rescore(folder: Path, query: Query, pool: ScoringPool, truth_of: Callable[[s
     scored = both.dropna()
     where = ["step", "prompt_id", "sample_index", "part", "place"]
     kept = find_responses(folder, Query(kind="training")).light.select(where).to_pandas().sort_values(where[3:])
-    # A prompt may occur twice in a step with the end of an epoch; all stored responses determine the occurrence.
+    # A prompt may occur twice in a step at the end of an epoch. All stored responses determine the occurrence.
     kept["time"] = kept.groupby(where[:3]).cumcount()
     learned = answers.light.select(where).to_pandas().merge(kept, how="left").dropna(subset="time")
     keys = [learned.step, learned.prompt_id, learned.time]
@@ -195,9 +196,9 @@ def rescore(folder: Path, query: Query, pool: ScoringPool, truth_of: Callable[[s
 
 
 def _quote(text: str, limit: int = 120) -> str:
-    """Return the text quoted, in one line.
+    r"""Return the text in quotes and in one line, truncated to `limit` characters.
 
-    >>> _quote("a\\nb"), _quote("x" * 9, limit=4)
-    ("'a\\\\nb'", "'xxxx...'")
+    >>> _quote("a\nb"), _quote("x" * 9, limit=4)
+    ("'a\\nb'", "'xxxx...'")
     """
     return repr(text if len(text) <= limit else f"{text[:limit]}...")

@@ -1,5 +1,6 @@
-"""Search stored responses. Light columns of all parts are filtered and sorted in memory, texts and tokens are read on
-demand. No torch."""
+"""Search in stored responses, without torch. All columns except texts and tokens are light. Light columns of all parts
+are filtered and sorted in memory. Texts and tokens are read on demand.
+"""
 
 import json
 import math
@@ -23,30 +24,31 @@ from rlcore.responses.store import LIGHT, ROWS_PER_GROUP, TEXTS, TOKENS, parts_o
 KINDS = ("all", "training", "validation")
 EACH = ("answer", "prompt")
 SORTS = ("step", "score", "advantage", "num_tokens", "logprob", "gap", "prompt_id", "change")
-"""Columns to sort by. `change`: rise of the prompt's mean sample score from the first validation to the last."""
+"""The sort columns. `change` is the rise of a prompt's mean sample score from the first validation to the last."""
 READABLE = [*LIGHT.names, *TEXTS.names]
-"""Columns without those of tokens."""
+"""All columns except the token columns."""
 ALL_COLUMNS = [*READABLE, *TOKENS.names]
 _PROMPT = ["data_source", "prompt_id"]
 Decode = Callable[[Sequence[int]], str]
 _REPLACEMENT = "\ufffd"
-"""Character that a decoder returns for an incomplete character."""
+"""The character that a decoder returns for an incomplete character."""
 _MAX_TOKENS_PER_CHARACTER = 4
 MAX_PROMPT_ID = 2**63 - 1
-"""Largest prompt id in an int64 column."""
+"""The largest prompt id in an int64 column."""
 MAX_DIGITS = 19
-"""Longer texts are not parsed as numbers; Python itself limits digits to 4,300."""
+"""The maximum length of a text that is parsed as a number. Python itself limits numbers to 4,300 digits."""
 Range = tuple[float | None, float | None]
-"""Lowest and highest value, both inclusive; None: no bound."""
+"""The lowest and the highest value, both inclusive. None means no bound."""
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Selection and order of responses.
+    """The selection and order of responses.
 
-    `prompt`: its id. `search`: case-insensitive part of the response, or of the prompt if `in_prompts`. `kind`: one of
-    `KINDS`. `sort`: one of `SORTS`, with `-` for descending; ties keep the order of steps. `each`: `prompt` selects the
-    first response to each prompt, and of ties that of the last step.
+    `prompt`: a prompt id. `search`: a text in the response. If `in_prompts` is true, the prompt is searched too. Case
+    is ignored. `kind`: one of `KINDS`. `sort`: one of `SORTS`, with `-` for descending order. Ties keep the order of
+    steps. If `each` is `prompt`, only the first response to each prompt is selected. Among ties, the response of the
+    last step is selected.
     """
 
     step: Range = (None, None)
@@ -78,7 +80,7 @@ class Query:
 
 
 def parse_range(name: str, text: str) -> Range:
-    """Parse `LOW..HIGH`, where both are optional, or a single number.
+    """Parse a range `LOW..HIGH`, where both bounds are optional, or a single number.
 
     >>> parse_range("step", "3"), parse_range("step", "3..5"), parse_range("score", "..0.5"), parse_range("score", "")
     ((3.0, 3.0), (3.0, 5.0), (None, 0.5), (None, None))
@@ -96,12 +98,12 @@ def parse_range(name: str, text: str) -> Range:
 
 
 to_finite_json = partial(to_jsonable_python, inf_nan_mode="null")
-"""Convert a value for JSON, with null for NaN and infinity."""
+"""A function that converts a value for JSON, with null for NaN and infinity."""
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Responses in the order of the search. `light`: their light columns, number of the part and place in it."""
+    """The responses in the order of a search. `light` has the light columns, part numbers and row indices."""
 
     parts: tuple[Path, ...]
     light: pa.Table
@@ -111,8 +113,9 @@ class SearchResult:
         return int(self.light.num_rows)
 
     def rows(self, numbers: Sequence[int], columns: Sequence[str] = READABLE) -> list[dict[str, Any]]:
-        """Return these columns of the responses at these numbers, each with a `key` for `read_response`. Raises
-        DataError if a part cannot be read."""
+        """Return the `columns` of the responses at the indices `numbers`. Each row has a `key` for `read_response`.
+        Raises DataError if a part cannot be read.
+        """
         chosen = self.light.take(pa.array(numbers, pa.int64()))
         parts, places = chosen["part"].to_numpy(), chosen["place"].to_numpy()
         found: list[dict[str, Any]] = chosen.select(
@@ -165,8 +168,7 @@ def find_responses(folder: Path, query: Query) -> SearchResult:
 
 
 def count_responses(folder: Path) -> int:
-    """Return the number of responses that a run has stored. Raises DataError if there are none, or a part cannot be
-    read."""
+    """Return the number of stored responses of a run. Raises DataError if it is zero or a part cannot be read."""
     if not (total := len(find_responses(folder, Query()))):
         raise DataError(
             f"{folder}: run {folder.parent.name} has no stored responses, either not yet or because of its settings "
@@ -176,7 +178,7 @@ def count_responses(folder: Path) -> int:
 
 
 def read_response(folder: Path, key: str) -> dict[str, Any]:
-    """Return all columns of the response with a key. Raises DataError if it is missing, or its part is unreadable."""
+    """Return all columns of a response by its key. Raises DataError if the response or its part cannot be read."""
     name, _, place = key.rpartition(":")
     path = next((path for path in parts_of(folder) if path.name == name), None)
     if path is not None and place.isdecimal() and len(place) <= MAX_DIGITS and int(place) < _count_rows(path):
@@ -190,15 +192,14 @@ def _missing_response(key: str) -> DataError:
 
 @dataclass(frozen=True, slots=True)
 class PromptResponses:
-    """Responses to one prompt in one step or validation, and the key and mean score of all its visits."""
+    """The responses to one prompt in one step or validation. `visits` has the mean score for each visited step."""
 
     answers: list[dict[str, Any]]
     visits: list[dict[str, Any]]
 
 
 def responses_to_same_prompt(folder: Path, key: str) -> PromptResponses:
-    """Return the responses to the same prompt as the response with a key. Raises DataError if it does not exist, or a
-    part cannot be read."""
+    """Return the responses to the prompt of response `key`. Raises DataError if a response or part cannot be read."""
     chosen = read_response(folder, key)
     found = find_responses(folder, Query(prompt=chosen["prompt_id"]))
     rows = found.rows(range(len(found)), LIGHT.names)
@@ -225,7 +226,7 @@ def _mean(scores: Iterable[float | None]) -> float | None:
 
 @lru_cache(maxsize=8)
 def _read_light(parts: tuple[tuple[Path, int, int], ...]) -> pa.Table:
-    """Return the light columns of parts (path, time of change in ns, size in bytes), and the location of each row."""
+    """Return the light columns and the location of each row. A part is (path, time of change in ns, size in bytes)."""
     places = pa.schema([*LIGHT, ("part", pa.int32()), ("place", pa.int64())])
     tables = [places.empty_table()]
     for number, (path, _, _) in enumerate(parts):
@@ -237,7 +238,7 @@ def _read_light(parts: tuple[tuple[Path, int, int], ...]) -> pa.Table:
 
 
 def _changes(light: pa.Table) -> pa.Array:
-    """Return `change` of `SORTS` for each response, or null without a scored validation."""
+    """Return the column `change` (see `SORTS`). It is null for prompts without a scored validation."""
     if not light.num_rows:
         return pa.nulls(0, pa.float64())
     frame = light.select([*_PROMPT, "step", "validation", "greedy", "score"]).to_pandas()
@@ -248,7 +249,7 @@ def _changes(light: pa.Table) -> pa.Array:
 
 
 def _match_text(path: Path, places: np.ndarray, text: str, columns: list[str]) -> np.ndarray:
-    """Return whether one of the columns at each place contains the text. No part is read without places."""
+    """Return for each row whether one of the columns contains the text. Without rows, the part is not read."""
     if not len(places):
         return np.zeros(0, dtype=bool)
     table = _read(path, columns)
@@ -257,7 +258,7 @@ def _match_text(path: Path, places: np.ndarray, text: str, columns: list[str]) -
 
 
 def _read_rows(path: Path, places: np.ndarray, columns: list[str]) -> list[dict[str, Any]]:
-    """Read these columns of these rows of a part, from their row groups only."""
+    """Read columns of these rows of a part. Only the row groups of the rows are read."""
     groups, at = np.unique(places // ROWS_PER_GROUP, return_inverse=True)
     table = _read(path, columns, groups.tolist())
     sizes = np.minimum(ROWS_PER_GROUP, _count_rows(path) - groups * ROWS_PER_GROUP)
@@ -309,9 +310,9 @@ def _decoder(file: Path) -> Decode:
 
 
 def token_texts(decode: Decode, ids: Sequence[int]) -> list[str]:
-    """Return the text of each token, or '' if its character belongs to the previous token.
+    """Return the text of each token, or '' if the token continues the character of the previous token.
 
-    Tokens are decoded after the previous one, since many decoders drop leading white space.
+    Tokens are decoded after the previous token, because many decoders drop leading white space.
 
     >>> words = {1: "a", 2: " b", 3: " c"}
     >>> token_texts(lambda ids: "".join(words[each] for each in ids).lstrip(), [1, 2, 3])

@@ -1,10 +1,10 @@
-"""Responses of a run as parquet parts in one folder.
+"""The responses of a run as parquet parts in one folder.
 
-train-000001-000020.parquet: responses of the training steps 1 to 20. validation-step-000020.parquet: responses of one
-validation.
+`train-000001-000020.parquet` contains the responses of training steps 1 to 20. `validation-step-000020.parquet`
+contains the responses of one validation.
 
 A training part is written before the checkpoint of its last step is published. A resume deletes the parts of later
-steps, so each response is stored once. Parts are written atomically. No torch.
+steps, so each response is stored once. Parts are written atomically. No torch is needed.
 """
 
 import re
@@ -37,9 +37,10 @@ LIGHT = pa.schema(
         ("gap", pa.float32()),
     ]
 )
-"""Columns for selection and sorting. `validation`: its name, null for training. `score`: may be null. `advantage`: mean
-over the trained tokens. `logprob`: mean over the sampled tokens, nats. `gap`: largest absolute difference from the
-trainer's log-probabilities, null if not computed."""
+"""The columns for selection and sorting. `validation`: the name of the validation, null for training. `score`: may be
+null. `advantage`: the mean over the trained tokens. `logprob`: the mean over the sampled tokens in nats. `gap`: the
+largest absolute difference from the trainer's log-probabilities, null if not computed.
+"""
 TEXTS = pa.schema(
     [
         ("prompt", pa.string()),
@@ -50,7 +51,7 @@ TEXTS = pa.schema(
         ("failure", pa.string()),
     ]
 )
-"""Columns to read. `said`: the final answer that the scorer found. `failure`: why there is no score."""
+"""The columns for reading. `said`: the answer that the scorer extracted. `failure`: the reason for a missing score."""
 TOKENS = pa.schema(
     [
         ("token_ids", pa.list_(pa.int32())),
@@ -61,33 +62,33 @@ TOKENS = pa.schema(
         ("advantages", pa.list_(pa.float32())),
     ]
 )
-"""Columns with one entry per token. `is_sampled`: null if the model wrote all tokens. `policy_logprobs`: the trainer's
-before the update; these and `ref_logprobs` may be null. `advantages`: null if all tokens have `advantage`."""
+"""The columns with one entry per token. `is_sampled`: null if the model wrote all tokens. `policy_logprobs`: the
+trainer's log-probabilities before the update. `policy_logprobs` and `ref_logprobs` may be null. `advantages`: null if
+all tokens have `advantage`.
+"""
 SCHEMA = pa.schema([*LIGHT, *TEXTS, *TOKENS])
 PART_BYTES = 32 * 2**20
-"""Responses in memory are written when they reach this size, even before a chunk ends."""
+"""The size at which responses in memory are written, even before a chunk ends."""
 ROWS_PER_GROUP = 256
-"""Rows of a row group. Small, so that one response is read without many others."""
+"""The number of rows in a row group. It is small, so that one response is read without many others."""
 _PART = re.compile(r"(train-(?P<first>\d{6,})-|validation-step-)(?P<last>\d{6,})\.parquet")
 _HEAVY = [name for name in TOKENS.names if name not in ("token_ids", "is_sampled")]
 
 
 def parts_of(folder: Path) -> list[Path]:
-    """Return the parts of a run, training first, sorted by step."""
+    """Return the parts of a run, training parts first, sorted by step."""
     return sorted(files_of(folder, "*.parquet"))
 
 
 def training_parts(folder: Path) -> list[Path]:
-    """Return the parts of training, sorted by step."""
+    """Return the training parts, sorted by step."""
     return [path for path in parts_of(folder) if path.name.startswith("train-")]
 
 
 def write_part(path: Path, table: pa.Table) -> None:
-    """Write one part atomically.
+    """Write one part atomically. No partial file remains after an error.
 
-    Raises:
-        DiskSpaceError: no room; no partial file remains.
-        UnwritableError: the folder cannot be written.
+    Raises DiskSpaceError if the disk is full, and UnwritableError if the folder cannot be written.
     """
     # dictionaries for repeated values, byte-stream split for log-probabilities
     plain = [f"{name}.list.element" for name in _HEAVY]
@@ -104,7 +105,7 @@ def write_part(path: Path, table: pa.Table) -> None:
 
 
 class ResponseWriter:
-    """Collects a run's responses step by step, and writes them in a thread."""
+    """A writer that collects the responses of a run step by step and writes them in a thread."""
 
     def __init__(self, folder: Path, settings: AnswersConfig) -> None:
         self._folder, self._settings = folder, settings
@@ -119,24 +120,25 @@ class ResponseWriter:
         return bool(every) and step % every == 0
 
     def add(self, table: pa.Table) -> None:
-        """Add the responses of the next training step in memory."""
+        """Store the responses of the next training step in memory."""
         self._tables.append(table)
 
     @property
     def is_full(self) -> bool:
-        """Return whether `start_part` is due before the chunk's end."""
+        """Return whether `start_part` is due before the end of the chunk."""
         return bool(sum(table.nbytes for table in self._tables) >= PART_BYTES)
 
     def start_part(self) -> None:
-        """Start to write the responses added since the last call, after the previous part is written. Raises
-        DiskSpaceError if no room for the previous part; call again."""
+        """Start to write the responses since the last call, after the previous part is written. Raises DiskSpaceError
+        if the disk has no room for the previous part. Then call this method again.
+        """
         self.wait()
         if self._tables:
             self._part, self._tables = pa.concat_tables(self._tables), []
             self._written = self._thread.submit(self._write, self._part)
 
     def wait(self) -> None:
-        """Wait for the part in progress. Raises DiskSpaceError if there is no room; call again."""
+        """Wait for the part in progress. Raises DiskSpaceError if the disk is full. Then call this method again."""
         if self._part is None:
             return
         written, self._written = self._written, None
@@ -147,7 +149,7 @@ class ResponseWriter:
         self._part = None
 
     def write_validation(self, name: str, table: pa.Table) -> None:
-        """Write the responses of a validation unless responses are not stored. Raises like `write_part`."""
+        """Write the responses of a validation if responses are stored. The errors are the same as for `write_part`."""
         if self._settings.every_steps:
             write_part(self._folder / f"validation-{name}.parquet", table)
 
@@ -162,7 +164,7 @@ class ResponseWriter:
             first, last = steps_of(path)
             if last <= step:
                 continue
-            if first <= step:  # a checkpoint inside a part: older ones were deleted, or chunks ended at other steps
+            if first <= step:  # the checkpoint is inside a part: others were deleted, or chunks had other ends
                 table = pq.read_table(path)
                 kept = table.filter(pc.field("step") <= step)
                 write_part(self._folder / _training_name(kept), kept)
@@ -173,7 +175,7 @@ class ResponseWriter:
         self._delete_oldest()
 
     def _delete_oldest(self) -> None:
-        """Delete the oldest training parts, except the newest one, while all parts exceed their maximum size."""
+        """Delete the oldest training parts, but never the newest, while all parts exceed their maximum size."""
         sizes = {path: path.stat().st_size for path in parts_of(self._folder)}
         too_many = sum(sizes.values()) - self._settings.max_gb * BYTES_PER_GB
         for path in training_parts(self._folder)[:-1]:
@@ -189,7 +191,7 @@ def _training_name(table: pa.Table) -> str:
 
 
 def steps_of(path: Path) -> tuple[int, int]:
-    """Return first and last step of a part, or twice -1 for a validation that was requested separately."""
+    """Return the first and last step of a part, or (-1, -1) for a validation that was requested separately."""
     found = _PART.fullmatch(path.name)
     if found is None:
         return -1, -1

@@ -1,4 +1,4 @@
-"""Convert rollouts to the columns of `rlcore.responses.store`, without a loop over tokens.
+"""Conversion of rollouts to the columns of `rlcore.responses.store`, without a loop over tokens.
 
 Legend: N responses, R tokens of all responses concatenated, without prompts.
 """
@@ -14,7 +14,7 @@ from rlcore.responses.store import SCHEMA
 from rlcore.types import Rollout, Score, TrainBatch
 
 Decode = Callable[[Sequence[Sequence[int] | np.ndarray]], list[str]]
-"""Decoder of many token id sequences into texts, as scorers get them."""
+"""A function that decodes many sequences of token ids into texts, as scorers get them."""
 
 
 def response_table(
@@ -29,10 +29,10 @@ def response_table(
     batch: TrainBatch | None = None,
     policy_logprobs: Float[Tensor, "T"] | None = None,
 ) -> pa.Table:
-    """Return the responses of a validation, sampled or `greedy`, or of a training step: N rows.
+    """Return the responses of a training step, or of a validation (sampled or `greedy`), as N rows.
 
-    `batch`: training batch of the step, None for a validation. `policy_logprobs`: the trainer's before the update, in
-    the layout of `batch`, or None.
+    `batch`: the training batch of the step, or None for a validation. `policy_logprobs`: the trainer's
+    log-probabilities before the update in the layout of `batch`, or None.
     """
     tokens, count = _Tokens(rollouts), len(rollouts)
     prompts = list(dict.fromkeys(rollout.prompt for rollout in rollouts))
@@ -88,7 +88,7 @@ def _training_columns(tokens: "_Tokens", batch: TrainBatch, policy_logprobs: Ten
 
 
 _EQUAL = 1e-6
-"""Advantages of a response's tokens with a smaller difference count as equal."""
+"""The largest difference between two advantages of a response that count as equal."""
 
 
 class _Tokens:
@@ -103,13 +103,13 @@ class _Tokens:
         self.is_sampled = _concatenate(whole, np.bool_)
 
     def packed_indices(self, cu_seqlens: np.ndarray) -> np.ndarray:
-        """Return Int[R]: indices of the response tokens in the flat tensors of a packed batch."""
+        """Return Int[R]: the positions in a packed batch that predict the response tokens."""
         prompts = np.array([len(rollout.prompt.token_ids) for rollout in self.rollouts], dtype=np.int64)
         first = cu_seqlens[:-1] + prompts - 1  # the position that predicts the first response token
         return np.repeat(first - self.starts, self.lengths) + np.arange(self.lengths.sum())
 
     def reduce(self, values: np.ndarray, function: np.ufunc = np.add) -> np.ndarray:
-        """Reduce values of all tokens to one value per response; 0 for an empty response."""
+        """Reduce the values of all tokens to one value per response. The value of an empty response is 0."""
         found = np.zeros(len(self.lengths), dtype=np.float64)
         full = self.lengths > 0
         if full.any():
@@ -117,7 +117,7 @@ class _Tokens:
         return found
 
     def column(self, values: np.ndarray, present: np.ndarray | None = None) -> pa.Array:
-        """Return one list per response; null where not `present`."""
+        """Return one list per response, or null where `present` is False."""
         if present is None:
             offsets = np.concatenate([np.zeros(1, dtype=np.int32), self.ends.astype(np.int32)])
             return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))

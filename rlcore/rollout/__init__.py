@@ -1,1 +1,1 @@
-"""Engines that write answers, and the pool that scores them."""
+"""Engines that generate responses, and the pool of processes that scores the responses."""

@@ -10,8 +10,8 @@ from rlcore.rollout.engine import NoEngine, RolloutEngine
 
 
 def build_engine(config: RunConfig, model_directory: str, *, device: torch.device, dtype: torch.dtype) -> RolloutEngine:
-    """Return the engine of `rollout.engine` in `dtype`, without valid weights until its first weight sync. Raises
-    EngineError if vLLM is missing, or cannot run this model with these settings."""
+    """Return the engine of `rollout.engine`, which computes in `dtype`. The engine has no valid weights before its
+    first weight sync. Raises EngineError if vLLM is missing, or cannot run this model with these settings."""
     if config.rollout.engine == "none":
         return NoEngine()
     end_of_text = end_of_text_ids(model_directory)

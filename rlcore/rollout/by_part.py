@@ -1,4 +1,4 @@
-"""Scorer of rows that name their scorer: parts of a mixture, and rows of files with known data sources."""
+"""A scorer that passes each row to the scorer that the row names, as in a mixture of data sources."""
 
 import json
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ def with_scorer(ground_truth_json: str, scorer: str) -> str:
 
 
 def without_scorer(ground_truth_json: str) -> str:
-    """Undo `with_scorer`.
+    """Return a ground truth without the scorer's name. This is the inverse of `with_scorer`.
 
     >>> without_scorer('{"answer": "3", "scorer": "data.gsm8k:score"}')
     '{"answer": "3"}'
@@ -33,7 +33,7 @@ def _rest(ground_truth: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score | float:
-    """Score with the named scorer, which gets the ground truth without that name."""
+    """Score with the scorer that the ground truth names. That scorer receives the ground truth without the name."""
     if SCORER_KEY not in ground_truth:
         raise ValueError("data.scorer: must be set, since none is known for the row's data_source")
     return _scorer(str(ground_truth[SCORER_KEY]))(response, _rest(ground_truth))

@@ -1,4 +1,4 @@
-"""Interface of rollout engines, requests, and their seeds."""
+"""The interface of rollout engines, and the requests with their random seeds."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,18 +14,18 @@ from rlcore.errors import EngineError
 from rlcore.types import FastPickle, Prompt, Rollout
 
 TRAINING_STREAM, VALIDATION_STREAM, WARM_START_STREAM, PASS_RATE_STREAM = 1, 2, 3, 4
-"""First word of a seed, so that purposes do not share random numbers."""
+"""The first word of a random seed, different for each purpose, so that purposes do not share random numbers."""
 _ENVIRONMENT_INDEX = 2**32 - 1
-"""Sample index in the seed of an environment; no response has it."""
+"""The sample index in the random seed of an environment. No response has this index."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRequest(FastPickle):
-    """Request for one response.
+    """A request for one response.
 
-    All its randomness comes from `seed`, so it depends neither on other requests nor on order or ranks. `max_tokens`:
-    its own limit below the run's; 0: none. `environment_seed`: randomness of an environment, equal for all responses to
-    a prompt.
+    All randomness of the response comes from `seed`, so it depends neither on other requests nor on order or ranks.
+    `max_tokens`: a limit below the run's limit, or 0 for none. `environment_seed`: the seed of an environment, equal
+    for all responses to a prompt.
     """
 
     prompt: Prompt
@@ -40,7 +40,7 @@ class SamplingRequest(FastPickle):
 
 
 def response_seed(run_seed: int, stream: int, step: int, group: int, sample_index: int) -> int:
-    """Return the seed of one response: a 63-bit hash of its place in the run.
+    """Return the random seed of one response, which is a 63-bit hash of the response's position in the run.
 
     >>> response_seed(1, 1, 3, 0, 2)
     8142689618028129371
@@ -50,7 +50,7 @@ def response_seed(run_seed: int, stream: int, step: int, group: int, sample_inde
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """Return the seed of one turn of a response: its own for turn 0, a 63-bit hash for later turns.
+    """Return the random seed of one turn of a response. Turn 0 uses `seed` itself, and later turns use a 63-bit hash.
 
     >>> turn_seed(7, 0), turn_seed(7, 1)
     (7, 3317731564112288844)
@@ -70,9 +70,9 @@ def make_requests(
     first_group: int = 0,
     episode_seed: int | None = None,
 ) -> list[SamplingRequest]:
-    """Return `num_samples` requests for each prompt, grouped by prompt: P x G.
+    """Return P x G requests: G = `num_samples` requests for each of the P prompts, grouped by prompt.
 
-    `episode_seed` determines the randomness in environments; None: the run's seed.
+    `episode_seed`: the seed for the randomness in environments, by default the run's seed.
     """
     episodes = run_seed if episode_seed is None else episode_seed
     return [
@@ -85,8 +85,8 @@ def make_requests(
 
 @dataclass(frozen=True, slots=True)
 class WeightSyncResult:
-    """Result of a weight sync: names of tensors that differ from those sent, and of those in another form, which cannot
-    be compared."""
+    """The result of a weight sync. `differing`: the names of tensors that differ from the sent tensors. `uncompared`:
+    the names of tensors that have another form in the engine and cannot be compared."""
 
     differing: tuple[str, ...] = ()
     uncompared: tuple[str, ...] = ()
@@ -94,57 +94,58 @@ class WeightSyncResult:
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """Generator of responses with the policy's weights.
+    """An engine that generates responses with the policy's weights.
 
     Every rollout has the version of the last `update_weights`. An engine that is not sure of its weights raises
-    `EngineError`.
+    EngineError.
     """
 
     policy_version: int
-    """Version of the weights in use; -1 before the first weight sync, and after the engine dropped them."""
+    """The version of the weights in use. It is -1 before the first weight sync, and after the weights were dropped."""
 
     def generate(
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
     ) -> list[Rollout]:
-        """Return one rollout for each request, in their order."""
+        """Return one rollout for each request, in the order of the requests."""
         found = dict(self.stream(requests, sampling, max_response_tokens))
         return [found[index] for index in range(len(requests))]
 
     def stream(
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
     ) -> Iterator[tuple[int, Rollout]]:
-        """Yield (index of the request, its rollout) as responses end."""
+        """Yield each rollout with the index of its request when the response ends."""
         ...
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> WeightSyncResult:
-        """Load all weights (transformers parameter names, full tensors), and compare the result."""
+        """Load all weights and compare the result. `weights`: full tensors with the parameter names of transformers."""
         ...
 
     def sleep(self) -> None:
         """Release memory for training, until the next `update_weights` or `generate`.
 
-        Called before every training forward pass, so it is cheap when repeated. Does nothing by default.
+        This method is called before every training forward pass, so repeated calls must be cheap. By default it does
+        nothing.
         """
         return
 
     def close(self) -> None:
-        """Release all memory and processes of the engine. Does nothing by default."""
+        """Release all memory and processes of the engine. By default this does nothing."""
         return
 
 
 class NoEngine(RolloutEngine):
-    """Placeholder for an engine in a stage without sampling."""
+    """A placeholder for an engine in a stage without sampling."""
 
     policy_version = -1
 
     def stream(
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
     ) -> Iterator[tuple[int, Rollout]]:
-        """Raise EngineError."""
+        """Raise EngineError, because no engine exists."""
         raise EngineError("rollout.engine: is none, so these workers generate no responses")
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> WeightSyncResult:
-        """Take part in gathering the weights, and discard them."""
+        """Take part in gathering the weights from all ranks, and discard the weights."""
         self.policy_version = version
         for _ in weights:
             pass
@@ -154,8 +155,8 @@ class NoEngine(RolloutEngine):
 def require_all_weights(
     weights: Iterable[tuple[str, Tensor]], expected: Collection[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a sync, and check their names: a missing one would leave a stale tensor. Raises EngineError
-    if a name is unknown, or a tensor is missing."""
+    """Yield the weights of a sync and check their names, because a missing tensor would stay outdated in the engine.
+    Raises EngineError if a name is unknown or a tensor is missing."""
     missing = set(expected)
     for name, tensor in weights:
         if name not in expected:
@@ -167,5 +168,5 @@ def require_all_weights(
 
 
 def engine_dtype(config: RunConfig, computing: torch.dtype) -> torch.dtype:
-    """Return `rollout.dtype`, or the trainer's compute type."""
+    """Return the number type that `rollout.dtype` names. The value `auto` names `computing`, the trainer's type."""
     return {"auto": computing, "float32": torch.float32, "bfloat16": torch.bfloat16}[config.rollout.dtype]

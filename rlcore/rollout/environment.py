@@ -1,8 +1,9 @@
-"""Environments, and turns of an episode in a separate process.
+"""Environments, and the turns of an episode in a separate process.
 
-Turns run in the scoring pool's processes (`rlcore.rollout.scoring`) with a deadline; a process that hangs or dies is
-replaced. An environment stays in one process between turns. If it is lost, another process recreates it and repeats the
-turns, so its replies must depend on its row and the texts alone: another reply is an error. This module loads no torch.
+Turns run in the processes of the scoring pool (`rlcore.rollout.scoring`) with a deadline. A process that hangs or dies
+is replaced. An environment stays in one process between turns. If that process is lost, another process creates the
+environment again and repeats the turns. Replies must therefore depend only on the row and the texts, and a repeated
+turn with a different reply is an error. This module does not load torch.
 """
 
 import asyncio
@@ -20,20 +21,20 @@ from rlcore.config import RunConfig
 from rlcore.score import Score
 
 OWN_SEED = "own_seed"
-"""Field of an environment's row with the `seed` of the ground truth."""
+"""The field of an environment's row that holds the `seed` of the ground truth."""
 PLAY = "rlcore.rollout.environment:play"
-"""Name of `play` for the pool."""
+"""The name by which the pool finds `play`."""
 _CHARACTERS_PER_TOKEN = 16
-"""Replies are truncated to this many characters per permitted token before they leave their process."""
+"""The characters per permitted token. A reply is truncated to this length before the reply leaves its process."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Reply of an environment to one turn of the model.
+    """The reply of an environment to one turn of the model.
 
-    `reply` is the model's next input, unused in the last turn. `reward` is added to the episode's score. `parts` are
-    named metrics; later turns override earlier ones.
+    `reply`: the model's next input, unused in the last turn. `reward`: a number that is added to the episode's score.
+    `parts`: named metrics, of which later turns override earlier ones.
     """
 
     reply: str = ""
@@ -43,17 +44,17 @@ class Turn:
 
 
 class Environment(Protocol):
-    """Environment of one episode. A new object is created for every episode; both methods may be `async`.
+    """The environment of one episode. A new object is created for every episode, and both methods may be `async`.
 
-    With `episode.tools` the class is called with `tools` and `scorer`, like `rlcore.rollout.tools.Tools`, otherwise
-    without arguments.
+    With `episode.tools`, the class is called with the arguments `tools` and `scorer`, like
+    `rlcore.rollout.tools.Tools`. Otherwise the class is called without arguments.
     """
 
     def reset(self, row: Mapping[str, Any]) -> str | Awaitable[str | None] | None:
-        """Start, and return an optional first message after the prompt.
+        """Start the episode, and return an optional first message that follows the prompt.
 
-        `row`: the row's ground truth and `seed`, which all responses to a prompt in a step share; a ground truth's own
-        `seed` is `own_seed`.
+        `row`: the ground truth of the row, and a `seed` that all responses to a prompt in a step share. If the ground
+        truth has a `seed`, that value is in `own_seed`.
         """
         ...
 
@@ -64,10 +65,11 @@ class Environment(Protocol):
 
 @dataclass(slots=True)
 class Episode:
-    """State of an episode: `replies[0]` is the first message, `replies[i]` the reply to `texts[i - 1]`.
+    """The state of an episode. `replies[0]` is the first message, and `replies[i]` is the reply to `texts[i - 1]`.
 
-    `truth`: ground truth for `play` as JSON, with environment, arguments of its class (`options`), and `row`.
-    `max_kept`: environments that a process stores between turns; a dropped one is recreated by repeating its turns.
+    `truth`: the ground truth for `play` as JSON, with the environment, the arguments of its class (`options`), and
+    `row`. `max_kept`: the number of environments that a process stores between turns. A dropped environment is created
+    again, and its turns are repeated.
     """
 
     name: str
@@ -79,7 +81,8 @@ class Episode:
 
     @classmethod
     def start(cls, name: str, config: RunConfig, ground_truth_json: str, seed: int, *, max_kept: int = 1) -> "Episode":
-        """Return an episode of `data.environment` before its first turn; `row` is the ground truth with the seed."""
+        """Return an episode of `data.environment` before the first turn. The episode's row is the ground truth with the
+        seed."""
         truth = json.loads(ground_truth_json)
         row = truth if isinstance(truth, dict) else {"answer": truth}
         own = {OWN_SEED: row["seed"]} if "seed" in row else {}
@@ -89,19 +92,20 @@ class Episode:
         return cls(name, json.dumps(asked), limit, max_kept=max_kept)
 
     def to_json(self) -> str:
-        """Return the JSON input of `play`."""
+        """Return the state as JSON, which is the input of `play`."""
         names = ("name", "max_characters", "texts", "replies", "max_kept")
         return json.dumps({name: getattr(self, name) for name in names})
 
 
 def turn_from_score(score: Score) -> Turn:
-    """Return the turn that `play` converted to a score."""
+    """Return the turn that `play` encoded as a score."""
     reply, done = json.loads(score.said or '["", true]')
     return Turn(reply, done, score.total, score.parts)
 
 
 def resolve_environment(name: str) -> type[Environment]:
-    """Return the class at `module:Class`. Raises ImportError, AttributeError or ValueError."""
+    """Return the class named `module:Class`. Raises ImportError, AttributeError or ValueError if it is not an
+    environment."""
     found = resolve_name(name)
     if not (callable(getattr(found, "reset", None)) and callable(getattr(found, "step", None))):
         raise ValueError(f"{name} has no methods reset(row) and step(text)")
@@ -109,16 +113,14 @@ def resolve_environment(name: str) -> type[Environment]:
 
 
 _environments: OrderedDict[str, tuple[Environment, list[str]]] = OrderedDict()
-"""Environments between turns by episode name, with the texts that each has read."""
+"""The environments between turns, by episode name. Each is stored with the texts that it has read."""
 _event_loop = cache(asyncio.new_event_loop)
-"""Event loop of all episodes of the process, so that clients of an environment stay open."""
+"""The event loop that all episodes in the process share, so that clients of an environment stay open."""
 
 
 def play(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Play the last turn of an `Episode`; `said` of the score holds reply and end as JSON.
-
-    An empty response only imports and creates an environment, outside any deadline.
-    """
+    """Play the last turn of an `Episode`. The field `said` of the returned score holds the reply as JSON, and whether
+    the episode ends. An empty response only imports and creates an environment, outside any deadline."""
     kind = resolve_environment(str(ground_truth["environment"]))
     options = cast(Mapping[str, Any], ground_truth["options"])
     if not response:
@@ -133,7 +135,7 @@ def play(response: str, ground_truth: Mapping[str, object]) -> Score:
         turn = Turn(_clean_reply(first or "", limit))
         for text, expected in zip(texts, replies, strict=True):
             _require_same_reply(turn, expected)
-            rlcore.score.renew_deadline()  # per turn
+            rlcore.score.renew_deadline()  # each turn has a full deadline
             turn = _step(environment, text, limit)
     else:
         turn = _step(environment, texts[-1], limit)
@@ -160,7 +162,7 @@ def _require_same_reply(turn: Turn, expected: str) -> None:
 
 
 def _clean_reply(reply: object, limit: int) -> str:
-    """Check and truncate a reply. Lone surrogates are replaced, since they have no UTF-8."""
+    """Check and truncate a reply. Lone surrogates are replaced, since UTF-8 cannot encode them."""
     if not isinstance(reply, str):
         raise TypeError(f"a reply must be text, got {type(reply).__name__}")
     return reply[:limit].encode("utf-8", "replace").decode()

@@ -1,7 +1,7 @@
-"""Simple reference engine with a transformers model and one uniform number per token.
+"""A simple reference engine with a transformers model and one uniform random number per token.
 
-Like every engine it has a copy of the weights. Responses to one prompt share its prefill, and finished rows leave the
-batch.
+The engine has a copy of the weights, like every engine. Responses to one prompt share the prefill, and finished rows
+leave the batch.
 """
 
 import gc
@@ -26,12 +26,12 @@ from rlcore.types import FinishReason, Rollout
 
 log = logging.getLogger(__name__)
 COMPACT_BELOW = 0.75
-"""The batch is rebuilt when fewer than this share of its rows are unfinished."""
+"""The share of unfinished rows below which the batch is rebuilt."""
 
 
 @dataclass(slots=True)
 class _Response:
-    """Unfinished response of at most `limit` tokens."""
+    """An unfinished response of at most `limit` tokens."""
 
     limit: int
     token_ids: list[int] = field(default_factory=list)
@@ -44,7 +44,7 @@ class _Response:
 
 
 class HfEngine(RolloutEngine):
-    """`RolloutEngine` with transformers, on any torch device. It has no cache between calls."""
+    """A `RolloutEngine` with transformers, on any torch device. No cache is kept between calls."""
 
     def __init__(self, policy: CausalPolicy, *, eos_token_ids: frozenset[int], max_num_seqs: int) -> None:
         self._policy = policy.eval().requires_grad_(False)
@@ -65,7 +65,7 @@ class HfEngine(RolloutEngine):
     def stream(
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
     ) -> Iterator[tuple[int, Rollout]]:
-        """Yield (index of the request, its rollout), batch by batch."""
+        """Yield each rollout with the index of its request, batch by batch."""
         if self.policy_version < 0:
             raise EngineError("the engine got requests before its first weight sync")
         start = 0
@@ -79,7 +79,7 @@ class HfEngine(RolloutEngine):
             start += len(batch)
 
     def _reduce_batch_size(self, number: int, refused: OutOfMemory) -> None:
-        """Halve the batch size. Responses stay equal, since each has its seed."""
+        """Halve the batch size. The responses do not change, since each has its own seed."""
         if number == 1:
             raise DeviceMemoryError(
                 f"generation ran out of memory with a single response ({refused.message}). Shorten "
@@ -112,7 +112,7 @@ class HfEngine(RolloutEngine):
 
         draws = torch.from_numpy(_uniforms(requests, max_response_tokens)).to(device)
         answers = [_Response(request.limit(max_response_tokens)) for request in requests]
-        live = np.arange(len(requests))  # request of each row of the batch
+        live = np.arange(len(requests))  # the request of each row in the batch
         for index in range(max_response_tokens):
             tokens, logprobs = sample(logits, draws[torch.from_numpy(live).to(device), index], sampling)
             going = self._append(answers, live, tokens, logprobs)
@@ -129,7 +129,7 @@ class HfEngine(RolloutEngine):
         return [self._rollout(request, answer) for request, answer in zip(requests, answers, strict=True)]
 
     def _append(self, answers: list[_Response], live: np.ndarray, tokens: Tensor, logprobs: Tensor) -> np.ndarray:
-        """Add a token to each unfinished response, and return which rows continue, Bool[B]."""
+        """Add a token to each unfinished response. Return Bool[B], True for each row that continues."""
         going = np.ones(len(live), dtype=bool)
         for row, (request, token, logprob) in enumerate(
             zip(live.tolist(), tokens.tolist(), logprobs.tolist(), strict=True)
@@ -157,9 +157,10 @@ class HfEngine(RolloutEngine):
 def sample(
     logits: Float[Tensor, "B V"], uniforms: Float[Tensor, "B"], sampling: SamplingConfig
 ) -> tuple[Int[Tensor, "B"], Float[Tensor, "B"]]:
-    """Draw a token for each row by inverting its distribution function, and return it with its log-probability.
+    """Draw a token for each row by inverting the row's distribution function. Return the tokens and their
+    log-probabilities.
 
-    Temperature 0 takes the most likely token. The log-probability is that of the tempered distribution before top-p, as
+    Temperature 0 takes the most likely token. The log-probability comes from the tempered distribution before top-p, as
     in the trainer.
     """
     if sampling.temperature == 0:
@@ -179,12 +180,12 @@ def sample(
 
 
 def _left_padded(prompts: Sequence[tuple[int, ...]]) -> tuple[Int[Tensor, "P L"], Int[Tensor, "P L"]]:
-    """Return token ids and attention mask, left-padded with token 0."""
+    """Return the token ids and the attention mask, both left-padded with 0."""
     rows = [torch.tensor(token_ids) for token_ids in prompts]
     padded = pad_sequence(rows, batch_first=True, padding_side="left")
     return padded, pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
 
 
 def _uniforms(requests: Sequence[SamplingRequest], count: int) -> np.ndarray:
-    """Return Float64[B, count] in [0, 1): row i depends only on the seed of request i."""
+    """Return Float64[B, count] in [0, 1). Row i depends only on the seed of request i."""
     return np.stack([np.random.Generator(np.random.Philox(request.seed)).random(count) for request in requests])

@@ -1,8 +1,8 @@
 """Scoring in separate processes, so that model output cannot block a run.
 
-Each process scores one response at a time under its deadline. After a timeout it is killed and replaced, and its
-response has no score but a counted failure (`Score.failure`), as after an exception of the scorer. Results have the
-order of the requests. `submit` does not block, so that scoring and generation run concurrently.
+Each process scores one response at a time within a deadline. After a timeout, the process is killed and replaced. A
+timeout or an exception of the scorer leaves no score but a counted failure (`Score.failure`). Results have the order of
+the requests. `submit` does not block, so scoring and generation run concurrently.
 """
 
 import contextlib
@@ -33,22 +33,22 @@ from rlcore.start import python_path
 
 R = TypeVar("R")
 log = logging.getLogger(__name__)
-# responses per message: hides latency, and still balances the load
+# Enough responses per message to hide latency, and few enough to balance the load.
 _MAX_RESPONSES_PER_MESSAGE = 32
 _MAX_READ_BYTES = 1 << 16
 _MAX_FAILED_STARTS = 3
 _MAX_LOGGED = 5
 _START_DEADLINE_S = 120.0
-"""Deadline for importing a scorer and for its first call."""
+"""The seconds allowed for the import of a scorer, and for the scorer's first call."""
 _SEND_DEADLINE_S = 10.0
-"""Deadline for sending to an idle process, which may have been stopped by a user."""
+"""The seconds allowed for sending to an idle process, which a user may have stopped."""
 _MAX_WAIT_S = 1.0
-"""Interval of checks while processes are busy, which also detect a pause of this process."""
+"""The seconds between two checks while processes are busy. The checks also detect a pause of this process."""
 
 
 @dataclass(slots=True)
 class ScoringJob:
-    """Responses submitted together, for `ScoringPool.collect`."""
+    """The responses that were submitted together. `ScoringPool.collect` waits for their scores."""
 
     scores: list[Score]
     num_pending: int
@@ -56,7 +56,7 @@ class ScoringJob:
     failure: EngineError | None = None
 
     def put(self, index: int, score: Score) -> None:
-        """Set the score of one response."""
+        """Set the score of the response at `index`."""
         self.scores[index] = score
         self.num_pending -= 1
         if self.num_pending == 0:
@@ -65,7 +65,8 @@ class ScoringJob:
 
 @dataclass(slots=True)
 class PendingResponse:
-    """Response to be scored. `index`: its place in the job; `num_deaths`: processes that ended at it."""
+    """A response to be scored. `index`: the position in the job. `num_deaths`: the number of processes that died on
+    it."""
 
     job: ScoringJob
     index: int
@@ -75,13 +76,13 @@ class PendingResponse:
 
 
 class ScoringProcess:
-    """Scoring process with its responses (the running one first) and its deadline."""
+    """A scoring process with its deadline and its responses. The process scores the first of these responses now."""
 
     def __init__(self, scorer: str, config: RewardConfig, *, first_call: bool) -> None:
         ours, theirs = socket.socketpair()
         whole, rest = divmod(_SEND_DEADLINE_S, 1)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(whole), int(1e6 * rest)))
-        # No inherited standard streams: a child would keep a dead run's log open.
+        # Standard streams are not inherited, since a child would keep a dead run's log open.
         with theirs:
             weights = json.dumps(config.weights)
             arguments = (str(theirs.fileno()), scorer, str(config.deadline_s), str(int(first_call)), weights)
@@ -103,31 +104,31 @@ class ScoringProcess:
         self.deadline_s = config.deadline_s
         self.ready = False
         self.warm = not first_call
-        """True after the first call on an empty response, from which the deadline applies."""
+        """True after the first call on an empty response. From then on, responses have the deadline of the settings."""
         self.responses: deque[PendingResponse] = deque()
         self.overdue_at = time.monotonic() + _START_DEADLINE_S
 
     @property
     def is_idle(self) -> bool:
-        """Return whether it is ready and has no responses."""
+        """Return whether the process is ready and has no responses."""
         return self.ready and not self.responses
 
     @property
     def is_stopped(self) -> bool:
-        """Return whether a signal has stopped it, so that its response is not overdue."""
+        """Return whether a signal has stopped the process, so that its response is not overdue."""
         try:
             return bool(psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED)
         except psutil.Error:
             return False
 
     def send(self, answers: Sequence[PendingResponse]) -> None:
-        """Send responses. Raises OSError if the process has ended or does not read."""
+        """Send responses to the process. Raises OSError if the process has ended or does not read."""
         self.responses.extend(answers)
         self.socket.sendall(encode_line([(answer.response, answer.ground_truth_json) for answer in answers]))
         self._set_deadline()
 
     def receive(self) -> Iterator[Any]:
-        """Yield at least one received message. Raises EOFError or OSError if the process has ended."""
+        """Wait for data and yield each complete message. Raises EOFError or OSError if the process has ended."""
         read = self.socket.recv(_MAX_READ_BYTES)
         if not read:
             raise EOFError
@@ -143,7 +144,7 @@ class ScoringProcess:
         self.overdue_at = time.monotonic() + (self.deadline_s if self.warm else _START_DEADLINE_S)
 
     def kill(self) -> None:
-        """End the process and its process group, and reap it."""
+        """Kill the process and its process group, and wait for the process to end."""
         self.socket.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -155,13 +156,13 @@ def _unscored(why: str) -> Score:
 
 
 def require_scorer(name: str, key: str = "data.scorer") -> Scorer:
-    """Return the function at `module:function`. `key`: its setting or option, for the message. Raises ConfigError if it
-    does not exist."""
+    """Return the function named `module:function`. `key`: the setting or option that contains the name, for the
+    message. Raises ConfigError if the function does not exist."""
     return _require(resolve_scorer, name, f"{key}: must name a function as module:function")
 
 
 def require_environment(name: str) -> None:
-    """Check the class at `module:Class`. Raises ConfigError if it does not exist, or lacks a method."""
+    """Check the class named `module:Class`. Raises ConfigError if the class does not exist or lacks a method."""
     _require(resolve_environment, name, "data.environment: must name a class as module:Class")
 
 
@@ -173,10 +174,11 @@ def _require(resolve: Callable[[str], R], name: str, rule: str) -> R:
 
 
 class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
-    """Pool that scores responses with `scorer`, a `module:function`; see `rlcore.score.Scorer`.
+    """A pool that scores responses with `scorer`, a function named `module:function` (see `rlcore.score.Scorer`).
 
-    `num_processes` 0: scores in this process without a deadline, for trusted scorers. `section`: section of the
-    settings, for messages. `num_logged`: maximum number of logged failures. Raises ConfigError if it does not exist.
+    If `num_processes` is 0, this process scores without a deadline, which suits trusted scorers. `section`: the section
+    of the settings, for messages. `num_logged`: the maximum number of failures that are logged, separately for errors
+    and timeouts. Raises ConfigError if the scorer does not exist.
     """
 
     def __init__(
@@ -188,9 +190,10 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         self._config = config
         self._section = section
         self.timeouts = 0
-        """Number of responses that exceeded the deadline."""
+        """The number of responses that exceeded the deadline."""
         self.errors = 0
-        """Number of responses on which the scorer raised, returned no finite score, or ended its process."""
+        """The number of responses on which the scorer raised an error, returned no finite score, or ended its
+        process."""
         self._last_failure = ""
         self._queue: deque[PendingResponse] = deque()
         self._lock = threading.Lock()
@@ -198,7 +201,8 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         self._workers: list[ScoringProcess] = []
         self._failed_starts = 0
         self._first_call = True
-        """If True, processes call the scorer on an empty response first; disabled after a timeout or two deaths."""
+        """True if new processes first call the scorer on an empty response. A timeout or two crashes in that call
+        disable it."""
         self._failure: EngineError | None = None
         self._thread: threading.Thread | None = None
         if config.num_processes:
@@ -221,7 +225,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         return self.collect(self.submit(responses, ground_truths_json))
 
     def submit(self, responses: Sequence[str], ground_truths_json: Sequence[str]) -> ScoringJob:
-        """Start scoring and return immediately, or without processes when all are scored."""
+        """Start scoring and return immediately. Without processes, return after all responses have been scored."""
         pairs = list(zip(responses, ground_truths_json, strict=True))
         job = ScoringJob([_unscored("not scored yet")] * len(pairs), len(pairs))
         if not pairs:
@@ -238,7 +242,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         return job
 
     def collect(self, job: ScoringJob) -> list[Score]:
-        """Wait for the scores of a job. Raises EngineError if processes cannot be started, or the pool was closed."""
+        """Wait for the scores of a job and return them. Raises EngineError if the pool was closed or cannot start."""
         job.done.wait()
         if job.failure is not None:
             raise job.failure
@@ -246,7 +250,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
 
     @contextlib.contextmanager
     def without_counting(self) -> Iterator[None]:
-        """Exclude failures inside the block from the counts. No other thread may use the pool in it."""
+        """Exclude failures inside the `with` block from the counts. No other thread may use the pool meanwhile."""
         before = self.errors, self.timeouts, self._last_failure
         try:
             yield
@@ -254,7 +258,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
             self.errors, self.timeouts, self._last_failure = before
 
     def close(self) -> None:
-        """End every scoring process and cancel pending responses. Idempotent."""
+        """End every scoring process and cancel pending responses. Repeated calls are allowed."""
         with self._lock:
             self._closing = True
         if self._thread is not None:
@@ -270,7 +274,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
             return self._record_error(describe(error), response)
 
     def _record_error(self, what: str, response: str) -> Score:
-        """Count and log a scorer's error, and return the score."""
+        """Count and log an error of the scorer, and return a score with this failure."""
         self.errors += 1
         self._last_failure = what
         if self.errors <= self._num_logged:
@@ -280,7 +284,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         return _unscored(what)
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full or closed
+        with contextlib.suppress(OSError):  # the socket is full or closed
             self._wakes.send(b"!")
 
     def _run(self) -> None:
@@ -288,7 +292,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
             while not self._closing:
                 self._start_missing()
                 self._distribute()
-                self._start_missing()  # sending detects ended processes; without any, the wait would not end
+                self._start_missing()  # sending detects ended processes, and without any the wait would not end
                 self._wait_for_events()
         except EngineError as error:
             self._failure = error
@@ -371,10 +375,10 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         self._remove(worker, "it took too long")
 
     def _replace_ended(self, worker: ScoringProcess, why: str) -> None:
-        """Replace a process that ended.
+        """Replace a process that has ended.
 
-        Its response is retried once, since the process may have been killed. The second time, the response counts as an
-        error, or first calls are disabled if it ended in one.
+        The response of the process is retried once, since the process may have been killed. If the second process ends
+        too, the response counts as an error. If that happened in a first call, first calls are disabled instead.
         """
         if worker.responses:
             answer = worker.responses[0]

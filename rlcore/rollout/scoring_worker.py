@@ -1,9 +1,9 @@
-"""Scoring process: `python -m rlcore.rollout.scoring_worker FD SCORER DEADLINE_S FIRST_CALL WEIGHTS`.
+"""The scoring process: `python -m rlcore.rollout.scoring_worker FD SCORER DEADLINE_S FIRST_CALL WEIGHTS`.
 
 Messages are lines of JSON over a socket, so model output is never unpickled. The process sends {"ready": true} or
-{"failed": reason}, then receives lists of [response, ground truth] and sends a result for each. Before the first
-response (of each part of a mixture) the scorer is called on an empty response, so that its imports count in no
-deadline; disabled by FIRST_CALL 0. WEIGHTS: `reward.weights` as JSON.
+{"failed": reason}. It then receives lists of [response, ground truth] and sends a result for each response. The first
+call of each scorer gets an empty response, so that the scorer's imports count in no deadline. FIRST_CALL 0 disables
+this call. WEIGHTS is `reward.weights` as JSON.
 """
 
 import ctypes
@@ -22,21 +22,22 @@ import rlcore.score
 from rlcore import stacks, user_code
 from rlcore.score import Score, Scorer
 
-# beyond all deadlines of its responses and of a first call (120 s), after which only a lost parent has not killed it
+# This exceeds all deadlines of the responses and of a first call (120 s). A living parent has killed it by then.
 _ORPHAN_GRACE_S = 150.0
 _PR_SET_PDEATHSIG = 1
 JUDGE_VARIABLE = "MILLRACE_JUDGE"
-"""Environment variable with `reward.judge` as JSON."""
+"""The name of the environment variable that holds `reward.judge` as JSON."""
 MAX_SCORE = (2 - 2**-23) * 2.0**127
-"""Largest float32, the type of scores in training."""
+"""The largest score, which is the largest float32 number. Training stores scores in this type."""
 WEIGHTS_PROBLEM = "reward.weights: must name parts of the score, got "
-"""Prefix of the failure of a score without a weighted part."""
+"""The prefix of the failure message for a score that lacks a part named in `reward.weights`."""
 SCORER_KEY = "scorer"
-"""Field of a mixture's ground truths that names the scorer; set by the run, over the row's own."""
+"""The field of a ground truth that names the scorer in a mixture. The run sets this field, even if the row has one."""
 
 
 def resolve_scorer(name: str) -> Scorer:
-    """Return the function at `module:function`. Raises ImportError, AttributeError or ValueError."""
+    """Return the function named `module:function`. Raises ImportError, AttributeError or ValueError if there is
+    none."""
     found: Any = resolve_name(name)
     if not callable(found):
         raise ValueError(f"{name} is {type(found).__name__}, not a function")
@@ -47,10 +48,11 @@ def resolve_scorer(name: str) -> Scorer:
 def score_one(
     scorer: Scorer, response: str, ground_truth_json: str, weights: Mapping[str, float] | None = None
 ) -> Score:
-    """Return the checked score of one response. Raises the scorer's exceptions, TypeError or ValueError.
+    """Return the checked score of one response. Raises the exceptions of the scorer. Raises TypeError or ValueError if
+    the scorer's result is not a valid score.
 
-    A ground truth that is not a mapping becomes `{"answer": ...}`. With `weights` the total is the weighted sum of
-    parts, the scorer's total becomes the part `total`, and the default of the part `correct` is whether that is a full
+    A ground truth that is not a mapping becomes `{"answer": ...}`. With `weights`, the total is the weighted sum of
+    parts, and the scorer's total becomes the part `total`. A missing part `correct` is added, which is 1 for a full
     score.
     """
     truth = json.loads(ground_truth_json)
@@ -77,12 +79,12 @@ def score_one(
             raise ValueError(
                 f"reward.weights: the weighted score must be at most {MAX_SCORE:.4g} (float32), got {total}"
             )
-    # Lone surrogates in a model's text have no UTF-8.
+    # UTF-8 cannot encode lone surrogates in a model's text.
     return Score(total, parts, None if found.said is None else str(found.said).encode("utf-8", "replace").decode())
 
 
 def weights_problem(failure: str | None) -> str:
-    """Return the message on `reward.weights` in a failure, or ''.
+    """Return the message about `reward.weights` that a failure contains, or '' without one.
 
     >>> weights_problem(f"ValueError: {WEIGHTS_PROBLEM}foo. Use correct, total")
     'reward.weights: must name parts of the score, got foo. Use correct, total'
@@ -92,14 +94,14 @@ def weights_problem(failure: str | None) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """Return an exception in one line, with escaped control characters, since it may quote model output."""
+    """Return an exception in one line. Control characters are escaped, since the exception may quote model output."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in f"{type(error).__name__}: {error}"[:500])
 
 
 def serve(
     connection: socket.socket, scorer: Scorer, deadline_s: float, *, first_call: bool, weights: Mapping[str, float]
 ) -> None:
-    """Score until the other side closes."""
+    """Score the responses that arrive, until the other side closes the connection."""
     warm: set[object] = set()
 
     def renew_deadline() -> None:
@@ -137,23 +139,23 @@ def _result(scorer: Scorer, response: str, ground_truth_json: str, weights: Mapp
 
 
 def encode_line(message: object) -> bytes:
-    """Return a message as one line of JSON.
+    r"""Return a message as one line of JSON.
 
-    >>> encode_line(["two\\nlines", 1.0])
-    b'["two\\\\nlines", 1.0]\\n'
+    >>> encode_line(["two\nlines", 1.0])
+    b'["two\\nlines", 1.0]\n'
     """
     return json.dumps(message).encode() + b"\n"
 
 
 def _end_with_parent() -> None:
-    """Ask the kernel to kill this process when the pool's thread ends, even in a scorer that hangs."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux only; elsewhere the timer above applies
+    """Ask the kernel to kill this process when the pool's thread ends, even if a scorer hangs."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # exists only on Linux, elsewhere the timer above applies
     if prctl is not None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main() -> None:
-    """Run the scoring process."""
+    """Run the scoring process until its parent closes the connection."""
     stacks.register("scorer")
     _end_with_parent()
     descriptor, name, deadline_s, first_call, weights = sys.argv[1:6]

@@ -1,15 +1,15 @@
-"""Tools: an environment of functions that the model calls.
+"""An environment of tools, which are functions that the model calls.
 
     data.environment=rlcore.rollout.tools:Tools episode.tools=[my_tools:search]
 
-A tool is a function with type hints and documented arguments; transformers creates its JSON schema for the chat
-template. A call is JSON in the model's format:
+A tool is a function with type hints and documented arguments. The library transformers creates a JSON schema of the
+tool for the chat template. A call is JSON in the model's format:
 
     <tool_call>{"name": "search", "arguments": {"text": "..."}}</tool_call>     Qwen, Hermes; several in a turn
     {"name": "search", "parameters": {"text": "..."}}                           Llama; the whole turn
 
-The model reads a call's result or error. A turn without a call ends the episode. `data.scorer` scores all text of the
-model, without tool results.
+The model reads the result or error of a call. A turn without a call ends the episode. `data.scorer` scores all text of
+the model, without tool results.
 """
 
 import inspect
@@ -28,7 +28,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """Tool call of the model; `problem` describes a wrong form."""
+    """A tool call of the model. `problem`: the reason why the form of the call is wrong, or ''."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -36,7 +36,7 @@ class ToolCall:
 
 
 class Tools:
-    """Environment that runs the calls of each turn. `tools`, `scorer`: `module:function`."""
+    """An environment that runs the calls of each turn. `tools` and `scorer`: functions named `module:function`."""
 
     def __init__(self, tools: Sequence[str], scorer: str) -> None:
         self._tools = {name.rpartition(":")[2]: resolve_name(name) for name in tools}
@@ -51,7 +51,7 @@ class Tools:
         self._truth = json.dumps({**truth, **({"seed": row[OWN_SEED]} if OWN_SEED in row else {})})
 
     def step(self, text: str) -> Turn:
-        """Run the turn's calls. The reward is the change of the score of all turns so far."""
+        """Run the calls of a turn. The reward is the change in the score of all turns so far."""
         calls = parse_calls(text)
         replies = [self._run_call(call) for call in calls]
         self._texts.append(text)
@@ -77,7 +77,7 @@ class Tools:
 
 
 def parse_calls(text: str) -> list[ToolCall]:
-    """Return the calls of a turn, in order. Linear in the length of the text.
+    """Return the tool calls of a turn, in order. The run time is linear in the length of the text.
 
     >>> parse_calls('so <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     [ToolCall(name='add', arguments={'a': 1}, problem='')]
@@ -112,8 +112,8 @@ def _parse_call(body: str, close: str) -> ToolCall:
 
 
 def tool_schemas(names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the JSON schemas of tools from type hints and docstrings, for the chat template. Raises ConfigError if the
-    function does not exist, or lacks a hint or a description."""
+    """Return the JSON schemas of tools for the chat template, from type hints and docstrings. Raises ConfigError if a
+    function does not exist, or lacks a type hint or a description."""
     from transformers.utils.chat_template_utils import get_json_schema
 
     found = []

@@ -1,7 +1,7 @@
-"""Tokens between two turns of the model: end of its turn, message of the environment, start of the next turn.
+"""The tokens between two turns of the model: end of turn, message of the environment, and start of the next turn.
 
-They are appended to the previous tokens, which are never tokenized again. So the template must render a conversation as
-a prefix of every longer one, which is checked with marked messages.
+These tokens are appended to the previous tokens, which are never tokenized again. A chat template must therefore render
+a conversation as a prefix of every longer one. `TurnTokens` checks this with marked messages.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,14 +11,15 @@ from typing import Any
 from rlcore.errors import ConfigError
 
 TODAY = date(2024, 7, 26)
-"""Date for templates that include one (default of Llama 3), so that equal rows give equal tokens every day."""
+"""The date for chat templates that contain a date, so that equal rows give equal tokens every day (Llama 3's
+default)."""
 _USER_MESSAGE = {"role": "user", "content": "MillraceAsk"}
 _RESPONSES, _REPLIES = ("MillraceFirst", "MillraceSecond"), ("MillraceOne", "MillraceTwo")
 
 
 class TurnTokens:
-    """Token ids of environment messages, from a chat template or (`chat` False) as plain text. Raises ConfigError if
-    the template cannot render later turns, or drops or changes earlier ones."""
+    """The token ids of environment messages, from a chat template if `chat` is true, otherwise from plain text. Raises
+    ConfigError if the template cannot render later turns, or drops or changes earlier turns."""
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class TurnTokens:
     def reply_tokens(self, last_token: int, reply: str) -> tuple[str, list[int]]:
         """Return the truncated reply, and the ids from after `last_token` to the start of the model's next turn.
 
-        The template's end of turn is omitted if `last_token` already is that end.
+        The template's end of turn is left out if `last_token` is already that end.
         """
         reply = self._truncate(reply)
         if not self._chat:

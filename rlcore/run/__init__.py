@@ -1,1 +1,1 @@
-"""A run from settings to report: session, chunks, the trainer process."""
+"""The trainer process of a run, with its commands, inputs, workers, training loop, journal and failures."""

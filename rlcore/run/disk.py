@@ -1,7 +1,7 @@
-"""A run's room on disk: estimates of its writes, and the wait for room before a chunk and a checkpoint.
+"""The disk space of a run, with estimates of future writes and a wait before each chunk and each checkpoint.
 
-A run ends where another write finds the disk full, and resumes from its last checkpoint. Estimates are upper bounds by
-the settings. No torch.
+If any other write finds the disk full, the run ends and can resume from its last checkpoint. The estimates are upper
+bounds that follow from the settings. This module does not import torch.
 """
 
 import time
@@ -27,21 +27,21 @@ from rlcore.storage.disk import (
 )
 
 PAUSED, RESUMED = "paused_for_disk", "disk_room"
-"""Events at the start and the end of a wait for room."""
+"""The names of the events at the start and the end of a wait for disk space."""
 POLL_S = 1.0
 BYTES_PER_WEIGHT = 4
-"""Exported weights are the float32 master weights."""
+"""The size of one exported weight, which is a float32 master weight."""
 BYTES_PER_TOKEN = 20
-"""Stored token of a response: id, text, three log-probabilities, advantage, compressed."""
+"""The compressed size of one stored token of a response: id, text, three log-probabilities and advantage."""
 BYTES_PER_RESPONSE = 500
-"""Stored response without its tokens."""
+"""The size of a stored response without its tokens."""
 EventSink = Callable[[str, int, Mapping[str, object]], None]
-"""Takes an event's name, its step and its data; `text` in the data is for display."""
+"""A function that takes the name, the step and the data of an event. `text` in the data is shown to the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiskRoom:
-    """Waits for room before a chunk and before a checkpoint. `prune` deletes old checkpoints."""
+    """A guard that waits for disk space before each chunk and each checkpoint. `prune` deletes old checkpoints."""
 
     config: CheckpointConfig
     log_event: EventSink
@@ -49,11 +49,11 @@ class DiskRoom:
     prune: Callable[[], object]
 
     def wait(self, needed_bytes: int, *, step: int, path: Path) -> None:
-        """Wait until `path` has room for `needed_bytes` and the reserve, after deleting old checkpoints.
+        """Wait until the disk of `path` has room for `needed_bytes` and the reserve.
 
-        Raises:
-            DiskSpaceError: there was no room within `checkpoint.wait_for_room_s`.
-            StopRequestedError: a stop was requested during the wait. Committed data stays.
+        If the room is not enough, old checkpoints are deleted first. Raises DiskSpaceError if there is still no room
+        after `checkpoint.wait_for_room_s`. Raises StopRequestedError if a stop is requested during the wait. Committed
+        data is kept.
         """
         report = self.check(path, needed_bytes)
         if not report.enough:
@@ -68,7 +68,7 @@ class DiskRoom:
         self.log_event(RESUMED, step, {"text": f"{path}: there is room again, the run continues", "path": str(path)})
 
     def check(self, path: Path, needed_bytes: int) -> RoomReport:
-        """Measure the room for so many bytes and the reserve at `path`."""
+        """Return a report on whether the disk of `path` has room for `needed_bytes` and the reserve."""
         return check_room(path, needed_bytes, reserve_bytes(self.config))
 
     def _wait(self, deadline: float, report: RoomReport) -> None:
@@ -103,9 +103,9 @@ def disk_needs(
     steps_left: int,
     has_initial_policy: bool,
 ) -> tuple[DiskNeed, ...]:
-    """Return the large needs: weights, checkpoints, stored responses. The reserve covers journal and validations.
+    """Return the disk space that the run's large outputs will need: weights, checkpoints and stored responses.
 
-    `checkpoints_bytes`: growth of the checkpoints from now on.
+    The reserve covers the journal and validations. `checkpoints_bytes`: the future growth of the checkpoints.
     """
     weights = BYTES_PER_WEIGHT * num_weights
     needs = [

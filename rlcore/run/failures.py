@@ -1,4 +1,7 @@
-"""Failures of a run by kind, each a line of `faults.jsonl` in its folder, which a resume does not cut. No torch."""
+"""The failures of a run, which are lines of `faults.jsonl` in its folder. A resume does not truncate this file.
+
+This module does not import torch.
+"""
 
 import json
 import logging
@@ -13,7 +16,7 @@ from rlcore.storage.documents import read_ordinary
 
 FAILURES_FILE = "faults.jsonl"
 OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))
-"""Counters of this container, else of the host."""
+"""The files that count out-of-memory kills, first for this container and then for the host."""
 MAX_MESSAGE_CHARS = 1_000
 _DEVICE_MEMORY_WORDS = ("cuda out of memory", "cuda error: out of memory")
 _HOST_MEMORY_WORDS = ("can't allocate memory", "cannot allocate memory", "std::bad_alloc")
@@ -23,7 +26,8 @@ log = logging.getLogger("rlcore.run.failures")
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One failure. `kind`: see `MillraceError.failure_kind`; `stacks`: a file; `time`: seconds since the epoch."""
+    """One failure of a run. `kind`: a value of `MillraceError.failure_kind`. `stacks`: the file with the stacks of all
+    processes. `time`: seconds since the epoch."""
 
     kind: str
     phase: str
@@ -41,7 +45,7 @@ _FAILURE = TypeAdapter(Failure)
 
 
 def as_known_error(error: Exception, phase: str) -> Exception:
-    """Convert a library's error of exhausted memory to a `MillraceError`; return any other error unchanged."""
+    """Return a `MillraceError` for a library's out-of-memory error. Return any other error unchanged."""
     if isinstance(error, RankMemoryError):
         return error
     if isinstance(error, DeviceMemoryError) and _is_host_memory(str(error)):
@@ -68,13 +72,14 @@ def _is_host_memory(text: str) -> bool:
 
 
 def failure_from(error: Exception, phase: str, step: int) -> Failure:
-    """Return the failure of an error."""
+    """Return a `Failure` that describes this error."""
     kind = error.failure_kind if isinstance(error, MillraceError) else MillraceError.failure_kind
     return Failure(kind, phase, step, str(error)[:MAX_MESSAGE_CHARS])
 
 
 def append_failure(run_dir: Path, failure: Failure) -> None:
-    """Append a line, after a newline where the last one is incomplete. A full disk loses only this line."""
+    """Append the failure to `faults.jsonl`. An incomplete last line is first ended with a newline. If the file cannot
+    be written, for example on a full disk, the failure is only logged."""
     try:
         with (run_dir / FAILURES_FILE).open("a+b") as file:
             file.seek(max(0, file.tell() - 1))
@@ -85,7 +90,10 @@ def append_failure(run_dir: Path, failure: Failure) -> None:
 
 
 def read_failures(run_dir: Path) -> list[Failure]:
-    """Read all failures of a run, oldest first; a damaged line is skipped and logged. Raises OSError."""
+    """Return all failures of a run, oldest first. Damaged lines are skipped and logged.
+
+    Raises OSError if the file exists but cannot be read.
+    """
     try:
         lines = read_ordinary(run_dir / FAILURES_FILE).split(b"\n")
     except FileNotFoundError:
@@ -100,7 +108,7 @@ def read_failures(run_dir: Path) -> list[Failure]:
 
 
 def num_oom_kills() -> int:
-    """Return the number of processes that the kernel has killed for lack of memory; 0 if unknown."""
+    """Return the number of processes that the kernel has killed for lack of memory, or 0 if it is unknown."""
     for path in OOM_COUNTERS:
         try:
             for line in path.read_text().splitlines():

@@ -1,4 +1,7 @@
-"""The model of step 0: its metrics, and folder and settings of the warm start that trains it. No torch."""
+"""The initial policy, which is the model of step 0, and the folder and settings of the warm start that trains it.
+
+This module does not import torch.
+"""
 
 import math
 import shutil
@@ -17,18 +20,18 @@ from rlcore.storage.manifest import Manifest
 
 REWARD = "sft/reward"
 METRICS = ("sft/loss", "sft/accuracy", HELD_OUT_LOSS, "sft/held_out_accuracy", REWARD)
-"""Metrics in the model's manifest, where their names have no `sft/`."""
+"""The metrics that are stored in the model's manifest, where their names lack the prefix `sft/`."""
 SHOWN = ("reward", "held_out_loss")
-"""Metrics of a warm start's display line."""
+"""The metrics in the display line of a warm start."""
 UNTRAINED = "untaught"
-"""Folder of the randomly initialized model in that of a warm start."""
+"""The name of the randomly initialized model's folder, which is inside the folder of the warm start."""
 
 
 @dataclass(frozen=True, slots=True)
 class InitialPolicy:
-    """The model of step 0 after `steps` supervised steps.
+    """The initial policy after `steps` supervised steps. `cached`: whether the model existed already.
 
-    `figures`: `loss`, `accuracy`, `held_out_loss`, `held_out_accuracy`, and `reward` where it was sampled.
+    `figures`: `loss`, `accuracy`, `held_out_loss` and `held_out_accuracy`, and `reward` if the warm start sampled it.
     """
 
     directory: Path
@@ -38,7 +41,7 @@ class InitialPolicy:
 
     @classmethod
     def of(cls, directory: Path, manifest: Manifest | None, *, cached: bool) -> "InitialPolicy":
-        """Read the metrics from a model's manifest; other models have none."""
+        """Return the initial policy with the metrics in its manifest. A model without a manifest has no metrics."""
         values = {} if manifest is None else manifest.values
         names = [name.partition("/")[2] for name in METRICS]
         found = {name: float(values[name]) for name in names if isinstance(values.get(name), int | float)}
@@ -53,7 +56,7 @@ class InitialPolicy:
 
 
 def known_initial_policy(config: RunConfig, inputs: RunInputs) -> InitialPolicy | None:
-    """Return the model of step 0, if it exists and is intact."""
+    """Return the initial policy if it exists and is intact, otherwise None."""
     manifest = find_initial_policy(config, inputs.filtered_directory)
     if manifest is None and not has_configured_model(config):
         return None
@@ -61,7 +64,7 @@ def known_initial_policy(config: RunConfig, inputs: RunInputs) -> InitialPolicy 
 
 
 def remove_leftovers(config: RunConfig, inputs: RunInputs) -> None:
-    """Remove the checkpoints of a warm start that was killed after publishing, unless it is in use."""
+    """Remove checkpoints of a warm start that was killed after it published its model. Checkpoints in use are kept."""
     stage = stage_layout(config, inputs.filtered_directory)
     if not config.warm_start.enabled or not any(folder.is_dir() for folder in _temporary_folders(stage)):
         return
@@ -71,7 +74,7 @@ def remove_leftovers(config: RunConfig, inputs: RunInputs) -> None:
 
 
 def remove_checkpoints(stage: RunLayout) -> None:
-    """Remove the folders that a warm start needs until its model is published; its journal stays."""
+    """Remove the folders that a warm start needs only until its model is published. The journal is kept."""
     for folder in _temporary_folders(stage):
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -84,23 +87,24 @@ def _temporary_folders(stage: RunLayout) -> tuple[Path, Path]:
 
 
 def stage_layout(config: RunConfig, filtered_directory: Path) -> RunLayout:
-    """Return the layout of the warm start, which runs of equal settings share."""
+    """Return the layout of the warm start. Runs with equal settings share its folder."""
     root = Path(config.paths.root).resolve()
     name = planned_initial_policy(config, filtered_directory).name
     return RunLayout(root, root / "warm-starts" / f"warm-start-{name}")
 
 
 def stage_settings(config: RunConfig, num_demonstrations: int | None = None) -> RunConfig:
-    """Return the settings of the warm start. Settings without effect on it have their defaults, so runs share it.
+    """Return the settings of the warm start. Settings that do not affect it have their defaults, so that runs share it.
 
-    Stages whose settings differ have other names (`initial_policy_fingerprint`), or differ in what may change.
+    Two warm starts with different settings have different folders (see `initial_policy_fingerprint`). Settings that may
+    change on a resume are an exception.
     """
     usual, warm, data = RunConfig(), config.warm_start, config.data
     samples = warm.stop_at_reward is not None
     total = warm.max_steps
     if warm.epochs is not None and num_demonstrations is not None:
         total = min(total, math.ceil(warm.epochs * num_demonstrations / warm.batch_size))
-    if isinstance(data, MixtureData):  # all demonstrations are shown, whatever the weights of their parts
+    if isinstance(data, MixtureData):  # all demonstrations are shown, so weights are unused
         data = data.model_copy(update={"parts": tuple(part.model_copy(update={"weight": 1.0}) for part in data.parts)})
     if not samples:
         data = _without_responses(data)
@@ -137,7 +141,7 @@ def stage_settings(config: RunConfig, num_demonstrations: int | None = None) -> 
         "rollout": rollout,
         "trainer": trainer,
         "checkpoint": config.checkpoint.model_copy(update={"keep_best": 1, "keep_every_steps": 0}),
-        "warm_start": warm.model_copy(update={"demonstrations": None}),  # the fingerprint has its content
+        "warm_start": warm.model_copy(update={"demonstrations": None}),  # the fingerprint includes the content
         "runtime": config.runtime.model_copy(update={"backend": "local"}) if is_alone else config.runtime,
         "tracking": config.tracking.model_copy(update={"log_best": False, "registered_model": None}),
     }

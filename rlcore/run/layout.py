@@ -1,4 +1,4 @@
-"""Folders and files of a run. No torch."""
+"""The folders and files of a run. This module does not import torch."""
 
 import os
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from rlcore.config.fingerprint import RUN_FILE, run_directory
 from rlcore.errors import DataError
 
 FILE_SUFFIXES = frozenset({".json", ".jsonl", ".yaml", ".diff", ".lock", ".id"})
-"""Suffixes of the files in a run's folder."""
+"""The suffixes of paths in a run's folder that must be ordinary files."""
 
 
 class _PathInRun:
-    """A path in a run's folder."""
+    """A descriptor that returns a path in the folder of a run."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -24,45 +24,44 @@ class _PathInRun:
 
 @dataclass(frozen=True, slots=True)
 class RunLayout:
-    """Folders and files of one run."""
+    """The folders and files of one run."""
 
     root: Path
     run_dir: Path
 
     run_json = _PathInRun(RUN_FILE)
-    """The record of the run's origin (`rlcore.tracking.lineage.Origin`): settings, inputs, models."""
+    """The record of the run's origin: settings, inputs and models. See `rlcore.tracking.lineage.Origin`."""
     code = _PathInRun("code")
-    """Copies of the source files that the settings name as `module:function`."""
+    """The copies of the source files that the settings name as `module:function`."""
     journal = _PathInRun("metrics.jsonl")
-    """One JSON line for each step."""
+    """The journal, with the metrics of each step and the events as JSON lines."""
     checkpoints = _PathInRun("checkpoints")
     answers = _PathInRun("answers")
-    """Responses of training and validations, see `rlcore.responses.store`."""
+    """The responses of training and validations. See `rlcore.responses.store`."""
     validation = _PathInRun("validation")
-    """Validation results, one file each."""
+    """The validation results, with one file for each validation."""
     suites = _PathInRun("suites")
-    """Validation results of suites, a folder each."""
+    """The validation results of suites, with one folder for each suite."""
     failures = _PathInRun("failures")
-    """Batches and stacks saved when something went wrong."""
+    """The batches and stacks that are saved when something goes wrong."""
     profile = _PathInRun("profile")
-    """Traces of profiled steps."""
+    """The traces of profiled steps."""
     logs = _PathInRun("logs")
-    """Output of the trainer process."""
+    """The output of the trainer process."""
     exported_model = _PathInRun("model")
-    """The trained weights as a transformers directory."""
+    """The trained weights in the transformers format."""
     exported_best = _PathInRun("model-best")
-    """The weights of the best checkpoint, where it is not the last one."""
+    """The weights of the best checkpoint, if it is not the last one."""
 
     @classmethod
     def of(cls, config: RunConfig) -> "RunLayout":
-        """Return the layout of the settings."""
+        """Return the layout of the run that the settings describe."""
         return cls(Path(config.paths.root).resolve(), run_directory(config).resolve())
 
     def require_kinds(self) -> None:
-        """Check that each existing path of the run is a folder or an ordinary file as required.
+        """Check that each existing path of the run has the required kind, which is a folder or an ordinary file.
 
-        Raises:
-            DataError: names each path of another kind. Opening a FIFO would block forever.
+        Raises DataError if a path has another kind, since opening a FIFO, for example, would block forever.
         """
         folders = [self.run_dir, self.checkpoints, self.answers, self.validation, self.suites, self.failures]
         folders += [self.profile, self.logs, self.exported_model, self.exported_best, self.run_dir / "report"]

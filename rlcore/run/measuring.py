@@ -1,7 +1,7 @@
-"""Measurement of pass rates: the initial policy samples responses to each training row, part by part.
+"""The measurement of pass rates, in which the initial policy samples responses to each training row.
 
-Each part is a published folder, so a stopped or killed stage resumes after the last one. Random numbers depend on the
-run's seed and the row's index, so the resumed table is the same byte for byte.
+Each part of the rows is published as a folder. A stage that was stopped or killed resumes after its last part. Random
+numbers depend on the run's seed and the row's index. A resumed measurement therefore gives the same bytes.
 """
 
 import math
@@ -37,11 +37,11 @@ from rlcore.storage.publish import published_directory
 from rlcore.types import Prompt
 
 STAGE = "pass-rates"
-"""Name of the stage in events."""
+"""The name of the stage in events."""
 
 
 class PassRateMeasurement:
-    """Measures the pass rates of one run."""
+    """The measurement of the pass rates of one run."""
 
     def __init__(self, record: RunRecord, inputs: RunInputs, workers: RunWorkers) -> None:
         self._record, self._config, self._guard = record, record.config, record.guard
@@ -57,16 +57,15 @@ class PassRateMeasurement:
         return measured_elsewhere(self._directory)
 
     def make(self) -> PassRates:
-        """Return the table, measuring it if needed.
+        """Return the table of pass rates. It is measured first if needed.
 
-        Raises:
-            DataError: the scorer failed on all responses; `keep` leaves too few rows; a configured table lacks rows.
-            StopRequestedError: a stop was requested; the finished parts are saved.
+        Raises DataError if the scorer failed on all responses, `pass_rates.keep` leaves too few rows, or a configured
+        table lacks rows. Raises StopRequestedError if a stop was requested. The finished parts are then saved.
         """
         found = find_pass_rates(self._config, self._inputs)
         if found is None:
             with locked_run(self._parts_folder, self._guard.report, self._guard.stop, math.inf):
-                if find_pass_rates(self._config, self._inputs) is None:  # not made by another run meanwhile
+                if find_pass_rates(self._config, self._inputs) is None:  # no other run has measured it
                     self._publish(self._parts())
             found = find_pass_rates(self._config, self._inputs)
             assert found is not None, "it has been published"
@@ -142,7 +141,7 @@ class PassRateMeasurement:
 
 
 def count_row(prompt: Prompt, responses: Sequence[Response]) -> dict[str, object]:
-    """Return a row of the table, without its digest."""
+    """Return the row of the table for one prompt, without its digest."""
     scored = [response for response in responses if response.failure is None]
     names = sorted({name for response in scored for name in response.parts})
     by_part = {name: [response.parts[name] for response in scored if name in response.parts] for name in names}

@@ -1,10 +1,10 @@
-"""The table of pass rates: how often the initial policy solves each training row, and the rows selected by it.
+"""The table of pass rates, which says how often the initial policy solves each training row, and the row selection.
 
     pass-rates/<fingerprint>/pass_rates.parquet      a line for each training row, in the order of the filtered rows
-    pass-rates/measuring-<fingerprint>/              its parts while it is made (`rlcore.run.measuring`)
+    pass-rates/measuring-<fingerprint>/              its parts while it is measured (`rlcore.run.measuring`)
 
 The fingerprint covers the initial policy, the filtered rows, the sampling, and the scorer with its code and settings.
-No torch.
+This module does not import torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,10 +25,11 @@ from rlcore.run.inputs import RunInputs, code_payload, digests_in, generation_pa
 from rlcore.storage.manifest import MANIFEST, read_finished, read_finished_or_set_aside
 
 PASS_RATES_FORMAT = 2
-"""Raise it when the table's columns change, or its responses for the same settings."""
+"""The format version of the table. Increase it if the columns change, or if the same settings now give other responses.
+"""
 TABLE = "pass_rates.parquet"
 KIND = "pass-rates"
-"""Kind of the table's folder in its manifest."""
+"""The value of `kind` in the manifest of the table's folder."""
 WITHOUT_PASS_RATES = "pass_rates.samples: must be 1 or more to measure pass rates, got 0. Set pass_rates.samples=8"
 SCHEMA = pa.schema(
     [
@@ -46,13 +47,14 @@ SCHEMA = pa.schema(
         ("truncated", pa.int64()),
     ]
 )
-"""`samples`: responses with a score. `passes`: the right ones. `unscored`: responses on which the scorer failed.
-`mean_score`, `mean_parts`: over the scored ones, else null. `mean_tokens`, `max_tokens`, `truncated`: over all
-responses. `digest`: hash of the prompt's tokens and the ground truth."""
+"""The columns of the table. `samples`: the number of scored responses. `passes`: the number of correct ones.
+`unscored`: the number of responses on which the scorer failed. `mean_score` and `mean_parts` are means over the scored
+responses. Without any, `mean_score` is null and `mean_parts` is empty. `mean_tokens`, `max_tokens` and `truncated`
+cover all responses. `digest`: a hash of the prompt's tokens and the ground truth."""
 
 
 def planned_pass_rates(config: RunConfig, filtered_directory: Path) -> Path:
-    """Return the folder of the run's table: the configured one, or one named by a fingerprint."""
+    """Return the folder of the run's table: `pass_rates.table` if set, otherwise a folder named by a fingerprint."""
     if config.pass_rates.table is not None:
         return Path(config.pass_rates.table).expanduser().resolve()
     payload: dict[str, object] = {
@@ -72,12 +74,12 @@ def planned_pass_rates(config: RunConfig, filtered_directory: Path) -> Path:
 
 
 def measured_elsewhere(directory: Path) -> Path:
-    """Return the folder of a table's parts while it is measured."""
+    """Return the folder that holds a table's parts while the table is measured."""
     return directory.with_name(f"measuring-{directory.name}")
 
 
 def _model_payload(folder: Path) -> object:
-    """Identify Millrace's models by their folder's name, others by their files."""
+    """Identify Millrace's models by the names of their folders, and other models by the digests of their files."""
     if (folder / MANIFEST).is_file() or not folder.is_dir():
         return folder.name if folder.parent.name == "models" else str(folder)
     return digests_in(folder)
@@ -85,7 +87,7 @@ def _model_payload(folder: Path) -> object:
 
 @dataclass(frozen=True, slots=True)
 class PassRates:
-    """Pass counts of a run's training rows, in the order of the parts and their filtered rows."""
+    """The pass counts of a run's training rows, ordered by data source and then by filtered row."""
 
     directory: Path
     counts: PassCounts
@@ -94,19 +96,20 @@ class PassRates:
 
     @property
     def selected(self) -> tuple[np.ndarray, ...]:
-        """Mask of the selected rows of each part: the pass rate is known and in `keep`, or `keep` is [0, 1]."""
+        """The mask of the selected rows, one array for each data source. A row is selected if its pass rate is known
+        and in `pass_rates.keep`. If `keep` is [0, 1], all rows are selected."""
         low, high = self.settings.keep
         rates = self.counts.rates()
         inside = np.ones(len(rates), dtype=bool) if (low, high) == (0, 1) else (rates >= low) & (rates <= high)
         return tuple(np.split(inside, np.cumsum(self.part_sizes)[:-1]))
 
     def selected_counts(self) -> PassCounts:
-        """Return the counts of the selected rows."""
+        """Return the pass counts of the selected rows."""
         kept = np.concatenate(self.selected)
         return PassCounts(self.counts.passes[kept], self.counts.samples[kept])
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics of the initial policy on all training rows, for step 0."""
+        """Return the pass-rate metrics of the initial policy on all training rows, for step 0."""
         rates, kept = self.counts.rates(), np.concatenate(self.selected)
         known = rates[~np.isnan(rates)]
         return {
@@ -118,7 +121,7 @@ class PassRates:
         }
 
     def require_enough(self, batch_size: int) -> None:
-        """Raise DataError where `keep` leaves no row of a part, or less than a batch."""
+        """Raise DataError if `pass_rates.keep` leaves no row of a data source, or fewer rows than one batch."""
         low, high = self.settings.keep
         kept = [int(part.sum()) for part in self.selected]
         of = f"of {sum(self.part_sizes):,} training rows (table {self.directory})"
@@ -135,7 +138,7 @@ class PassRates:
             )
 
     def spread(self) -> str:
-        """Return the shares of rows by pass rate as text."""
+        """Return a text with the shares of rows whose pass rate is 0, 1 or between."""
         rates = self.counts.rates()
         known = rates[~np.isnan(rates)]
         if not len(known):
@@ -145,10 +148,10 @@ class PassRates:
 
 
 def find_pass_rates(config: RunConfig, inputs: RunInputs) -> PassRates | None:
-    """Return the run's table; None where it is still to be made. A damaged one is set aside.
+    """Return the pass rates of the run, or None if they are not measured yet. A measured table that is damaged is
+    renamed.
 
-    Raises:
-        DataError: the configured table is damaged, is not a table, or lacks training rows.
+    Raises DataError if the table in `pass_rates.table` is damaged, has another format, or lacks training rows.
     """
     directory = planned_pass_rates(config, inputs.filtered_directory)
     is_given = config.pass_rates.table is not None
@@ -167,7 +170,7 @@ def find_pass_rates(config: RunConfig, inputs: RunInputs) -> PassRates | None:
 
 
 def _match_rows(table: pa.Table, wanted: Sequence[str], directory: Path) -> PassCounts:
-    """Return the counts of these rows. Equal rows have the counts of the first one in the table."""
+    """Return the pass counts of the rows with these digests. Rows with equal digests share the first one's counts."""
     known = table.column("digest").to_pylist()
     counts = PassCounts.of(table.column("passes").to_numpy(), table.column("samples").to_numpy())
     if known == list(wanted):
@@ -184,7 +187,7 @@ def _match_rows(table: pa.Table, wanted: Sequence[str], directory: Path) -> Pass
 
 
 def read_table(file: Path) -> pa.Table:
-    """Read a table, or a part of one. Raise DataError where the file is not one."""
+    """Read a table or a part of one. Raises DataError if the file is not a table of pass rates."""
     try:
         table = pq.read_table(file)
     except (pa.ArrowException, OSError) as error:
@@ -195,7 +198,10 @@ def read_table(file: Path) -> pa.Table:
 
 
 def row_digests(filtered: Path) -> list[str]:
-    """Return 16 hex digits for each row of a filtered file, a hash of prompt tokens and ground truth."""
+    """Return a digest of 16 hex digits for each row of a filtered file.
+
+    A digest is a hash of the prompt's tokens and the ground truth.
+    """
     table = pq.read_table(filtered, columns=["prompt_ids", "ground_truth_json"])
     ids = table.column("prompt_ids").combine_chunks()
     flat = ids.flatten().cast(pa.int32()).to_numpy(zero_copy_only=False)
@@ -208,7 +214,7 @@ def row_digests(filtered: Path) -> list[str]:
 
 
 def facts_of(table: pa.Table, samples: int) -> Mapping[str, str | int | float]:
-    """Return a table's manifest values. `rows_by_passes`: rows with 0 to `samples` right responses."""
+    """Return the values for a table's manifest. `rows_by_passes`: the number of rows for each number of passes."""
     passes = table.column("passes").to_numpy()
     counts = PassCounts.of(passes, table.column("samples").to_numpy())
     rates = counts.rates()

@@ -1,4 +1,4 @@
-"""The problems of a run: training prompts, held-out prompts, decoder, scorer."""
+"""The problems of a run: training prompts and held-out prompts, with the decoder and the scorer of their responses."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -26,12 +26,13 @@ from rlcore.types import Prompt
 from rlcore.workers.group import WorkerGroup
 
 _ID_STEP = 1_000_000_000
-"""Range of one part's prompt ids, above any number of rows."""
+"""The range of prompt ids for one data source, which is larger than any number of rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutProblems:
-    """Held-out prompts with the decoder and scorer of their responses. `suite`: see `ValidationResult`."""
+    """The held-out prompts of a run or a suite, with the decoder and the scorer of their responses. `suite`: the
+    fingerprint of the suite, or an empty text for the run."""
 
     config: RunConfig
     validation: tuple[Prompt, ...]
@@ -40,7 +41,7 @@ class HeldOutProblems:
 
     @classmethod
     def of_run(cls, config: RunConfig, inputs: RunInputs) -> "HeldOutProblems":
-        """Read the run's filtered held-out rows. Raises as `read_parts` does."""
+        """Read the run's filtered held-out rows. Raises DataError if a file is invalid or empty."""
         tokenizer = load_tokenizer(inputs.tokenizer_directory)
         decode = text_decoder(tokenizer, skip_special_tokens=config.rollout.skip_special_tokens)
         validation = spread(read_parts(config, inputs.validation_parquets))
@@ -48,22 +49,22 @@ class HeldOutProblems:
 
     @classmethod
     def for_suite(cls, config: RunConfig, inputs: RunInputs, suite: SuiteConfig) -> "HeldOutProblems":
-        """Read a suite's held-out problems, whose data source is the suite's name. Raises as `of_run` does."""
+        """Read the held-out problems of a suite, whose name becomes their data source. Raises DataError if a file is
+        missing, invalid or empty."""
         rows = inputs.for_suite(suite.name)
         found = cls.of_run(suite_settings(config, suite), rows)
         named = tuple(replace(prompt, data_source=suite.name) for prompt in found.validation)
         return replace(found, validation=named, suite=suite_fingerprint(config, suite, rows.filtered_directory))
 
     def held_out(self, *, limited: bool) -> tuple[Prompt, ...]:
-        """Return all held-out prompts, or with `limited` the first `validation.max_problems` of them."""
+        """Return all held-out prompts, or only the first `validation.max_problems` of them if `limited` is true."""
         limit = self.config.validation.max_problems
         return self.validation[:limit] if limited and limit else self.validation
 
     def episodes(self, inputs: RunInputs) -> Episodes | None:
-        """Return the processes of `data.environment`; None without one.
+        """Return the processes that run `data.environment`, or None if no environment is set.
 
-        Raises:
-            ConfigError: the class does not exist, or the chat template cannot append turns.
+        Raises ConfigError if the class does not exist or the chat template cannot append turns.
         """
         if not self.config.data.environment:
             return None
@@ -81,10 +82,10 @@ class HeldOutProblems:
         return Episodes(self.config, turns, self.decode)
 
     def build_sampler(self, inputs: RunInputs, opened: ExitStack) -> Callable[[WorkerGroup], ResponseSampler]:
-        """Start scorers, which end with `opened`, and return a function from workers to their `ResponseSampler`.
+        """Start the scoring processes, and return a function that creates the `ResponseSampler` of a worker group.
 
-        Raises:
-            ConfigError: as `episodes`, or the scorer does not exist.
+        `opened`: the stack that ends the processes when it closes. Raises ConfigError if the scorer or the environment
+        does not exist, or if the chat template cannot append turns.
         """
         scoring, episodes = opened.enter_context(self.scoring_pool()), self.episodes(inputs)
         if episodes is not None:
@@ -92,7 +93,7 @@ class HeldOutProblems:
         return lambda group: ResponseSampler(self.config, group, scoring, self.decode, episodes)
 
     def scoring_pool(self) -> ScoringPool:
-        """Return the processes that score responses."""
+        """Return the pool of processes that score responses."""
         for scorer in scorers_of(self.config.data):
             require_scorer(scorer)
         sandbox.set_limits(self.config.sandbox)
@@ -101,17 +102,17 @@ class HeldOutProblems:
 
 @dataclass(frozen=True, kw_only=True)
 class Problems(HeldOutProblems):
-    """Held-out problems and training prompts by part."""
+    """The held-out problems of a run, and its training prompts grouped by data source."""
 
     inputs: RunInputs
     train: tuple[tuple[Prompt, ...], ...]
 
     @classmethod
     def read(cls, config: RunConfig, inputs: RunInputs) -> "Problems":
-        """Read the filtered rows.
+        """Read the filtered rows of a run.
 
-        Raises:
-            DataError: as `read_parts`; parts cannot be mixed; a suite has the name of a data source.
+        Raises DataError if a file is invalid or empty, or if the data sources cannot be mixed. Raises DataError also if
+        a suite has the name of a data source.
         """
         held_out = HeldOutProblems.of_run(config, inputs)
         own = {prompt.data_source for prompt in held_out.validation}
@@ -127,11 +128,8 @@ class Problems(HeldOutProblems):
 
     @cached_property
     def pass_rates(self) -> PassRates | None:
-        """The table of pass rates; None where the run uses none.
-
-        Raises:
-            DataError: it is not made yet, or keeps too few rows.
-        """
+        """The pass rates of the training rows, or None if the run uses none. Raises DataError if the table is not
+        measured yet or selects too few rows."""
         if not self.config.pass_rates.is_enabled:
             return None
         found = find_pass_rates(self.config, self.inputs)
@@ -144,7 +142,7 @@ class Problems(HeldOutProblems):
 
     @cached_property
     def selected(self) -> tuple[tuple[Prompt, ...], ...]:
-        """The training prompts that `pass_rates.keep` selects, by part."""
+        """The training prompts that `pass_rates.keep` selects, grouped by data source."""
         if self.pass_rates is None:
             return self.train
         pairs = zip(self.train, self.pass_rates.selected, strict=True)
@@ -152,14 +150,14 @@ class Problems(HeldOutProblems):
 
     @cached_property
     def stream(self) -> PromptStream[Prompt] | MixedStream:
-        """The selected prompts in training order."""
+        """A stream of the selected prompts in training order."""
         if isinstance(self.config.data, MixtureData):
             weights = [part.weight for part in self.config.data.parts]
             return MixedStream(self.selected, weights, seed=self.config.seed)
         return PromptStream(self.selected[0], seed=self.config.seed)
 
     def metrics(self) -> RowSampler | None:
-        """Return the selected rows with their pass counts, where rows are drawn by these; else None."""
+        """Return a sampler of the selected rows by their pass counts, or None if rows are drawn uniformly."""
         settings = self.config.pass_rates
         if settings.draw == "uniform":
             return None
@@ -169,10 +167,9 @@ class Problems(HeldOutProblems):
 
 
 def read_parts(config: RunConfig, files: Sequence[Path]) -> list[list[Prompt]]:
-    """Read each part's prompts. `prompt_id` is the row's index plus `_ID_STEP` for each earlier part.
+    """Read the prompts of each data source. `prompt_id` is the row's index plus `_ID_STEP` for each earlier source.
 
-    Raises:
-        DataError: a file breaks the schema or has no row, or two parts share a name in metrics.
+    Raises DataError if a file is invalid or empty, or if two data sources share a name in metrics.
     """
     parts = parts_of(config.data)
     found = [read_prompts(file) for file in files]
@@ -202,7 +199,7 @@ def _with_scorer(prompt: Prompt, data: TaskData) -> str:
 
 
 def spread(parts: Sequence[Sequence[Prompt]]) -> tuple[Prompt, ...]:
-    """Interleave the parts evenly, so the first N prompts have a share of each part.
+    """Interleave the prompts of all data sources evenly, so that the first N prompts contain a share of each.
 
     >>> [p.prompt_id for p in spread([[Prompt(i, (), "a", "") for i in range(4)], [Prompt(9, (), "b", "")]])]
     [0, 1, 9, 2, 3]

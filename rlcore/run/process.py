@@ -1,8 +1,8 @@
-"""The trainer process of a run: it reads commands from one descriptor and sends events to another.
+"""The trainer process of a run, which reads commands from one file descriptor and sends events to another.
 
     python -m rlcore.run.process --run RUN_DIR --commands-fd N --replies-fd M [--lock-fd L]
 
-A command is a method of `Session` with its arguments, one JSON object a line; events have the same form:
+A command is a method of `Session` with its arguments. Commands and events are JSON objects, one a line:
 
     {"command": "train", "to_step": 40}
     {"command": "validate", "checkpoint": "start" | "last" | "best" | "step-000040", "name": "before"}
@@ -12,9 +12,9 @@ A command is a method of `Session` with its arguments, one JSON object a line; e
     {"event": "done", "command": ..., "result": {...}}
     {"event": "error", "command": ..., "type": ..., "message": ...}
 
-The commands of a run's stages are in `flows.stages`. Exit codes: 0 done, 75 saved and resumable, 1 failed.
-SIGTERM and SIGINT finish the step and save; a second one ends the process immediately (`rlcore.run.stop`). A phase that
-hangs ends it too (`rlcore.run.watchdog`); the next process resumes from the last checkpoint.
+`flows.stages` sends the commands of a run. Exit codes: 0 is done, 75 is saved and resumable, 1 is failed. After SIGTERM
+or SIGINT, the process finishes the step and saves. A second signal ends it immediately (`rlcore.run.stop`). A phase
+that hangs also ends it (`rlcore.run.watchdog`). The next process resumes from the last checkpoint.
 """
 
 import argparse
@@ -49,13 +49,13 @@ from rlcore.user_code import run_code
 
 EXIT_DONE, EXIT_FAILED = 0, 1
 POLL_S = 0.25
-"""Seconds between two checks for a stop, while there is no command."""
+"""The seconds between two checks for a stop request while no command has arrived."""
 
 log = logging.getLogger("rlcore.run.process")
 
 
 class Session:
-    """A run's commands. Use as a context manager, which holds the run's lock."""
+    """The commands of one run. Use it as a context manager, which holds the run's lock."""
 
     def __init__(
         self,
@@ -67,9 +67,10 @@ class Session:
         abandon: Callable[[MillraceError], None] = lambda error: log.error("%s", error),
         is_locked: bool = False,
     ) -> None:
-        """`abandon` ends the process where a phase or a stop takes too long; a thread calls it.
+        """Create a session without opening it. `is_locked`: whether this process has inherited the run's lock.
 
-        `is_locked`: this process has inherited the run's lock.
+        `abandon`: a function that ends the process if a phase or a stop takes too long. It is called in a separate
+        thread.
         """
         self._is_locked = is_locked
         self._config, self._layout = config, layout
@@ -81,11 +82,11 @@ class Session:
 
     @property
     def _current(self) -> Training[Any]:
-        """The training in progress: the warm start's, else the run's."""
+        """The training in progress. It is the warm start while that is active, otherwise the training of the run."""
         return self._warm_start.training or self._training
 
     def __enter__(self) -> Self:
-        """Take the run's lock, unless it is inherited, and read the run's state from disk."""
+        """Acquire the run's lock unless it is inherited, and read the run's state from disk."""
         config, layout, guard = self._config, self._layout, self._guard
         with ExitStack() as opened:
             if not self._is_locked:
@@ -105,7 +106,7 @@ class Session:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End the workers, deliver the rest to the tracker, release the lock."""
+        """End the workers, deliver the remaining metrics to MLflow and release the lock."""
         with self._resources:
             is_over = self._is_evaluated and not self._has_failed
             self._record.finish(failed=self._has_failed, is_over=is_over)
@@ -113,19 +114,18 @@ class Session:
     # ------------------------------------------------------------------ commands
 
     def warm_start(self) -> Mapping[str, object]:
-        """Make the model of step 0 if needed, see `WarmStart.make`."""
+        """Create the initial policy if needed. See `WarmStart.make`."""
         result = self._warm_start.make()
         return {**asdict(result), "directory": str(result.directory)}
 
     def measure_pass_rates(self) -> Mapping[str, object]:
-        """Make the table of pass rates, see `PassRateMeasurement.make`. Requires the model of step 0."""
+        """Measure the pass rates if needed. The initial policy must exist. See `PassRateMeasurement.make`."""
         return {"directory": str(self._measuring.make().directory)}
 
     def train(self, to_step: int, *, settle: bool = True) -> Mapping[str, object]:
-        """Train from the newest checkpoint to a step and save there, see `Training.train_to`.
+        """Train from the newest checkpoint to a step and save there. See `Training.train_to`.
 
-        Raises:
-            StopRequestedError: a stop was requested; the last finished step is saved.
+        Raises StopRequestedError if a stop was requested. The last finished step is then saved.
         """
         committed = self._record.store.latest()
         if committed is not None and committed.step >= to_step:
@@ -135,7 +135,10 @@ class Session:
         return {"step": step, "checkpoint": str(self._record.store.path_of(step)), "metrics": dict(metrics)}
 
     def validate(self, checkpoint: str, name: str) -> Mapping[str, object]:
-        """Evaluate a checkpoint (`start`, `last`, `best` or its folder's name) on all held-out problems and suites."""
+        """Evaluate a checkpoint on all held-out problems and suites.
+
+        `checkpoint`: `start`, `last`, `best` or the name of a checkpoint folder.
+        """
         self._training.settle_save()
         summary: dict[str, float] = {}
         for suite in (None, *self._config.validation.suites):
@@ -143,9 +146,9 @@ class Session:
         return {"summary": summary, "file": str(self._training.file_of(name))}
 
     def evaluate(self) -> Mapping[str, object]:
-        """Evaluate the model of step 0 on the run's suites; the journal has the result as step 0."""
+        """Evaluate the initial policy on the run's suites, and record the result in the journal as step 0."""
         self._is_evaluated = True
-        self._record.restore(None)  # first, since it cuts the journal, to which a suite may write events
+        self._record.restore(None)  # first, since it truncates the journal, and a suite may write events
         summary: dict[str, float] = {}
         for suite in self._config.validation.suites:
             summary |= self._training.evaluate_checkpoint("start", "before", suite).metrics()
@@ -153,7 +156,7 @@ class Session:
         return {"summary": summary}
 
     def export(self, checkpoint: str) -> Mapping[str, object]:
-        """Write a checkpoint's weights as a transformers directory in the run's folder."""
+        """Write a checkpoint's weights to the run's folder in the transformers format."""
         self._training.settle_save()
         target = self._layout.exported_best if checkpoint == "best" else self._layout.exported_model
         step = self._record.store.step_of(checkpoint)
@@ -163,7 +166,7 @@ class Session:
         return {"directory": str(target), "step": step}
 
     def save_finished(self) -> str:
-        """Save the last finished step, for a stop between two commands; see `Training.save_finished`."""
+        """Save the last finished step when a stop arrives between two commands. See `Training.save_finished`."""
         return self._current.save_finished()
 
     def fail(self) -> None:
@@ -171,12 +174,12 @@ class Session:
         self._has_failed = True
 
     def record_failure(self, error: Exception) -> Exception:
-        """Record an error that ends this process, and return the error to raise for it."""
+        """Record an error that ends this process. Return it as a `MillraceError` if it is a known failure."""
         return self._guard.record_failure(error)
 
 
 class Channel:
-    """Commands in, replies out. A reader that has ended is not an error of the training."""
+    """A channel that receives commands and sends events. Training continues if the reader of the events has ended."""
 
     def __init__(self, commands_fd: int, replies_fd: int) -> None:
         self._commands_fd = commands_fd
@@ -185,7 +188,7 @@ class Channel:
         self._lock = threading.Lock()
 
     def commands(self, stop: Callable[[], bool]) -> Iterator[Mapping[str, Any]]:
-        """Yield commands until the other side closes, or a stop is requested while there is none."""
+        """Yield commands until the other side closes the channel or a stop is requested."""
         while not stop():
             line, found, rest = self._read.partition(b"\n")
             if found:
@@ -201,7 +204,7 @@ class Channel:
             self._read += content
 
     def send(self, event: Mapping[str, object]) -> None:
-        """Send one event. The watchdog sends from a separate thread."""
+        """Send one event. Several threads may call this, since the watchdog sends from a separate thread."""
         try:
             with self._lock:
                 self._replies.write(json.dumps(event) + "\n")
@@ -210,7 +213,7 @@ class Channel:
 
 
 def serve(session: Session, commands: Iterator[Mapping[str, Any]], report: Report, stop: StopFlag) -> int:
-    """Run commands until `close`, their end or an error. Return the exit code."""
+    """Execute commands until `close`, the last command, a stop request or an error. Return the exit code."""
     for command in commands:
         arguments = dict(command)
         name = str(arguments.pop("command", None))
@@ -248,7 +251,7 @@ def _error(command: str, error: Exception) -> Mapping[str, object]:
 
 
 def run(run_dir: Path, channel: Channel, stop: StopFlag, *, is_locked: bool = False) -> int:
-    """Serve a run until it is stopped; return the exit code. `is_locked`: see `Session`."""
+    """Serve a run until it ends, and return the exit code. `is_locked`: whether the run's lock was inherited."""
     report = channel.send
 
     def abandon(error: MillraceError) -> None:
@@ -273,7 +276,7 @@ def run(run_dir: Path, channel: Channel, stop: StopFlag, *, is_locked: bool = Fa
 
 
 def main() -> None:
-    """Run `python -m rlcore.run.process`."""
+    """Run the command line of `python -m rlcore.run.process`."""
     parser = argparse.ArgumentParser(description="The trainer process of a run.")
     parser.add_argument("--run", type=Path, required=True, help="the run's folder, with run.json in it")
     parser.add_argument("--commands-fd", type=int, required=True, help="descriptor from which commands are read")

@@ -1,7 +1,7 @@
-"""The record of a run: its journal, its checkpoints and its events, kept consistent.
+"""The record of a run, which keeps the journal, the checkpoints and the events consistent.
 
-A step's line is in the journal before its checkpoint is published. A resume cuts the journal to the length that it had
-at the checkpoint.
+The journal has the line of a step before the step's checkpoint is published. A resume truncates the journal to its
+length at the checkpoint.
 """
 
 import logging
@@ -39,18 +39,18 @@ HEADLINE = (
     *("critic/score/mean", "actor/entropy", "response_length/mean", "actor/grad_norm", "perf/throughput"),
     *("sft/loss", "sft/accuracy", "sft/held_out_loss", "sft/reward"),
 )
-"""Metrics of a progress event; the journal has all metrics."""
+"""The metrics in a progress event. The journal has all metrics."""
 
 log = logging.getLogger("rlcore.run.record")
 
 
 class RunRecord:
-    """Settings, layout, journal and checkpoints of one run."""
+    """The settings, folders, journal and checkpoints of one run."""
 
     def __init__(
         self, config: RunConfig, layout: RunLayout, guard: Watchdog, *, tags: Mapping[str, str] | None = None
     ) -> None:
-        """`tags`: for MLflow, in addition to those of the settings."""
+        """Open the journal and the checkpoints. `tags`: MLflow tags in addition to those of the settings."""
         self.config, self.layout, self.guard, self.report = config, layout, guard, guard.report
         self.store = CheckpointStore(layout.checkpoints, config.checkpoint, config, journal=layout.journal)
         self.journal = RunJournal(layout.run_dir, config, tags={**config.tags, **(tags or {})})
@@ -64,7 +64,7 @@ class RunRecord:
     # ------------------------------------------------------------------ checkpoints
 
     def begin_save(self, state: LoopState, metrics: Mapping[str, float], ranks: SavingRanks) -> Saved | None:
-        """Begin a checkpoint of `state`, see `CheckpointSaver.begin`. Earlier responses are written before it."""
+        """Begin to save a checkpoint of `state`, after earlier responses are written. See `CheckpointSaver.begin`."""
         self.answers.start_part()
 
         def record() -> TrainerState:
@@ -80,7 +80,7 @@ class RunRecord:
         return self.saves.begin(state.step, record, metrics, ranks)
 
     def set_num_trained_parameters(self, num_trained_parameters: int) -> None:
-        """Set the size of the model, from which the size of the first checkpoint is estimated."""
+        """Set the number of trained parameters, which gives an estimate of the first checkpoint's size."""
         self._first_save_bytes = checkpoint_bytes(num_trained_parameters)
 
     @property
@@ -88,13 +88,15 @@ class RunRecord:
         return self.store.measured_bytes() or self._first_save_bytes
 
     def room_metrics(self) -> dict[str, float]:
-        """Return `disk/free_gb` and `disk/needed_gb` for the next checkpoint, with the reserve."""
+        """Return `disk/free_gb` and `disk/needed_gb`. The need is the next checkpoint and the reserve."""
         return self.room.check(self.layout.checkpoints, self._next_save_bytes).metrics
 
     def wait_for_room(self, step: int, settle: Callable[[], None]) -> None:
-        """Wait until the next checkpoint has room. Raises as `DiskRoom.wait` does.
+        """Wait until the disk has room for the next checkpoint.
 
-        `settle` waits for the current save, after which older checkpoints are deleted.
+        `settle`: a function that waits for the current save. Older checkpoints can then be deleted. Raises
+        DiskSpaceError if there is no room after `checkpoint.wait_for_room_s`. Raises StopRequestedError if a stop is
+        requested meanwhile.
         """
         if not self.room.check(self.layout.checkpoints, self._next_save_bytes).enough:
             settle()
@@ -103,9 +105,10 @@ class RunRecord:
     # ------------------------------------------------------------------ resume
 
     def restore(self, info: CheckpointInfo | None) -> LoopState:
-        """Return the state of a checkpoint, or of step 0; cut the journal to it and abandon the current save.
+        """Return the state of a checkpoint, or of step 0 if `info` is None, and truncate the journal to it.
 
-        Intact checkpoints of later steps are renamed. Results of cut steps stay, since the steps are repeated exactly.
+        The current save is abandoned, and intact checkpoints of later steps are renamed. Results of later steps are
+        renamed only if `info` is None. Otherwise they stay, since the steps are repeated exactly.
         """
         step = 0 if info is None else info.step
         self.saves.abandon()
@@ -120,7 +123,7 @@ class RunRecord:
         return LoopState(**{field.name: getattr(saved, field.name) for field in fields(LoopState)})
 
     def _set_aside_results(self, step: int) -> None:
-        """Rename exports and results of later steps, which would count as those of the repeated training."""
+        """Rename exports and results of later steps, which would pass for results of the repeated training."""
         kept = {"before", *map(name_of, range(step + 1))}
         folders = [self.layout.validation, *self.layout.suites.glob("*")]
         results = [file for folder in folders for file in folder.glob("*.json") if file.stem not in kept]
@@ -131,18 +134,18 @@ class RunRecord:
     # ------------------------------------------------------------------ journal
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one line of the journal. Raise DiskSpaceError where there is no room."""
+        """Write the metrics of a step to the journal. Raises DiskSpaceError if the disk is full."""
         self.journal.append_step(step, metrics)
         self.journal.require_written()
 
     def write_responses(self, step: int, table: pa.Table) -> None:
-        """Collect the responses of a step and write them in parts. Raise DiskSpaceError where there is no room."""
+        """Collect the responses of a step and write them in parts. Raises DiskSpaceError if the disk is full."""
         self.answers.add(table)
         if self.answers.is_full:
             self.answers.start_part()
 
     def write_validation(self, name: str, table: pa.Table) -> None:
-        """Write the responses of a validation. Raise DiskSpaceError where there is no room."""
+        """Write the responses of a validation. Raises DiskSpaceError if the disk is full."""
         self.answers.write_validation(name, table)
 
     def log_event(self, name: str, step: int, data: Mapping[str, object]) -> None:
@@ -150,13 +153,16 @@ class RunRecord:
         self.journal.append_event(name, step, data)
 
     def record_event(self, name: str, step: int, data: Mapping[str, object]) -> None:
-        """Record an event in the journal, log it and report it to the flow. `text` in the data is for display."""
+        """Record an event in the journal, log it and report it to the flow. `text` in the data is shown to the user."""
         self.log_event(name, step, data)
         log.warning("%s", data["text"])
         self.report({"event": name, "step": step, **data})
 
     def with_score(self, state: LoopState, result: ValidationResult) -> LoopState:
-        """Return the state with a validation's score if it is the best; it has none if the scorer always failed."""
+        """Return the state with the score of a validation if it is the best so far, otherwise the state unchanged.
+
+        A validation has no score if the scorer always failed.
+        """
         samples = self.config.validation.samples_per_problem
         score = result.metrics().get(f"val-core/{result.data_source}/reward/mean@{samples}")
         if score is None or score <= state.best_metric:
@@ -164,9 +170,9 @@ class RunRecord:
         return replace(state, best_metric=score, best_step=result.step)
 
     def finish(self, *, failed: bool, is_over: bool = False) -> None:
-        """Commit the current save and record the run's end.
+        """Commit the current save and record the end of the run.
 
-        `is_over`: it is finished before its last step, and MLflow is not waited for.
+        `is_over`: whether the run is finished before its last step. In this case do not wait for MLflow.
         """
         try:
             self.saves.settle()
@@ -177,7 +183,7 @@ class RunRecord:
 
     @property
     def _is_finished(self) -> bool:
-        """True if the last step is committed, possibly by a killed process that did not record it."""
+        """True if the last step is committed. A killed process may have committed it without recording the end."""
         try:
             known = self.store.list()
         except (OSError, CheckpointError) as reason:
@@ -188,12 +194,12 @@ class RunRecord:
 
 
 class Pace:
-    """Mean seconds per step over the last steps, without a process's first step, which compiles and warms up."""
+    """The mean seconds per step over the last steps. It excludes a process's first step, which includes compilation."""
 
     WINDOW_STEPS = 20
 
     def __init__(self, *, is_warm: bool) -> None:
-        """`is_warm`: the process has taken a step before."""
+        """Start the measurement. `is_warm`: whether the process has finished a step before."""
         self._ends: deque[float] = deque([time.monotonic()] if is_warm else [], maxlen=self.WINDOW_STEPS + 1)
 
     def tick(self) -> None:
@@ -201,7 +207,7 @@ class Pace:
         self._ends.append(time.monotonic())
 
     def eta_s(self, steps_left: int) -> float:
-        """Return the seconds for `steps_left` more steps; NaN before it is measured."""
+        """Return the expected seconds for `steps_left` more steps, or NaN if no step is measured yet."""
         taken = len(self._ends) - 1
         if not steps_left:
             return 0.0
@@ -209,7 +215,7 @@ class Pace:
 
 
 class RunEvents:
-    """Events of one run's steps, for its flow, its log and its journal."""
+    """The events of one run's steps, for its flow, its log and its journal."""
 
     def __init__(self, record: RunRecord, stage: str, *, may_end_early: bool = False) -> None:
         self._record, self._stage, self._may_end_early = record, stage, may_end_early
@@ -218,7 +224,7 @@ class RunEvents:
         self._alarms_on: set[str] = set()
         self._next_unscored_report = 1
         self.num_failures = 0
-        """Failures after which the run was resumed."""
+        """The number of failures after which the run was resumed."""
 
     def progress(self, result: StepResult, to_step: int, pace: Pace) -> None:
         """Report the end of a step."""
@@ -239,7 +245,7 @@ class RunEvents:
         )
 
     def alarms(self, step: int, alarms: Sequence[Alarm]) -> None:
-        """Record each alarm that the step before did not raise."""
+        """Record each alarm that was not raised in the previous step."""
         for alarm in alarms:
             if alarm.name not in self._alarms_on:
                 data = {"alarm": alarm.name, "action": alarm.action, "text": f"alarm at step {step}: {alarm.text}"}
@@ -247,7 +253,7 @@ class RunEvents:
         self._alarms_on = {alarm.name for alarm in alarms}
 
     def unscored(self, step: int, num_responses: int, reason: str) -> None:
-        """Record responses without a score, at the first and whenever their number has doubled."""
+        """Record the number of responses without a score, at the first one and whenever the number has doubled."""
         if num_responses < self._next_unscored_report:
             return
         self._next_unscored_report = 2 * num_responses
@@ -259,7 +265,10 @@ class RunEvents:
         self._record.record_event("scorer_failed", step, {"num_answers": num_responses, "reason": reason, "text": text})
 
     def shortages(self, step: int, shortages: Sequence[OomRetry], micro_batch_tokens: int) -> None:
-        """Record forward passes that ran out of memory and were repeated. `micro_batch_tokens`: their budget."""
+        """Record passes that ran out of memory and were repeated.
+
+        `micro_batch_tokens`: the token budget of a micro-batch.
+        """
         for shortage in shortages:
             data = {
                 "max_tokens_per_micro_batch": max(1, micro_batch_tokens // shortage.factor),
@@ -269,7 +278,7 @@ class RunEvents:
             self._record.record_event("out_of_memory", step, data)
 
     def failures(self, step: int) -> None:
-        """Record earlier failures again where the journal, which was cut to a checkpoint, lacks them."""
+        """Record earlier failures again if the journal lost them when it was truncated to a checkpoint."""
         failures = read_failures(self._record.layout.run_dir)
         events = load_journal(self._record.layout.journal).events
         known = {event.data.get("time") for event in events if event.name == "fault"}
@@ -279,7 +288,7 @@ class RunEvents:
         self.num_failures = len(failures)
 
     def resumed(self, step: int, found: FoundCheckpoint) -> None:
-        """Report the step of the resume, refused checkpoints, and gaps of a journal that fits no checkpoint."""
+        """Report the step of the resume, refused checkpoints, and the gaps of a journal that fits no checkpoint."""
         used = found.checkpoint
         for refusal in found.refusals:
             text = f"resuming from {'the start' if used is None else used.name}: {refusal.reason}"

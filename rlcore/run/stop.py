@@ -1,13 +1,13 @@
-"""Stops requested by signal, and the wait for a run's lock, which a stop ends.
+"""Stop requests by signal, and the wait for a run's lock, which a stop request ends.
 
-The rule (docs/operations.md):
+The rules (docs/operations.md):
 
-- The first SIGTERM or SIGINT is a request: the step is finished and saved.
+- The first SIGTERM or SIGINT is a stop request: the step is finished and saved.
 - A second SIGINT (Ctrl-C again) ends the process immediately.
-- A second SIGTERM more than `SAME_REQUEST_S` after the first ends it immediately. An earlier one is the same request,
-  since a supervisor signals the process and its group.
-- The kernel's signal at our parent's end (`flows.server.launch`) is never a second request. Cancelling a flow signals
-  this process first and ends the flow later, during the save.
+- A second SIGTERM ends the process immediately if it comes more than `SAME_REQUEST_S` after the first. An earlier one
+  belongs to the same request, since a supervisor signals the process and its group.
+- The kernel sends a signal when the parent process ends (`flows.server.launch`). It is never a second request.
+  Cancelling a flow signals this process first and ends the flow later, during the save.
 """
 
 import logging
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from rlcore.storage.locks import RunLock
 
 SAME_REQUEST_S = 5.0
-"""Two SIGTERMs within this time are one."""
+"""The seconds within which two SIGTERMs are the same request."""
 LOCK_WAIT_S = 90.0
-"""Time that a trainer without its flow may still need for saving."""
+"""The seconds that a trainer may still need for saving after its flow has ended."""
 POLL_S = 0.2
 
 log = logging.getLogger("rlcore.run.stop")
 
 
 class StopFlag:
-    """Flag set by the first SIGTERM or SIGINT. `end_now` must not return."""
+    """A flag that the first SIGTERM or SIGINT sets. `end_now`: a function that ends the process and does not return."""
 
     def __init__(self, end_now: Callable[[], None]) -> None:
         self._end_now = end_now
@@ -44,7 +44,7 @@ class StopFlag:
         self._parent = os.getppid()
 
     def install(self) -> None:
-        """Install the signal handlers. Call again after `ray.init`, which replaces the one of SIGTERM."""
+        """Install the signal handlers. Call this again after `ray.init`, which replaces the handler of SIGTERM."""
         signal.signal(signal.SIGTERM, self._handle)
         signal.signal(signal.SIGINT, self._handle)
 
@@ -61,7 +61,7 @@ class StopFlag:
         return self._requested_at is not None
 
     def seconds_since_request(self) -> float | None:
-        """Return the seconds since a stop was requested; None before."""
+        """Return the seconds since the stop request, or None if no stop was requested."""
         return None if self._requested_at is None else time.monotonic() - self._requested_at
 
 
@@ -74,13 +74,11 @@ def locked_run(
     *,
     waits_for_holder: bool = True,
 ) -> "Iterator[RunLock]":
-    """Hold the run's lock inside the block, and remove temporaries of killed processes.
+    """Hold the run's lock inside the `with` block, and remove temporary files of killed processes.
 
-    If another process has the lock, report that and wait. A live holder is waited for only if `waits_for_holder`.
-
-    Raises:
-        RunInUseError: it is still held after `wait_s`; names process, host and since when.
-        StopRequestedError: a stop was requested meanwhile.
+    If another process holds the lock, report this and wait. `waits_for_holder`: whether to wait for a holder that is
+    alive. Raises RunInUseError with the holder's process and host if the lock is still held after `wait_s`. Raises
+    StopRequestedError if a stop is requested during the wait.
     """
     # The command line imports this module before it reads settings.
     from rlcore.storage.locks import RUN_LOCK, RunLock, read_holder

@@ -1,8 +1,7 @@
-"""The warm start: a supervised training that makes the model of step 0.
+"""The warm start, which is a supervised training that creates the initial policy.
 
-It has a folder like a run's (`warm-starts/warm-start-<fingerprint>`) with journal and checkpoints, from which it
-resumes. Its result is published under `models/<fingerprint>` for
-all runs of equal settings.
+Its folder is `warm-starts/warm-start-<fingerprint>`. The folder has a journal and checkpoints, from which a warm start
+resumes. The result is published in `models/<fingerprint>` for all runs with equal settings.
 """
 
 import gc
@@ -57,12 +56,12 @@ from rlcore.types import Prompt
 from rlcore.workers.group import WorkerGroup
 
 MIN_CHECK_PROBLEMS = 16
-"""Minimum number of sampled responses for a reward."""
+"""The minimum number of problems on which the reward is sampled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demonstrations:
-    """Demonstrations in training order, and held-out ones."""
+    """The demonstrations of a warm start in training order, and its held-out demonstrations."""
 
     shown: PromptStream[Demonstration]
     held_out: tuple[Demonstration, ...]
@@ -72,7 +71,7 @@ class Demonstrations:
 
     @classmethod
     def read(cls, config: RunConfig, inputs: RunInputs) -> "Demonstrations":
-        """Read the tokenized demonstrations. Raise DataError where there is none."""
+        """Read the tokenized demonstrations. Raises DataError if no demonstration fits into `warm_start.max_tokens`."""
         warm, folder = config.warm_start, inputs.demonstrations_directory
         if folder is not None:
             rows, held_out = (read_demonstrations(folder / f"{split}.parquet") for split in ("train", "validation"))
@@ -95,7 +94,7 @@ class Demonstrations:
         return cls(stream, tuple(kept), warm.misdirected_share, config.seed, len(rows) - len(fitting))
 
     def draw(self, position: int, step: int, count: int) -> list[Demonstration]:
-        """Return the demonstrations of a step, some of them misdirected."""
+        """Return the demonstrations of a step, some of which have a response that reaches another target."""
         rng = np.random.default_rng((self.seed, WARM_START_STREAM, step))
         misdirected = (rng.random(count) < self.misdirected_share).tolist()
         rows = self.shown.take(position, count)
@@ -110,9 +109,9 @@ class SupervisedWorkers(TrainingWorkers):
 
     _trainer: SupervisedTrainer
     _sampler: ResponseSampler | None = None
-    """Present where the sampled reward ends the stage."""
+    """The sampler of responses, which exists only if a sampled reward can end the warm start."""
     _problems: Sequence[Prompt] = ()
-    """Problems on which the reward is sampled."""
+    """The problems on which the reward is sampled."""
 
     def __init__(self, record: RunRecord, inputs: RunInputs, demonstrations: Demonstrations, source: Path) -> None:
         super().__init__(record, source)
@@ -120,10 +119,10 @@ class SupervisedWorkers(TrainingWorkers):
         self._demonstrations = demonstrations
 
     def sync_weights(self, version: int) -> None:
-        """Do nothing: engines get the weights right before sampling."""
+        """Do nothing, because the engines receive the weights immediately before sampling."""
 
     def measure(self, step: int) -> dict[str, float]:
-        """Return the held-out loss, and the sampled reward where it ends the stage."""
+        """Return the held-out loss. If a sampled reward can end the warm start, return this reward too."""
         self.start()
         with self._guard.phase("testing"):
             metrics = self._trainer.held_out(self._demonstrations.held_out)
@@ -134,7 +133,7 @@ class SupervisedWorkers(TrainingWorkers):
         return metrics
 
     def _reward(self, sampler: ResponseSampler, step: int) -> float:
-        """Return the mean score of one sampled response to each problem, without those that have no score."""
+        """Return the mean score of one sampled response to each problem. Responses without a score are excluded."""
         config = sampler.config
         requests = make_requests(self._problems, 1, run_seed=config.seed, stream=WARM_START_STREAM, step=step)
         responses = sampler.sample(requests, config.rollout.sampling, policy_version=step)
@@ -168,7 +167,7 @@ class SupervisedWorkers(TrainingWorkers):
 
 
 class SupervisedTraining(Training[SupervisedWorkers]):
-    """Supervised steps until the settings' end."""
+    """A supervised training that ends at its last step, or earlier by the rules of `warm_start`."""
 
     STAGE = "warm-start"
 
@@ -192,7 +191,7 @@ class SupervisedTraining(Training[SupervisedWorkers]):
 
 
 def has_learned(config: RunConfig, step: int, best_step: int, metrics: Mapping[str, float]) -> bool:
-    """Return whether the sampled reward is reached, or the held-out loss has not fallen for `patience` checks."""
+    """Return whether the sampled reward reached its target or the held-out loss did not fall for `patience` checks."""
     warm = config.warm_start
     if warm.stop_at_reward is not None and metrics.get(REWARD, -math.inf) >= warm.stop_at_reward:
         return True
@@ -201,7 +200,7 @@ def has_learned(config: RunConfig, step: int, best_step: int, metrics: Mapping[s
 
 
 class WarmStart:
-    """Makes the model of step 0. It holds its folder's lock and its workers, after an error until `close`."""
+    """The creation of the initial policy. After an error, it keeps the workers and the folder's lock until `close`."""
 
     def __init__(self, config: RunConfig, inputs: RunInputs, guard: Watchdog) -> None:
         self._config, self._inputs, self._guard = config, inputs, guard
@@ -212,10 +211,9 @@ class WarmStart:
         self.training: SupervisedTraining | None = None
 
     def make(self) -> InitialPolicy:
-        """Return the model of step 0, making it if needed. A warm start resumes from its newest checkpoint.
+        """Return the initial policy, and create it first if needed. A warm start resumes from its newest checkpoint.
 
-        Raises:
-            StopRequestedError: a stop was requested; the last finished step is saved.
+        Raises StopRequestedError if a stop was requested. The last finished step is then saved.
         """
         config, guard = self._config, self._guard
         if config.model.path is not None:
@@ -228,7 +226,7 @@ class WarmStart:
             return InitialPolicy(self._directory, cached=False)
         self._open.enter_context(locked_run(self._layout.run_dir, guard.report, guard.stop, math.inf))
         known = known_initial_policy(config, self._inputs)
-        if known is not None:  # made by another run during the wait
+        if known is not None:  # another run has created it during the wait
             self.close(failed=False)
             return known
         self.training = self._open_training()
@@ -238,7 +236,7 @@ class WarmStart:
         return InitialPolicy.of(self._directory, read_finished_or_set_aside(self._directory), cached=False)
 
     def close(self, *, failed: bool, is_over: bool = False) -> None:
-        """End the workers and release the folder."""
+        """End the workers and release the lock of the folder."""
         training, self.training = self.training, None
         with self._open:
             if training is not None:
@@ -279,7 +277,7 @@ class WarmStart:
         return is_last or has_learned(record.config, newest.step, best, newest.metrics)
 
     def _publish(self, training: SupervisedTraining, newest: CheckpointInfo) -> None:
-        """Publish the checkpoint with the lowest held-out loss, or the last where a reward ends the stage."""
+        """Publish the checkpoint with the lowest held-out loss, or the last one if a reward can end the warm start."""
         record, workers = training.record, training.workers
         training.settle_save()
         ends_at_reward = self._config.warm_start.stop_at_reward is not None
@@ -297,7 +295,7 @@ class WarmStart:
 
 
 def build_model(config: RunConfig, folder: Path) -> None:
-    """Write a randomly initialized model with its tokenizer into a folder."""
+    """Write a randomly initialized model and its tokenizer into a folder."""
     build_scratch_tokenizer(config.model.scratch, folder)
     tokenizer = load_tokenizer(folder)
     build_scratch_model(

@@ -1,6 +1,6 @@
-"""The training loop of a run: steps, their lines in the journal, checkpoints at chunk ends, and resumes.
+"""The training loop of a run: steps, their journal lines, checkpoints at the ends of chunks, and resumes.
 
-The run's state is its newest committed checkpoint, from which everything here can be rebuilt.
+The newest committed checkpoint is the state of the run. Everything in this module can be rebuilt from it.
 """
 
 import time
@@ -32,7 +32,7 @@ W = TypeVar("W", bound=TrainingWorkers)
 
 
 class Training(Generic[W]):
-    """A training from checkpoint to checkpoint, which keeps the last finished step between two calls."""
+    """A training from checkpoint to checkpoint, which keeps the last finished step in memory between two calls."""
 
     STAGE = "train"
 
@@ -46,7 +46,7 @@ class Training(Generic[W]):
         self._state: LoopState | None = None
         self._metrics: Mapping[str, float] = {}
         self._saved_step = -1
-        """Step of the newest checkpoint, on disk or in progress."""
+        """The step of the newest checkpoint, on disk or in progress."""
         self._seconds_for_saves = 0.0
         self._meter: CostMeter | None = None
 
@@ -57,13 +57,14 @@ class Training(Generic[W]):
 
     @property
     def step(self) -> int:
-        """Last finished step of this process; 0 before the first."""
+        """The last step that this process has finished, or 0 before the first one."""
         return 0 if self._state is None else self._state.step
 
     def train_to(self, to_step: int, *, settle: bool = True) -> Mapping[str, float]:
-        """Train to a step, save at chunk ends and at that step, and return the metrics of the last step.
+        """Train to a step and return the metrics of the last step. Checkpoints are saved at chunk ends and at this
+        step.
 
-        `settle`: commit the last checkpoint before the return; otherwise it is written during the next call.
+        `settle`: whether to commit the last checkpoint before the return. Otherwise it is written during the next call.
         """
         state = self._begin()
         self.record.wait_for_room(state.step, self.settle_save)
@@ -77,7 +78,7 @@ class Training(Generic[W]):
             self._end_if_fatal(state, alarms)
             if self._stop():
                 raise StopRequestedError(self.save_finished())
-        if self._saved_step != state.step:  # it ends no chunk
+        if self._saved_step != state.step:  # the step does not end a chunk
             self._begin_save(state)
         if settle:
             self.settle_save()
@@ -91,7 +92,7 @@ class Training(Generic[W]):
         self._saving(self.record.saves.settle)
 
     def save_finished(self) -> str:
-        """Save the last finished step if needed, after a stop. Return a message."""
+        """Save the last finished step after a stop request, unless it is saved. Return a message for the user."""
         if self._state is None or self.workers.holds != name_of(self._state.step):
             return "the trainer was stopped; start again to resume from its last checkpoint"
         self._save_before(self._state)
@@ -100,7 +101,10 @@ class Training(Generic[W]):
     # ------------------------------------------------------------------ start
 
     def _begin(self) -> LoopState:
-        """Return the state to continue from: in memory after a chunk, else the newest checkpoint, else step 0."""
+        """Return the state from which training continues.
+
+        This is the state in memory after a chunk, otherwise the newest checkpoint, or step 0 if there is no checkpoint.
+        """
         self.workers.start()
         if self._state is not None and self.workers.holds == name_of(self._state.step):
             return self._state  # possibly ahead of its newest checkpoint
@@ -123,7 +127,7 @@ class Training(Generic[W]):
         return state
 
     def _cost(self) -> dict[str, float]:
-        """Return the run's cost. The meter reads the journal after a resume has cut it."""
+        """Return the cost of the run. The meter must read the journal after a resume has truncated it."""
         if self._meter is None:
             self._meter = CostMeter(self.record.layout.journal)
         return self._meter.metrics(self.workers.gpu_uses())
@@ -191,7 +195,7 @@ class Training(Generic[W]):
         raise NotImplementedError
 
     def _evaluate(self, state: LoopState) -> tuple[Mapping[str, float], LoopState]:
-        """Return metrics of the evaluations that are due, and the state with its score."""
+        """Return the metrics of the evaluations that are due, and the state with its best score."""
         raise NotImplementedError
 
     def _write_responses(self, result: StepResult) -> None:
@@ -221,7 +225,7 @@ class Training(Generic[W]):
         return step % trainer.steps_per_chunk == 0 or step == trainer.total_steps
 
     def _saving(self, advance: Callable[[], Saved | None]) -> None:
-        """Advance the current save; the time that the loop waits for it is a metric of the next step."""
+        """Advance the current save. The time that the loop waits for it becomes a metric of the next step."""
         begun = time.perf_counter()
         try:
             saved = advance()
@@ -235,7 +239,7 @@ class Training(Generic[W]):
 
 
 class RunTraining(Training[RunWorkers]):
-    """The reinforcement learning of a run, evaluated on held-out problems."""
+    """The reinforcement learning of a run, which is evaluated on held-out problems."""
 
     def _evaluate(self, state: LoopState) -> tuple[Mapping[str, float], LoopState]:
         step, total = state.step, self._config.trainer.total_steps
@@ -268,10 +272,9 @@ class RunTraining(Training[RunWorkers]):
             self.record.record_event("reward_audit", 0, {"text": text, "kinds": [finding.kind for finding in findings]})
 
     def evaluate(self, name: str, step: int, suite: SuiteConfig | None = None) -> ValidationResult:
-        """Evaluate the workers' weights on the held-out problems, or a suite's, and store the result by name.
+        """Evaluate the workers' weights on the held-out problems or on a suite, and store the result under `name`.
 
-        Raises:
-            UnscoredError: no problem has a score; nothing is stored.
+        Raises UnscoredError if no problem has a score. Nothing is then stored.
         """
         if suite is None:
             result, responses = self.workers.validate(name, step)
@@ -297,7 +300,7 @@ class RunTraining(Training[RunWorkers]):
             raise self._add_remedy(all_unscored_error(where, data.environment or data.scorer, result.failures))
 
     def evaluate_checkpoint(self, checkpoint: str, name: str, suite: SuiteConfig | None = None) -> ValidationResult:
-        """Evaluate a checkpoint on all held-out problems or a suite, reusing a result of training."""
+        """Evaluate a checkpoint on all held-out problems or on a suite. A matching result of training is reused."""
         step = self.record.store.step_of(checkpoint)
         result = (
             self._known_result(step, suite)
@@ -312,7 +315,7 @@ class RunTraining(Training[RunWorkers]):
         return result
 
     def file_of(self, name: str, suite: SuiteConfig | None = None) -> Path:
-        """Return the file of a result."""
+        """Return the file in which a validation result is stored."""
         folder = self._layout.validation if suite is None else self._layout.suites / suite.name
         return folder / f"{name}.json"
 
@@ -320,7 +323,10 @@ class RunTraining(Training[RunWorkers]):
         result.write(self.file_of(result.name, suite))
 
     def _known_result(self, step: int, suite: SuiteConfig | None, name: str | None = None) -> ValidationResult | None:
-        """Return the stored result of `name`, or by default of the step's validation if it used all problems."""
+        """Return the stored result of `name`, or None if it is missing or was evaluated differently.
+
+        Without `name`, return the result of the step's validation during training if this used all problems.
+        """
         settings = self._config.validation if suite is None else suite
         file = self.file_of(name or name_of(step), suite)
         if (name is None and settings.max_problems) or not file.is_file():

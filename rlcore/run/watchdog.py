@@ -1,7 +1,7 @@
-"""A watchdog that ends a run whose phase or stop takes too long, and records failures.
+"""A watchdog that ends a run if a phase or a stop takes too long, and that records failures.
 
-A thread compares the time of the current phase with its deadline. Where C code holds the interpreter lock, a timer
-of `faulthandler` writes the stacks and ends the process.
+A thread compares the duration of the current phase with its deadline. If C code holds the interpreter lock, a timer of
+`faulthandler` writes the stacks and ends the process.
 """
 
 import _thread
@@ -28,11 +28,11 @@ from rlcore.run.stop import StopFlag
 from rlcore.storage.publish import write_text_atomically
 
 Report = Callable[[Mapping[str, object]], None]
-"""Function that sends an event to the flow."""
+"""A function that sends an event to the flow."""
 
 POLL_S = 0.25
 LAST_RESORT_S = 60.0
-"""Time after a phase's deadline at which the timer of `faulthandler` ends the process."""
+"""The seconds from a phase's deadline until the timer of `faulthandler` ends the process."""
 
 PHASES = {
     "start_s": ("start",),
@@ -45,23 +45,23 @@ PHASES = {
     "save_s": ("save_checkpoint", "commit", "export", "start_model", "profile"),
     "load_s": ("load",),
 }
-"""Phases of each key in `runtime.deadlines`. Phases of a step are named as their `timing_s` metrics."""
+"""The phases that each key of `runtime.deadlines` limits. A phase of a step has the name of its `timing_s` metric."""
 DEADLINE_OF = {phase: key for key, phases in PHASES.items() for phase in phases}
 BEFORE_THE_UPDATE = frozenset({"gen", "environment", "reward", "old_log_prob", "ref", "values", "adv"})
-"""Phases before the weights change, in which a step can be abandoned."""
+"""The phases before the weights change. A step can be abandoned before each of them."""
 
 TRACKING_MODULE = "rlcore.tracking"
-"""The process that delivers metrics, which outlives the trainer until everything is delivered."""
+"""The module of the process that delivers metrics. It outlives the trainer until everything is delivered."""
 FINAL_REPORT_S = 5.0
-"""Time for the final output of a process, whose reader may have ended."""
+"""The maximum seconds for the final output of a process, whose reader may have ended."""
 STACKS_S = 40.0
-"""Time for collecting the stacks of all processes after a hang."""
+"""The maximum seconds for collecting the stacks of all processes after a hang."""
 
 log = logging.getLogger("rlcore.run.watchdog")
 
 
 class StepAbandonedError(StopRequestedError):
-    """The step took too long after a stop request and was abandoned before it changed the weights."""
+    """A step took too long after a stop request and was abandoned before it changed the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +72,11 @@ class _Running:
 
 
 class Watchdog:
-    """Deadlines of phases and stops, and the record of a run's failures. Use as a context manager around the workers.
+    """A guard that enforces the deadlines of phases and stops, and records the failures of a run.
 
-    Args:
-        stop: flag of a stop request. The step then has half of `runtime.stop_deadline_s`, the run all of it.
-        abandon: reports an error and ends the process; called from a thread.
-        step: returns the last finished step.
+    Use it as a context manager around the workers. After a stop request, the step has half of `runtime.stop_deadline_s`
+    and the run has all of it. `abandon`: a function that reports an error and ends the process, called in a separate
+    thread. `step`: a function that returns the last finished step.
     """
 
     def __init__(
@@ -99,14 +98,14 @@ class Watchdog:
         self._last_phase = ""
         self._has_hung = False
         self.aside: Callable[[], str] = str
-        """Stage of the concurrent save, for the message about a hang."""
+        """A function that returns the stage of the concurrent save, for the message about a hang."""
         self._running: tuple[_Running, ...] = ()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._poll, name="watch", daemon=True)
         self._folder = layout.logs / "stacks"
 
     def __enter__(self) -> Self:
-        """Start the thread. Processes started from now on can dump their stacks."""
+        """Start the thread. Processes that start from now on can dump their stacks."""
         stacks.open_folder(self._folder)
         self._thread.start()
         return self
@@ -119,10 +118,9 @@ class Watchdog:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Watch the block as this phase.
+        """Enforce the deadline of a phase inside the `with` block.
 
-        Raises:
-            StepAbandonedError: before the block, where a stop waits too long and the weights are unchanged.
+        Raises StepAbandonedError before the block if a stop request is too old and the weights are unchanged.
         """
         self._last_phase = name
         waited = self.stop.seconds_since_request()
@@ -139,7 +137,7 @@ class Watchdog:
             self._arm_last_resort()
 
     def _arm_last_resort(self) -> None:
-        """Set the process's only such timer for the innermost phase."""
+        """Set the timer of `faulthandler` for the innermost phase. A process has only one such timer."""
         faulthandler.cancel_dump_traceback_later()
         if self._running:
             innermost = self._running[-1]
@@ -159,11 +157,11 @@ class Watchdog:
                 return
 
     def num_failures(self, kind: str) -> int:
-        """Return the number of the run's failures of this kind."""
+        """Return the number of failures of this kind in the run."""
         return sum(failure.kind == kind for failure in read_failures(self._layout.run_dir))
 
     def record_failure(self, error: Exception) -> Exception:
-        """Record an error that ends this process, and return it as a `MillraceError` where it is a known failure."""
+        """Record an error that ends this process. Return it as a `MillraceError` if it is a known failure."""
         known = as_known_error(error, self._last_phase)
         failure = failure_from(known, self._last_phase, self._step())
         if not self._has_hung:  # errors after a hang are its consequences
@@ -222,7 +220,7 @@ class Watchdog:
 
 
 def report_and_exit(say: Callable[[], None], code: int) -> NoReturn:
-    """Call `say` for at most `FINAL_REPORT_S`, since the reader's pipe may be full, and end the process."""
+    """Call `say` and end the process after at most `FINAL_REPORT_S` seconds, since the reader's pipe may be full."""
     _run_with_timeout(FINAL_REPORT_S, say)
     exit_immediately(code)
 
@@ -238,7 +236,7 @@ def exit_immediately(code: int) -> NoReturn:
 
 
 def _run_with_timeout(seconds: float, do: Callable[[], None]) -> None:
-    """Call `do` in a thread and wait that long. Safe in a signal handler that has interrupted `threading`."""
+    """Call `do` in a thread and wait that long. This is safe in a signal handler that has interrupted `threading`."""
     is_done = _thread.allocate_lock()
     is_done.acquire()
 

@@ -33,14 +33,14 @@ from rlcore.workers.memory_plan import fit_run
 from rlcore.workers.worker import Worker
 
 MID_STEP = "in the middle of a step"
-"""State of the workers during a step and after a failed one: the weights of no checkpoint."""
+"""The value of `holds` during a step and after a failed step, when the weights belong to no checkpoint."""
 SHORT_RANK = "one of several ranks ran out of memory before"
 NUM_AUDITED = 8
-"""Problems of the reward's audit before the first step, about a hundred scores."""
+"""The number of problems in the reward audit before the first step. The audit needs about a hundred scores."""
 
 
 class ProfileWindow:
-    """Steps of which every rank writes a trace. A trace that is too large ends the window."""
+    """The steps for which every rank writes a trace. A trace that is too large ends the window."""
 
     def __init__(self, record: RunRecord, group: WorkerGroup) -> None:
         self._settings, self._folder = record.config.runtime.profile, record.layout.profile
@@ -51,7 +51,7 @@ class ProfileWindow:
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Record the block, which is this step, where the step is in the window."""
+        """Profile the `with` block if the step is in the window. The block executes this step."""
         if step not in self._steps:
             yield
             return
@@ -71,13 +71,13 @@ class ProfileWindow:
 
 
 class TrainingWorkers:
-    """The ranks of a training, started at their first use. Use as a context manager.
+    """The ranks of a training, which start at their first use. Use this class as a context manager.
 
-    `start` sets the attributes below.
+    The method `start` sets `config` and `group`.
     """
 
     config: RunConfig
-    """The training's settings, fitted to this host's memory."""
+    """The settings of the training, fitted to the memory of this host."""
     group: WorkerGroup
     _profile: ProfileWindow
 
@@ -89,9 +89,9 @@ class TrainingWorkers:
         self._version = 0
         self.initial_policy = initial_policy
         self.found: Mapping[str, object] = {}
-        """Facts about the ranks, once they are started."""
+        """Facts about the ranks after their start, such as the device."""
         self.holds: str | None = None
-        """Name of the checkpoint whose weights the workers hold, or `MID_STEP`; None before the first is loaded."""
+        """The name of the checkpoint whose weights the workers hold, or `MID_STEP`, or None before the first load."""
 
     def __enter__(self) -> Self:
         return self
@@ -101,17 +101,17 @@ class TrainingWorkers:
 
     @property
     def unscored(self) -> tuple[int, str]:
-        """See `ScoringPool.failures`; (0, "") in a supervised training."""
+        """The number of responses without a score and the last scoring error. A supervised training has (0, "")."""
         return 0, ""
 
     def gpu_uses(self) -> list[GpuUse]:
-        """Return the GPU use of each rank since its start; nothing on a CPU."""
+        """Return the GPU use of each rank since its start, or an empty list on a CPU."""
         if not self._is_started or self.found.get("device_name") == "CPU":
             return []
         return [use for use in self.group.each(Worker.gpu_use) if use is not None]
 
     def load(self, checkpoint: str) -> None:
-        """Load a checkpoint's weights into workers and engines."""
+        """Load a checkpoint's weights into the workers and the engines, unless the workers hold them."""
         workers = self.start().group
         found = self._record.store.find(checkpoint)
         name = "start" if found is None else found.name
@@ -137,7 +137,7 @@ class TrainingWorkers:
             self._report({"event": "note", "text": weight_sync.warning})
 
     def export(self, target: Path, phase: str, *, facts: Mapping[str, JsonValue]) -> None:
-        """Write the workers' weights as a transformers directory, see `export_transformers`."""
+        """Write the workers' weights in the transformers format. See `export_transformers`."""
         group, lora = self.start().group, self._config.model.lora
         with self._guard.phase(phase):
             weights, adapters = group.each(Worker.full_weights)[0], group.each(Worker.adapters)[0]
@@ -150,7 +150,7 @@ class TrainingWorkers:
             return self.start().group.each(Worker.save, verb, *args, **kwargs)
 
     def step(self, state: LoopState) -> StepResult:
-        """Take one step. The caller records it and sets `holds`."""
+        """Run one training step. The caller records the result and sets `holds`."""
         self.start()
         self.holds = MID_STEP
         with self._profile.around(state.step + 1):
@@ -173,7 +173,7 @@ class TrainingWorkers:
         raise NotImplementedError
 
     def _start_group(self, probe: Sequence[Prompt] = ()) -> None:
-        """Start the ranks. `probe`: prompts that check the weight syncs."""
+        """Start the ranks. `probe`: prompts with which weight syncs are checked."""
         try:
             with self._guard.phase("start"):
                 self.group = group = start_workers(self.config, str(self.initial_policy))
@@ -210,13 +210,13 @@ class RunWorkers(TrainingWorkers):
 
     @property
     def unscored(self) -> tuple[int, str]:
-        """See `ScoringPool.failures`."""
+        """The number of responses without a score, and the last error of the scorer or the environment."""
         return self.start()._sampler.unscored
 
     def validate(self, name: str, step: int) -> tuple[ValidationResult, pa.Table]:
-        """Evaluate the workers' weights on the held-out problems; return the result and the table of responses.
+        """Evaluate the workers' weights on the held-out problems. Return the result and the table of responses.
 
-        During training the first `validation.max_problems` are used.
+        Only the first `validation.max_problems` problems are used during training.
         """
         sampler = self.start()._sampler
         tables: list[pa.Table] = []
@@ -247,15 +247,15 @@ class RunWorkers(TrainingWorkers):
 
     @property
     def problems(self) -> Problems:
-        """The problems of a run that trains."""
+        """The training and held-out problems of a run that trains."""
         problems = self.start()._held_out
         assert isinstance(problems, Problems), "an evaluation has no training rows"
         return problems
 
     def training_responses(self, prompts: Sequence[Prompt], num_samples: int, first_row: int) -> list[Response]:
-        """Sample responses to training prompts with the workers' weights, grouped by prompt.
+        """Sample responses to training prompts with the workers' weights, and return them grouped by prompt.
 
-        Random numbers depend on the run's seed and the row's index, which is `first_row` for the first prompt.
+        Random numbers depend on the run's seed and the row's index. `first_row`: the index of the first prompt.
         """
         config = self.start().config
         requests = make_requests(
@@ -267,7 +267,7 @@ class RunWorkers(TrainingWorkers):
             )
 
     def audit(self, result: ValidationResult) -> tuple[AuditFinding, ...]:
-        """Return responses that the scorer pays for and must not, see `audit_reward`."""
+        """Return the kinds of worthless responses that the scorer rewards. See `audit_reward`."""
         cases = [
             Case(
                 problem.prompt_text, problem.ground_truth_json, tuple(response.text for response in problem.samples[:2])
@@ -302,7 +302,7 @@ class RunWorkers(TrainingWorkers):
 
     @cached_property
     def _trainer(self) -> Trainer:
-        """The trainer, made at the first step, when pass rates are known."""
+        """The trainer, which is created at the first step, when the pass rates are known."""
         collector = ExperienceCollector(self._sampler, self.problems.stream, self.problems.metrics())
         failures = self._layout.failures
         return Trainer(self.config, self.group, collector, failures=failures, enter_phase=self._guard.phase)

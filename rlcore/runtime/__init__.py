@@ -1,1 +1,1 @@
-"""Workers of a run: the groups that run them, Ray clusters, and queries of devices."""
+"""The groups that run a run's workers, the handling of Ray clusters, and queries of devices."""

@@ -1,6 +1,6 @@
-"""Ray clusters without importing Ray: reachability, folders on this host, and the authentication token.
+"""Ray clusters without an import of Ray: reachability, folders on this host, and the authentication token.
 
-Plans use it too, since Ray itself would try a closed port for minutes.
+Plans use this module too, since Ray itself would try a closed port for minutes.
 """
 
 import os
@@ -23,32 +23,32 @@ from rlcore.errors import ConfigError
 from rlcore.storage.publish import remove_tree, write_secret_once
 
 END_WAIT_S = 5.0
-"""Time that Ray's processes may still write after their end was requested."""
+"""The seconds in which processes of Ray may still write after they were requested to end."""
 DEAD_FOR_S = 3_600.0
-"""Minimum age of a killed cluster's folder that is removed."""
+"""The minimum age in seconds at which a killed cluster's folder is removed."""
 LONGEST_SOCKET_PATH = 107
-"""The kernel's limit of a Unix socket's path, in bytes."""
+"""The kernel's limit for the path of a Unix socket, in bytes."""
 LONGEST_SOCKET = "/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
-"""Longest path of a socket in Ray's folder."""
+"""The longest path of a socket, relative to Ray's folder."""
 LEAST_STORE_BYTES = 256 * 1024**2
 SENT_BYTES_PER_TOKEN = 100
-"""Bytes that a step sends per token, for the reference and the updates together."""
+"""The bytes that a step sends per token, for the reference and the updates together."""
 
 
 def private_folder() -> Path:
-    """Return the folder of this user's clusters and their token. A run's folder is too long for a socket's path."""
+    """Return the folder of this user's clusters and their token. The path of a run's folder is too long for sockets."""
     return Path(tempfile.gettempdir()) / f"ray-{os.geteuid()}"
 
 
 def ray_folder() -> Path:
-    """Return the folder of sockets, logs and spilled objects. Ray makes it 0777; its parent is 0700."""
+    """Return the folder of sockets, logs and spilled objects. Ray gives it mode 0777, but its parent has mode 0700."""
     return private_folder() / "ray"
 
 
 def store_bytes(config: RunConfig) -> int:
-    """Return the size of a private cluster's object store: the settings' largest batch.
+    """Return the size of a private cluster's object store, which should hold the largest batch.
 
-    It is limited by shared memory and by Ray's limit of 30% of the host's memory.
+    The size is limited by the free shared memory and by Ray's limit of 30% of the host's memory.
     """
     shared = Path("/dev/shm")
     free = shutil.disk_usage(shared).free if shared.is_dir() else LEAST_STORE_BYTES
@@ -57,7 +57,7 @@ def store_bytes(config: RunConfig) -> int:
 
 
 def spilled_bytes(config: RunConfig) -> int:
-    """Return the bytes of the largest batch that may be spilled to the cluster's folder."""
+    """Return the number of bytes that the largest batch may spill to the cluster's folder."""
     return max(LEAST_STORE_BYTES, _sent_bytes(config) - store_bytes(config))
 
 
@@ -67,12 +67,12 @@ def _sent_bytes(config: RunConfig) -> int:
 
 
 def token_file() -> Path:
-    """Return the file of the authentication token of this user's clusters."""
+    """Return the file with the authentication token of this user's clusters."""
     return private_folder() / "auth_token"
 
 
 def folder_problem() -> str | None:
-    """Return why Ray cannot use its folder; None where it can or the folder does not exist yet."""
+    """Return a message that says why Ray cannot use its folder, or None if Ray can use or create it."""
     folder = private_folder()
     remedy = "Set TMPDIR to another folder"
     if len(os.fsencode(f"{ray_folder()}{LONGEST_SOCKET}")) > LONGEST_SOCKET_PATH:
@@ -97,12 +97,10 @@ def folder_problem() -> str | None:
 
 
 def loopback_environment() -> Mapping[str, str]:
-    """Return an environment in which Ray listens on loopback only and requires this user's token.
+    """Return environment variables with which Ray listens only on loopback and requires this user's token.
 
-    Folder and token are made if needed.
-
-    Raises:
-        ConfigError: the folder does not belong to this user.
+    The folder and the token are created if needed. Raises ConfigError if Ray cannot use the folder, for example because
+    it belongs to another user.
     """
     folder, token = private_folder(), token_file()
     with suppress(FileExistsError):
@@ -125,8 +123,7 @@ def loopback_environment() -> Mapping[str, str]:
 def restrict_ray(ray_address: str | None) -> None:
     """Restrict this process and its local cluster to loopback and this user's token. Other clusters are unchanged.
 
-    Raises:
-        ConfigError: the folder does not belong to this user, or Ray, which reads the environment, is already imported.
+    Raises ConfigError if Ray cannot use the folder, or if Ray is already imported and has read its environment.
     """
     if ray_address is not None and not is_own_head(address_of(ray_address)):
         return
@@ -141,9 +138,9 @@ def restrict_ray(ray_address: str | None) -> None:
 
 
 def address_of(given: str) -> str:
-    """Return a cluster's address in Ray's form, with 127.0.0.1 for localhost.
+    """Return the address of a cluster in Ray's form, with 127.0.0.1 for localhost.
 
-    `auto` is RAY_ADDRESS, else the cluster of `millrace up --ray` if it runs.
+    `auto` is replaced by RAY_ADDRESS if that is set, otherwise by the cluster of `millrace up --ray` if that runs.
 
     >>> address_of("localhost:6379"), address_of("head.example:6379")
     ('127.0.0.1:6379', 'head.example:6379')
@@ -156,7 +153,7 @@ def address_of(given: str) -> str:
 
 
 def is_own_head(address: str) -> bool:
-    """Return whether the cluster at an address is that of `millrace up --ray`."""
+    """Return whether `millrace up --ray` has started the cluster at this address."""
     return address == _own_head()
 
 
@@ -189,7 +186,7 @@ def remove_dead_sessions() -> None:
 
 
 def _is_alive(session: Path) -> bool:
-    """Return whether a node of the cluster answers. Process ids are not valid across containers."""
+    """Return whether a node of the cluster accepts connections. Process ids are not valid across containers."""
     for path in (session / "sockets").glob("raylet*"):
         with socket.socket(socket.AF_UNIX) as client:
             try:
@@ -204,7 +201,9 @@ _ANSWER_TIMEOUT_S = 10.0
 
 
 def unreachable(address: str) -> str | None:
-    """Return why no cluster can be joined at `address`; None where a process listens, or for `auto`.
+    """Return a text that says why no cluster can be joined at `address`, or None if a process listens there.
+
+    The result is also None for `auto`.
 
     >>> unreachable("auto") is None
     True

@@ -1,7 +1,7 @@
-"""Queries of this machine's GPUs in other processes, so the caller loads no torch and holds no GPU.
+"""Queries of this machine's GPUs in other processes, so that the caller neither imports torch nor holds a GPU.
 
-python -m rlcore.runtime.devices                                # JSON: torch, CUDA, architectures, GPUs
-python -m rlcore.runtime.devices RANK NUM_RANKS FILE BACKEND    # one rank of an all-reduce with rendezvous FILE
+python -m rlcore.runtime.devices # JSON: torch, CUDA, architectures, GPUs python -m rlcore.runtime.devices RANK
+NUM_RANKS FILE BACKEND # one rank of an all-reduce with rendezvous FILE
 """
 
 import json
@@ -17,14 +17,14 @@ from pydantic import TypeAdapter
 from pydantic.dataclasses import dataclass
 
 PROBE_S = 120.0
-"""Deadline of one process, which may import torch from a slow disk."""
+"""The deadline of one process in seconds. The process may import torch from a slow disk."""
 RENDEZVOUS_S = 60.0
-"""Timeout of the ranks' rendezvous."""
+"""The timeout for the rendezvous of the ranks, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU. `capability`: compute capability, such as (9, 0)."""
+    """One GPU. `capability`: the compute capability, such as (9, 0)."""
 
     name: str
     capability: tuple[int, int]
@@ -34,7 +34,8 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """Devices and build of torch. `cuda`: its CUDA version, '' for a CPU build. `architectures`: supported ones."""
+    """The GPUs and the build of torch. `cuda`: torch's CUDA version, or '' for a CPU build. `architectures`: the GPU
+    architectures that torch supports."""
 
     torch: str
     cuda: str
@@ -43,10 +44,9 @@ class Devices:
 
 
 def find_devices() -> Devices:
-    """Find the devices that torch sees.
+    """Return the devices that torch finds.
 
-    Raises:
-        OSError: torch cannot be imported, or CUDA cannot be used; with the last line of the process's errors.
+    Raises OSError with the last line of the error output if torch cannot be imported or CUDA cannot be used.
     """
     return TypeAdapter(Devices).validate_json(output_of([sys.executable, "-P", "-m", __name__]))
 
@@ -54,8 +54,7 @@ def find_devices() -> Devices:
 def output_of(command: Sequence[str]) -> str:
     """Return the standard output of a process.
 
-    Raises:
-        OSError: it failed, with the last line of its errors, or did not end in time.
+    Raises OSError if the process fails or does not end in time. A failure has the last line of the error output.
     """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, check=False)
@@ -67,10 +66,9 @@ def output_of(command: Sequence[str]) -> str:
 
 
 def all_reduce(num_ranks: int, backend: str) -> None:
-    """Test an all-reduce of the ranks: with backend nccl one rank per GPU, with gloo on the CPU.
+    """Test an all-reduce of several ranks. The backend nccl has one rank per GPU, and gloo runs on the CPU.
 
-    Raises:
-        OSError: a rank failed, with the last line of the first one's errors, or they did not end in time.
+    Raises OSError if a rank fails or the ranks do not end in time. A failure has the last line of the rank's errors.
     """
     with tempfile.TemporaryDirectory() as folder:
         words = [str(num_ranks), str(Path(folder) / "rendezvous"), backend]
@@ -128,7 +126,7 @@ def _describe() -> Devices:
 
 
 def main() -> None:
-    """Run `python -m rlcore.runtime.devices`."""
+    """Run the command line of `python -m rlcore.runtime.devices`."""
     if len(sys.argv) > 1:
         rank, num_ranks, rendezvous, backend = sys.argv[1:]
         _run_rank(int(rank), int(num_ranks), rendezvous, backend)

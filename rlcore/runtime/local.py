@@ -1,4 +1,4 @@
-"""Start of a run's workers: one worker in the trainer's process, or Ray actors."""
+"""The start of a run's workers, and a worker group inside the trainer's process."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Concatenate
@@ -10,7 +10,7 @@ from rlcore.workers.worker import Worker
 
 
 class LocalGroup:
-    """`WorkerGroup` of one rank without Ray: for laptops, tests and debuggers."""
+    """A `WorkerGroup` of one rank without Ray, for laptops, tests and debuggers."""
 
     world_size = 1
 
@@ -34,7 +34,7 @@ class LocalGroup:
     def stream(
         self, verb: Callable[..., Iterator[R]], arguments: Sequence[tuple[Any, ...]], take: Callable[[int, R], None]
     ) -> None:
-        """Call the method with the only tuple of arguments, and `take(0, item)` for each item."""
+        """Call the generator method with the only tuple of arguments, and `take(0, item)` for each item."""
         (only,) = arguments
         for item in verb(self._worker, *only):
             take(0, item)

@@ -1,4 +1,4 @@
-"""Ray actors: one worker per rank, in one placement group with one bundle each. Only this module imports ray."""
+"""Workers as Ray actors, one for each rank, in one placement group. Only this module imports ray."""
 
 import os
 import pickle
@@ -36,7 +36,7 @@ from rlcore.workers.group import P, R
 from rlcore.workers.worker import Worker
 
 ALL_FAIL_WAIT_S = 10.0
-"""Time after a rank's error to detect a dead rank, which is then the cause."""
+"""The seconds to wait after a rank's error for a dead rank, which would be the cause of the error."""
 
 
 class RankProcess(Worker):
@@ -49,30 +49,35 @@ class RankProcess(Worker):
         super().__init__(config, model_directory, rank=rank, world_size=world_size)
 
     def rendezvous(self) -> str:
-        """Return rank 0's rendezvous address: that of its Ray node, since its host name may resolve to loopback."""
+        """Return the rendezvous address on rank 0.
+
+        If `runtime.ray_address` is set, this is the address of the Ray node, since the host name may resolve to
+        loopback.
+        """
         is_private = self._config.runtime.ray_address is None
         return free_address() if is_private else free_address(ray.util.get_node_ip_address())
 
     def stream(self, verb: str, arguments: bytes) -> Iterator[bytes]:
-        """Yield a generator method's items, pickled as its arguments are. Ray takes three times as long for objects."""
+        """Yield the pickled items of a generator method with pickled arguments. Ray needs three times as long for
+        objects."""
         for item in getattr(self, verb)(*pickle.loads(arguments)):
             yield pickle.dumps(item)
 
 
 @dataclass(frozen=True, slots=True)
 class PendingCall(Generic[R]):
-    """A call in progress."""
+    """A call in progress on all ranks."""
 
     group: "RayGroup"
     references: list[Any]
 
     def result(self) -> list[R]:
-        """Wait for the results, by rank."""
+        """Wait for the results and return them by rank."""
         return self.group.get(self.references)
 
 
 class RayGroup:
-    """`WorkerGroup` of Ray actors. Starts a private cluster unless `runtime.ray_address` names one."""
+    """A `WorkerGroup` of Ray actors. It starts a private cluster unless `runtime.ray_address` names one."""
 
     def __init__(self, config: RunConfig, model_directory: str) -> None:
         self.world_size = config.runtime.num_workers
@@ -118,7 +123,7 @@ class RayGroup:
         self.each(Worker.setup, rendezvous)
 
     def each(self, verb: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Call the method on every rank with the same arguments; return results by rank."""
+        """Call the method on every rank with the same arguments. Return the results by rank."""
         return self.get([getattr(actor, verb.__name__).remote(*args, **kwargs) for actor in self._actors])
 
     def begin(self, verb: Callable[..., R], arguments: Sequence[tuple[Any, ...]]) -> "PendingCall[R]":
@@ -127,7 +132,7 @@ class RayGroup:
         return PendingCall(self, [getattr(actor, verb.__name__).remote(*args) for actor, args in calls])
 
     def send(self, values: Sequence[object]) -> Sequence[Any]:
-        """Put the values into Ray's store and return references."""
+        """Put the values into Ray's store and return references to them."""
         return [ray.put(value) for value in values]
 
     def stream(
@@ -152,7 +157,10 @@ class RayGroup:
                 take(streams[stream], pickle.loads(self.get([reference])[0]))
 
     def get(self, references: list[Any]) -> list[Any]:
-        """Return all results, or raise a `MillraceError`; of several errors that of a dead rank."""
+        """Return all results. If several calls failed, the error of a dead rank has priority.
+
+        Raises a `MillraceError` if a rank raised one, was lost, or did not answer in time.
+        """
         try:
             return ray.get(references, timeout=self.deadline_s)
         except GetTimeoutError as error:
@@ -168,7 +176,10 @@ class RayGroup:
             raise cause from None
 
     def _cause(self, first: RayError) -> RayError:
-        """Return the first error, or that of a dead rank, whose peers fail in the collective."""
+        """Return the error of a dead rank if there is one, otherwise the first error.
+
+        A dead rank makes the other ranks fail in collective calls.
+        """
         if not isinstance(first, RayTaskError) or isinstance(first.cause, MillraceError):
             return first
         alive = [actor.__ray_ready__.remote() for actor in self._actors]
@@ -195,12 +206,12 @@ class RayGroup:
 
 
 def _send_tensors_as_arrays() -> None:
-    """Serialize tensors as Ray serializes arrays, in half the time of torch's pickles."""
+    """Let Ray serialize tensors as arrays, which takes half the time of torch's pickles."""
     ray.util.register_serializer(torch.Tensor, serializer=as_array, deserializer=as_tensor)
 
 
 def as_array(tensor: torch.Tensor) -> tuple[np.ndarray, torch.dtype, torch.Size]:
-    """Return a tensor's bytes, dtype and shape."""
+    """Return the bytes, the dtype and the shape of a tensor."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy(), tensor.dtype, tensor.shape
 
 
@@ -213,7 +224,9 @@ def as_tensor(sent: tuple[np.ndarray, torch.dtype, torch.Size]) -> torch.Tensor:
 
 
 def neighbours(nodes: Mapping[int, str]) -> list[int]:
-    """Return the bundles in the order of the ranks, those of a node together. Ray assigns bundles in any order.
+    """Return the bundles in the order of the ranks, so that bundles of one node are adjacent.
+
+    Ray assigns bundles to nodes in any order.
 
     >>> neighbours({0: "one", 1: "other", 2: "one"})
     [0, 2, 1]
@@ -237,7 +250,7 @@ def _worker_lost(error: RayError) -> WorkerLostError:
 def start_ray(config: RunConfig) -> Path | None:
     """Connect to the cluster of `runtime.ray_address`, or start a private one without telemetry.
 
-    Return the session folder of a started cluster, else None. Requires `restrict_ray` in this process.
+    Return the session folder of a started cluster, otherwise None. `restrict_ray` must be called in this process first.
     """
     if ray.is_initialized():
         return None
@@ -274,9 +287,9 @@ def start_ray(config: RunConfig) -> Path | None:
 
 @contextmanager
 def _raise_worker_lost(what: str) -> Iterator[None]:
-    """Convert Ray's errors during a start to WorkerLostError, since another start may succeed.
+    """Convert errors of Ray during a start to WorkerLostError, since another start may succeed.
 
-    Where a process of Ray has died, it raises RuntimeError, ConnectionError or a bare Exception.
+    Ray raises RuntimeError, ConnectionError or a bare Exception if one of its processes has died.
     """
     try:
         yield
@@ -288,10 +301,9 @@ def _raise_worker_lost(what: str) -> Iterator[None]:
 
 @contextmanager
 def _keep_sigterm_handler() -> Iterator[None]:
-    """Restore the handler of SIGTERM, which Ray replaces at its start by one that ends the process.
+    """Restore the SIGTERM handler, which Ray replaces with a handler that ends the process.
 
-    Raises:
-        StopRequestedError: a SIGTERM arrived during Ray's start; the previous handler has been called.
+    Raises StopRequestedError if a SIGTERM arrived while Ray was starting. The previous handler is called first.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

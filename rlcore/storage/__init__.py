@@ -1,1 +1,1 @@
-"""Files that are whole or absent: published directories, locks, room on disk. No torch."""
+"""Storage of files that are whole or absent: published directories, locks and disk space. It imports no torch."""

@@ -1,4 +1,4 @@
-"""Room on disk: measurements, estimates of checkpoint sizes, and errors about too little room."""
+"""Measurements of disk space, estimates of checkpoint sizes, and errors about too little space."""
 
 import errno
 import os
@@ -12,21 +12,21 @@ from rlcore.storage.documents import find_obstacle
 
 BYTES_PER_GB = 1e9
 BYTES_PER_TRAINED_PARAMETER = 4 + 8
-"""float32 master weights and the two float32 moments of AdamW."""
+"""The bytes of a float32 master weight and of the two float32 moments of AdamW."""
 CHECKPOINT_SLACK_BYTES = 4 * 2**20
-"""Headers, index, trainer state and manifest."""
+"""The bytes of a checkpoint's headers, index, trainer state and manifest."""
 CHECKPOINT_SLACK_SHARE = 0.01
-"""Blocks of the file system that are partly filled."""
+"""The share that partly filled blocks of the file system add to the size of a checkpoint."""
 NO_FILES = "that file system can hold no further file, whatever its free bytes: its inodes are used up (df -i)"
 NO_ROOM_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 NO_ROOM_TEXTS = ("no space left on device", "disk quota exceeded", "os error 28)", "os error 122)")
-"""Messages of writers in Rust and C++ (safetensors, torch), which pass no errno."""
+"""The messages about a full disk of writers in Rust and C++ (safetensors, torch), which pass no errno."""
 UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-"""Bytes of a unit, largest first."""
+"""The bytes and the name of each unit, largest first."""
 
 
 def unit_for(num_bytes: float) -> tuple[float, str]:
-    """Return the largest unit of which the size is at least a tenth; GB for zero.
+    """Return the largest unit of which the size is at least a tenth, or GB for a size of zero.
 
     >>> unit_for(2.4e6), unit_for(0)
     ((1000000.0, 'MB'), (1000000000.0, 'GB'))
@@ -37,7 +37,7 @@ def unit_for(num_bytes: float) -> tuple[float, str]:
 
 
 def size(num_bytes: float) -> str:
-    """Format a size.
+    """Format a number of bytes with a unit.
 
     >>> size(77.4e9), size(4_200_000), size(0)
     ('77.4 GB', '4.2 MB', '0.0 GB')
@@ -59,13 +59,13 @@ def free_bytes(path: Path) -> int:
 
 
 def free_files(path: Path) -> int | None:
-    """Return the number of files that the file system of `path` can still hold; None where it has no limit."""
+    """Return the number of files that the file system of `path` can still hold, or None if it has no limit."""
     stats = os.statvfs(nearest_existing(path))
     return stats.f_favail if stats.f_files else None
 
 
 def is_out_of_room(error: BaseException | None) -> bool:
-    """Return whether this error, or one of its causes, is a full disk or an exhausted quota."""
+    """Return whether an error or one of its causes is a full disk or an exhausted quota."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -88,7 +88,7 @@ def unwritable(folder: Path, reason: OSError, error: type[MillraceError] = Unwri
 
 
 def out_of_room(path: Path, reason: BaseException, *, needed_bytes: int | None = None) -> DiskSpaceError:
-    """Return the error for a write that failed for lack of room."""
+    """Return the error for a write that failed because the disk has no room."""
     needed = "" if needed_bytes is None else f"at least {needed_bytes} bytes were to be written, "
     free = f"{free_bytes(path)} bytes are free on that file system"
     error = DiskSpaceError(
@@ -101,7 +101,7 @@ def out_of_room(path: Path, reason: BaseException, *, needed_bytes: int | None =
 
 @dataclass(frozen=True, slots=True)
 class DiskNeed:
-    """Bytes that will be written below a path."""
+    """A number of bytes that will be written below a path."""
 
     what: str
     path: Path
@@ -110,7 +110,7 @@ class DiskNeed:
 
 @dataclass(frozen=True, slots=True)
 class RoomReport:
-    """Room on the file system of `path`. `free_files` is None where the file system has no limit."""
+    """The space on the file system of `path`. `free_files` is None if the file system has no limit."""
 
     path: Path
     needed_bytes: int
@@ -120,17 +120,17 @@ class RoomReport:
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes to free before the write may start; 0 where there is room."""
+        """The bytes to free before the write may start, or 0 if there is room."""
         return max(0, self.needed_bytes + self.reserve_bytes - self.free_bytes)
 
     @property
     def enough(self) -> bool:
-        """True if the room suffices."""
+        """True if the space suffices."""
         return self.missing_bytes == 0 and self.free_files != 0
 
     @property
     def problem(self) -> str:
-        """The lack of room as text, valid where there is not enough."""
+        """A text about the missing space. It is valid only if there is not enough space."""
         if not self.missing_bytes:
             return f"{self.path}: {NO_FILES}"
         return (
@@ -140,7 +140,7 @@ class RoomReport:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """`disk/free_gb` and `disk/needed_gb` (with the reserve), in GB of 1e9 bytes."""
+        """The metrics `disk/free_gb` and `disk/needed_gb` (with the reserve), in GB of 1e9 bytes."""
         return {
             "disk/free_gb": self.free_bytes / BYTES_PER_GB,
             "disk/needed_gb": (self.needed_bytes + self.reserve_bytes) / BYTES_PER_GB,
@@ -154,12 +154,12 @@ class RoomReport:
 
 
 def check_room(path: Path, needed_bytes: int, reserve_bytes: int = 0) -> RoomReport:
-    """Measure the room at a path. Quotas are not measured; they show as a failed write."""
+    """Measure the space at a path. Quotas are not measured, and appear only as a failed write."""
     return RoomReport(path, needed_bytes, reserve_bytes, free_bytes(path), free_files(path))
 
 
 def check_needs(needs: Sequence[DiskNeed], reserve_bytes: int = 0) -> tuple[RoomReport, ...]:
-    """Return one report for each file system of the needs, in the order of their first mention."""
+    """Return one report for each file system of the needs, in the order in which the needs mention them."""
     by_device: dict[int, list[DiskNeed]] = {}
     for need in needs:
         by_device.setdefault(nearest_existing(need.path).stat().st_dev, []).append(need)
@@ -169,13 +169,14 @@ def check_needs(needs: Sequence[DiskNeed], reserve_bytes: int = 0) -> tuple[Room
 
 
 def checkpoint_bytes(num_trained_parameters: int) -> int:
-    """Estimate the size of the first checkpoint. Count the critic's parameters too; frozen ones are not saved."""
+    """Estimate the size of the first checkpoint. The number of parameters includes the critic's, but not frozen ones,
+    which are not saved."""
     tensors = num_trained_parameters * BYTES_PER_TRAINED_PARAMETER
     return int(tensors * (1 + CHECKPOINT_SLACK_SHARE)) + CHECKPOINT_SLACK_BYTES
 
 
 def max_num_checkpoints(config: CheckpointConfig, *, total_steps: int, steps_per_chunk: int) -> int:
-    """Return the largest number of checkpoints on disk: those that retention keeps and the one being written."""
+    """Return the largest number of checkpoints on disk: the ones that retention keeps and the one being written."""
     total = -(-total_steps // steps_per_chunk)
     kept = config.keep_last + config.keep_best
     if config.keep_every_steps:

@@ -1,4 +1,4 @@
-"""Small files that may be damaged, whose problems are OSError or ValueError, and addresses of sqlite files."""
+"""Reading of small files that may be damaged, and addresses of sqlite files. Damage raises OSError or ValueError."""
 
 import errno
 import hashlib
@@ -23,11 +23,8 @@ _URI_QUERY = "file:"
 
 
 def open_ordinary(path: Path) -> BinaryIO:
-    """Open an ordinary file for reading.
-
-    Raises:
-        OSError: it cannot be opened or is not an ordinary file. Opening a FIFO would wait for a writer.
-    """
+    """Open an ordinary file for reading. Raises OSError if it cannot be opened or is not an ordinary file. Opening a
+    FIFO would wait for a writer."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -36,31 +33,28 @@ def open_ordinary(path: Path) -> BinaryIO:
 
 
 def read_ordinary(path: Path) -> bytes:
-    """Return the content of an ordinary file. Raises as `open_ordinary` does."""
+    """Return the content of an ordinary file. Raises OSError if it cannot be read or is not an ordinary file."""
     with open_ordinary(path) as file:
         return file.read()
 
 
 def files_of(folder: Path, pattern: str) -> list[Path]:
-    """Return the files that match a pattern in a folder; none where the folder does not exist.
-
-    Raises:
-        OSError: the folder cannot be read, which `Path.glob` does not report.
-    """
+    """Return the files in a folder that match a pattern, or none if the folder does not exist. Raises OSError if the
+    folder cannot be read, which `Path.glob` does not report."""
     if folder.is_dir():
         os.close(os.open(folder, os.O_RDONLY))
     return list(folder.glob(pattern))
 
 
 def find_obstacle(folder: Path) -> Path | None:
-    """Return the file or dangling link at the path of a folder or of a parent; None where there is none."""
+    """Return the file or dangling link at the path of a folder or of a parent, or None if there is none."""
     folder = folder.absolute()
     nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     return None if nearest.is_dir() else nearest
 
 
 def sha256_of(path: Path, num_bytes: int | None = None) -> str:
-    """Return the hex digest of an ordinary file, or of its first `num_bytes`. Raises as `open_ordinary` does."""
+    """Return the hex digest of an ordinary file, or of its first `num_bytes`. Raises OSError if it cannot be read."""
     digest = hashlib.sha256()
     left = sys.maxsize if num_bytes is None else num_bytes
     with open_ordinary(path) as file:
@@ -83,7 +77,7 @@ def _digest(path: Path, size: int, time_ns: int) -> str:
 
 
 def parse_json(content: str | bytes) -> Any:
-    """Parse JSON. Raise ValueError instead of RecursionError where it is nested too deeply."""
+    """Parse JSON. Raises ValueError, instead of RecursionError, if the JSON is nested too deeply."""
     try:
         return json.loads(content)
     except RecursionError:
@@ -91,11 +85,8 @@ def parse_json(content: str | bytes) -> Any:
 
 
 def read_document(path: Path, kind: TypeAdapter[T], remedy: str = "") -> T | None:
-    """Read a JSON file as a typed value; None where there is no file.
-
-    Raises:
-        DataError: it cannot be read or has another form. The message ends with `remedy`.
-    """
+    """Return a JSON file as a typed value, or None if there is no file. Raises DataError if the file cannot be read or
+    has another form. The message ends with `remedy`."""
     try:
         return kind.validate_json(read_ordinary(path))
     except FileNotFoundError:
@@ -106,7 +97,7 @@ def read_document(path: Path, kind: TypeAdapter[T], remedy: str = "") -> T | Non
 
 
 def first_problem(error: Exception) -> str:
-    """Return an error as one line; of a ValidationError the first location and its message."""
+    """Return an error as one line. A ValidationError is shown as its first location and message."""
     if not isinstance(error, ValidationError):
         return str(error)
     detail = error.errors(include_url=False, include_input=False)[0]
@@ -116,7 +107,7 @@ def first_problem(error: Exception) -> str:
 def sqlite_address(file: Path, scheme: str = SQLITE) -> str:
     """Return the SQLAlchemy address of an absolute path. `scheme` may name a driver.
 
-    SQLAlchemy ends a path at a `?`, so such a path takes sqlite's URI form, slashes escaped for MLflow.
+    SQLAlchemy ends a path at a `?`. A path with this sign gets sqlite's URI form, with slashes escaped for MLflow.
 
     >>> sqlite_address(Path("/data/50%/mlflow.db"))
     'sqlite:////data/50%/mlflow.db'

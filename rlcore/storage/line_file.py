@@ -1,4 +1,4 @@
-"""A file of JSON lines that survives a kill, a full disk and a torn last line."""
+"""A file of JSON lines that survives a kill, a full disk and an incomplete last line."""
 
 import errno
 import itertools
@@ -21,7 +21,8 @@ log = logging.getLogger(__name__)
 class LineFile:
     """A file that grows by whole lines, each appended in a single unbuffered write.
 
-    A line that finds no room stays in memory and is written with the next one. `sync` raises while room is missing.
+    A line for which the disk has no room stays in memory and is written with the next one. `sync` raises DiskSpaceError
+    until there is room.
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,22 +46,18 @@ class LineFile:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes on disk, without lines that found no room."""
+        """The bytes on disk, without the lines for which there was no room."""
         return os.fstat(self._fd).st_size
 
     def append(self, value: Mapping[str, object]) -> None:
-        """Add one line. A full disk raises no error here."""
+        """Append one line. A full disk raises no error here."""
         line = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode() + b"\n"
         with self._lock:
             self._pending.append(line)
             self._write_pending()
 
     def require_written(self) -> None:
-        """Write the lines that found no room before.
-
-        Raises:
-            DiskSpaceError: lines are still in memory.
-        """
+        """Write the lines for which there was no room before. Raises DiskSpaceError if lines are still in memory."""
         with self._lock:
             self._write_pending()
             if self._pending:
@@ -74,14 +71,14 @@ class LineFile:
                 raise error
 
     def sync(self) -> int:
-        """Force all lines to the disk and return the size in bytes. Raises as `require_written` does."""
+        """Force all lines to the disk and return the size in bytes. Raises DiskSpaceError if lines remain in memory."""
         self.require_written()
         with self._lock:
             os.fsync(self._fd)
             return self.size_bytes
 
     def _write_pending(self) -> None:
-        """Write the pending lines. After a failed or short write the file is unchanged."""
+        """Write the pending lines. A failed or short write leaves the file unchanged."""
         if not self._pending:
             return
         data, before = b"".join(self._pending), self.size_bytes
@@ -95,7 +92,7 @@ class LineFile:
         self._pending.clear()
 
     def close(self) -> None:
-        """Write the pending lines, if there is room, and close the file."""
+        """Write the pending lines if there is room, and close the file."""
         with self._lock:
             if self._fd >= 0:
                 self._write_pending()
@@ -109,14 +106,12 @@ class LineFile:
         self.close()
 
     def truncate(self, to_bytes: int) -> Path | None:
-        """Cut the file to its first `to_bytes` bytes and drop pending lines.
+        """Truncate the file to its first `to_bytes` bytes and drop pending lines.
 
-        The cut lines are saved in `metrics.abandoned-<k>.jsonl`, whose path is returned; None if nothing was cut. The
-        shortened file replaces the old one by a rename, so an open reader continues on the old one.
-
-        Raises:
-            TrackingError: the file is shorter, or no line ends at that byte.
-            DiskSpaceError: no room for the cut lines; the file is unchanged.
+        The lines that are cut off are saved in `<name>.abandoned-<k>.jsonl`. Return its path, or None if nothing was
+        cut off. The shortened file replaces the old one by a rename, so an open reader continues on the old one. Raises
+        TrackingError if the file is shorter, or if no line ends at that byte. Raises DiskSpaceError if there is no room
+        for the copies. The file is then unchanged.
         """
         with self._lock:
             self._write_pending()
@@ -150,7 +145,7 @@ class LineFile:
 
 
 def iter_json(fd: int, start: int) -> Iterator[tuple[object, int]]:
-    """Yield each whole line from a byte on as (JSON value or None if unreadable, the byte after it)."""
+    """Yield each whole line after the byte `start`: its JSON value (None if unreadable) and the byte after the line."""
     rest, offset = b"", start
     while block := os.pread(fd, READ_BLOCK_BYTES, offset + len(rest)):
         *lines, rest = (rest + block).split(b"\n")
@@ -163,7 +158,7 @@ def iter_json(fd: int, start: int) -> Iterator[tuple[object, int]]:
 
 
 def _end_of_last_line(path: Path, size: int) -> int:
-    """Return the byte after the last newline within the first `size` bytes."""
+    """Return the byte after the last newline within the first `size` bytes, or 0 if there is no newline."""
     with path.open("rb") as file:
         end = size
         while end > 0:

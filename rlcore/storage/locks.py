@@ -1,6 +1,6 @@
-"""Locks by `flock` on an open file: the kernel releases them when the holder dies.
+"""Locks by `flock` on an open file. The kernel releases a lock when its holder dies.
 
-The filelock package truncates the file when it opens it, so a contender would erase the holder's name.
+The filelock package truncates a file when it opens the file, so a contender would erase the holder's name.
 """
 
 import errno
@@ -22,14 +22,14 @@ from rlcore.storage.disk import is_out_of_room, out_of_room, unwritable
 
 POLL_S = 0.1
 BIRTH_TOLERANCE_S = 2.0
-"""Tolerance of a start time that psutil computes from the time of boot."""
+"""The tolerance in seconds of a start time that psutil computes from the time of boot."""
 MAX_COMMAND_CHARS = 300
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 RUN_LOCK = "run.lock"
 
 
 class FileLock:
-    """One `flock` on one file, which stays on disk: two takers could each lock a deleted file's successor.
+    """One `flock` on one file. The file stays on disk: after a deletion, two processes could lock two different files.
 
     A forked child closes its copy of the descriptor immediately. A child started by exec gets no copy.
     """
@@ -39,11 +39,8 @@ class FileLock:
         self._descriptor: int | None = None
 
     def try_acquire(self, *, create: bool = True) -> bool:
-        """Take the lock without waiting; False where another open file holds it. `create`: the file may be missing.
-
-        Raises:
-            OSError: the file cannot be opened, or its file system has no locks.
-        """
+        """Acquire the lock without waiting. Return False if another open file holds the lock. With `create`, the file
+        may be missing. Raises OSError if the file cannot be opened or its file system has no locks."""
         assert self._descriptor is None, f"{self.path} is locked by this object already"
         descriptor = os.open(self.path, os.O_RDWR | (os.O_CREAT if create else 0), 0o666)
         try:
@@ -67,7 +64,7 @@ class FileLock:
             return False
 
     def fileno(self) -> int:
-        """Return the descriptor, for `pass_fds` of a child that shall keep the lock."""
+        """Return the descriptor, for `pass_fds` of a child process that must keep the lock."""
         assert self._descriptor is not None, "fileno needs the lock"
         return self._descriptor
 
@@ -78,9 +75,9 @@ class FileLock:
         os.pwrite(self._descriptor, content, 0)
 
     def release(self, *, everywhere: bool = False) -> None:
-        """Release the lock; a child that was given its descriptor keeps it, unless `everywhere`.
+        """Release the lock. A child that was started with the descriptor keeps the lock, unless `everywhere` is true.
 
-        A child that another thread is starting has a copy until it executes its program.
+        A child that another thread is starting has a copy of the descriptor until it executes its program.
         """
         descriptor, self._descriptor = self._descriptor, None
         _held.discard(self)
@@ -91,7 +88,7 @@ class FileLock:
 
 
 _held: set[FileLock] = set()
-"""Strong references: a lock outlives its last other reference."""
+"""Strong references to the acquired locks, so that a lock outlives its last other reference."""
 
 
 def _drop_inherited() -> None:
@@ -105,8 +102,8 @@ os.register_at_fork(after_in_child=_drop_inherited)  # a copy would keep the loc
 def start_time_of(process: psutil.Process) -> float:
     """Return a number that distinguishes a process from a later one with the same id.
 
-    On Linux it is the seconds from the boot to its start plus a number from the boot's id. Elsewhere it is the time of
-    day at its start, which depends on the clock.
+    On Linux the number is the seconds from the boot to the process's start, plus a number from the boot's id. On other
+    systems it is the time of day at the start, which depends on the clock.
     """
     try:
         boot = int(BOOT_ID.read_text()[:8], 16)
@@ -117,7 +114,7 @@ def start_time_of(process: psutil.Process) -> float:
 
 
 def process_of(pid: int, born: float) -> psutil.Process | None:
-    """Return the live process of this host with that id and start time (`start_time_of`), else None."""
+    """Return the live process of this host with this id and this start time (`start_time_of`), otherwise None."""
     try:
         process = psutil.Process(pid)
         found = start_time_of(process)
@@ -129,7 +126,7 @@ def process_of(pid: int, born: float) -> psutil.Process | None:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The holder of a lock. `since`: UTC, ISO 8601. `born`: see `process_of`."""
+    """The holder of a lock. `since`: UTC in ISO 8601. `born`: the start time of the process (`start_time_of`)."""
 
     pid: int
     host: str
@@ -145,7 +142,7 @@ class Holder:
         return cls(os.getpid(), socket.gethostname(), command, since, start_time_of(psutil.Process()))
 
     def process(self) -> psutil.Process | None:
-        """Return the process itself, if it runs on this host."""
+        """Return the process of the holder if it runs on this host, otherwise None."""
         return process_of(self.pid, self.born) if self.host == socket.gethostname() else None
 
     def __str__(self) -> str:
@@ -159,7 +156,7 @@ UNKNOWN_HOLDER = Holder(0, "an unknown host", "another process that has not writ
 
 
 def read_holder(path: Path) -> Holder | None:
-    """Read the holder's name from a lock file; None where there is none. The lock itself decides, not this text."""
+    """Return the holder that a lock file names, or None. Only the lock itself shows whether it is still held."""
     try:
         return Holder(**json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError):
@@ -167,7 +164,7 @@ def read_holder(path: Path) -> Holder | None:
 
 
 def holder_of(path: Path) -> Holder | None:
-    """Return the current holder of a lock, or None. Needs no permission to write."""
+    """Return the current holder of a lock, or None if the lock is free. This needs no permission to write."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except (FileNotFoundError, NotADirectoryError):
@@ -183,7 +180,7 @@ def holder_of(path: Path) -> Holder | None:
 
 
 class HeldLock:
-    """A lock whose file names its holder, or its last one. Use as a context manager; a crash frees it."""
+    """A lock whose file names the current or last holder. Use it as a context manager. A crash frees the lock."""
 
     def __init__(
         self,
@@ -194,7 +191,7 @@ class HeldLock:
         error: type[MillraceError] = RunInUseError,
         is_named: bool = True,
     ) -> None:
-        """`is_named`: write this process into the file; otherwise the file keeps its text."""
+        """Prepare the lock. With `is_named`, the file names this process. Otherwise the file keeps its text."""
         self.path = path
         self._is_named = is_named
         self._lock = FileLock(path)
@@ -203,12 +200,12 @@ class HeldLock:
         self._error = error
 
     def __enter__(self) -> Self:
-        """Take the lock, waiting up to `wait_s` seconds, and at least as long as `holder_of` may have it.
+        """Acquire the lock, waiting up to `wait_s` seconds, and at least for the time that `holder_of` may hold the
+        lock.
 
-        Raises:
-            RunInUseError (or the class given): another process holds it, or this file system has no locks.
-            DataError: the folder cannot be written.
-            DiskSpaceError: the disk has no room for an empty file.
+        Raises `error` (by default RunInUseError) if another process holds the lock, or if the file system has no locks.
+        Raises UnwritableError if the folder cannot be written. Raises DiskSpaceError if the disk has no room for an
+        empty file.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -227,7 +224,7 @@ class HeldLock:
         return self
 
     def fileno(self) -> int:
-        """Return the descriptor, see `FileLock.fileno`."""
+        """Return the descriptor of the lock. See `FileLock.fileno`."""
         return self._lock.fileno()
 
     def _try(self) -> bool:
@@ -257,7 +254,7 @@ class HeldLock:
 
 
 class RunLock(HeldLock):
-    """The lock of a run's folder, for one command at a time. A trainer process inherits it by `fileno`."""
+    """The lock of a run's folder, held by one command at a time. A trainer process inherits it by `fileno`."""
 
     def __init__(self, run_dir: Path, *, wait_s: float = 0.0, is_named: bool = True) -> None:
         super().__init__(run_dir / RUN_LOCK, what=f"run {run_dir.name}", wait_s=wait_s, is_named=is_named)

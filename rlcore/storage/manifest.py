@@ -1,6 +1,7 @@
-"""`manifest.json` of a published directory, its verification, and the reuse of directories that are finished.
+"""The file `manifest.json` of a published directory, its verification, and the reuse of finished directories.
 
-A directory is hashed at its first use in a process. Later uses compare sizes, times and inodes, and hash only changes.
+A directory is hashed at its first use in a process. Later uses compare sizes, times and inodes, and hash only after a
+change.
 """
 
 import hashlib
@@ -29,18 +30,21 @@ Stamp = tuple[int, int, int, int]
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 PARTS_KEY = "parts"
-"""Key of a mixture's manifest: names of the sibling folders that it combines, in order."""
+"""The key in the manifest of a mixture with the names of the sibling folders that it combines, in order."""
 FINGERPRINT = "fingerprint"
-"""Key of a manifest: the name under which the directory was published."""
+"""The key in a manifest with the name under which the directory was published."""
 FILE_SHA256 = "file_sha256"
-"""Key of a manifest: the digest of the file behind it, in the manifest of tokenized demonstrations."""
+"""The manifest key for the SHA-256 digest of the file from which tokenized demonstrations were built."""
 RESERVED = frozenset({"format_version", "files", "manifest_sha256"})
 MAX_HASH_THREADS = 8
-"""sha256 releases the interpreter's lock, so more threads read a large checkpoint at the disk's speed."""
+"""The most threads that hash files. sha256 releases the interpreter's lock, so several threads read a large checkpoint
+at the disk's speed."""
 SETTLED_NS = 1_000_000_000
-"""Minimum age of a file whose hash is remembered: a file may change twice within one tick of the file system."""
+"""The minimum age in nanoseconds of a file whose hash is remembered. A file may change twice within one tick of the
+file system."""
 DAMAGED, LEFT = "damaged", "left"
-"""Labels of what was set aside: damaged, or later than the step from which the run continues."""
+"""The labels of folders that were set aside: damaged ones, and ones later than the step from which the run
+continues."""
 
 log = logging.getLogger(__name__)
 _hashed: dict[Path, list[Stamp]] = {}
@@ -48,7 +52,7 @@ _hashed: dict[Path, list[Stamp]] = {}
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """One file of a published directory: its path inside (with /), size and sha256."""
+    """One file of a published directory: its path in the directory (with /), its size and its sha256."""
 
     name: str
     size_bytes: int
@@ -57,19 +61,19 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The content of `manifest.json`: the publisher's values and all files."""
+    """The content of `manifest.json`: the values of the publisher and the list of all files."""
 
     values: Mapping[str, Any]
     files: tuple[FileEntry, ...]
 
     @property
     def size_bytes(self) -> int:
-        """Total bytes of the listed files."""
+        """The total bytes of the listed files."""
         return sum(entry.size_bytes for entry in self.files)
 
 
 def manifest_text(values: Mapping[str, JsonValue], entries: tuple[FileEntry, ...]) -> str:
-    """Return the manifest's text, with a digest of itself."""
+    """Return the text of a manifest, including a digest of the manifest."""
     taken = RESERVED & set(values)
     assert not taken, f"manifest keys {sorted(taken)} are the manifest's own"
     files: list[JsonValue] = [asdict(entry) for entry in entries]
@@ -79,17 +83,14 @@ def manifest_text(values: Mapping[str, JsonValue], entries: tuple[FileEntry, ...
 
 
 def manifest_digest(document: Mapping[str, Any]) -> str:
-    """Return the digest of a manifest without its `manifest_sha256`, independent of layout."""
+    """Return the digest of a manifest without `manifest_sha256`. It does not depend on the layout of the text."""
     body = {key: value for key, value in document.items() if key != "manifest_sha256"}
     return hashlib.sha256(json.dumps(body, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
 def read_manifest(directory: Path, *, error: type[MillraceError] = DataError) -> Manifest | None:
-    """Read a directory's manifest; None where there is none, so the directory was never finished.
-
-    Raises:
-        error: the manifest cannot be read, is damaged, or has a newer format.
-    """
+    """Return the manifest of a directory, or None if there is none because the directory was never finished. Raises
+    `error` if the manifest cannot be read, is damaged, or has another format version."""
     path = directory / MANIFEST
     again = f"delete {directory} and make it again"
     try:
@@ -119,7 +120,7 @@ def read_manifest(directory: Path, *, error: type[MillraceError] = DataError) ->
 
 
 def newer_format(directory: Path, name: str = MANIFEST, known: int = FORMAT_VERSION) -> int | None:
-    """Return the format version of a file in the directory where it is above `known`, else None."""
+    """Return the format version of a file in the directory if it is above `known`, otherwise None."""
     try:
         version = parse_json(read_ordinary(directory / name))["format_version"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -128,11 +129,8 @@ def newer_format(directory: Path, name: str = MANIFEST, known: int = FORMAT_VERS
 
 
 def verify_directory(directory: Path, *, hashes: bool = True, error: type[MillraceError] = DataError) -> Manifest:
-    """Check every listed file: presence, size, and (with `hashes`) its sha256.
-
-    Raises:
-        error: names the file, the rule, the value found and the remedy.
-    """
+    """Check that every listed file exists and has its size and, with `hashes`, its sha256. Raises `error` if a check
+    fails. The message names the file, the rule, the value and the remedy."""
     manifest = read_manifest(directory, error=error)
     if manifest is None:
         raise error(f"{directory}: missing: {MANIFEST}, so it was never finished. Delete the folder and make it again.")
@@ -163,13 +161,13 @@ def _verify_file(directory: Path, entry: FileEntry, *, hashes: bool, error: type
 
 
 def in_threads(do: Callable[[S], R], items: Iterable[S]) -> list[R]:
-    """Call `do` on each item in threads; results in order. Raises the first error in that order."""
+    """Call `do` on each item in threads, and return the results in order. Raises the first error in that order."""
     with ThreadPoolExecutor(min(MAX_HASH_THREADS, os.cpu_count() or 1)) as pool:
         return list(pool.map(do, items))
 
 
 def part_directories(directory: Path) -> tuple[Path, ...]:
-    """Return the folders that a mixture of datasets combines; of any other folder, itself."""
+    """Return the folders that a mixture of datasets combines. For any other folder, return the folder itself."""
     manifest = read_manifest(directory)
     names = [] if manifest is None else manifest.values.get(PARTS_KEY, [])
     return tuple(directory.parent / str(name) for name in names) or (directory,)
@@ -179,11 +177,9 @@ def part_directories(directory: Path) -> tuple[Path, ...]:
 
 
 def read_finished(directory: Path, *, error: type[MillraceError] = DataError) -> Manifest | None:
-    """Return the manifest of a published directory that is intact; None where nothing was ever finished.
-
-    Raises:
-        error: it is damaged, cannot be read, or has a newer format; names file, rule, value and remedy.
-    """
+    """Return the manifest of a published directory that is intact, or None if the directory was never finished. Raises
+    `error` if it is damaged, cannot be read, or has another format version. The message names the file, the rule, the
+    value and the remedy."""
     manifest = read_manifest(directory, error=error)
     if manifest is None:
         return None
@@ -201,11 +197,8 @@ def read_finished(directory: Path, *, error: type[MillraceError] = DataError) ->
 
 
 def read_finished_or_reason(directory: Path, *, error: type[MillraceError] = DataError) -> tuple[Manifest | None, str]:
-    """Return `read_finished` and its damage as text; '' where it is intact or was never finished.
-
-    Raises:
-        error: it has a newer format, which is not damage.
-    """
+    """Return the manifest of an intact directory and '', or None and the text of its damage. A directory that was never
+    finished gives None and ''. Raises `error` if the directory has a newer format, which is not damage."""
     try:
         return read_finished(directory, error=error), ""
     except error as damage:
@@ -215,11 +208,8 @@ def read_finished_or_reason(directory: Path, *, error: type[MillraceError] = Dat
 
 
 def read_finished_or_set_aside(directory: Path, *, error: type[MillraceError] = DataError) -> Manifest | None:
-    """Return `read_finished`; a damaged directory is renamed, which is logged, and the result is None.
-
-    Raises:
-        error: it has a newer format, or cannot be renamed.
-    """
+    """Return the manifest of an intact directory, otherwise None. A damaged directory is renamed, which is logged.
+    Raises `error` if the directory has a newer format or cannot be renamed."""
     manifest, damage = read_finished_or_reason(directory, error=error)
     if damage:
         set_aside(directory, DAMAGED, f"{damage} It is made again now", error=error)
@@ -227,11 +217,8 @@ def read_finished_or_set_aside(directory: Path, *, error: type[MillraceError] = 
 
 
 def set_aside(path: Path, label: str, why: str, *, error: type[MillraceError] = DataError) -> Path:
-    """Rename a file or folder to `<name>.<label>.<k>`, log why, and return the new path.
-
-    Raises:
-        error: it cannot be renamed.
-    """
+    """Rename a file or folder to `<name>.<label>.<k>`, log the reason, and return the new path. Raises `error` if it
+    cannot be renamed."""
     names = (path.with_name(f"{path.name}.{label}.{number}") for number in count(1))
     aside = next(name for name in names if not os.path.lexists(name))
     try:
@@ -243,7 +230,7 @@ def set_aside(path: Path, label: str, why: str, *, error: type[MillraceError] = 
 
 
 def _stamps(directory: Path, manifest: Manifest) -> list[Stamp]:
-    """Return change time, modification time, inode and size of each file; an empty list where one is not readable."""
+    """Return change time, modification time, inode and size of each file, or an empty list if one is not readable."""
     try:
         files = [(directory / name).stat() for name in (MANIFEST, *(entry.name for entry in manifest.files))]
     except OSError:

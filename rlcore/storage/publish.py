@@ -1,7 +1,7 @@
 """Directories that are published whole or not at all.
 
-A directory is written under a temporary name, hashed, flushed to disk and renamed into place,
-`manifest.json` last. So a reader sees all of the directory and can verify every byte.
+A directory is written under a temporary name, hashed, flushed to disk and renamed into place. `manifest.json` is
+written last. A reader therefore sees the whole directory, and can verify every byte.
 """
 
 import ctypes
@@ -30,9 +30,9 @@ from rlcore.storage.manifest import MANIFEST, FileEntry, in_threads, manifest_te
 OWNER = ".owner.lock"
 TEMPORARY = re.compile(r"^\.tmp-.+-(?P<pid>\d+)-[0-9a-f]{8}$")
 YOUNG_S = 60.0
-"""Minimum age of a stale temporary folder: its lock is taken microseconds after its creation."""
+"""The minimum age in seconds of a stale temporary folder. A new folder is locked microseconds after its creation."""
 YOUNG_FILE_S = 3_600.0
-"""Minimum age of a stale temporary file, which has no lock."""
+"""The minimum age in seconds of a stale temporary file, which has no lock."""
 CHECK_INTERVAL_S = 0.001
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -49,15 +49,13 @@ def published_directory(
     error: type[MillraceError] = DataError,
     at: Callable[[str], None] = lambda what: None,
 ) -> Iterator[Path]:
-    """Write a directory: yield a temporary folder and rename it to `target` at the end of the block.
+    """Yield a temporary folder, and rename it to `target` at the end of the `with` block.
 
     A killed process leaves at most a `.tmp-` folder, see `remove_stale_temporaries`. After an exception nothing
-    remains. A directory that another process has published meanwhile stays, unless `replace`. `manifest` is read after
-    the block. `at` is called with each stage and its path, for reports about a file system that hangs.
-
-    Raises:
-        DiskSpaceError: a write in the block, or the publishing, found no room.
-        error: `target` exists and is not a finished directory, or cannot be written.
+    remains. If another process has published `target` meanwhile, that directory stays, unless `replace` is true.
+    `manifest` is read after the block. `at` is called with each stage and its path, for reports about a file system
+    that hangs. Raises DiskSpaceError if there is no room for a write. Raises `error` if `target` exists and is not a
+    finished directory, or cannot be written.
     """
     if not replace:
         _require_free_or_finished(target, error)
@@ -95,7 +93,7 @@ def _make_temporary(target: Path, error: type[MillraceError]) -> tuple[Path, Fil
 
 
 def _take(owner: FileLock) -> None:
-    """Lock the temporary. On a file system without locks its process id alone shows that it is in use."""
+    """Lock the temporary folder. On a file system without locks, only its process id shows that it is in use."""
     try:
         while not owner.try_acquire():  # another process checks whether it is stale
             time.sleep(CHECK_INTERVAL_S)
@@ -193,11 +191,10 @@ def _has_content(directory: Path) -> bool:
 
 @contextmanager
 def replaced_file(path: Path, needed_bytes: int | None = None) -> Iterator[BinaryIO]:
-    """Replace a file by one rename after a flush: yield the new file. A reader sees the old file or the new one.
+    """Yield a new file that replaces `path` by one rename after a flush. A reader sees the old file or the new one.
 
-    Raises:
-        DiskSpaceError: no room, for `needed_bytes` where that is known; the old file is unchanged.
-        UnwritableError: the folder cannot be written.
+    Raises DiskSpaceError if there is no room, for `needed_bytes` if they are known. The old file is then unchanged.
+    Raises UnwritableError if the folder cannot be written.
     """
     temporary = temporary_sibling(path)
     try:
@@ -219,19 +216,19 @@ def replaced_file(path: Path, needed_bytes: int | None = None) -> Iterator[Binar
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Write a UTF-8 text by `replaced_file`."""
+    """Write a UTF-8 text with `replaced_file`."""
     content = text.encode()
     with replaced_file(path, len(content)) as file:
         file.write(content)
 
 
 def write_json_atomically(path: Path, value: JsonValue) -> None:
-    """Write indented JSON by `write_text_atomically`. NaN and infinity raise ValueError."""
+    """Write indented JSON with `write_text_atomically`. Raises ValueError if the value contains NaN or infinity."""
     write_text_atomically(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def write_secret_once(path: Path, secret: str) -> None:
-    """Write a file that only its owner may read. An existing one stays."""
+    """Write a file that only its owner may read. An existing file stays."""
     with NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=path.name) as file:  # of mode 0600
         file.write(secret)
         file.flush()
@@ -246,7 +243,7 @@ def write_secret_once(path: Path, secret: str) -> None:
 
 
 def flush_to_disk(path: Path) -> None:
-    """Force a file's bytes, or a folder's entries, to the disk."""
+    """Force the bytes of a file, or the entries of a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -258,7 +255,7 @@ def flush_to_disk(path: Path) -> None:
 
 
 def temporary_sibling(path: Path) -> Path:
-    """Return a new name `.tmp-<name>-<pid>-<8 hex>` in the same folder, so a rename stays in one file system."""
+    """Return a new name `.tmp-<name>-<pid>-<8 hex>` in the same folder, so that a rename stays in one file system."""
     return path.with_name(f".tmp-{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
 
 
@@ -272,12 +269,13 @@ def remove_tree(path: Path) -> None:
 
 
 def size_bytes(directory: Path) -> int:
-    """Return the bytes of all files below a folder."""
+    """Return the total bytes of all files below a folder."""
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
 def remove_stale_temporaries(parent: Path, *, of: str | None = None) -> tuple[Path, ...]:
-    """Remove temporaries of dead processes in a folder, or only those for the name `of`. Return their paths."""
+    """Remove the temporary files and folders of dead processes in a folder, and return their paths. With `of`, only
+    those of this name are removed."""
     if not parent.is_dir():
         return ()
     prefix = ".tmp-" if of is None else f".tmp-{of}-"
@@ -289,7 +287,7 @@ def remove_stale_temporaries(parent: Path, *, of: str | None = None) -> tuple[Pa
 
 
 def _is_stale(path: Path) -> bool:
-    """Return whether its lock is free and its process dead. Age decides where the process id may be reused."""
+    """Return whether a temporary's lock is free and its process is dead. If the id may be reused, the age decides."""
     match = TEMPORARY.match(path.name)
     if match is None:
         return False
@@ -311,7 +309,8 @@ def _is_stale(path: Path) -> bool:
 
 
 def exchange(a: Path, b: Path) -> bool:
-    """Swap two existing paths of one file system atomically (Linux renameat2); False where that is not supported."""
+    """Swap two existing paths of one file system atomically (Linux renameat2). Return False if that is not
+    supported."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False

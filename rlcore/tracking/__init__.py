@@ -1,5 +1,5 @@
-"""Tracking of a run: metrics go to the local journal first and then to MLflow, and training never waits for MLflow.
+"""The tracking of a run, in which metrics go to the local journal first and then to MLflow.
 
-A trainer writes to `RunJournal`, `read_journal` reads its values, other stages use `MlflowStore`, and `sync_run`
-delivers later. These imports do not load mlflow.
+Training never waits for MLflow. A trainer writes to `RunJournal`, and `read_journal` reads the values. Other stages use
+`MlflowStore`. `sync_run` delivers values later. Imports of these names do not load mlflow.
 """

@@ -1,6 +1,7 @@
-"""`python -m rlcore.tracking RUN_DIR ...`: the process that delivers a trainer's journal to MLflow.
+"""The process `python -m rlcore.tracking RUN_DIR ...`, which delivers a trainer's journal to MLflow.
 
-It outlives its trainer, so it can report the status KILLED. See docs/decisions/0004-tracking-in-a-separate-process.md.
+It outlives the trainer, so that it can report the status KILLED. See
+docs/decisions/0004-tracking-in-a-separate-process.md.
 """
 
 import argparse
@@ -20,15 +21,15 @@ from rlcore.tracking.sinks import Sinks
 
 log = logging.getLogger("rlcore.tracking")  # the module's name is `__main__`
 POLL_S = 0.1
-"""Seconds between checks of the trainer's state."""
+"""The seconds between two checks of the trainer's state."""
 ORPHAN_GRACE_S = 30.0
-"""Seconds for delivering the last values and the status after the trainer is gone."""
+"""The seconds for delivering the last values and the status after the trainer is gone."""
 
 
 def deliver_until_end(delivery: Delivery, sinks: Sinks, *, parent_pid: int, every_s: float) -> None:
-    """Deliver until MLflow has the end of the trainer (process `parent_pid`), or until a grace period after its loss.
+    """Deliver values until MLflow knows that the trainer has ended, or until a grace period after the trainer is gone.
 
-    Warns once when MLflow starts to fail, and once when it recovers.
+    `parent_pid`: the process id of the trainer. A warning is logged when MLflow starts to fail and when it recovers.
     """
     deadline, num_failures = float("inf"), 0
     while True:
@@ -51,7 +52,7 @@ def deliver_until_end(delivery: Delivery, sinks: Sinks, *, parent_pid: int, ever
             if num_failures:
                 log.warning("MLflow accepts the values again; failed attempts: %d.", num_failures)
             num_failures = 0
-            if status is not None or gone:  # without a status, another trainer works on the run
+            if status is not None or gone:  # without a status, another trainer uses the run
                 return
         if time.monotonic() > deadline:
             return
@@ -68,7 +69,7 @@ def wait_until_due(delivery: Delivery, parent_pid: int, seconds: float) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Deliver a run while its trainer lives."""
+    """Deliver the journal of a run to MLflow while its trainer is alive."""
     parser = argparse.ArgumentParser(prog="python -m rlcore.tracking", description=main.__doc__)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--parent", type=int, required=True, help="process id of the trainer")

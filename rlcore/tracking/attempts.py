@@ -1,4 +1,4 @@
-"""Attempts at a run in `attempts.jsonl`, and the process that delivers them to MLflow.
+"""The attempts at a run, recorded in `attempts.jsonl`, and the process that delivers the journal to MLflow.
 
 The file has one JSON line when a trainer starts or resumes, and one when it ends:
 
@@ -30,9 +30,9 @@ from rlcore.tracking.lineage import RUN_ID_TAG, SOURCE_FOLDER, lineage_tags
 log = logging.getLogger(__name__)
 ATTEMPTS_FILE = "attempts.jsonl"
 CLOSE_TIMEOUT_S = 30.0
-"""Seconds to wait for the delivery of the last values at the end of a run."""
+"""The seconds to wait for the delivery of the last values at the end of a run."""
 PREFIX = "tracking: "
-"""Prefix of lines for the trainer's log; MLflow and its libraries write to the same stream."""
+"""The prefix of lines for the trainer's log. MLflow and its libraries write to the same stream."""
 MAX_STARTS = 3
 REQUEST_LIMITS = {
     # The process retries by itself; a retry inside the client could create a run twice.
@@ -41,14 +41,14 @@ REQUEST_LIMITS = {
     "OMP_NUM_THREADS": "1",
 }
 FinalStatus = Literal["FINISHED", "FAILED", "KILLED"]
-"""Final status of a run, in MLflow's terms. KILLED: stopped or lost; it can be resumed."""
+"""The final status of a run in MLflow's terms. A run with the status KILLED was stopped or lost, and can be resumed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """MLflow run of a run, and its description.
+    """The MLflow store and experiment of a run, and the description of the run there.
 
-    `root`: `paths.root` of the run. `settings`: its settings as JSON values.
+    `root`: `paths.root` of the run. `settings`: the settings of the run as JSON values.
     """
 
     uri: str
@@ -60,9 +60,9 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Training of a run from a step on.
+    """An attempt at a run, which trains from `from_step` on until the next resume or the end.
 
-    `journal_bytes`: size of the journal before its first line. `owner`: the process.
+    `journal_bytes`: the size of the journal before the first line of the attempt. `owner`: the process.
     """
 
     from_step: int
@@ -72,13 +72,13 @@ class Attempt:
     destination: Destination
 
     def is_lost(self) -> bool:
-        """Return whether the process has ended; False for another host."""
+        """Return whether the process has ended. The result is False if the process is on another host."""
         return self.owner.host == socket.gethostname() and self.owner.process() is None
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """End of an attempt."""
+    """The end of an attempt."""
 
     status: FinalStatus
     time: float
@@ -88,7 +88,7 @@ _LINE: TypeAdapter[Attempt | End] = TypeAdapter(Attempt | End)
 
 
 def destination_of(run_dir: Path, config: RunConfig, tags: Mapping[str, str]) -> Destination:
-    """Return the MLflow run of a run, and its description. Its name is the folder's."""
+    """Return the MLflow destination of a run. The name of the run's folder becomes a tag."""
     root = Path(config.paths.root).absolute()
     return Destination(
         uri=resolve_uri(config.tracking, root),
@@ -100,15 +100,15 @@ def destination_of(run_dir: Path, config: RunConfig, tags: Mapping[str, str]) ->
 
 
 class AttemptLog(LineFile):
-    """Writer of `attempts.jsonl`."""
+    """A writer of `attempts.jsonl`."""
 
     def add(self, line: Attempt | End) -> None:
-        """Append a line."""
+        """Append the start or the end of an attempt."""
         self.append(_LINE.dump_python(line))
 
 
 def read_attempts(run_dir: Path) -> list[tuple[Attempt, End | None]]:
-    """Return all attempts at a run, oldest first, with their ends: None if active or lost.
+    """Return all attempts at a run with their ends, oldest first. The end is None if the attempt is active or lost.
 
     The result is empty before the first attempt. Unreadable lines are skipped.
     """
@@ -128,7 +128,7 @@ def read_attempts(run_dir: Path) -> list[tuple[Attempt, End | None]]:
 
 
 class Companion:
-    """Process `python -m rlcore.tracking`. Does nothing if tracking is disabled."""
+    """The trainer's handle on the process `python -m rlcore.tracking`. It does nothing if tracking is disabled."""
 
     def __init__(self, run_dir: Path, settings: TrackingConfig) -> None:
         self._run_dir, self._settings = run_dir, settings
@@ -136,7 +136,7 @@ class Companion:
         self._num_starts = 0
 
     def ensure_running(self) -> None:
-        """Start the process, or restart it after a failure. Never raises."""
+        """Start the process, or restart it after a failure. This method never raises."""
         is_running = self._process is not None and self._process.poll() is None
         if is_running or not self._settings.enabled or self._num_starts >= MAX_STARTS:
             return
@@ -166,7 +166,7 @@ class Companion:
         threading.Thread(target=self._relay, args=(self._process,), name="tracking", daemon=True).start()
 
     def _relay(self, process: "subprocess.Popen[str]") -> None:
-        """Copy the process's messages to the trainer's log until it ends."""
+        """Copy the messages of the process to the trainer's log until the process ends."""
         if process.stderr is not None:
             with process.stderr:
                 for line in process.stderr:
@@ -177,7 +177,7 @@ class Companion:
     def finish(self, timeout_s: float | None) -> bool:
         """Wait for the delivery, end the process, and return whether everything was delivered.
 
-        None: do not wait; the process outlives the trainer.
+        If `timeout_s` is None, do not wait. The process then outlives the trainer.
         """
         self.ensure_running()
         if timeout_s is None or not self._settings.enabled:

@@ -1,6 +1,6 @@
-"""Definitions of metrics, from the rows of `metrics.md`.
+"""The definitions of metrics, which are read from the rows of `metrics.md`.
 
-In a name, `{a,b}` stands for one of the words, `<k>` and `<i>` for a number and `<x>` for any text.
+In a name, `{a,b}` means one of the words, `<k>` and `<i>` mean a number, and `<x>` means any text.
 """
 
 import re
@@ -15,7 +15,7 @@ FIRST_HEADING, REFERENCE_HEADING = "\n## The run\n", "\n## The reference log\n"
 
 @dataclass(frozen=True, slots=True)
 class MetricDoc:
-    """Definition of a metric, or of a family of metrics. `pattern` matches its names."""
+    """The definition of a metric or of a family of metrics. `pattern` matches the names of these metrics."""
 
     name: str
     unit: str
@@ -25,7 +25,7 @@ class MetricDoc:
 
 @cache
 def metric_docs() -> tuple[MetricDoc, ...]:
-    """Return the definitions of all metrics, in the order of the page."""
+    """Return the definitions of all metrics in the order of the page."""
     page = METRICS_FILE.read_text(encoding="utf-8").partition(FIRST_HEADING)[2].partition(REFERENCE_HEADING)[0]
     rows = ((name, *rest.replace("\\|", "|").split(" | ", 1)) for name, rest in ROW.findall(page))
     return tuple(MetricDoc(name, unit, definition, _pattern(name)) for name, unit, definition in rows)
@@ -33,7 +33,7 @@ def metric_docs() -> tuple[MetricDoc, ...]:
 
 @lru_cache(maxsize=4096)
 def describe(name: str) -> MetricDoc | None:
-    """Return the definition of a metric by the first matching row, or None.
+    """Return the definition of a metric from the first row that matches its name, or None if no row matches.
 
     >>> describe("val-core/openai/gsm8k/reward/mean@8").unit
     'score'

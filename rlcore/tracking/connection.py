@@ -1,4 +1,4 @@
-"""Connection to MLflow: address, limits, tables, names, error messages and server application."""
+"""The connection to MLflow: addresses, limits, database tables, names, error messages and the server application."""
 
 import logging
 import os
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
 MIGRATION_TIMEOUT_S = 120.0
-"""Seconds to wait for another process that creates a store."""
+"""The seconds to wait for another process that creates a store."""
 CLIENT_ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "1",
@@ -37,7 +37,7 @@ CLIENT_ENVIRONMENT = {
     "MLFLOW_TRUNCATE_LONG_VALUES": "false",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
-"""Defaults for the environment, set before mlflow is imported."""
+"""The defaults of environment variables, which are set before mlflow is imported."""
 
 
 def resolve_uri(config: TrackingConfig, root: Path) -> str:
@@ -54,12 +54,12 @@ def resolve_uri(config: TrackingConfig, root: Path) -> str:
 
 
 def has_store(uri: str) -> bool:
-    """Return whether a store may exist: a sqlite file, or any other address. `connect` creates a missing store."""
+    """Return False if the sqlite file does not exist, otherwise True. A server is not checked."""
     return not uri.startswith(SQLITE) or sqlite_file(uri).is_file()
 
 
 def connect(uri: str) -> "MlflowClient":
-    """Return a client of the store. On sqlite, it creates or migrates the tables under a lock."""
+    """Return a client of the store. The tables of a sqlite store are first created or migrated under a lock."""
     for name, value in CLIENT_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     with warnings.catch_warnings():
@@ -69,7 +69,7 @@ def connect(uri: str) -> "MlflowClient":
         from mlflow import MlflowClient
 
         if not uri.startswith(SQLITE):
-            # It logs each failed connection; `explain_error` reports it once.
+            # urllib3 logs each failed connection, and `explain_error` reports the failure once.
             logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
             return MlflowClient(uri, uri)
         with _locked_database(sqlite_file(uri)):
@@ -78,7 +78,7 @@ def connect(uri: str) -> "MlflowClient":
 
 @contextmanager
 def _locked_database(database: Path) -> Iterator[None]:
-    """Hold the lock of the file, and create it if it is missing. No process opens it before its tables exist."""
+    """Hold the lock of the database file. The file is created with its tables if it is missing."""
     database.parent.mkdir(parents=True, exist_ok=True)
     lock = database.with_name(f"{database.name}.lock")
     with HeldLock(lock, what=f"making {database}", wait_s=MIGRATION_TIMEOUT_S, error=TrackingError):
@@ -90,8 +90,8 @@ def _locked_database(database: Path) -> Iterator[None]:
 
 
 def _create_store(database: Path) -> None:
-    """Create the tables in a temporary file, and rename it. MLflow's migrations are not atomic, and never complete a
-    store that a kill interrupted."""
+    """Create the tables in a temporary file and rename it. MLflow's migrations are not atomic. A store whose migration
+    was killed would never be complete."""
     temporary = database.with_name(f".tmp-{database.name}")
     for left in (temporary, temporary.with_name(f"{temporary.name}-journal")):
         left.unlink(missing_ok=True)
@@ -100,7 +100,7 @@ def _create_store(database: Path) -> None:
 
 
 def _create_tables(address: str) -> "MlflowClient":
-    """Return a client of a sqlite store, whose first request creates or migrates the tables."""
+    """Return a client of a sqlite store, after a first request that creates or migrates the tables."""
     from mlflow import MlflowClient
 
     client = MlflowClient(address, address)
@@ -142,13 +142,12 @@ _ALLOWED = re.compile(r"[A-Za-z0-9_\-. :/]+")
 
 
 def mlflow_name(name: str) -> str:
-    """Return MLflow's name of a metric or parameter: `@` becomes `_at_`.
+    """Return the name of a metric or parameter in MLflow, in which `_at_` replaces `@`.
 
     >>> mlflow_name("val-core/openai/gsm8k/reward/mean@1")
     'val-core/openai/gsm8k/reward/mean_at_1'
 
-    Raises:
-        TrackingError: the name is invalid for MLflow.
+    Raises TrackingError if MLflow does not accept the name.
     """
     mapped = name.replace("@", "_at_")
     is_path = posixpath.normpath(mapped) == mapped and not mapped.startswith(("/", "..")) and mapped != "."
@@ -161,7 +160,7 @@ def mlflow_name(name: str) -> str:
 
 
 def accepted_values(values: Mapping[str, Value]) -> dict[str, Value]:
-    """Return values under MLflow's names, without invalid names: with one, MLflow rejects the whole request."""
+    """Return the values under their MLflow names. Invalid names are omitted, since MLflow would reject the request."""
     return {taken: value for name, value in values.items() if (taken := _is_accepted(name)) is not None}
 
 
@@ -175,7 +174,7 @@ def _is_accepted(name: str) -> str | None:
 
 
 def mlflow_app() -> "ASGIApp":
-    """Return the application of `mlflow server`, configured by this command's environment."""
+    """Return the application of `mlflow server`, which is configured by the environment of this process."""
     from mlflow.server.fastapi_app import app
 
     application: ASGIApp = app

@@ -1,8 +1,8 @@
-"""GPU-seconds of a run over all its attempts.
+"""The GPU-seconds of a run over all its attempts.
 
-Each step's line has the total so far. The cost of a run is the largest total in the journal and in the lines that a
-resume cut off: repeated steps count twice. The time of a killed process after its last line is unknown. Without a GPU
-there is no such metric.
+The journal line of each step has the total so far. A run's cost is the largest total in the journal and in the lines
+that a resume removed from it. Repeated steps therefore count twice. If a process is killed, its time after its last
+line is unknown. Without a GPU, there is no such metric.
 """
 
 from collections.abc import Sequence
@@ -15,29 +15,29 @@ GPU_SECONDS = "cost/gpu_seconds"
 
 
 class GpuUse(NamedTuple):
-    """Seconds of a rank on its GPU since it `began` (monotonic seconds), which identifies the rank's process."""
+    """The seconds of a rank on its GPU since `began`, a monotonic time that identifies the rank's process."""
 
     began: float
     seconds: float
 
 
 def gpu_seconds(journal: Path) -> float | None:
-    """Return the GPU-seconds of a run so far, or None without a GPU or a line."""
+    """Return the GPU-seconds of a run so far, or None if no journal line has them."""
     files = [journal, *journal.parent.glob(f"{journal.stem}.abandoned-*{journal.suffix}")]
     lines = [record.metrics for file in files if file.is_file() for record in load_journal(file).steps]
     return max((line[GPU_SECONDS] for line in lines if GPU_SECONDS in line), default=None)
 
 
 class CostMeter:
-    """Adds the GPU use of a process's ranks to the previous use of the run."""
+    """A meter that adds the GPU use of this process's ranks to the previous GPU use of the run."""
 
     def __init__(self, journal: Path) -> None:
         self._before = gpu_seconds(journal) or 0.0
         self._seconds: dict[tuple[int, float], float] = {}
-        """Seconds of each rank, by its number and the time at which it began."""
+        """The seconds of each rank, by its number and the time at which it began."""
 
     def metrics(self, uses: Sequence[GpuUse]) -> dict[str, float]:
-        """Return the total after these uses, one per rank, or nothing without GPUs."""
+        """Return the total with these uses, one for each rank. The result is empty without GPUs."""
         if not uses:
             return {}
         self._seconds |= {(rank, use.began): use.seconds for rank, use in enumerate(uses)}

@@ -1,8 +1,8 @@
-"""Delivery of a run's journal to MLflow: the lines after a cursor in `tracking.json`.
+"""The delivery of a run's journal to MLflow. A cursor in `tracking.json` marks the end of the delivered lines.
 
-The cursor moves after a batch is sent, so a kill may send a batch twice. MLflow stores it once, since time stamps come
-from the journal. A resume truncates the journal and moves the cursor back. Repeated steps are sent again with new
-times, and MLflow shows the last value of a step.
+The cursor moves after a batch is sent, so a kill may cause a batch to be sent twice. MLflow stores it once, since the
+time stamps come from the journal. A resume truncates the journal and moves the cursor back. Repeated steps are sent
+again with new times, and MLflow shows the last value of a step.
 """
 
 import re
@@ -32,21 +32,22 @@ if TYPE_CHECKING:
 
 STATE_FILE = "tracking.json"
 FORMAT_VERSION = 2
-"""Format version of `tracking.json`; other versions are rejected."""
+"""The format version of `tracking.json`. Files of other versions are rejected."""
 CREATE_TIMEOUT_S = 60.0
-"""Seconds to wait for another process that creates the run in MLflow."""
+"""The seconds to wait for another process that creates the run in MLflow."""
 MAX_METRICS_PER_BATCH = 1_000
 """MLflow's limit for one request."""
 NONFINITE_METRIC = "training/num_nonfinite"
-"""Number of metrics of a step that were NaN or infinite, which are not sent."""
+"""A metric that counts the values of a step that were NaN or infinite. Such values are not sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrackingState:
-    """Delivered values and their MLflow run: `tracking.json` in the run's folder.
+    """The state of the delivery to MLflow, stored as `tracking.json` in the run's folder.
 
-    `key`: tag of the MLflow run, to find one that was created but not recorded. `attempt_time`: of the newest described
-    attempt. `journal_bytes`: the cursor. `status`: the delivered end of that attempt.
+    `key`: a tag of the MLflow run, which finds a run that was created but not recorded. `attempt_time`: the time of the
+    newest attempt that was described to MLflow. `journal_bytes`: the cursor. `status`: the delivered final status of
+    this attempt.
     """
 
     format_version: int = FORMAT_VERSION
@@ -63,8 +64,8 @@ _STATE = TypeAdapter(TrackingState)
 
 
 def read_state(run_dir: Path) -> TrackingState:
-    """Return the state of a run's delivery, or a new one. Raises TrackingError if the file is of another format version
-    or damaged."""
+    """Return the stored state of the delivery, or a new one if there is none. Raises TrackingError if the file is
+    damaged or has another format version."""
     path = run_dir / STATE_FILE
     remedy = "move the file away: the journal is then delivered to a new MLflow run"
     try:
@@ -80,12 +81,12 @@ def read_state(run_dir: Path) -> TrackingState:
 
 
 def delivery_lock(run_dir: Path, wait_s: float = 0.0) -> HeldLock:
-    """Return the lock of the process that delivers a run and writes `tracking.json`. A crash releases it."""
+    """Return the lock of the process that delivers a run and writes `tracking.json`. A crash releases the lock."""
     return HeldLock(run_dir / "tracking.lock", what=f"the delivery of run {run_dir.name}", wait_s=wait_s)
 
 
 class MlflowRun:
-    """Run in its MLflow store, and its `tracking.json`."""
+    """A run in its MLflow store, with the state in `tracking.json`."""
 
     def __init__(self, run_dir: Path, target: Destination) -> None:
         self._run_dir, self.target = run_dir, target
@@ -99,17 +100,17 @@ class MlflowRun:
 
     @property
     def id(self) -> str:
-        """Return MLflow's id of the created run."""
+        """Return the MLflow id of the run, which must have been created."""
         assert self.state.mlflow_run_id is not None, "create the run first"
         return self.state.mlflow_run_id
 
     def update_state(self, **changes: object) -> None:
-        """Change `tracking.json`."""
+        """Change the state and write it to `tracking.json`."""
         self.state = replace(self.state, **changes)  # type: ignore[arg-type]
         write_text_atomically(self._run_dir / STATE_FILE, _STATE.dump_json(self.state).decode() + "\n")
 
     def create(self, start_time_s: float) -> None:
-        """Create the run in MLflow, unless it exists."""
+        """Create the run in MLflow unless it exists."""
         if self.state.mlflow_run_id is not None:
             return
         self.update_state()  # stores the key first: a kill may prevent recording the created run
@@ -120,20 +121,22 @@ class MlflowRun:
 
 
 class Delivery(MlflowRun):
-    """Delivery of one run. The caller holds `delivery_lock`.
+    """The delivery of one run. The caller holds `delivery_lock`.
 
-    `sent_bytes`: bytes of the journal sent so far.
+    `sent_bytes`: the bytes of the journal sent so far.
     """
 
     def __init__(self, run_dir: Path, uri: str | None = None) -> None:
-        """Read attempts and state. `uri`: another store than the run's. Raises TrackingError if no attempt or journal
-        exists, or `tracking.json` cannot be read."""
+        """Read the attempts and the state. `uri`: an MLflow store to use instead of the run's store.
+
+        Raises TrackingError if there is no attempt or no journal, or if `tracking.json` cannot be read.
+        """
         attempts = read_attempts(run_dir)
         if not attempts:
             raise TrackingError(f"{run_dir / ATTEMPTS_FILE}: no attempt, so there is nothing to deliver.")
         if not (journal := run_dir / JOURNAL_FILE).exists():
             raise TrackingError(f"{journal}: does not exist, so there is nothing to deliver. Restore it.")
-        remove_stale_temporaries(run_dir)  # of a killed process
+        remove_stale_temporaries(run_dir)  # files of a killed process
         target = attempts[-1][0].destination
         if uri is not None:
             target = replace(target, uri=resolve_uri(TrackingConfig(uri=uri), Path(target.root)))
@@ -141,15 +144,15 @@ class Delivery(MlflowRun):
         self.sent_bytes = self._attempts_bytes = 0
 
     def catch_up(self) -> FinalStatus | None:
-        """Send all new values and the end of the newest attempt, and return its final status, or None.
+        """Send all new values and the final status of the newest attempt. Return this status, or None if there is none.
 
-        Raises the errors of MLflow; values sent before stay recorded. The status is KILLED if the trainer's process is
-        gone without a record of its end.
+        The status is KILLED if the trainer's process is gone and did not record its end. Raises MLflow's errors if a
+        request fails. Values that were already sent stay recorded.
         """
         self._attempts_bytes = (self._run_dir / ATTEMPTS_FILE).stat().st_size
         attempts = read_attempts(self._run_dir)
         attempt, end = attempts[-1]
-        is_lost = attempt.is_lost()  # before its lines are sent, since it may write more
+        is_lost = attempt.is_lost()  # before its lines are sent, since the process may write more
         self.create(attempts[0][0].time)
         known = [place for place, (one, _) in enumerate(attempts, 1) if one.time == self.state.attempt_time]
         if new := attempts[known[-1] if known else 0 :]:
@@ -172,7 +175,7 @@ class Delivery(MlflowRun):
         return (self._run_dir / ATTEMPTS_FILE).stat().st_size != self._attempts_bytes
 
     def _send_journal(self) -> None:
-        """Send the complete lines after the cursor, and move it with each batch."""
+        """Send the complete lines after the cursor, and move the cursor with each batch."""
         points: list[Metric] = []
         end = self.state.journal_bytes
         with open_ordinary(self._run_dir / JOURNAL_FILE) as file:
@@ -210,9 +213,9 @@ def _points(record: Record | None) -> "list[Metric]":
 
 
 def ensure_mlflow_run(run_dir: Path, config: RunConfig, tags: Mapping[str, str]) -> MlflowRun:
-    """Return the run in MLflow, created if missing, for the stages around training.
+    """Return the MLflow run, which is created if missing. Stages around training use this function.
 
-    Raises MLflow's errors.
+    Raises MLflow's errors if a request fails.
     """
     target, deadline = destination_of(run_dir, config, tags), time.monotonic() + CREATE_TIMEOUT_S
     while (run := MlflowRun(run_dir, target)).state.mlflow_run_id is None:
@@ -229,7 +232,7 @@ def ensure_mlflow_run(run_dir: Path, config: RunConfig, tags: Mapping[str, str])
 
 @dataclass(frozen=True, slots=True)
 class SyncResult:
-    """Result of a delivery. `num_bytes` counts the journal; `status` is None for an active run."""
+    """The result of a delivery. `num_bytes` counts the journal. `status` is None for an active run."""
 
     mlflow_run_id: str
     num_bytes: int
@@ -237,13 +240,12 @@ class SyncResult:
 
 
 def sync_run(run_dir: Path, uri: str | None = None) -> SyncResult:
-    """Deliver a run's journal and final status to MLflow, and its metrics to `tracking.report_to`. Idempotent.
+    """Deliver the journal and the final status of a run to MLflow, and its metrics to the trackers of
+    `tracking.report_to`. Repeated calls have no further effect.
 
-    The status is KILLED if the process is gone without a record of its end. `uri`: another store than the run's.
-
-    Raises:
-        RunInUseError: another process delivers the run.
-        TrackingError: there is no journal, or MLflow rejects it.
+    The status is KILLED if the trainer's process is gone and did not record its end. `uri`: an MLflow store to use
+    instead of the run's store. Raises RunInUseError if another process delivers the run. Raises TrackingError if there
+    is no journal or MLflow rejects it.
     """
     with delivery_lock(run_dir):
         delivery = Delivery(run_dir, uri)

@@ -1,10 +1,10 @@
-"""The journal of a run: every step's metrics and every event, one JSON line each, in `metrics.jsonl`.
+"""The journal of a run, `metrics.jsonl`, with one JSON line for the metrics of each step and for each event.
 
     {"step": 3, "time": 1763.25, "metrics": {"actor/lr": 0.1, "critic/lr": null}, "nonfinite": ["critic/lr"]}
     {"event": "out_of_memory", "step": 3, "time": 1763.31, "data": {"max_tokens_per_micro_batch": 8192, ...}}
 
-MLflow, the report and the progress line are derived from it. Times are seconds since the epoch, rounded to MLflow's
-milliseconds, so that a replay gives the same points. NaN and infinity are null and listed under `nonfinite`.
+MLflow, the report and the progress line are derived from the journal. Times are seconds since the epoch, rounded to
+MLflow's milliseconds, so that a replay gives the same points. NaN and infinity are null and listed under `nonfinite`.
 """
 
 import logging
@@ -35,12 +35,12 @@ from rlcore.tracking.attempts import (
 log = logging.getLogger(__name__)
 JOURNAL_FILE = "metrics.jsonl"
 WORKERS = "workers"
-"""Event at each start of the ranks, with their number, device and precision, and the model's size."""
+"""The name of the event at each start of the ranks, which records their number, the device and the model's size."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """Metrics of one step. `metrics` has finite values only; names of the others are in `nonfinite`."""
+    """The metrics of one step. `metrics` has the finite values, `nonfinite` has the names of the other metrics."""
 
     step: int
     time: float
@@ -50,7 +50,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class EventRecord:
-    """Event at a step: out of memory, a lost worker, a resume."""
+    """An event at a step, such as a lack of memory, a lost worker or a resume."""
 
     name: str
     step: int
@@ -63,10 +63,10 @@ Record = StepRecord | EventRecord
 
 @dataclass(frozen=True, slots=True)
 class JournalContents:
-    """Contents of a journal. Lines of the same step are one record.
+    """The contents of a journal. Lines of the same step are merged into one record.
 
-    `torn_bytes`: bytes after the last newline, if a process died while writing. `num_damaged_lines`: unreadable
-    complete lines.
+    `torn_bytes`: the number of bytes after the last newline, if a process died while writing. `num_damaged_lines`: the
+    number of complete lines that cannot be read.
     """
 
     steps: tuple[StepRecord, ...]
@@ -76,14 +76,10 @@ class JournalContents:
 
 
 class Journal(LineFile):
-    """Journal of one run. The run's lock ensures a single writer."""
+    """The journal of one run. The run's lock ensures that there is only one writer."""
 
     def append_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add the metrics of a step. Values are converted with `float`.
-
-        Raises:
-            TypeError, ValueError: a value is not a number.
-        """
+        """Append the metrics of a step. Raises TypeError or ValueError if `float` cannot convert a value."""
         values = {name: float(value) for name, value in metrics.items()}
         nonfinite = [name for name, value in values.items() if not math.isfinite(value)]
         line: dict[str, object] = {"step": int(step), "time": _now(), "metrics": values}
@@ -93,15 +89,15 @@ class Journal(LineFile):
         self.append(line)
 
     def append_event(self, name: str, step: int, data: Mapping[str, object]) -> None:
-        """Add an event. Data without a JSON form is written as text."""
+        """Append an event. Data without a JSON form is written as text."""
         self.append({"event": name, "step": int(step), "time": _now(), "data": _json_safe(data)})
 
 
 class RunJournal(Journal):
-    """Journal of a trainer, with the process that delivers it to MLflow.
+    """The journal of a trainer, with the process that delivers it to MLflow.
 
-    A trainer calls `resume_at` (0, 0 for a new run), then `append_step` and `append_event`, `sync` at each checkpoint,
-    which stores its result, and `finish`. Only `finish` waits for MLflow.
+    A trainer calls `resume_at` first, with 0 and 0 for a new run. It then calls `append_step` and `append_event`. At
+    each checkpoint it calls `sync` and stores the result. It calls `finish` last. Only `finish` waits for MLflow.
     """
 
     def __init__(self, run_dir: Path, config: RunConfig, *, tags: Mapping[str, str]) -> None:
@@ -113,10 +109,10 @@ class RunJournal(Journal):
         self._has_begun = False
 
     def resume_at(self, step: int, journal_bytes: int) -> None:
-        """Resume from a checkpoint: later lines are moved to a separate file.
+        """Resume from a checkpoint, and move later lines to a separate file.
 
-        Removing lines starts a new attempt. A journal shorter than the checkpoint's record was changed by others;
-        training continues with it.
+        If lines are moved, a new attempt starts. If the journal is shorter than it was at the checkpoint, a warning is
+        logged and training continues.
         """
         try:
             if self.truncate(journal_bytes) is not None:
@@ -126,25 +122,28 @@ class RunJournal(Journal):
         self._begin_attempt(step)
 
     def append_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add the metrics of a step, in an attempt. Raises like `Journal.append_step`."""
+        """Append the metrics of a step, and start an attempt if needed.
+
+        Raises TypeError or ValueError if a value is not a number.
+        """
         self._begin_attempt(step)
         super().append_step(step, metrics)
 
     def append_event(self, name: str, step: int, data: Mapping[str, object]) -> None:
-        """Add an event, in an attempt."""
+        """Append an event, and start an attempt if needed."""
         self._begin_attempt(step)
         super().append_event(name, step, data)
 
     def sync(self) -> int:
-        """Flush the journal to disk and return its size in bytes. Raises like `LineFile.sync`."""
+        """Flush the journal to disk and return its size in bytes. Raises DiskSpaceError if the disk is full."""
         if self._has_begun:
             self._companion.ensure_running()
         return super().sync()
 
     def finish(self, status: FinalStatus, timeout_s: float | None = CLOSE_TIMEOUT_S) -> bool:
-        """End the attempt, wait for MLflow (None: do not wait), and return whether it has everything.
+        """End the attempt, wait for MLflow, and return whether MLflow has all values.
 
-        `millrace sync` delivers the rest later.
+        If `timeout_s` is None, do not wait. `millrace sync` can deliver the rest later.
         """
         # Without an attempt there is no run. A process that trained nothing may change an end only to FINISHED.
         known = [] if self._has_begun else read_attempts(self._run_dir)
@@ -156,7 +155,7 @@ class RunJournal(Journal):
         return self._companion.finish(timeout_s) if has_run else True
 
     def _begin_attempt(self, step: int) -> None:
-        """Record the attempt once, and start the delivery."""
+        """Record the attempt if none has begun, and start the delivery."""
         if self._has_begun:
             return
         self._has_begun = True
@@ -166,7 +165,7 @@ class RunJournal(Journal):
 
 
 def read_journal(path: Path) -> list[StepRecord]:
-    """Return the metrics of every step in order, with lines of one step joined. Warns about a torn end."""
+    """Return the metrics of every step in order, with the lines of a step merged. Unreadable lines cause a warning."""
     contents = load_journal(path)
     if contents.torn_bytes or contents.num_damaged_lines:
         log.warning(
@@ -179,7 +178,7 @@ def read_journal(path: Path) -> list[StepRecord]:
 
 
 def load_journal(path: Path) -> JournalContents:
-    """Return the whole journal, and counts of unreadable parts."""
+    """Return the whole journal with the number of unreadable lines and bytes."""
     steps: dict[int, StepRecord] = {}
     events: list[EventRecord] = []
     end = num_damaged = 0
@@ -198,7 +197,7 @@ def load_journal(path: Path) -> JournalContents:
 
 
 def missing_steps(contents: JournalContents, up_to: int) -> str:
-    """Return the steps without a line, as `steps 4-6, 9`, or ''."""
+    """Return the steps without a journal line as a text, such as `steps 4-6, 9`, or an empty text."""
     absent = set(range(1, up_to + 1)) - {record.step for record in contents.steps}
     starts = sorted(step for step in absent if step - 1 not in absent)
     ends = sorted(step for step in absent if step + 1 not in absent)
@@ -207,12 +206,15 @@ def missing_steps(contents: JournalContents, up_to: int) -> str:
 
 
 def iter_lines(fd: int, start: int) -> Iterator[tuple[Record | None, int]]:
-    """Yield the complete lines of an open journal from a byte on: record (None if unreadable) and end byte."""
+    """Yield the record and the end byte of each complete line of an open journal, from byte `start` on.
+
+    The record of an unreadable line is None.
+    """
     return ((parse_record(value), end) for value, end in iter_json(fd, start))
 
 
 def parse_record(value: object) -> Record | None:
-    """Parse a line's JSON value, or return None if it is neither a step nor an event."""
+    """Return the record in the JSON value of a line, or None if the value is neither a step nor an event."""
     try:
         match value:
             case {"event": str(name), "step": int(step), "time": int() | float() as when, "data": dict(data)}:

@@ -1,7 +1,7 @@
-"""Origin of a run, `run.json` in its folder: settings, models, stages, command, code and machine.
+"""The origin of a run, `run.json` in its folder, with settings, models, stages, command, code and machine.
 
-It is written when the run is opened, and completed by the stages before training. The trainer, resumes and the report
-read it.
+The file is written when the run is opened, and the stages before training complete it. The trainer, resumes and the
+report read the file.
 """
 
 import getpass
@@ -30,23 +30,23 @@ from rlcore.storage.manifest import read_manifest
 from rlcore.storage.publish import write_json_atomically
 
 RUN_ID_TAG = "millrace.run_id"
-"""Tag of a run's MLflow run with its folder name."""
+"""The tag of an MLflow run that holds the name of the run's folder."""
 KEY_TAG = "millrace.key"
-"""Tag of a run's MLflow run with a random key, since names may repeat in a store."""
+"""The tag of an MLflow run that holds a random key, since names may repeat in a store."""
 SOURCE_FOLDER = Path(__file__).parents[2]
-"""Folder of `rlcore`: a git checkout, or the parent of an installed package."""
+"""The folder that contains `rlcore`, which is a git checkout or the parent of an installed package."""
 PACKAGES = ("torch", "transformers", "datasets", "ray", "prefect", "mlflow", "vllm", "flash-attn", "numpy", "pyarrow")
-"""Packages whose versions can affect results or speed."""
+"""The packages whose versions can affect results or speed."""
 PASS_RATES_STAGE = "pass rates"
-"""Name of the stage with the table of pass rates; its fact `rows_by_passes` is the histogram."""
+"""The name of the stage with the table of pass rates. Its fact `rows_by_passes` is the histogram."""
 Fact = str | int | float | bool | None
 GIT_TIMEOUT_S = 10.0
-"""Timeout for a repository on a slow network disk."""
+"""The timeout for git in seconds. A repository may be on a slow network disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Result of a stage: `dataset`, `filter`, `model`, ... `facts`: counts and other plain values."""
+    """The result of a stage, such as `dataset`, `filter` or `model`. `facts`: counts and other plain values."""
 
     name: str
     fingerprint: str
@@ -56,10 +56,10 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Origin of a run.
+    """The origin of a run.
 
-    `models`: sha256 of each file, by settings key and file name. `command`: command line, empty if unknown,
-    `mask_secrets` on disk. `version`: of the file format.
+    `models`: the SHA-256 digest of each file, by settings key and file name. `command`: the command line, or empty if
+    it is unknown. Its secrets are masked on disk. `version`: the version of the file format.
     """
 
     settings: RunConfig
@@ -82,12 +82,12 @@ VERSION_REMEDY = "use the version of Millrace that wrote it, or restore it and m
 
 
 def read_origin(run_dir: Path) -> Origin | None:
-    """Read the record, or return None without a file. Raises DataError if the file is damaged or of another version."""
+    """Return the record, or None without a file. Raises DataError if the file is damaged or has another version."""
     return read_document(run_dir / RUN_FILE, _ORIGIN, VERSION_REMEDY)
 
 
 def stage_of(name: str, folder: Path) -> Stage:
-    """Return a stage from its folder's manifest, or only the folder without a manifest."""
+    """Return a stage with the facts of its manifest. Without a manifest, the stage has only its folder."""
     try:
         manifest = read_manifest(folder)
     except MillraceError:
@@ -102,10 +102,10 @@ def stage_of(name: str, folder: Path) -> Stage:
 
 
 def code_revision(folder: Path = SOURCE_FOLDER) -> tuple[str, bool]:
-    """Return the git commit of the source, and whether files differ from it.
+    """Return the git commit of the source, and whether files differ from this commit.
 
-    '' without git, or if no repository tracks the source: a virtual environment may be inside another project's
-    repository.
+    The commit is '' if git is missing or no repository tracks the source. A virtual environment, for example, may be
+    inside another project's repository.
     """
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None or not _is_tracked(folder):
@@ -114,14 +114,14 @@ def code_revision(folder: Path = SOURCE_FOLDER) -> tuple[str, bool]:
 
 
 def code_diff(folder: Path = SOURCE_FOLDER) -> str:
-    """Return the changes of tracked files since the commit as a patch, or ''."""
-    # Without a refresh, git writes no index: a kill would leave the repository locked.
+    """Return the changes of tracked files since the commit as a patch, or an empty text."""
+    # Without a refresh, git writes no index. A kill during a write would leave the repository locked.
     diff = ("-c", "diff.autoRefreshIndex=false", "diff", "HEAD")
     return (_git(folder, *diff) if _is_tracked(folder) else None) or ""
 
 
 def environment_facts() -> dict[str, str]:
-    """Return Python, operating system, host, GPUs, driver and relevant package versions, by name."""
+    """Return the versions of Python and relevant packages, the operating system, the host, the GPUs and the driver."""
     facts = {"python": platform.python_version(), "platform": platform.platform(), "host": socket.gethostname()}
     for package in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -132,9 +132,9 @@ def environment_facts() -> dict[str, str]:
 def lineage_tags(
     config: RunConfig, *, stage: str, run_id: str, prefect: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Return the tags of a run's MLflow run, for search and comparison.
+    """Return the tags of a run's MLflow run, which help to search and compare runs.
 
-    `prefect`: `flow_run_id`, `deployment` and others become tags `prefect.<key>`. Tags of the settings take precedence.
+    `prefect`: values such as `flow_run_id`, which become tags `prefect.<key>`. Tags in the settings take precedence.
     """
     model = config.model.path or f"scratch-{config.model.scratch.num_layers}x{config.model.scratch.hidden_size}"
     tags = {
@@ -174,13 +174,13 @@ def _user() -> str:
     try:
         return getpass.getuser()
     except (KeyError, OSError):
-        return "unknown"  # a container with a numeric user id without an entry
+        return "unknown"  # the user id of a container may have no name
 
 
 class SystemSampler:
-    """Sampler of the machine's load. CPU percentages are since the previous sample.
+    """A sampler of the machine's load. CPU percentages cover the time since the previous sample.
 
-    GPUs are read with NVML if the package and a driver are present.
+    GPUs are read with NVML if a driver is present.
     """
 
     def __init__(self, disk: Path) -> None:
@@ -192,7 +192,7 @@ class SystemSampler:
         self._process.cpu_percent()
 
     def sample(self) -> dict[str, float]:
-        """Return metrics under `system/`: percent, GB of 1e9 bytes, watts. Unreadable values are omitted."""
+        """Return metrics under `system/` in percent, GB of 1e9 bytes and watts. Unreadable values are omitted."""
         memory, disk = psutil.virtual_memory(), shutil.disk_usage(self._disk)
         return {
             "system/cpu_percent": psutil.cpu_percent(),
@@ -218,7 +218,7 @@ class SystemSampler:
 
 
 def gpu_facts() -> dict[str, str]:
-    """Return names and memory of the GPUs and the driver's version from NVML, or nothing."""
+    """Return the names and memory sizes of the GPUs and the driver's version from NVML, or an empty mapping."""
     nvml = _start_nvml()
     if nvml is None:
         return {}
@@ -238,7 +238,8 @@ def _gpus(nvml: Any) -> Iterator[tuple[str, int | None]]:
 
 
 def first_gpu() -> tuple[str, int | None] | None:
-    """Return name and memory in bytes (None: unknown) of the first GPU, or None. Allocates nothing on it."""
+    """Return the name of the first GPU and its memory in bytes, or None without a GPU. An unknown memory size is None.
+    Nothing is allocated on the GPU."""
     return next(_gpus(_start_nvml()), None)
 
 

@@ -1,6 +1,6 @@
-"""MLflow client of Millrace: runs, parameters, metrics, datasets and addresses.
+"""The MLflow client of Millrace, for runs, parameters, metrics, datasets and addresses.
 
-Calls are synchronous and may raise, so none belongs into a training step. MLflow's global "active run" is not used.
+Calls wait for MLflow and may raise, so a training step must not make them. MLflow's global "active run" is not used.
 """
 
 import json
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 TRAINING_VIEW = "workflowType=machine_learning"
-"""Query that selects the training view on a page of MLflow 3.17 instead of the GenAI view."""
+"""The query that selects the training view on a page of MLflow 3.17 instead of the GenAI view."""
 LOCAL_UI = "http://127.0.0.1:5000"
-"""Address of the pages of a sqlite store while `millrace ui` or `millrace up` serves them."""
+"""The address of a sqlite store's pages while `millrace ui` or `millrace up` serves them."""
 # MLflow's limits for parameters or tags of a request, and for characters of a value.
 MAX_BATCH = 100
 MAX_PARAM_CHARACTERS = 6_000
 MAX_TAG_CHARACTERS = 8_000
 MAX_RUNS = 1_000
-"""Maximum number of runs of a search."""
+"""The maximum number of runs that a search returns."""
 EXPERIMENT_KIND_TAG, TRAINING = "mlflow.experimentKind", "custom_model_development"
-"""Tag of an experiment, for which MLflow shows runs, charts and models instead of traces."""
+"""The tag of an experiment for which MLflow shows runs, charts and models instead of traces."""
 PARENT_TAG = "mlflow.parentRunId"
 """MLflow's tag for nested runs."""
 NOTE_TAG = "mlflow.note.content"
@@ -46,7 +46,7 @@ NOTE_TAG = "mlflow.note.content"
 
 
 class MlflowStore:
-    """Experiment in an MLflow store. Connects at the first use."""
+    """An experiment in an MLflow store. The connection is opened at the first use."""
 
     def __init__(self, config: TrackingConfig, root: Path) -> None:
         self.uri = resolve_uri(config, root)
@@ -55,12 +55,12 @@ class MlflowStore:
 
     @cached_property
     def client(self) -> "MlflowClient":
-        """Return MLflow's client, for what this class does not provide."""
+        """Return MLflow's client, for operations that this class does not provide."""
         return connect(self.uri)
 
     @cached_property
     def experiment_id(self) -> str:
-        """Return the id of the experiment, created if missing. Raises TrackingError if the experiment was deleted."""
+        """Return the id of the experiment, which is created if missing. Raises TrackingError if it was deleted."""
         experiment = self.client.get_experiment_by_name(self._experiment_name)
         if experiment is None:
             experiment = self._create_experiment()
@@ -100,7 +100,7 @@ class MlflowStore:
         return str(self.client.create_run(self.experiment_id, start_ms, short, run_name).info.run_id)
 
     def set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
-        """Set tags. Long values are truncated with a mark, invalid names are omitted."""
+        """Set tags of a run. Long values are truncated with a mark, and invalid names are omitted."""
         from mlflow.entities import RunTag
 
         rows = [RunTag(key, _truncate(value, MAX_TAG_CHARACTERS)) for key, value in accepted_values(tags).items()]
@@ -108,9 +108,9 @@ class MlflowStore:
             self.client.log_batch(run_id, tags=rows[start : start + MAX_BATCH])
 
     def log_params(self, run_id: str, settings: Mapping[str, object]) -> None:
-        """Log the settings as parameters, `trainer.total_steps` and so on.
+        """Log the settings as parameters, such as `trainer.total_steps`.
 
-        MLflow's parameters are immutable: a changed value of a resumed run becomes a tag `changed.<key>`.
+        Parameters in MLflow are immutable. A value that changes when a run is resumed becomes a tag `changed.<key>`.
         """
         from mlflow.entities import Param
 
@@ -127,7 +127,7 @@ class MlflowStore:
         self.set_tags(run_id, changed)
 
     def log_metrics(self, run_id: str, step: int, metrics: Mapping[str, float], time_s: float) -> None:
-        """Log values of one step, for stages without a journal."""
+        """Log the values of one step, for stages without a journal."""
         from mlflow.entities import Metric
 
         rows = [Metric(mlflow_name(name), value, milliseconds(time_s), step) for name, value in metrics.items()]
@@ -144,10 +144,10 @@ class MlflowStore:
         counts: Mapping[str, int],
         context: str,
     ) -> None:
-        """Log a dataset as an input of a run, for searches by `dataset.digest = '<fingerprint>'`.
+        """Log a dataset as an input of a run, so that a search by `dataset.digest = '<fingerprint>'` finds it.
 
-        `source`: path or hub id; `schema`: type by column; `counts`: rows by split, dropped rows and so on; `context`:
-        its use ("training", "validation").
+        `source`: a path or hub id. `schema`: the type of each column. `counts`: numbers of rows, for example by split.
+        `context`: the use of the dataset ("training" or "validation").
         """
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
@@ -163,31 +163,31 @@ class MlflowStore:
         self.client.log_inputs(run_id, [DatasetInput(dataset, tags)])
 
     def set_status(self, run_id: str, status: FinalStatus, end_time_s: float | None = None) -> None:
-        """End the run with this status, now or at a time in seconds since the epoch."""
+        """End the run with this status. `end_time_s`: seconds since the epoch, by default now."""
         self.client.set_terminated(run_id, status, None if end_time_s is None else milliseconds(end_time_s))
 
     def run_url(self, run_id: str, ui: str = LOCAL_UI) -> str:
-        """Return the page of a run, for sqlite below `ui`."""
+        """Return the address of the page of a run. `ui`: the address of a sqlite store's pages."""
         return f"{self.page_root(ui)}/#/experiments/{self.experiment_id}/runs/{run_id}?{TRAINING_VIEW}"
 
     def runs_url(self, ui: str = LOCAL_UI) -> str:
-        """Return the page with the table of all runs."""
+        """Return the address of the page with the table of all runs."""
         return f"{self.page_root(ui)}/#/experiments/{self.experiment_id}/runs?{TRAINING_VIEW}"
 
     def page_root(self, ui: str) -> str:
-        """Return the address of MLflow's pages: `ui` for sqlite, else the server."""
+        """Return the address of MLflow's pages, which is `ui` for sqlite and otherwise the address of the server."""
         return ui if self.uri.startswith(SQLITE) else mask_secrets(self.uri)
 
     def ui_command(self) -> str | None:
-        """Return the command that serves a sqlite store, or None for a server."""
+        """Return the command that serves the pages of a sqlite store, or None if the store is a server."""
         return f"mlflow ui --backend-store-uri {quote(self.uri)}" if self.uri.startswith(SQLITE) else None
 
 
 def search_run_ids(store: MlflowStore, query: str) -> list[str]:
-    """Return the run ids (folder names) of the trainings that a query finds, oldest first.
+    """Return the run ids (folder names) of the trainings that match a query, oldest first.
 
     The query is in MLflow's language, such as ``params.`optim.lr` = '0.001' and tags.task = 'countdown'``. Raises
-    TrackingError if MLflow rejects the query, or does not respond.
+    TrackingError if MLflow rejects the query or does not respond.
     """
     own = f"tags.`{RUN_ID_TAG}` != '' and tags.stage = 'train'"  # excludes warm starts
     try:
@@ -208,19 +208,19 @@ def search_run_ids(store: MlflowStore, query: str) -> list[str]:
 
 
 def compare_url(store: MlflowStore, mlflow_run_ids: Sequence[str], ui: str = LOCAL_UI) -> str:
-    """Return MLflow's page that compares runs, for sqlite below `ui`."""
+    """Return the address of the MLflow page that compares these runs. `ui`: the address of a sqlite store's pages."""
     runs = quote_url(json.dumps(list(mlflow_run_ids)))
     experiments = quote_url(json.dumps([store.experiment_id]))
     return f"{store.page_root(ui)}/#/compare-runs?runs={runs}&experiments={experiments}&{TRAINING_VIEW}"
 
 
 def milliseconds(time_s: float) -> int:
-    """Return MLflow's time stamp of seconds since the epoch."""
+    """Convert seconds since the epoch to a time stamp of MLflow."""
     return round(time_s * 1e3)
 
 
 def _truncate(value: str, limit: int) -> str:
-    """Truncate a value with a mark that has its length. MLflow would truncate silently."""
+    """Truncate a long value and add a mark with its length. MLflow would truncate silently."""
     if len(value) <= limit:
         return value
     mark = f" ... [cut: {len(value)} characters]"

@@ -1,7 +1,7 @@
-"""Checkpoints and weights of a run as MLflow's logged models, and files of deleted runs.
+"""The checkpoints and weights of a run as logged models of MLflow, and the removal of the files of deleted runs.
 
-MLflow hides a deleted run, and its files stay until `remove_garbage`. A run restored afterwards has metrics but no
-artifacts.
+MLflow only hides a deleted run. Its files stay until `remove_garbage`. A run that is restored afterwards has metrics
+but no artifacts.
 """
 
 import importlib.metadata
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 Alias = Literal["best", "last"]
 ALIASES: tuple[Alias, ...] = ("best", "last")
 Kind = Literal["checkpoint", "transformers"]
-"""MLflow's model types. Checkpoints are not copied: MLflow cannot load shards and optimizer states."""
+"""The model types in MLflow. Checkpoints are not copied, since MLflow cannot load shards and optimizer states."""
 EXTERNAL = "mlflow.model.isExternal"
-"""MLflow's tag of a model whose files are stored elsewhere."""
+"""MLflow's tag for a model whose files are stored elsewhere."""
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin")
-"""Files that are not copied to the tokenizer's folder."""
+"""The files that are not copied to the tokenizer's folder."""
 MAX_DELETED_RUNS = 50_000
 """MLflow's limit for one search."""
 
@@ -53,20 +53,14 @@ def log_model(
     tags: Mapping[str, str],
     max_bytes: int | None = None,
 ) -> str:
-    """Log a checkpoint or a transformers directory as an output of the run at a step.
+    """Log a checkpoint or a transformers directory as an output of the run at a step, and return the model's id.
 
-    Checkpoints are not copied. Weights are copied without loading, for `mlflow.transformers.load_model` and (folder
-    `model`) `AutoModelForCausalLM`; above `max_bytes` only their location is logged. An existing model of the same name
-    and step is reused.
+    Checkpoints are not copied. Weights are copied without being loaded. If they are larger than `max_bytes`, only their
+    location is logged. `mlflow.transformers.load_model` can load them, and `AutoModelForCausalLM` can load their folder
+    `model`. The address of the model is `models:/<id>`. An existing model with the same name and step is reused.
 
-    `metrics`: scores of its validation; `time_s`: time of their journal line, so that they match the points of the
-    run's curves.
-
-    Returns:
-        The model's id: its address is `models:/<id>`.
-
-    Raises:
-        TrackingError: `path` is not a transformers directory.
+    `metrics`: the validation scores of the model. `time_s`: the time of the scores' journal line, so that the scores
+    match the points of the run's curves. Raises TrackingError if `path` is not a transformers directory.
     """
     from mlflow.entities import LoggedModelOutput
 
@@ -169,8 +163,8 @@ def _all_models(client: "MlflowClient", experiment_id: str, run_id: str) -> "Ite
 def name_models(store: MlflowStore, run_id: str, by_alias: Mapping[Alias, str], registered: str | None) -> None:
     """Tag the `best` and the `last` model of the run, which may be the same.
 
-    MLflow has aliases in its registry only, so the models have tags. With `registered`, they also become versions of
-    this registered model, for `models:/<registered>@best`.
+    MLflow has aliases only in its registry, so the models get tags. `registered`: the name of a registered model. If it
+    is set, both models also become versions of it, with addresses such as `models:/<registered>@best`.
     """
     for model in models_of(store.client, store.experiment_id, run_id):
         for alias in ALIASES:
@@ -183,17 +177,17 @@ def name_models(store: MlflowStore, run_id: str, by_alias: Mapping[Alias, str], 
 
 
 def model_of(version: "ModelVersion") -> str:
-    """Return the id of the logged model of a registered version; a search does not set `model_id`."""
+    """Return the id of the logged model of a registered version. A search does not set `model_id`."""
     return str(version.model_id or str(version.source).removeprefix("models:/"))
 
 
 @contextmanager
 def _global_uri(uri: str) -> Iterator[None]:
-    """Set MLflow's global tracking URI, by which its database registry reads the model."""
+    """Set MLflow's global tracking URI, from which its database registry reads the model."""
     import mlflow
 
     is_set = mlflow.is_tracking_uri_set()  # type: ignore[no-untyped-call]
-    before: Any = mlflow.get_tracking_uri() if is_set else None  # else its default would be stored
+    before: Any = mlflow.get_tracking_uri() if is_set else None  # otherwise MLflow's default would be stored
     mlflow.set_tracking_uri(uri)
     try:
         yield
@@ -202,7 +196,7 @@ def _global_uri(uri: str) -> Iterator[None]:
 
 
 def _register(client: "MlflowClient", uri: str, name: str, run_id: str, models: Mapping[Alias, str]) -> None:
-    """Register models under one name, once each, and set their aliases. Versions have tags for run, step and scores."""
+    """Register each model once under one name, and set the aliases. Versions have tags for run, step and scores."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -227,9 +221,9 @@ def _register(client: "MlflowClient", uri: str, name: str, run_id: str, models: 
 
 @dataclass(frozen=True, slots=True)
 class Garbage:
-    """Files of a deleted run: its artifacts, or those of its model.
+    """The artifacts of a deleted run or of one of its models.
 
-    `kept`: why they must stay, else ''. `num_bytes`: as MLflow counts them.
+    `kept`: the reason why the files must stay, or '' if they may be deleted. `num_bytes`: the size by MLflow's count.
     """
 
     run_id: str
@@ -242,7 +236,7 @@ class Garbage:
 
 
 def find_garbage(uri: str) -> list[Garbage]:
-    """Return the artifacts of all deleted runs of a store and of their models. Raises MLflow's errors."""
+    """Return the artifacts of a store's deleted runs and of their models. Raises MLflow's errors if a request fails."""
     from mlflow.entities import ViewType
 
     client = connect(uri)
@@ -274,7 +268,7 @@ def _garbage(run: "Run", model_id: str, location: str, files: "Iterator[FileInfo
 
 
 def remove_garbage(uri: str, garbage: Garbage) -> None:
-    """Delete the files unless they must stay. Raises MLflow's errors."""
+    """Delete the files unless they must stay. Raises MLflow's errors if a request fails."""
     if garbage.kept:
         return
     from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository

@@ -1,1 +1,1 @@
-"""Training steps: experience, estimate, update, metrics and alarms."""
+"""The training step: collection of responses, advantage estimates, updates, metrics and alarms."""

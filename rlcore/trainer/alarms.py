@@ -1,4 +1,4 @@
-"""Alarms on a step's responses and update (settings: `alarms`), and the saved batch of a non-finite update."""
+"""Alarms about a step's responses and update (settings: `alarms`), and a function that saves a non-finite batch."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -17,12 +17,12 @@ from rlcore.workers.canary import WeightSync
 
 NON_FINITE = "non_finite"
 SKIPPED = "alarm/update_skipped"
-"""Metric: skipped share of the policy's updates, including those without a scored response. Absent if 0."""
+"""The metric for the skipped share of policy updates, absent if 0. Updates without a scored response are skipped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """An alarm: `name` and `action` of the settings, and a text with value and bound."""
+    """An alarm that was raised. `name` and `action` come from the settings. `text` states the value and the bound."""
 
     name: str
     action: str
@@ -30,7 +30,7 @@ class Alarm:
 
 
 def batch_alarms(config: RunConfig, experience: Experience) -> tuple[Alarm, ...]:
-    """Return alarms on the responses, before any update."""
+    """Return the alarms about the responses, before any update."""
     alarms = config.alarms
     found = []
     if alarms.equal_scores != "off" and _have_equal_scores(experience):
@@ -52,7 +52,7 @@ def batch_alarms(config: RunConfig, experience: Experience) -> tuple[Alarm, ...]
 def step_alarms(
     config: RunConfig, update: Update, kl_in_reward: float | None, weight_sync: WeightSync
 ) -> tuple[Alarm, ...]:
-    """Return alarms on the update and the weight sync after it."""
+    """Return the alarms about the update and about the weight sync after it."""
     alarms, policy = config.alarms, update.policy
     found = []
     if update.failure is not None:
@@ -82,18 +82,19 @@ def _have_equal_scores(experience: Experience) -> bool:
         if score.failure is None
     ]
     num_groups = len({group for group, _ in scored})
-    # A group of one response has nothing to compare.
+    # A group of one response has nothing to compare with.
     return len(set(scored)) == num_groups < len(scored)
 
 
 def save_failed_batch(directory: Path, step: int, experience: Experience, batch: TrainBatch) -> tuple[Path, list[int]]:
-    """Write the batch (`.safetensors`) and its responses (`.json`); return the file and non-finite rows' prompt ids."""
+    """Save the batch (`.safetensors`) and its responses (`.json`). Return the path, and the prompt ids of non-finite
+    rows."""
     directory.mkdir(parents=True, exist_ok=True)
     optional = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "packed"}
     per_token = {name: values for name, values in optional.items() if values is not None}
     tensors = {field.name: getattr(batch.packed, field.name) for field in fields(batch.packed)} | per_token
     file = directory / f"step-{step:06d}.safetensors"
-    # Copies, since safetensors rejects shared memory, as of old and behavior log-probabilities.
+    # Tensors are cloned, since safetensors rejects shared memory (old and behavior log-probabilities share it).
     save_file({name: value.clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}, str(file))
     rows = _non_finite_rows(batch, per_token)
     responses: list[JsonValue] = [
@@ -115,7 +116,7 @@ def save_failed_batch(directory: Path, step: int, experience: Experience, batch:
 
 
 def _non_finite_rows(batch: TrainBatch, per_token: dict[str, Tensor]) -> set[int]:
-    """Return sequences with a non-finite score or input of the update."""
+    """Return the sequences that have a non-finite score or a non-finite input of the update."""
     bad = ~torch.isfinite(batch.packed.scores)
     sequence_ids = batch.packed.sequence_ids()
     for values in (batch.packed.behavior_logprobs, *per_token.values()):

@@ -1,15 +1,15 @@
-"""Seconds of each phase of a step."""
+"""A clock that measures the seconds of each phase of a training step."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 EnterPhase = Callable[[str], AbstractContextManager[object]]
-"""Returns the context in which a phase of this name runs; raises to prevent it."""
+"""A function that returns the context in which a phase of this name runs. It raises an error to prevent the phase."""
 
 
 class PhaseClock:
-    """Wall seconds by phase, on the driver. Repeated phases add up."""
+    """The wall-clock seconds of each phase, measured on the driver. The times of a repeated phase are added up."""
 
     def __init__(self, enter: EnterPhase = nullcontext) -> None:
         self._enter = enter
@@ -18,7 +18,7 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time inside the block to `name`."""
+        """Add the time spent inside the `with` block to the phase `name`."""
         started = time.perf_counter()
         try:
             with self._enter(name):
@@ -27,5 +27,5 @@ class PhaseClock:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 
     def seconds(self) -> Mapping[str, float]:
-        """Return the seconds of finished phases, and `step`: all since the clock was created."""
+        """Return the seconds of each finished phase. The key `step` holds the seconds since the clock was created."""
         return {**self._seconds, "step": time.perf_counter() - self._started}

@@ -1,9 +1,9 @@
-"""Episodes: multi-turn responses with an environment's messages between turns.
+"""Episodes: multi-turn responses with an environment's messages between the turns.
 
-All open episodes generate one turn per round. A finished turn is sent to its environment while others are still
-generated, and the next round starts when all environments have replied, failed or timed out. The engine's input thus
-depends on tokens alone, never on time. Requests repeat all tokens so far, which a prefix cache holds, since an episode
-stays on its rank.
+All open episodes generate one turn per round. A finished turn is sent to its environment while other turns are still
+generated. The next round starts when all environments have replied, failed or timed out. The engine's input thus
+depends on tokens alone, and never on time. Each request repeats all tokens so far. A prefix cache holds these tokens,
+since an episode stays on one rank.
 """
 
 from collections.abc import Sequence
@@ -26,12 +26,12 @@ from rlcore.types import FinishReason, Prompt, Rollout, Score
 from rlcore.workers.group import WorkerGroup
 
 _MARK = "[environment]"
-"""Prefix of an environment's lines in an episode's text; reports highlight them."""
+"""The prefix of an environment's lines in the text of an episode. Reports highlight these lines."""
 
 
 @dataclass(slots=True)
 class _OpenEpisode:
-    """An unfinished episode: its request, tokens so far, and the record of its environment."""
+    """An unfinished episode, with its request, its tokens so far, and the record of its environment."""
 
     request: SamplingRequest
     prompt: Prompt
@@ -49,14 +49,14 @@ class _OpenEpisode:
     is_open: bool = True
 
     def next_request(self, turn: int, max_turn_tokens: int) -> SamplingRequest:
-        """Return the request of the next turn, after all tokens so far."""
+        """Return the request for the next turn, with all tokens so far as the prompt."""
         num_left = self.limit - len(self.token_ids)
         prompt = replace(self.prompt, token_ids=(*self.prompt.token_ids, *self.token_ids))
         tokens = min(num_left, max_turn_tokens) if max_turn_tokens else num_left
         return SamplingRequest(prompt, self.request.sample_index, turn_seed(self.request.seed, turn), tokens)
 
     def add_response(self, rollout: Rollout, text: str) -> None:
-        """Add the model's response of a turn."""
+        """Add the model's response of one turn. Reaching the token limit ends the episode."""
         self._add_tokens(rollout.response_ids.tolist(), rollout.behavior_logprobs.tolist(), sampled=True)
         self.record.texts.append(text)
         self.lines.append(text)
@@ -64,7 +64,7 @@ class _OpenEpisode:
             self._end_at_limit()
 
     def add_reply(self, reply: str, ids: Sequence[int]) -> bool:
-        """Add the environment's reply, or end the episode if no token is left; return whether it was added."""
+        """Add the environment's reply, or end the episode if no token is left. Return whether the reply was added."""
         if len(self.token_ids) + len(ids) >= self.limit:
             self._end_at_limit()
             return False
@@ -73,7 +73,7 @@ class _OpenEpisode:
         return True
 
     def add_reward(self, score: Score, *, last: bool) -> str:
-        """Add a turn's reward; return the reply. A failed turn ends the episode without a score."""
+        """Add the reward of a turn and return the reply to it. A failed turn ends the episode without a score."""
         if score.failure is not None:
             self.failure, self.is_open = score.failure, False
             return ""
@@ -102,7 +102,7 @@ class _OpenEpisode:
         )
 
     def score(self) -> Score:
-        """Return the sum of the turns' rewards. Votes count the model's text alone."""
+        """Return the sum of the turns' rewards as the episode's score. Majority votes use only the model's text."""
         if self.failure is not None:
             return Score(0.0, {}, failure=self.failure)
         parts = {**self.parts, "turns": float(len(self.record.texts))}
@@ -121,8 +121,8 @@ class _OpenEpisode:
 
 
 class Episodes(AbstractContextManager["Episodes"]):
-    """Plays episodes with the environment of `data.environment`. Use as a context manager. Raises ConfigError if the
-    environment does not exist."""
+    """A player of episodes with the environment of `data.environment`, used as a context manager. Raises ConfigError if
+    the environment does not exist."""
 
     def __init__(self, config: RunConfig, tokens: TurnTokens, decode: Decode) -> None:
         self._environment = config.data.environment
@@ -142,7 +142,7 @@ class Episodes(AbstractContextManager["Episodes"]):
 
     @property
     def unscored(self) -> tuple[int, str]:
-        """Episodes lost with their environment so far, and the last reason."""
+        """The number of episodes that a failed environment has ended so far, and the last reason."""
         failures = [pool.unscored for pool in self._pools]
         return sum(number for number, _ in failures), next((why for number, why in failures if number), "")
 
@@ -155,8 +155,8 @@ class Episodes(AbstractContextManager["Episodes"]):
         policy_version: int,
         clock: PhaseClock,
     ) -> tuple[list[Rollout], list[Score], list[str]]:
-        """Play an episode per request; return rollouts, scores and texts in order. Raises EngineError if an engine used
-        another policy version than `policy_version`, or no environment can be started."""
+        """Play one episode for each request. Return the rollouts, scores and texts in the order of the requests. Raises
+        EngineError if an engine used another policy version, or if no environment can be started."""
         max_kept = -(-len(requests) // len(self._pools))
         playing = [self._open_episode(request, max_kept) for request in requests]
         with clock.phase("environment"):
@@ -199,7 +199,6 @@ class Episodes(AbstractContextManager["Episodes"]):
         policy_version: int,
         clock: PhaseClock,
     ) -> None:
-        """Play episode turn of each open episode."""
         settings = self._config.episode
         indices = [index for index, episode in enumerate(playing) if episode.is_open]
         place_of = {index: place for place, index in enumerate(indices)}

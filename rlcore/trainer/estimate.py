@@ -1,4 +1,4 @@
-"""Advantages and returns from scores."""
+"""The estimation of advantages and returns from scores."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +29,8 @@ from rlcore.types import PackedBatch, Score, TrainBatch
 
 @dataclass(frozen=True, slots=True)
 class ForwardResults:
-    """Results of the forward passes before an update, Float[T] each; None where the algorithm does not need them."""
+    """The results of the forward passes before an update, each Float[T]. A field is None if the algorithm does not need
+    it."""
 
     old_logprobs: Float[Tensor, "T"] | None = None
     ref_logprobs: Float[Tensor, "T"] | None = None
@@ -39,11 +40,12 @@ class ForwardResults:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Advantages and returns. `batch`: input of the updates. `rewards` Float[N]: scores less the KL in the reward.
+    """The estimated advantages and returns. `batch`: the input of the updates. `rewards` Float[N]: the scores minus the
+    KL penalty in the reward. `kl_in_reward`: the mean KL divergence per response token, without its coefficient.
 
-    `returns` Float[T]: for reporting; the advantages for methods without a critic, as in the field.
-    `kl_in_reward`: mean per response token. `masked_share`: share of response tokens excluded from the update by
-    `algo.rejection` and `algo.mask_truncated`; None if both are off. `response_mask`: the loss mask including them.
+    `returns` Float[T]: the returns for reporting, which equal the advantages for group methods. `masked_share`: the
+    share of response tokens that `algo.rejection` and `algo.mask_truncated` exclude from the update, or None if both
+    are off. `response_mask`: the loss mask before this exclusion.
     """
 
     batch: TrainBatch
@@ -56,14 +58,16 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class ScoreParts:
-    """Parts of the scores that `reward.weights` names: `values` Float[N, K], `weights` Float[K]."""
+    """The parts of the scores that `reward.weights` names. `values` Float[N, K]: the parts. `weights` Float[K]: the
+    weights."""
 
     values: Float[Tensor, "N K"]
     weights: Float[Tensor, "K"]
 
     @classmethod
     def from_scores(cls, scores: Sequence[Score], weights: Mapping[str, float]) -> "ScoreParts":
-        """Return the weighted parts in order (0 if missing), or the total alone without weights."""
+        """Return the parts in the order of `weights`, with 0 for a missing part. Without weights, return only the
+        total."""
         if not weights:
             return cls(torch.tensor([[score.total] for score in scores]), torch.ones(1))
         rows = [[score.parts.get(name, 0.0) for name in weights] for score in scores]
@@ -81,13 +85,13 @@ def estimate(
     is_truncated: Bool[Tensor, "N"] | None = None,
     turn_rewards: Float[Tensor, "T"] | None = None,
 ) -> Estimate:
-    """Compute advantages and returns by `algo.advantage`. Responses without a score (`packed.score_mask`) are excluded.
+    """Compute advantages and returns with the method `algo.advantage`. Responses without a score are excluded.
 
     Args:
-        greedy_scores: for remax, the score of the greedy response to the same prompt.
-        parts: for advantages over parts of the score; None: the rewards alone.
-        is_truncated: for `algo.mask_truncated`, responses that ended at the token limit.
-        turn_rewards: parts of the scores at the ends of their turns; None: the whole score is at the last token.
+        greedy_scores: the score of the greedy response to the same prompt, only for remax.
+        parts: the parts of the scores for advantages over parts, or None to use the total rewards.
+        is_truncated: True for responses that ended at the token limit, only for `algo.mask_truncated`.
+        turn_rewards: the rewards at the ends of the turns, or None if the whole score is at the last token.
     """
     old_logprobs, ref_logprobs, values = forward.old_logprobs, forward.ref_logprobs, forward.values
     mask, sequence_ids = packed.loss_mask, packed.sequence_ids()
@@ -140,7 +144,8 @@ def _update_mask(
     is_truncated: Bool[Tensor, "N"] | None,
     algo: AlgoConfig,
 ) -> Bool[Tensor, "T"]:
-    """Return the loss mask without responses that count in their group but not in the update."""
+    """Return the loss mask of the update. It excludes rejected tokens and truncated responses, which still count in
+    groups."""
     mask, sequence_ids = packed.loss_mask, packed.sequence_ids()
     if algo.rejection.level != "off":
         assert old_logprobs is not None, "a rejection measures the distance to the old policy"
@@ -159,7 +164,8 @@ def _sequence_advantages(
     parts: ScoreParts,
     algo: AlgoConfig,
 ) -> Float[Tensor, "N"]:
-    """Return an advantage per response; 0 without a score, or without another score to compare with."""
+    """Return one advantage per response. A response without a score, or without another score to compare with, has
+    0."""
     greedy = None if greedy_scores is None else torch.tensor(greedy_scores)
     if greedy is not None:
         chosen = packed.score_mask & greedy.isfinite()

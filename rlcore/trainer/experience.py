@@ -1,4 +1,4 @@
-"""Scored responses to prompts: all ranks' engines generate while finished responses are scored."""
+"""The collection of scored responses. The engines of all ranks generate while finished responses are scored."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,8 @@ from rlcore.workers.group import WorkerGroup
 
 
 class StreamScorer:
-    """Decodes finished responses in a thread and scores them in the pool's processes during generation."""
+    """A scorer that works during generation. It decodes responses in a thread and scores them in the processes of the
+    pool."""
 
     def __init__(self, scoring: ScoringPool, decode: Decode) -> None:
         self._scoring = scoring
@@ -33,7 +34,7 @@ class StreamScorer:
         self._jobs: list[tuple[list[int], Future[tuple[list[str], ScoringJob]]]] = []
 
     def submit(self, finished: Sequence[tuple[int, Rollout]]) -> None:
-        """Start to score a few responses, without waiting."""
+        """Start to score a few finished responses, without waiting for the scores."""
         job = self._thread.submit(self._start, [rollout for _, rollout in finished])
         self._jobs.append(([index for index, _ in finished], job))
 
@@ -42,7 +43,7 @@ class StreamScorer:
         return texts, self._scoring.submit(texts, [rollout.prompt.ground_truth_json for rollout in rollouts])
 
     def collect(self) -> tuple[list[Score], list[str]]:
-        """Wait for all scores; return scores and texts in the order of the requests."""
+        """Wait for all scores. Return the scores and the texts in the order of the requests."""
         scored: dict[int, tuple[Score, str]] = {}
         for indices, future in self._jobs:
             texts, job = future.result()
@@ -53,11 +54,12 @@ class StreamScorer:
 
 
 ScoredResponse = tuple[Rollout, Score, str]
-"""A response, its score, and the scored text."""
+"""A response, its score, and the text that was scored."""
 
 
 class ResponseSampler:
-    """Samples responses on all ranks' engines, in episodes if given, and scores them."""
+    """A sampler that generates responses with the engines of all ranks and scores them. With `episodes`, each response
+    is a multi-turn episode."""
 
     def __init__(
         self,
@@ -72,7 +74,7 @@ class ResponseSampler:
 
     @property
     def unscored(self) -> tuple[int, str]:
-        """See `ScoringPool.unscored`."""
+        """The number of responses without a score so far, and the last reason. See `ScoringPool.unscored`."""
         return (self._episodes or self.scoring).unscored
 
     def sample(
@@ -84,8 +86,8 @@ class ResponseSampler:
         clock: PhaseClock | None = None,
         shares: Sequence[Sequence[int]] | None = None,
     ) -> list[ScoredResponse]:
-        """Return scored responses in the order of the requests. `shares`: see `generate`. Raises EngineError if an
-        engine used another policy version than `policy_version`."""
+        """Return the scored responses in the order of the requests. `shares`: the request indices of each rank (see
+        `generate`). Raises EngineError if an engine used a policy version other than `policy_version`."""
         clock = clock or PhaseClock()
         if self._episodes is not None:
             played = self._episodes.play(self.group, requests, sampling, policy_version=policy_version, clock=clock)
@@ -111,9 +113,9 @@ class ResponseSampler:
 
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """The responses of one step. `group_ids[i]` numbers the prompts of the step; `texts[i]` is the scored text.
-    `greedy_scores[i]`: score of the greedy response to the same prompt, NaN if its scorer failed; None if not needed.
-    """
+    """The responses of one step. `group_ids[i]`: the number of the prompt in the step. `texts[i]`: the text that was
+    scored. `greedy_scores[i]`: the score of the greedy response to the same prompt, NaN if the scorer failed.
+    `greedy_scores` is None if the algorithm does not need it."""
 
     rollouts: tuple[Rollout, ...]
     scores: tuple[Score, ...]
@@ -123,29 +125,30 @@ class Experience:
     num_groups_dropped: int
     greedy_scores: tuple[float, ...] | None
     num_tokens_dropped: int = 0
-    """Response tokens of dropped groups."""
+    """The number of response tokens in dropped groups."""
     pass_counts: str = ""
-    """Pass counts of all rows after this step (`PassCounts.text`), if rows are drawn by them."""
+    """The pass counts of all rows after this step (`PassCounts.text`), or '' if rows are not drawn by them."""
     pass_metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def num_response_tokens(self) -> int:
-        """Tokens of all responses, including those of environments."""
+        """The number of tokens in all responses, including the tokens of environments."""
         return sum(len(rollout.response_ids) for rollout in self.rollouts)
 
     @property
     def num_generated_tokens(self) -> int:
-        """`num_response_tokens` with those of dropped groups."""
+        """The number of tokens in all responses, including the responses of dropped groups."""
         return self.num_response_tokens + self.num_tokens_dropped
 
 
 class ExperienceCollector:
-    """Draws prompts and samples scored responses. With dynamic sampling it replaces groups without a signal."""
+    """A collector that draws prompts and samples scored responses. With dynamic sampling, it replaces groups of equal
+    scores."""
 
     def __init__(
         self, sampler: ResponseSampler, stream: PromptStream[Prompt] | MixedStream, counted: RowSampler | None = None
     ) -> None:
-        """`counted`: rows of `stream` with their pass counts, if they are drawn by weights."""
+        """Create a collector. `counted`: the rows with their pass counts, or None to draw without weights."""
         self._config = sampler.config
         self._sampler = sampler
         self._stream = stream
@@ -163,7 +166,8 @@ class ExperienceCollector:
         return self._requests(state, 0, self._config.trainer.batch_size)
 
     def _requests(self, state: LoopState, num_drawn: int, count: int) -> list[SamplingRequest]:
-        """Return requests for the next prompts, after `num_drawn` of this step."""
+        """Return requests for the next `count` prompts. `num_drawn`: the number of prompts already drawn in this
+        step."""
         return make_requests(
             self._stream.take(state.num_prompts_drawn + num_drawn, count),
             self._config.rollout.samples_per_prompt,
@@ -174,7 +178,7 @@ class ExperienceCollector:
         )
 
     def collect(self, state: LoopState, clock: PhaseClock) -> Experience:
-        """Collect the experience of the step after `state`. Raises UnscoredError if no response has a score."""
+        """Collect the responses of the step after `state`. Raises UnscoredError if no response has a score."""
         config = self._config
         requests, shares = self._prepared.get(state) or (self._first_requests(state), None)
         dynamic = config.algo.dynamic_sampling
@@ -191,7 +195,7 @@ class ExperienceCollector:
             responses = self._sampler.sample(
                 requests, config.rollout.sampling, policy_version=state.policy_version, clock=clock, shares=shares
             )
-            count_solved(responses, tally)  # of all groups, before the length penalty
+            count_solved(responses, tally)  # counts all groups, before the length penalty
             num_drawn += len(requests) // group_size
             has_signal = self._has_signal(responses) if dynamic.enabled else [True] * len(responses)
             kept += [response for response, good in zip(responses, has_signal, strict=True) if good]
@@ -220,7 +224,7 @@ class ExperienceCollector:
         )
 
     def _greedy_scores(self, prompts: Sequence[Prompt], version: int, clock: PhaseClock) -> tuple[float, ...] | None:
-        """Return ReMax's baseline: the score of one greedy response per prompt."""
+        """Return ReMax's baseline for each response, which is the score of one greedy response to the same prompt."""
         if self._config.algo.advantage != "remax":
             return None
         unique = list(dict.fromkeys(prompts))
@@ -251,7 +255,7 @@ class ExperienceCollector:
 
 
 def all_unscored_error(where: str, scorer: str, failures: Sequence[str]) -> UnscoredError:
-    """Return the error for responses without any score. `failures`: their reasons."""
+    """Return the error for a step or validation without any score. `failures`: the reason for each response."""
     return UnscoredError(
         f"{where}: has no metrics, for {len(failures):,} responses have no score; {scorer} failed, the last time: "
         f"{failures[-1]}"
@@ -259,7 +263,7 @@ def all_unscored_error(where: str, scorer: str, failures: Sequence[str]) -> Unsc
 
 
 def count_solved(responses: Sequence[ScoredResponse], tally: dict[int, tuple[int, int]]) -> None:
-    """Add (solved responses, scored responses) of each prompt to a tally by `prompt_id`."""
+    """Add the numbers of solved and of scored responses of each prompt to `tally`, by `prompt_id`."""
     for rollout, score, _ in responses:
         if score.failure is None:
             num_solved, num_scored = tally.get(rollout.prompt.prompt_id, (0, 0))

@@ -1,4 +1,4 @@
-"""Generation on all ranks' engines."""
+"""Generation of responses with the engines of all ranks."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from rlcore.workers.group import WorkerGroup
 from rlcore.workers.worker import Worker
 
 OnFinished = Callable[[Sequence[tuple[int, Rollout]]], None]
-"""Receives (index of the request, rollout) of a few finished responses."""
+"""A function that receives a few finished responses, each with the index of its request."""
 
 
 def generate(
@@ -25,8 +25,8 @@ def generate(
     on_finished: OnFinished | None = None,
     shares: Sequence[Sequence[int]] | None = None,
 ) -> list[Rollout]:
-    """Generate responses, in the order of the requests. `shares`: request indices by rank, else by `split_requests`.
-    Raises EngineError if an engine used another policy version than `policy_version`."""
+    """Generate responses in the order of the requests. `shares`: the request indices of each rank, by default from
+    `split_requests`. Raises EngineError if an engine used a policy version other than `policy_version`."""
     indices = split_requests(requests, group.world_size) if shares is None else shares
     arguments = [([requests[i] for i in mine], sampling, max_response_tokens) for mine in indices]
     rollouts: dict[int, Rollout] = {}
@@ -48,7 +48,7 @@ def generate(
 
 
 def split_requests(requests: Sequence[SamplingRequest], world_size: int) -> list[list[int]]:
-    """Return request indices by rank, balanced by prompt tokens, with all samples of a prompt on one rank."""
+    """Return the request indices of each rank, balanced by prompt tokens. All samples of a prompt are on one rank."""
     by_prompt = [list(same) for _, same in itertools.groupby(range(len(requests)), key=lambda i: requests[i].prompt)]
     num_parts = min(world_size, len(by_prompt))
     parts = partition([len(requests[same[0]].prompt.token_ids) * len(same) for same in by_prompt], num_parts)

@@ -1,4 +1,4 @@
-"""A step's metrics under the field's names (rlcore/tracking/metrics.md defines each)."""
+"""The metrics of a training step, under the usual names of the field (rlcore/tracking/metrics.md defines each)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,11 +24,11 @@ from rlcore.workers.worker import WorkerInfo
 Metrics = dict[str, float]
 
 PER_TOKEN_PHASES = ("ref", "values", "adv", "update_critic", "update_actor", "old_log_prob", "supervise")
-"""Phases whose time is divided by all tokens. Generation is divided by response tokens."""
+"""The phases whose time is divided by all tokens. Generation time is divided by response tokens."""
 
 
 def step_metrics(config: RunConfig, experience: Experience, estimated: Estimate, update: Update) -> Metrics:
-    """Return metrics of a step in addition to the update's own. They depend on the run alone."""
+    """Return a step's metrics of rewards, lengths, groups and sampling mismatch. None of them depends on timing."""
     packed, batch = estimated.batch.packed, estimated.batch
     metrics: Metrics = {}
     if update.share_skipped:
@@ -47,7 +47,7 @@ def step_metrics(config: RunConfig, experience: Experience, estimated: Estimate,
 
 
 def weight_sync_metrics(config: RunConfig, weight_sync: WeightSync) -> Metrics:
-    """Return the distance of engine and trainer on the probe; {} if the engine is the trainer's own model."""
+    """Return the difference of log-probabilities between engine and trainer on the probe, or {} for the engine `hf`."""
     return {} if config.rollout.engine == "hf" else {"training/canary_logprob_diff": weight_sync.difference}
 
 
@@ -59,7 +59,8 @@ def cost_metrics(
     seconds: Mapping[str, float],
     info: WorkerInfo,
 ) -> Metrics:
-    """Return metrics of a step's cost: balance of the ranks, time by phase, use of the devices."""
+    """Return the metrics of a step's cost: the balance of the ranks, the time of each phase, and the use of the
+    devices."""
     sequences = assignment.whole.sequences
     num_devices = len(sequences)
     lengths = packed.sequence_lengths().tolist()
@@ -80,7 +81,7 @@ def cost_metrics(
 
 
 def memory_metrics(peaks: Sequence[MemoryPeak]) -> Metrics:
-    """Return the peak GPU memory over ranks, and the number of passes repeated for lack of memory."""
+    """Return the peak GPU memory over all ranks, and the number of passes that were repeated for lack of memory."""
     metrics: Metrics = {}
     if peaks[0].reserved_gb:
         metrics["perf/max_memory_allocated_gb"] = max(peak.allocated_gb for peak in peaks)
@@ -91,7 +92,7 @@ def memory_metrics(peaks: Sequence[MemoryPeak]) -> Metrics:
 
 
 def distribution_metrics(name: str, values: Tensor) -> Metrics:
-    """Return mean, maximum and minimum; {} without values."""
+    """Return the mean, maximum and minimum of `values`, or {} if there are none."""
     if values.numel() == 0:
         return {}
     values = values.float()
@@ -103,7 +104,7 @@ def distribution_metrics(name: str, values: Tensor) -> Metrics:
 
 
 def reward_metrics(estimated: Estimate) -> Metrics:
-    """Return metrics of scores and rewards, and of advantages, returns and values of response tokens."""
+    """Return the metrics of scores and rewards, and of the advantages, returns and values of response tokens."""
     packed, values, returns = estimated.batch.packed, estimated.batch.old_values, estimated.returns
     mask = packed.loss_mask
     metrics = {
@@ -119,7 +120,7 @@ def reward_metrics(estimated: Estimate) -> Metrics:
 
 
 def length_metrics(config: RunConfig, experience: Experience) -> Metrics:
-    """Return token counts of prompts and responses. clip_ratio: share at the limit."""
+    """Return the token counts of prompts and responses. `clip_ratio`: the share that reaches the length limit."""
     prompts = torch.tensor([len(rollout.prompt.token_ids) for rollout in experience.rollouts])
     responses = torch.tensor([len(rollout.response_ids) for rollout in experience.rollouts])
     cut = torch.tensor([rollout.finish_reason == "length" for rollout in experience.rollouts])
@@ -134,7 +135,8 @@ def length_metrics(config: RunConfig, experience: Experience) -> Metrics:
 
 
 def group_metrics(packed: PackedBatch, experience: Experience) -> Metrics:
-    """Return the share of groups without a signal, the scorer's failures, and the parts of the score."""
+    """Return the share of groups with equal scores, the share of unscored responses, and the mean of each part of the
+    score."""
     highest, lowest = score_range(packed.scores, packed.score_mask, packed.group_ids)
     metrics = {
         "reward/equal_group_share": (highest <= lowest).float().mean().item(),
@@ -154,7 +156,7 @@ def group_metrics(packed: PackedBatch, experience: Experience) -> Metrics:
 
 
 def balance_metrics(packed: PackedBatch, sequences: Sequence[Sequence[int]]) -> Metrics:
-    """Return tokens per rank, split in the drawn order and as balanced."""
+    """Return the tokens per rank, for a split in the drawn order and for the balanced split."""
     lengths = packed.sequence_lengths()
     drawn = torch.stack([part.sum() for part in lengths.chunk(len(sequences))]).float()
     balanced = torch.stack([lengths[torch.tensor(part)].sum() for part in sequences])
@@ -171,7 +173,7 @@ def balance_metrics(packed: PackedBatch, sequences: Sequence[Sequence[int]]) -> 
 def mismatch_metrics(
     packed: PackedBatch, old_logprobs: Float[Tensor, "T"], importance_weights: Float[Tensor, "T"] | None
 ) -> Metrics:
-    """Return the difference between the sampler's and the trainer's token probabilities."""
+    """Return the difference between the token probabilities of the sampler and of the trainer."""
     mask = packed.loss_mask
     if not mask.any():
         return {}
@@ -190,7 +192,7 @@ def mismatch_metrics(
 def timing_metrics(
     seconds: Mapping[str, float], packed: PackedBatch, *, num_response_tokens: int, num_devices: int
 ) -> Metrics:
-    """Return wall seconds, time per token, and tokens a second and device."""
+    """Return the wall-clock seconds, the time per token, and the tokens per second and device."""
     metrics = {f"timing_s/{phase}": value for phase, value in seconds.items()}
     for phase in PER_TOKEN_PHASES:
         if phase in seconds:
@@ -216,9 +218,9 @@ def mfu_metrics(
     num_shared: int = 0,
     lora: LoraConfig | None = None,
 ) -> Metrics:
-    """Return the share of the devices' peak that updates reach; {} if the peak is unknown. Work counts once: shared
-    prompts, the head at the `num_targets` tokens with a loss, no gradients of frozen weights. `mfu_verl` counts as veRL
-    does."""
+    """Return the share of the devices' peak performance that updates reach, or {} if the peak is unknown. Only
+    necessary work counts. Shared prompts count once, the head counts at the `num_targets` tokens with a loss, and
+    frozen weights have no gradients. `mfu_verl` counts operations in the way of veRL."""
     if info.peak_flops is None:
         return {}
     flops: dict[tuple[str, str], float] = {}

@@ -1,4 +1,4 @@
-"""One training step: sample, score, estimate advantages, update, sync weights."""
+"""The training step of reinforcement learning: sampling, scoring, advantage estimates, update, and weight sync."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -38,20 +38,21 @@ from rlcore.workers.worker import Worker, WorkerInfo
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Result of a step. `experience`, `batch` and `logprobs_before` are None for a supervised step."""
+    """The result of a training step. `experience`, `batch` and `logprobs_before` are None for a supervised step."""
 
     state: LoopState
     metrics: Metrics
     experience: Experience | None = None
     batch: TrainBatch | None = None
     logprobs_before: Float[Tensor, "T"] | None = None
-    """The trainer's log-probabilities before the update; None if none were computed."""
+    """The trainer's log-probabilities before the update, or None if they were not computed."""
     alarms: tuple[Alarm, ...] = ()
     shortages: tuple[OomRetry, ...] = ()
 
 
 class GroupTrainer:
-    """Base of trainers: settings, workers and timing. The state of the run is the `LoopState` argument of a step."""
+    """The base class of trainers, with settings, workers and timing. Each step receives the run's state as a
+    `LoopState`."""
 
     def __init__(self, config: RunConfig, group: WorkerGroup, enter_phase: EnterPhase) -> None:
         self._config = config
@@ -75,13 +76,13 @@ class GroupTrainer:
 
 
 def collect_memory(pending: Pending[MemoryPeak]) -> tuple[Metrics, tuple[OomRetry, ...]]:
-    """Return memory metrics of the ranks, and passes that ran out of memory since the last call."""
+    """Return the memory metrics of all ranks, and the passes that ran out of memory since the last call."""
     peaks = pending.result()
     return memory_metrics(peaks), tuple(retry for peak in peaks for retry in peak.shortages)
 
 
 class Trainer(GroupTrainer):
-    """Reinforcement learning on a group of workers."""
+    """A trainer that runs reinforcement learning on a group of workers."""
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class Trainer(GroupTrainer):
         self._collector = collector
 
     def step(self, state: LoopState, *, epoch: int) -> StepResult:
-        """Sample, score, estimate advantages, update, sync weights."""
+        """Run one training step: sample and score responses, estimate advantages, update, and sync the weights."""
         config, clock = self._config, PhaseClock(self._enter_phase)
         experience = self._collector.collect(state, clock)
         packed = pack(experience.rollouts, experience.scores, experience.group_ids)
@@ -114,12 +115,12 @@ class Trainer(GroupTrainer):
         with clock.phase("update_weights"):
             versions = [(state.policy_version + 1,)] * self._group.world_size
             sync, memory = self._group.begin(Worker.sync_weights, versions), self._request_memory_peaks()
-            # Concurrently with the workers:
+            # The next lines run while the workers are busy.
             after = self._state_after(state, experience, estimated, update)
             described = step_metrics(config, experience, estimated, update)
             used = replace(estimated.batch, ref_logprobs=shared.batch.ref_logprobs)
             self._collector.prepare(after)
-            weight_sync = sync.result()[0]  # equal on all ranks
+            weight_sync = sync.result()[0]  # the result is equal on all ranks
         alarms += step_alarms(config, update, estimated.kl_in_reward, weight_sync)
         metrics = {
             "training/global_step": float(after.step),
@@ -140,7 +141,7 @@ class Trainer(GroupTrainer):
         return StepResult(after, metrics | peaks, experience, used, update.logprobs_before, alarms, shortages)
 
     def _forward_passes(self, packed: PackedBatch, shares: RankShares, clock: PhaseClock) -> ForwardResults:
-        """Compute the log-probabilities, entropies and values that the algorithm needs."""
+        """Compute the log-probabilities, entropies and values that the algorithm needs before the update."""
         config = self._config
         old: Tensor | None = None
         entropy: Tensor | None = None
@@ -185,14 +186,16 @@ class Trainer(GroupTrainer):
         )
 
     def _share_batch(self, batch: TrainBatch, packed: PackedBatch, assignment: Assignment) -> SharedBatch:
-        """Send each rank its part of the batch; balance again if tokens have lost their loss."""
-        if not torch.equal(batch.packed.loss_mask, packed.loss_mask):  # costs and shared prompts differ
+        """Send each rank its sequences of the batch. If some tokens no longer have a loss, balance the batch again
+        first."""
+        if not torch.equal(batch.packed.loss_mask, packed.loss_mask):  # costs and shared prompts have changed
             assignment = self._assign(batch.packed, self._config.trainer.mini_batch_size)
         shared = SharedBatch.split(self._config, batch, assignment)
         return replace(shared, parts=self._group.send(shared.parts))
 
     def _add_ref_logprobs(self, shared: SharedBatch, clock: PhaseClock) -> SharedBatch:
-        """Add reference log-probabilities to the batch. Ranks cache those of their parts for the update."""
+        """Add the reference log-probabilities to the batch. Each rank caches the values of its sequences for the
+        update."""
         with clock.phase("ref"):
             arguments = [(part, shared.assignment.whole.num_micro) for part in shared.parts]
             by_rank = self._group.begin(Worker.cache_ref_logprobs, arguments).result()
@@ -207,8 +210,8 @@ class Trainer(GroupTrainer):
         alarms: tuple[Alarm, ...],
         clock: PhaseClock,
     ) -> Update:
-        """Update the models unless an alarm skips it. A non-finite update saves its batch. Raises NonFiniteError if the
-        update is not finite and `alarms.non_finite` is stop."""
+        """Update the models, unless an alarm skips the update. Save the batch of a non-finite update. Raises
+        NonFiniteError if the update is not finite and `alarms.non_finite` is `stop`."""
         if any(alarm.action == "skip" for alarm in alarms):
             return Update(share_skipped=1.0, logprobs_before=logprobs_before_update(self._config, shared.batch))
         update = update_models(self._config, self._group, shared, state, clock)

@@ -1,4 +1,4 @@
-"""One supervised step on the negative log-likelihood of demonstrated responses."""
+"""The supervised training step, which minimizes the negative log-likelihood of demonstrated responses."""
 
 import functools
 import operator
@@ -20,11 +20,12 @@ from rlcore.workers.group import WorkerGroup
 from rlcore.workers.worker import Worker
 
 Draw = Callable[[int, int], Sequence[Demonstration]]
-"""(demonstrations drawn so far, step number) -> demonstrations of the step."""
+"""A function that maps the number of demonstrations drawn so far and the step number to the step's demonstrations."""
 
 
 class SupervisedTrainer(GroupTrainer):
-    """Supervised learning on a group of workers. `num_prompts_drawn` of its `LoopState` counts demonstrations."""
+    """A trainer that runs supervised learning on a group of workers. In its `LoopState`, `num_prompts_drawn` counts
+    demonstrations."""
 
     def __init__(
         self, config: RunConfig, group: WorkerGroup, draw: Draw, *, enter_phase: EnterPhase = nullcontext
@@ -33,7 +34,7 @@ class SupervisedTrainer(GroupTrainer):
         self._draw = draw
 
     def step(self, state: LoopState, *, epoch: int) -> StepResult:
-        """Draw demonstrations and take one optimizer step on them."""
+        """Draw demonstrations and run one optimizer step on them. Raises NonFiniteError if the update is not finite."""
         config, clock, number = self._config, PhaseClock(self._enter_phase), state.step + 1
         packed = pack_demonstrations(self._draw(state.num_prompts_drawn, number))
         assignment = self._assign(packed, packed.num_sequences)
@@ -67,10 +68,10 @@ class SupervisedTrainer(GroupTrainer):
         return StepResult(after, metrics | memory, shortages=shortages)
 
     def held_out(self, demonstrations: Sequence[Demonstration]) -> Metrics:
-        """Return loss and accuracy on held-out demonstrations; {} if there are none."""
+        """Return the loss and the accuracy on held-out demonstrations, or {} if there are none."""
         if not demonstrations:
             return {}
-        missing = -len(demonstrations) % self._group.world_size  # padding without a loss: ranks get equal numbers
+        missing = -len(demonstrations) % self._group.world_size  # padding without a loss gives ranks equal numbers
         last = demonstrations[-1]
         padding = Demonstration(last.token_ids, [False] * len(last.token_ids))
         packed = pack_demonstrations([*demonstrations, *[padding] * missing])

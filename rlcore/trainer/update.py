@@ -1,4 +1,4 @@
-"""The optimizer steps of one training step: first the critic's, then the policy's."""
+"""The optimizer steps of one training step. The critic is updated first, and then the policy."""
 
 import functools
 import itertools
@@ -32,23 +32,23 @@ S = TypeVar("S", bound=Statistics)
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSteps(Generic[S]):
-    """A model's optimizer steps on one batch: statistics summed over steps and ranks."""
+    """The optimizer steps of one model on one batch. The statistics are sums over steps and ranks."""
 
     stats: S
     num_steps: int
     grad_norm: float
-    """Mean over the steps."""
+    """The mean gradient norm over the steps."""
     largest_grad_norm: float
     lr: float
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Result of a step's updates. `policy`, `critic`: None without an optimizer step.
+    """The result of the updates in one training step. `policy` and `critic` are None if no optimizer step was taken.
 
-    `kl_coef`, `entropy_coef`: coefficients in the policy's loss. `share_skipped`: skipped share of its optimizer steps.
-    `logprobs_before` Float[T]: the trainer's log-probabilities before the update, if computed without dropout.
-    `failure`: error of a non-finite optimizer step.
+    `kl_coef` and `entropy_coef`: the coefficients in the policy's loss. `share_skipped`: the share of the policy's
+    optimizer steps that were skipped. `logprobs_before` Float[T]: the trainer's log-probabilities before the update, if
+    they were computed without dropout. `failure`: the error of a non-finite optimizer step.
     """
 
     policy: OptimizerSteps[PolicyStatistics] | None = None
@@ -79,20 +79,20 @@ class Update:
         return metrics | {"actor/grad_norm": policy.grad_norm, "actor/lr": policy.lr, "actor/kl_coef": self.kl_coef}
 
     def observed_kl(self, algo: AlgoConfig, kl_in_reward: float | None) -> float | None:
-        """Return the KL from the reference in nats per token, or None if it was not measured."""
+        """Return the KL divergence from the reference in nats per token, or None if it was not measured."""
         if algo.kl.where == "loss":
             return None if self.policy is None else self.policy.stats.mean_ref_kl()
         return kl_in_reward
 
 
 def num_optimizer_steps(config: RunConfig) -> int:
-    """Return the policy's optimizer steps on a batch in which each group has a score."""
+    """Return the number of the policy's optimizer steps on a batch in which every group has a score."""
     trainer = config.trainer
     return trainer.epochs_per_batch * -(-trainer.batch_size // trainer.mini_batch_size)
 
 
 def needs_old_logprobs(config: RunConfig) -> bool:
-    """Return whether a separate forward pass before the update computes the trainer's log-probabilities."""
+    """Return whether the trainer's log-probabilities are computed in a separate forward pass before the update."""
     if config.trainer.old_logprobs != "auto":
         return config.trainer.old_logprobs == "recompute"
     algo = config.algo
@@ -101,7 +101,7 @@ def needs_old_logprobs(config: RunConfig) -> bool:
 
 
 def _needs_selection(algo: AlgoConfig) -> bool:
-    """Return whether token weights in the loss depend on the whole mini-batch."""
+    """Return whether the weights of tokens in the loss depend on the whole mini-batch."""
     return algo.top_entropy < 1 or algo.clip_cov.share > 0 or has_argument(algo.policy_loss, "covariance_rank")
 
 
@@ -109,8 +109,8 @@ def apply_selection(
     config: RunConfig, batch: TrainBatch, entropy: Float[Tensor, "T"] | None, *, num_finished: int
 ) -> TrainBatch:
     """Return the batch with the token weights of `algo.top_entropy` and `algo.clip_cov`, and with `covariance_rank`.
-    Each mini-batch is selected as a whole. `entropy` is needed for `algo.top_entropy`. `num_finished`: finished steps.
-    """
+    Tokens are compared within their mini-batch. `entropy`: required for `algo.top_entropy`. `num_finished`: the number
+    of finished steps."""
     algo, packed = config.algo, batch.packed
     if not _needs_selection(algo):
         return batch
@@ -132,14 +132,14 @@ def apply_selection(
 
 
 def logprobs_before_update(config: RunConfig, batch: TrainBatch) -> Float[Tensor, "T"] | None:
-    """Return the trainer's own log-probabilities before the update, if a separate pass computed them."""
+    """Return the trainer's log-probabilities before the update if a separate pass computed them, otherwise None."""
     return None if config.trainer.old_logprobs == "behavior" else batch.old_logprobs
 
 
 @dataclass(frozen=True, slots=True)
 class SharedBatch:
-    """A batch split over ranks. `parts[rank]`: the `TrainBatch` of a rank's sequences, or its handle once sent.
-    `mini_batches`: for each epoch those with a token that has a loss."""
+    """A batch that is split over the ranks. `parts[rank]`: the `TrainBatch` of the rank, or a handle to it after it was
+    sent. `mini_batches`: the mini-batches of all epochs. Mini-batches without a loss token are left out."""
 
     batch: TrainBatch
     assignment: Assignment
@@ -148,12 +148,12 @@ class SharedBatch:
 
     @classmethod
     def split(cls, config: RunConfig, batch: TrainBatch, assignment: Assignment) -> "SharedBatch":
-        """Split the batch by `assignment`."""
+        """Split the batch over the ranks by `assignment`."""
         lengths = batch.packed.loss_lengths()
         mini_batches: list[MiniBatch] = []
         start = 0
         for shares in assignment.mini_batches:
-            # Counted over the mini-batch on all ranks. A response without a loss token does not count.
+            # The counts cover the mini-batch on all ranks. A response without a loss token does not count.
             tokens = lengths[list(itertools.chain.from_iterable(shares.sequences))]
             of_rank = range(start, start + len(shares.sequences[0]))  # equally many on each rank
             start = of_rank.stop
@@ -166,14 +166,14 @@ class SharedBatch:
 
     @property
     def sequences(self) -> Sequence[Sequence[int]]:
-        """Each rank's sequences, by index in the batch."""
+        """The sequences of each rank, by index in the batch."""
         return self.assignment.whole.sequences
 
 
 def update_models(
     config: RunConfig, group: WorkerGroup, shared: SharedBatch, state: LoopState, clock: PhaseClock
 ) -> Update:
-    """Take all optimizer steps on a batch, up to the first non-finite one. `state`: before the step."""
+    """Run all optimizer steps on a batch, up to the first non-finite one. `state`: the state before the step."""
     total_steps, added = config.trainer.total_steps, state.entropy_added
     num_steps = num_optimizer_steps(config)
     before = logprobs_before_update(config, shared.batch)
@@ -199,7 +199,7 @@ def update_models(
         return Update(critic=critic, share_skipped=1.0, logprobs_before=before)
     lora = config.model.lora
     if num_steps == 1 and before is None and (lora is None or lora.dropout == 0):
-        # Of several updates only the first one's forward pass has the initial weights.
+        # With several updates, only the forward pass of the first one uses the initial weights.
         logprobs = [update.logprobs for update in policy_steps[0] if update.logprobs is not None]
         before = scatter_tokens(logprobs, shared.batch.packed.cu_seqlens, shared.sequences)
     return Update(
@@ -221,6 +221,6 @@ def _sum_steps(steps: Sequence[Sequence[ModelUpdate[S]]], lr: float) -> Optimize
 def _optimizer_steps(
     group: WorkerGroup, verb: Callable[..., ModelUpdates[S]], arguments: Sequence[tuple[Any, ...]]
 ) -> tuple[list[tuple[ModelUpdate[S], ...]], NonFiniteError | None]:
-    """Return the ranks' results of each optimizer step, and the error of the first non-finite one."""
+    """Return the results of each optimizer step on all ranks, and the error of the first non-finite step."""
     by_rank = group.begin(verb, arguments).result()
     return list(zip(*(each.steps for each in by_rank), strict=True)), by_rank[0].failure

@@ -1,6 +1,6 @@
-"""Evaluation on held-out problems: sampled and greedy responses with the current weights. Random numbers depend on the
-run's seed and the problem alone, so checkpoints are compared on the same draws. Random environments are part of the
-problem: `data.seed` determines them."""
+"""Validation on held-out problems, with sampled and greedy responses of the current weights. Random numbers depend only
+on the run's seed and the problem, so checkpoints are compared on the same draws. A random environment is part of the
+problem, and `data.seed` determines it."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,7 +14,7 @@ from rlcore.trainer.experience import ResponseSampler, ScoredResponse
 from rlcore.types import Prompt
 
 OnScored = Callable[[Sequence[ScoredResponse], bool], None]
-"""Receives scored responses, and whether they are greedy."""
+"""A function that receives scored responses, and True if the responses are greedy."""
 
 
 def validate(
@@ -27,7 +27,7 @@ def validate(
     suite: str = "",
     on_scored: OnScored = lambda responses, greedy: None,
 ) -> ValidationResult:
-    """Sample and score responses to all `prompts`. `suite`: the fingerprint of their suite, if any."""
+    """Sample and score responses to all `prompts`. `suite`: the fingerprint of the prompts' suite, or ''."""
     config, settings = sampler.config, sampler.config.validation
     count = settings.samples_per_problem
 
@@ -67,7 +67,7 @@ def validate(
 
 
 def response_results(responses: Sequence[ScoredResponse]) -> list[Response]:
-    """Convert scored responses for storage."""
+    """Convert scored responses into the form in which they are stored."""
     return [
         Response(
             text=text,

@@ -1,1 +1,1 @@
-"""Workers: models and engine of one rank, and groups of ranks."""
+"""Workers, which hold the models and the engine of one rank, and groups of workers."""

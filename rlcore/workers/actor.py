@@ -37,7 +37,7 @@ from rlcore.workers.trained_model import (
 
 
 class Actor(TrainedModel[CausalPolicy]):
-    """The trained policy."""
+    """The trained policy on one rank."""
 
     def __init__(self, config: RunConfig, model_directory: str, placement: Placement, mesh: DeviceMesh | None) -> None:
         lora = config.model.lora
@@ -53,7 +53,7 @@ class Actor(TrainedModel[CausalPolicy]):
         self._addresses: set[int] = set()
 
     def offload_base(self) -> None:
-        """Offload the frozen base (`model.lora.offload`); `base.reload` must precede any pass."""
+        """Offload the frozen base weights (`model.lora.offload`). Call `base.reload` before the next pass."""
         reshard(self.model)
         self.base.offload()
         if not self._offloads_base:
@@ -69,7 +69,7 @@ class Actor(TrainedModel[CausalPolicy]):
     def logprobs(
         self, batch: PackedBatch, num_micro: int, *, adapters: bool = True, with_entropy: bool = False
     ) -> Float[Tensor, "T ..."]:
-        """Compute `policy_logprobs` without dropout; without `adapters` those of the initial policy."""
+        """Return `policy_logprobs` without dropout, computed by the initial policy if `adapters` is false."""
         with self._without_dropout(), nullcontext() if adapters else without_adapters(self.model):
             return self.forward_pass.run(
                 lambda parts: policy_logprobs(
@@ -83,7 +83,8 @@ class Actor(TrainedModel[CausalPolicy]):
         return self.model.eval_mode() if self._has_dropout else nullcontext()
 
     def seed_dropout(self, *place_in_run: int) -> None:
-        """Seed dropout of the next updates by the run's seed and the place in the run."""
+        """Set the dropout seed of the next updates from the run's seed and `place_in_run`, which identifies the
+        updates."""
         words = (self._config.seed, *place_in_run)
         self._dropout_seed = int(np.random.SeedSequence(words).generate_state(1)[0])
 
@@ -98,12 +99,13 @@ class Actor(TrainedModel[CausalPolicy]):
         entropy_added: float = 0.0,
         with_logprobs: bool = True,
     ) -> ModelUpdate[PolicyStatistics]:
-        """Take one optimizer step on this rank's part of a mini-batch. `with_logprobs`: return those before it. Raises
-        NonFiniteError if the loss or the gradient is not finite; weights are unchanged."""
+        """Take one optimizer step on this rank's part of a mini-batch. `with_logprobs`: whether to return the
+        log-probabilities before the step. Raises NonFiniteError if the loss or the gradient is not finite. The weights
+        are then unchanged."""
 
         def work(parts: Parts) -> tuple[PolicyStatistics, Tensor | None]:
             logprobs: list[Tensor] = []
-            if self._has_dropout:  # here, so that a repeated pass draws as if split so from the start
+            if self._has_dropout:  # again for a repeated pass, whose split may differ
                 torch.manual_seed(self._dropout_seed)
 
             def objective(micro: MicroBatch[TrainBatch]) -> tuple[Tensor, PolicyStatistics]:
@@ -138,7 +140,7 @@ class Actor(TrainedModel[CausalPolicy]):
     def _non_finite_groups(
         self, batch: TrainBatch, denominator: Denominator, kl_coef: float, entropy_added: float
     ) -> list[int]:
-        """Return prompts (numbered within the step) with a non-finite loss on any rank."""
+        """Return the numbers of the prompts, counted within the step, that have a non-finite loss on some rank."""
         groups: set[int] = set()
         for index in range(batch.packed.num_sequences):
             micro = to_device(batch, [index], self._placement.device)
@@ -174,8 +176,8 @@ class Actor(TrainedModel[CausalPolicy]):
     def supervise(
         self, batch: PackedBatch, num_micro: int, num_tokens: int, *, lr: float
     ) -> ModelUpdate[SupervisedStatistics]:
-        """Take one optimizer step on the negative log-likelihood, summed and divided by all ranks' `num_tokens`. Raises
-        NonFiniteError if the loss or the gradient is not finite; weights are unchanged."""
+        """Take one optimizer step on the negative log-likelihood, which is summed and divided by `num_tokens` of all
+        ranks. Raises NonFiniteError if the loss or the gradient is not finite. The weights are then unchanged."""
 
         def objective(micro: MicroBatch[PackedBatch]) -> tuple[Tensor, SupervisedStatistics]:
             return self._likelihood(micro, num_tokens)
@@ -188,7 +190,7 @@ class Actor(TrainedModel[CausalPolicy]):
 
     @torch.no_grad()
     def likelihood(self, batch: PackedBatch, num_micro: int) -> SupervisedStatistics:
-        """Sum over the response tokens of a batch, without gradient."""
+        """Return the likelihood statistics of the response tokens of a batch, without gradient."""
 
         def work(parts: Parts) -> SupervisedStatistics:
             micros = (to_device(batch, part, self._placement.device) for part in parts)
@@ -201,12 +203,13 @@ class Actor(TrainedModel[CausalPolicy]):
         return supervised_objective(output.logprobs, output.is_top, micro.device.loss_mask, num_tokens=num_tokens)
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield all weights under transformers' names; a collective. `dtype`: type in which matrices are sent."""
+        """Yield all weights under the names of transformers. This is a collective. `dtype`: the type in which matrices
+        are sent, which is ignored with adapters."""
         yield from full_state(self.model, self.base.value, None if self._config.model.lora is not None else dtype)
 
 
 def token_logprobs(policy: CausalPolicy, micro: MicroBatch[PackedBatch], **options: Any) -> TokenLogprobs:
-    """Run the policy on a micro-batch. `options`: see `CausalPolicy.forward`."""
+    """Run the policy on a micro-batch and return the results of its head. For `options`, see `CausalPolicy.forward`."""
     device, host = micro.device, micro.host
     cu_seqlens, loss_mask = host.cu_seqlens.numpy(), host.loss_mask.numpy()
     shared = shared_prompts(host) if policy.share_prompts else None
@@ -225,8 +228,8 @@ def policy_logprobs(
     *,
     with_entropy: bool = False,
 ) -> Float[Tensor, "T ..."]:
-    """Return the log-probability of each response token, 0 elsewhere, on the CPU: Float[T], or [T, 2] with the entropy.
-    `parts`: sequences of each micro-batch."""
+    """Return the log-probability of each response token, and 0 elsewhere, on the CPU. The result is Float[T], or [T, 2]
+    with the entropy. `parts`: the sequences of each micro-batch."""
     values = []
     for part in parts:
         output = token_logprobs(
@@ -240,9 +243,9 @@ def policy_logprobs(
 
 
 class Reference:
-    """The policy before training, frozen, in the compute type. It is not sharded, since one pass a step would gather it
-    each time. With `algo.kl.offload` it is in host memory between passes. A policy with adapters needs no separate
-    reference (`Actor.logprobs`)."""
+    """The frozen policy from before training, in the compute type. It is not sharded, since its one pass per step would
+    gather it each time. With `algo.kl.offload`, it is in host memory between passes. A policy with adapters needs no
+    separate reference, see `Actor.logprobs`."""
 
     def __init__(self, config: RunConfig, model_directory: str, placement: Placement) -> None:
         self._config = config
@@ -258,7 +261,7 @@ class Reference:
 
     @torch.no_grad()
     def logprobs(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
-        """Return the log-probability of each response token, 0 elsewhere; on the CPU."""
+        """Return the log-probability of each response token, and 0 elsewhere, on the CPU."""
         self._weights.reload()
         try:
             return self.forward_pass.run(

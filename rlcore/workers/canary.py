@@ -1,8 +1,8 @@
-"""The canary: after a weight sync, engine and trainer compute log-probabilities of the same probe.
+"""The canary, which compares log-probabilities of engine and trainer for the same probe after a weight sync.
 
-A missing tensor shows in its digest (`WeightSyncResult`). An engine may also hold all tensors and compute with others,
-such as a packed copy or a graph that reads another address. Then its log-probabilities are those of another policy.
-Rounding changes them too, by an amount that depends on the model, so the first correct sync sets the bound.
+A missing tensor shows in its digest (`WeightSyncResult`). An engine may hold all tensors and still compute with others.
+Examples are a packed copy and a graph that reads another address. Its log-probabilities then belong to another policy.
+Rounding changes log-probabilities too, by an amount that depends on the model. The first correct sync sets the bound.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,31 +21,31 @@ from rlcore.rollout.engine import RolloutEngine, SamplingRequest, WeightSyncResu
 from rlcore.types import PackedBatch, Prompt, Score
 
 NUM_PROMPTS = 4
-"""Prompts of a probe."""
+"""The number of prompts of a probe."""
 # More responses instead of longer ones, since an engine step takes as long for 16 as for 8.
 _RESPONSES_PER_PROMPT = 4
 _RESPONSE_TOKENS = 8
 
 FIRST_BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Upper bounds of rounding: mean absolute difference of log-probabilities at the first sync. Tensors that vLLM
-initialized randomly show differences of 1 to 10."""
+"""Upper bounds of the rounding difference at the first sync, as a mean absolute difference of log-probabilities.
+Tensors that vLLM initialized randomly show differences of 1 to 10."""
 NOISE_FACTOR = 4.0
-"""Factor by which a later difference may exceed the first one."""
+"""The factor by which a later difference may exceed the difference of the first sync."""
 MIN_BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.02}
-"""Smallest bound, since training may increase the rounding."""
+"""The smallest bound of each type, since training may increase the rounding difference."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSync:
-    """A weight sync with correct tensors. `difference`: mean |engine's - trainer's| log-probability of the probe.
-    `warning`: why it is doubtful, or ''."""
+    """The result of a weight sync with correct tensors. `difference`: the mean |engine's - trainer's| log-probability
+    of the probe. `warning`: the reason why the sync is doubtful, or ''."""
 
     difference: float
     warning: str = ""
 
 
 class Canary:
-    """Checks weight syncs against a bound from the first one."""
+    """A checker of weight syncs, whose bound comes from the first sync."""
 
     def __init__(self, config: RunConfig, dtype: torch.dtype) -> None:
         self._configured = config.rollout.canary_bound
@@ -55,7 +55,7 @@ class Canary:
 
     @property
     def bound(self) -> float:
-        """Difference above which the next weight sync is doubtful."""
+        """The difference above which the next weight sync is doubtful."""
         if self._configured is not None:
             return self._configured
         if self._noise is None:
@@ -63,8 +63,9 @@ class Canary:
         return max(MIN_BOUNDS[self._dtype], NOISE_FACTOR * self._noise)
 
     def check(self, version: int, observed: Sequence[tuple[WeightSyncResult, float]]) -> WeightSync:
-        """Check a sync. `observed`: result and difference of each rank, so that all ranks decide alike. Raises
-        EngineError if a tensor or a log-probability differs too much, or is not finite."""
+        """Check a weight sync. `observed`: the result and difference of each rank, so that all ranks decide alike.
+        Raises EngineError if a tensor differs or the difference is not finite. A difference above the bound is an error
+        only if some tensors cannot be compared, otherwise a warning."""
         bound, difference = self.bound, max(one for _, one in observed)
         differing = list(dict.fromkeys(name for result, _ in observed for name in result.differing))
         uncompared = list(dict.fromkeys(name for result, _ in observed for name in result.uncompared))
@@ -102,7 +103,7 @@ class Canary:
 
 
 def _format_names(what: str, names: Sequence[str]) -> str:
-    """Format the first names.
+    """Return a text with the number of names and the first four of them, or '' if there are none.
 
     >>> _format_names("Tensors", "abcde"), _format_names("Tensors", "")  # doctest: -ELLIPSIS
     ('Tensors (5): a, b, c, d, .... ', '')
@@ -118,9 +119,9 @@ def probe_difference(
     prompts: Sequence[Prompt],
     logprobs: Callable[[PackedBatch, int], Float[Tensor, "T"]],
 ) -> float:
-    """Return the mean |engine's - trainer's| log-probability over response tokens; inf if it is not finite. The engine
-    samples at the training temperature with fixed seeds. `logprobs`: the trainer's forward pass, in equally many
-    micro-batches on each rank."""
+    """Return the mean |engine's - trainer's| log-probability over response tokens, or inf if it is not finite. The
+    engine samples at the training temperature with fixed seeds. `logprobs`: the trainer's forward pass of a batch in a
+    number of micro-batches, which is equal on all ranks."""
     assert prompts, "set_probe must precede a weight sync to vLLM"
     requests = [SamplingRequest(prompt, i, seed=i) for prompt in prompts for i in range(_RESPONSES_PER_PROMPT)]
     sampling = SamplingConfig(temperature=config.rollout.sampling.temperature)

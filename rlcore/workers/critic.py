@@ -1,4 +1,4 @@
-"""The value model on one rank."""
+"""The critic, a value model, on one rank."""
 
 import torch
 from jaxtyping import Float
@@ -17,7 +17,7 @@ from rlcore.workers.trained_model import MicroBatch, ModelUpdate, Parts, Trained
 
 
 class Critic(TrainedModel[ValueModel]):
-    """The trained value model."""
+    """The trained value model on one rank."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Critic(TrainedModel[ValueModel]):
 
     @torch.no_grad()
     def values(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
-        """Return the value of the state before each response token, 0 elsewhere; on the CPU."""
+        """Return the value of the state before each response token, and 0 elsewhere, on the CPU."""
 
         def work(parts: Parts) -> Tensor:
             values = []
@@ -53,7 +53,7 @@ class Critic(TrainedModel[ValueModel]):
         self, batch: TrainBatch, num_micro: int, denominator: Denominator, *, lr: float
     ) -> ModelUpdate[ValueStatistics]:
         """Take one optimizer step on this rank's part of a mini-batch. Raises NonFiniteError if the loss or the
-        gradient is not finite; weights are unchanged."""
+        gradient is not finite. The weights are then unchanged."""
 
         def objective(micro: MicroBatch[TrainBatch]) -> tuple[Tensor, ValueStatistics]:
             values = self._values(MicroBatch(micro.host.packed, micro.device.packed))

@@ -1,6 +1,6 @@
-"""Device and compute type of a rank, rendezvous of ranks, and configuration of memory allocators. glibc returns large
-freed blocks to the system, and mapping and clearing their pages again took a fifth of a small model's training step.
-torch's GPU segments have fixed sizes, so micro-batches of different lengths fragment them."""
+"""The device and compute type of a rank, the rendezvous of ranks, and the configuration of memory allocators. glibc
+returns large freed blocks to the system. Mapping and clearing their pages again took a fifth of a small model's
+training step. torch's GPU segments have fixed sizes, so micro-batches of different lengths fragment them."""
 
 import ctypes
 import os
@@ -23,18 +23,18 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Device and compute type of a rank."""
+    """The device and compute type of a rank."""
 
     device: torch.device
     dtype: torch.dtype
 
 
 def choose_placement(runtime: RuntimeConfig, model: ModelConfig) -> Placement:
-    """Return device and compute type by the settings and the hardware.
+    """Return the device and compute type for the settings and the hardware.
 
     Raises:
-        ConfigError: CUDA is requested but not available.
-        ModelError: this torch build does not support the GPU.
+        ConfigError: if CUDA is requested but not available.
+        ModelError: if this torch build does not support the GPU.
     """
     wanted = runtime.device
     if wanted == "auto":
@@ -42,7 +42,7 @@ def choose_placement(runtime: RuntimeConfig, model: ModelConfig) -> Placement:
     if wanted == "cuda":
         if not torch.cuda.is_available():
             raise ConfigError("runtime.device is cuda, but torch sees no GPU here; use runtime.device=cpu or auto")
-        # A wheel without code for this GPU fails at the first kernel, after minutes of loading: say it now.
+        # A wheel without code for this GPU fails at the first kernel, after minutes of loading, so report it now.
         gpu = (torch.cuda.get_device_name(), torch.cuda.get_device_capability())
         if problem := unsupported_gpu(*gpu, torch.cuda.get_arch_list(), torch.__version__):
             raise ModelError(problem)
@@ -51,7 +51,7 @@ def choose_placement(runtime: RuntimeConfig, model: ModelConfig) -> Placement:
 
 
 def unsupported_gpu(name: str, capability: tuple[int, int], architectures: Sequence[str], version: str) -> str | None:
-    """Return why a torch wheel with code for `architectures` cannot run a GPU, or None.
+    """Return why a torch wheel with code for `architectures` cannot run on a GPU, or None if it can.
 
     >>> unsupported_gpu("NVIDIA H200", (9, 0), ["sm_80", "sm_90"], "2.13.0") is None
     True
@@ -67,14 +67,14 @@ def unsupported_gpu(name: str, capability: tuple[int, int], architectures: Seque
 
 
 def free_address(host: str = LOOPBACK) -> str:
-    """Return a `tcp://` address for the rendezvous, with a free port of `host`."""
+    """Return a `tcp://` address with a free port of `host` for the rendezvous."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return f"tcp://{host}:{probe.getsockname()[1]}"
 
 
 def holds_on_all_ranks(holds: bool, *, world_size: int, device: torch.device) -> bool:
-    """Return whether a condition holds on all ranks. A collective if there are several."""
+    """Return whether a condition holds on all ranks. This is a collective if there are several ranks."""
     if world_size == 1:
         return holds
     flag = torch.tensor(float(holds), device=device)
@@ -83,7 +83,8 @@ def holds_on_all_ranks(holds: bool, *, world_size: int, device: torch.device) ->
 
 
 def join_ranks(rendezvous: str, *, rank: int, world_size: int, device: torch.device) -> None:
-    """Create the process group: gloo on CPU, NCCL on GPU. A rendezvous on loopback listens on loopback only."""
+    """Create the process group (gloo on CPU, NCCL on GPU). A rendezvous on the loopback address accepts connections
+    from this host only."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     address = urlparse(rendezvous)
     if address.hostname != LOOPBACK or address.port is None:
@@ -103,13 +104,13 @@ def join_ranks(rendezvous: str, *, rank: int, world_size: int, device: torch.dev
 
 
 def _loopback_interface() -> str | None:
-    """Return the network interface of the loopback address (lo on Linux)."""
+    """Return the network interface of the loopback address (lo on Linux), or None if there is none."""
     interfaces = psutil.net_if_addrs().items()
     return next((name for name, addresses in interfaces if any(one.address == LOOPBACK for one in addresses)), None)
 
 
 MALLOC_THRESHOLD_BYTES = 1 << 30
-"""Freed memory kept at the heap's end, and the block size from which malloc maps separate pages."""
+"""The two malloc thresholds: freed memory kept at the heap's end, and blocks that get separate pages."""
 
 EXPANDABLE_SEGMENTS = "expandable_segments:True"
 _TORCH_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -117,8 +118,8 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 def raise_malloc_thresholds() -> bool:
-    """Raise glibc's malloc thresholds for this process; return whether this succeeded. Skipped if the environment
-    configures malloc (`MALLOC_*`, `GLIBC_TUNABLES`) or the C library is not glibc."""
+    """Raise glibc's malloc thresholds for this process, and return whether this succeeded. Nothing changes if the
+    environment configures malloc (`MALLOC_*`, `GLIBC_TUNABLES`) or the C library is not glibc."""
     if "GLIBC_TUNABLES" in os.environ or any(name.startswith("MALLOC_") for name in os.environ):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -128,9 +129,9 @@ def raise_malloc_thresholds() -> bool:
 
 
 def enable_expandable_segments() -> bool:
-    """Enable torch's expandable segments for GPU memory in this process; return whether this succeeded. Skipped if the
-    environment configures torch's allocator, or once CUDA is in use. vLLM reads the variable too, and disables the
-    segments for memory that it maps itself."""
+    """Enable torch's expandable segments for GPU memory in this process, and return whether this succeeded. Nothing
+    changes once CUDA is in use or if the environment configures torch's allocator. vLLM reads the variable too, and
+    disables the segments for memory that it maps itself."""
     if torch.cuda.is_initialized() or any(name in os.environ for name in _TORCH_VARIABLES):
         return False
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = EXPANDABLE_SEGMENTS

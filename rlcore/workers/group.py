@@ -1,4 +1,4 @@
-"""A group of workers: each call reaches all ranks, and all must return."""
+"""The interface of a group of workers, where each call reaches all ranks and all must return."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,46 +15,47 @@ class Pending(Protocol[R]):
     """A call that all ranks have started."""
 
     def result(self) -> list[R]:
-        """Wait for the results, by rank."""
+        """Wait for the results and return them by rank."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Completed(Generic[R]):
-    """A call with results."""
+    """A call whose results are available."""
 
     results: list[R]
 
     def result(self) -> list[R]:
-        """Return the results, by rank."""
+        """Return the results by rank."""
         return self.results
 
 
 @runtime_checkable
 class WorkerGroup(Protocol):
-    """All ranks of a run. A verb is an unbound method of `Worker`. If one rank fails or is lost, the call raises, and
-    the group is unusable."""
+    """All ranks of a run. A verb is an unbound method of `Worker`. If one rank fails or is lost, the call raises an
+    error, and the group is unusable."""
 
     world_size: int
 
     def each(self, verb: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Call the verb on each rank with the same arguments; return results by rank."""
+        """Call the verb on each rank with the same arguments, and return the results by rank."""
         ...
 
     def begin(self, verb: Callable[..., R], arguments: Sequence[tuple[Any, ...]]) -> Pending[R]:
-        """Call the verb on rank i with `arguments[i]`. Ranks in separate processes run concurrently."""
+        """Start the verb on each rank i with `arguments[i]`. Ranks in separate processes run concurrently."""
         ...
 
     def send(self, values: Sequence[object]) -> Sequence[Any]:
-        """Send `values[i]` to rank i in advance; return handles for the arguments of `begin`."""
+        """Send `values[i]` to rank i in advance, and return handles that may be arguments of `begin`."""
         ...
 
     def stream(
         self, verb: Callable[..., Iterator[R]], arguments: Sequence[tuple[Any, ...]], take: Callable[[int, R], None]
     ) -> None:
-        """Call a generator verb on rank i with `arguments[i]`; call `take(rank, item)` here for each item."""
+        """Call a generator verb on each rank i with `arguments[i]`. This process calls `take(rank, item)` for each
+        item."""
         ...
 
     def close(self) -> None:
-        """End all workers. May be called twice."""
+        """End all workers. This may be called twice."""
         ...

@@ -1,4 +1,4 @@
-"""Measurements on a rank: peak GPU memory, out-of-memory retries, and torch's profile."""
+"""Measurements on a rank: peak GPU memory, out-of-memory retries, and the profile of torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,8 +15,9 @@ BYTES_PER_GB = 1e9
 
 @dataclass(frozen=True, slots=True)
 class MemoryPeak:
-    """Peak GPU memory since the start, in GB of 1e9 bytes; 0 on a CPU. Memory released by a sleeping engine is
-    excluded. `num_retries`: repeated passes since the start. `shortages`: those since the last report."""
+    """The peak GPU memory since the start, in GB of 1e9 bytes, or 0 on a CPU. Memory released by a sleeping engine is
+    excluded. `num_retries`: the number of repeated passes since the start. `shortages`: the repeated passes since the
+    last report."""
 
     allocated_gb: float
     reserved_gb: float
@@ -26,14 +27,14 @@ class MemoryPeak:
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Bytes of torch's tensors, and bytes that torch has reserved."""
+    """The bytes of torch's tensors, and the bytes that torch has reserved."""
 
     allocated: int
     reserved: int
 
 
 def gpu_peak() -> Bytes:
-    """Return the peak of torch's current GPU since the last call; 0 on a CPU."""
+    """Return the peak of torch's current GPU since the last call, or 0 on a CPU."""
     if not torch.cuda.is_initialized():
         return Bytes(0, 0)
     found = Bytes(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
@@ -42,12 +43,12 @@ def gpu_peak() -> Bytes:
 
 
 class MemoryMeter:
-    """Peak memory without the memory that is unmapped while the engine sleeps. torch counts vLLM's weights and cache as
-    allocated even while they are unmapped.
+    """A meter of peak memory, without the memory that is unmapped while the engine sleeps. torch counts vLLM's weights
+    and cache as allocated even while they are unmapped.
 
     Args:
-        peak: returns the peak since its last call.
-        unmapped: returns the bytes that are counted but unmapped while the engine sleeps.
+        peak: a function that returns the peak since its last call.
+        unmapped: a function that returns the bytes that are counted but unmapped while the engine sleeps.
     """
 
     def __init__(self, peak: Callable[[], Bytes] = gpu_peak, unmapped: Callable[[], int] = engine_pool_bytes) -> None:
@@ -63,7 +64,7 @@ class MemoryMeter:
             self._is_asleep = is_asleep
 
     def peak(self) -> Bytes:
-        """Return the peak so far."""
+        """Return the peak since the meter was created."""
         found, unmapped = self._peak(), self._unmapped() if self._is_asleep else 0
         self._max = Bytes(
             max(self._max.allocated, found.allocated - unmapped), max(self._max.reserved, found.reserved - unmapped)
@@ -75,13 +76,13 @@ BYTES_PER_MB = 1_000_000
 
 
 class RankProfiler:
-    """Records the operators of this process, and the kernels of its GPU, from `start` to `stop`."""
+    """A recorder of the operators of this process and the kernels of its GPU, from `start` to `stop`."""
 
     def __init__(self) -> None:
         self._profile: profile | None = None
 
     def start(self) -> None:
-        """Start to record; discard an unfinished recording."""
+        """Start to record. An unfinished recording is discarded."""
         if self._profile is not None:
             self._profile.stop()
         activities = [ProfilerActivity.CPU]
@@ -91,7 +92,7 @@ class RankProfiler:
         self._profile.start()
 
     def stop(self, file: Path, max_mb: float) -> float:
-        """Write `file` (`*.json.gz`) atomically, unless it exceeds `max_mb`; return its size in MB of 1e6 bytes."""
+        """Write `file` (`*.json.gz`) atomically unless it exceeds `max_mb`. Return its size in MB of 1e6 bytes."""
         assert self._profile is not None, "start comes first"
         running, self._profile = self._profile, None
         running.stop()

