@@ -493,7 +493,7 @@ def test_own_groups_and_experiments_are_found_first(own_conf: Path) -> None:
         (own_conf / file).write_text(text)
     mine = load_config([], experiment="mine")
     assert (mine.name, mine.algo.clip_high, mine.algo.dynamic_sampling.enabled) == ("mine", 0.3, True)
-    assert load_config(["algo=grpo"], experiment=DEMO).algo.clip_low == 0.1, "a file replaces Millrace's of the same name"
+    assert load_config(["algo=grpo"], experiment=DEMO).algo.clip_low == 0.1
     assert "calm" in group_members("algo")
     with pytest.raises(ConfigError, match=r"algo: must name .* Did you mean calm\?"):
         load_config(["algo=cal"], experiment=DEMO)
