@@ -21,7 +21,7 @@ RESULT_NAMES = {"start": "before", "last": "after"}
 
 @dataclass(frozen=True)
 class Validate(Stage[ValidationSummary]):
-    """The stage that validates a checkpoint: `start`, `last`, `best` or a folder. It reuses an existing result."""
+    """The stage that validates a checkpoint (`start`, `last`, `best` or a folder's name), unless the result exists."""
 
     name = "validate"
     in_trainer = True
