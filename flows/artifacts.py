@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from prefect.artifacts import MarkdownArtifact, ProgressArtifact, TableArtifact
+from prefect.artifacts import LinkArtifact, MarkdownArtifact, ProgressArtifact, TableArtifact
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.client.schemas.objects import Artifact as Made
@@ -45,6 +45,8 @@ def _create(of: str, what: str, description: str, data: Content, kind: str) -> M
     shown: Any = data()
     if kind == "table":
         made = TableArtifact(table=json.loads(shown), **named).create()
+    elif kind == "link":
+        made = LinkArtifact(link=shown, **named).create()
     elif kind == "progress":
         made = ProgressArtifact(progress=shown, **named).create()
     else:
@@ -127,8 +129,7 @@ def show_checkpoints(run: OpenRun) -> None:
 def show_mlflow_page(run: OpenRun) -> None:
     """Show the link to the run's MLflow page once the address of the page is known."""
     if run.prefect_view.mlflow_page and "mlflow" not in run.prefect_view.artifacts:
-        page = f"[{run.run_id} in MLflow]({run.prefect_view.mlflow_page})"
-        _update(run, "mlflow", f"{run.run_id}: MLflow page", lambda: page)
+        _update(run, "mlflow", f"{run.run_id}: MLflow page", lambda: run.prefect_view.mlflow_page, "link")
 
 
 def show_report(run_dir: Path, html: Path) -> None:

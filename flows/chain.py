@@ -4,6 +4,7 @@
 `flows.tasks`.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -70,6 +71,17 @@ class PipelineResult:
     report: Path | None
     weights: Path
     mlflow: MlflowContents
+
+    def outcome(self, config: RunConfig) -> str:
+        """Return the held-out reward before and after training, and the number of steps, as one line."""
+        rewards = []
+        for name in self.validations[-1].summary if self.validations else ():
+            found = re.fullmatch(r"val-core/(.+)/reward/(mean@\d+)", name)
+            if found and all(name in one.summary for one in self.validations):
+                values = " -> ".join(f"{one.summary[name]:.3f}" for one in self.validations)
+                rewards.append((found[1], f"{found[2]} {values}"))
+        labels = [f"{source} {text}" if len(rewards) > 1 else text for source, text in rewards]
+        return ", ".join([*labels, f"{config.trainer.total_steps} steps"])
 
 
 class StageResults(list[tuple[Stage[Any], Any]]):

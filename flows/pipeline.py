@@ -1,9 +1,12 @@
 """The Prefect flows of a single run: its stages from dataset to report, its report alone, and a validation."""
 
+import time
 from typing import Literal
 
 from prefect import flow
+from prefect.client.schemas.objects import State
 from prefect.runtime import deployment, flow_run
+from prefect.states import Completed
 
 from flows import chain
 from flows.artifacts import show_checkpoints, show_mlflow_page, show_report
@@ -48,7 +51,7 @@ COMMANDS = {"dataset": "data make", "filter": "data make", "pass-rates": "data p
 def run_checked(settings: RunSettings) -> chain.PipelineResult:
     """Run the pipeline with settings that are already checked. Prefect records the parameters that produce them."""
     result = call_flow(settings, lambda: pipeline(*split_experiment(settings.overrides)))
-    assert result is not None
+    assert isinstance(result, chain.PipelineResult)
     return result
 
 
@@ -63,7 +66,7 @@ def pipeline(
     samples_per_prompt: Count = None,
     root: Root = None,
     until: Until = LAST_STAGE,
-) -> chain.PipelineResult | None:
+) -> State[None]:
     """Run an experiment from its dataset to its report. Finished stages are skipped.
 
     Args:
@@ -82,7 +85,10 @@ def pipeline(
         samples_per_prompt=samples_per_prompt, root=flow_root(root),
     )  # fmt: skip
     log_settings(settings, COMMANDS.get(until, "train"))
-    return keep_outcome(lambda: _run_until(settings, until))
+    began = time.monotonic()
+    result = keep_outcome(lambda: _run_until(settings, until))
+    message = "" if result is None else f"{result.outcome(settings.config)}, {time.monotonic() - began:.0f} s"
+    return Completed(message=message)
 
 
 def _run_until(settings: RunSettings, until: str) -> chain.PipelineResult | None:

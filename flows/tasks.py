@@ -9,12 +9,15 @@ from contextvars import ContextVar, copy_context
 from pathlib import Path
 from shlex import join
 from typing import Any, Final, TypeVar
+from uuid import UUID
 
 from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import State
 from prefect.events import emit_event
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
-from prefect.states import Paused, Running
+from prefect.states import Completed, Paused, Running
 from prefect.tasks import Task
 
 from flows import artifacts, chain
@@ -26,6 +29,7 @@ from flows.work.open_run import OpenRun, open_run
 from flows.work.protocol import CheckpointSaved, Event, Note, Progress, RunEvent, Validated
 from flows.work.status import is_stop_requested, worker_of
 from flows.work.trainer import WAITS_FOR_SLOTS
+from rlcore.config.fingerprint import run_id
 from rlcore.run.disk import PAUSED
 from rlcore.run.initial_policy import InitialPolicy
 
@@ -62,11 +66,12 @@ def call_flow(checked: object, call: Callable[[], R]) -> R:
         return call()
 
     try:
-        return copy_context().run(call_with)
+        returned = copy_context().run(call_with)
     except Exception:
         if not outcome.done():
             raise
         return outcome.result()
+    return outcome.result() if outcome.done() else returned  # a flow may return a state in place of its result
 
 
 def keep_outcome(work: Callable[[], R]) -> R:
@@ -88,9 +93,18 @@ def open_flow_run(settings: RunSettings, verb: str) -> Iterator[OpenRun]:
 
 
 def log_settings(settings: RunSettings, verb: str) -> None:
-    """Log the equivalent command and the settings that have no effect."""
+    """Name and tag the flow run after its run. Log the equivalent command and the settings that have no effect."""
+    artifacts.log_failure(lambda: _label_flow_run(settings))
     log_command(join(settings.command(verb)))
     log_unused_settings(settings.unused_settings())
+
+
+def _label_flow_run(settings: RunSettings) -> None:
+    name, until = run_id(settings.config), flow_run.parameters.get("until", LAST_STAGE)
+    what = flow_run.flow_name if until == LAST_STAGE else until
+    tags = {*flow_run.tags, settings.config.name, settings.config.data.task}
+    with get_client(sync_client=True) as client:
+        client.update_flow_run(UUID(flow_run.id), name=name if what == "pipeline" else f"{what} {name}", tags=tags)
 
 
 def run_as_task(stage: Stage[R], run: OpenRun) -> R:
@@ -115,19 +129,25 @@ def run_as_task(stage: Stage[R], run: OpenRun) -> R:
 
 def run_task(name: str, title: str, work: Callable[[], R], describe: Callable[[R], str]) -> R:
     """Run a function as a Prefect task and print its result. `describe`: a function that returns the result as text, or
-    '' for no output. Raises Pause if the flow run was suspended before the task."""
+    '' for no output. A result that existed before gives the task run the state Cached. Raises Pause if the flow run was
+    suspended before the task."""
     watch.end_if_suspended()
     signals = watch.DeferredSignals()
 
-    def do() -> R:
+    results: list[R] = []  # a task that returns a state returns no result to its caller
+
+    def do() -> State[None]:
         with signals.deliver():
             result = work()
+        results.append(result)
         if line := describe(result):
             log_and_print(line)
-        return result
+        state = "Cached" if getattr(result, "cached", False) else "Completed"  # not every result can exist before
+        return Completed(name=state, message=line)
 
     with signals:
-        return Task(do, name=name, task_run_name=lambda: title, cache_policy=NO_CACHE)()
+        Task(do, name=name, task_run_name=lambda: title, cache_policy=NO_CACHE)()
+    return results[0]
 
 
 WARM_START = "warm-start"  # name of the stage in progress events

@@ -1,9 +1,6 @@
 """The commands `millrace run`, `train`, `validate`, `eval` and `report`."""
 
 import json
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated
@@ -32,7 +29,6 @@ from flows.commands.settings import (
     show_settings,
     with_program_path,
 )
-from rlcore.errors import StopRequestedError
 
 if TYPE_CHECKING:
     from flows.chain import PipelineResult
@@ -76,7 +72,7 @@ def run(
     from flows import chain
     from flows.plan.checks import check_before_start
     from flows.plan.plan import show_memory
-    from flows.server.api import start_prefect
+    from flows.server.api import command_flow, start_prefect
     from flows.work.open_run import OpenRun
 
     composed, plan = planned
@@ -239,46 +235,6 @@ def report(run: Run, root: OptionalRoot = None) -> None:
 
     _, layout = find_run(run, root)
     print(f"report: {write_report(layout)}")
-
-
-@contextmanager
-def command_flow(api: "PrefectApi", *, verbose: bool) -> Iterator[None]:
-    """Show the progress of a command's flow inside the `with` block. Prefect's log lines are shown only if `verbose`.
-
-    Raises:
-        StopRequestedError: if the flow run is cancelled or requested to stop.
-    """
-    from flows.progress import display_for_console, use_display
-    from flows.server.api import wait_for_prefect
-
-    wait_for_prefect(api)
-    from prefect.exceptions import TerminationSignal
-
-    from flows.server.watch import FlowCancelledError
-
-    if not verbose:
-        _hide_prefect_logs()
-    try:
-        with use_display(display_for_console()):
-            yield
-    except FlowCancelledError as ended:
-        raise StopRequestedError(str(ended)) from ended
-    except TerminationSignal as ended:
-        raise StopRequestedError("stop requested; the same command resumes from the last checkpoints") from ended
-
-
-def _hide_prefect_logs() -> None:
-    """Hide the log lines of flow runs and task runs on the console, which has Millrace's progress lines instead."""
-
-    def is_shown(record: logging.LogRecord) -> bool:
-        return not record.name.startswith(("prefect.flow_runs", "prefect.task_runs"))
-
-    for handler in logging.getLogger().handlers:
-        if hasattr(handler, "console"):
-            handler.addFilter(is_shown)
-    for name in ("prefect._internal.concurrency", "prefect.events.clients", "EventsWorker", "APILogWorker"):
-        logging.getLogger(name).disabled = True  # they ignore levels and print each rejected event
-    logging.raiseExceptions = False  # one traceback per rejected batch of log lines
 
 
 def summary_lines(config: "RunConfig", result: "PipelineResult", api: "PrefectApi | None") -> list[str]:

@@ -6,13 +6,15 @@ database of that server is in `<root>/prefect`. Call these functions before Pref
 """
 
 import atexit
+import logging
 import os
 import socket
 import subprocess
 import sys
 import urllib.request
 from base64 import b64encode
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.client import HTTPException
@@ -32,7 +34,7 @@ from flows.stack.state import (
     read_stack,
     root_login,
 )
-from rlcore.errors import MillraceError
+from rlcore.errors import MillraceError, StopRequestedError
 from rlcore.storage.locks import HeldLock
 
 START_WAIT_S = 600.0
@@ -228,3 +230,42 @@ def _get(url: str, timeout_s: float) -> bytes:
     with opener.open(request, timeout=timeout_s) as response:
         content: bytes = response.read()
     return content
+
+
+@contextmanager
+def command_flow(api: "PrefectApi", *, verbose: bool) -> Iterator[None]:
+    """Show the progress of a command's flow inside the `with` block. Prefect's log lines are shown only if `verbose`.
+
+    Raises:
+        StopRequestedError: if the flow run is cancelled or requested to stop.
+    """
+    from flows.progress import display_for_console, use_display
+
+    wait_for_prefect(api)
+    from prefect.exceptions import TerminationSignal
+
+    from flows.server.watch import FlowCancelledError
+
+    if not verbose:
+        _hide_prefect_logs()
+    try:
+        with use_display(display_for_console()):
+            yield
+    except FlowCancelledError as ended:
+        raise StopRequestedError(str(ended)) from ended
+    except TerminationSignal as ended:
+        raise StopRequestedError("stop requested; the same command resumes from the last checkpoints") from ended
+
+
+def _hide_prefect_logs() -> None:
+    """Hide the log lines of flow runs and task runs on the console, which has Millrace's progress lines instead."""
+
+    def is_shown(record: logging.LogRecord) -> bool:
+        return not record.name.startswith(("prefect.flow_runs", "prefect.task_runs"))
+
+    for handler in logging.getLogger().handlers:
+        if hasattr(handler, "console"):
+            handler.addFilter(is_shown)
+    for name in ("prefect._internal.concurrency", "prefect.events.clients", "EventsWorker", "APILogWorker"):
+        logging.getLogger(name).disabled = True  # they ignore levels and print each rejected event
+    logging.raiseExceptions = False  # one traceback per rejected batch of log lines

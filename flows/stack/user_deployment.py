@@ -71,6 +71,10 @@ def deploy(
     page = f"{api.url.removesuffix('/api')}/deployments/deployment/{deployment_id}"
     print(f"deployment {deployment}{when}, root {at}: {page}")
     print(with_program_path(f"prefect deployment run {quote(deployment)} --watch"))
+    if own := os.environ.get(CONFIG_DIR_VARIABLE):
+        print(
+            f"The worker finds the groups in {own} only if {CONFIG_DIR_VARIABLE} was set when `millrace up` started it."
+        )
 
 
 def _schedule(cron: str, timezone: str) -> "DeploymentScheduleCreate":
@@ -124,7 +128,6 @@ def _apply(settings: RunSettings, name: str, schedule: "DeploymentScheduleCreate
             },
             work_pool_name=POOL,
             work_queue_name="training",
-            job_variables={"env": {CONFIG_DIR_VARIABLE: own} if (own := os.environ.get(CONFIG_DIR_VARIABLE)) else {}},
         )
         assert isinstance(deployment, RunnerDeployment)
         deployment.schedules = [*schedules, *([] if schedule is None else [schedule])]

@@ -44,9 +44,8 @@ def sweep(
       millrace sweep my_sweep.yaml trainer.total_steps=40
       millrace sweep countdown_lr --max-hours 8
     """
-    from flows.commands.run import command_flow
     from flows.parameters import all_overrides
-    from flows.server.api import start_prefect
+    from flows.server.api import command_flow, start_prefect
     from flows.sweep.points import load_checked_sweep
     from rlcore.config.sweep import Budget
 

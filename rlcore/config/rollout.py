@@ -112,8 +112,8 @@ class JudgeConfig(Section):
     """A model that scores responses, behind an OpenAI-compatible endpoint (`data.scorer=data.judge:score`)."""
 
     url: Annotated[str, MayChange] = ""
-    """The address of the endpoint without `/chat/completions`, such as `http://127.0.0.1:8000/v1`. No proxy is used,
-    and no redirection is followed."""
+    """The address of the endpoint without `/chat/completions`. An example is `http://127.0.0.1:8000/v1`. No proxy is
+    used, and no redirection is followed."""
     model: str = ""
     """The name of the model at the endpoint."""
     key_variable: Annotated[str, MayChange] = Field(default="", pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")

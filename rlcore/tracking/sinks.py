@@ -12,7 +12,7 @@ from functools import partial
 from importlib.util import find_spec
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from rlcore.config import TrackingConfig
 from rlcore.config.problems import mask_secrets
@@ -137,7 +137,8 @@ class Sinks:
         if attempt != self._attempt:
             self.close(failed=False)
             self._attempt, self._cursor = attempt, 0
-            for name in cast(Mapping[str, Any], attempt.destination.settings["tracking"])["report_to"]:
+            tracking: Any = attempt.destination.settings.get("tracking", {})
+            for name in tracking.get("report_to", ()):
                 self._guard(name, partial(self._open, name, attempt))
         if not self._sinks:
             return

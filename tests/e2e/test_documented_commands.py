@@ -24,7 +24,7 @@ from flows.cli import EXIT_WRONG_SETTINGS, app, exit_code
 from rlcore import sandbox
 from rlcore.config import CountdownData
 from rlcore.config.compose import load_config
-from rlcore.config.sweep import load_sweep
+from rlcore.config.sweep import load_sweep, multirun_content
 from tests.helpers.file_shapes import write_files, write_tokenizer
 from tests.helpers.hub_server import Repository, serving, use_hub
 from tests.helpers.pages import BLOCK
@@ -175,6 +175,9 @@ def test_a_documented_command_is_understood_and_can_be_planned(line: str, capsys
         return
     settings = given.get("settings")
     if not settings:
+        return
+    if given.get("multirun"):
+        assert multirun_content(settings)
         return
     if "reward.judge.url" in line:  # an endpoint of the reader's own, which a dry run asks
         load_config(settings)

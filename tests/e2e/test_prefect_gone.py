@@ -40,8 +40,7 @@ RUNS = """
 import os, sys
 from pathlib import Path
 from flows.cli import run_and_exit
-from flows.commands.run import command_flow
-from flows.server.api import _servers, start_prefect
+from flows.server.api import _servers, command_flow, start_prefect
 
 def command():
     api = start_prefect(Path(sys.argv[1]))

@@ -64,7 +64,7 @@ def own_run(reference: Reference) -> str:
 
 @pytest.fixture
 def first(api: Api, reference: Reference) -> dict[str, Any]:
-    named = {"name": {"any_": ["pipeline/debug"]}}
+    named = {"name": {"any_": [reference.run_dir.name]}}
     return api.filter("flow_runs", flow_runs=named, sort="START_TIME_ASC", limit=1)[0]
 
 
@@ -288,7 +288,7 @@ def test_signal_saves_and_same_command_resumes(millrace: Millrace, api: Api, ref
         assert saved >= step
         step = saved + 2
         (run,) = api.filter("flow_runs", sort="START_TIME_DESC", limit=1)
-        assert (run["name"], run["state_type"]) == ("pipeline/debug", "CANCELLED")
+        assert (run["name"], run["state_type"]) == (millrace.run_dir().name, "CANCELLED")
         tasks = api.filter("task_runs", flow_runs={"id": {"any_": [run["id"]]}}, sort="EXPECTED_START_TIME_ASC")
         *before, last = tasks
         assert {task["state_type"] for task in before} == {"COMPLETED"}
@@ -332,7 +332,7 @@ def test_killed_flow_ends_its_trainer_and_run_resumes(millrace: Millrace, refere
     assert done.code == 0, done.err
     assert not trainer.is_running()
     assert numbers(millrace.run_dir()) == numbers(reference.run_dir)
-    assert "the store was made by another MLflow version" in done.err
+    assert "the store has another MLflow version" in done.err
     assert "The training is not affected; repeat the command to send the rest" in done.err
     database.unlink()
     late = Millrace(millrace.root, {})("sync", "--root", str(millrace.root))
@@ -392,7 +392,7 @@ def test_full_disk_pauses_the_flow_run(millrace: Millrace, api: Api, reference: 
 
         def paused() -> list[dict[str, Any]]:
             known = api.filter("flow_runs", flow_runs={"state": {"type": {"any_": ["PAUSED"]}}})
-            return [run for run in known if run["name"] == "pipeline/debug"]
+            return [run for run in known if run["name"] == reference.run_dir.name]
 
         wait_until(lambda: bool(paused()) or process.poll() is not None, "a flow run in state Paused")
         found = paused()

@@ -155,6 +155,6 @@ def test_flow_uses_settings_of_its_command(
     monkeypatch.setattr(pipeline.chain, "run_chain", run_chain)
     assert pipeline.run_checked(settings).run_id == run_id(settings.config)
     (run,) = client.read_flow_runs(
-        flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=["pipeline/debug seed=3"]))
+        flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[run_id(settings.config)]))
     )
     assert (run.parameters["experiment"], run.parameters["overrides"]) == ("debug", words[1:])
