@@ -1,4 +1,4 @@
-"""Training steps of the real trainer, all with equal work. Prompts and weights are random, and lengths are drawn once."""
+"""Training steps of the real trainer with equal work. Prompts and weights are random, and lengths are drawn once."""
 
 import argparse
 import contextlib

@@ -41,7 +41,7 @@ class Answer(NamedTuple):
 
 @lru_cache(maxsize=1)
 def readings() -> dict[str, str]:
-    """Return the reading of each reference: `number 25/2%`, `words sunday`, `base 1011 2`, `expression`, or `refused`."""
+    """Return the reading of each reference: `number 25/2%`, `words sunday`, `base 1011 2`, `expression`, `refused`."""
     rows = (line.partition("\t") for line in REFERENCES.read_text().splitlines())
     return {reference: reading for reference, _, reading in rows}
 

@@ -318,7 +318,7 @@ class _Filter:
         return rows if self._config.decontaminate == "tell" else [row for row in rows if row not in found]
 
     def _rows_that_fit(self, rows: list[int], ids: list[bytes], start: int) -> Sequence[int]:
-        """Return the indices of prompts that fit or will be truncated. `rows` are the positions of `ids` in the batch."""
+        """Return indices of prompts that fit or will be truncated. `rows` are the positions of `ids` in the batch."""
         limit = self._config.max_prompt_tokens
         lengths = np.array([len(prompt) for prompt in ids], dtype=np.int64) // ID_BYTES
         self.lengths.setdefault(self._split, Counter()).update(lengths.tolist())
@@ -414,7 +414,7 @@ def multisets(ground_truths: pa.Array) -> list[Multiset]:
 
 
 class _HeldOut:
-    """An index of held-out rows by prompt or by multiset of numbers. `named` is a format string for a row in messages."""
+    """An index of held-out rows by prompt or by multiset of numbers. `named` is the format of a row in messages."""
 
     def __init__(self, named: str, remedy: str) -> None:
         self._named, self._remedy = named, remedy
@@ -425,7 +425,7 @@ class _HeldOut:
             self._places.setdefault(key, place)
 
     def refuse(self, path: Path, start: int, *keys_of_rows: Sequence[Any]) -> None:
-        """Raise DataError if a row of the training file `path` is in the index. `start` is the index of its first row."""
+        """Raise DataError if a row of the training file `path` is in the index. `start` is the first row's index."""
         for keys in keys_of_rows:
             for position, key in enumerate(keys if not self._places.keys().isdisjoint(keys) else ()):
                 if key in self._places:

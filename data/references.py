@@ -299,7 +299,7 @@ class _Checker:
         )
 
     def _find_form(self, references: Sequence[tuple[RowReference, str]]) -> Form | None:
-        """Return the form with the most full scores. Return None if fewer than half of the references get a full score."""
+        """Return the form with the most full scores. Return None if fewer than half of the references get one."""
         counts: dict[Form, int] = {}
         for before, after in USUAL_FORMS:
             scores = self._scores([(f"{before}{text}{after}", row.truth_json) for row, text in references])

@@ -219,7 +219,7 @@ def provenance_metadata(document: Mapping[str, Any]) -> dict[bytes, bytes]:
 
 
 def parquet_writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
-    """Return a writer without dictionary encoding and statistics. Values seldom repeat, and no reader filters by value."""
+    """Return a writer without dictionary encoding or statistics. Values seldom repeat, and no reader filters them."""
     return pq.ParquetWriter(path, schema, compression="zstd", use_dictionary=False, write_statistics=False)
 
 

@@ -412,7 +412,7 @@ class PromptTokenizer:
             raise DataError(f"{self._name}: must have one chat template, or a default one: {error}") from error
 
     def _require_read(self, names: Collection[str]) -> None:
-        """Raise DataError if the template does not read all variables `names`, because transformers ignores the others."""
+        """Raise DataError if the template does not read all variables `names`, because transformers ignores others."""
         try:
             tree = _template_syntax().parse(self._template())
         except TemplateSyntaxError:  # rendering reports the error, or knows a tag that jinja does not know

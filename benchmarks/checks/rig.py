@@ -40,7 +40,7 @@ class Verdict:
 
 
 class RecordedGroup(FixedLengths):
-    """A worker group that repeats its first responses. Each worker method runs in the context manager `around(method)`."""
+    """A worker group that repeats its first responses. Each worker method runs in the context `around(method)`."""
 
     kept: list[Rollout] | None = None
     around: Callable[[Any], contextlib.AbstractContextManager[None]] = staticmethod(
@@ -83,7 +83,7 @@ class Rig:
         return int(json.loads((self.directory / "config.json").read_text(encoding="utf-8"))["vocab_size"])
 
     def settings(self, *overrides: str) -> RunConfig:
-        """Compose the settings of a GRPO step with one update, a reference policy and the requested number of prompts."""
+        """Compose the settings of a GRPO step with one update, a reference policy and the chosen number of prompts."""
         arguments = self._arguments
         base = [
             f"model.path={self.directory}", "runtime=local", "runtime.num_workers=1", "runtime.threads_per_worker=4",

@@ -25,7 +25,7 @@ M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
 
 
 def prepare() -> None:
-    """Make the CPU allocator return freed memory, because retained memory would evade a limit. Do nothing with a GPU."""
+    """Make the CPU allocator return freed memory, because kept memory would evade a limit. Do nothing with a GPU."""
     if not torch.cuda.is_available():
         allocator = ctypes.CDLL(None)
         allocator.mallopt(M_MMAP_THRESHOLD, 1 << 16)
