@@ -117,7 +117,7 @@ class RolloutEngine(Protocol):
         ...
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> WeightSyncResult:
-        """Load all weights and compare the copies to the originals. `weights`: full tensors by transformers' names."""
+        """Load all weights and check the copies for differences. `weights`: full tensors, named as in transformers."""
         ...
 
     def sleep(self) -> None:
