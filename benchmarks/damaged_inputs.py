@@ -1,4 +1,4 @@
-"""Damage a small run on disk in some fifty ways (bits, rows, permissions, kinds of file) and start the run again.
+"""Damage a small run on disk in about fifty ways (bits, rows, permissions, kinds of file) and start the run again.
 
     python -m benchmarks.damaged_inputs                    # all cases
     python -m benchmarks.damaged_inputs --only journal     # the cases with this word in their name
@@ -9,10 +9,10 @@ copy, and starts the same command (`millrace train`). A case passes in one of th
 
 - The numbers and weights equal those of the undisturbed run, and the console names the damage.
 - The command refuses with one clear message that names the damage.
-- The journal lost steps that no checkpoint restores, the weights are equal, and console and report name the gap.
+- The weights are equal, and the console and the report name lost steps of the journal that no checkpoint restores.
 
-A case fails with a traceback, a hang, other numbers, or silence. The script writes build/results/damaged_inputs.json,
-or the file of --out.
+A case fails with a traceback, a hang, different numbers, or damage that is not reported. The script writes
+build/results/damaged_inputs.json, or the file that --out names.
 """
 
 import argparse
@@ -52,10 +52,10 @@ Action = Callable[[Path], object]
 
 @dataclass(frozen=True)
 class Damage:
-    """One way to damage a run. `path` is a pattern below the workspace. `name` is the text that the console must
-    contain, or '' if nothing reads the file.
+    """One way to damage a run. `path` is a glob pattern below the workspace. The console must contain `name`, which is
+    '' for files that nothing reads.
 
-    `finished` selects the finished run. `limited` starts the command without root's permission to read everything.
+    `finished` selects the finished run. `limited` starts the command without root's right to ignore file permissions.
     """
 
     path: str
@@ -231,8 +231,8 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a case. `verdict` is one of `PASSED`, or says what went wrong. `output` has the console's lines
-    that name the damage.
+    """The outcome of a case. `verdict` is a member of `PASSED` or describes the failure. `output` has the console's
+    lines that name the damage.
     """
 
     name: str
@@ -245,7 +245,7 @@ PASSED = ("equal", "refused", "gap reported")
 
 
 def _start(root: Path, steps: int = STEPS, *, limited: bool = False) -> tuple[int | None, str]:
-    """Run the command. Return its exit code, or None if it did not end in time, and its output."""
+    """Run the command. Return its exit code (None after the time limit) and its output."""
     prefix = UNPRIVILEGED if limited and os.getuid() == 0 else ()
     command = [*prefix, sys.executable, "-m", "flows.cli", "train", *_overrides(steps), f"paths.root={root}"]
     with tempfile.TemporaryFile() as output:

@@ -1,15 +1,15 @@
-"""Compare the speed of the filter with the usual row-by-row way, on 327,680 countdown prompts in chat form.
+"""Compare the speed of the filter with the usual row-by-row loop, on 327,680 countdown prompts in chat form.
 
     python benchmarks/data_filter.py                          # about three minutes on two cores
     python benchmarks/data_filter.py --rows=20000             # a smaller run
     python benchmarks/data_filter.py --check --write          # exit code 1 below ten times or over 2 s; writes JSON
 
 A byte-level BPE tokenizer of 32,768 tokens is trained on Python's standard library and on prompts of another seed. For
-each row, the usual way applies the chat template, tokenizes, counts the tokens, and keeps or drops the row. Its blocks
-alternate with whole runs of the filter, so that both have the same load. The filter's time includes loading the
-tokenizer, reading and writing parquet, tokenizing solutions and distractors, and searching for duplicates and leaks.
-The filter has run on a few rows before, so its modules are loaded. The second run is a new process that finds the
-result by its fingerprint. The token ids of both ways must agree.
+each row, the loop applies the chat template, tokenizes, counts the tokens, and keeps or drops the row. Blocks of the
+loop alternate with whole runs of the filter, so that both run under the same machine load. The filter's time includes
+loading the tokenizer, reading and writing parquet, tokenizing solutions and distractors, and searching for duplicates
+and leaks. The filter first runs on a few rows, so that its modules are loaded. A second run in a new process must reuse
+the stored result. The token ids of the loop and the filter must agree.
 """
 
 import argparse
@@ -46,7 +46,7 @@ CHAT_TEMPLATE = (
 
 
 def main() -> None:
-    """Measure both ways in turn, and then the second run."""
+    """Measure the row-by-row loop and the filter in turn, and then a second run that reuses the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=327_680, help="rows of the training split")
     parser.add_argument("--block", type=int, default=4_096, help="rows of one block of the usual way")
@@ -118,7 +118,7 @@ def corpus() -> list[str]:
 
 
 def in_turn(arguments: argparse.Namespace, dataset: Path, tokenizer: Path, folder: Path) -> dict[str, Any]:
-    """Alternate blocks of the row-by-row way with runs of the filter, and return the measurements."""
+    """Alternate blocks of the row-by-row loop with runs of the filter, and return the measurements."""
     import pyarrow.parquet as pq
     from transformers import AutoTokenizer
 
@@ -166,7 +166,7 @@ def in_turn(arguments: argparse.Namespace, dataset: Path, tokenizer: Path, folde
 
 
 def in_new_process(folder: Path) -> dict[str, float]:
-    """Start the second run in a new process, and measure its seconds from the start of the process."""
+    """Start `second_run` in a new process, and measure its seconds from the start of the process."""
     command = [sys.executable, __file__, *sys.argv[1:], "--second", str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     start = time.perf_counter()
@@ -175,7 +175,7 @@ def in_new_process(folder: Path) -> dict[str, float]:
 
 
 def second_run(settings: CountdownData, folder: Path) -> dict[str, float]:
-    """Return the seconds that both stages need to find their results by their fingerprints."""
+    """Return the seconds that the dataset stage and the filter need to find their stored results."""
     with Cost() as cost:
         dataset = build_dataset(settings, seed=1, root=folder)
         filtered = filter_dataset(dataset.directory, folder / "tokenizer", FilterConfig(), root=folder)

@@ -5,15 +5,15 @@
     python -m benchmarks.device_checks --only warm_start weight_sync --model FOLDER     # a model such as SmolLM2-135M
     python -m benchmarks.device_checks --shape=tiny --prompts=8 --mean=24 --longest=64        # on a CPU, two minutes
 
-Each check requires one of these statements:
+Each check requires that its statement is true:
 
     short_memory   an update that runs out of memory is repeated in more micro-batches, with the same numbers
     weight_sync    30 weight syncs raise no false alarm, and a stale layer is detected
     logprobs       the mean |difference| of the log-probabilities of engine and trainer is small
     correction     the loss with importance correction off, truncated and masked equals sums by hand
     plan           the memory plan agrees with the measured memory of each phase
-    warm_start     20 supervised steps run on the device, which is free afterwards
-    demo           `millrace train experiment=countdown_demo rollout=vllm` has no error and every metric
+    warm_start     20 supervised steps run on the device, and its memory is free afterwards
+    demo           `millrace train experiment=countdown_demo rollout=vllm` ends without an error and has every metric
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Train the demo briefly with every loss, advantage and correction.
 
-    nice python -m benchmarks.every_method                      # the methods that the file lacks, one by one
+    nice python -m benchmarks.every_method                      # the methods without a result, one by one
     python -m benchmarks.every_method --jobs 25                 # concurrently, with as many cores
-    nice python -m benchmarks.every_method --only gspo gdpo     # these methods, even if the file has them
+    nice python -m benchmarks.every_method --only gspo gdpo     # these methods, even if they have results
     python -m benchmarks.every_method paths.root=/tmp/tried --steps 2 --only gspo --to /tmp/tried.json
 
 Each training begins with a warm start to the same reward. Finished runs are not repeated. The result of each run is
@@ -45,7 +45,7 @@ SETTINGS = {
 
 
 def train(name: str, overrides: list[str]) -> dict[str, object]:
-    """Train with one method unless its run is finished. Return its validations and the seconds of the command."""
+    """Train with one method, or reuse its finished run. Return the validations and the seconds of the command."""
     arguments = [*DEMO, f"name=every_method_{name}", *SETTINGS[name], *overrides]
     begun = time.perf_counter()
     command = [sys.executable, "-m", "flows.cli", "train", *arguments]

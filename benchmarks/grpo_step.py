@@ -1,4 +1,4 @@
-"""Measure a GRPO step of one GPU's share of the reference run: seconds per phase, tokens per second, and MFU.
+"""Measure a GRPO step with one GPU's share of the reference batch: seconds per phase, tokens per second, and MFU.
 
     python -m benchmarks.grpo_step                                   # on a GPU, with vLLM
     python -m benchmarks.grpo_step model.share_prompts=true          # compute each prompt once

@@ -1,4 +1,4 @@
-"""Whole training steps of the real trainer with equal work: random prompts and weights, and lengths drawn once."""
+"""Training steps of the real trainer with equal work. Prompts and weights are random, and lengths are drawn once."""
 
 import argparse
 import contextlib
@@ -34,9 +34,9 @@ PHASES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_criti
 
 
 class FixedLengths:
-    """A `WorkerGroup` whose responses have fixed lengths. If `real` is false, they are random and immediate.
+    """A `WorkerGroup` whose responses have fixed lengths. If `real` is false, it immediately returns random responses.
 
-    Each step assigns the lengths to other prompts, so that no cached assignment fits.
+    Each step gives the lengths to other prompts, so that nothing computed for the previous step can be reused.
     """
 
     def __init__(self, config: RunConfig, directory: str, lengths: Sequence[int], *, vocab_size: int, real: bool):
@@ -150,7 +150,7 @@ def training_loop(
     vocab_size: int,
     real_prompts: Sequence[Prompt] = (),
 ) -> Iterator[Loop]:
-    """Open a training loop at step 0 with the workers' weights, on `real_prompts` or on random prompts."""
+    """Open a training loop at step 0 with the workers' weights. If `real_prompts` is empty, the prompts are random."""
     rng = np.random.default_rng(3)
     prompts = list(real_prompts) or [
         Prompt(i, tuple(rng.integers(4, vocab_size, prompt_tokens).tolist()), config.data.task, ground_truth)

@@ -1,7 +1,7 @@
 """Measure the peak memory of log-probabilities and entropies, for a chunked head and for full logits.
 
     python benchmarks/head_memory.py                    # 8,192 tokens; on a CPU the full version takes about 25 GB
-    python benchmarks/head_memory.py --tokens=512 --chunk-tokens=128 --hidden=16        # a sixteenth of it
+    python benchmarks/head_memory.py --tokens=512 --chunk-tokens=128 --hidden=16        # a sixteenth of the memory
 
 Each version runs in a separate process. The result is the highest resident memory (CPU) or the allocator's peak (CUDA).
 The memory before the measurement is subtracted, so weights and inputs do not count.
@@ -108,7 +108,7 @@ def held_bytes(device: str) -> int:
 
 
 def peak_bytes(device: str) -> int:
-    """Return the peak memory in bytes since the start of the process (CPU) or since `held_bytes` (CUDA)."""
+    """Return the peak memory in bytes since the start of the process (CPU) or the last call of `held_bytes` (CUDA)."""
     if device == "cuda":
         import torch
 

@@ -6,9 +6,9 @@
 
 `--aim everything` kills all processes of the run at a random step. `--aim parts` kills one process at a time: the flow,
 the trainer, a rank, raylet, gcs_server, a scorer, or the delivery to MLflow. The moment is random within --window
-seconds after the start of the process. The run then continues, retries, or ends, and the same command is started again.
-If a run finishes before all kills are done, another run follows in a separate folder. It has the dataset and initial
-policy of the undisturbed run.
+seconds after the start of the process. The run may survive the kill or retry. If it ends, the same command is started
+again. If a run finishes before all kills are done, another run follows in a separate folder. This run has the dataset
+and initial policy of the undisturbed run.
 
 The script compares every metric of every step exactly, except seconds, memory and throughput. It compares the final
 weights byte by byte. The exit code is 0 if all are equal and no process is left. --out adds the findings to a JSON
@@ -66,7 +66,7 @@ class Kill:
 
 @dataclass
 class Findings:
-    """Findings about the killed runs. `codes` counts starts by exit code. `raw` lists ends without a clear message."""
+    """Findings about the killed runs. `codes` counts exit codes. `raw` has outputs with a traceback or unknown code."""
 
     kills: list[Kill] = field(default_factory=list)
     codes: Counter[int] = field(default_factory=Counter)
@@ -79,7 +79,7 @@ class Findings:
 
 
 def layout(root: Path, overrides: Sequence[str]) -> RunLayout:
-    """Return the layout of the run with these settings in a workspace."""
+    """Return the paths of a run with the settings `overrides` in the workspace `root`."""
     return RunLayout.of(load_config([*overrides, f"paths.root={root}"]))
 
 
@@ -196,8 +196,8 @@ class PartKiller:
             time.sleep(0.05)
 
     def _next_target(self) -> tuple[str, float, float]:
-        """Return the kind of process to kill next, the present time, and the seconds until the kill. The seconds count
-        from now, or from the start of the process if that is later.
+        """Return the kind of process to kill next, the present time, and a delay in seconds. If a process starts later,
+        the delay begins with its start.
         """
         fewest = min(self._hits[part] for part in PARTS)
         part = self._rng.choice([part for part in PARTS if self._hits[part] == fewest])
@@ -215,7 +215,7 @@ def _wait_for_orphans(found: Findings) -> None:
 
 
 def _alive_descendants() -> list[psutil.Process]:
-    """Return our living descendants and reap dead ones. As their subreaper, this process is the parent of orphans."""
+    """Return living descendants and reap dead ones. Orphans count too, because this process is their subreaper."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):

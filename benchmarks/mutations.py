@@ -1,21 +1,21 @@
-r"""Count how many random mutations of the sources the tests notice.
+r"""Count how many random mutations of the sources make a test fail.
 
     pip install pytest-cov
     COVERAGE_FILE=/tmp/lines python -m pytest -n 2 --dist loadfile -m "not lengthy" \
         --cov=rlcore --cov=flows --cov=data --cov-context=test --cov-report=      # which test executes which line
-    python -m benchmarks.mutations --lines /tmp/lines                             # 8 per folder
+    python -m benchmarks.mutations --lines /tmp/lines                             # 8 mutations per folder
     python -m benchmarks.mutations --lines /tmp/lines --each 3 --seed 7 rlcore/run flows/plan
-    python -m benchmarks.mutations --list                                         # list them
+    python -m benchmarks.mutations --list                                         # list the mutations
 
 A mutation changes one expression: a comparison, `and` or `or`, a `not`, a number, True or False, a sign, min or max, or
-a condition. Or it deletes a statement: a call, a raise, a break or a `+=`. In a copy of the checkout, the tests that
-execute the statement run until one fails, beginning with the 20 quickest. Without --lines, or if no test executes the
-statement, the folder's tests run. A run over --limit counts as noticed. At the end, the noticing tests run without a
-mutation, and tests that then fail do not count.
+a condition. Or it deletes a statement: a call, a raise, a break or a `+=`. In a copy of the checkout, tests run until
+one fails and thereby notices the mutation. These are the tests that execute the mutated statement, beginning with the
+20 quickest. Without --lines, or if no test executes the statement, the folder's tests run. A timeout (--limit) also
+counts as noticed. At the end, the noticing tests run without a mutation. Tests that then fail do not count.
 
-The mutations and their tests are written to --out (JSON), and results of other folders are kept. If an unnoticed
-mutation changes no behavior, a reader can write the reason as `equivalent` into that file. This text is kept. The exit
-code is 0.
+The mutations and their tests are written to --out (JSON). The file's results of other folders are kept. If an unnoticed
+mutation changes no behavior, a reader can write the reason as `equivalent` into that file. Later runs keep this text.
+The exit code is 0.
 """
 
 import argparse
@@ -187,7 +187,7 @@ def tests_by_line(lines: Path) -> dict[str, dict[int, list[str]]]:
 
 
 def first_failure(checkout: Path, tests: list[str], limit_s: float, processes: int) -> str | None:
-    """Run the tests in the checkout, and return the first test that fails. Return "limit" after a timeout, or None."""
+    """Run the tests in the checkout. Return the first failing test, "limit" after a timeout, or None if all pass."""
     command = [sys.executable, "-m", "pytest", "-n", str(processes), "--dist", "loadfile", *_pytest_arguments(tests)]
     process = subprocess.Popen(
         command,
@@ -211,7 +211,7 @@ def _environment(checkout: Path) -> dict[str, str]:
 
 
 def _pytest_arguments(tests: list[str]) -> list[str]:
-    """Return the arguments of pytest. They share the cache of this checkout, which has a real model."""
+    """Return the arguments of pytest. The cache folder is that of this checkout, because it contains a real model."""
     return ["-x", "-q", "--tb=no", "-m", "not lengthy", "-o", f"cache_dir={ROOT / '.pytest_cache'}", *tests]
 
 

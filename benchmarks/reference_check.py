@@ -1,9 +1,9 @@
-"""Measure the seconds of the reference check for three kinds of rows.
+"""Measure the seconds that `data.references` needs to check three kinds of references.
 
     python -m benchmarks.reference_check GSM8K       # the folder of GSM8K's train.jsonl and test.jsonl; prints JSON
 
-Rows of GSM8K are scored by their solution and their reference. Integers are the kind of reference in DAPO-Math-17k. The
-forms of MATH are the readable ones of tests/data/math_references.txt. Integers and forms have 30,000 rows each.
+The rows of GSM8K are scored on their solutions and references. The other two kinds have 30,000 rows each. One kind has
+whole numbers, as in DAPO-Math-17k. The other kind has the readable forms of tests/data/math_references.txt, as in MATH.
 """
 
 import json

@@ -4,8 +4,8 @@
     python -m benchmarks.weak_scaling --prompts 4 --shape=tiny --engine=hf --mean=12 --longest=32   # rehearsal on a CPU
 
 First, every card runs `benchmarks.grpo_step` alone on its share of the prompts. All cards do this concurrently, so that
-each has its share of the processors. Then all cards run all prompts together. Ranks wait for each other, so the ratio
-is to the time of the slowest card. Further options are those of `benchmarks.grpo_step`.
+each has its share of the processors. Then all cards run all prompts together. The result is the slowest card's time
+alone divided by the common time, because ranks wait for each other. Other options go to `benchmarks.grpo_step`.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Exact arithmetic for the model: a tool and two environments.
 
-An environment computes the expression of a turn. These commands use the tool and the environments:
+An environment computes the expression that the model writes in a turn. These commands use tool and environments:
 
     millrace run ... data.environment=rlcore.rollout.tools:Tools episode.tools=[data.calculator:calculate]
     millrace run experiment=countdown_calculator
@@ -43,10 +43,10 @@ def calculate(expression: str) -> str:
 
 
 class Countdown:
-    """A countdown environment with a calculator. A turn is an equation, and the reply is its value as `> VALUE =`.
+    """A countdown environment with a calculator. A turn is an equation. The reply is its value in the form `> VALUE =`,
+    or `: =` if the equation is invalid.
 
-    The reply to an invalid equation is `: =`. Replies use words of the scratch tokenizer. A correct equation ends the
-    episode.
+    The tokenizer of a randomly initialized model has all words of these replies. A correct equation ends the episode.
     """
 
     def reset(self, row: Mapping[str, Any]) -> None:

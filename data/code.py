@@ -82,7 +82,7 @@ def _is_test(test: object) -> bool:
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
     """Score a program by the share of passed tests. All tests together have `sandbox.time_s` seconds.
 
-    The part `passed` is 1 if all tests pass. The part `compiles` is 1 unless the program has a syntax error.
+    The score's part `passed` is 1 if all tests pass. The part `compiles` is 0 after a syntax error, otherwise 1.
     """
     program = program_of(response)
     tests = json.loads(str(ground_truth["tests"]))

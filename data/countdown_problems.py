@@ -1,9 +1,9 @@
 """Countdown problems that are solvable by construction. The two splits share no multiset of numbers.
 
-If a space of problems is small (5,326 in the demo), a solver enumerates all problems. A request for too many problems
-is then refused with the exact number. In large spaces, random equations over random numbers are drawn. With uniform
+If the settings allow few problems (5,326 in the demo), a solver enumerates all of them. The error after a request for
+too many problems then has their exact number. Otherwise, random equations over random numbers are drawn. With uniform
 targets (`data.targets`), numbers and targets are drawn independently, and only solvable pairs are kept. Problems are
-drawn in chunks and used in order. Each chunk has a generator that is seeded by (seed, chunk).
+drawn in chunks, which are used in order. Each chunk has a generator that is seeded by (seed, chunk).
 """
 
 import random
@@ -64,7 +64,7 @@ class Problem:
         return len(self.numbers) - 1
 
     def wrong_tries(self, most: int, operations: Sequence[str], seed: int) -> list[str]:
-        """Return at most `most` equations over the numbers that miss the target, sorted so that the nearest is last.
+        """Return at most `most` equations over the numbers that miss the target. The nearest value comes last.
 
         Every intermediate value is a non-negative whole number.
         """
@@ -170,19 +170,19 @@ def _check_settings(settings: CountdownData) -> None:
 
 
 def _classes(settings: CountdownData) -> list[tuple[int, ...]]:
-    """Return the operand counts that share each quota: one count if difficulties are balanced, otherwise all counts."""
+    """Return the operand counts of each class. Balanced difficulties give a class for each count, others one class."""
     counts = tuple(range(settings.min_numbers, settings.max_numbers + 1))
     return [(n,) for n in counts] if settings.balance_difficulty else [counts]
 
 
 def _quotas(settings: CountdownData) -> list[Mapping[str, int]]:
-    """Return the number of rows for each class and split. The classes differ by at most one row."""
+    """Return the number of rows by split for each class of `_classes`. The classes differ by at most one row."""
     parts, sizes = len(_classes(settings)), {_TRAIN: settings.train_size, _VALIDATION: settings.validation_size}
     return [{split: n // parts + (index < n % parts) for split, n in sizes.items()} for index in range(parts)]
 
 
 def _enumerate_problems(settings: CountdownData, seed: int) -> dict[str, list[Problem]]:
-    """Select the rows of both splits from all problems that exist. The problems of a multiset stay in one split."""
+    """Select the rows of both splits from all existing problems. Problems with the same numbers stay in one split."""
     rng = np.random.default_rng((seed, 0))
     found: dict[str, list[Problem]] = {_TRAIN: [], _VALIDATION: []}
     for counts, quota in zip(_classes(settings), _quotas(settings), strict=True):
@@ -236,7 +236,7 @@ def _raise_too_few(
 def _deal(
     groups: list[list[Problem]], num_held_out: int, rng: np.random.Generator
 ) -> tuple[list[Problem], list[Problem]]:
-    """Hold out random whole groups with `num_held_out` problems in total, or fewer if no further group fits."""
+    """Divide the groups at random into held-out problems and the rest. At most `num_held_out` problems are held out."""
     held_out: list[Problem] = []
     rest: list[Problem] = []
     for index in rng.permutation(len(groups)).tolist():
@@ -300,9 +300,9 @@ def _apply(left: Rational, operation: str, right: Rational) -> Rational | None:
 def _random_equations(
     rng: np.random.Generator, numbers: np.ndarray, operations: tuple[str, ...]
 ) -> tuple[Fraction, NDArray[np.int8]]:
-    """Draw one equation over each row of `numbers` [M, n]. Each of the n - 1 operations merges two slots.
+    """Draw one equation over each row of `numbers` [M, n]. Each operation replaces two values by the result.
 
-    Return the values and the merges [M, n-1, 3].
+    Return the values of the equations and their operations (`Merge`) [M, n-1, 3].
     """
     rows, n = numbers.shape
     every = np.arange(rows)
@@ -329,8 +329,8 @@ def equations_for(
 ) -> tuple[NDArray[np.int8], NDArray[np.bool_]]:
     """Search for an equation for each of the `targets` [M, T] over the matching row of `numbers` [M, n].
 
-    Every equation is computed for all rows: 6 equations of 2 numbers, 108 of 3 and 3,888 of 4. Return the merges [M, T,
-    n-1, 3] of the first equation in the order of `operations`. Also return a mask of the solved targets (bool [M, T]).
+    Every row tries all equations in the order of `operations`: 6 of 2 numbers, 108 of 3 and 3,888 of 4. Return the
+    merges [M, T, n-1, 3] of the first equation for each target. Also return which targets are solved (bool [M, T]).
     """
     rows, n = numbers.shape
     plan, solved = np.zeros((*targets.shape, n - 1, 3), dtype=np.int8), np.zeros(targets.shape, dtype=bool)
@@ -468,7 +468,7 @@ class _Dealer:
         self._share = min(0.5, (held_out + 3 * held_out**0.5 + 3) / (settings.train_size + held_out))
 
     def deal(self, chunks: Iterator[list[Problem]]) -> dict[str, list[Problem]]:
-        """Draw from the chunks until every quota is full. Raises DataError if hardly any problem is still new."""
+        """Draw chunks until every quota is full. Raises DataError if recent chunks had almost no new problem."""
         for number, problems in enumerate(chunks, start=1):
             for problem in problems:
                 self._add(problem)

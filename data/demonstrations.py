@@ -1,4 +1,4 @@
-"""Demonstrations of the user for the warm start, tokenized once: conversations, or prompts with completions.
+"""The user's demonstrations for the warm start, tokenized once: conversations, or prompts with completions.
 
 Each row of the file has one of these forms:
 
@@ -12,10 +12,10 @@ Content may be a list of text parts. A turn may have `tool_calls` and a row may 
 OpenAI's API.
 
 The targets are the turns of the assistant with their end tokens. If a row has a `completion`, only the turns of the
-completion are targets. If the `prompt` ends with words of the assistant, the `completion` continues the same turn. Only
-the continuation is then a target. Some chat templates write a turn differently once another turn follows, for example
-without its thoughts. The targets would then differ from sampled text. Therefore each prefix of a conversation must keep
-its tokens. Each split of the result has these columns:
+completion are targets. If the `prompt` ends with a message of the assistant, the `completion` continues this message.
+Only the continuation is then a target. Some chat templates write a turn differently once another turn follows, for
+example without its thoughts. The targets would then differ from sampled text. Therefore each prefix of a conversation
+must keep its tokens. Each split of the result has these columns:
 
     token_ids        list<int32>   the whole conversation
     answer_lengths   list<int32>   lengths of alternating runs of context and target tokens
@@ -147,7 +147,7 @@ def preview_demonstrations(
     num_rows: int,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> None:
-    """Tokenize the first `num_rows` rows if there is a tokenizer, and parse the other lines of a jsonl file.
+    """Tokenize the first `num_rows` rows if there is a tokenizer. Only parse the remaining lines of a jsonl file.
 
     Raises DataError if a row has an invalid form, a line cannot be read, or the template changes a response.
     """
@@ -237,7 +237,7 @@ def _conversation(row: Record) -> _Conversation:
 
 
 def _turns(row: Record) -> tuple[Any, int]:
-    """Return the messages of a row as written, and the index of the first possible target."""
+    """Return the unchecked messages of a row, and the index of the first message that may be a target."""
     values = row.values
     if "messages" in values:
         return values["messages"], 0

@@ -3,12 +3,12 @@
 Rows are read in batches, so memory does not grow with the dataset. The result adds these columns to the dataset:
 
     prompt_ids       list<int32>   the prompt for the engine, chat template included
-    solution_ids     list<int32>   the solution after the prompt, with its end token. It is [] without a solution, or if
-                                   the chat template does not write the solution
+    solution_ids     list<int32>   the solution after the prompt, with its end token. It is [] if the row has no
+                                   solution, or if the chat template does not write it
     distractor_ids   list<int32>   the distractor in the same form
     ground_truth_json   string     the ground truth for the scorer
 
-The filter also detects prompts that occur twice in a split, or that training shares with validation or a suite.
+The filter also detects repeated prompts in a split, and prompts that training shares with validation or a suite.
 """
 
 import logging
@@ -107,9 +107,9 @@ def filter_dataset(
     """Tokenize and filter a published dataset, or reuse the result.
 
     `tools`: the functions of `episode.tools`, for the chat template. `chat_template_kwargs`: further variables for the
-    template. `suites`: the dataset folders of the suites for `decontaminate`, by name. The result counts the rows of
-    `train` and `validation`, and the omitted rows, such as `train/overlong` and `train/duplicate`. Each data source of
-    a mixture is filtered separately.
+    template. `suites`: the dataset folder of each suite that training rows are compared with (`decontaminate`), by
+    suite name. The result counts the rows of `train` and `validation`, and the omitted rows, such as `train/overlong`
+    and `train/duplicate`. Each data source of a mixture is filtered separately.
 
     Raises DataError if a row breaks the schema or the settings, no row is left, or the splits overlap. Raises
     DiskSpaceError if the disk is full. No partial result remains after an error.
@@ -184,8 +184,8 @@ def filter_dataset(
 class _Filter:
     """A filter for the splits of one dataset. The held-out split is filtered first.
 
-    It counts rows by split and reason, and prompt lengths by split, including overlong prompts. It also counts prompts
-    with a word outside the vocabulary. It stores each prompt as a 64-bit hash, which takes a few dozen bytes.
+    The filter counts rows by split and reason, and prompts with a word outside the vocabulary. It counts prompt lengths
+    by split, also of overlong prompts. It stores each prompt as a 64-bit hash, which takes a few dozen bytes.
     """
 
     def __init__(
@@ -285,7 +285,7 @@ class _Filter:
         return prompts
 
     def _without_duplicates(self, texts: Sequence[str], numbers: Sequence[Multiset], start: int) -> list[int]:
-        """Return the kept rows' positions. Raises DataError if a training row is held out or a duplicate is refused."""
+        """Return the positions of kept rows. Raises DataError for a held-out row in training or a refused duplicate."""
         keys = [hash(text) for text in texts]
         if self._split == "validation":
             self._held_out.add(keys, range(start, start + len(keys)))
@@ -311,14 +311,14 @@ class _Filter:
         return rows
 
     def _not_in_suites(self, prompts: Sequence[Messages], rows: list[int]) -> list[int]:
-        """Count the rows that occur in a suite, and return the others (all rows if `decontaminate` is `tell`)."""
+        """Count the rows that occur in a suite. Return the other rows, or all rows if `decontaminate` is `tell`."""
         found = {row: which for row in rows if (which := self._suites.find(prompt_text(prompts[row]))) is not None}
         for name, kind in found.values():
             self.counts[f"{self._split}/{kind} in suite {name}"] += 1
         return rows if self._config.decontaminate == "tell" else [row for row in rows if row not in found]
 
     def _rows_that_fit(self, rows: list[int], ids: list[bytes], start: int) -> Sequence[int]:
-        """Return the indices of prompts that fit or will be truncated. `rows` are the prompts' batch positions."""
+        """Return indices of prompts that fit or will be truncated. `rows` are the positions of `ids` in the batch."""
         limit = self._config.max_prompt_tokens
         lengths = np.array([len(prompt) for prompt in ids], dtype=np.int64) // ID_BYTES
         self.lengths.setdefault(self._split, Counter()).update(lengths.tolist())
@@ -374,10 +374,10 @@ def _answers_in_prompts(count: int) -> str:
 
 
 def check_continued(path: Path) -> str:
-    """Check all prompts of a parquet file that end with words of the assistant. No tokenizer is needed.
+    """Check each prompt of a parquet file whose last message is the assistant's. No tokenizer is needed.
 
-    Return a warning if these words contain the ground truth, otherwise ''. Raises DataError if a prompt ends with the
-    answer.
+    Return a warning if a last message contains the ground truth, otherwise ''. Raises DataError if a prompt ends with
+    the ground truth or the solution.
     """
     file, start, count = open_parquet(path), 0, 0
     require_row_schema(file.schema_arrow, path)
@@ -414,7 +414,7 @@ def multisets(ground_truths: pa.Array) -> list[Multiset]:
 
 
 class _HeldOut:
-    """An index of held-out rows by prompt or by multiset of numbers. `named` formats a row for messages."""
+    """An index of held-out rows by prompt or by multiset of numbers. `named` is the format of a row in messages."""
 
     def __init__(self, named: str, remedy: str) -> None:
         self._named, self._remedy = named, remedy
@@ -425,7 +425,7 @@ class _HeldOut:
             self._places.setdefault(key, place)
 
     def refuse(self, path: Path, start: int, *keys_of_rows: Sequence[Any]) -> None:
-        """Raise DataError if a training row is held out. `start` is the file index of the first row in the batch."""
+        """Raise DataError if a row of the training file `path` is in the index. `start` is the first row's index."""
         for keys in keys_of_rows:
             for position, key in enumerate(keys if not self._places.keys().isdisjoint(keys) else ()):
                 if key in self._places:
@@ -438,7 +438,7 @@ class _HeldOut:
 
 
 def _require_no_leak(directories: Sequence[Path]) -> None:
-    """Raise DataError if one data source of a mixture trains on a row that another one holds out."""
+    """Raise DataError if a data source of a mixture trains on a held-out row of another data source."""
     held_out = _HeldOut(
         "a held-out row of {}, another part of the mixture",
         "Choose parts that do not overlap (other numbers, other sources), or remove the row",
@@ -479,7 +479,7 @@ def ngrams(text: str) -> set[int]:
 
 
 class SuiteOverlap:
-    """An index of suites that detects exact copies of prompts and shared n-grams. An index without suites is false."""
+    """An index of suites that detects exact copies of prompts and shared n-grams. An empty index is falsy."""
 
     def __init__(self, suites: Mapping[str, Path]) -> None:
         """Read the dataset folders of the suites, by name. Raises DataError if a folder cannot be read."""

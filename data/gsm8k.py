@@ -112,7 +112,7 @@ def _score(response: str, ground_truth: Mapping[str, object], reading: str) -> S
 
 @lru_cache(maxsize=16_384)
 def _reference_value(reference: str) -> tuple[Fraction | None, tuple[str, ...]]:
-    r"""Return the value and the accepted digits of a number or a whole GSM8K answer. The digits of 76.0 may also be 76.
+    r"""Return the value and the accepted digits of a number or a whole solution. For 76.0, the digits 76 also count.
 
     >>> _reference_value(" $1,234"), _reference_value("9 * 2 = 18\n#### 18")[1], _reference_value("76.0")[1]
     ((Fraction(1234, 1), ('1234', '1234')), ('18', '18'), ('76.0', '76'))
@@ -193,7 +193,7 @@ def _number_at(words: list[str], place: int, context: list[str]) -> Fraction | N
 
 
 def _joins(before: list[str]) -> bool:
-    """Return whether the words before a number join it to another number, as in `9 *`, `9*`, `9` or `= -`."""
+    """Return whether the words before a number extend it to an expression. Examples are `9 *`, `9*`, `9` and `= -`."""
     if _has_digit(before[-1]):
         return before[-1][-1].isalnum() or before[-1][-1] in _OPERATORS
     if before[-1].strip(_OPERATORS):

@@ -38,10 +38,10 @@ class _BusyError(JudgeError):
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score a response by the judge's verdict, from 0 to 1. The verdict is also the part `judge`.
+    """Score a response by the judge's verdict, from 0 to 1. The score's part `judge` is the verdict.
 
-    The total and the parts of the scorer `reward.judge.rules` are added. Raises JudgeError if no verdict arrives in
-    time or the verdict cannot be read.
+    The scorer `reward.judge.rules`, if set, adds its total and its parts to the score. Raises JudgeError if no verdict
+    arrives in time or the verdict cannot be read.
     """
     settings = JudgeConfig.model_validate_json(os.environ[JUDGE_VARIABLE])
     truth = json.dumps(ground_truth, ensure_ascii=False, sort_keys=True)
@@ -71,7 +71,7 @@ def judge_response(settings: JudgeConfig, response: str, truth: str) -> float:
 
 
 def _response_format(settings: JudgeConfig) -> Mapping[str, object]:
-    """Return the response format of a request, or {} without levels. Enumerated scores limit the digits of a number."""
+    """Return a response format with a list of all scores, which bounds their digits. Return {} if `levels` is None."""
     if settings.levels is None:
         return {}
     evenly = (settings.highest * level / (settings.levels - 1) for level in range(settings.levels))

@@ -3,12 +3,12 @@ r"""Scorer for mathematics of any kind. The last `\boxed{}` counts, as in the us
 Without a box, the text after the last "answer is" or "answer:" counts, otherwise the last line. This text does not
 count if more mathematics follows.
 
-Reference and response are read by the same rules. Each text is read as a whole or not at all:
+Reference and response are read by the same rules, as a whole or not at all. Equality depends on the kind of text:
 
-    a number      as written (`data.written_numbers`): equal as a number, whatever its form, unit or currency
-    words         `\text{Sunday}`, `B`, `\textbf{(B)}\ 36`, `5\text{ ft }2\text{ in}`: the same words in the same order
-    a base        `1011_2`: the same digits; the response may omit the base
-    expressions   any other text that the math-verify library reads as a whole: equal for the library
+    numbers       written numbers (`data.written_numbers`) have equal values; form, unit and currency do not matter
+    words         `\text{Sunday}`, `B`, `\textbf{(B)}\ 36`, `5\text{ ft }2\text{ in}` have the same words in order
+    bases         `1011_2` has the same digits; the response may omit the base
+    expressions   other texts that the math-verify library reads as a whole are equal if the library says so
 
 math-verify ignores a part of many texts (`\approx 18`, `x'`, `1011_2`, units). It reads `1 234` as 235, and it accepts
 `36 \div 2` or `\binom{5}{2}` in place of the number. Therefore numbers and texts with ignored parts never reach the
@@ -222,7 +222,7 @@ def _has_letters(side: str) -> bool:
 
 
 def _same_words(wanted: tuple[str, ...], stated: tuple[str, ...] | None) -> bool:
-    """Return whether the words are equal. On either side, a choice may consist of its letter alone."""
+    """Return whether the words are equal. Either text may give only the letter of a multiple-choice answer."""
     if stated is None or not wanted[0].startswith("("):
         return wanted == stated
     return wanted[0] == stated[0] and (wanted[1] == stated[1] or not (wanted[1] and stated[1]))

@@ -144,7 +144,7 @@ def closed_up(plain: str) -> str:
 
 
 def _are_sides(left: list[str]) -> bool:
-    """Return whether all texts are names or terms that a number can equal, without relations or further equations."""
+    """Return whether each text can be the left side of `= 18`. A side is a name or a term without relations."""
     if any(_NO_SIDE.search(side) or _unknown(side) for side in left) or (len(left) > 1 and any("," in s for s in left)):
         return False
     return not any(makes_another(word) for side in left for word in _WORD.findall(side))
@@ -162,7 +162,7 @@ def without_introduction(text: str) -> str:
 
 
 def number_in_words(plain: str) -> Number | None:
-    """Read the number of a response to a numeric reference. A letter after the number is a unit, as in `18 m`."""
+    """Read a response whose reference is a number. A letter after the number is a unit, as in `18 m`."""
     *left, last = plain.split("=")
     text = _LETTER_UNIT.sub("", without_introduction(last.strip()))
     return read_number(text) if _are_sides(left) else None

@@ -347,7 +347,7 @@ def _from_hub(source: str, subset: str, split: str, revision: str) -> Iterator[R
 
 @cache
 def commit_of(source: str, revision: str) -> str:
-    """Return the commit of a branch, a tag or '' (main). If the hub is unreachable, the local cache is used.
+    """Return the commit of a branch or tag ('' means main). If the hub is unreachable, the local cache is used.
 
     Raises DataError if neither the hub nor the cache knows the revision.
     """

@@ -1,9 +1,9 @@
 """A check of each reference against its scorer before a run.
 
 If a scorer cannot read a reference, every correct response gets 0. A misread reference rewards wrong responses.
-Therefore each row is scored on responses that are correct by construction. These are the solution of the row, and its
-reference in a form that the scorer reads. Tests of a program and numbers of a countdown have no such form. Their rows
-are scored only on the solution. If a row has no solution, the scorer must at least accept the row without an error.
+Therefore each row is scored on two responses that must be correct. One is its solution. The other is its reference in a
+form that the scorer reads, such as `#### 18`. Program tests and countdown numbers have no such form, so their rows are
+scored only on the solution. If such a row has no solution, the scorer must at least accept the row without an error.
 
 A solution in a form that the scorer does not read is accepted if no warm start trains on it. For example, the solutions
 of GSM8K end with `####`, whatever form the scorer reads.
@@ -299,7 +299,7 @@ class _Checker:
         )
 
     def _find_form(self, references: Sequence[tuple[RowReference, str]]) -> Form | None:
-        """Return the form with the most full scores, or None if no form works for half of the references."""
+        """Return the form with the most full scores. Return None if fewer than half of the references get one."""
         counts: dict[Form, int] = {}
         for before, after in USUAL_FORMS:
             scores = self._scores([(f"{before}{text}{after}", row.truth_json) for row, text in references])

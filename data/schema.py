@@ -1,8 +1,8 @@
 """The row schema as Arrow types, and functions for its parquet files, their provenance and their cards.
 
 A row has the usual columns: `data_source`, `prompt` (chat messages), `ability`, `reward_model{style, ground_truth}` and
-`extra_info{split, index, ...}`. The task determines the ground truth, which is a struct or a plain string. Unused
-columns may be of any type, or missing. These are `style`, and the `index` and `split` of a foreign file.
+`extra_info{split, index, ...}`. The task determines the ground truth, which is a struct or a plain string. The column
+`style` is not used, nor are `index` and `split` of the user's files. These columns may be missing or have any type.
 
 Files are written in bounded memory, and equal rows give equal bytes. A card is a README.md about the rows and their
 origin. The card of a filtered dataset summarizes the lengths of its prompts.
@@ -219,7 +219,7 @@ def provenance_metadata(document: Mapping[str, Any]) -> dict[bytes, bytes]:
 
 
 def parquet_writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
-    """Return a writer without dictionaries and statistics. Values seldom repeat, and no reader selects by value."""
+    """Return a writer without dictionary encoding or statistics. Values seldom repeat, and no reader filters them."""
     return pq.ParquetWriter(path, schema, compression="zstd", use_dictionary=False, write_statistics=False)
 
 

@@ -1,4 +1,4 @@
-"""Tasks with rows of the user: parquet files in the row schema, columns of any dataset, or the user's function.
+"""Tasks whose rows come from the user: parquet files in the row schema, columns of any dataset, or a function.
 
 The fingerprint of a custom dataset covers the source files of the function and the files that `data.options` names.
 """

@@ -72,7 +72,7 @@ def task_of(config: TaskData) -> Task:
 def _origin(config: TaskData, seed: int) -> dict[str, Any]:
     """Return everything that the rows depend on.
 
-    Scorers and environments do not count. An exception is an environment with turns that are part of the solutions.
+    Scorers do not count. An environment counts only if the solutions contain its turns.
     """
     left_out = {"scorer", "environment", "chat_template_kwargs", "seed", *_PLACES.get(config.task, ())}
     if isinstance(config, CountdownData) and config.template == "bare" and config.search_tries is not None:

@@ -1,13 +1,13 @@
 """A renderer and tokenizer for many prompts at a time, with exactly the results of the model's tokenizer.
 
-A fast path is used if it gives the same result. It renders the chat template once, for the text around a message
-(`ChatFrame`). It tokenizes each word once (`PieceEncoder`). Byte-level BPE (as in GPT) first splits a text into words.
+A fast path is used if it gives the same result. `ChatFrame` renders the chat template's text around a message only
+once. `PieceEncoder` tokenizes each different word only once. Byte-level BPE (as in GPT) first splits a text into words.
 It starts a new word at every single space between two visible characters. Therefore the ids of a text are the
 concatenated ids of its pieces. A piece is a word with the space before it. Prompts of one template or language share
 pieces.
 
-A description and a probe reveal tokenizers that do not split at spaces. With these tokenizers, a text is tokenized as a
-whole. The same applies to a text with other white space.
+If a tokenizer does not split at spaces, each text is tokenized as a whole. Its description and a test on short texts
+decide this. A text with white space other than single spaces and line ends is also tokenized as a whole.
 
 A response is tokenized together with its prompt, as the chat template writes both. The ids after the prompt are the
 targets.
@@ -108,8 +108,8 @@ class PromptTokenizer:
     `tools`: JSON schemas of functions for the chat template. `chat_template_kwargs`: further variables for the
     template.
 
-    Raises DataError if the tokenizer cannot be loaded, or if chats lack a chat template. Raises DataError if the
-    template ignores the tools or a variable.
+    Raises DataError if the tokenizer cannot be loaded, or if prompts are chats and there is no chat template. Raises
+    DataError if the template ignores the tools or a variable.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class PromptTokenizer:
     ) -> tuple[list[bytes], dict[int, str]]:
         """Return the token ids of each response after its prompt, end token included. An empty response has no ids.
 
-        The second result maps the index of any other response without ids to the reason. `texts`: the prompts as text.
+        If another response has no ids, the second result maps its index to the reason. `texts`: the prompts as text.
 
         Raises DataError if a response has a word without a token. No model with this tokenizer can write the word.
         """
@@ -317,7 +317,7 @@ class PromptTokenizer:
 
     @cached_property
     def _closing(self) -> tuple[str, bytes]:
-        """The text that the template writes after a response, and its ids from the first stop id on."""
+        """The text that the template writes after a response, and the text's ids beginning with the first stop id."""
         answered = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
         text = self.render(answered, opened=False).rpartition(_MARK)[2]
         [ids] = encode_whole(self.backend, [text])
@@ -326,7 +326,7 @@ class PromptTokenizer:
 
     @cached_property
     def _response_frame(self) -> "ChatFrame | None":
-        """The text around a response to a single user message, from the end of the prompt on."""
+        """The frame of a response to a single user message. The text of the frame begins where the prompt ends."""
         question = [{"role": "user", "content": "?"}]
         prompt = self.render(question)
 
@@ -372,7 +372,7 @@ class PromptTokenizer:
     def _joined(self, texts: Sequence[str], wholes: Collection[str]) -> Iterator[tuple[bytes, bytes]]:
         """Return the ids of each prompt, and of each prompt with its response. Plain text gets no special tokens.
 
-        If pieces are used, both begin at the last piece of the prompt.
+        If the fast path uses pieces, all returned ids begin at the last piece of the prompt.
         """
         starts = [0 if self._pieces is None else _last_piece(text) for text in texts]
         prompts = self._encode([text[start:] for text, start in zip(texts, starts, strict=True)])
@@ -382,7 +382,7 @@ class PromptTokenizer:
     def _from_boundary(self, before: bytes, joint: bytes, written: str) -> bytes:
         """Return the ids of the text `written` after the tokens `before`.
 
-        Some tokenizers put a mark before the first word of a text. Text after a line end is therefore tried too.
+        Some tokenizers put a mark before the first word of a text. Therefore `written` is also tried after a newline.
         """
         alone, line_end, behind = encode_whole(self.backend, [written, "\n", f"\n{written}"])
         ways = [alone, *([behind[len(line_end) :]] if behind.startswith(line_end) else [])]
@@ -412,7 +412,7 @@ class PromptTokenizer:
             raise DataError(f"{self._name}: must have one chat template, or a default one: {error}") from error
 
     def _require_read(self, names: Collection[str]) -> None:
-        """Raise DataError for names that the template does not read, because transformers silently ignores them."""
+        """Raise DataError if the template does not read all variables `names`, because transformers ignores others."""
         try:
             tree = _template_syntax().parse(self._template())
         except TemplateSyntaxError:  # rendering reports the error, or knows a tag that jinja does not know
@@ -443,8 +443,8 @@ class PromptTokenizer:
 class ChatFrame:
     """The text of a chat template around a single user message. `strips` is true if the template strips the message.
 
-    `looked_for`: a pattern of the strings that the template searches in a message (`'</think>' in content`). The
-    template must render a message that matches.
+    `looked_for`: a pattern of the strings that the template searches in a message (`'</think>' in content`). If a
+    message matches, the template itself must render it.
     """
 
     before: str
@@ -481,7 +481,7 @@ def _template_syntax() -> Environment:
 
 
 def _looked_for(template: str) -> list[str]:
-    """Return the string constants left of `in`, and in the arguments of methods, functions and filters."""
+    """Return a template's string constants to the left of `in`, and in arguments of methods, functions and filters."""
     tree = _template_syntax().parse(template)
     places = [compare.expr for compare in tree.find_all(nodes.Compare) if {"in", "notin"} & {o.op for o in compare.ops}]
     for call in tree.find_all((nodes.Call, nodes.Filter)):
@@ -535,7 +535,7 @@ class PieceEncoder:
         return cls(backend) if _is_byte_level(json.loads(backend.to_str())) and _cuts_at_spaces(backend) else None
 
     def encode(self, texts: Sequence[str]) -> list[bytes]:
-        """Return the token ids of each text. Texts with other white space are tokenized as a whole."""
+        """Return the token ids of each text. Texts that cannot be split at single spaces are tokenized as a whole."""
         found = [self._by_pieces(text) for text in texts]
         odd = [place for place, ids in enumerate(found) if ids is None]
         whole = iter(encode_whole(self._backend, [texts[place] for place in odd]))
@@ -552,7 +552,7 @@ class PieceEncoder:
 
 
 def _last_piece(text: str) -> int:
-    r"""Return the start of the last piece and its space, or 0 if the space is not single between visible characters.
+    r"""Return the index of the last space, where the last piece begins. Return 0 if no piece may begin at this space.
 
     >>> _last_piece("add 1 and 2?\n"), _last_piece("add: ")
     (9, 0)

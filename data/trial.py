@@ -1,6 +1,6 @@
-"""A trial of the rows of a task, before its dataset is built.
+"""Rows of a task before its dataset is built, to detect errors early.
 
-The first row is for a trial of the scorer and the tokenizer. A user's build function creates it in a process with a
+The scorer and the tokenizer are tried on the first row. A user's build function creates this row in a process with a
 deadline. The command `python -m data.trial` reads settings and seed as JSON, and writes the row as JSON.
 """
 
@@ -73,8 +73,8 @@ def validate_rows(
     """Build the rows of local files like the dataset stage, unless the dataset exists. 100,000 rows take 0.5 s.
 
     Rows of the hub, of parquet files and of a user's build function are not built. Parquet files need a known scorer
-    for each row. `each_once`: whether a prompt may not repeat in a split, as in the filter. No prompt may occur in both
-    splits. Return the number of rows in the first split, or None if no rows are built.
+    for each row. `each_once`: whether a repeated prompt in a split is an error, as in the filter. A prompt in both
+    splits is always an error. Return the number of rows in the first split, or None if no rows are built.
 
     Raises DataError with file and line if a row is unusable.
     """

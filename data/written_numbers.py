@@ -250,9 +250,9 @@ def _fraction(found: re.Match[str]) -> Fraction | None:
 
 
 def _decimal(found: re.Match[str]) -> Fraction | None:
-    """Return the value of a decimal with its recurring digits and its power.
+    """Return the value of a decimal with its recurring digits and its power of ten.
 
-    With a power, the decimal must be from 1 to below 10. For powers of a thousand, it must be below 1,000.
+    A decimal before a power of ten must be in [1, 10), or in [1, 1000) if 3 divides the exponent.
     """
     places = found["places"] or ""
     size = Fraction(int((_digits(found["int"] or "") + places) or "0"), 10 ** len(places))

@@ -1,7 +1,7 @@
 """The public Python API, which composes settings, runs experiments, evaluates checkpoints and reads results.
 
-A run has the stages of `millrace train` and the report, and does not use Prefect. A separate trainer process does the
-training, so a notebook survives a failure of the training.
+A run consists of the stages of `millrace train` and a report. It does not use Prefect. The training runs in a separate
+process, so a notebook survives a failure of the training.
 """
 
 import logging

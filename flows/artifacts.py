@@ -78,7 +78,7 @@ def _update(run: OpenRun, what: str, description: str, data: Content, kind: str 
 
 
 def show_progress(run: OpenRun, stage: str, percent: float, text: str) -> None:
-    """Show the progress of a stage in per cent. All chunks of the stage share one progress bar."""
+    """Show the progress of a stage in percent. A training in several chunks of steps has one progress bar."""
     _update(run, f"progress-{stage}", text, lambda: percent, "progress")
 
 

@@ -139,7 +139,7 @@ def run_evaluation(run: OpenRun, run_stage: StageRunner) -> list[ValidationResul
 def finished_result(run: OpenRun) -> PipelineResult | None:
     """Return the result of a run if all its stages are done and recorded in MLflow, otherwise None.
 
-    The run's settings must name the MLflow store of the stack.
+    If the stack's MLflow store is used, the run's settings must already name this store.
     """
     if not run.layout.run_json.is_file() or run.origin.settings != with_absolute_paths(run.config, run.layout):
         return None

@@ -1,7 +1,7 @@
-"""The command line, which collects the commands and ends the process with an exit code and one message.
+"""The command line of Millrace, with the exit code and the error message of the process.
 
-Each command is a function of `flows/commands/` or `flows/sweep/command.py`. The function's parameters are the arguments
-and options of the command, and its docstring is the help. These modules import no large packages when they are loaded.
+Each command is a function in `flows/commands/` or `flows/sweep/command.py`. Its parameters are the arguments and
+options, and its docstring is the help. A command imports large packages only when it runs.
 """
 
 import atexit
@@ -83,7 +83,7 @@ def main() -> NoReturn:
 
 
 def open_standard_streams() -> None:
-    """Open the standard streams that the parent has closed, so that no other file gets the number of a closed stream.
+    """Open the standard streams that the parent has closed, so that no new file is opened as a standard stream.
 
     Characters that the terminal's encoding lacks are printed as escapes.
     """
@@ -105,7 +105,7 @@ def extend_module_path() -> None:
 def run_and_exit(command: Callable[[], object]) -> NoReturn:
     """Run a command. End the process as soon as the exit handlers have run and the output is flushed.
 
-    The normal shutdown of the interpreter would take another 3 s after the imports of a run.
+    The normal shutdown of the interpreter would take another 3 s, because a run imports large packages.
     """
     tune_garbage_collection()
     signal.signal(signal.SIGTERM, _SigtermHandler())
@@ -131,7 +131,7 @@ def run_and_exit(command: Callable[[], object]) -> NoReturn:
 
 
 def _flush_stdout() -> bool:
-    """Flush the standard output. Return False if this fails, because the disk is full or the reader has ended."""
+    """Flush the standard output. Return False after an error, such as a full disk or a closed pipe."""
     try:
         sys.stdout.flush()
     except OSError as error:

@@ -1,7 +1,7 @@
 """Evaluations of models and checkpoints on suites, with confidence intervals and paired differences.
 
 An evaluation is a run without training. It has a separate folder under `runs/`. The trainer process evaluates the model
-of step 0. Evaluations that already exist are not repeated.
+as it was loaded. Evaluations that already exist are not repeated.
 """
 
 from collections.abc import Sequence
@@ -145,7 +145,7 @@ def evaluate_all(
 
 
 def evaluations_json(found: Sequence[Evaluation]) -> dict[str, Any]:
-    """Return all metrics as JSON values, with the paired differences of each other model to the first model."""
+    """Return all metrics as JSON values, and the paired differences between the first model and each other model."""
     evaluations, differences = [], []
     for one in found:
         metrics = {each.data_source: _metrics_json(each) for each in one.results}

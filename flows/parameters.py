@@ -1,6 +1,6 @@
-"""The settings of commands and flows, composed, typed and checked. They include the stack's MLflow store.
+"""The settings of commands and flows. This module composes and checks them, and adds the stack's MLflow store.
 
-The parameters of flows are flat, because Prefect replaces a nested parameter as a whole.
+Each parameter of a flow is a single value, because Prefect replaces a nested parameter as a whole.
 """
 
 import os
@@ -55,9 +55,9 @@ EXPERIMENT = "experiment="
 class RunSettings:
     """The composed and checked settings of one run.
 
-    `overrides` are settings as on the command line, with or without the experiment. `planning_config` is used for the
-    dry run of a fork. It names an existing model of the same shape and tokenizer. `composed` is the composition that
-    produced `config`.
+    `overrides` are settings as on the command line, with or without the experiment. `planning_config` is set for the
+    dry run of a fork, whose model is not written. It names an existing model of the same shape and tokenizer.
+    `composed` is the composition that produced `config`.
     """
 
     config: RunConfig
@@ -107,7 +107,7 @@ def all_overrides(overrides: Sequence[str] | None, **fields: str | float | Path 
 
 
 def flow_root(root: Root) -> Root:
-    """Return `root` if it is set. Otherwise return the root of the stack whose worker runs the flow, if any."""
+    """Return `root` if it is set. Otherwise return the root of the worker's stack, or None outside a worker."""
     return root or os.environ.get(STACK_ROOT)
 
 

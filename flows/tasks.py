@@ -39,7 +39,7 @@ LAST_STAGE: Final = "report"  # last stage of a whole run
 
 
 def flow_run_name() -> str:
-    """Return the flow run's name, such as `train/countdown_demo seed=2`: flow or last stage, experiment and seed."""
+    """Return a name such as `train/countdown_demo seed=2`: the last stage (or flow), experiment and seed of the run."""
     given = flow_run.parameters
     until = given.get("until", LAST_STAGE)
     seed = [f"seed={given['seed']}"] if given.get("seed") is not None else []
@@ -54,9 +54,9 @@ _OUTCOME: ContextVar["Future[Any]"] = ContextVar("outcome")
 
 
 def call_flow(checked: object, call: Callable[[], R]) -> R:
-    """Call a flow with `checked` as its `CHECKED_SETTINGS`, so that the flow does not compose and check settings again.
+    """Call a flow with checked settings. The flow reads them from `CHECKED_SETTINGS` and does not check them again.
 
-    If Prefect fails after the work of the flow, for example because its server has ended, the stored outcome is used.
+    If Prefect fails after the work of the flow, for example because its server has ended, return the stored outcome.
     """
     outcome: Future[R] = Future()
 
@@ -225,7 +225,7 @@ class RunReporter:
         self._show_summary()
 
     def _show_summary(self, *, now: bool = False) -> None:
-        """Update the checkpoints, summary and MLflow link. Do so only every `SUMMARY_EVERY_S` seconds, unless `now`."""
+        """Update checkpoints, summary and MLflow link, at most once in `SUMMARY_EVERY_S` seconds unless `now` is true."""
         shown = self._run.prefect_view
         if not now and time.monotonic() - shown.summary_at < SUMMARY_EVERY_S:
             return

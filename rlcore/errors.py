@@ -35,7 +35,7 @@ class ConfigError(MillraceError, ValueError):
 
 
 class TrialError(ConfigError):
-    """A judge, or code that the settings name, failed the trial before the start."""
+    """A judge, or code that the settings name, failed when it was tried before the run."""
 
 
 class DataError(MillraceError, ValueError):
@@ -81,7 +81,7 @@ class UserCodeError(MillraceError, RuntimeError):
 
 
 class WorkerLostError(MillraceError, RuntimeError):
-    """A trainer process, a Ray actor or a node has disappeared. The chunk can be retried from its checkpoint."""
+    """A trainer process, a Ray actor or a node has disappeared. The steps since the last checkpoint can be retried."""
 
     failure_kind = "lost worker"
 

@@ -33,7 +33,7 @@ class Score:
 
 
 def renew_deadline() -> None:
-    """Restart the deadline for the current response. A scoring process installs another function here."""
+    """Restart the deadline for the current response. This function does nothing, but a scoring process replaces it."""
 
 
 class Scorer(Protocol):

@@ -53,7 +53,7 @@ def close_folder(folder: Path) -> None:
 
 
 def report(folder: Path) -> str:
-    """Return the stacks and states of this process and all registered ones, and the states of other descendants."""
+    """Return the stacks and states of this and all registered processes, and only the states of other descendants."""
     import psutil
 
     registered = {int(path.stem.rpartition("-")[2]): path for path in sorted(folder.glob("*.txt"))}

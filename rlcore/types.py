@@ -129,8 +129,8 @@ class TrainBatch:
     """A packed batch with all inputs of an update, each Float[T] and 0 where `loss_mask` is False.
 
     `old_logprobs` is None if a batch gets one update. `ref_logprobs` is needed for a KL penalty in the loss.
-    `old_values` and `returns` are needed for a critic. The optional `covariance_rank` is 1 where `loss_mask` is False.
-    `importance_weights` is 1 without a correction, and 0 where a token has no policy loss.
+    `old_values` and `returns` are needed for a critic. `importance_weights` is 1 without a correction, and 0 where a
+    token has no policy loss. `covariance_rank`: the share of tokens with a larger covariance, or 1 outside the mask.
     """
 
     packed: PackedBatch

@@ -1,10 +1,10 @@
 """The code that settings name as `module:function`: its source files, its copy for a run, and imports from the copy.
 
-The code of a function is the file of its module and all files that this file imports, directly or not. Imported files
-count only if they are in the same folder, which contains the module or its outermost package. A data file counts if a
-string in a source file is the relative path to the data file. Files of installed packages and of Millrace count only
-for functions of these packages. Names are relative to the import folder, so equal code has the same fingerprint on
-every machine. No code is executed, so computed imports do not count.
+The code of a function is the file of its module, and all files in the same import folder that this file imports,
+directly or indirectly. The import folder contains the module or its outermost package. A data file belongs to the code
+if a string in a source file is the data file's relative path. Files of installed packages and of Millrace belong only
+to the code of functions in these packages. File names are relative to the import folder, so equal code has the same
+fingerprint on every machine. No code is executed, so computed imports are not followed.
 
 All processes of a run import the copy, so editing a file does not change a started run. A scoring process imports this
 module. Therefore pydantic, settings and storage are imported inside functions.
@@ -94,7 +94,7 @@ class Code:
         return fingerprint("code", self.digests)
 
     def shared_with(self, other: "Code") -> "Code":
-        """Return the code of the functions that both objects contain."""
+        """Return the code of the functions that are also in `other`."""
         return Code({name: sources for name, sources in self.by_function.items() if name in other.by_function})
 
     def save(self, folder: Path) -> None:
@@ -116,7 +116,7 @@ class Code:
                 shutil.copyfile(path, written / name)
 
     def _other_sources(self) -> Iterator[tuple[str, Path]]:
-        """Yield the other files of the packages, so that computed imports work in the copy."""
+        """Yield the source files of the packages that no file imports, so that computed imports work in the copy."""
         for name, source in self.sources.items():
             top, _, file = name.partition("/")
             if file == "__init__.py" and top not in MILLRACE_PACKAGES:
@@ -225,7 +225,7 @@ def _module_file(root: Path, module: str) -> Path | None:
 
 
 def _data_files(file: Path, root: Path, texts: tuple[str, ...]) -> Iterator[Source]:
-    """Yield the data files that these strings name. Paths are relative to the folder of the source file."""
+    """Yield the data files whose paths are among `texts`. Paths are relative to the folder of the source file."""
     for text in texts:
         path = file.parent / text
         if PurePosixPath(text).is_absolute() or ".." in PurePosixPath(text).parts or path.suffix == ".py":
@@ -304,7 +304,7 @@ def _modules_in(folder: str | Path | None) -> set[str]:
 
 
 def import_from_environment() -> None:
-    """Call `import_from` with the folder in the environment variable, if the folder exists on this node."""
+    """Call `import_from` with the folder in the variable `MILLRACE_CODE`, if the folder exists on this node."""
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder and (Path(folder) / "manifest.json").is_file():
         import_from(Path(folder))

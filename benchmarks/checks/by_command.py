@@ -98,7 +98,7 @@ LEFT_BYTES = 0.1e9
 
 
 def warm_start(arguments: argparse.Namespace, folder: Path) -> Verdict:
-    """Run 20 supervised steps of `--model` or the demo's model, then require that the GPU memory is free again."""
+    """Run 20 supervised steps of the demo's model or of `--model`. The GPU memory must be free again afterwards."""
     overrides = [
         "experiment=countdown_demo", f"paths.root={folder}", "data.train_size=4096", "data.validation_size=64",
         f"warm_start.max_steps={WARM_START_STEPS}", f"warm_start.check_every={WARM_START_STEPS}",

@@ -27,7 +27,7 @@ TOLERANCE = 0.15
 
 
 def check(rig: Rig) -> Verdict:
-    """Compare the plan with the second step, whose optimizer has moments. Without a GPU, only compute the plan."""
+    """Compare the plan with the memory of a second step, when optimizer moments exist. A CPU only computes the plan."""
     shape = shape_of(rig.config.model)
     assert shape is not None, "the rig's model has a config.json"
     rollouts = rig.step().experience.rollouts
@@ -57,8 +57,8 @@ def check(rig: Rig) -> Verdict:
 
 
 def _measured(rig: Rig) -> dict[str, dict[str, float]]:
-    """Return the measured GB of each phase: the peak of tensors, the peak reservation, and the most use by all
-    processes. The pool of a sleeping engine is subtracted from both peaks.
+    """Return the measured peaks of each phase in GB: tensors, reserved memory, and memory of all processes. The first
+    two peaks exclude the pool of a sleeping engine.
     """
     found: dict[str, dict[str, float]] = {}
     engine = engine_pool_bytes()

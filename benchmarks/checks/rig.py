@@ -1,4 +1,4 @@
-"""A worker with its real engine and reference policy, for repeated first steps on the same responses."""
+"""A worker with a real engine and a reference policy. It can repeat the first training step on the same responses."""
 
 import argparse
 import contextlib
@@ -40,7 +40,7 @@ class Verdict:
 
 
 class RecordedGroup(FixedLengths):
-    """A worker group that repeats its first responses. Each worker method is called inside `around(method)`."""
+    """A worker group that repeats its first responses. Each worker method runs in the context `around(method)`."""
 
     kept: list[Rollout] | None = None
     around: Callable[[Any], contextlib.AbstractContextManager[None]] = staticmethod(
@@ -83,7 +83,7 @@ class Rig:
         return int(json.loads((self.directory / "config.json").read_text(encoding="utf-8"))["vocab_size"])
 
     def settings(self, *overrides: str) -> RunConfig:
-        """Compose the settings of a GRPO step with one update and a reference policy, in the requested size."""
+        """Compose the settings of a GRPO step with one update, a reference policy and the chosen number of prompts."""
         arguments = self._arguments
         base = [
             f"model.path={self.directory}", "runtime=local", "runtime.num_workers=1", "runtime.threads_per_worker=4",

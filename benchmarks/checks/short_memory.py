@@ -1,4 +1,4 @@
-"""A check of an update that runs out of memory. Its repetition in more micro-batches must give the same numbers."""
+"""A check of an update that runs out of memory. Repeated in more micro-batches, it must give the same numbers."""
 
 import contextlib
 import ctypes
@@ -25,7 +25,7 @@ M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
 
 
 def prepare() -> None:
-    """Let the CPU allocator release large blocks, so that a process limit bounds tensors. Do nothing with a GPU."""
+    """Make the CPU allocator return freed memory, because kept memory would evade a limit. Do nothing with a GPU."""
     if not torch.cuda.is_available():
         allocator = ctypes.CDLL(None)
         allocator.mallopt(M_MMAP_THRESHOLD, 1 << 16)
@@ -34,7 +34,7 @@ def prepare() -> None:
 
 
 def check(rig: Rig) -> Verdict:
-    """Run a step with all memory, then a step with too little memory in the update, and compare their numbers."""
+    """Run a step with enough memory and a step whose update has too little memory, and compare their numbers."""
     need = 0
 
     @contextlib.contextmanager
@@ -102,7 +102,7 @@ def weights_norm(worker: Worker) -> float:
 
 @contextlib.contextmanager
 def short_of_memory(room: int, device: torch.device) -> Iterator[None]:
-    """Limit further memory to `room` bytes: the memory of torch on a GPU, otherwise the memory of the process."""
+    """Allow `room` more bytes inside the `with` block: for torch on a GPU, otherwise for the whole process."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         _, total = torch.cuda.mem_get_info()

@@ -1,6 +1,6 @@
 """A check that correct weight syncs raise no alarm, and that a sync with an outdated layer is detected.
 
-One optimizer step changes log-probabilities less than the rounding to bfloat16 does.
+Log-probabilities do not reveal such a layer, because one optimizer step changes them less than rounding to bfloat16.
 """
 
 import statistics

@@ -9,18 +9,18 @@ r"""Compare TRL's GRPOTrainer with our trainer on the same model, prompts, batch
         --out DIR
     python -m benchmarks.vs_trl --judge DIR                               # evaluate saved weights
 
-Each side runs in a new process, one after the other. TRL gets its best settings: the largest fast micro-batch, no
+The sides run one after the other, each in a new process. TRL gets its best settings: the largest fast micro-batch, no
 gradient checkpointing, SDPA, fused AdamW, and no unneeded forward pass.
 
-On a GPU, both sides run one GPU's share of verl's Llama-3.2-1B benchmark with random weights: 128 prompts of 107 tokens
-with 5 responses each, four updates, and a reference policy. TRL pads its batches, so `--lengths equal` is its best
-case. With `--lengths drawn` (geometric, up to 1,024) it computes mostly padding. Memory is the most that the driver
-reports for the whole GPU. The sides are trl-fp32 (float32 master weights under bfloat16 autocast, which lr 1e-6
+On a GPU, all sides run one GPU's share of verl's Llama-3.2-1B benchmark with random weights. It has 128 prompts of 107
+tokens with 5 responses each, four updates, and a reference policy. TRL pads its batches, so `--lengths equal` is its
+best case. With `--lengths drawn` (geometric, up to 1,024) TRL computes mostly padding. Memory is the peak that the
+driver reports for the whole GPU. The sides are trl-fp32 (float32 master weights under bfloat16 autocast, which lr 1e-6
 needs), trl-bf16 (bfloat16 weights and optimizer), and ours.
 
-With `--experiment`, both sides learn from the same initial policy and save their weights every 20 steps. A CPU run does
-so by default, on countdown_demo in float32 with generation by transformers. One process then evaluates the weights of
-all sides in DIR on the held-out problems. It uses one engine (`--engine`) and adds each point to DIR.
+With `--experiment`, all sides learn from the same initial policy and save their weights every 20 steps. This is the
+default on a CPU, with countdown_demo in float32 and generation by transformers. One process then evaluates the saved
+weights of all sides on the held-out problems, with one engine (`--engine`). It adds the rewards to the reports in DIR.
 """
 
 import argparse

@@ -25,7 +25,7 @@ from rlcore.workers.worker import Worker
 
 
 def evaluate(jobs: Sequence[Job]) -> None:
-    """Evaluate the saved weights of each side, and add each point to the report of the side."""
+    """Evaluate the saved weights of each side, and add the held-out rewards of each step to the side's report."""
     group = LocalGroup(settings(jobs[0]), jobs[0].model)
     try:
         for job in jobs:

@@ -13,12 +13,12 @@ GRAD_CLIP = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The work of one side. `folder` may be moved. It has the prompts in the order of the steps. With
-    `evaluated_steps`, it also has the held-out problems, and the weights at the start and after these steps.
+    """The work of one side. `folder` has the prompts in the order of the steps, and may be moved. If there are
+    `evaluated_steps`, `folder` also has the held-out problems, and the weights at the start and after these steps.
 
-    `precision` is fp32 (float32 master weights, products in bfloat16 on a GPU) or bf16 (weights and optimizer, TRL
-    only). `lengths` are the tokens of each response of a step, or empty if responses end by themselves. `micro_batch`
-    is the number of responses in one forward pass of TRL.
+    `precision`: fp32 (float32 master weights, products in bfloat16 on a GPU) or bf16 (bfloat16 weights and optimizer,
+    TRL only). `lengths`: the tokens of each response of a step, or empty if the model ends its responses.
+    `micro_batch`: the number of responses in one forward pass of TRL.
     """
 
     name: str

@@ -57,7 +57,7 @@ def _now() -> float:
 
 
 def settings(job: Job) -> GRPOConfig:
-    """Return TRL's settings for the same work. All other settings keep TRL's defaults."""
+    """Return the settings with which TRL does the work of the job. All other settings keep TRL's defaults."""
     num_responses = job.prompts * job.samples
     accumulation = num_responses // job.updates // job.micro_batch
     if accumulation * job.updates * job.micro_batch != num_responses:

@@ -1,4 +1,4 @@
-"""The jobs of `benchmarks.vs_trl`, with random weights and forced lengths or with an experiment from its warm start."""
+"""The jobs of `benchmarks.vs_trl`. A job has random weights and forced lengths, or a warm-started experiment."""
 
 import argparse
 import shutil

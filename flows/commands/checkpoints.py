@@ -71,7 +71,7 @@ def checkpoints(
 
 
 def _marks(rows: "Sequence[CheckpointInfo]") -> dict[int, list[str]]:
-    """Return the marks `last` and `best` by step. If several scores are the best, the latest one has the mark."""
+    """Return the marks `last` and `best` of each marked step. Among equal best scores, the latest step is marked."""
     from rlcore.checkpoint.catalog import by_score
 
     intact = [row for row in rows if row.verdict != "broken"]

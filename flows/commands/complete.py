@@ -1,6 +1,6 @@
 """The tab completion of settings, runs and names. It reads folders and docs/settings.md instead of settings classes.
 
-Bash splits a word at `=`, so it completes only the value after the `=`.
+Bash splits a word at `=`, so only the value after the `=` is returned to Bash.
 """
 
 import os
@@ -23,7 +23,7 @@ _SETTINGS_PARAMETERS = ("settings", "overrides", "run", "words")
 
 
 def settings(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Complete a key or a group or, after the `=`, its value. Values are group members, experiments or literals."""
+    """Complete the key of a setting or group. After `=`, complete the value: a group member, experiment or literal."""
     before = [str(word) for word in next(filter(None, map(ctx.params.get, _SETTINGS_PARAMETERS)), ())]
     names = {*_groups(), *_values_by_key()}
     if not incomplete and before[-1:] and before[-1] in names:  # click drops the `=` at the cursor
@@ -76,7 +76,7 @@ def _values(key: str, typed: str) -> Iterator[str]:
 
 
 def _values_by_key() -> dict[str, list[str]]:
-    """Return the literal values of each setting. They are unknown if docs/settings.md is absent, as in a wheel."""
+    """Return the literal values of each setting. The lists are empty without docs/settings.md, as in a wheel."""
     if not PAGE.is_file():
         from rlcore.config.run import all_keys
 

@@ -1,4 +1,4 @@
-"""`millrace new KIND NAME`: write a first custom file, or a folder for a project. Each runs unchanged."""
+"""The command `millrace new KIND NAME`, which writes a first custom file or a project's folder."""
 
 import keyword
 import re
@@ -42,7 +42,7 @@ def new(
     ],
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the file without its suffix, or of the folder.")],
 ) -> None:
-    """Write a first file of this kind, or a project's folder, into the working directory. It runs unchanged.
+    """Write a first custom file, or a project's folder, into the working directory. The result runs unchanged.
 
     Examples:
       millrace new task my_task

@@ -96,7 +96,7 @@ def rescore(
       millrace rescore countdown_demo-s1 --scorer my_scorer:score 'reward.weights={correct: 1, format: 0.2}'
 
     Raises:
-        ConfigError: if an option cannot be parsed, or if a weight names an unknown part of the score.
+        ConfigError: if an option cannot be parsed, or if a weight names a part that the score does not have.
         DataError: if the scorer fails on all responses.
     """
     from flows.stages.trials import judge_failure_message
@@ -155,7 +155,7 @@ def audit(
       millrace audit my-run --scorer my_scorer:score
 
     Raises:
-        DataError: if the run has an environment, or if the scorer fails on some responses and rewards no others.
+        DataError: if the run has an environment, or if the scorer fails on some responses and does not reward the rest.
     """
     from flows.stages.trials import judge_failure_message
     from rlcore.responses.audit import audit_reward, cases_of
@@ -193,8 +193,8 @@ def audit(
 def ground_truth_converter(config: "RunConfig", scorer: str | None) -> Callable[[str], str]:
     """Return a function that converts a recorded ground truth (a JSON text) to the form that `scorer` expects.
 
-    The ground truths of a mixture also name the scorer of their row. This name is removed for a scorer other than the
-    run's.
+    In a mixture with several scorers, a ground truth also names the scorer of its row. The name is removed if `scorer`
+    replaces the run's scorer.
     """
     from rlcore.config.data import BY_ROW
     from rlcore.rollout.by_part import without_scorer
@@ -215,9 +215,9 @@ def _recorded_responses(run: Sequence[str], root: Path | None) -> "tuple[RunConf
 def _scoring_pool(
     config: "RunConfig", layout: "RunLayout", scorer: str | None, weights: Sequence[str] = ()
 ) -> "Iterator[ScoringPool]":
-    """Yield a pool of processes that run `scorer`. If `scorer` is None, they run the run's copy of its scorer.
+    """Yield a pool of processes that run `scorer`. If it is None, they run the scorer that is stored with the run.
 
-    `weights` are overrides of `reward.weights`. Without overrides, only the run's scorer has the run's weights.
+    `weights` are overrides of `reward.weights`. Without overrides, the run's weights apply only to the run's scorer.
     """
     from rlcore import sandbox
     from rlcore.rollout.scoring import ScoringPool, require_scorer

@@ -238,7 +238,7 @@ def report(run: Run, root: OptionalRoot = None) -> None:
 
 
 def summary_lines(config: "RunConfig", result: "PipelineResult", api: "PrefectApi | None") -> list[str]:
-    """Return the last output lines of `millrace run`. `api` is None if all stages were already done."""
+    """Return the last output lines of `millrace run`. `api` (the Prefect server) is None if no stage had to run."""
     root = result.run_dir.parents[1]
     lines = ["", f"{result.run_id}: {config.trainer.total_steps} steps"]
     lines += [f"  {one.headline()}" for one in result.validations]

@@ -169,7 +169,7 @@ def stop(run: Run, root: OptionalRoot = None) -> None:
 
     Raises:
         DataError: if the run does not exist.
-        RunInUseError: if the run's process belongs to another host or user, or is still alive after its deadline.
+        RunInUseError: if the run's process belongs to another host or user, or does not end before the stop deadline.
     """
     from flows.work.open_run import END_WAIT_S
     from flows.work.runs import find_run

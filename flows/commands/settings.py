@@ -132,7 +132,7 @@ def use_config_dir(given: Path | None) -> Path | None:
 
 
 def _refuse_settings_as_options(words: Sequence[str], options: set[str]) -> None:
-    """Refuse an unknown option and suggest a setting. typer refuses an option that resembles an existing one."""
+    """Refuse an unknown option and suggest a setting. An option that resembles an existing one is left to typer."""
     from rlcore.config.problems import Problem, settings_error
 
     if "-m" not in options and (sweep := next((word for word in words if word in ("-m", "--multirun")), None)):
@@ -169,7 +169,7 @@ def require_dry_run(*, as_json: bool, dry_run: bool) -> None:
 
 
 def require_only_settings(words: Sequence[str] | None) -> None:
-    """Refuse an argument that is not a setting. Settings name the run, and an option names the checkpoint."""
+    """Refuse an argument that is not a setting, such as a step. The option `--checkpoint` names the checkpoint."""
     from rlcore.config.problems import Problem, settings_error
 
     if bare := [word for word in words or () if "=" not in word]:
@@ -208,7 +208,7 @@ def print_warnings(lines: Iterable[str]) -> None:
 
 
 def show_settings(settings: "RunSettings", part: str | None) -> None:
-    """Print the composed settings as YAML if `part` is `job`, or the sources of the settings if it is None."""
+    """Print the settings as YAML if `part` (the value of `--cfg`) is `job`. Print their sources if `part` is None."""
     from rlcore.config.base import conf_dirs
     from rlcore.config.compose import compose
     from rlcore.config.documents import to_yaml

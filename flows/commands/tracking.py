@@ -48,7 +48,7 @@ def compare(
 
 
 def reachable_url(page: str, root: Path) -> str:
-    """Return the address of an MLflow page. If its local server is not running, add the command that starts one."""
+    """Return the address of an MLflow page. If its local server is down, append the command that starts the server."""
     from rlcore.tracking.mlflow_store import LOCAL_UI
 
     if not page.startswith(LOCAL_UI):
@@ -69,7 +69,7 @@ def _running_mlflow(root: Path) -> "Service | None":
 
 
 def sync(runs: Runs = None, root: Root = ARTIFACTS, uri: Uri = None) -> None:
-    """Send the undelivered parts of the runs' journals to MLflow, by default of all runs. Repeating this is safe.
+    """Send the undelivered parts of journals to MLflow. Without an argument, all runs are sent. Repeating this is safe.
 
     Examples:
       millrace sync
@@ -111,7 +111,7 @@ def ui(
     root: Root = ARTIFACTS,
     port: Annotated[int | None, typer.Option(min=1, max=65_535, help="Port of the page; default: a free one.")] = None,
 ) -> None:
-    """Serve MLflow's pages for the root's runs and the page of their responses until the command is interrupted.
+    """Serve MLflow's pages for a root's runs, and a page with their responses, until the command is interrupted.
 
     Examples:
       millrace ui --port 5000

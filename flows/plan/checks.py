@@ -153,7 +153,7 @@ def require_device(config: RunConfig) -> None:
 
 
 def check_dry_run(config: RunConfig, plan: RunPlan) -> None:
-    """Check the requirements of a start that a plan does not show: packages, device, and memory of the device."""
+    """Check the packages, the device and its memory for a dry run, whose plan does not check them."""
     if not plan.is_done:
         _require_packages(config)
         _require_memory(config, plan)

@@ -45,12 +45,12 @@ class CheckResult:
 
 
 def _line(is_ok: bool, name: str, found: str, remedy: str, level: Level = "warning") -> CheckResult:
-    """Return an ok result if `is_ok` is true, otherwise a result of this level with its remedy."""
+    """Return an ok result if `is_ok` is true, otherwise a result with `level` and `remedy`."""
     return CheckResult(name, "ok", found) if is_ok else CheckResult(name, level, found, remedy)
 
 
 def check_machine() -> list[CheckResult]:
-    """Check the requirements of a run that its start does not check. The checks run concurrently."""
+    """Check the requirements that are not checked when a run starts. The checks run concurrently."""
     checks = (_python, _names, _packages, _devices, _memory, _shared_memory, _vllm, _prefect, check_ports)
     with ThreadPoolExecutor(len(checks)) as pool:
         return [line for found in pool.map(lambda check: list(check()), checks) for line in found]

@@ -53,7 +53,7 @@ class DiskBudget:
     """The disk space of a run in bytes.
 
     `checkpoint_bytes` is None if the size is unknown before the first checkpoint. `needed_bytes` is the space for
-    missing checkpoints and the reserve. `file_systems` reports everything that the run writes, by file system.
+    missing checkpoints and the reserve. `file_systems` reports the space of each file system that the run writes to.
     """
 
     checkpoint_bytes: int | None
@@ -69,8 +69,8 @@ class RunPlan:
     """The stages of a run with their status, and the requirements of the run.
 
     `memory` is the plan for one rank's GPU, or None if the model's shape is unknown. `warm_start_memory` is the plan
-    for supervised steps, or None if there are none to run. `published_model` is the `model.path` of a model that is not
-    on this machine. The sizes then come from its published shape.
+    for supervised steps, or None if no warm start has to run. `published_model` is the `model.path` of a model that is
+    not on this machine. In this case, the sizes come from the shape that Millrace knows for this model.
     """
 
     run_id: str
@@ -104,7 +104,7 @@ class RunPlan:
 
 @dataclass(frozen=True, slots=True)
 class ParameterCount:
-    """The numbers of trained parameters, with two moments each in a checkpoint, and of all policy parameters."""
+    """The numbers of trained parameters (policy and critic) and of all policy parameters."""
 
     trained: int
     policy: int
@@ -124,7 +124,7 @@ def count_parameters(config: RunConfig) -> ParameterCount | None:
 def make_plan(config: RunConfig, *, planning_config: RunConfig | None = None) -> RunPlan:
     """Return the plan of a run from the current state on disk.
 
-    `planning_config` names an existing model of the same shape and tokenizer in place of a missing one. Raises
+    If the model does not exist yet, `planning_config` names an existing model of the same shape and tokenizer. Raises
     DataError if source files of the dataset are missing. Raises CheckpointError if the run cannot resume with these
     settings.
     """
@@ -278,7 +278,7 @@ def memory_note(plan: MemoryPlan) -> str:
 
 
 def _cells(stages: Sequence[StageStatus]) -> tuple[str, str, str]:
-    """Return the fingerprint, state and details of all stages with the same name as cells of a table."""
+    """Return the cells of a table (fingerprint, state and details) for all stages that have the same name."""
     done = sum(stage.cached for stage in stages)
     fingerprint = stages[0].fingerprint or "not known yet"
     if len(stages) == 1:

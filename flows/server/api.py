@@ -78,7 +78,7 @@ class LocalServer:
     """A Prefect server that ends with this process. Only this process and its children know the login.
 
     Prefect's own ephemeral server is not used. It would outlive a killed process and accept any Host header. It would
-    choose a port that another user may take first, and it would not start while Prefect is imported.
+    choose a port that another user may take first, and its start could not overlap the import of Prefect.
     """
 
     def __init__(self, home: Path) -> None:
@@ -193,8 +193,8 @@ def is_reachable(url: str) -> bool:
 
 
 def _require_prefect(url: str) -> None:
-    """Check that a Prefect server answers at `url`, accepts our login, and has the series of our Prefect, such as 3.7.
-    Raises MillraceError otherwise.
+    """Check that a Prefect server answers at `url`, accepts our login, and has our major and minor version. Raises
+    MillraceError otherwise.
     """
     what, remedy = f"PREFECT_API_URL: the server at {url}", "or unset PREFECT_API_URL to start one here."
     try:

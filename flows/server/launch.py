@@ -2,9 +2,9 @@
 
     python -S -E flows/server/launch.py PARENT_PID COMMAND...
 
-The kernel sends SIGTERM to the command when the parent dies. The launcher requests this signal after an exec. A
-`preexec_fn` would run Python code in a forked child, which may deadlock if the process has threads. The kernel watches
-the thread that forked, so the thread that starts the command must outlive the command.
+The launcher asks the kernel for a SIGTERM at the death of the parent, and then becomes the command. A `preexec_fn`
+would run Python code in a forked child, which may deadlock if the process has threads. The kernel watches the parent's
+thread that starts the launcher, so this thread must outlive the command.
 
 The launcher takes 20 ms, because it runs as a file that imports only the standard library.
 """
@@ -27,7 +27,7 @@ _LAUNCH = (sys.executable, "-S", "-E", str(Path(__file__).resolve()))
 
 
 def tethered_command(command: Sequence[str]) -> list[str]:
-    """Return the command line that runs `command` so that it ends with this process."""
+    """Return the command line of a process that runs `command` and gets SIGTERM when this process dies."""
     return [*_LAUNCH, str(os.getpid()), *command]
 
 
@@ -64,7 +64,7 @@ def start_process(
 
 
 def python_path(*more: str) -> str:
-    """Return the `PYTHONPATH` for a process that runs our code: our source folder, then the environment's path."""
+    """Return a `PYTHONPATH` for our code in a new process: our source folder, the current `PYTHONPATH` and `more`."""
     source = str(Path(__file__).resolve().parents[2])
     return os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"), *more)))
 
@@ -83,7 +83,7 @@ HINTS = {
 
 
 def log_tail(log: str) -> str:
-    """Return the last lines of a log file. The remedies for known errors come first."""
+    """Return the last lines of a log file. If they contain known errors, the remedies come first."""
     text = Path(log).read_text(errors="replace")
     hints = [hint for words, hint in HINTS.items() if words in text[-4_000:]]
     lines = [f"    {line}" for line in text.splitlines()[-NUM_LAST_LINES:]]

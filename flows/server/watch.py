@@ -39,7 +39,7 @@ ENGINE = "prefect.engine"
 
 
 class FlowCancelledError(Abort):
-    """An error that ends a flow run after a cancellation or a signal, if no worker ends it. The trainer has saved."""
+    """An error that ends a cancelled or stopped flow run if no worker ends it. The trainer's state is already saved."""
 
 
 class _FlowRunWatch:
@@ -87,8 +87,8 @@ _watch: _FlowRunWatch | None = None
 
 @contextmanager
 def watch_flow_run() -> Iterator[None]:
-    """Watch this process's flow run inside the `with` block. The run's lock must be acquired inside the block, because
-    the next attempt needs the lock.
+    """Watch this process's flow run inside the `with` block. Acquire the run's lock inside the block, so that it is
+    free before the flow run is set to Cancelled.
     """
     global _watch
     run_id = UUID(str(flow_run.id))
@@ -126,10 +126,10 @@ def stop_as_cancellation(is_stopped: Callable[[], bool] = lambda: False) -> Iter
     """Turn a signal inside the `with` block into a cancellation.
 
     Prefect treats SIGINT as a crash. At SIGTERM, Prefect ends the process before it reports, or marks the task as
-    crashed. A deployed run that gets a signal without a cancellation has lost its worker. The next `millrace up`
-    resumes that run.
+    crashed. A signal to a deployed run that was neither cancelled nor stopped is not changed. The worker of such a run
+    has ended, and the next `millrace up` resumes the run.
 
-    Raises FlowCancelledError in place of the error that a signal to this process or to the trainer has raised.
+    Raises FlowCancelledError in place of the error of a signal to this process or to the trainer.
 
     Args:
         is_stopped: A function that returns whether `millrace stop` has stopped the run.
@@ -145,8 +145,8 @@ def stop_as_cancellation(is_stopped: Callable[[], bool] = lambda: False) -> Iter
 class DeferredSignals:
     """A `with` block that defers SIGINT and SIGTERM until its end, or until an inner `deliver` block.
 
-    The block is put around Prefect's engine. If a signal interrupts the engine while it creates or ends a task run, the
-    engine fails with another error. The stop request would then be lost. A second signal is not deferred. The block has
+    Inside the block, Prefect's engine creates and ends a task run. A signal at that time would make the engine fail
+    with an unrelated error, and the stop request would be lost. A second signal is delivered immediately. The block has
     no effect outside the main thread.
     """
 
@@ -219,8 +219,8 @@ def shorten_known_errors(record: logging.LogRecord) -> bool:
     """Reduce an error of Millrace in a log record to its message, without the traceback. Return False to drop the
     record.
 
-    A cancellation gets the level INFO. The line of a task that finished in state `Running` is dropped. The engine's
-    line is dropped if it only repeats an error of the flow run.
+    A cancellation gets the level INFO. Prefect's message `Finished in state Running()` is dropped. A record of
+    Prefect's engine is dropped if it repeats an error of the flow run.
     """
     if any(isinstance(argument, FlowCancelledError) for argument in record.args or ()):
         record.levelno, record.levelname = logging.INFO, "INFO"

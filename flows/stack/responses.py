@@ -89,8 +89,8 @@ class Runs:
         return sorted(newest, key=lambda name: -newest[name])
 
     def _layout(self, name: str) -> RunLayout:
-        """Return the layout of the run with this name or unique prefix. Raises DataError if no run of this root
-        matches, or several do. Other paths are not accepted.
+        """Return the layout of the run with this name, or with this unique prefix of its name. Raises DataError if no
+        run of this root matches, or if several runs match.
         """
         folders = sorted((self._root / "runs").glob("*"))
         found = [folder for folder in folders if folder.name == name]
@@ -117,7 +117,7 @@ class Runs:
         return JSONResponse(to_finite_json({"total": len(found), "rows": rows}))
 
     def same_prompt(self, request: Request) -> Response:
-        """Return all responses to a response's prompt at its step, with their tokens, and the prompt's other steps."""
+        """Return all responses to a prompt at one step with their tokens, and the prompt's mean score per step."""
         layout = self._layout(request.query_params.get("run", ""))
         found = responses_to_same_prompt(layout.answers, request.query_params.get("key", ""))
         decode = load_decoder(layout.run_json)

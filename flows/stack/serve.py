@@ -1,11 +1,11 @@
 """The servers of Prefect and MLflow behind our guard.
 
     python -m flows.stack.serve PORT            the Prefect server of a stack
-    python -m flows.stack.serve one-command FD  the server of one command (`flows.server.api`) on its open socket
+    python -m flows.stack.serve one-command FD  the server of one command (`flows.server.api`) on an open socket
 
-`prefect server start` has no option for a guard. The clients of an open socket wait until the server is up, so they
-neither poll nor guess a port. `mlflow server` finds `guarded_mlflow` by its name in `pyproject.toml`. Secrets are
-passed in the environment, because every user of the machine can see a command line.
+`prefect server start` has no option for a guard. Clients that connect to the open socket FD wait until the server is
+up, so they need not poll. `mlflow server` finds `guarded_mlflow` by its name in `pyproject.toml`. Secrets are passed in
+the environment, because every user of the machine can see a command line.
 """
 
 import logging

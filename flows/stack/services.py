@@ -156,8 +156,8 @@ def _start(
     ready_url: str = "",
     tether: bool = False,
 ) -> Service:
-    """Start a service with a log file under the root. The secret address of a database is passed only to the database's
-    own server. Raises MillraceError if the service has ended already.
+    """Start a service with a log file under the root. Only the server of a database gets the database's secret address.
+    Raises MillraceError if the service has ended already.
     """
     log = log_of(root, name)
     secret = (PREFECT_DATABASE, PREFECT_SERVER_DATABASE, MLFLOW_DATABASE)
@@ -273,7 +273,7 @@ def stop_flows(flows: Sequence[psutil.Process]) -> None:
 
 
 def flow_runs(root: Path) -> list[psutil.Process]:
-    """Return the processes of all flow runs that workers of this root have started, including killed workers."""
+    """Return the processes of all flow runs that workers of this root have started. The workers may have ended."""
     found, home = [], str(root / "prefect")
     for process in psutil.process_iter():
         with suppress(psutil.Error):

@@ -168,8 +168,8 @@ _user_login: dict[str, str | None] = {}
 def set_mlflow_login(uri: str, root: Path) -> str:
     """Set the login for this address in the environment of MLflow's clients, and return the address.
 
-    The stack's login is set only for the running server of the stack. For another address, the user's own login is set
-    again. MLflow's clients send one login to every server, and another user may have the port of a stopped stack.
+    The stack's login is set if the address belongs to the stack's running server. Otherwise the user's earlier login is
+    restored. MLflow's clients send their login to any server, and another user may have the port of a stopped stack.
     """
     root = Path(os.environ.get(STACK_ROOT, root)).resolve()
     stack = read_stack(root)

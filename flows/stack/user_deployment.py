@@ -37,10 +37,10 @@ def deploy(
     timezone: str,
     root: Path | None,
 ) -> None:
-    """Check the settings as a worker would compose them, create or update the deployment, and print how to run it.
+    """Check the settings from a worker's working folder, create or update the deployment, and print how to run it.
 
     Raises ConfigError if the name, the settings or the schedule are invalid. Raises MillraceError if the run could not
-    start or the root's stack is not up. Raises MillraceError also if `PREFECT_API_URL` is another server, or if the
+    start or the root's stack is not up. Raises MillraceError also if `PREFECT_API_URL` names another server, or if the
     name belongs to one of Millrace's deployments.
     """
     if name is not None and (refused := set(name) & set("/%&<>")):

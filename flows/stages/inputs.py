@@ -1,4 +1,4 @@
-"""The inputs of the training (rows, tokenizer, demonstrations and models), and calls of the trainer with them."""
+"""The inputs of the training (rows, tokenizer, demonstrations and models), and the call of the trainer process."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -30,7 +30,7 @@ def root_of(config: RunConfig) -> Path:
 
 
 def make_dataset(config: RunConfig, splits: Sequence[str] = SPLITS) -> StageResult:
-    """Build the dataset of a run or a suite, or return the existing one. Unsound references cause a warning."""
+    """Build the dataset of a run or a suite, or return the existing one. Warn of references without a full score."""
     made = build_dataset(config.data, seed=config.data.seed, root=root_of(config), splits=splits)
     return replace(made, warning=check_parts(config, splits, keep=True))
 
@@ -119,7 +119,7 @@ def has_tokenizer(config: RunConfig) -> bool:
 def status_of_rows(
     name: str, config: RunConfig, place_of: Callable[[RunConfig], Path | None], what: str = ""
 ) -> StageStatus:
-    """Return the status of a stage whose result is a folder of rows. Only the dataset needs no tokenizer."""
+    """Return the status of a stage that creates a folder of rows. Every stage except `dataset` needs the tokenizer."""
     damage = read_finished_or_reason(planned_tokenizer(config))[1]
     place = place_of(config) if name == "dataset" or has_tokenizer(config) else None
     if place is None:
@@ -131,7 +131,7 @@ def status_of_rows(
 
 
 def describe_rows(result: StageResult) -> str:
-    """Return the number of rows of each split and the warning of a result as text."""
+    """Return a result as text: its number of rows in each split, and its warning."""
     counts = ", ".join(f"{count:,} {name}" for name, count in result.counts.items())
     return f"{counts} rows{skipped_suffix(result.cached)} ({result.directory})\n{result.warning}".rstrip()
 
@@ -159,8 +159,9 @@ def call_trainer(run: OpenRun, command: str, **arguments: str | int) -> Mapping[
 
 
 def record_inputs(run: OpenRun) -> None:
-    """Record the stages before the training. The trainer process reads its inputs from this record. Raises
-    CheckpointError if the run began with other rows."""
+    """Record the results of the stages before the training. The trainer process reads its inputs from this record.
+    Raises CheckpointError if the run began with other rows.
+    """
     inputs = inputs_of(run)
     folders = inputs.folders | {"start model": planned_initial_policy(run.config, inputs.filtered_directory)}
     if run.config.pass_rates.is_enabled:

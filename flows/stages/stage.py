@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class StageStatus:
-    """The status of a stage. `fingerprint` is None if it depends on an unfinished stage. `cached` is true if done."""
+    """The status of a stage. `fingerprint` is None if it depends on an unfinished stage. `cached` means done."""
 
     name: str
     fingerprint: str | None

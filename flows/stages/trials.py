@@ -93,7 +93,7 @@ def count_rows(config: RunConfig) -> int | None:
     """Check the rows of local files.
 
     Returns:
-        The largest possible number of training rows, or None if it is unknown. A custom build counts as requested.
+        The largest number of training rows, or None if it is unknown. For a custom build, it is the requested number.
 
     Raises:
         DataError: if a row is invalid. The message has the file and the line.
@@ -115,7 +115,7 @@ def is_user_build(data: TaskData) -> bool:
 
 
 def check_continued_prompts(config: RunConfig) -> list[str]:
-    """Return warnings about prompts that end with words of the assistant, in local files with Millrace's row schema."""
+    """Return a warning for each local Parquet file with the answer in an assistant message at the end of a prompt."""
     from data.filter import check_continued
 
     suites = (suite_settings(config, suite).data for suite in config.validation.suites)

@@ -1,1 +1,1 @@
-"""Sweeps, which train runs for many points of settings and compare the results."""
+"""Sweeps, which train runs for many combinations of settings (points) and compare the results."""

@@ -63,8 +63,8 @@ TrainFunction = Callable[[Member, int, str, str], object]
 
 
 def wait_for_others() -> None:
-    """Wait before the next check of other processes. Raises FlowCancelledError if the flow run was cancelled, and Pause
-    if it was suspended.
+    """Sleep while other processes train the remaining points. Raises FlowCancelledError if the flow run was cancelled,
+    and Pause if it was suspended.
     """
     end_if_cancelled()
     end_if_suspended()
@@ -72,10 +72,10 @@ def wait_for_others() -> None:
 
 
 class SweepWorker:
-    """A worker of a sweep in one process. It trains a point up to each comparison, reports the score, and prunes or
+    """A worker of a sweep in one process. It trains a point to each comparison step, reports the score, and prunes or
     finishes the point.
 
-    Several processes share the study and the budget of a call. Each point belongs to one process.
+    Several processes may share the study and the budget. Each point belongs to one process.
     """
 
     def __init__(self, sweep: Sweep, train: TrainFunction, call: str) -> None:
@@ -85,10 +85,10 @@ class SweepWorker:
         self._train = train
 
     def run(self, *, whole: bool = True) -> str:
-        """Train points until all have ended or the budget is used up, and return the last error or ''. If `whole` is
-        false, train a single point.
+        """Train points until all have ended or the budget is used up, and return the last error, or '' without an
+        error. If `whole` is false, train a single point.
 
-        Points of other processes are waited for. If another process is killed, its points are taken over.
+        The method waits for points that other processes train. If another process is killed, its points are taken over.
         """
         error = ""
         while not self.spending.read()["ended_by"] and self.study.num_left():
@@ -159,8 +159,8 @@ class SweepWorker:
         return True
 
     def _problem_scores(self, members: list[Member], metric: str, step: int) -> dict[str, float]:
-        """Return the mean score over seeds of each held-out problem that all runs have answered. The result is empty
-        unless the paired pruner needs it.
+        """Return the mean score over the seeds for each held-out problem that all runs have answered. Return {} if the
+        pruner is not `paired`.
         """
         pruning = self._sweep.spec.pruning
         if pruning is None or pruning.pruner != "paired":

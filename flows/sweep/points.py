@@ -35,7 +35,7 @@ def load_checked_sweep(spec: str, overrides: list[str], budget: Budget) -> Sweep
 
 @dataclass(slots=True)
 class Member:
-    """The run of a point with one seed. `step` is its last step, `score` its score at the last comparison."""
+    """The run of a point with one seed, with the step of its newest checkpoint and its latest score."""
 
     seed: int
     settings: RunSettings
@@ -78,7 +78,7 @@ def members_of(sweep: Sweep, point: Point) -> tuple[list[Member], Sequence[Probl
 
 
 def committed_step_or_zero(config: RunConfig) -> int:
-    """Return the step of a run's newest checkpoint, or 0 if the run cannot resume. The start of the run reports why."""
+    """Return the step of a run's newest checkpoint, or 0 after an error. The run's start raises that error again."""
     try:
         require_same_inputs(config, RunLayout.of(config))
         return committed_step(config)

@@ -75,7 +75,7 @@ class SweepResult:
 
 
 def rows_of(sweep: Sweep, points: Points) -> list[Row]:
-    """Return a row for each point. Finished points come first, then the rows are sorted by score and number."""
+    """Return a row for each point, sorted by state (finished first), then by score (best first), then by number."""
     rows = [
         {"point": number, "settings": trial.user_attrs[SETTINGS], "label": format_point(trial.user_attrs[SETTINGS]),
          "state": STATES.get(trial.state, "to do"), "score": trial.value,

@@ -97,7 +97,7 @@ def make_sampler(search: RandomSearch, number: int) -> BaseSampler:
 
 
 def points_of(study: optuna.Study) -> dict[int, FrozenTrial]:
-    """Return the points of a study by number, each as its newest trial."""
+    """Return the newest trial of each point by the point's number."""
     trials = [one for one in study.get_trials(deepcopy=False) if SETTINGS in one.user_attrs]
     found = {one.user_attrs[POINT]: one for one in trials}
     return dict(sorted(found.items()))
@@ -121,7 +121,7 @@ class SweepStudy:
             )
 
     def points(self) -> dict[int, FrozenTrial]:
-        """Return the points of the study by number, each as its newest trial."""
+        """Return the newest trial of each point by the point's number."""
         return points_of(self.optuna)
 
     def num_left(self) -> int:
@@ -137,9 +137,7 @@ class SweepStudy:
                     self._requeue(trial)
 
     def ask(self) -> Trial | None:
-        """Claim the next point and return its trial. Return None if no point is left, or if other processes have
-        claimed the rest.
-        """
+        """Claim the next point and return its trial. Return None if every point has ended or is claimed."""
         search = self._sweep.spec.search
         with sweep_lock(self._sweep):
             self._requeue_lost()

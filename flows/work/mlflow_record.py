@@ -82,7 +82,7 @@ def settings_digest(config: RunConfig) -> str:
 
 
 def report_digest(layout: RunLayout, report: ReportPage | None) -> str:
-    """Return the digest of the report's inputs. The digest is different while the run has no report."""
+    """Return a digest of the report's inputs and of whether the report exists."""
     return report_fingerprint(layout) if report is not None else f"{report_fingerprint(layout)} without the report"
 
 
@@ -107,8 +107,8 @@ def log_run_page(
 ) -> MlflowContents:
     """Write the MLflow page of a run, and return the record of what MLflow has.
 
-    If `rows` (the dataset and the filtered dataset) are passed, settings, code and datasets are written. If `outcome`
-    (the report, the last and the best weights) is passed, all other contents are written.
+    `rows` are the dataset and the filtered dataset. If they are passed, settings, code and datasets are written.
+    `outcome` has the report, the last weights and the best weights. If it is passed, all other contents are written.
     """
     tags = lineage_tags(run.config, stage="train", run_id=run.run_id, prefect=prefect)
     page = ensure_mlflow_run(run.layout.run_dir, run.config, tags)
@@ -230,9 +230,9 @@ class MlflowRecord:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Cancel pending requests. A running request is waited for at the end of the interpreter.
+        """Cancel pending requests. The interpreter waits for a running request before it ends.
 
-        A run that ends before its first step gets its final status here, because no journal reports its end.
+        If an error ended the run before its first step, write its final status, because no journal reports its end.
         """
         run = self._run
         if error is not None and run.config.tracking.enabled and not read_attempts(run.layout.run_dir):

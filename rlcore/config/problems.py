@@ -30,7 +30,7 @@ class Problem:
 
 @dataclass
 class Findings:
-    """The problems so far, and the keys and sections with an unreliable value. Rules about these are not checked."""
+    """The problems so far, and the keys and sections with unreliable values. Rules that read them are not checked."""
 
     problems: list[Problem] = field(default_factory=list)
     unreliable: set[str] = field(default_factory=set)
@@ -59,8 +59,7 @@ def format_value(value: Any) -> str:
 
 
 def mask_secrets(text: str) -> str:
-    """Hide the secrets of addresses in a text. These are the password, a user name alone (a token, over http) and the
-    query.
+    """Hide the secrets of URLs in a text: passwords, user names without a password over http (tokens), and queries.
 
     >>> mask_secrets("postgresql+asyncpg://me:s3cr%40t@db.example:5432/prefect?ssl=require")
     'postgresql+asyncpg://me:***@db.example:5432/prefect'
@@ -103,7 +102,7 @@ def did_you_mean(wrong: str, candidates: Iterable[str]) -> str:
 
 
 def _similarity(whole: float, last: float) -> float:
-    """Return the weighted similarity of two keys. The similarity of the whole keys decides if a dot is missing."""
+    """Return the weighted similarity of two keys. If one of them lacks its dot, only the whole keys are compared."""
     return max(0.6 * last + 0.4 * whole, 0.8 * whole)
 
 

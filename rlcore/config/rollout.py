@@ -161,7 +161,7 @@ class JudgeConfig(Section):
 
 
 class RewardConfig(Section):
-    """The scores of responses: the processes that compute them, and the weights of their parts."""
+    """The processes that compute the scores of responses, and the weights of the parts of a score."""
 
     weights: dict[str, float] = Field(default_factory=dict)
     """The weight of each part of a score. The total becomes the sum of weight x part, in which `total` is the scorer's
@@ -209,7 +209,7 @@ class RewardConfig(Section):
 
 
 class SandboxConfig(Section):
-    """The limits of a program that a model wrote: a response (`data.code:score`) or a call (`data.code:run_python`)."""
+    """The limits of programs in a model's responses (`data.code:score`) and tool calls (`data.code:run_python`)."""
 
     time_s: float = Field(default=3.0, gt=0, le=600)
     """The wall-time limit of a program with all its tests, in seconds. It is then killed, and the remaining tests
@@ -235,8 +235,8 @@ class SandboxConfig(Section):
 class EpisodeConfig(Section):
     """Responses of several turns, with an environment's replies between the turns (`data.environment`).
 
-    `rollout.max_response_tokens` limits the length of a whole episode, replies included. A turn that reaches the limit
-    is the last one. A reply that leaves no room for a token after it is dropped, which ends the episode.
+    `rollout.max_response_tokens` limits the length of a whole episode, replies included. The episode ends with a turn
+    that reaches this limit. It also ends if a reply leaves no room for another token. This reply is dropped.
     """
 
     tools: tuple[str, ...] = ()
@@ -305,16 +305,16 @@ class EvaluationConfig(Section):
         return EvaluationConfig(**{name: getattr(self, name) for name in EvaluationConfig.model_fields})
 
     def evaluates_as(self, other: "EvaluationConfig") -> bool:
-        """Return whether both settings give the same metrics for the same weights. `every_steps` may differ."""
+        """Return whether `other` gives the same metrics for the same weights. Only `every_steps` may differ."""
         return self.evaluation == other.evaluation.model_copy(update={"every_steps": self.every_steps})
 
     def is_due(self, step: int, total_steps: int) -> bool:
-        """Return whether a training of `total_steps` steps validates after `step`, which is 0 before the first step."""
+        """Return whether a run of `total_steps` steps validates after this step. Step 0 means before training."""
         return step in (0, total_steps) or (self.every_steps > 0 and step % self.every_steps == 0)
 
 
 class SuiteConfig(EvaluationConfig):
-    """A held-out set besides the run's data, with a separate task, scorer and sampling. It has no training part."""
+    """A held-out set besides the run's data, with a separate task, scorer and sampling. No model is trained on it."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.\-]{0,63}$")
     """The name in metrics: `val-core/<name>/...`."""
@@ -357,6 +357,6 @@ class ValidationConfig(EvaluationConfig):
     )  # fmt: skip
 
     def is_of_suite(self, metric: str) -> bool:
-        """Return whether a metric belongs to a suite. A metric of a data source `<suite>/hard` does not."""
+        """Return whether a metric belongs to a suite. Metrics of a data source `<suite>/hard` belong to no suite."""
         kinds = ("reward", "acc")
         return metric.startswith(tuple(f"val-core/{suite.name}/{kind}/" for suite in self.suites for kind in kinds))

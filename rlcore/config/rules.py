@@ -1,8 +1,8 @@
 """Rules between settings: bounds and conditions that must hold, and settings without an effect.
 
-A rule is declared at its setting. The annotation of a field contains a `Bound` or an `EffectiveWhen` of the setting.
-The `checks` of a section contain each `Rule`, and its `effective` is an `EffectiveWhen` for the whole section. Names of
-settings are dotted keys. `.name` is a setting of the same section.
+A rule is declared at the setting or section that it concerns. The annotation of a setting contains its `Bound` and its
+`EffectiveWhen`. A section lists each `Rule` in `checks`. Its attribute `effective` is the `EffectiveWhen` of the whole
+section. Rules name settings by dotted keys. The key `.name` means a setting of the same section.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -44,11 +44,11 @@ def rule(key: str, others: str, says: str, holds: Callable[[Any, Run], bool], re
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A bound of a number by other settings, declared at its field: `Annotated[int, Bound("divide", "algo.b")]`.
+    """A limit of a number that depends on other settings: `Annotated[int, Bound("divide", "algo.b")]`.
 
-    Several others count by their sum, or by their product for `divide`. The bound is not checked if a setting is null,
-    or if `only_with` names a setting that is not true. In `remedy`, `{bound}` is the number and `{divisors}` are its
-    divisors.
+    The limit is the sum of the settings in `others`, or their product for `divide`. It is not checked if a setting is
+    null, or if the setting in `only_with` is false. `remedy` may contain `{bound}` (the limit) and `{divisors}` (of the
+    limit).
     """
 
     words: Literal["divide", "be at most", "be at least", "be under"]
@@ -57,7 +57,7 @@ class Bound:
     only_with: str = ""
 
     def rule(self, key: str) -> Rule:
-        """Return the rule that the setting `key` keeps the bound."""
+        """Return the rule that checks the value of the setting `key`."""
         names = tuple(self.others.replace(" x ", " + ").split(" + "))
 
         def check(section: Any, run: Run) -> Problem | None:
@@ -96,7 +96,7 @@ def broken_rules(config: Run, unsound: Collection[str] = ()) -> list[Problem]:
 
 
 def sections_in(section: Section, prefix: str = "") -> Iterator[tuple[str, Section]]:
-    """Yield a section and its subsections that are not null, each after the prefix of its keys."""
+    """Yield a section and its subsections that are not null, each as a pair of key prefix and section."""
     yield prefix, section
     for name in type(section).model_fields:
         inner = getattr(section, name)
@@ -127,7 +127,7 @@ def _values_text(section: Section, run: Run, key: str, *others: str) -> str:
 
 
 def _value_text(value: object) -> str:
-    """Return the value of a setting as text. Several sections are shown as their number."""
+    """Return the value of a setting as text. A list of sections is shown as the number of sections."""
     if isinstance(value, Section):
         return "its settings"
     if isinstance(value, tuple) and value and all(isinstance(one, Section) for one in value):
@@ -139,10 +139,10 @@ def _value_text(value: object) -> str:
 class EffectiveWhen:
     """A condition under which a setting is read: one of the settings in `by` has one of the values in `values`.
 
-    Both are texts separated by spaces, and `values` may be a function. Without `values`, a setting in `by` must be on.
-    With `unless`, it must have none of the values in `unless`. `of` limits the condition to some values of the setting.
-    `why` and `remedy` replace the generated texts. There is no warning if none of `by` exists (another task, a null
-    section).
+    `by`, `values`, `unless` and `of` are texts separated by spaces. `values` may also be a function. Without `values`
+    and `unless`, a setting in `by` must be on. With `unless`, its value must not be in `unless`. `of`: the values of
+    the declaring setting that need the condition. `why` and `remedy` replace the generated texts. There is no warning
+    if none of the settings in `by` exists (another task, a null section).
     """
 
     by: str
@@ -168,7 +168,7 @@ class EffectiveWhen:
         return self.why or ", ".join(f"{name}={format_value(value)}" for name, value in by.items())
 
     def fix(self, config: Run, name: str) -> str:
-        """Return the change of the setting `name`, the first of `by`, that makes the declaring setting effective."""
+        """Return the remedy for a setting without an effect: a change of the setting `name`, the first one in `by`."""
         outer, _, last = name.rpartition(".")
         kind = type(value_at(config, outer) if outer else config).model_fields[last].annotation
         choices = get_args(kind) if get_origin(kind) is Literal else (True,) if kind is bool else ()
@@ -181,12 +181,12 @@ class EffectiveWhen:
 def unused_settings(
     config: Run, given: Collection[str], in_file: Collection[str] = (), swept: Collection[str] = ()
 ) -> list[str]:
-    """Return a warning for each group of settings without an effect: keys and values, reason, remedy.
+    """Return a warning for each group of settings without an effect. It contains keys and values, reason and remedy.
 
-    These settings are not mistakes, because shared sweeps and experiments contain them. The first reason counts.
-    `given`: keys and groups of overrides. `in_file`: keys of an experiment's file, without a warning if an override has
-    switched off their section. `swept`: keys and groups that differ between the points of a sweep. `config` then has
-    the settings without any point.
+    These settings are not mistakes, because shared sweeps and experiments contain them. A setting has only one warning.
+    `given`: keys and groups of overrides. `in_file`: keys of an experiment's file. They cause no warning if an override
+    changes the setting that they depend on. `swept`: keys and groups that differ between the points of a sweep.
+    `config` then has the settings that all points share.
     """
     values = leaves(config.model_dump(mode="json"))
     left = [key for key in values if key in given or key in in_file or key in swept]
@@ -211,7 +211,7 @@ def unused_settings(
 
 
 def effects_in(config: Run) -> dict[tuple[EffectiveWhen, tuple[str, ...]], list[str]]:
-    """Return each declared condition with the full names of `by`, and the settings and sections that declare it."""
+    """Return the settings and sections that declare each condition, by the condition and the dotted keys in `by`."""
     found: dict[tuple[EffectiveWhen, tuple[str, ...]], list[str]] = {}
     for prefix, section in sections_in(config):
         declared = [(prefix[:-1], section.effective)] if section.effective else []

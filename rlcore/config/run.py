@@ -25,7 +25,7 @@ from rlcore.config.trainer import (
 
 
 def _warmup_fits(optim: str, total: str) -> Rule:
-    """Return the rule that the learning rate of a section reaches its peak before the stage ends."""
+    """Return the rule that `warmup_steps` in the section `optim` is below the setting `total`."""
 
     def holds(run: "RunConfig", _: "RunConfig") -> bool:
         steps, total_steps = value_at(run, f"{optim}.warmup_steps"), value_at(run, total)

@@ -22,12 +22,12 @@ from rlcore.config.run import RunConfig, all_keys, is_key, section_names
 Point = Mapping[str, JsonValue]
 """The dotted keys or groups of one point, with their values."""
 SEARCHES = ("grid", "list", "random", "optuna")
-"""The ways to choose points. A sweep uses exactly one of them."""
+"""The ways to choose points. A sweep uses at most one of them."""
 
 
 class Range(Section):
-    """The numbers from `low` to `high`, both included. With `step`, they end at the last step. They are integers if
-    both ends and the step are integers."""
+    """The numbers from `low` to `high`, both included. With `step`, the values are `low`, `low + step` and so on. They
+    are integers if `low`, `high` and `step` are integers."""
 
     low: int | float
     """The smallest value."""
@@ -77,7 +77,7 @@ class RandomSearch(Section):
 
 
 class Pruning(Section):
-    """The early stopping of poor points. Each is compared with the points that reached the same step before it."""
+    """The early stopping of poor points. A point is compared with the points that reached the same step earlier."""
 
     every_steps: int = Field(ge=1)
     """The steps between two comparisons, a multiple of trainer.steps_per_chunk and of validation.every_steps."""
@@ -100,7 +100,7 @@ class Pruning(Section):
 
 
 class OptunaSearch(RandomSearch):
-    """A search whose points Optuna's TPE chooses by earlier scores. For equal scores, the seed fixes the points."""
+    """A search whose points Optuna's TPE chooses. They depend only on the seed and the scores of earlier points."""
 
     startup_points: int = Field(default=10, ge=1)
     """The number of points that are drawn at random before TPE begins."""
@@ -109,7 +109,7 @@ class OptunaSearch(RandomSearch):
 
 
 class Budget(Section):
-    """The limits of one call of a sweep. Finished runs cost nothing, and the next call continues."""
+    """The limits of one call of a sweep. Finished runs do not count, and the next call continues the sweep."""
 
     runs: int | None = Field(default=None, ge=1)
     """The largest number of runs."""
@@ -152,7 +152,7 @@ class SweepSpec(Section):
 
     @property
     def searches(self) -> tuple[str, ...]:
-        """The names of the ways to choose points in the file. A valid file has exactly one."""
+        """The keys of the file that say how points are chosen, such as `grid`. A valid file has at most one of them."""
         return tuple(name for name in SEARCHES if getattr(self, name) is not None)
 
     @property
@@ -174,7 +174,7 @@ def points_of(spec: SweepSpec) -> list[Point]:
 
 
 def multirun_content(overrides: Sequence[str]) -> dict[str, JsonValue]:
-    """Return the content of a sweep's file for overrides, some of them with several values, as in `seed=1,2,3`.
+    """Return the content of a sweep's file that is equivalent to overrides with several values, as in `seed=1,2,3`.
 
     Raises ConfigError if no override has several values.
     """
@@ -199,7 +199,7 @@ def multirun_content(overrides: Sequence[str]) -> dict[str, JsonValue]:
 
 
 def edge_points(space: Mapping[str, Values]) -> list[Point]:
-    """Return points that together contain every end and choice of a space. They are checked before the search."""
+    """Return points for a check before the search. They contain both ends of each range and all values of each list."""
     ends = {
         key: [values.low, values.high] if isinstance(values, Range) else list(values) for key, values in space.items()
     }
@@ -242,7 +242,7 @@ NOT_SWEPT = {
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """A checked sweep. `base`: the settings without any point. `points`: those of a grid or list, empty for a
+    """A checked sweep. `base`: the settings that all points share. `points`: the points of a grid or list, () for a
     search."""
 
     spec: SweepSpec
@@ -296,8 +296,8 @@ def load_sweep(source: str, overrides: Sequence[str] = (), *, budget: Budget | N
     """Read a sweep, and check it and every point without heavy imports.
 
     `source`: a name in `conf/sweep`, or the path of a .yaml file. `overrides`: settings of all points, which replace
-    those of the file. `budget` replaces limits of the file. Raises ConfigError if there are mistakes. One message lists
-    all mistakes in the file or, if the file has none, in the settings.
+    the overrides in the file. `budget`: limits that replace the limits in the file. Raises ConfigError with all
+    mistakes in the file. If the file has none, the error contains all mistakes in the settings.
     """
     spec = _parse(_content(source))
     if budget is not None:
@@ -348,8 +348,7 @@ def _content(source: str) -> dict[str, Any]:
 
 
 def _parse(content: Mapping[str, Any]) -> SweepSpec:
-    """Return the content of the file as a `SweepSpec`. Raises one ConfigError with all mistakes if the form is
-    wrong."""
+    """Return the content of the file as a `SweepSpec`. Raises ConfigError with all wrong keys and values."""
     try:
         # Strict JSON, as for settings: neither true nor "5" is a number.
         return SweepSpec.model_validate_json(json.dumps(content, default=str), strict=True)
@@ -374,7 +373,7 @@ def _form_problem(detail: ErrorDetails) -> Problem:
 
 
 def _search_problems(spec: SweepSpec) -> Iterable[Problem]:
-    """Check that the sweep has exactly one way to choose points, and values to try."""
+    """Check that the sweep has something to try, and at most one way to choose points."""
     said = spec.searches
     if not said and len(spec.seeds) < 2:
         remedy = f"Give several seeds, or use one of {', '.join(SEARCHES)}; docs/sweeps.md shows each"

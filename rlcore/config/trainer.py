@@ -47,11 +47,11 @@ StepAction = Literal["off", "tell", "skip", "stop"]
 
 
 class AlarmConfig(Section):
-    """The actions on wrong numbers of a run, one for each alarm.
+    """The actions on abnormal metrics of a run, one for each alarm.
 
-    `off` does not check. `tell` writes an event to the journal, MLflow and Prefect. `skip` also skips the update of the
-    step. `stop` saves the step and fails. `--fork RUN@best` then continues from the best checkpoint with other
-    settings. Entropy and KL have no `skip`, because no skipped update mends these states of the weights.
+    `off` disables the alarm. `tell` writes an event to the journal, MLflow and Prefect. `skip` also skips the update of
+    the step. `stop` saves the step and fails. Such a run can continue from its best checkpoint with other settings
+    (`--fork RUN@best`). Entropy and KL have no `skip`, because a skipped update does not repair the weights.
     """
 
     non_finite: Literal["skip", "stop"] = "stop"
@@ -99,7 +99,7 @@ class CheckpointConfig(Section):
 
 
 class AnswersConfig(Section):
-    """The record of the responses, with tokens, log-probabilities, scores and advantages. It changes no number."""
+    """The record of the responses, with tokens, log-probabilities, scores and advantages. Training does not use it."""
 
     every_steps: int = Field(default=1, ge=0)
     """Training steps whose number is a multiple of this keep their responses. Every validation keeps its responses too.
@@ -123,8 +123,8 @@ class ProfileConfig(Section):
 class DeadlineConfig(Section):
     """The longest times of the phases of a run, in seconds.
 
-    A phase that takes longer counts as hung. The stacks of all processes are written to a file. Then the trainer is
-    ended, and the chunk is retried from its checkpoint.
+    A phase that takes longer counts as hung. The stacks of all processes are then written to a file, and the trainer is
+    ended. The steps since the last checkpoint are retried.
     """
 
     start_s: float = Field(default=1_800.0, gt=0)

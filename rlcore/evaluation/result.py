@@ -36,11 +36,11 @@ _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 @dataclass(frozen=True)
 class Response:
-    """One response to a problem. `parts` are the components of its score. `num_tokens` includes the end token.
+    """One response to a problem. `parts`: the components of its score. `num_tokens` includes the end token.
 
-    `logprob` is the sum of the tokens' log-probabilities (nats) when they were sampled, or None if not recorded. `said`
-    is the answer that the scorer extracted, or None. `failure` is the reason for a missing score, or None. No metric
-    uses a response without a score.
+    `logprob`: the sum of the log-probabilities (nats) of the sampled tokens, or None if not recorded. `said`: the
+    answer that the scorer extracted, or None. `failure`: the reason why there is no score, or None. Metrics ignore
+    responses without a score.
     """
 
     text: str
@@ -59,7 +59,7 @@ class Response:
 
     @property
     def solved(self) -> bool:
-        """True if the part `correct` is 1. Without this part, true if the response has a full score (1)."""
+        """True if `correct`, a component of the score, is 1. Without it, true if the response has a full score (1)."""
         return Score(self.score, self.parts).solved
 
 
@@ -82,7 +82,7 @@ class ProblemResult:
 
     @property
     def is_scored(self) -> bool:
-        """True if at least one sample and the greedy response are scored. A kind without responses is not required."""
+        """True if the greedy response and at least one sample are scored, as far as they were requested."""
         return (bool(self.scored_samples) or not self.samples) and (self.greedy is None or self.greedy.failure is None)
 
     @property
@@ -97,9 +97,9 @@ class ProblemResult:
 
 
 def vote(text: str) -> str:
-    """Return the key for majority votes of a text without an extracted answer. White space is removed.
+    """Return the final answer in a text without white space, as a key for majority votes.
 
-    The key is the last `<answer>`, otherwise the text after the last `####`, otherwise the whole text.
+    The answer is the last `<answer>`, otherwise the text after the last `####`, otherwise the whole text.
 
     >>> vote("so <answer> 3 + 4 </answer>"), vote("it is #### 7"), vote("3 + 4")
     ('3+4', '7', '3+4')
@@ -120,9 +120,9 @@ def num_samples(problems: Sequence[ProblemResult]) -> int:
 def problem_statistics(problems: Sequence[ProblemResult]) -> dict[str, Array]:
     """Return the values of each statistic (Float[P]) by the statistic's name below `val-core/<data_source>/`.
 
-    All problems must be scored. Sampled statistics need samples. Greedy statistics need a greedy response to every
-    problem. If two of k samples failed, the statistics are computed for k - 2 samples. Raises DataError if the problems
-    have different numbers of samples.
+    All problems must be scored. Sampled statistics need samples, and ignore the samples without a score. Greedy
+    statistics need a greedy response to every problem. Raises DataError if the problems have different numbers of
+    samples.
     """
     k = num_samples(problems)
     found: dict[str, Array] = {}
@@ -153,8 +153,8 @@ class ValidationResult:
     """The result of one model on held-out problems, with the same number of responses to each problem.
 
     `name` is `before`, `after` or a step such as `step-000020`. `step` and `policy_version` identify the weights.
-    `data_source` is `all` for several sources. `suite` is the fingerprint of the suite with its limits and scorer, or
-    '' for the run's held-out problems.
+    `data_source` is `all` for several sources. `suite` is a fingerprint of the suite's rows, sampling and scoring. It
+    is '' for the run's held-out problems.
     """
 
     name: str

@@ -106,10 +106,11 @@ def majority(votes: Sequence[Hashable], values: Sequence[float]) -> float:
 
 
 def mean_intervals(values: ArrayLike, *, confidence: float = 0.95, num_resamples: int = 1_000) -> list[Interval]:
-    """Return the mean and interval of each of M statistics. A statistic with only the values 0 and 1 gets Wilson's
-    interval. Other statistics get the bootstrap interval, which covers too little for rare successes. For example, half
-    of all samples of 64 problems contain no success if the chance is 0.01. Their bootstrap interval has no width. The
-    arguments are the same as for `bootstrap_intervals`.
+    """Return the mean and interval of each of M statistics. The arguments are the same as for `bootstrap_intervals`.
+
+    A statistic with only the values 0 and 1 gets Wilson's interval. Other statistics get the bootstrap interval, which
+    is too narrow for rare successes. For example, 64 problems with a success rate of 0.01 contain no success half of
+    the time. The bootstrap interval then has no width.
     """
     table = _table(values)
     found = bootstrap_intervals(table, confidence=confidence, num_resamples=num_resamples)

@@ -1,8 +1,8 @@
 """Packed attention, where a token attends only to earlier tokens of the same sequence, without a [T, T] mask.
 
-`packed_attention` is registered with transformers. Packed calls pass a `PackedLayout` as a keyword argument, so
-gradient checkpointing recomputes the same values. Decoding passes a small four-dimensional mask instead. The `sdpa`
-backend runs on every device. It computes one dense causal attention for each length group of the layout.
+`packed_attention` is registered with transformers. Packed calls pass a `PackedLayout` as a keyword argument. Gradient
+checkpointing passes it again when it recomputes a layer. Decoding passes a small four-dimensional mask instead. The
+`sdpa` backend runs on every device. It computes one dense causal attention for each length group of the layout.
 """
 
 import importlib
@@ -185,8 +185,8 @@ def packed_attention(
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "B L Hq D"], None]:
     """Compute the attention of one layer for transformers. Without a layout, the attention mask is used. With a layout,
-    B is 1, and L and S are T. With shared prompts, L and S are the number of computed tokens. Raises ModelError if the
-    model caps attention scores, adds attention sinks or uses dropout."""
+    B is 1, and both L and S are the number of computed tokens. Raises ModelError if the model caps attention scores,
+    adds attention sinks or uses dropout."""
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise ModelError(
             f"model.path: {type(module).__name__} caps attention scores or adds attention sinks, which the packed "

@@ -47,8 +47,8 @@ def token_logprobs_and_entropy(
         logprob = z_target - logsumexp(z)        entropy = logsumexp(z) - sum_v softmax(z)_v z_v
 
     At most `chunk_tokens` rows of logits exist at a time, in the forward and the backward pass. Gradients flow to
-    `hidden` and `weight`. The gradient of `weight` is summed in float32 over chunks. The entropy mode "value" gives no
-    gradient. `compiled` fuses the operations after the matrix products (CUDA).
+    `hidden` and `weight`. The gradient of `weight` is summed in float32 over chunks. With `entropy="value"`, the
+    entropy has no gradient. `compiled` fuses the operations after the matrix products (CUDA).
     """
     if temperature <= 0:
         raise ValueError(f"temperature: must be above 0 for log-probabilities, got {temperature}")

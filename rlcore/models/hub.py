@@ -76,8 +76,8 @@ def _hub_problem(path: str) -> str | None:
 
 
 def resolve_model(path: str | Path, file_name: str) -> str:
-    """Return the model directory or the hub id `owner/name` of a path. Raises ModelError if the path is neither. It is
-    also raised if `file_name` is missing in the directory or damaged."""
+    """Return the model directory or the hub id `owner/name` of a path. Raises ModelError if the path is neither, or if
+    `file_name` is missing in the directory or damaged."""
     text, directory = str(path), Path(path).expanduser()
     if directory.is_dir():
         file = directory / file_name

@@ -40,7 +40,8 @@ class SharedPrompts:
         places: Int[T], the index of the computed token that represents each token, in attention order.
         first_tokens: Int[c], the first token that each computed token represents.
         shared: Int[p], the computed tokens that represent several tokens.
-        duplicates: Int[p, m], their further tokens. `is_duplicate` Bool[p, m] marks the valid entries.
+        duplicates: Int[p, m], the tokens besides the first one that each entry of `shared` represents, padded.
+        is_duplicate: Bool[p, m], False where `duplicates` is padded.
         cu_seqlens: Int32[N+1], the bounds of the sequences among the computed tokens.
     """
 
@@ -80,7 +81,7 @@ class _Expand(torch.autograd.Function):
 class SharedOrder:
     """The computed tokens of a batch, as host arrays. `computed` Int[c]: the tokens that are computed. `places` Int[T]:
     the index in `computed` of the token that represents each token. `dropped` Int[d]: the tokens that are not computed.
-    `further` Int[d]: the index of each dropped token among the duplicates of its computed token."""
+    `further` Int[d]: the column of each dropped token in `SharedPrompts.duplicates`."""
 
     computed: IntArray
     places: IntArray
@@ -150,9 +151,9 @@ class PackedLayout:
     """The order in which the model computes T packed tokens.
 
     `token_order` Int[T]: the batch token at each computed position. `computed_index` Int[T]: the computed position of
-    each batch token. `cu_seqlens` Int32[N+1]: the bounds of the sequences in computed order. `groups`: used by `sdpa`
-    only. With `shared`, only c < T tokens are computed. `token_order` then has c entries, and attention uses T keys and
-    values.
+    each batch token. `cu_seqlens` Int32[N+1]: the bounds of the sequences in computed order. `groups`: the attention
+    calls of `sdpa`, or () for other backends. With `shared`, only c < T tokens are computed. `token_order` then has c
+    entries, and attention uses T keys and values.
     """
 
     backend: Backend
@@ -167,9 +168,9 @@ class PackedLayout:
 def build_layout(
     cu_seqlens: Int[Array, "N_plus_1"], *, backend: Backend, device: torch.device, shared: IntArray | None = None
 ) -> PackedLayout:
-    """Return the layout of the sequences that `cu_seqlens` bounds. Bounds on the host avoid waiting for the device.
-    `shared` Int[N]: the number of leading tokens that a sequence shares with an earlier one. The earlier one is the
-    last sequence before it whose entry is 0.
+    """Return the layout of the sequences with the bounds `cu_seqlens`. Bounds on the host avoid waiting for the device.
+    `shared` Int[N]: the number of leading tokens that each sequence shares with a preceding sequence. This is the
+    nearest preceding sequence whose entry is 0.
 
     >>> layout = build_layout(torch.tensor([0, 3, 5, 8]), backend="sdpa", device=torch.device("cpu"))
     >>> layout.token_order.tolist()
@@ -219,7 +220,7 @@ def build_layout(
 
 
 def _length_groups(lengths: Sequence[int], device: torch.device) -> tuple[LengthGroup, ...]:
-    """Group ascending lengths by equal length. If there are too many lengths, group them by rounding step instead."""
+    """Group ascending lengths by equal length. Too many different lengths are grouped by `_round_up(length)`."""
     exact = len(set(lengths)) <= _MAX_EXACT_LENGTHS
     groups: list[LengthGroup] = []
     start = 0

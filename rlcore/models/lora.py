@@ -63,10 +63,9 @@ class AdaptedLinear(nn.Module):
 def stochastic_round(exact: Float[Tensor, "M N"], dtype: torch.dtype) -> Float[Tensor, "M N"]:
     """Cast a float32 tensor to `dtype`, with stochastic rounding for bfloat16. The call overwrites `exact`.
 
-    A weight without its adapter is already a bfloat16 number. Rounding to nearest would lose changes below half a step,
-    and most adapter updates are smaller. The engine would then keep the old policy. Instead, a fixed random number
-    below the step is added, and the rest is truncated. Unchanged weights stay equal, and changes are correct on
-    average.
+    Rounding to nearest would lose changes below half a bfloat16 step, and most adapter updates are smaller. The engine
+    would then keep the old policy. Instead, a fixed random number below one step is added, and the sum is truncated.
+    Changes are then correct on average. An unchanged weight stays equal, since it is already a bfloat16 number.
     """
     if dtype != torch.bfloat16:
         return exact.to(dtype)

@@ -66,8 +66,8 @@ def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = 
 
 
 class OffloadedWeights:
-    """Frozen parameters that move to host memory while other tensors need the device memory. The host memory is pinned
-    with a GPU. The host keeps a copy, so only the transfer to the device costs time. Storage is resized in place, so
+    """Frozen parameters that leave the device while other tensors need its memory. The host always keeps a copy, so
+    only the transfer to the device costs time. For a GPU, the copy is in pinned memory. Storage is resized in place, so
     all holders of a tensor, including FSDP, keep a valid reference."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -122,7 +122,7 @@ def compact(tensors: Iterable[Tensor]) -> None:
 def digest(tensor: Tensor) -> Int[Tensor, ""]:
     """Return a 64-bit checksum of a tensor, without synchronization. It is the sum of each element's bits times an odd
     random number for the element's position, modulo 2^64. One changed element always changes the sum. Several changes
-    cancel only by chance. On a CPU, 0 and -0 are equal, since a packed matrix is read by a product."""
+    cancel only by chance. On a CPU, 0 and -0 are equal, since unpacking vLLM's matrices loses the sign of 0."""
     flat = tensor.detach().reshape(-1)
     if flat.device.type == "cpu":
         flat = flat + 0

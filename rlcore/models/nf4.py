@@ -1,6 +1,6 @@
 """Frozen linear layers in 4 bits (NF4, Dettmers et al. 2023). A weight is one of 16 levels times the largest absolute
-weight of its block of 64. The format and the dequantization kernel come from bitsandbytes. Its quantizer divides
-approximately on a GPU, so it is not used. Codes, digests and exports are equal on every device."""
+weight of its block of 64. The format and the dequantization kernel come from bitsandbytes. Its quantizer is not used,
+because it divides approximately on a GPU. Quantized weights, digests and exports are equal on every device."""
 
 import importlib
 import logging

@@ -44,8 +44,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class OffloadedAdamW(torch.optim.AdamW):
-    """AdamW with moments in host memory (pinned with a GPU) and bit-identical results. AdamW is elementwise, so
-    parameters are stepped in pieces whose moments fit `piece_bytes`. A DTensor's moments are DTensors too."""
+    """AdamW with bit-identical results, whose moments are in host memory (pinned for a GPU). It is elementwise, so
+    parameters are updated in pieces whose moments fit `piece_bytes`. A DTensor's moments are DTensors too."""
 
     piece_bytes = OFFLOAD_PIECE_BYTES
 
@@ -130,7 +130,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def copy_like(parameter: Tensor, local: Tensor) -> Tensor:
-    """Return a copy of `local`, this rank's shard of a tensor, with the parameter's device and layout."""
+    """Return a copy of `local`, this rank's shard of a tensor, with the device and layout of `parameter`."""
     copy = torch.empty_like(parameter, dtype=local.dtype, requires_grad=False)
     local_tensor(copy).copy_(local, non_blocking=True)
     return copy

@@ -80,8 +80,7 @@ def gather(model: nn.Module, *, once: bool, is_last: bool = True) -> None:
 
 def reset_after_failed_pass(model: PackedTrunk) -> None:
     """Reset FSDP2 after a pass that raised an error, and drop gradients. This is only for a model sharded on one rank.
-    FSDP2 has no public way to reset its state machine. The function calls the private parts of FSDP2 that also end a
-    backward pass."""
+    FSDP2 has no public function for this. Its private functions at the end of a backward pass are called."""
     if not isinstance(model, FSDPModule):
         return
     state = model._get_fsdp_state()

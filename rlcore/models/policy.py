@@ -62,8 +62,8 @@ class PackedTrunk(nn.Module):
 
     def compile_layers(self) -> None:
         """Compile the forward pass of each decoder layer to shared code. Call this before `shard`. Hooks of FSDP and
-        checkpointing stay outside this code. All models of a process share the count of graphs. With torch's limit of
-        8, further kinds of passes (gradient or none, sharded or not) would run uncompiled."""
+        gradient checkpointing are not compiled. torch's limit of 8 graphs per process is raised. Otherwise, some passes
+        (with or without gradient, sharded or not) would run uncompiled."""
         compiler_settings.recompile_limit = max(compiler_settings.recompile_limit, _MAX_COMPILED_GRAPHS)
         for layer in self.layers:
             layer.forward = torch.compile(layer.forward)
@@ -199,8 +199,8 @@ class CausalPolicy(PackedTrunk):
         cache: DynamicCache,
     ) -> Float[Tensor, "B V"]:
         """Return the float32 logits after the last of L new tokens. Rows are left-padded, and S = cached tokens + L.
-        `attention_mask` is 1 (or True) for real tokens. Keys and values are appended to `cache`, which keeps all tokens
-        (`DynamicCache()`). A sliding window is applied by the mask."""
+        `attention_mask` is 1 (or True) for real tokens. Keys and values are appended to `cache`, a `DynamicCache()`
+        that keeps all tokens. The mask applies a sliding window."""
         mask = decode_mask(attention_mask.bool(), token_ids.shape[1])
         with self.precision(), self.eval_mode():
             output = self.decoder(

@@ -1,4 +1,4 @@
-"""The shape of a decoder from its `config.json` or scratch settings: parameters, operations, and peaks of known
+"""The shape of a decoder from its `config.json` or scratch settings, its parameters and operations, and speeds of
 devices. The counts hold for Llama, Mistral, Qwen2 and Qwen3 in transformers. The module imports no torch."""
 
 import json
@@ -72,8 +72,8 @@ def require_embeddings(key: str, path: str, tokens: Mapping[str, int]) -> None:
 
 
 def require_same_tokens(key: str, path: str, tokens: Mapping[str, int]) -> None:
-    """Check that the model has an embedding of each token, and equal token ids. Nothing is checked without the model's
-    files. Raises ModelError if an embedding is missing or a token has another id."""
+    """Check that the model has an embedding of each of the policy's tokens, with the same token id. Nothing is checked
+    without the model's files. Raises ModelError if an embedding is missing or a token has another id."""
     require_embeddings(key, path, tokens)
     own = token_counts(path)
     if differing := [token for token, number in tokens.items() if own.get(token, number) != number]:

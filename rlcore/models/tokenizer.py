@@ -1,6 +1,6 @@
-"""Tokenizers of model directories, of the hub, and of arithmetic for scratch models. Most functions need no torch. The
-arithmetic tokenizer has one token per operator and per integer up to a limit. A countdown response is about a dozen
-tokens, so half a million parameters can learn the task on two CPU cores."""
+"""Tokenizers of model directories and the hub, and an arithmetic tokenizer for scratch models. Most functions need no
+torch. The arithmetic tokenizer has one token per operator and per integer up to a limit. A countdown response is about
+a dozen tokens, so half a million parameters can learn the task on two CPU cores."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -38,9 +38,9 @@ _TAG = re.compile(r"([<\[])(/?)((?!(?:s|INST|SYSTEM_PROMPT)[>\]])\w[\w:.-]*[>\]]
 
 
 def build_scratch_tokenizer(config: ScratchModel, directory: Path) -> Path:
-    """Write the arithmetic tokenizer into `directory` and return `directory`. Text is split at white space, between
-    digits and other characters, and at each other character. "19+7" and "19 + 7" give equal tokens. Decoding joins
-    tokens with one space. Unknown text becomes `<unk>`. The written bytes depend on the settings alone."""
+    """Write the arithmetic tokenizer into `directory` and return `directory`. Text is split into whole numbers and
+    single characters, without white space. "19+7" and "19 + 7" give equal tokens. Decoding joins tokens with one space.
+    Unknown text becomes `<unk>`. The written bytes depend on the settings alone."""
     core = Tokenizer(WordLevel(scratch_vocabulary(config), unk_token=UNK_TOKEN))
     core.pre_tokenizer = pre_tokenizers.Sequence([WhitespaceSplit(), Split(Regex(r"\d+|\D"), behavior="isolated")])
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
@@ -87,8 +87,8 @@ def end_of_text_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase | None 
 
 
 def response_tags(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the ids of special tokens that are tags in responses. Each `</name>` is a tag, and `<name>` is one if
-    `</name>` is a token. Named special tokens, such as end and padding, are excluded."""
+    """Return the ids of special tokens that are tags in responses. A tag `</name>` always counts, and a tag `<name>`
+    counts if `</name>` is a token. Tokens with a special role, such as end and padding, are excluded."""
     named = {getattr(tokenizer, name) for name in tokenizer.SPECIAL_TOKENS_ATTRIBUTES}
     added = {token.content: (id, token.special) for id, token in tokenizer.added_tokens_decoder.items()}
     parts = [(_TAG.fullmatch(text), text, *found) for text, found in added.items()]

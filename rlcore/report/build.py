@@ -52,14 +52,14 @@ class ReportFiles:
 def build_report(run_dir: Path, *, target: Path | None = None, failure: str = "") -> ReportFiles:
     """Write the report of a run, finished or not, into `target`, by default `report` in the run's folder.
 
-    The output depends only on the run's folder and `failure`, the reason why the run failed or ''. Raises DataError if
-    the folder is not a run. The report lists other missing files.
+    `failure`: the reason why the run failed, or ''. The output depends only on `failure` and the run's folder. The
+    report lists missing files. Raises DataError if the folder is not a run.
     """
     return _write({run_dir.name: read_run(run_dir)}, target or run_dir / "report", "report", failure)
 
 
 def compare_runs(run_dirs: Sequence[Path], *, root: Path | None = None, target: Path | None = None) -> ReportFiles:
-    """Write a comparison of two or more runs, finished or not, with the first one.
+    """Write a comparison of two or more runs, finished or not. Differences are measured from the first run.
 
     `target`: the output folder, by default `<root>/comparisons/<fingerprint of the runs>`. `root`: the artifact folder,
     by default the artifact folder of the first run. Raises DataError if fewer than two different runs are named, or if

@@ -118,7 +118,7 @@ def title_of(groups: Groups) -> str:
 
 
 def tile_of(label: str, group: Sequence[RunRecord]) -> Tile:
-    """Return a tile with the held-out reward of a setting and its range over seeds."""
+    """Return a tile with the held-out reward of a group of runs: its mean and its range over seeds."""
     reward = _reward_of(group)
     if reward is None:
         return Tile(label, NO_VALUE, "no validation")
@@ -127,7 +127,7 @@ def tile_of(label: str, group: Sequence[RunRecord]) -> Tile:
 
 
 def comparison_findings(runs: Runs, groups: Groups) -> tuple[Finding, ...]:
-    """Return the findings about the seeds, the best setting, and the differences from the first run."""
+    """Return the findings about the seeds, the best group of runs, and the differences from the first run."""
     return (*_over_seeds(groups), *([_best(groups)] if len(groups) > 1 else []), _differences_from_first(runs))
 
 
@@ -226,7 +226,7 @@ def settings_table(runs: Runs) -> Table:
 
 
 def seed_table(groups: Groups) -> Table:
-    """Return a table of the last held-out metrics of each setting over its seeds."""
+    """Return a table of the last held-out metrics of each group of runs: mean, deviation and range over seeds."""
     rows = []
     for label, group in groups.items():
         for statistic, values in _final_scores(group).items():

@@ -122,7 +122,7 @@ def _paired_table(runs: Runs) -> Table:
 
 
 def paired_runs(first: RunRecord, second: RunRecord) -> tuple[tuple[Comparison, ...], str]:
-    """Return the paired statistics of two runs after training, and ''. If there are none, return () and the reason."""
+    """Return the paired statistics of two runs after training, or () and the reason why there are none."""
     if first.after is None or second.after is None:
         return (), "no validation after training with its answers"
     try:
@@ -139,7 +139,7 @@ def _meaning(statistic: str) -> str:
 def _table_by_key(
     name: str, title: str, key: tuple[str, Kind], columns: Mapping[str, Mapping[Any, Value]], note: str = ""
 ) -> Table:
-    """Build a table with a row for each key of any column, sorted by key."""
+    """Build a table with a row for each key that occurs in a column, sorted by key."""
     keys = sorted({each for column in columns.values() for each in column})
     rows = [(each, *(column.get(each) for column in columns.values())) for each in keys]
     return table(name, title, dict([key]) | dict.fromkeys(columns, "number"), rows, note)

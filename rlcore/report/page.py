@@ -101,7 +101,7 @@ _KINDS: Mapping[tuple[bool, bool], tuple[str, Tone]] = {
 
 
 def sample_table(record: RunRecord) -> Table:
-    """Return a table of scored responses before and after training, with the first problems of each kind of change."""
+    """Return a table of scored responses before and after training, grouped by change, such as newly solved."""
     rows: dict[str, list[Row]] = {kind: [] for kind, _ in _KINDS.values()}
     later = {problem.prompt_id: problem for problem in record.after.problems} if record.after is not None else {}
     before = record.before.problems if record.before is not None else ()
@@ -172,7 +172,7 @@ def validations_by_step(validations: Mapping[str, ValidationResult]) -> list[Val
 
 
 def _page_data(results: Sequence[ValidationResult], max_problems: int) -> tuple[dict[str, JsonValue], int]:
-    """Return the data of the page's script, and the number of omitted problems. Responses refer to texts by number."""
+    """Return the data of the page's script, and the number of omitted problems. Texts are referenced by index."""
     seen: dict[int, dict[int, ProblemResult]] = {}
     for at, result in enumerate(results):
         for problem in result.problems:

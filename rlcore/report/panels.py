@@ -53,11 +53,11 @@ STATISTIC_COLOURS = ("blue", "green", "purple", "orange")
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """The description of a chart over steps. `lines` and the held-out statistics are drawn together.
+    """The description of a chart over steps, which draws the metrics in `lines` and held-out statistics.
 
     `held_out`: the number of main held-out statistics. `band`: the metrics at the edges of a shaded band, and its
-    label. `limit`: the label of a dashed line, and a function that returns its height. `draw`: a function that replaces
-    the lines. `when`: the condition for the chart. `flat`: the reason why the chart may be 0 at every step.
+    label. `limit`: the label of a dashed line, and a function that returns its height. `draw`: a function that draws
+    the chart instead. `when`: the condition for the chart. `flat`: the reason why the chart may be 0 at every step.
     """
 
     name: str

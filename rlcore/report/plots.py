@@ -269,7 +269,7 @@ def plot_intervals(
 
 
 def plot_group(axes: "Axes", curves: Sequence[Series], colour: str, label: str) -> None:
-    """Plot the runs of one setting, as a single curve or as the mean with a band over the range."""
+    """Plot the curves of a group of runs: a single curve, or the mean with a band over the range."""
     if len(curves) == 1:
         marker = "o" if len(curves[0]) <= FEW_POINTS else ""
         axes.plot(curves[0].index, curves[0], color=LIGHT[colour], marker=marker, markersize=3.5, label=label)

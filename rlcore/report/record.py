@@ -141,7 +141,7 @@ class RunRecord:
 
     @cached_property
     def _core_names(self) -> list[re.Match[str]]:
-        """Return the matches of held-out reward names in the journal, newest steps first."""
+        """Return the names of held-out reward metrics in the journal as regex matches, newest steps first."""
         is_of_suite = self.config.validation.is_of_suite
         names = dict.fromkeys(name for record in reversed(self.steps) for name in record.metrics)
         return [found for name in names if not is_of_suite(name) and (found := _CORE.fullmatch(name))]

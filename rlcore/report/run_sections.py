@@ -61,10 +61,10 @@ def settings_tables(config: RunConfig) -> tuple[Table, Table]:
 
 @cache
 def describe_setting(key: str) -> str:
-    """Return the first sentence of a setting's documentation, up to a colon. For a list of choices, return the first
-    choice.
+    """Return the first clause of a setting's documentation. It ends at a period, semicolon or colon.
 
-    A name in a free mapping (`tags.owner`) has the documentation of the mapping.
+    A colon after a single word, such as the name of a choice, does not end it. A name in a free mapping (`tags.owner`)
+    has the documentation of the mapping.
 
     >>> describe_setting("runtime.device"), describe_setting("rollout.samples_per_prompt")
     ('auto: CUDA where a GPU is present.', 'Responses to each prompt')

@@ -65,11 +65,10 @@ _ZERO_SCORE_KINDS = (EMPTY, JUNK)
 
 
 def audit_reward(cases: Sequence[Case], pool: ScoringPool) -> tuple[AuditFinding, ...]:
-    """Score worthless responses, and return the kinds that the scorer rewards.
+    """Score worthless responses to each problem, and return the kinds of responses that the scorer rewards.
 
-    For each problem, empty text, junk, a copy of the prompt and usual forms without content are tried. Responses to the
-    next problem with another ground truth are tried too. Empty text and junk should score 0 or less. The other kinds
-    should score less than half marks.
+    The kinds are empty text, junk, a copy of the prompt, an answer form without content, and responses to another
+    problem. Empty text and junk are rewarded if they score above 0. The other kinds are rewarded from `HALF_MARKS` on.
     """
     tried: list[tuple[str, Case, str]] = []
     for place, case in enumerate(cases):
@@ -92,7 +91,7 @@ def _is_rewarded(trial: Trial) -> bool:
 
 
 def cases_of(folder: Path, num_cases: int) -> list[Case]:
-    """Return the problems with the best stored responses. Raises DataError if the run has no stored responses."""
+    """Return the problems with the highest-scored stored responses. Raises DataError if no response is stored."""
     found = find_responses(folder, Query(sort="-score"))
     problems = found.light.select(["data_source", "prompt_id"]).to_pandas().groupby(
         ["data_source", "prompt_id"], sort=False, dropna=False
@@ -126,12 +125,12 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class RescoreResult:
-    """The effect of a new scorer on stored responses. Means are over responses with both scores.
+    """The effect of a new scorer on stored responses. The means cover the responses with an old and a new score.
 
-    A group contains the responses of one training step to one occurrence of a prompt. `num_groups_changed` counts the
-    groups in which a score minus the mean score changed. With the new scores, these groups would have changed the
-    gradient of the step. `num_groups_flat` counts groups with equal scores, before and after. `num_failed` counts
-    responses on which the new scorer failed.
+    A group contains the responses of one training step to one occurrence of a prompt. `num_groups_changed`: the number
+    of groups with changed advantages (score minus group mean), and therefore another gradient. `num_groups_flat`: the
+    number of groups whose scores are all equal, before and after. `num_failed`: the number of responses on which the
+    new scorer failed.
     """
 
     num_answers: int
@@ -146,10 +145,10 @@ class RescoreResult:
 
 
 def rescore(folder: Path, query: Query, pool: ScoringPool, truth_of: Callable[[str], str] = str) -> RescoreResult:
-    """Score the selected stored responses with the scorer of the pool, and compare the scores.
+    """Score the selected stored responses again with the scorer of `pool`, and compare the old and new scores.
 
-    `truth_of`: a function that converts the JSON of a stored ground truth to JSON for this scorer. The run's penalty
-    `overlong` is subtracted from the new score too. Raises DataError if no response is selected.
+    `truth_of`: a function that converts a stored ground truth for the new scorer, both as JSON. The stored penalty
+    `overlong` is added to the new score too. Raises DataError if no response is selected.
     """
     import pandas as pd  # not needed for the trainer's audit
 

@@ -1,5 +1,5 @@
-"""Search in stored responses, without torch. All columns except texts and tokens are light. Light columns of all parts
-are filtered and sorted in memory. Texts and tokens are read on demand.
+"""Search of a run's stored responses, without torch. The light columns, which are all except texts and tokens, are
+filtered and sorted in memory. Texts and tokens are read from the files on demand.
 """
 
 import json
@@ -45,10 +45,10 @@ Range = tuple[float | None, float | None]
 class Query:
     """The selection and order of responses.
 
-    `prompt`: a prompt id. `search`: a text in the response. If `in_prompts` is true, the prompt is searched too. Case
-    is ignored. `kind`: one of `KINDS`. `sort`: one of `SORTS`, with `-` for descending order. Ties keep the order of
-    steps. If `each` is `prompt`, only the first response to each prompt is selected. Among ties, the response of the
-    last step is selected.
+    `prompt`: a prompt id. `search`: a text in the response, regardless of case. If `in_prompts` is true, the text may
+    also be in the prompt. `kind`: one of `KINDS`. `sort`: one of `SORTS`, with `-` for descending order. Among equal
+    values, earlier steps come first. If `each` is `prompt`, later steps come first among equal values. Only the first
+    response to each prompt is then selected.
     """
 
     step: Range = (None, None)
@@ -62,7 +62,7 @@ class Query:
 
     @classmethod
     def parse(cls, step: str = "", score: str = "", **others: Any) -> "Query":
-        """Parse a query with ranges as `LOW..HIGH`. Raises ConfigError if a value is invalid."""
+        """Parse a query whose ranges are texts such as `3..5`. Raises ConfigError if a value is invalid."""
         query = cls(parse_range("step", step), parse_range("score", score), **others)
         if query.prompt is not None and not 0 <= query.prompt <= MAX_PROMPT_ID:
             raise ConfigError(f"prompt: must be from 0 to {MAX_PROMPT_ID}, got {format_value(query.prompt)}")
@@ -103,7 +103,7 @@ to_finite_json = partial(to_jsonable_python, inf_nan_mode="null")
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The responses in the order of a search. `light` has the light columns, part numbers and row indices."""
+    """The selected responses in sorted order. `light`: the light columns, and each row's file number and row index."""
 
     parts: tuple[Path, ...]
     light: pa.Table
@@ -192,7 +192,7 @@ def _missing_response(key: str) -> DataError:
 
 @dataclass(frozen=True, slots=True)
 class PromptResponses:
-    """The responses to one prompt in one step or validation. `visits` has the mean score for each visited step."""
+    """All responses to a prompt in one step or validation. `visits`: the mean scores in all steps and validations."""
 
     answers: list[dict[str, Any]]
     visits: list[dict[str, Any]]
@@ -226,7 +226,7 @@ def _mean(scores: Iterable[float | None]) -> float | None:
 
 @lru_cache(maxsize=8)
 def _read_light(parts: tuple[tuple[Path, int, int], ...]) -> pa.Table:
-    """Return the light columns and the location of each row. A part is (path, time of change in ns, size in bytes)."""
+    """Return the light columns and the location of each row. `parts`: path, change time in ns and size of each file."""
     places = pa.schema([*LIGHT, ("part", pa.int32()), ("place", pa.int64())])
     tables = [places.empty_table()]
     for number, (path, _, _) in enumerate(parts):
@@ -249,7 +249,7 @@ def _changes(light: pa.Table) -> pa.Array:
 
 
 def _match_text(path: Path, places: np.ndarray, text: str, columns: list[str]) -> np.ndarray:
-    """Return for each row whether one of the columns contains the text. Without rows, the part is not read."""
+    """Return for each row in `places` whether a column contains the text. No file is read if `places` is empty."""
     if not len(places):
         return np.zeros(0, dtype=bool)
     table = _read(path, columns)
@@ -292,7 +292,7 @@ def _translate_errors(path: Path) -> Iterator[None]:
 
 
 def load_decoder(run_json: Path) -> Decode | None:
-    """Return the decoder of the tokenizer in a run's record, or None without a `tokenizer.json`."""
+    """Return the decoder of the tokenizer in a run's record, or None if no `tokenizer.json` can be found there."""
     try:
         stages = json.loads(run_json.read_text(encoding="utf-8"))["stages"]
         file = Path(next(stage["path"] for stage in stages if stage["name"] == "tokenizer")) / "tokenizer.json"

@@ -125,20 +125,19 @@ class ResponseWriter:
 
     @property
     def is_full(self) -> bool:
-        """Return whether `start_part` is due before the end of the chunk."""
+        """Return whether the responses in memory are so large that they should be written before the chunk ends."""
         return bool(sum(table.nbytes for table in self._tables) >= PART_BYTES)
 
     def start_part(self) -> None:
-        """Start to write the responses since the last call, after the previous part is written. Raises DiskSpaceError
-        if the disk has no room for the previous part. Then call this method again.
-        """
+        """Wait for the previous part, and start to write the responses collected since then. Raises DiskSpaceError if
+        the disk has no room for the previous part. After this error, a new call tries again."""
         self.wait()
         if self._tables:
             self._part, self._tables = pa.concat_tables(self._tables), []
             self._written = self._thread.submit(self._write, self._part)
 
     def wait(self) -> None:
-        """Wait for the part in progress. Raises DiskSpaceError if the disk is full. Then call this method again."""
+        """Wait until the current part is written. Raises DiskSpaceError if the disk is full. A new call tries again."""
         if self._part is None:
             return
         written, self._written = self._written, None
@@ -149,7 +148,7 @@ class ResponseWriter:
         self._part = None
 
     def write_validation(self, name: str, table: pa.Table) -> None:
-        """Write the responses of a validation if responses are stored. The errors are the same as for `write_part`."""
+        """Write the responses of a validation if the run stores responses. Raises the errors of `write_part`."""
         if self._settings.every_steps:
             write_part(self._folder / f"validation-{name}.parquet", table)
 
@@ -175,7 +174,7 @@ class ResponseWriter:
         self._delete_oldest()
 
     def _delete_oldest(self) -> None:
-        """Delete the oldest training parts, but never the newest, while all parts exceed their maximum size."""
+        """Delete old training parts until all parts fit into `answers.max_gb`. The newest training part is kept."""
         sizes = {path: path.stat().st_size for path in parts_of(self._folder)}
         too_many = sum(sizes.values()) - self._settings.max_gb * BYTES_PER_GB
         for path in training_parts(self._folder)[:-1]:

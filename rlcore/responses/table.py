@@ -29,10 +29,10 @@ def response_table(
     batch: TrainBatch | None = None,
     policy_logprobs: Float[Tensor, "T"] | None = None,
 ) -> pa.Table:
-    """Return the responses of a training step, or of a validation (sampled or `greedy`), as N rows.
+    """Return a table with one row for each of the N responses of a training step or validation.
 
-    `batch`: the training batch of the step, or None for a validation. `policy_logprobs`: the trainer's
-    log-probabilities before the update in the layout of `batch`, or None.
+    `greedy`: whether a validation took the most likely tokens. `batch`: the training batch of the step, or None for a
+    validation. `policy_logprobs`: the trainer's log-probabilities before the update in the layout of `batch`, or None.
     """
     tokens, count = _Tokens(rollouts), len(rollouts)
     prompts = list(dict.fromkeys(rollout.prompt for rollout in rollouts))

@@ -23,9 +23,9 @@ _ENVIRONMENT_INDEX = 2**32 - 1
 class SamplingRequest(FastPickle):
     """A request for one response.
 
-    All randomness of the response comes from `seed`, so it depends neither on other requests nor on order or ranks.
-    `max_tokens`: a limit below the run's limit, or 0 for none. `environment_seed`: the seed of an environment, equal
-    for all responses to a prompt.
+    All randomness of the response comes from `seed`. Other requests and the rank have no effect. `max_tokens`: a limit
+    below the run's limit, or 0 for none. `environment_seed`: the seed of an environment, equal for all responses to a
+    prompt.
     """
 
     prompt: Prompt
@@ -96,7 +96,7 @@ class WeightSyncResult:
 class RolloutEngine(Protocol):
     """An engine that generates responses with the policy's weights.
 
-    Every rollout has the version of the last `update_weights`. An engine that is not sure of its weights raises
+    Every rollout records the version of the weights that generated it. An engine without valid weights raises
     EngineError.
     """
 
@@ -117,7 +117,7 @@ class RolloutEngine(Protocol):
         ...
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> WeightSyncResult:
-        """Load all weights and compare the result. `weights`: full tensors with the parameter names of transformers."""
+        """Load all weights and check the copies for differences. `weights`: full tensors, named as in transformers."""
         ...
 
     def sleep(self) -> None:
@@ -168,5 +168,5 @@ def require_all_weights(
 
 
 def engine_dtype(config: RunConfig, computing: torch.dtype) -> torch.dtype:
-    """Return the number type that `rollout.dtype` names. The value `auto` names `computing`, the trainer's type."""
+    """Return the number type of `rollout.dtype`. For `auto`, this is the number type `computing` of the trainer."""
     return {"auto": computing, "float32": torch.float32, "bfloat16": torch.bfloat16}[config.rollout.dtype]

@@ -67,9 +67,9 @@ class Environment(Protocol):
 class Episode:
     """The state of an episode. `replies[0]` is the first message, and `replies[i]` is the reply to `texts[i - 1]`.
 
-    `truth`: the ground truth for `play` as JSON, with the environment, the arguments of its class (`options`), and
-    `row`. `max_kept`: the number of environments that a process stores between turns. A dropped environment is created
-    again, and its turns are repeated.
+    `truth`: the JSON that `play` receives as ground truth. It holds the name of the environment, the arguments of its
+    class (`options`) and the `row`. `max_kept`: the number of environments that a process stores between turns. A
+    dropped environment is created again, and its turns are repeated.
     """
 
     name: str
@@ -119,8 +119,8 @@ _event_loop = cache(asyncio.new_event_loop)
 
 
 def play(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Play the last turn of an `Episode`. The field `said` of the returned score holds the reply as JSON, and whether
-    the episode ends. An empty response only imports and creates an environment, outside any deadline."""
+    """Play the last turn of an `Episode`. The field `said` of the returned score holds JSON with the reply and whether
+    the episode ends. An empty response only creates an environment, so that no turn's deadline includes the import."""
     kind = resolve_environment(str(ground_truth["environment"]))
     options = cast(Mapping[str, Any], ground_truth["options"])
     if not response:

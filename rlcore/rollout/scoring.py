@@ -1,8 +1,8 @@
 """Scoring in separate processes, so that model output cannot block a run.
 
 Each process scores one response at a time within a deadline. After a timeout, the process is killed and replaced. A
-timeout or an exception of the scorer leaves no score but a counted failure (`Score.failure`). Results have the order of
-the requests. `submit` does not block, so scoring and generation run concurrently.
+timeout or an exception of the scorer leaves a failure (`Score.failure`) in place of a score, and is counted. Results
+have the order of the requests. `submit` does not block, so scoring and generation run concurrently.
 """
 
 import contextlib
@@ -76,7 +76,7 @@ class PendingResponse:
 
 
 class ScoringProcess:
-    """A scoring process with its deadline and its responses. The process scores the first of these responses now."""
+    """A scoring process and the responses that it has not scored yet. The deadline applies to the first response."""
 
     def __init__(self, scorer: str, config: RewardConfig, *, first_call: bool) -> None:
         ours, theirs = socket.socketpair()
@@ -115,7 +115,7 @@ class ScoringProcess:
 
     @property
     def is_stopped(self) -> bool:
-        """Return whether a signal has stopped the process, so that its response is not overdue."""
+        """Return whether a signal such as SIGSTOP has stopped the process. Its response is then not overdue."""
         try:
             return bool(psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED)
         except psutil.Error:
@@ -177,8 +177,8 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
     """A pool that scores responses with `scorer`, a function named `module:function` (see `rlcore.score.Scorer`).
 
     If `num_processes` is 0, this process scores without a deadline, which suits trusted scorers. `section`: the section
-    of the settings, for messages. `num_logged`: the maximum number of failures that are logged, separately for errors
-    and timeouts. Raises ConfigError if the scorer does not exist.
+    of the settings that messages name. `num_logged`: the maximum number of failures that are logged, separately for
+    errors and timeouts. Raises ConfigError if the scorer does not exist.
     """
 
     def __init__(
@@ -378,7 +378,8 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         """Replace a process that has ended.
 
         The response of the process is retried once, since the process may have been killed. If the second process ends
-        too, the response counts as an error. If that happened in a first call, first calls are disabled instead.
+        after its first call, the response counts as an error. If the second process ends during its first call, first
+        calls are disabled, and the response is retried.
         """
         if worker.responses:
             answer = worker.responses[0]

@@ -2,8 +2,8 @@
 
 Messages are lines of JSON over a socket, so model output is never unpickled. The process sends {"ready": true} or
 {"failed": reason}. It then receives lists of [response, ground truth] and sends a result for each response. The first
-call of each scorer gets an empty response, so that the scorer's imports count in no deadline. FIRST_CALL 0 disables
-this call. WEIGHTS is `reward.weights` as JSON.
+call of each scorer gets an empty response, so that no response's deadline includes the scorer's imports. FIRST_CALL 0
+disables this call. WEIGHTS is `reward.weights` as JSON.
 """
 
 import ctypes
@@ -84,7 +84,7 @@ def score_one(
 
 
 def weights_problem(failure: str | None) -> str:
-    """Return the message about `reward.weights` that a failure contains, or '' without one.
+    """Return the message about `reward.weights` in a failure, or '' if the failure has another reason.
 
     >>> weights_problem(f"ValueError: {WEIGHTS_PROBLEM}foo. Use correct, total")
     'reward.weights: must name parts of the score, got foo. Use correct, total'
@@ -101,7 +101,7 @@ def describe(error: BaseException) -> str:
 def serve(
     connection: socket.socket, scorer: Scorer, deadline_s: float, *, first_call: bool, weights: Mapping[str, float]
 ) -> None:
-    """Score the responses that arrive, until the other side closes the connection."""
+    """Score the responses that arrive, until the pool closes the connection."""
     warm: set[object] = set()
 
     def renew_deadline() -> None:

@@ -55,9 +55,9 @@ class TurnTokens:
         self._head = len(start)
 
     def reply_tokens(self, last_token: int, reply: str) -> tuple[str, list[int]]:
-        """Return the truncated reply, and the ids from after `last_token` to the start of the model's next turn.
+        """Return the truncated reply, and the token ids between `last_token` and the model's next text.
 
-        The template's end of turn is left out if `last_token` is already that end.
+        If `last_token` already ends the model's turn, the ids do not repeat this end.
         """
         reply = self._truncate(reply)
         if not self._chat:
@@ -67,8 +67,9 @@ class TurnTokens:
         return reply, ids[1:] if ids[:1] == [last_token] else ids
 
     def first_message_tokens(self, prompt: Sequence[int], message: str) -> tuple[str, tuple[int, ...], list[int]]:
-        """Return the truncated first message, the prompt without the start of the model's turn, and the following ids.
-        Raises ConfigError if the prompt does not end with the template's start of a turn."""
+        """Return the truncated first message, the shortened prompt, and the token ids that follow this prompt. The
+        start of the model's turn moves from the prompt to the end of these ids. Raises ConfigError if the prompt does
+        not end with the template's start of a turn."""
         message = self._truncate(message)
         if not self._chat:
             return message, tuple(prompt), self._ids(message)

@@ -103,9 +103,9 @@ def disk_needs(
     steps_left: int,
     has_initial_policy: bool,
 ) -> tuple[DiskNeed, ...]:
-    """Return the disk space that the run's large outputs will need: weights, checkpoints and stored responses.
+    """Return the disk space that the run's large outputs will need, such as weights, checkpoints and stored responses.
 
-    The reserve covers the journal and validations. `checkpoints_bytes`: the future growth of the checkpoints.
+    `checkpoint.reserve_gb` covers the journal and validations. `checkpoints_bytes`: the growth of the checkpoints.
     """
     weights = BYTES_PER_WEIGHT * num_weights
     needs = [

@@ -31,7 +31,7 @@ UNTRAINED = "untaught"
 class InitialPolicy:
     """The initial policy after `steps` supervised steps. `cached`: whether the model existed already.
 
-    `figures`: `loss`, `accuracy`, `held_out_loss` and `held_out_accuracy`, and `reward` if the warm start sampled it.
+    `figures`: `loss`, `accuracy`, `held_out_loss` and `held_out_accuracy`, and `reward` if responses were sampled.
     """
 
     directory: Path
@@ -94,10 +94,10 @@ def stage_layout(config: RunConfig, filtered_directory: Path) -> RunLayout:
 
 
 def stage_settings(config: RunConfig, num_demonstrations: int | None = None) -> RunConfig:
-    """Return the settings of the warm start. Settings that do not affect it have their defaults, so that runs share it.
+    """Return the settings of the warm start. All other settings have their defaults, so that runs share the warm start.
 
-    Two warm starts with different settings have different folders (see `initial_policy_fingerprint`). Settings that may
-    change on a resume are an exception.
+    Warm starts with different settings have different folders (see `initial_policy_fingerprint`). Only settings that
+    may change on a resume can differ within a folder.
     """
     usual, warm, data = RunConfig(), config.warm_start, config.data
     samples = warm.stop_at_reward is not None

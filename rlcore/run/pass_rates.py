@@ -1,4 +1,4 @@
-"""The table of pass rates, which says how often the initial policy solves each training row, and the row selection.
+"""The pass rates, which say how often the initial policy solves each training row. They also select training rows.
 
     pass-rates/<fingerprint>/pass_rates.parquet      a line for each training row, in the order of the filtered rows
     pass-rates/measuring-<fingerprint>/              its parts while it is measured (`rlcore.run.measuring`)
@@ -138,7 +138,7 @@ class PassRates:
             )
 
     def spread(self) -> str:
-        """Return a text with the shares of rows whose pass rate is 0, 1 or between."""
+        """Return a text with the shares of rows that have pass rate 0, pass rate 1, or a rate between 0 and 1."""
         rates = self.counts.rates()
         known = rates[~np.isnan(rates)]
         if not len(known):
@@ -187,7 +187,7 @@ def _match_rows(table: pa.Table, wanted: Sequence[str], directory: Path) -> Pass
 
 
 def read_table(file: Path) -> pa.Table:
-    """Read a table or a part of one. Raises DataError if the file is not a table of pass rates."""
+    """Read a table, or a part saved during the measurement. Raises DataError if the file is no table of pass rates."""
     try:
         table = pq.read_table(file)
     except (pa.ArrowException, OSError) as error:

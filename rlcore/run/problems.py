@@ -84,8 +84,8 @@ class HeldOutProblems:
     def build_sampler(self, inputs: RunInputs, opened: ExitStack) -> Callable[[WorkerGroup], ResponseSampler]:
         """Start the scoring processes, and return a function that creates the `ResponseSampler` of a worker group.
 
-        `opened`: the stack that ends the processes when it closes. Raises ConfigError if the scorer or the environment
-        does not exist, or if the chat template cannot append turns.
+        `opened`: the exit stack that ends the processes. Raises ConfigError if the scorer or the environment does not
+        exist, or if the chat template cannot append turns.
         """
         scoring, episodes = opened.enter_context(self.scoring_pool()), self.episodes(inputs)
         if episodes is not None:
@@ -111,8 +111,8 @@ class Problems(HeldOutProblems):
     def read(cls, config: RunConfig, inputs: RunInputs) -> "Problems":
         """Read the filtered rows of a run.
 
-        Raises DataError if a file is invalid or empty, or if the data sources cannot be mixed. Raises DataError also if
-        a suite has the name of a data source.
+        Raises DataError if a file is invalid or empty, if the data sources cannot be mixed, or if a suite and a data
+        source share a name.
         """
         held_out = HeldOutProblems.of_run(config, inputs)
         own = {prompt.data_source for prompt in held_out.validation}
@@ -157,7 +157,7 @@ class Problems(HeldOutProblems):
         return PromptStream(self.selected[0], seed=self.config.seed)
 
     def metrics(self) -> RowSampler | None:
-        """Return a sampler of the selected rows by their pass counts, or None if rows are drawn uniformly."""
+        """Return a sampler that draws rows by their pass counts, or None if `pass_rates.draw` is `uniform`."""
         settings = self.config.pass_rates
         if settings.draw == "uniform":
             return None

@@ -82,7 +82,7 @@ class Session:
 
     @property
     def _current(self) -> Training[Any]:
-        """The training in progress. It is the warm start while that is active, otherwise the training of the run."""
+        """The training in progress, which is the active warm start or the training of the run."""
         return self._warm_start.training or self._training
 
     def __enter__(self) -> Self:
@@ -213,7 +213,7 @@ class Channel:
 
 
 def serve(session: Session, commands: Iterator[Mapping[str, Any]], report: Report, stop: StopFlag) -> int:
-    """Execute commands until `close`, the last command, a stop request or an error. Return the exit code."""
+    """Execute commands until `close`, the end of the commands, a stop request or an error. Return the exit code."""
     for command in commands:
         arguments = dict(command)
         name = str(arguments.pop("command", None))

@@ -88,7 +88,7 @@ class RunRecord:
         return self.store.measured_bytes() or self._first_save_bytes
 
     def room_metrics(self) -> dict[str, float]:
-        """Return `disk/free_gb` and `disk/needed_gb`. The need is the next checkpoint and the reserve."""
+        """Return `disk/free_gb` and `disk/needed_gb` (the next checkpoint plus `checkpoint.reserve_gb`)."""
         return self.room.check(self.layout.checkpoints, self._next_save_bytes).metrics
 
     def wait_for_room(self, step: int, settle: Callable[[], None]) -> None:
@@ -105,10 +105,10 @@ class RunRecord:
     # ------------------------------------------------------------------ resume
 
     def restore(self, info: CheckpointInfo | None) -> LoopState:
-        """Return the state of a checkpoint, or of step 0 if `info` is None, and truncate the journal to it.
+        """Return the state of a checkpoint, or of step 0 if `info` is None, and truncate the journal to this step.
 
-        The current save is abandoned, and intact checkpoints of later steps are renamed. Results of later steps are
-        renamed only if `info` is None. Otherwise they stay, since the steps are repeated exactly.
+        The current save is abandoned, and intact checkpoints of later steps are renamed. If `info` is None, results of
+        later steps are renamed too. A resume from a checkpoint keeps these results, since it repeats the steps exactly.
         """
         step = 0 if info is None else info.step
         self.saves.abandon()
@@ -172,7 +172,7 @@ class RunRecord:
     def finish(self, *, failed: bool, is_over: bool = False) -> None:
         """Commit the current save and record the end of the run.
 
-        `is_over`: whether the run is finished before its last step. In this case do not wait for MLflow.
+        `is_over`: whether the run is finished without its last step. If true, this call does not wait for MLflow.
         """
         try:
             self.saves.settle()
@@ -288,7 +288,7 @@ class RunEvents:
         self.num_failures = len(failures)
 
     def resumed(self, step: int, found: FoundCheckpoint) -> None:
-        """Report the step of the resume, refused checkpoints, and the gaps of a journal that fits no checkpoint."""
+        """Report the resumed step, refused checkpoints, and missing steps of a journal that fits no checkpoint."""
         used = found.checkpoint
         for refusal in found.refusals:
             text = f"resuming from {'the start' if used is None else used.name}: {refusal.reason}"

@@ -103,7 +103,7 @@ class Training(Generic[W]):
     def _begin(self) -> LoopState:
         """Return the state from which training continues.
 
-        This is the state in memory after a chunk, otherwise the newest checkpoint, or step 0 if there is no checkpoint.
+        This is the state in memory if the workers hold its weights. Otherwise it is the newest checkpoint, or step 0.
         """
         self.workers.start()
         if self._state is not None and self.workers.holds == name_of(self._state.step):
@@ -127,7 +127,7 @@ class Training(Generic[W]):
         return state
 
     def _cost(self) -> dict[str, float]:
-        """Return the cost of the run. The meter must read the journal after a resume has truncated it."""
+        """Return the cost of the run. `CostMeter` must read the journal after a resume has truncated it."""
         if self._meter is None:
             self._meter = CostMeter(self.record.layout.journal)
         return self._meter.metrics(self.workers.gpu_uses())
@@ -195,11 +195,11 @@ class Training(Generic[W]):
         raise NotImplementedError
 
     def _evaluate(self, state: LoopState) -> tuple[Mapping[str, float], LoopState]:
-        """Return the metrics of the evaluations that are due, and the state with its best score."""
+        """Return the metrics of the evaluations that are due, and the state with the best score so far."""
         raise NotImplementedError
 
     def _write_responses(self, result: StepResult) -> None:
-        """Store the responses of a step."""
+        """Store the responses of a step. By default this does nothing."""
 
     # ------------------------------------------------------------------ saves
 
@@ -225,7 +225,7 @@ class Training(Generic[W]):
         return step % trainer.steps_per_chunk == 0 or step == trainer.total_steps
 
     def _saving(self, advance: Callable[[], Saved | None]) -> None:
-        """Advance the current save. The time that the loop waits for it becomes a metric of the next step."""
+        """Call `advance`, which moves the current save forward. The duration becomes a metric of the next step."""
         begun = time.perf_counter()
         try:
             saved = advance()
@@ -300,7 +300,7 @@ class RunTraining(Training[RunWorkers]):
             raise self._add_remedy(all_unscored_error(where, data.environment or data.scorer, result.failures))
 
     def evaluate_checkpoint(self, checkpoint: str, name: str, suite: SuiteConfig | None = None) -> ValidationResult:
-        """Evaluate a checkpoint on all held-out problems or on a suite. A matching result of training is reused."""
+        """Evaluate a checkpoint on all held-out problems or on a suite. Reuse a stored result with equal settings."""
         step = self.record.store.step_of(checkpoint)
         result = (
             self._known_result(step, suite)
@@ -323,9 +323,9 @@ class RunTraining(Training[RunWorkers]):
         result.write(self.file_of(result.name, suite))
 
     def _known_result(self, step: int, suite: SuiteConfig | None, name: str | None = None) -> ValidationResult | None:
-        """Return the stored result of `name`, or None if it is missing or was evaluated differently.
+        """Return the stored result of `name`, or None if the result is missing or has other settings.
 
-        Without `name`, return the result of the step's validation during training if this used all problems.
+        Without `name`, return the result that training stored for the step, or None if training skips some problems.
         """
         settings = self._config.validation if suite is None else suite
         file = self.file_of(name or name_of(step), suite)

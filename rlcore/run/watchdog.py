@@ -236,7 +236,7 @@ def exit_immediately(code: int) -> NoReturn:
 
 
 def _run_with_timeout(seconds: float, do: Callable[[], None]) -> None:
-    """Call `do` in a thread and wait that long. This is safe in a signal handler that has interrupted `threading`."""
+    """Call `do` in a thread and wait at most `seconds`. A signal handler that interrupted `threading` can use this."""
     is_done = _thread.allocate_lock()
     is_done.acquire()
 

@@ -150,7 +150,7 @@ class TrainingWorkers:
             return self.start().group.each(Worker.save, verb, *args, **kwargs)
 
     def step(self, state: LoopState) -> StepResult:
-        """Run one training step. The caller records the result and sets `holds`."""
+        """Run one training step. The caller records the result, then sets `holds` to the step's checkpoint name."""
         self.start()
         self.holds = MID_STEP
         with self._profile.around(state.step + 1):

@@ -1,6 +1,6 @@
 """Ray clusters without an import of Ray: reachability, folders on this host, and the authentication token.
 
-Plans use this module too, since Ray itself would try a closed port for minutes.
+The checks before a run use this module too, since Ray itself would try a closed port for minutes.
 """
 
 import os

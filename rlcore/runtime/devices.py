@@ -54,7 +54,7 @@ def find_devices() -> Devices:
 def output_of(command: Sequence[str]) -> str:
     """Return the standard output of a process.
 
-    Raises OSError if the process fails or does not end in time. A failure has the last line of the error output.
+    Raises OSError after a timeout, or with the last line of the error output if the process fails.
     """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, check=False)
@@ -68,7 +68,7 @@ def output_of(command: Sequence[str]) -> str:
 def all_reduce(num_ranks: int, backend: str) -> None:
     """Test an all-reduce of several ranks. The backend nccl has one rank per GPU, and gloo runs on the CPU.
 
-    Raises OSError if a rank fails or the ranks do not end in time. A failure has the last line of the rank's errors.
+    Raises OSError after a timeout, or with the last line of a rank's error output if that rank fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         words = [str(num_ranks), str(Path(folder) / "rendezvous"), backend]

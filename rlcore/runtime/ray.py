@@ -58,8 +58,8 @@ class RankProcess(Worker):
         return free_address() if is_private else free_address(ray.util.get_node_ip_address())
 
     def stream(self, verb: str, arguments: bytes) -> Iterator[bytes]:
-        """Yield the pickled items of a generator method with pickled arguments. Ray needs three times as long for
-        objects."""
+        """Yield the pickled items of a generator method with pickled arguments. Ray itself pickles objects in three
+        times the time."""
         for item in getattr(self, verb)(*pickle.loads(arguments)):
             yield pickle.dumps(item)
 
@@ -303,7 +303,7 @@ def _raise_worker_lost(what: str) -> Iterator[None]:
 def _keep_sigterm_handler() -> Iterator[None]:
     """Restore the SIGTERM handler, which Ray replaces with a handler that ends the process.
 
-    Raises StopRequestedError if a SIGTERM arrived while Ray was starting. The previous handler is called first.
+    If a SIGTERM arrived while Ray was starting, call the restored handler and raise StopRequestedError.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -26,7 +26,7 @@ UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def unit_for(num_bytes: float) -> tuple[float, str]:
-    """Return the largest unit of which the size is at least a tenth, or GB for a size of zero.
+    """Return the largest unit that is at most ten times the size, or GB for a size of zero.
 
     >>> unit_for(2.4e6), unit_for(0)
     ((1000000.0, 'MB'), (1000000000.0, 'GB'))
@@ -110,7 +110,7 @@ class DiskNeed:
 
 @dataclass(frozen=True, slots=True)
 class RoomReport:
-    """The space on the file system of `path`. `free_files` is None if the file system has no limit."""
+    """The space on the file system of `path`. `free_files` is None if the number of files has no limit."""
 
     path: Path
     needed_bytes: int
@@ -130,7 +130,7 @@ class RoomReport:
 
     @property
     def problem(self) -> str:
-        """A text about the missing space. It is valid only if there is not enough space."""
+        """A text that explains which space is missing. Use it only if `enough` is False."""
         if not self.missing_bytes:
             return f"{self.path}: {NO_FILES}"
         return (
@@ -140,7 +140,7 @@ class RoomReport:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics `disk/free_gb` and `disk/needed_gb` (with the reserve), in GB of 1e9 bytes."""
+        """The metrics `disk/free_gb` and `disk/needed_gb`, in GB of 1e9 bytes. The needed space includes a reserve."""
         return {
             "disk/free_gb": self.free_bytes / BYTES_PER_GB,
             "disk/needed_gb": (self.needed_bytes + self.reserve_bytes) / BYTES_PER_GB,
@@ -159,7 +159,7 @@ def check_room(path: Path, needed_bytes: int, reserve_bytes: int = 0) -> RoomRep
 
 
 def check_needs(needs: Sequence[DiskNeed], reserve_bytes: int = 0) -> tuple[RoomReport, ...]:
-    """Return one report for each file system of the needs, in the order in which the needs mention them."""
+    """Return one report for each file system on which `needs` will be written, in the order of the needs."""
     by_device: dict[int, list[DiskNeed]] = {}
     for need in needs:
         by_device.setdefault(nearest_existing(need.path).stat().st_dev, []).append(need)
@@ -169,8 +169,8 @@ def check_needs(needs: Sequence[DiskNeed], reserve_bytes: int = 0) -> tuple[Room
 
 
 def checkpoint_bytes(num_trained_parameters: int) -> int:
-    """Estimate the size of the first checkpoint. The number of parameters includes the critic's, but not frozen ones,
-    which are not saved."""
+    """Estimate the bytes of the first checkpoint. `num_trained_parameters` counts the policy and the critic, but no
+    frozen parameters, since these are not saved."""
     tensors = num_trained_parameters * BYTES_PER_TRAINED_PARAMETER
     return int(tensors * (1 + CHECKPOINT_SLACK_SHARE)) + CHECKPOINT_SLACK_BYTES
 

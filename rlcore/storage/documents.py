@@ -47,7 +47,7 @@ def files_of(folder: Path, pattern: str) -> list[Path]:
 
 
 def find_obstacle(folder: Path) -> Path | None:
-    """Return the file or dangling link at the path of a folder or of a parent, or None if there is none."""
+    """Return the file or dangling link that occupies the path of a folder or of one of its parents, otherwise None."""
     folder = folder.absolute()
     nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     return None if nearest.is_dir() else nearest
@@ -65,7 +65,7 @@ def sha256_of(path: Path, num_bytes: int | None = None) -> str:
 
 
 def content_digest(file: Path) -> str:
-    """Return the sha256 of a file. A process reads it again only where its size or change time differs."""
+    """Return the sha256 of a file. A process reads the file again only if its size or change time has changed."""
     path = file.expanduser().resolve()
     status = path.stat()
     return _digest(path, status.st_size, status.st_ctime_ns)
@@ -86,7 +86,7 @@ def parse_json(content: str | bytes) -> Any:
 
 def read_document(path: Path, kind: TypeAdapter[T], remedy: str = "") -> T | None:
     """Return a JSON file as a typed value, or None if there is no file. Raises DataError if the file cannot be read or
-    has another form. The message ends with `remedy`."""
+    does not fit the type. The error message ends with `remedy`."""
     try:
         return kind.validate_json(read_ordinary(path))
     except FileNotFoundError:
@@ -107,7 +107,7 @@ def first_problem(error: Exception) -> str:
 def sqlite_address(file: Path, scheme: str = SQLITE) -> str:
     """Return the SQLAlchemy address of an absolute path. `scheme` may name a driver.
 
-    SQLAlchemy ends a path at a `?`. A path with this sign gets sqlite's URI form, with slashes escaped for MLflow.
+    SQLAlchemy ends a path at a `?`. A path with a `?` is written in sqlite's URI form, with slashes escaped for MLflow.
 
     >>> sqlite_address(Path("/data/50%/mlflow.db"))
     'sqlite:////data/50%/mlflow.db'

@@ -108,10 +108,10 @@ class LineFile:
     def truncate(self, to_bytes: int) -> Path | None:
         """Truncate the file to its first `to_bytes` bytes and drop pending lines.
 
-        The lines that are cut off are saved in `<name>.abandoned-<k>.jsonl`. Return its path, or None if nothing was
-        cut off. The shortened file replaces the old one by a rename, so an open reader continues on the old one. Raises
-        TrackingError if the file is shorter, or if no line ends at that byte. Raises DiskSpaceError if there is no room
-        for the copies. The file is then unchanged.
+        The removed lines are saved in `<name>.abandoned-<k>.jsonl`. Return the path of this file, or None if nothing
+        was removed. The shortened file replaces the old file by a rename, so a process that has opened the old file can
+        still read it. Raises TrackingError if the file is shorter than `to_bytes`, or if no line ends there. Raises
+        DiskSpaceError if there is no room for the new files. An error leaves the file unchanged.
         """
         with self._lock:
             self._write_pending()
@@ -145,7 +145,7 @@ class LineFile:
 
 
 def iter_json(fd: int, start: int) -> Iterator[tuple[object, int]]:
-    """Yield each whole line after the byte `start`: its JSON value (None if unreadable) and the byte after the line."""
+    """Yield the JSON value (None if unreadable) and the end offset of each whole line from byte `start` on."""
     rest, offset = b"", start
     while block := os.pread(fd, READ_BLOCK_BYTES, offset + len(rest)):
         *lines, rest = (rest + block).split(b"\n")
@@ -158,7 +158,7 @@ def iter_json(fd: int, start: int) -> Iterator[tuple[object, int]]:
 
 
 def _end_of_last_line(path: Path, size: int) -> int:
-    """Return the byte after the last newline within the first `size` bytes, or 0 if there is no newline."""
+    """Return the offset after the last newline within the first `size` bytes, or 0 if there is no newline."""
     with path.open("rb") as file:
         end = size
         while end > 0:

@@ -39,8 +39,8 @@ class FileLock:
         self._descriptor: int | None = None
 
     def try_acquire(self, *, create: bool = True) -> bool:
-        """Acquire the lock without waiting. Return False if another open file holds the lock. With `create`, the file
-        may be missing. Raises OSError if the file cannot be opened or its file system has no locks."""
+        """Acquire the lock without waiting. Return False if another open file holds the lock. With `create`, a missing
+        file is created. Raises OSError if the file cannot be opened or its file system has no locks."""
         assert self._descriptor is None, f"{self.path} is locked by this object already"
         descriptor = os.open(self.path, os.O_RDWR | (os.O_CREAT if create else 0), 0o666)
         try:
@@ -77,7 +77,7 @@ class FileLock:
     def release(self, *, everywhere: bool = False) -> None:
         """Release the lock. A child that was started with the descriptor keeps the lock, unless `everywhere` is true.
 
-        A child that another thread is starting has a copy of the descriptor until it executes its program.
+        A child that another thread is starting has a copy of the descriptor until the child's program starts.
         """
         descriptor, self._descriptor = self._descriptor, None
         _held.discard(self)
@@ -200,8 +200,8 @@ class HeldLock:
         self._error = error
 
     def __enter__(self) -> Self:
-        """Acquire the lock, waiting up to `wait_s` seconds, and at least for the time that `holder_of` may hold the
-        lock.
+        """Acquire the lock, and wait for at most `wait_s` seconds. The minimum is `POLL_S`, since `holder_of` may hold
+        the lock briefly.
 
         Raises `error` (by default RunInUseError) if another process holds the lock, or if the file system has no locks.
         Raises UnwritableError if the folder cannot be written. Raises DiskSpaceError if the disk has no room for an

@@ -167,7 +167,7 @@ def in_threads(do: Callable[[S], R], items: Iterable[S]) -> list[R]:
 
 
 def part_directories(directory: Path) -> tuple[Path, ...]:
-    """Return the folders that a mixture of datasets combines. For any other folder, return the folder itself."""
+    """Return the folders of the datasets that a mixture combines, or the folder itself if it is not a mixture."""
     manifest = read_manifest(directory)
     names = [] if manifest is None else manifest.values.get(PARTS_KEY, [])
     return tuple(directory.parent / str(name) for name in names) or (directory,)
@@ -197,8 +197,8 @@ def read_finished(directory: Path, *, error: type[MillraceError] = DataError) ->
 
 
 def read_finished_or_reason(directory: Path, *, error: type[MillraceError] = DataError) -> tuple[Manifest | None, str]:
-    """Return the manifest of an intact directory and '', or None and the text of its damage. A directory that was never
-    finished gives None and ''. Raises `error` if the directory has a newer format, which is not damage."""
+    """Return (manifest, '') for an intact directory, (None, reason) for a damaged one, and (None, '') for an unfinished
+    one. Raises `error` if the directory has a newer format, which is not damage."""
     try:
         return read_finished(directory, error=error), ""
     except error as damage:

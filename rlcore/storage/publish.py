@@ -51,11 +51,11 @@ def published_directory(
 ) -> Iterator[Path]:
     """Yield a temporary folder, and rename it to `target` at the end of the `with` block.
 
-    A killed process leaves at most a `.tmp-` folder, see `remove_stale_temporaries`. After an exception nothing
-    remains. If another process has published `target` meanwhile, that directory stays, unless `replace` is true.
-    `manifest` is read after the block. `at` is called with each stage and its path, for reports about a file system
-    that hangs. Raises DiskSpaceError if there is no room for a write. Raises `error` if `target` exists and is not a
-    finished directory, or cannot be written.
+    A killed process leaves at most a `.tmp-` folder, which `remove_stale_temporaries` removes. An exception leaves
+    nothing. If another process publishes `target` during the block, that directory stays, unless `replace` is true.
+    `manifest` is read after the block. `at`: a function that receives the name of each stage, for reports about a file
+    system that hangs. Raises DiskSpaceError if there is no room for a write. Raises `error` if `target` cannot be
+    written, or if it exists and is not a finished directory.
     """
     if not replace:
         _require_free_or_finished(target, error)
@@ -93,7 +93,7 @@ def _make_temporary(target: Path, error: type[MillraceError]) -> tuple[Path, Fil
 
 
 def _take(owner: FileLock) -> None:
-    """Lock the temporary folder. On a file system without locks, only its process id shows that it is in use."""
+    """Lock the temporary folder. Without file locks, only the process id in the folder's name shows its use."""
     try:
         while not owner.try_acquire():  # another process checks whether it is stale
             time.sleep(CHECK_INTERVAL_S)
@@ -193,8 +193,8 @@ def _has_content(directory: Path) -> bool:
 def replaced_file(path: Path, needed_bytes: int | None = None) -> Iterator[BinaryIO]:
     """Yield a new file that replaces `path` by one rename after a flush. A reader sees the old file or the new one.
 
-    Raises DiskSpaceError if there is no room, for `needed_bytes` if they are known. The old file is then unchanged.
-    Raises UnwritableError if the folder cannot be written.
+    An error leaves the old file unchanged. Raises DiskSpaceError, with `needed_bytes` in its message, if there is no
+    room. Raises UnwritableError if the folder cannot be written.
     """
     temporary = temporary_sibling(path)
     try:
@@ -287,7 +287,8 @@ def remove_stale_temporaries(parent: Path, *, of: str | None = None) -> tuple[Pa
 
 
 def _is_stale(path: Path) -> bool:
-    """Return whether a temporary's lock is free and its process is dead. If the id may be reused, the age decides."""
+    """Return whether a temporary file or folder is unlocked, and is old or belongs to a process that has ended. Its age
+    counts because process ids are reused."""
     match = TEMPORARY.match(path.name)
     if match is None:
         return False

@@ -1,6 +1,6 @@
 """The attempts at a run, recorded in `attempts.jsonl`, and the process that delivers the journal to MLflow.
 
-The file has one JSON line when a trainer starts or resumes, and one when it ends:
+The file gets one JSON line when a trainer starts or resumes, and one when the trainer ends:
 
     {"from_step": 40, "journal_bytes": 91812, "time": 1763.2, "owner": {"pid": 411, ...}, "destination": {...}}
     {"status": "FINISHED", "time": 1763.5}
@@ -62,7 +62,7 @@ class Destination:
 class Attempt:
     """An attempt at a run, which trains from `from_step` on until the next resume or the end.
 
-    `journal_bytes`: the size of the journal before the first line of the attempt. `owner`: the process.
+    `journal_bytes`: the size of the journal before the first line of the attempt. `owner`: the trainer's process.
     """
 
     from_step: int
@@ -72,7 +72,7 @@ class Attempt:
     destination: Destination
 
     def is_lost(self) -> bool:
-        """Return whether the process has ended. The result is False if the process is on another host."""
+        """Return whether the trainer's process has ended. The result is False if the process is on another host."""
         return self.owner.host == socket.gethostname() and self.owner.process() is None
 
 

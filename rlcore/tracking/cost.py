@@ -1,8 +1,8 @@
 """The GPU-seconds of a run over all its attempts.
 
 The journal line of each step has the total so far. A run's cost is the largest total in the journal and in the lines
-that a resume removed from it. Repeated steps therefore count twice. If a process is killed, its time after its last
-line is unknown. Without a GPU, there is no such metric.
+that a resume removed from it. Repeated steps therefore count twice. The time of a killed process after its last line is
+unknown. A run without a GPU has no metric `cost/gpu_seconds`.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ class CostMeter:
         """The seconds of each rank, by its number and the time at which it began."""
 
     def metrics(self, uses: Sequence[GpuUse]) -> dict[str, float]:
-        """Return the total with these uses, one for each rank. The result is empty without GPUs."""
+        """Return the metric of the run's GPU-seconds so far, or {} without GPUs. `uses`: the GPU use of each rank."""
         if not uses:
             return {}
         self._seconds |= {(rank, use.began): use.seconds for rank, use in enumerate(uses)}

@@ -45,9 +45,9 @@ NONFINITE_METRIC = "training/num_nonfinite"
 class TrackingState:
     """The state of the delivery to MLflow, stored as `tracking.json` in the run's folder.
 
-    `key`: a tag of the MLflow run, which finds a run that was created but not recorded. `attempt_time`: the time of the
-    newest attempt that was described to MLflow. `journal_bytes`: the cursor. `status`: the delivered final status of
-    this attempt.
+    `key`: a tag of the MLflow run, by which a search finds the run if its id was not stored. `attempt_time`: the time
+    of the newest attempt that was described to MLflow. `journal_bytes`: the cursor. `status`: the delivered final
+    status of this attempt.
     """
 
     format_version: int = FORMAT_VERSION
@@ -232,7 +232,7 @@ def ensure_mlflow_run(run_dir: Path, config: RunConfig, tags: Mapping[str, str])
 
 @dataclass(frozen=True, slots=True)
 class SyncResult:
-    """The result of a delivery. `num_bytes` counts the journal. `status` is None for an active run."""
+    """The result of a delivery. `num_bytes`: the journal bytes that were sent. `status` is None for an active run."""
 
     mlflow_run_id: str
     num_bytes: int

@@ -96,8 +96,8 @@ class Journal(LineFile):
 class RunJournal(Journal):
     """The journal of a trainer, with the process that delivers it to MLflow.
 
-    A trainer calls `resume_at` first, with 0 and 0 for a new run. It then calls `append_step` and `append_event`. At
-    each checkpoint it calls `sync` and stores the result. It calls `finish` last. Only `finish` waits for MLflow.
+    A trainer first calls `resume_at`, with step 0 and 0 bytes for a new run. It then appends steps and events. At each
+    checkpoint it calls `sync` and stores the returned size. The last call is `finish`, which alone waits for MLflow.
     """
 
     def __init__(self, run_dir: Path, config: RunConfig, *, tags: Mapping[str, str]) -> None:

@@ -104,8 +104,8 @@ def stage_of(name: str, folder: Path) -> Stage:
 def code_revision(folder: Path = SOURCE_FOLDER) -> tuple[str, bool]:
     """Return the git commit of the source, and whether files differ from this commit.
 
-    The commit is '' if git is missing or no repository tracks the source. A virtual environment, for example, may be
-    inside another project's repository.
+    The commit is '' if git is missing or no repository tracks the source. An installation inside another project's
+    repository, such as one in a virtual environment, is not tracked.
     """
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None or not _is_tracked(folder):

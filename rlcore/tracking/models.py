@@ -55,12 +55,13 @@ def log_model(
 ) -> str:
     """Log a checkpoint or a transformers directory as an output of the run at a step, and return the model's id.
 
-    Checkpoints are not copied. Weights are copied without being loaded. If they are larger than `max_bytes`, only their
-    location is logged. `mlflow.transformers.load_model` can load them, and `AutoModelForCausalLM` can load their folder
-    `model`. The address of the model is `models:/<id>`. An existing model with the same name and step is reused.
+    An existing model with the same name and step is reused. Checkpoints are not copied. A transformers directory is
+    copied without being loaded. If it is larger than `max_bytes`, only its path is logged.
+    `mlflow.transformers.load_model` can load the copy at `models:/<id>`, and `AutoModelForCausalLM` can load its folder
+    `model`.
 
-    `metrics`: the validation scores of the model. `time_s`: the time of the scores' journal line, so that the scores
-    match the points of the run's curves. Raises TrackingError if `path` is not a transformers directory.
+    `metrics`: the model's validation scores. `time_s`: the time of the journal line with these scores, so that they
+    match the run's curves. Raises TrackingError if a model of the kind `transformers` has no config.json.
     """
     from mlflow.entities import LoggedModelOutput
 
@@ -105,7 +106,7 @@ def _log_model_metric(
 
 
 def _upload(client: "MlflowClient", model_id: str, path: Path) -> None:
-    """Upload weights and tokenizer in the format of `mlflow.transformers.save_model`, which would import torch."""
+    """Upload weights and tokenizer in the format of `mlflow.transformers.save_model`, but without importing torch."""
     from mlflow import pyfunc
     from mlflow.models import Model, ModelSignature
     from mlflow.types.schema import ColSpec, Schema
@@ -177,13 +178,13 @@ def name_models(store: MlflowStore, run_id: str, by_alias: Mapping[Alias, str], 
 
 
 def model_of(version: "ModelVersion") -> str:
-    """Return the id of the logged model of a registered version. A search does not set `model_id`."""
+    """Return the id of the logged model of a registered version. A version from a search has no `model_id`."""
     return str(version.model_id or str(version.source).removeprefix("models:/"))
 
 
 @contextmanager
 def _global_uri(uri: str) -> Iterator[None]:
-    """Set MLflow's global tracking URI, from which its database registry reads the model."""
+    """Set MLflow's global tracking URI. The model registry in a database reads the model from this URI."""
     import mlflow
 
     is_set = mlflow.is_tracking_uri_set()  # type: ignore[no-untyped-call]
@@ -196,7 +197,7 @@ def _global_uri(uri: str) -> Iterator[None]:
 
 
 def _register(client: "MlflowClient", uri: str, name: str, run_id: str, models: Mapping[Alias, str]) -> None:
-    """Register each model once under one name, and set the aliases. Versions have tags for run, step and scores."""
+    """Register each model once as a version of `name`, with tags for run, step and scores, and set the aliases."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -268,7 +269,7 @@ def _garbage(run: "Run", model_id: str, location: str, files: "Iterator[FileInfo
 
 
 def remove_garbage(uri: str, garbage: Garbage) -> None:
-    """Delete the files unless they must stay. Raises MLflow's errors if a request fails."""
+    """Delete the files of `garbage` unless `kept` forbids it. Raises MLflow's errors if a request fails."""
     if garbage.kept:
         return
     from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository

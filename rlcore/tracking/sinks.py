@@ -67,7 +67,7 @@ class TensorBoardSink:
 class WandbSink:
     """A run of Weights & Biases with this run's id. W&B's own environment variables configure the connection.
 
-    W&B ignores a step that it already has, so it shows a journal that is sent twice once.
+    W&B ignores a step that it already has, so a journal may be sent twice.
     """
 
     def __init__(self, run_dir: Path, attempt: Attempt) -> None:

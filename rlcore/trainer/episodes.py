@@ -73,7 +73,7 @@ class _OpenEpisode:
         return True
 
     def add_reward(self, score: Score, *, last: bool) -> str:
-        """Add the reward of a turn and return the reply to it. A failed turn ends the episode without a score."""
+        """Add a turn's reward and return the environment's reply. A failed turn ends the episode without a score."""
         if score.failure is not None:
             self.failure, self.is_open = score.failure, False
             return ""
@@ -102,7 +102,7 @@ class _OpenEpisode:
         )
 
     def score(self) -> Score:
-        """Return the sum of the turns' rewards as the episode's score. Majority votes use only the model's text."""
+        """Return the sum of the turns' rewards, and the answer for majority votes from the model's text alone."""
         if self.failure is not None:
             return Score(0.0, {}, failure=self.failure)
         parts = {**self.parts, "turns": float(len(self.record.texts))}

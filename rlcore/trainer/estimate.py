@@ -144,8 +144,7 @@ def _update_mask(
     is_truncated: Bool[Tensor, "N"] | None,
     algo: AlgoConfig,
 ) -> Bool[Tensor, "T"]:
-    """Return the loss mask of the update. It excludes rejected tokens and truncated responses, which still count in
-    groups."""
+    """Return the loss mask without rejected tokens and truncated responses. Their rewards still count in the group."""
     mask, sequence_ids = packed.loss_mask, packed.sequence_ids()
     if algo.rejection.level != "off":
         assert old_logprobs is not None, "a rejection measures the distance to the old policy"

@@ -24,8 +24,8 @@ from rlcore.workers.group import WorkerGroup
 
 
 class StreamScorer:
-    """A scorer that works during generation. It decodes responses in a thread and scores them in the processes of the
-    pool."""
+    """A scorer that works during generation. It decodes responses in a thread and scores them in the processes of a
+    `ScoringPool`."""
 
     def __init__(self, scoring: ScoringPool, decode: Decode) -> None:
         self._scoring = scoring
@@ -142,13 +142,13 @@ class Experience:
 
 
 class ExperienceCollector:
-    """A collector that draws prompts and samples scored responses. With dynamic sampling, it replaces groups of equal
-    scores."""
+    """A collector that draws prompts and samples scored responses. With dynamic sampling, it replaces groups whose
+    scores are all equal."""
 
     def __init__(
         self, sampler: ResponseSampler, stream: PromptStream[Prompt] | MixedStream, counted: RowSampler | None = None
     ) -> None:
-        """Create a collector. `counted`: the rows with their pass counts, or None to draw without weights."""
+        """Create a collector. `counted`: the weights of rows by their pass counts, or None for unweighted rows."""
         self._config = sampler.config
         self._sampler = sampler
         self._stream = stream
@@ -156,7 +156,7 @@ class ExperienceCollector:
         self._prepared: dict[LoopState, tuple[list[SamplingRequest], list[list[int]]]] = {}
 
     def prepare(self, state: LoopState) -> None:
-        """Draw and split the prompts of the step after `state` in advance, while the ranks are busy."""
+        """Draw the prompts of the step after `state`, and split them over the ranks, while the ranks are still busy."""
         requests = self._first_requests(state)
         self._prepared = {state: (requests, split_requests(requests, self._sampler.group.world_size))}
 

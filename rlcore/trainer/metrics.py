@@ -47,7 +47,7 @@ def step_metrics(config: RunConfig, experience: Experience, estimated: Estimate,
 
 
 def weight_sync_metrics(config: RunConfig, weight_sync: WeightSync) -> Metrics:
-    """Return the difference of log-probabilities between engine and trainer on the probe, or {} for the engine `hf`."""
+    """Return the log-probability difference of engine and trainer after a weight sync, or {} for the engine `hf`."""
     return {} if config.rollout.engine == "hf" else {"training/canary_logprob_diff": weight_sync.difference}
 
 
@@ -120,7 +120,7 @@ def reward_metrics(estimated: Estimate) -> Metrics:
 
 
 def length_metrics(config: RunConfig, experience: Experience) -> Metrics:
-    """Return the token counts of prompts and responses. `clip_ratio`: the share that reaches the length limit."""
+    """Return the token counts of prompts and responses. `clip_ratio`: the share of texts at the length limit."""
     prompts = torch.tensor([len(rollout.prompt.token_ids) for rollout in experience.rollouts])
     responses = torch.tensor([len(rollout.response_ids) for rollout in experience.rollouts])
     cut = torch.tensor([rollout.finish_reason == "length" for rollout in experience.rollouts])
@@ -219,8 +219,8 @@ def mfu_metrics(
     lora: LoraConfig | None = None,
 ) -> Metrics:
     """Return the share of the devices' peak performance that updates reach, or {} if the peak is unknown. Only
-    necessary work counts. Shared prompts count once, the head counts at the `num_targets` tokens with a loss, and
-    frozen weights have no gradients. `mfu_verl` counts operations in the way of veRL."""
+    necessary work counts. A shared prompt counts once, and frozen weights have no gradients. The output head counts
+    only for the `num_targets` tokens with a loss. `mfu_verl` counts operations in the way of veRL."""
     if info.peak_flops is None:
         return {}
     flops: dict[tuple[str, str], float] = {}

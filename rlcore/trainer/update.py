@@ -108,9 +108,9 @@ def _needs_selection(algo: AlgoConfig) -> bool:
 def apply_selection(
     config: RunConfig, batch: TrainBatch, entropy: Float[Tensor, "T"] | None, *, num_finished: int
 ) -> TrainBatch:
-    """Return the batch with the token weights of `algo.top_entropy` and `algo.clip_cov`, and with `covariance_rank`.
-    Tokens are compared within their mini-batch. `entropy`: required for `algo.top_entropy`. `num_finished`: the number
-    of finished steps."""
+    """Return the batch with the token weights of `algo.top_entropy` and `algo.clip_cov`. `covariance_rank` becomes the
+    share of tokens with a larger covariance. Tokens are compared within their mini-batch. `entropy`: required for
+    `algo.top_entropy`. `num_finished`: the number of finished steps."""
     algo, packed = config.algo, batch.packed
     if not _needs_selection(algo):
         return batch
@@ -148,7 +148,7 @@ class SharedBatch:
 
     @classmethod
     def split(cls, config: RunConfig, batch: TrainBatch, assignment: Assignment) -> "SharedBatch":
-        """Split the batch over the ranks by `assignment`."""
+        """Split a batch over the ranks. `assignment`: the sequences of each rank."""
         lengths = batch.packed.loss_lengths()
         mini_batches: list[MiniBatch] = []
         start = 0

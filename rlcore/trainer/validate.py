@@ -1,6 +1,6 @@
 """Validation on held-out problems, with sampled and greedy responses of the current weights. Random numbers depend only
-on the run's seed and the problem, so checkpoints are compared on the same draws. A random environment is part of the
-problem, and `data.seed` determines it."""
+on the run's seed and the problem, so checkpoints are compared on the same draws. The random state of an environment
+depends on `data.seed` instead."""
 
 from collections.abc import Callable, Sequence
 

@@ -69,7 +69,7 @@ class Actor(TrainedModel[CausalPolicy]):
     def logprobs(
         self, batch: PackedBatch, num_micro: int, *, adapters: bool = True, with_entropy: bool = False
     ) -> Float[Tensor, "T ..."]:
-        """Return `policy_logprobs` without dropout, computed by the initial policy if `adapters` is false."""
+        """Return `policy_logprobs` without dropout, and without the LoRA adapters if `adapters` is false."""
         with self._without_dropout(), nullcontext() if adapters else without_adapters(self.model):
             return self.forward_pass.run(
                 lambda parts: policy_logprobs(
@@ -83,8 +83,8 @@ class Actor(TrainedModel[CausalPolicy]):
         return self.model.eval_mode() if self._has_dropout else nullcontext()
 
     def seed_dropout(self, *place_in_run: int) -> None:
-        """Set the dropout seed of the next updates from the run's seed and `place_in_run`, which identifies the
-        updates."""
+        """Derive the dropout seed of the next update from the run's seed and `place_in_run`, the numbers that identify
+        the update."""
         words = (self._config.seed, *place_in_run)
         self._dropout_seed = int(np.random.SeedSequence(words).generate_state(1)[0])
 
@@ -204,7 +204,7 @@ class Actor(TrainedModel[CausalPolicy]):
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield all weights under the names of transformers. This is a collective. `dtype`: the type in which matrices
-        are sent, which is ignored with adapters."""
+        are sent. A policy with adapters ignores `dtype`."""
         yield from full_state(self.model, self.base.value, None if self._config.model.lora is not None else dtype)
 
 
@@ -243,8 +243,8 @@ def policy_logprobs(
 
 
 class Reference:
-    """The frozen policy from before training, in the compute type. It is not sharded, since its one pass per step would
-    gather it each time. With `algo.kl.offload`, it is in host memory between passes. A policy with adapters needs no
+    """A frozen copy of the initial policy, in the compute type. It is not sharded, since each step would gather all
+    shards for one pass. With `algo.kl.offload`, it is in host memory between passes. A policy with adapters needs no
     separate reference, see `Actor.logprobs`."""
 
     def __init__(self, config: RunConfig, model_directory: str, placement: Placement) -> None:

@@ -1,8 +1,8 @@
 """The canary, which compares log-probabilities of engine and trainer for the same probe after a weight sync.
 
-A missing tensor shows in its digest (`WeightSyncResult`). An engine may hold all tensors and still compute with others.
-Examples are a packed copy and a graph that reads another address. Its log-probabilities then belong to another policy.
-Rounding changes log-probabilities too, by an amount that depends on the model. The first correct sync sets the bound.
+Digests of the tensors (`WeightSyncResult`) reveal a missing tensor. An engine with all tensors may still compute with
+wrong weights, from an old packed copy or an old address in a graph. Its log-probabilities then differ from the
+trainer's. Rounding changes them too, to a degree that depends on the model. The first correct sync sets the bound.
 """
 
 from collections.abc import Callable, Sequence
@@ -65,7 +65,7 @@ class Canary:
     def check(self, version: int, observed: Sequence[tuple[WeightSyncResult, float]]) -> WeightSync:
         """Check a weight sync. `observed`: the result and difference of each rank, so that all ranks decide alike.
         Raises EngineError if a tensor differs or the difference is not finite. A difference above the bound is an error
-        only if some tensors cannot be compared, otherwise a warning."""
+        if some tensors cannot be compared. If all tensors are equal, it is a warning."""
         bound, difference = self.bound, max(one for _, one in observed)
         differing = list(dict.fromkeys(name for result, _ in observed for name in result.differing))
         uncompared = list(dict.fromkeys(name for result, _ in observed for name in result.uncompared))
@@ -120,8 +120,8 @@ def probe_difference(
     logprobs: Callable[[PackedBatch, int], Float[Tensor, "T"]],
 ) -> float:
     """Return the mean |engine's - trainer's| log-probability over response tokens, or inf if it is not finite. The
-    engine samples at the training temperature with fixed seeds. `logprobs`: the trainer's forward pass of a batch in a
-    number of micro-batches, which is equal on all ranks."""
+    engine samples at the training temperature with fixed seeds. `logprobs`: the trainer's forward pass. It receives a
+    batch and the number of micro-batches, which is equal on all ranks."""
     assert prompts, "set_probe must precede a weight sync to vLLM"
     requests = [SamplingRequest(prompt, i, seed=i) for prompt in prompts for i in range(_RESPONSES_PER_PROMPT)]
     sampling = SamplingConfig(temperature=config.rollout.sampling.temperature)

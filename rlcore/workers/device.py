@@ -130,8 +130,8 @@ def raise_malloc_thresholds() -> bool:
 
 def enable_expandable_segments() -> bool:
     """Enable torch's expandable segments for GPU memory in this process, and return whether this succeeded. Nothing
-    changes once CUDA is in use or if the environment configures torch's allocator. vLLM reads the variable too, and
-    disables the segments for memory that it maps itself."""
+    changes if CUDA is already in use, or if the environment configures torch's allocator. vLLM also reads
+    `PYTORCH_CUDA_ALLOC_CONF`, and disables the segments for memory that it maps itself."""
     if torch.cuda.is_initialized() or any(name in os.environ for name in _TORCH_VARIABLES):
         return False
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = EXPANDABLE_SEGMENTS

@@ -1,4 +1,4 @@
-"""The interface of a group of workers, where each call reaches all ranks and all must return."""
+"""The interface of a group of workers. Each call reaches all ranks, and ends when all ranks have returned."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

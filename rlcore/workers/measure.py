@@ -1,4 +1,4 @@
-"""Measurements on a rank: peak GPU memory, out-of-memory retries, and the profile of torch."""
+"""Measurements on a rank: peak GPU memory, out-of-memory retries, and profiles by torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -78,8 +78,8 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The planned bytes by phase and part. `floor_bytes`: the bytes of the largest phase with one sequence per
-    micro-batch."""
+    """The planned bytes of each kind of tensor in each phase. `floor_bytes`: the bytes of the largest phase with one
+    sequence per micro-batch."""
 
     device: Device
     phases: Mapping[str, Mapping[str, int]]
@@ -155,7 +155,7 @@ def update_activation_bytes(shape: ModelShape, itemsize: int, *, recompute: bool
 
 
 def forward_activation_bytes(shape: ModelShape, itemsize: int) -> int:
-    """Return the peak bytes per token of a forward pass without gradient, which occurs in a feed-forward layer."""
+    """Return the peak bytes per token of a forward pass without gradient. The peak is in a feed-forward layer."""
     return round(ACTIVATION_FACTOR * ((FULL + 2 * itemsize) * shape.hidden + 3 * itemsize * shape.intermediate))
 
 
@@ -168,8 +168,9 @@ def head_bytes(
     gradient: Literal["none", "hidden", "all"],
     compiled: bool = False,
 ) -> int:
-    """Return the bytes of the chunked head, which has one chunk of float32 logits. A gradient adds the gradient of the
-    logits. The gradient of the weight also adds two float32 matrices: the sum over chunks and the current product."""
+    """Return the bytes of the chunked head, which has one chunk of float32 logits. A gradient adds the logits'
+    gradient. The gradient `all` also adds two float32 matrices: the weight's gradient so far and the current product.
+    """
     rows = min(chunk_tokens, tokens)
     logits = rows * shape.vocab * FULL
     temporaries = 0 if compiled else min(HEAD_TEMPORARIES_BYTES, logits)
@@ -313,7 +314,7 @@ def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -
 
 
 def _layer_weights_in_4_bits(config: RunConfig, shape: ModelShape) -> int:
-    """Return the number of 4-bit weights of a layer, which are all of its matrices or none."""
+    """Return the number of 4-bit weights of a layer. Either all or none of its matrices are in 4 bits."""
     return shape.layer_weights if config.model.lora is not None and config.model.lora.base == "nf4" else 0
 
 
@@ -332,23 +333,23 @@ def _has_reference(config: RunConfig) -> bool:
 
 
 def _adapter_activation_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> int:
-    """Return the bytes per token that autograd keeps for adapters, which are the inputs of each B."""
+    """Return the bytes per token that autograd keeps for adapters. They are the inputs of the LoRA matrices B."""
     lora = config.model.lora
     layers = 1 if config.model.gradient_checkpointing else shape.layers
     return 0 if lora is None else layers * itemsize * lora.rank * len(lora.target_modules)
 
 
 def detect_device(config: RunConfig) -> Device:
-    """Return the GPU of this host's ranks. Without one, return a GPU of unknown size and the type that it would use."""
+    """Return this host's GPU. If there is none, return a device of unknown size with the compute type of a GPU."""
     itemsize = 4 if config.model.dtype == "float32" else 2
     gpu = None if config.runtime.device == "cpu" else first_gpu()
     return Device("a GPU (none here)", itemsize, None) if gpu is None else Device(gpu[0], itemsize, gpu[1])
 
 
 def fit_settings(config: RunConfig, shape: ModelShape, device: Device) -> tuple[RunConfig, MemoryPlan]:
-    """Return the settings to run with, and their plan. With `runtime.fit_memory=auto` and a known device, memory
-    settings are chosen. They are the engine's memory share, largest pass and sleep level, the token budget, offloading
-    and recomputation."""
+    """Return the settings to run with, and their plan. With `runtime.fit_memory=auto` and a device of known size, these
+    settings are chosen: the engine's memory share, largest pass and sleep level, the token budget, offloading and
+    recomputation."""
     if config.runtime.fit_memory == "auto" and device.total_bytes is not None:
         config = _choose_settings(config, shape, device)
     return config, plan_memory(config, shape, device)
@@ -408,7 +409,7 @@ def chosen_settings(before: RunConfig, after: RunConfig) -> str:
 
 
 def suggestion(config: RunConfig) -> str:
-    """Return a text that suggests settings with a lower peak, which are not set yet."""
+    """Return a text that suggests settings with a lower peak. It omits settings that the run already has."""
     *_, (smallest, _) = variants(config)
     found = [setting for setting in chosen_settings(config, smallest).split() if not setting.endswith("=false")]
     if config.rollout.engine == "vllm":
@@ -455,8 +456,8 @@ def variants(config: RunConfig) -> Iterator[tuple[RunConfig, int]]:
 
 
 def with_memory_share(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:
-    """Return the settings with an engine share for all responses at maximum length, limited by the free memory. If the
-    free memory is smaller, vLLM's passes are short."""
+    """Return the settings with an engine share for all responses at maximum length. If the free memory is smaller, the
+    engine gets all of it, and vLLM's passes are short."""
     if config.rollout.engine != "vllm":
         return config
     assert device.total_bytes is not None

@@ -1,6 +1,6 @@
-"""Micro-batched passes and optimizer steps of a model on one rank, which policy and critic share. A pass that runs out
-of memory is repeated with smaller micro-batches. Results do not depend on the split. An exception is
-`model.lora.dropout`, whose masks are drawn in the order of the micro-batches."""
+"""Micro-batched passes and optimizer steps of one model, policy or critic, on one rank. A pass that runs out of memory
+is repeated with smaller micro-batches. Results do not depend on the split. An exception is `model.lora.dropout`, whose
+masks are drawn in the order of the micro-batches."""
 
 import functools
 import gc
@@ -89,9 +89,8 @@ def sum_statistics(statistics: Sequence[S]) -> S:
 
 @dataclass(frozen=True, slots=True)
 class OomRetry:
-    """A pass that ran out of memory in `num_micro` micro-batches and was repeated in `num_again`. `factor`: the
-    multiple of the token budget's number of micro-batches that is used from then on. `refusal`: the allocator's
-    message."""
+    """A pass that ran out of memory in `num_micro` micro-batches and was repeated in `num_again`. `factor`: the factor
+    of later passes (see `MicroBatchRunner`). `refusal`: the allocator's message."""
 
     name: str
     num_micro: int
@@ -110,8 +109,8 @@ class MicroBatchRunner:
     """A runner of one kind of pass, with the number of micro-batches that the memory requires.
 
     A pass has `factor` times the micro-batches of the token budget. The factor starts at 1, doubles when memory runs
-    out, and halves after many successful passes. If there are several ranks, the others wait in collectives, so the
-    pass ends with an error. The retry starts with twice the factor, which then stays (`Worker.split_micro_batches`).
+    out, and halves after many successful passes. With several ranks, the pass raises an error instead, since the ranks
+    wait for each other in collectives. `Worker.split_micro_batches` sets their factor, which then stays.
 
     Args:
         name: the name of the pass, for messages.
@@ -193,9 +192,9 @@ class MicroBatchRunner:
 
 @dataclass(frozen=True, slots=True)
 class ModelUpdate(Generic[S]):
-    """The result of one optimizer step on one rank, with the statistics before it. `applied`: False if the settings
-    skip a gradient of this norm. `logprobs` Float[T]: the log-probabilities before a step's only policy update, in
-    batch order."""
+    """The result of one optimizer step on one rank. `stats`: the statistics of the passes before the step. `applied`:
+    False if the settings skip a gradient of this norm. `logprobs` Float[T]: the log-probabilities before a training
+    step's only policy update, in batch order."""
 
     stats: S
     grad_norm: float
@@ -285,9 +284,9 @@ class TrainedModel(Generic[Model]):
         return sum_statistics(statistics)
 
     def clip(self, statistics: Statistics, loss: str, why: Callable[[], str]) -> float:
-        """Clip the gradient and return its norm before clipping. `loss`: the first words of an error. `why`: a function
-        that returns the rest of the error. Raises NonFiniteError if the norm or a statistic is not finite on some rank.
-        The gradients are then released."""
+        """Clip the gradient and return its norm before clipping. `loss`: the start of the error message. `why`: a
+        function that returns the end of the message. Raises NonFiniteError if the norm or a statistic is not finite on
+        some rank. The gradients are then released."""
         norm = clip_grad_norm(self.model.parameters(), self._optim.grad_clip).item()
         is_finite = math.isfinite(norm) and bool(torch.isfinite(statistics.stack()).all())
         if not holds_on_all_ranks(is_finite, world_size=self._world_size, device=self._placement.device):

@@ -133,7 +133,7 @@ class Worker:
         self.split_micro_batches(self._num_splits)
 
     def split_micro_batches(self, times: int) -> None:
-        """Multiply the number of micro-batches by 2^times in the passes of several ranks."""
+        """Set `factor` of each `MicroBatchRunner` to `2**times` if several ranks take part in its pass."""
         self._num_splits = times
         for each in self._passes():
             if each.num_ranks > 1:
@@ -260,13 +260,13 @@ class Worker:
         return self.actor.likelihood(batch, num_micro)
 
     def set_probe(self, prompts: Sequence[Prompt]) -> None:
-        """Set the prompts that check each weight sync to vLLM."""
+        """Set the prompts of the probe that checks each weight sync to vLLM."""
         self._probe = tuple(prompts)
 
     def sync_weights(self, version: int) -> WeightSync:
-        """Send the policy's weights to the engine, and check that it computes with them. If the engine is the trainer's
-        own model class, the returned difference is 0. Raises EngineError on all ranks if the engine did not load the
-        weights, or computes with other weights."""
+        """Send the policy's weights to the engine, and check that vLLM computes with them. For other engines, the
+        returned difference is 0. Raises EngineError on all ranks if the engine did not load the weights, or computes
+        with other weights."""
         config = self._config
         self._version, self._num_updates = version, 0
         self._wake_engine()
@@ -288,7 +288,7 @@ class Worker:
         return self.actor.logprobs(batch, num_micro)
 
     def save(self, verb: Callable[Concatenate[RankSaver, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run `verb`, one step of a save, on this rank."""
+        """Call `verb`, a method of `RankSaver` that is one step of a save, on this rank."""
         return verb(self._saver, *args, **kwargs)
 
     def _saved_models(self) -> dict[str, tuple[nn.Module, torch.optim.Optimizer]]:
@@ -306,12 +306,11 @@ class Worker:
             load_shards(Path(directory) / name, model=model, optimizer=optimizer)
 
     def full_weights(self) -> dict[str, Tensor]:
-        """Return all weights, on the CPU. Other ranks than 0 return {}."""
+        """Return all weights, on the CPU. Ranks other than 0 return {}."""
         return self._to_host(self.actor.weights())
 
     def adapters(self) -> dict[str, Tensor]:
-        """Return the adapters under PEFT's names, on the CPU. Other ranks than 0, and runs without `model.lora`, return
-        {}."""
+        """Return the adapters under PEFT's names, on the CPU. Without `model.lora`, and on ranks above 0, return {}."""
         return self._to_host(adapter_state(self.actor.model))
 
     def _to_host(self, gathered: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -136,8 +136,8 @@ class VllmEngine(RolloutEngine):
     def _prepare_requests(
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
     ) -> Iterator[Any]:
-        """Yield requests in vLLM's form. vLLM checks the first one. The others differ only in prompt, seed and
-        limit."""
+        """Yield the requests in vLLM's form. vLLM prepares and checks only the first request. All later requests are
+        copies of it with another prompt, seed and limit."""
         from msgspec.structs import replace
 
         first = self._engine.input_processor.process_inputs(
@@ -191,8 +191,7 @@ class VllmEngine(RolloutEngine):
         )
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> WeightSyncResult:
-        """Load all weights. Raises EngineError if a name is unknown or missing, since that would leave an outdated
-        tensor."""
+        """Load all weights. Raises EngineError if a name is unknown or missing, so that no tensor stays outdated."""
         self.policy_version = -1  # an interrupted weight sync leaves no valid version
         if self._asleep:
             release_cached_memory()

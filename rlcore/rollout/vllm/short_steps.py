@@ -1,9 +1,9 @@
 """Short steps of vLLM's scheduler, which have no new request and give every running response one token.
 
 vLLM's `schedule` and `update_from_output` take 30 to 40 microseconds of Python per token. For hundreds of responses of
-a small model, this exceeds the time of the GPU. Nearly all steps of a rollout are short. Between full steps, the
-running responses are rows of arrays. A short step updates all rows together. It handles single requests only at cache
-block boundaries and possible ends. Other steps, and every end, run the code of vLLM.
+a small model, the GPU needs less time. Nearly all steps of a rollout are short. Between full steps, the running
+responses are rows of arrays, which a short step updates together. Only responses that need a cache block or may end are
+handled one by one. Other steps, and every end, run the code of vLLM.
 
 Before a full step, vLLM's requests are updated (`_end_short_steps`). Tokens of short steps are buffered until vLLM
 creates the next output of their response.
@@ -41,8 +41,8 @@ class _Rows:
 
     Attributes:
         requests: the request objects of vLLM, [rows].
-        computed: the tokens that were computed or scheduled when the rows were created, int64 [rows].
-        to_come: the maximum number of tokens after the one that was in progress at that time, int64 [rows].
+        computed: the number of computed or scheduled tokens when the rows were created, int64 [rows].
+        to_come: the maximum number of short steps that each response can take part in, int64 [rows].
         running: the rows of unfinished responses, in vLLM's order.
         num_ordered, num_taken: the numbers of scheduled and of processed short steps.
         token_ids, logprobs: the sampled tokens and their log-probabilities, [rows, step].
@@ -65,7 +65,7 @@ class _Rows:
         self.stop_token_ids = np.array(sorted(stop_token_ids), dtype=np.int64)
 
     def ready(self) -> Any:
-        """Return the rows of responses whose last token is not in progress yet."""
+        """Return the rows of responses that still have a token to schedule."""
         return self.running[self.to_come[self.running] > self.num_ordered]
 
     def ending(self, rows: Any, sampled: Any) -> Any:
@@ -165,8 +165,8 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         return order
 
     def _all_decode(self, order: Any) -> bool:
-        """Return whether every running request is past its prompt. Each must have a token in this step, or its last
-        token scheduled."""
+        """Return whether every running request is past its prompt. Each request must have a token in this step, or all
+        its tokens must be scheduled already."""
         counts = order.num_scheduled_tokens
         return all(
             not request.is_prefill_chunk
@@ -188,16 +188,15 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         )
 
     def _started(self) -> _Rows | None:
-        """Return the rows of the running requests, or None if a request may end for a reason other than tokens and
-        limit."""
+        """Return rows for the running requests, or None if repetition detection may end a request."""
         params = [request.sampling_params for request in self.running]
         if any(one.repetition_detection is not None for one in params):
             return None
         return _Rows(list(self.running), self.max_model_len, set().union(*(one.all_stop_token_ids for one in params)))
 
     def _one_token_each(self) -> Any:
-        """Return vLLM's order for a short step, which schedules one token per running request, or None if it is not
-        possible."""
+        """Return vLLM's order for a short step, which schedules one token per running request. Return None if the next
+        step cannot be short."""
         if self._rows is not None and self._rows.num_ordered == _MAX_SHORT_STEPS:
             self._end_short_steps()
         rows = self._rows or self._started()
@@ -268,7 +267,7 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         return self._prepend_buffered(outputs)
 
     def _update_requests(self, rows: _Rows, which: Any) -> None:
-        """Write the short steps of the rows `which` into vLLM's requests, and buffer the tokens."""
+        """Add the tokens of the short steps to vLLM's requests for the rows `which`, and buffer these tokens."""
         taken = rows.num_taken
         token_ids, logprobs = rows.token_ids[which, :taken].tolist(), rows.logprobs[which, :taken].tolist()
         num_ordered = np.minimum(rows.num_ordered, rows.to_come[which]).tolist()
@@ -313,7 +312,7 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]:
-    """Return the names whose value differs. A list that has grown counts as equal."""
+    """Return the names of the attributes with different values. A list that has grown counts as equal."""
     return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
 
 

@@ -37,8 +37,8 @@ the pieces takes a twelfth of the generation time of a small model."""
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
-    """The dimensions of an engine. `max_model_len`: the tokens of the longest prompt and response together. `answers`:
-    the number of concurrent responses in a batch."""
+    """The dimensions of an engine. `max_model_len`: the maximum number of tokens in a prompt and its response together.
+    `answers`: the number of concurrent responses in a batch."""
 
     model_directory: str
     max_model_len: int
@@ -115,8 +115,8 @@ def allow_sleep_on_shared_gpu() -> None:
 
 
 def _torch_group_executor(base: Any) -> Any:
-    """Return an executor class of vLLM that uses torch's process group for CPU ranks. The shared memory of vLLM has the
-    same name for every job of a machine and is not removed."""
+    """Return a subclass of vLLM's executor for CPU ranks that uses torch's process group instead of shared memory.
+    vLLM's shared memory has the same name for every job of a machine and is not removed."""
 
     class RankExecutor(base):  # type: ignore[misc]
         def _distributed_args(self) -> tuple[str, int, int]:
@@ -236,8 +236,8 @@ def _cache_bytes(shape: EngineShape, settings: RolloutConfig) -> int | None:
     """Return the cache size for `rollout.max_num_seqs` full-length responses within `rollout.memory_share`. Return None
     if vLLM should measure the size, because the share is too small or the model's shape is unknown.
 
-    By default vLLM takes the whole share and measures the rest. This fails if another process takes or frees GPU
-    memory.
+    If vLLM measures, its cache takes all free memory of the share. The measurement fails if another process takes or
+    frees GPU memory meanwhile.
     """
     config = AutoConfig.from_pretrained(shape.model_directory, local_files_only=True).get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads

@@ -69,9 +69,9 @@ def tied_head(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
 
 @dataclass(frozen=True, slots=True)
 class _SentTensor:
-    """A tensor that was sent. `path` and `kind`: the module in vLLM, and weight or bias. `rows_from_end`: the first
-    row, counted from the end, or None for row 0. `shape` and `digest`: the values for this rank's part in vLLM's number
-    type."""
+    """A tensor that was sent. `path`: the name of the module in vLLM. `kind`: `weight` or `bias`. `rows_from_end`: the
+    first row's distance from the end of a fused matrix, or None if the tensor starts at row 0. `shape` and `digest`:
+    the values for this rank's shard in vLLM's number type."""
 
     name: str
     path: str
@@ -134,8 +134,8 @@ class SentWeights:
         )
 
     def storages(self) -> dict[str, Tensor] | None:
-        """Return the memory from which the kernels read each tensor. Return None if a tensor has another form or is
-        only a part. `compare` must have found no difference before."""
+        """Return the memory from which the kernels read each tensor. Return None if vLLM stores a tensor in another
+        form or splits it across ranks. Call this only after a `compare` without differences."""
         found: dict[str, Tensor] = {}
         for one in self._sent:
             module = self._modules[one.path]
