@@ -225,7 +225,7 @@ class RunReporter:
         self._show_summary()
 
     def _show_summary(self, *, now: bool = False) -> None:
-        """Update checkpoints, summary and MLflow link, at most once in `SUMMARY_EVERY_S` seconds unless `now` is true."""
+        """Update checkpoints, summary and MLflow link, at most once per `SUMMARY_EVERY_S` unless `now` is true."""
         shown = self._run.prefect_view
         if not now and time.monotonic() - shown.summary_at < SUMMARY_EVERY_S:
             return
