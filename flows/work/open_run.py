@@ -45,8 +45,8 @@ END_WAIT_S = 60.0
 class PrefectView:
     """The state of the run's artifacts in Prefect.
 
-    `validations` are the validations during the training by step. `summary_at` is the time of the last summary.
-    `retry_at` is the time of the next request after a failure.
+    `validations` are the metrics of each validation during the training, by step. `summary_at` is the time of the last
+    summary. `retry_at` is the time of the next request after a failure.
     """
 
     artifacts: dict[str, UUID] = field(default_factory=dict)
@@ -58,9 +58,9 @@ class PrefectView:
 
 
 class OpenRun:
-    """A run with its settings and folders, and with its trainer process once the run is open.
+    """A run with its settings and folders, and with its trainer process.
 
-    `command` is recorded with the run. `title` is the run's name in tasks. `RunSettings` explains `planning_config`.
+    `command` is recorded with the run. `title` is the run's name in tasks. For `planning_config`, see `RunSettings`.
     """
 
     def __init__(
