@@ -4,7 +4,6 @@
 `flows.tasks`.
 """
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from flows.parameters import RunSettings
-from flows.progress import ValidationSummary, display, display_for_console, use_display
+from flows.progress import ValidationSummary, display, display_for_console, reward_changes, use_display
 from flows.stages.dataset import Dataset
 from flows.stages.demonstrations import Demonstrations
 from flows.stages.export import Export, ExportBest
@@ -74,14 +73,7 @@ class PipelineResult:
 
     def outcome(self, config: RunConfig) -> str:
         """Return the held-out reward before and after training, and the number of steps, as one line."""
-        rewards = []
-        for name in self.validations[-1].summary if self.validations else ():
-            found = re.fullmatch(r"val-core/(.+)/reward/(mean@\d+)", name)
-            if found and all(name in one.summary for one in self.validations):
-                values = " -> ".join(f"{one.summary[name]:.3f}" for one in self.validations)
-                rewards.append((found[1], f"{found[2]} {values}"))
-        labels = [f"{source} {text}" if len(rewards) > 1 else text for source, text in rewards]
-        return ", ".join([*labels, f"{config.trainer.total_steps} steps"])
+        return ", ".join([*reward_changes(self.validations), f"{config.trainer.total_steps} steps"])
 
 
 class StageResults(list[tuple[Stage[Any], Any]]):

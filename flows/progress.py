@@ -4,7 +4,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -241,10 +241,20 @@ class ValidationSummary:
     def headline(self) -> str:
         """Return the main metrics with their confidence intervals as text."""
         shown = [name for name in self.summary if HEADLINE_METRIC.search(name) and f"{name}/ci_low" in self.summary]
-        several = len({_source_of(name) for name in shown}) > 1
-        labels = {name: f"{_source_of(name)} " if several else "" for name in shown}
-        parts = (f"{labels[name]}{name.rpartition('/')[2]} {with_interval(self.summary, name)}" for name in shown)
+        parts = (f"{label} {with_interval(self.summary, name)}" for name, label in _labels(shown).items())
         return f"{self.name} (step {self.step}): {', '.join(parts)}"
+
+
+def reward_changes(validations: Sequence[ValidationSummary]) -> list[str]:
+    """Return a text such as `mean@4 0.326 -> 0.730` for each mean reward that all validations have."""
+    if not validations:
+        return []
+    means = [name for name in validations[-1].summary if HEADLINE_METRIC.search(name) and "/mean@" in name]
+    means = [name for name in means if all(name in one.summary for one in validations)]
+    return [
+        f"{label} {' -> '.join(f'{one.summary[name]:.3f}' for one in validations)}"
+        for name, label in _labels(means).items()
+    ]
 
 
 def with_interval(summary: Mapping[str, float], metric: str) -> str:
@@ -258,6 +268,12 @@ def with_interval(summary: Mapping[str, float], metric: str) -> str:
     low, high = (summary.get(f"{metric}{end}") for end in CI_SUFFIXES)
     interval = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
     return f"{summary[metric]:.3f}{interval}"
+
+
+def _labels(names: Sequence[str]) -> dict[str, str]:
+    """Return the label of each held-out metric: its last word, after its data source if there are several sources."""
+    several = len({_source_of(name) for name in names}) > 1
+    return {name: f"{_source_of(name)} " * several + name.rpartition("/")[2] for name in names}
 
 
 def _source_of(name: str) -> str:

@@ -41,11 +41,14 @@ LAST_STAGE: Final = "report"  # last stage of a whole run
 def flow_run_name() -> str:
     """Return a name such as `train/countdown_demo seed=2`: the last stage (or flow), experiment and seed of the run."""
     given = flow_run.parameters
-    until = given.get("until", LAST_STAGE)
     seed = [f"seed={given['seed']}"] if given.get("seed") is not None else []
     seed += [override for override in given.get("overrides") or [] if override.startswith("seed=")]
-    stage = flow_run.flow_name if until == LAST_STAGE else until
-    return " ".join([f"{stage}/{experiment_name(given.get('experiment'))}", *seed[:1]])
+    return " ".join([f"{_flow_or_stage()}/{experiment_name(given.get('experiment'))}", *seed[:1]])
+
+
+def _flow_or_stage() -> str:
+    until: str = flow_run.parameters.get("until", LAST_STAGE)
+    return str(flow_run.flow_name) if until == LAST_STAGE else until
 
 
 CHECKED_SETTINGS: ContextVar[Any] = ContextVar("checked", default=None)
@@ -66,12 +69,11 @@ def call_flow(checked: object, call: Callable[[], R]) -> R:
         return call()
 
     try:
-        returned = copy_context().run(call_with)
+        copy_context().run(call_with)  # may return a state in place of the result
     except Exception:
         if not outcome.done():
             raise
-        return outcome.result()
-    return outcome.result() if outcome.done() else returned  # a flow may return a state in place of its result
+    return outcome.result(timeout=0)
 
 
 def keep_outcome(work: Callable[[], R]) -> R:
@@ -100,8 +102,7 @@ def log_settings(settings: RunSettings, verb: str) -> None:
 
 
 def _label_flow_run(settings: RunSettings) -> None:
-    name, until = run_id(settings.config), flow_run.parameters.get("until", LAST_STAGE)
-    what = flow_run.flow_name if until == LAST_STAGE else until
+    name, what = run_id(settings.config), _flow_or_stage()
     tags = {*flow_run.tags, settings.config.name, settings.config.data.task}
     with get_client(sync_client=True) as client:
         client.update_flow_run(UUID(flow_run.id), name=name if what == "pipeline" else f"{what} {name}", tags=tags)

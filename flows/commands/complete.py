@@ -69,10 +69,8 @@ def _groups() -> Iterator[str]:
 
 def _values(key: str, typed: str) -> Iterator[str]:
     folders = [str(CONF), *filter(None, [os.environ.get(OWN_CONF)])]
-    names = {file.stem for folder in folders for file in Path(folder, key).glob("*.yaml")} or _values_by_key().get(
-        key, []
-    )
-    return (name for name in names if name.startswith(typed))
+    members = {file.stem for folder in folders for file in Path(folder, key).glob("*.yaml")}
+    return (name for name in members or _values_by_key().get(key, []) if name.startswith(typed))
 
 
 def _values_by_key() -> dict[str, list[str]]:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from flows import SOURCE_FOLDER
 from flows.commands import complete
 from rlcore.errors import ConfigError
 
@@ -69,16 +70,15 @@ def _write_project(name: str, folder: Path) -> None:
     for template, path in PROJECT.items():
         text = (TEMPLATES / "project" / template).read_text(encoding="utf-8")
         _write(folder / path.replace("NAME", name), text.replace("NAME", name))
-    command = COMMANDS["project"]
-    _write(folder / f"{name}.py", _text("task", name, command, ".py"))
-    print(f"{folder.absolute()} is written; it runs unchanged:\n  cd {name} && git init && {command}")
+    _write(folder / f"{name}.py", _text("task", name, COMMANDS["project"], ".py"))
+    print(f"{folder.absolute()} is written; it runs unchanged:\n  cd {name} && git init && {COMMANDS['project']}")
 
 
 def _text(kind: str, name: str, command: str, suffix: str) -> str:
     if kind not in COPIED:
         text = (TEMPLATES / f"{kind}{suffix}").read_text(encoding="utf-8")
         return text.replace("COMMAND", command).replace("NAME", name)
-    source = (Path(__file__).parents[2] / "data" / f"{COPIED[kind]}.py").read_text(encoding="utf-8")
+    source = (SOURCE_FOLDER / "data" / f"{COPIED[kind]}.py").read_text(encoding="utf-8")
     head, docstring, code = source.split('"""', 2)
     first_line = docstring.partition("\n")[0]
     return f'{head}"""{first_line}\n\n    {command}\n"""{code}'.replace(f'"{COPIED[kind]}"', f'"{name}"')

@@ -4,14 +4,13 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flows.commands import complete
-from flows.commands.options import ARTIFACTS, ConfigDir, DryRun, OptionalRoot, PlanAsJson, Settings, Verbose
-from flows.commands.settings import print_warnings, require_dry_run, root_in_overrides
+from flows.commands.options import ConfigDir, DryRun, OptionalRoot, PlanAsJson, Settings, Verbose
+from flows.commands.settings import print_warnings, require_dry_run
 
 if TYPE_CHECKING:
     from rlcore.config.sweep import Sweep
@@ -45,7 +44,6 @@ def sweep(
       millrace sweep countdown_lr --max-hours 8
     """
     from flows.parameters import all_overrides
-    from flows.server.api import command_flow, start_prefect
     from flows.sweep.points import load_checked_sweep
     from rlcore.config.sweep import Budget
 
@@ -56,6 +54,12 @@ def sweep(
     if dry_run:
         show(checked, as_json=as_json)
         return
+    _run(checked, spec, settings, on_workers=on_workers, verbose=verbose)
+
+
+def _run(checked: "Sweep", spec: str, settings: list[str], *, on_workers: bool, verbose: bool) -> None:
+    from flows.server.api import command_flow, start_prefect
+
     api = start_prefect(Path(checked.base.paths.root), verbose=verbose)
     from flows.sweep.flow import run_checked  # imports Prefect while the server starts
 
@@ -73,22 +77,23 @@ def run_multirun(settings: Sequence[str], root: Path | None, *, dry_run: bool, a
     import yaml
 
     from flows.parameters import all_overrides
+    from flows.sweep.points import load_checked_sweep
     from rlcore.config.fingerprint import fingerprint
-    from rlcore.config.sweep import load_sweep, multirun_content
+    from rlcore.config.sweep import Budget, multirun_content
     from rlcore.storage.publish import write_text_atomically
 
+    require_dry_run(as_json=as_json, dry_run=dry_run)
     content = multirun_content(all_overrides(settings, root=root))
-    text = yaml.safe_dump(content, sort_keys=False)
-    with TemporaryDirectory() as folder:
-        file = Path(folder) / "multirun.yaml"
-        file.write_text(text, encoding="utf-8")
-        load_sweep(str(file))  # a mistake leaves no file below the root
-        if not dry_run:
-            below = (root or root_in_overrides(settings) or ARTIFACTS) / "multirun"
-            below.mkdir(parents=True, exist_ok=True)
-            file = below / f"{content['name']}-{fingerprint('multirun', content)[:8]}.yaml"
-            write_text_atomically(file, f"# millrace sweep {file}\n{text}")
-        sweep(str(file), dry_run=dry_run, as_json=as_json, verbose=verbose)
+    checked = load_checked_sweep(content, [], Budget())
+    print_warnings(checked.unused_settings())
+    if dry_run:
+        show(checked, as_json=as_json)
+        return
+    folder = Path(checked.base.paths.root) / "multirun"
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{content['name']}-{fingerprint('multirun', content)[:8]}.yaml"
+    write_text_atomically(file, f"# millrace sweep {file}\n{yaml.safe_dump(content, sort_keys=False)}")
+    _run(checked, str(file), [], on_workers=False, verbose=verbose)
 
 
 def show(sweep: "Sweep", *, as_json: bool) -> None:

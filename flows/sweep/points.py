@@ -1,6 +1,6 @@
 """Checks of a sweep's settings, and the runs of its points with the progress that is recorded in their folders."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from rlcore.run.layout import RunLayout
 from rlcore.tracking.journal import read_journal
 
 
-def load_checked_sweep(spec: str, overrides: list[str], budget: Budget) -> Sweep:
+def load_checked_sweep(spec: str | Mapping[str, Any], overrides: list[str], budget: Budget) -> Sweep:
     """Compose a sweep, and check the settings of every point and their common requirements."""
     checked = load_sweep(spec, overrides, budget=budget)
     checked = replace(checked, base=with_stack_tracking(checked.base))

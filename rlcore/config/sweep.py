@@ -292,14 +292,16 @@ class Sweep:
         return self.spec.objective.metric or f"reward/mean@{config.validation.samples_per_problem}"
 
 
-def load_sweep(source: str, overrides: Sequence[str] = (), *, budget: Budget | None = None) -> Sweep:
+def load_sweep(
+    source: str | Mapping[str, Any], overrides: Sequence[str] = (), *, budget: Budget | None = None
+) -> Sweep:
     """Read a sweep, and check it and every point without heavy imports.
 
-    `source`: a name in `conf/sweep`, or the path of a .yaml file. `overrides`: settings of all points, which replace
-    the overrides in the file. `budget`: limits that replace the limits in the file. Raises ConfigError with all
-    mistakes in the file. If the file has none, the error contains all mistakes in the settings.
+    `source`: a name in `conf/sweep`, the path of a .yaml file, or the content of one. `overrides`: settings of all
+    points, which replace the overrides in the file. `budget`: limits that replace the limits in the file. Raises
+    ConfigError with all mistakes in the file. If the file has none, the error contains all mistakes in the settings.
     """
-    spec = _parse(_content(source))
+    spec = _parse(_content(source) if isinstance(source, str) else source)
     if budget is not None:
         changed = spec.budget.model_copy(update=budget.model_dump(exclude_none=True))
         spec = spec.model_copy(update={"budget": changed})

@@ -17,7 +17,6 @@ from rlcore.start import tune_garbage_collection
 from rlcore.tracking.attempts import PREFIX
 from rlcore.tracking.connection import explain_error
 from rlcore.tracking.delivery import Delivery, delivery_lock
-from rlcore.tracking.sinks import Sinks
 
 log = logging.getLogger("rlcore.tracking")  # the module's name is `__main__`
 POLL_S = 0.1
@@ -26,7 +25,7 @@ ORPHAN_GRACE_S = 30.0
 """The seconds for delivering the last values and the status after the trainer is gone."""
 
 
-def deliver_until_end(delivery: Delivery, sinks: Sinks, *, parent_pid: int, every_s: float) -> None:
+def deliver_until_end(delivery: Delivery, *, parent_pid: int, every_s: float) -> None:
     """Deliver values until MLflow knows that the trainer has ended, or until a grace period after the trainer is gone.
 
     `parent_pid`: the process id of the trainer. A warning is logged when MLflow starts to fail and when it recovers.
@@ -36,7 +35,6 @@ def deliver_until_end(delivery: Delivery, sinks: Sinks, *, parent_pid: int, ever
         gone = os.getppid() != parent_pid
         if gone:
             deadline = min(deadline, time.monotonic() + ORPHAN_GRACE_S)
-        sinks.catch_up()
         try:
             status = delivery.catch_up()
         except Exception as error:
@@ -86,11 +84,9 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         # The process of a killed attempt may still deliver its last values.
         with delivery_lock(options.run_dir, wait_s=2 * ORPHAN_GRACE_S):
-            sinks = Sinks(options.run_dir)
             delivery = Delivery(options.run_dir)
-            deliver_until_end(delivery, sinks, parent_pid=options.parent, every_s=options.every_s)
-            sinks.catch_up()
-            sinks.close(failed=delivery.state.status == "FAILED")
+            deliver_until_end(delivery, parent_pid=options.parent, every_s=options.every_s)
+            delivery.close()
     except (RunInUseError, TrackingError) as error:
         log.warning("nothing is delivered to MLflow: %s", error)
         sys.exit(1)

@@ -142,6 +142,7 @@ class Delivery(MlflowRun):
             target = replace(target, uri=resolve_uri(TrackingConfig(uri=uri), Path(target.root)))
         super().__init__(run_dir, target)
         self.sent_bytes = self._attempts_bytes = 0
+        self._sinks = Sinks(run_dir)
 
     def catch_up(self) -> FinalStatus | None:
         """Send all new values and the final status of the newest attempt. Return this status, or None if there is none.
@@ -153,6 +154,7 @@ class Delivery(MlflowRun):
         attempts = read_attempts(self._run_dir)
         attempt, end = attempts[-1]
         is_lost = attempt.is_lost()  # before its lines are sent, since the process may write more
+        self._sinks.catch_up(attempt)  # before MLflow, which may fail
         self.create(attempts[0][0].time)
         known = [place for place, (one, _) in enumerate(attempts, 1) if one.time == self.state.attempt_time]
         if new := attempts[known[-1] if known else 0 :]:
@@ -169,6 +171,10 @@ class Delivery(MlflowRun):
         self.store.set_status(self.id, end.status, end.time)
         self.update_state(status=end.status)
         return end.status
+
+    def close(self) -> None:
+        """End the run in the trackers of `tracking.report_to`."""
+        self._sinks.close(failed=self.state.status == "FAILED")
 
     def has_changes(self) -> bool:
         """Return whether the trainer has started, resumed or ended since the last `catch_up`."""
@@ -249,13 +255,12 @@ def sync_run(run_dir: Path, uri: str | None = None) -> SyncResult:
     """
     with delivery_lock(run_dir):
         delivery = Delivery(run_dir, uri)
-        sinks = Sinks(run_dir)
-        sinks.catch_up()
-        sinks.close(failed=False)
         try:
             status = delivery.catch_up()
         except TrackingError:
             raise
         except Exception as error:
             raise TrackingError(f"{run_dir}: not delivered: {explain_error(error, delivery.state.uri)}") from error
+        finally:
+            delivery.close()
         return SyncResult(delivery.state.mlflow_run_id or "", delivery.sent_bytes, status)

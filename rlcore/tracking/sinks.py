@@ -18,7 +18,7 @@ from rlcore.config import TrackingConfig
 from rlcore.config.problems import mask_secrets
 from rlcore.errors import ConfigError
 from rlcore.storage.documents import open_ordinary
-from rlcore.tracking.attempts import Attempt, read_attempts
+from rlcore.tracking.attempts import Attempt
 from rlcore.tracking.journal import JOURNAL_FILE, StepRecord, iter_lines
 
 log = logging.getLogger(__name__)
@@ -131,9 +131,11 @@ class Sinks:
         self._sinks: dict[str, Sink] = {}
         self._cursor = 0
 
-    def catch_up(self) -> None:
-        """Send the new complete lines of the journal. A new attempt sends the journal from its start. Never raises."""
-        attempt, _ = read_attempts(self._run_dir)[-1]
+    def catch_up(self, attempt: Attempt) -> None:
+        """Send the new complete lines of the journal. A new attempt sends the journal from its start.
+
+        `attempt`: the newest attempt at the run. Raises OSError if the journal cannot be read, but no tracker's error.
+        """
         if attempt != self._attempt:
             self.close(failed=False)
             self._attempt, self._cursor = attempt, 0
@@ -150,7 +152,7 @@ class Sinks:
         self._each(methodcaller("flush"))
 
     def close(self, *, failed: bool) -> None:
-        """End the run in each tracker. Never raises."""
+        """End the run in each tracker. Raises no tracker's error."""
         self._each(methodcaller("close", failed=failed))
         self._sinks.clear()
 

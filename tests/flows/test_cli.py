@@ -15,6 +15,7 @@ from flows.cli import app, exit_code, extend_module_path
 from flows.commands import complete, rollouts
 from flows.commands.settings import root_path
 from rlcore.config import RunConfig
+from rlcore.config.base import CONFIG_DIR_VARIABLE
 from rlcore.config.compose import GROUPS, load_config
 from rlcore.config.problems import override_value
 from rlcore.config.run import all_keys
@@ -318,5 +319,6 @@ def test_tab_completes_words_without_heavy_imports(tmp_path: Path) -> None:
 
 def test_tab_completes_every_setting_group_and_sort_key() -> None:
     assert (rollouts.KINDS, rollouts.SORTS) == (query.KINDS, query.SORTS)
+    assert complete.OWN_CONF == CONFIG_DIR_VARIABLE
     assert complete._values_by_key().keys() == all_keys().keys()
     assert set(complete._groups()) == {*GROUPS, "experiment"}

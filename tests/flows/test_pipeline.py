@@ -70,6 +70,8 @@ def first(api: Api, reference: Reference) -> dict[str, Any]:
 
 def test_stages_and_chunks_are_tasks(first: dict[str, Any], api: Api) -> None:
     assert first["state_type"] == "COMPLETED"
+    assert re.fullmatch(r"mean@2 0\.\d{3} -> 0\.\d{3}, 60 steps, \d+ s", first["state"]["message"])
+    assert {"debug", "countdown"} <= {*first["tags"]}
     tasks = api.filter("task_runs", flow_runs={"id": {"any_": [first["id"]]}}, sort="EXPECTED_START_TIME_ASC")
     assert [task["name"] for task in tasks] == [
         "dataset countdown",

@@ -15,7 +15,6 @@ from rlcore.tracking import __main__ as program
 from rlcore.tracking.attempts import ATTEMPTS_FILE, PREFIX, FinalStatus
 from rlcore.tracking.delivery import Delivery
 from rlcore.tracking.journal import RunJournal
-from rlcore.tracking.sinks import Sinks
 from tests.helpers.mlflow import client_of, delivery_of, main_run, points
 
 NO_PROCESS = -1
@@ -37,9 +36,7 @@ def test_delivery_ends_with_trainer(
 ) -> None:
     tracker.finish(status)
     with delivery_of(run_dir) as delivery:
-        program.deliver_until_end(
-            delivery, Sinks(run_dir), parent_pid=NO_PROCESS if is_gone else os.getppid(), every_s=60.0
-        )
+        program.deliver_until_end(delivery, parent_pid=NO_PROCESS if is_gone else os.getppid(), every_s=60.0)
     client = client_of(root)
     assert main_run(client).info.status == status
     assert points(client, main_run(client), "a") == [(1, 1.5)]
@@ -48,7 +45,7 @@ def test_delivery_ends_with_trainer(
 def test_lost_trainer_ends_delivery(tracker: RunJournal, run_dir: Path, root: Path) -> None:
     lose(run_dir)
     with delivery_of(run_dir) as delivery:
-        program.deliver_until_end(delivery, Sinks(run_dir), parent_pid=NO_PROCESS, every_s=60.0)
+        program.deliver_until_end(delivery, parent_pid=NO_PROCESS, every_s=60.0)
     assert main_run(client_of(root)).info.status == "KILLED"
 
 
@@ -59,7 +56,7 @@ def test_delivery_ends_without_status_for_new_trainer(
     lose(run_dir)
     with delivery_of(run_dir) as delivery:
         RunJournal(run_dir, offline, tags={}).resume_at(1, saved)
-        program.deliver_until_end(delivery, Sinks(run_dir), parent_pid=NO_PROCESS, every_s=60.0)
+        program.deliver_until_end(delivery, parent_pid=NO_PROCESS, every_s=60.0)
     assert main_run(client_of(root)).info.status == "RUNNING"
 
 
@@ -73,7 +70,7 @@ def test_failed_delivery_of_lost_trainer_warns(
         client.delete_run(main_run(client).info.run_id)
         tracker.append_step(2, {"a": 2.5})
         with caplog.at_level(logging.WARNING):
-            program.deliver_until_end(delivery, Sinks(run_dir), parent_pid=NO_PROCESS, every_s=60.0)
+            program.deliver_until_end(delivery, parent_pid=NO_PROCESS, every_s=60.0)
     (line,) = caplog.messages
     assert re.fullmatch(
         r"MLflow rejects the values: tracking\.uri sqlite:.*was deleted there.*\. Training continues with the "
@@ -114,7 +111,7 @@ def test_recovery_of_mlflow_is_reported_once(
     with delivery_of(run_dir) as delivery:
         deleted = deleted_before_step_2(delivery, client, tracker)
         with caplog.at_level(logging.WARNING):
-            program.deliver_until_end(delivery, Sinks(run_dir), parent_pid=os.getppid(), every_s=2.0)
+            program.deliver_until_end(delivery, parent_pid=os.getppid(), every_s=2.0)
     assert waits == [2.0, 2.0, 2.0]
     assert len(caplog.messages) == 2
     assert caplog.messages[1] == "MLflow accepts the values again; failed attempts: 2."
