@@ -45,8 +45,8 @@ END_WAIT_S = 60.0
 class PrefectView:
     """The state of the run's artifacts in Prefect.
 
-    `validations` are the validations during the training by step. `summary_at` is the time of the last summary.
-    `retry_at` is the time of the next request after a failure.
+    `validations` are the metrics of each validation during the training, by step. `summary_at` is the time of the last
+    summary. `retry_at` is the time of the next request after a failure.
     """
 
     artifacts: dict[str, UUID] = field(default_factory=dict)
@@ -58,9 +58,9 @@ class PrefectView:
 
 
 class OpenRun:
-    """A run with its settings and folders, and with its trainer process once the run is open.
+    """A run with its settings and folders, and with its trainer process.
 
-    `command` is recorded with the run. `title` is the run's name in tasks. `RunSettings` explains `planning_config`.
+    `command` is recorded with the run. `title` is the run's name in tasks. For `planning_config`, see `RunSettings`.
     """
 
     def __init__(
@@ -130,8 +130,8 @@ class OpenRun:
         on_line: Callable[[str], None],
         on_wait: Callable[[], None] = lambda: None,
     ) -> Iterator[None]:
-        """Send the trainer's events and log lines to these functions inside the `with` block. If `on_wait` raises, the
-        waiting call ends with that error.
+        """Send the trainer's events to `on_event` and its log lines to `on_line` inside the `with` block. `on_wait` is
+        called often during a call of the trainer, and an exception in it ends the call.
         """
         trainer = self.trainer
         before = trainer.on_event, trainer.on_line, trainer.on_wait
@@ -143,7 +143,7 @@ class OpenRun:
 
 
 def with_absolute_paths(config: RunConfig, layout: RunLayout) -> RunConfig:
-    """Return the settings with an absolute root and an absolute MLflow store, for readers in other folders."""
+    """Return the settings with an absolute root and an absolute MLflow store, so that they are valid in any folder."""
     tracking = config.tracking
     if tracking.uri is not None:
         tracking = tracking.model_copy(update={"uri": resolve_uri(tracking, layout.root)})
@@ -155,12 +155,12 @@ def with_absolute_paths(config: RunConfig, layout: RunLayout) -> RunConfig:
 def open_run(
     config: RunConfig, command: Sequence[str] = (), title: str = "", *, report: Callable[[str], None] = log.warning
 ) -> Iterator[OpenRun]:
-    """Open a run inside the `with` block. `report` is called with a message while the trainer of an ended command still
-    runs.
+    """Open a run inside the `with` block. If the trainer of an earlier command is still running, call `report` with a
+    message and wait for its end.
 
-    Raises RunInUseError if another command uses the run, or if the trainer of an ended command does not end in time.
-    Raises CheckpointError if the run has begun with other code, data or models, or has more steps than requested.
-    Raises DataError if the run's folder cannot be written or its record cannot be read.
+    Raises RunInUseError if another command uses the run, or if the earlier trainer does not end in time. Raises
+    CheckpointError if the run began with other code, data or models, or if it has more steps than
+    `trainer.total_steps`. Raises DataError if the run's folder cannot be written or its record cannot be read.
     """
     layout = RunLayout.of(config)
     if config.tracking.uri is not None:  # other settings may have been composed since
@@ -196,7 +196,7 @@ def _keep_code(config: RunConfig, layout: RunLayout) -> None:
 
 
 def record_stop_request(run_dir: Path, worker: Holder) -> None:
-    """Record a stop request for a process. If a Prefect worker started the process, its flow run is recorded too."""
+    """Record a stop request for the process `worker`, and its Prefect flow run if a Prefect worker started it."""
     request: dict[str, Any] = {"process": [worker.pid, worker.born], "time": round(time.time(), 3)}
     with suppress(psutil.Error):
         if (process := worker.process()) is not None and (flow_run := process.environ().get(FLOW_RUN_ID)):

@@ -24,15 +24,15 @@ def checkpoint_store(config: RunConfig) -> CheckpointStore:
 
 
 def committed_step(config: RunConfig) -> int:
-    """Return the step of the newest complete checkpoint, or 0 without a checkpoint. Raises CheckpointError if all
-    checkpoints are broken, or if the newest one has other settings.
+    """Return the step of the newest complete checkpoint, or 0 if there is no checkpoint. Raises CheckpointError if all
+    checkpoints are broken, or if the newest one was written with other settings.
     """
     found = checkpoint_store(config).latest(verify=False)
     return 0 if found is None else found.step
 
 
 def checkpoint_name(checkpoint: str) -> str:
-    """Return the folder name of a checkpoint step. Other names are returned unchanged.
+    """Return the folder name of a checkpoint. A name that is not a step is returned unchanged.
 
     >>> checkpoint_name("40"), checkpoint_name("best")
     ('step-000040', 'best')
@@ -48,8 +48,8 @@ def require_same_inputs(config: RunConfig, layout: RunLayout, inputs: RunInputs 
     """Check that a run resumes with the code, data and models of its record, and within `trainer.total_steps`. Raises
     CheckpointError, with the changes and the remedy, if something differs.
 
-    A run without checkpoints and validations has not begun and passes. `inputs` are passed once the rows are created,
-    because another version of Millrace may filter them differently.
+    A run without checkpoints and validations has not begun and passes. With `inputs`, the filtered rows are compared
+    too, because another version of Millrace may filter a dataset differently.
     """
     steps = [info.step for info in scan(layout.checkpoints).checkpoints]
     if not steps and not any(layout.validation.glob("*.json")):
@@ -80,7 +80,7 @@ def require_same_inputs(config: RunConfig, layout: RunLayout, inputs: RunInputs 
 
 
 def _changed_code(config: RunConfig, layout: RunLayout) -> list[str]:
-    """Return a patch of the code that both starts use. An added or removed suite changes no number of the run."""
+    """Return a patch from the recorded to the current code. An added or removed suite is ignored."""
     now, then = code_for_run(config), read_code(layout.code)
     if then is None:
         return []
@@ -101,7 +101,7 @@ def _changed_files(config: RunConfig, inputs: RunInputs) -> list[str]:
 
 
 def _changed_models(config: RunConfig, origin: Origin) -> list[str]:
-    """Return a line for each changed model file. Files that are or were not on this machine do not count."""
+    """Return a line for each changed model file. A model that is or was missing on this machine is skipped."""
     changes, paths = [], model_paths(config)
     for key, now in model_digests(config).items():
         place = Path(str(paths[key])).expanduser().resolve()

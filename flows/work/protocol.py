@@ -20,9 +20,9 @@ def _drop_nan(seconds: float | None) -> float | None:
 class Progress:
     """The progress of a stage.
 
-    `to_step` is the last step of the chunk. `eta_s` is the number of seconds to the last step of the stage. The stage
-    may end earlier if `may_end_early` is true. `tokens_per_s` is the speed of each of the `num_devices` devices. None
-    means that a value is not known.
+    `to_step` is the last step of the current chunk (`trainer.steps_per_chunk`). `eta_s` is the number of seconds to the
+    last step of the stage. The stage may end earlier if `may_end_early` is true. `tokens_per_s` is the speed of each of
+    the `num_devices` devices. None means that a value is not known.
     """
 
     stage: str
@@ -87,7 +87,7 @@ class Failed:
     message: str
 
     def error(self) -> MillraceError:
-        """Return the error of the trainer as an exception. A class that is not Millrace's becomes `MillraceError`."""
+        """Return the error of the trainer as an exception. A class outside `rlcore.errors` becomes `MillraceError`."""
         found = getattr(rlcore.errors, self.type, None)
         if isinstance(found, type) and issubclass(found, MillraceError):
             return found(self.message)

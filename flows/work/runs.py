@@ -64,9 +64,9 @@ def _find_folder(name: str, root: Path) -> Path:
 
 
 def find_run(words: Sequence[str], root: Path | None) -> tuple[RunConfig, RunLayout]:
-    """Return the settings and the layout of one run. `words` is a folder, an id, a unique prefix of an id, or the
-    settings of the run. Raises ConfigError if the settings are invalid. Raises DataError if there is no matching run,
-    or its settings cannot be read.
+    """Return the settings and the layout of one run. `words` is either one folder, id or unique prefix of an id, or the
+    run's settings as KEY=VALUE. Raises ConfigError if the settings are invalid. Raises DataError if there is no
+    matching run, or its settings cannot be read.
     """
     named = [word for word in words if "=" not in word or (Path(word) / RUN_FILE).is_file()]
     if named and len(words) > 1:
@@ -92,7 +92,7 @@ def find_run(words: Sequence[str], root: Path | None) -> tuple[RunConfig, RunLay
 
 
 def read_settings(folder: Path) -> RunConfig:
-    """Return the settings in a run's folder. Raises DataError if they cannot be read or have another version."""
+    """Return the settings in a run's folder. Raises DataError if they cannot be read or have another format version."""
     if (origin := read_origin(folder)) is None:
         raise DataError(f"{folder / RUN_FILE}: is not there. Name the folder of a run.")
     return origin.settings
@@ -218,7 +218,7 @@ def prune(folder: Path, *, dry_run: bool) -> Outcome:
 def sync(folder: Path, uri: str | None) -> Outcome:
     """Deliver the missing part of a run's journal to MLflow.
 
-    `uri` replaces the store of the run's settings. If neither is set, the stack's store or the root's file is used.
+    `uri`: the MLflow store, by default the store in the run's settings or the store of the run's current root.
     """
     try:
         if not (attempts := read_attempts(folder)):
@@ -237,8 +237,8 @@ def sync(folder: Path, uri: str | None) -> Outcome:
 
 
 def _store_of_root(folder: Path, begun_with: Destination) -> str | None:
-    """Return the store of the run's current root if the settings name none and the run began in another store.
-    Otherwise return None. Raises TrackingError if the file under the current root is not a store.
+    """Return the store of the root that now contains the run's folder. Return None to keep the store that the run began
+    with, for example if the settings name it. Raises TrackingError if the file under the root is not a store.
     """
     root = folder.parents[1]
     try:

@@ -4,8 +4,8 @@ A slot is a locked file that the trainer process inherits. The kernel frees the 
 both ended. A waiting run locks a file too. A file without a held lock does not count.
 
 Runs are ordered by priority, then by the time of their request. No run overtakes a run that waits for more slots than
-are free. At the end of a chunk, a run returns its slots and waits again if runs of higher priority need them.
-docs/decisions/0015 explains why Prefect's concurrency limits are not used.
+are free. A run trains in chunks of `trainer.steps_per_chunk` steps. After a chunk, the run returns its slots and waits
+again if runs of higher priority need them. docs/decisions/0015 explains why Prefect's concurrency limits are not used.
 """
 
 import json
@@ -72,7 +72,7 @@ class SlotState:
         return len(self.devices) - len(self.holders)
 
     def num_requested_before(self, request: SlotRequest) -> int:
-        """Return the number of slots that earlier requests wait for."""
+        """Return the number of slots that the waiting requests ahead of `request` need."""
         return sum(other.number for other in self.waiting if other.order < request.order)
 
     def must_yield(self, request: SlotRequest) -> bool:
@@ -99,7 +99,7 @@ class Slots:
 
     def devices(self) -> tuple[str, ...]:
         """Return the device of each slot. The result is empty if the root has no slots, so that any number of trainers
-        may run. Raises DataError if the file is damaged.
+        may run. Raises DataError if the file that lists the devices is damaged.
         """
         try:
             return _DEVICES.validate_json(read_ordinary(self._file))

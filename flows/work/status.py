@@ -39,8 +39,8 @@ class RunStatus:
     """The status of one run.
 
     `score` is the mean held-out reward of the newest checkpoint that has one. `reward` is the mean reward of the last
-    step. `changed` is the time of the last step or event in seconds since the epoch. `note` is the reason of a wait,
-    the failure, or the process. `gpu_seconds` is the cost so far, or None without a GPU.
+    step. `changed` is the time of the last step or event in seconds since the epoch. `note` explains the state, for
+    example by the reason for a wait or failure. `gpu_seconds` is the cost so far, or None without a GPU.
     """
 
     run_id: str
@@ -98,12 +98,12 @@ def worker_of(run_dir: Path) -> Holder | None:
 
 
 def is_stop_requested(run_dir: Path, worker: Holder | None) -> bool:
-    """Return whether a stop of this process was requested, for example by `millrace stop`."""
+    """Return whether a stop of the process `worker` was requested, for example by `millrace stop`."""
     return worker is not None and _read_json(run_dir / STOP_FILE).get("process") == [worker.pid, worker.born]
 
 
 def resume_hint(run_dir: Path) -> str:
-    """Return a text on how to resume a run without a process, by its command or by Prefect for a worker's flow."""
+    """Return a text that explains how to resume a run that has ended: by the same command or by a retry in Prefect."""
     last = read_holder(run_dir / RUN_LOCK)
     if last is None or not last.command.endswith(FLOW_RUN_COMMAND):
         return SAME_COMMAND

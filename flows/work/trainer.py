@@ -1,7 +1,7 @@
-"""The interface of a flow to its trainer process, which starts the process, sends commands, reads replies and ends it.
+"""The control of a trainer process by its flow: start, commands, replies and end.
 
-The process has a separate session and none of our streams. A signal to the flow's process group therefore does not
-interrupt a step. The kernel signals the process when the flow dies (see `flows.server.launch`).
+The process has a separate session and shares no standard streams with the flow. A signal to the flow's process group
+therefore does not interrupt a step. The kernel signals the process when the flow dies (see `flows.server.launch`).
 """
 
 import os
@@ -96,9 +96,9 @@ def _text(line: bytes) -> str:
 class TrainerProcess:
     """A trainer process. The first call starts the process, and the first call after its loss starts it again.
 
-    This context manager belongs in the main thread, because the kernel ties the process to the thread that started it.
-    A start waits for the slots of the request. The process inherits `lock`, the descriptor of the run's lock. If `lock`
-    is None, the process acquires the lock itself.
+    Use it as a context manager in the main thread, because the kernel ties the process to the thread that started it. A
+    start waits for the slots in `request`. The process inherits `lock`, the descriptor of the run's lock. If `lock` is
+    None, the process acquires the lock itself.
 
     During a call, `on_event` receives events, `on_line` receives lines of the log, and `on_wait` is called often. An
     exception from one of them stops the process like an interrupt. The process then has `stop_wait_s` seconds to finish
@@ -147,9 +147,9 @@ class TrainerProcess:
     def call(self, command: str, **arguments: str | int) -> Mapping[str, Any]:
         """Send a command to the process and wait for its result. If the process must be started, wait for slots first.
 
-        Raises WorkerLostError if the process died. The next call starts a new process, which resumes from the last
-        checkpoint. Raises StopRequestedError if a stop was requested and the process has saved. Otherwise raises the
-        trainer's exception.
+        Raises the trainer's exception if the command failed. Raises StopRequestedError if a stop was requested and the
+        process has saved. Raises WorkerLostError if the process died. The next call then starts a new process, which
+        resumes from the last checkpoint.
         """
         child = self._start()
         try:
@@ -240,7 +240,7 @@ class TrainerProcess:
                 return False
 
     def _report(self, event: Event) -> None:
-        """Send an event of an ending process to `on_event`. An error there must not keep the process from saving."""
+        """Send an event of an ending process to `on_event`, and ignore errors, so that the process can save."""
         with suppress(Exception):
             self.on_event(event)
 
@@ -380,9 +380,9 @@ def trainer_logs(folder: Path) -> dict[int, Path]:
 
 
 def _environment() -> dict[str, str]:
-    """Return our environment with our module path, so that the process runs the same code.
+    """Return the environment of this process with its module path, so that the trainer runs the same code.
 
-    The current folder may have a scorer. It is last in the path, so that no file there replaces another module.
+    The current folder may contain a scorer. The folder is last in the path, so that its files replace no other module.
     """
     here = str(Path.cwd())
     path = python_path(*(place for place in sys.path if isinstance(place, str) and place not in ("", here)), here)

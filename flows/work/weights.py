@@ -31,8 +31,8 @@ def export_to(config: RunConfig, layout: RunLayout, checkpoint: str, target: Pat
 
 
 def find_initial_policy(config: RunConfig, layout: RunLayout) -> Path:
-    """Return the run's initial policy as the path of a folder, or as a hub id in a path. Raises DataError if the folder
-    is missing. Raises ModelError if the hub's model is neither cached nor reachable.
+    """Return the run's initial policy, a folder or a hub id as a `Path`. Raises DataError if the folder is missing.
+    Raises ModelError if the model of the hub is neither cached nor reachable.
     """
     with run_code(layout.code):
         start = planned_initial_policy(config, RunInputs.read(layout).filtered_directory)
@@ -70,8 +70,8 @@ class CheckpointWeights:
 
 
 def find_weights(source: str, root: Path | None) -> CheckpointWeights:
-    """Return the weights that `RUN[@CHECKPOINT]` names. The checkpoint is `last` (default), `best`, a step, or `start`.
-    Raises DataError if there is no matching run. Raises CheckpointError if the run has no matching checkpoint.
+    """Return the weights that `RUN[@CHECKPOINT]` names. The checkpoint is `last` (default), `best`, a step, or `start`
+    (the initial policy). Raises DataError if no run matches, and CheckpointError if no checkpoint matches.
     """
     name, at, checkpoint = source.rpartition("@")
     if not at or (Path(source) / RUN_FILE).is_file():  # the name of a folder may have an @

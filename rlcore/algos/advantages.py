@@ -97,9 +97,9 @@ def bind_advantage(
 ) -> Callable[..., Tensor]:
     """Return the advantage function that the settings name, with its options. The returned function takes `scores` and
     `group_ids`. The arguments below are passed to it if it declares them. `lengths`: the number of tokens of each
-    response. `parts`: the components of the scores in the order of `reward.weights`, or the score itself without these
-    weights. `part_weights`: the weights of the components. Raises ConfigError if the function does not exist or does
-    not accept `algo.advantage_options`."""
+    response. `parts`: the components of the scores in the order of `reward.weights`. If that setting is empty, the
+    score is the only component. `part_weights`: the weights of the components. Raises ConfigError if the function does
+    not exist or does not accept `algo.advantage_options`."""
     function = find_function("algo.advantage", settings.advantage, ADVANTAGE_FUNCTIONS)
     given = {"lengths": lengths, "parts": parts, "part_weights": part_weights}
     return bind(function, "algo.advantage", settings.advantage_options, given)
@@ -327,12 +327,12 @@ def groups_with_signal(scores: Scores, score_mask: Flags, group_ids: Counts) -> 
 
 
 def overlong_penalty(lengths: Counts, *, max_response_tokens: int, settings: OverlongConfig) -> Scores:
-    """Return the addend to the score of a response of `lengths` tokens, which is 0 or negative.
+    """Return the addend, 0 or negative, that penalizes the score of each response for its length.
 
         -penalty clamp((length - (L - B)) / B, 0, 1)
 
     L is the limit and B the buffer. The addend is 0 up to L - B tokens, and then falls linearly to -penalty at L. This
-    is DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476). The addend is always 0 if the setting is off.
+    is DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476). The addend is always 0 if `enabled` is false.
     """
     excess = (lengths - (max_response_tokens - settings.buffer_tokens)).float() / settings.buffer_tokens
     share = excess.clamp(0.0, 1.0)

@@ -1,6 +1,6 @@
-"""Calls of custom policy losses and advantages, which are also tried before a model loads.
+"""Calls of custom policy losses and advantages, and trials of these functions before a model is loaded.
 
-`python -m rlcore.algos.loss_call` reads the settings of the algorithm as JSON and prints the problem that it detects.
+`python -m rlcore.algos.loss_call` reads the settings of the algorithm as JSON and prints the error of the trial.
 """
 
 import sys
@@ -58,8 +58,8 @@ def check_results(
 
 
 def require_policy_loss(settings: AlgoConfig) -> None:
-    """Call the policy loss on two responses of three tokens, one token of each masked, and differentiate it. Raises
-    ConfigError if the loss does not exist or its options are wrong, and TrialError if it fails."""
+    """Call the policy loss on two responses of three tokens, where each first token is masked, and differentiate it.
+    Raises ConfigError if the loss does not exist or its options are wrong, and TrialError if it fails."""
     generator = torch.Generator().manual_seed(1)
     policy = (-torch.rand(6, generator=generator)).requires_grad_()
     old, advantages = -torch.rand(6, generator=generator), torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0])
@@ -103,7 +103,7 @@ def _require(rule: str, name: str, problem: Callable[[], str], data: str) -> Non
 
 
 def _error_text(name: str, error: Exception) -> str:
-    """Return the text of the error. It ends with the last line number in the custom function's file, if any."""
+    """Return the text of the error. A line number of the custom function's file is added if the traceback has one."""
     function = getattr(sys.modules.get(name.partition(":")[0]), name.partition(":")[2], None)
     file = getattr(sys.modules.get(getattr(function, "__module__", "")), "__file__", None)
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
@@ -135,7 +135,7 @@ def loss_problem(found: object, policy: Tensor) -> str:
 
 
 def gradient_problem(found: object, policy: Tensor) -> str:
-    """Differentiate a loss, and return an error message if it cannot be trained with, otherwise ''."""
+    """Differentiate a loss. Return an error message if its value or gradient is unusable, otherwise ''."""
     if problem := loss_problem(found, policy):
         return problem
     assert isinstance(found, PolicyLoss)

@@ -21,8 +21,8 @@ MAX_K3 = 10.0
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
     """A policy loss for each token, with 0 and False where the mask is False. `clipped`: True where the clipped branch
-    was taken. `clipped_lower`: True where the dual-clip branch was taken. `log_ratio`: the policy's log-probability
-    minus the old one, clamped to +-20."""
+    was taken. `clipped_lower`: True where the dual-clip branch was taken. `log_ratio`: `log pi - log pi_old`, clamped
+    to +-20."""
 
     loss: Floats
     clipped: Mask
@@ -80,7 +80,7 @@ def clipped_surrogate(log_ratio: Floats, advantages: Floats, *, settings: AlgoCo
 
 
 def _sequence_mean(log_ratio: Floats, mask: Mask, sequence_ids: Ids, num_sequences: int) -> Floats:
-    """Return each sequence's mean at its response tokens. The gradient reaches only the value of the same token."""
+    """Return the mean log-ratio of each token's sequence. Its gradient reaches only the log-ratio of this token."""
     counts = token_counts(mask, sequence_ids, num_sequences).clamp(min=1)
     sequence_log_ratio = (segment_sum(log_ratio.detach(), sequence_ids, num_sequences) / counts)[sequence_ids]
     # the added difference is exactly 0 in value and carries the token's gradient
@@ -107,7 +107,7 @@ def gspo(
         log s_n = (1 / |n|) sum_{t in n} (log pi(t) - log pi_old(t))
         log r_t = sg(log s_n) + log pi(t) - sg(log pi(t))            sg: no gradient
 
-    Source: Zheng et al. 2025, arXiv:2507.18071. For sequences of one token, the loss equals `ppo_clip`. It needs a
+    Source: Zheng et al. 2025, arXiv:2507.18071. For sequences of one token, the loss equals `ppo_clip`. GSPO needs a
     small clip range (3e-4, 4e-4) and the aggregation seq-mean-token-mean.
     """
     log_ratio = token_log_ratio(policy_logprobs, old_logprobs, mask)

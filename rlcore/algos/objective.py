@@ -48,10 +48,10 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True)
 class PolicyStatistics(Statistics):
-    """Sums over a micro-batch of a policy update. `pg_loss`, `entropy`, `kl_loss`: shares of the mini-batch's value,
-    with the aggregation of the loss. Sums over response tokens are `ppo_kl` (old minus policy log-probability),
-    `ref_kl` (the KL estimate in the loss) and `entropy_sum`. `num_clipped`, `num_clipped_lower`: numbers of response
-    tokens."""
+    """Sums over a micro-batch of a policy update. `pg_loss`, `entropy`, `kl_loss`: the micro-batch's shares of the
+    mini-batch's aggregated values (see `aggregate`). Sums over response tokens are `ppo_kl` (old minus policy
+    log-probability), `ref_kl` (the KL estimate in the loss) and `entropy_sum`. `num_clipped`, `num_clipped_lower`:
+    numbers of response tokens."""
 
     pg_loss: Float[Tensor, ""]
     entropy: Float[Tensor, ""]
@@ -217,8 +217,8 @@ def explained_variance(values: Floats, returns: Floats, mask: Mask) -> Float[Ten
 def supervised_objective(
     logprobs: Floats, is_top: Floats, mask: Mask, *, num_tokens: int
 ) -> tuple[Float[Tensor, ""], SupervisedStatistics]:
-    """Return `-1 / num_tokens sum_{t: m_t} logprob_t`, the share of a micro-batch in the supervised loss, and its
-    statistics. `num_tokens` is the number of target tokens of the whole batch on all ranks."""
+    """Return `-1 / num_tokens sum_t logprob_t`, the share of a micro-batch in the supervised loss, and its statistics.
+    The sum skips masked tokens. `num_tokens` is the number of target tokens of the whole batch on all ranks."""
     nll = -masked_sum(logprobs, mask)
     with torch.no_grad():
         counts = (mask.sum(dtype=torch.float64), nll.double(), masked(is_top, mask).sum(dtype=torch.float64))

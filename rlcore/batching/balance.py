@@ -47,7 +47,7 @@ def partition(lengths: Sequence[int], num_parts: int, *, equal_counts: bool = Fa
 
 @functools.lru_cache(maxsize=16)
 def _partition(lengths: tuple[int, ...], num_parts: int, equal_counts: bool) -> list[list[int]]:
-    """Compute the parts once. A step needs them to count micro-batches, for the reference, and for the update."""
+    """Compute the parts. The result is cached, because one training step asks for the same parts several times."""
     if num_parts == 1:
         return [[*range(len(lengths))]]
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
@@ -72,7 +72,7 @@ def _partition(lengths: tuple[int, ...], num_parts: int, equal_counts: bool) -> 
 
 
 def _spread(parts: Sequence[_Part], num_parts: int) -> int:
-    """Return the negated difference of the heaviest and the lightest sum. Parts that are not listed are empty."""
+    """Return the negated difference of the heaviest and the lightest sum. `parts` contains no empty parts."""
     return parts[0][0] - (parts[-1][0] if len(parts) == num_parts else 0)
 
 
@@ -123,8 +123,8 @@ def _best_exchange(heavy: list[int], light: list[int], lengths: Sequence[int], g
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The token counts of n sequences. `lengths`: all tokens. `targets`: the tokens with a loss. `shared`: the first
-    tokens that another sequence already computes."""
+    """The token counts of n sequences. `lengths`: all tokens. `targets`: the tokens with a loss. `shared`: the leading
+    tokens that an earlier sequence with the same prompt computes."""
 
     lengths: Int[Tensor, "n"]
     targets: Int[Tensor, "n"]
@@ -214,8 +214,8 @@ class RankShares:
 @dataclass(frozen=True, slots=True)
 class Assignment:
     """The assignment of a step's sequences to ranks. `mini_batches`: the shares in each optimizer step. `whole`: the
-    shares in a pass over all sequences, in the same order. `num_shared`: the number of tokens that reuse a computed
-    prompt."""
+    shares in a pass over all sequences, in the order of `mini_batches`. `num_shared`: the number of tokens that reuse a
+    computed prompt."""
 
     mini_batches: tuple[RankShares, ...]
     whole: RankShares
@@ -268,8 +268,8 @@ class Balancer:
         return max(self._num_cut(sizes.select(batch, mine)) for mine in of_ranks)
 
     def _num_cut(self, sizes: Sizes) -> int:
-        """Return the smallest number of micro-batches in which no part of several sequences exceeds `max_tokens`. This
-        holds for the split by cost and for the split by tokens."""
+        """Return the smallest number of micro-batches that respects `max_tokens` both in the split by cost and in the
+        split by tokens. A sequence over the limit has a micro-batch for itself."""
         num_sequences = len(sizes.lengths)
         fewest = _fewest_bins((sizes.lengths - sizes.shared).tolist(), self.max_tokens)
         count = max(fewest, -(-sizes.num_computed() // self.max_tokens))
@@ -297,7 +297,7 @@ def _fewest_bins(lengths: Sequence[int], budget: int) -> int:
 
 
 def mini_batches(group_ids: Int[Tensor, "N"], groups_per_mini_batch: int) -> list[list[int]]:
-    """Return the sequences of each optimizer step. Each step has whole groups, in the order of the draw."""
+    """Return the sequences of each optimizer step. Each step has whole groups, in the order of the batch."""
     order: dict[int, list[int]] = {}
     for index, group in enumerate(group_ids.tolist()):
         order.setdefault(group, []).append(index)

@@ -175,8 +175,8 @@ class PassCounts:
 
     @classmethod
     def read(cls, text: str, num_rows: int) -> "PassCounts":
-        """Decode a string that the method `text` returned. Raises CheckpointError if the string has another number of
-        rows."""
+        """Decode a string that the method `text` returned. Raises CheckpointError if the string does not have
+        `num_rows` rows."""
         found = np.frombuffer(base64.b64decode(text), dtype="<f4")
         if found.size != 2 * num_rows:
             raise CheckpointError(

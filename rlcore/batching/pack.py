@@ -63,8 +63,8 @@ def pack(rollouts: Sequence[Rollout], scores: Sequence[Score], group_ids: Sequen
 
 
 def place_turn_rewards(rollouts: Sequence[Rollout], packed: PackedBatch) -> Float[Tensor, "T"]:
-    """Return the reward of each turn at the position that predicts the turn's last token. All other positions are 0,
-    and so are responses without a score."""
+    """Return the reward of each turn at the position that predicts the turn's last token, and 0 elsewhere. Responses
+    without a score get no reward."""
     rewards = torch.zeros(packed.num_tokens)
     for rollout, start in zip(rollouts, packed.cu_seqlens.tolist(), strict=False):
         for place, reward in rollout.turn_rewards:
@@ -103,11 +103,11 @@ def token_indices(cu_seqlens: Tensor, sequences: Sequence[int]) -> Tensor:
 
 
 def shared_prompts(batch: PackedBatch, sequences: Sequence[int] | None = None) -> npt.NDArray[np.int64]:
-    """Return Int[n]: the number of first tokens that each sequence shares with an earlier sequence.
+    """Return Int[n]: the number of leading tokens that each sequence shares with an earlier sequence.
 
-    The earlier sequence is the last preceding sequence whose value is 0. Only tokens before the first loss are counted,
-    and only among neighbours with the same prompt. `sequences`: the sequences to compare, or None for all. The batch
-    must be on the host.
+    A sequence with the value 0 computes all its tokens, and the sequences after it may reuse its first tokens.
+    Neighbours with the same prompt share the tokens before the first token with a loss. `sequences`: the sequences to
+    compare, or None for all. The batch must be on the host.
 
     >>> from rlcore.types import Prompt
     >>> prompts = [Prompt(0, (7, 8, 9), "countdown", "{}"), Prompt(1, (7, 8), "countdown", "{}")]
@@ -187,7 +187,7 @@ def select_train(batch: TrainBatch, sequences: Sequence[int]) -> TrainBatch:
 def scatter_tokens(
     parts: Sequence[Float[Tensor, "..."]], cu_seqlens: Tensor, sequences: Sequence[Sequence[int]]
 ) -> Tensor:
-    """Return the values of all parts in the order of the whole batch, as [T, ...]. This inverts `select`."""
+    """Return the values of all selections in the order of the whole batch, as [T, ...]. This inverts `select`."""
     whole = torch.zeros(int(cu_seqlens[-1]), *parts[0].shape[1:], dtype=torch.float32)
     for part, chosen in zip(parts, sequences, strict=True):
         whole[token_indices(cu_seqlens, chosen)] = part

@@ -19,7 +19,7 @@ _REMEDY = "Give a file that the filter has written (filtered/<fingerprint>/<spli
 @dataclass(frozen=True, slots=True)
 class Demonstration:
     """The tokens of a whole conversation. `is_target`: True for each token to learn, including the end token of each
-    response. `misdirected`: the same prompt with a response that reaches another target, or None."""
+    response. `misdirected`: the same prompt with a response that solves another problem, or None."""
 
     token_ids: Sequence[int]
     is_target: Sequence[bool]
@@ -27,7 +27,7 @@ class Demonstration:
 
     @classmethod
     def of(cls, prompt: list[int], response: list[int], distractor: list[int] | None = None) -> "Demonstration":
-        """Create a demonstration. `distractor`: a response that reaches another target, if there is one."""
+        """Create a demonstration from token ids. `distractor`: the response of `misdirected`, or None."""
         wrong = cls.of(prompt, distractor) if distractor else None
         return cls(prompt + response, [False] * len(prompt) + [True] * len(response), wrong)
 
@@ -76,7 +76,7 @@ def read_demonstrations(parquet: Path) -> list[Demonstration]:
 
 
 def _alternating_mask(lengths: list[int]) -> list[bool]:
-    """Return runs of these lengths, which alternate between False and True.
+    """Return a mask that alternates between False and True. `lengths`: the length of each run of equal values.
 
     >>> _alternating_mask([2, 1, 1])
     [False, False, True, False]

@@ -125,7 +125,7 @@ def _info(path: Path, step: int) -> CheckpointInfo:
 
 
 def move_out_of_the_way(path: Path) -> None:
-    """Rename a path that a new checkpoint must not or cannot replace: a newer format, an unreadable folder, or a file.
+    """Rename a path that a new checkpoint cannot replace: a file, an unreadable folder, or a folder of a newer format.
 
     Pruning ignores the new name. If a user renames the path back, it is read again.
     """
@@ -183,8 +183,8 @@ def by_score(checkpoints: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
 
 
 def find_checkpoint(directory: Path, name: str) -> CheckpointInfo:
-    """Find a checkpoint by its step (`20`), its folder's name, `last` or `best`. It is not verified. Raises
-    CheckpointError if no checkpoint has that name or if it cannot be read. The message lists the others."""
+    """Find a checkpoint, without verification, by its step (`20`), its folder's name, `last` or `best`. Raises
+    CheckpointError if its manifest cannot be read. If no name matches, the error lists all names."""
     catalog = scan(directory)
     known = catalog.checkpoints
     if name == "last" and known:

@@ -54,10 +54,10 @@ def export_transformers(
 ) -> Path:
     """Write weights under transformers' names, with the initial policy's configurations and tokenizer.
 
-    An earlier export at `target` is replaced by one rename. `facts` are added to the manifest. With `lora`, the weights
-    are merged ones, and `adapters` are written to the subfolder `adapter` in PEFT's format. Raises DiskSpaceError if
-    there is no room. An earlier export then stays. Raises CheckpointError if the folder cannot be written, or is not an
-    export. Raises ModelError if the initial policy's tokenizer cannot be read.
+    An earlier export at `target` is replaced by one rename. `facts`: more entries for the manifest. With `lora`,
+    `policy_state` has the merged weights, and `adapters` are written to the subfolder `adapter` in PEFT's format.
+    Raises DiskSpaceError if there is no room. An earlier export then stays. Raises CheckpointError if the folder cannot
+    be written, or is not an export. Raises ModelError if the initial policy's tokenizer cannot be read.
     """
     source = str(model_dir_for_config)
     earlier = (target / MANIFEST).is_file()

@@ -67,7 +67,7 @@ class _Save:
 class CheckpointSaver:
     """The saves of one run, one at a time.
 
-    `room` waits for disk space before a checkpoint. `phase` wraps the other waits for a disk, which have a deadline.
+    `room` waits for disk space before a checkpoint. `phase` limits the time of all other waits for the disk.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class CheckpointSaver:
     def begin(
         self, step: int, record: Callable[[], TrainerState], metrics: Mapping[str, float], ranks: SavingRanks
     ) -> Saved | None:
-        """Wait for room, copy the state of every rank and begin to write it. Training may continue on return.
+        """Wait for room, copy the state of every rank and begin to write the copy. Training may continue on return.
 
-        Without memory for a copy, the checkpoint is committed on return and is the result. `record` returns the state
-        besides tensors. Raises DiskSpaceError if there is no room, and CheckpointError if the folder cannot be written.
-        `DiskRoom.wait` may raise StopRequestedError.
+        If a rank has no memory for its copy, complete the checkpoint and return it, otherwise return None. `record`: a
+        function that returns the trainer's state. Raises DiskSpaceError if there is no room, and CheckpointError if the
+        folder cannot be written. `DiskRoom.wait` may raise StopRequestedError.
         """
         assert self._save is None, "settle or abandon the save before this one first"
         sizes = ranks.each(RankSaver.copy)
@@ -109,7 +109,7 @@ class CheckpointSaver:
         return None if all(size.is_copied for size in sizes) else self.settle()
 
     def poll(self) -> Saved | None:
-        """Return the checkpoint once when it has been committed, without waiting. Raises the errors of `settle`."""
+        """Return a newly committed checkpoint or None, without waiting. Raises the errors of `settle`."""
         return self._advance(wait=False)
 
     def settle(self) -> Saved | None:
@@ -171,7 +171,7 @@ class CheckpointSaver:
 
 
 class _AbandonedError(Exception):
-    """The error with which the open folder of a save is closed, so that it is removed."""
+    """The error that closes the folder of an abandoned save. The folder is then removed."""
 
 
 def prune(store: CheckpointStore) -> None:

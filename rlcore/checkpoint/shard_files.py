@@ -67,7 +67,7 @@ class Box:
         return Box(low, tuple(end - start for start, end in zip(low, high, strict=True)))
 
     def relative_to(self, outer: "Box") -> tuple[slice, ...]:
-        """Return this box as slices of a tensor that contains `outer`.
+        """Return the slices of this box in a tensor that stores exactly the box `outer`.
 
         >>> Box((3, 0), (1, 2)).relative_to(Box((2, 0), (4, 2)))
         (slice(1, 2, None), slice(0, 2, None))

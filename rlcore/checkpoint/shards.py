@@ -179,7 +179,7 @@ def optimizer_record(model: nn.Module, optimizer: torch.optim.Optimizer) -> Opti
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the numbers. Switches (fused, foreach, capturable) are left out: they belong to the running code."""
+    """Return the numeric values. Switches (fused, foreach, capturable) are left out: the running code sets them."""
 
     def is_number(value: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""The state of the training loop on which the next step depends, besides tensors. It imports no torch."""
+"""The state of the training loop that the next step needs, except for tensors. This module imports no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path

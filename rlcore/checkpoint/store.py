@@ -65,7 +65,7 @@ class CheckpointStore:
         self._verified: set[tuple[Path, str]] = set()
 
     def path_of(self, step: int) -> Path:
-        """Return the folder of the checkpoint after `step`."""
+        """Return the folder of the checkpoint that is saved when `step` is finished."""
         return self.directory / name_of(step)
 
     # ---------------------------------------------------------------- write
@@ -77,9 +77,9 @@ class CheckpointStore:
         """Publish a checkpoint: yield a folder for the ranks' shards and rename it into place at the end of the block.
 
         An existing checkpoint of the same step is replaced by one rename, or set aside (`move_out_of_the_way`). Metrics
-        that are not finite are left out. `at` is called with each stage and its path. Raises DiskSpaceError if there is
-        no room. Older checkpoints are then unchanged, and nothing of this one remains. Raises CheckpointError if the
-        folder cannot be written.
+        that are not finite are left out. `at` is called with a description of each stage. Raises DiskSpaceError if
+        there is no room. Older checkpoints are then unchanged, and nothing of this one remains. Raises CheckpointError
+        if the folder cannot be written.
         """
         target = self.path_of(state.step)
         created = datetime.now(UTC).isoformat("T", "microseconds")
@@ -113,7 +113,7 @@ class CheckpointStore:
     def prune(self) -> tuple[Path, ...]:
         """Delete the checkpoints that the retention rule does not keep, and return their paths.
 
-        Nothing is deleted unless a remaining checkpoint has been verified byte for byte. Broken folders stay.
+        Nothing is deleted before one remaining checkpoint has passed a check of every byte. Broken folders stay.
         """
         remove_stale_temporaries(self.directory)
         checkpoints = scan(self.directory).checkpoints
@@ -124,7 +124,7 @@ class CheckpointStore:
         return tuple(info.path for info in candidates if info.step != good.step and self._delete(info.path))
 
     def set_aside_later(self, step: int) -> None:
-        """Rename intact checkpoints of steps after `step`, from which the run continues with a truncated journal.
+        """Rename the intact checkpoints after `step`, because the run continues from `step` with a truncated journal.
 
         Otherwise pruning would count them as the newest ones. Broken checkpoints stay.
         """
@@ -179,8 +179,8 @@ class CheckpointStore:
     def find_latest(self, *, verify: bool = True) -> FoundCheckpoint:
         """Find the newest checkpoint that is intact and fits the journal. Newer ones that were refused are logged.
 
-        If none fits the journal, the newest intact one is returned. Without `verify`, only sizes are checked. Raises
-        CheckpointError if all checkpoints are broken, or if the newest intact one has other settings.
+        If no intact checkpoint fits the journal, the newest intact one is returned. Without `verify`, only sizes are
+        checked. Raises CheckpointError if all checkpoints are broken, or if the result has other settings than the run.
         """
         found = self._find(verify=verify)
         while not all(os.path.lexists(refusal.path) for refusal in found.refusals):  # pruned meanwhile
@@ -216,14 +216,13 @@ class CheckpointStore:
             self._verified.add(known)
 
     def load_state(self, info: CheckpointInfo) -> TrainerState:
-        """Read the state of a checkpoint. Raises CheckpointError if it is damaged or has other settings."""
+        """Read the state of a checkpoint. Raises CheckpointError if it is damaged or belongs to other settings."""
         self.verify(info)
         require_same_settings(info, self._settings, self._fingerprint)
         return TrainerState.read(info.path / STATE)
 
     def measured_bytes(self) -> int | None:
-        """Return the size of the newest checkpoint, which the next one is expected to need, or None if there is
-        none."""
+        """Return the size of the newest checkpoint as an estimate for the next one, or None without a checkpoint."""
         known = self.list()
         return known[-1].size_bytes if known else None
 
@@ -265,8 +264,8 @@ def _warn_once(text: str) -> None:
 
 
 def require_same_settings(info: CheckpointInfo, settings: Mapping[str, Any], fingerprint: str) -> None:
-    """Refuse a checkpoint of another run. `settings`: the settings that numbers depend on, by key. Raises
-    CheckpointError if settings differ. The message names them with both values."""
+    """Check that a checkpoint was written with the current settings. `settings`: the settings that the run's results
+    depend on, by key. Raises CheckpointError with the old and new values if settings differ."""
     if info.settings_fingerprint == fingerprint:
         return
     theirs = _read_settings(info.path / SETTINGS)

@@ -162,7 +162,7 @@ class OverlongConfig(Section):
 
 
 def _is_known(field: str, known: tuple[str, ...]) -> Rule:
-    """Return the rule that a loss or an advantage has a known name or the form `module:function`."""
+    """Return the rule that the setting `field` must be a known name or have the form `module:function`."""
 
     def check(algo: "AlgoConfig", _: Run) -> Problem | None:
         given = getattr(algo, field)
@@ -259,7 +259,7 @@ class AlgoConfig(Section):
 
     @property
     def advantage_function(self) -> str | None:
-        """The `module:function` of an advantage that is a function with options, or None for the other advantages."""
+        """The `module:function` of a custom advantage or a built-in one that takes options, otherwise None."""
         name = ADVANTAGE_FUNCTIONS.get(self.advantage, self.advantage)
         return name if ":" in name else None
 

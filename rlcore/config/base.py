@@ -32,13 +32,13 @@ def group_members(group: str) -> tuple[str, ...]:
 
 
 def member_file(group: str, name: str) -> Path:
-    """Return the file of a member. A file in the user's folder replaces one of the same name in `CONF_DIR`."""
+    """Return the file `<group>/<name>.yaml`. A file in the user's folder has precedence over a file in `CONF_DIR`."""
     files = [folder / group / f"{name}.yaml" for folder in conf_dirs()]
     return next(filter(Path.is_file, files), files[-1])
 
 
 def expand_path(path: str) -> Path:
-    """Return a path with `~` expanded. An unknown user's `~` stays, where Path.expanduser raises RuntimeError."""
+    """Return a path with `~` expanded. The `~name` of an unknown user stays, though Path.expanduser rejects it."""
     return Path(os.path.expanduser(path))  # noqa: PTH111
 
 

@@ -125,8 +125,8 @@ def as_plain(tree: Any, *, resolve: bool = False) -> dict[str, Any]:
 
 
 def _validate_types(settings: dict[str, Any], findings: Findings, texts: Mapping[str, str]) -> RunConfig:
-    """Remove wrong values until the rest is valid, and return the rest as a typed config. `texts` maps each overridden
-    key to the text of a number, or to '' for other values."""
+    """Remove wrong values until the rest is valid, and return the rest as a typed config. `texts`: the text of each
+    number that an override sets, by key, and '' for other overridden values."""
     while True:
         text = json.dumps(settings)
         try:

@@ -80,8 +80,8 @@ class Composition:
     file_keys: Collection[str]
 
     def unused_settings(self, swept: Collection[str] = ()) -> list[str]:
-        """Return a line for each setting without an effect in an override or the experiment's own file. `swept`: keys
-        that differ between the points of a sweep."""
+        """Return a line for each setting that is set in an override or the experiment's own file but has no effect.
+        `swept`: keys that differ between the runs of a sweep."""
         return unused_settings(self.config, self.override_keys, self.file_keys, swept)
 
     def require_valid(self) -> "Composition":
@@ -245,7 +245,7 @@ def _choose_member(request: _Request, group: str, value: Any, findings: Findings
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """An experiment's file. `name`: for messages. `members`: the group members that the file and its bases choose."""
+    """An experiment's file. `name` is for messages. `members`: the members that the file and its bases choose."""
 
     name: str
     keys: Mapping[str, Any]

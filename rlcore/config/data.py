@@ -159,7 +159,7 @@ class Gsm8kData(Conversation):
 
 
 def _is_a_file(name: str) -> Rule:
-    """Return the rule that a split is a parquet file that exists."""
+    """Return the rule that the setting `name` must be the path of an existing parquet file."""
 
     def holds(data: Any, _: Any) -> bool:
         file = getattr(data, name)
@@ -267,7 +267,7 @@ class MixturePart(Section):
 
 
 def _is_of_all_parts(name: str) -> Rule:
-    """Return the rule that no dataset of a mixture has a setting that belongs to the whole mixture."""
+    """Return the rule that the datasets of a mixture must not set `name`, which the mixture sets for all of them."""
 
     def holds(mixture: Any, _: Any) -> bool:
         unset = Conversation.model_fields[name].get_default(call_default_factory=True, validated_data={})
@@ -277,7 +277,7 @@ def _is_of_all_parts(name: str) -> Rule:
 
 
 class MixtureData(Conversation):
-    """Several datasets that are drawn by weight. Each dataset has its scorer and a separate evaluation."""
+    """Several datasets that are drawn by weight. Each dataset has a separate scorer and a separate evaluation."""
 
     task: Literal["mixture"] = "mixture"
     """The task whose rows come from several tasks."""
@@ -358,7 +358,7 @@ _WITH_BAND = EffectiveWhen(".draw", "band")
 
 
 def _shares(name: str) -> Rule:
-    """Return the rule that a setting has two shares, the lower one first."""
+    """Return the rule that the setting `name` must be two shares from 0 to 1 in ascending order."""
 
     def holds(own: Any, _: Any) -> bool:
         low, high = getattr(own, name)

@@ -1,4 +1,4 @@
-"""Fingerprints of the inputs of a stage's result (16 hex digits), and the ids and folders of runs."""
+"""Fingerprints (16 hex digits) of the inputs of stages, and the ids and folders of runs."""
 
 import hashlib
 import json
@@ -77,7 +77,7 @@ def fixed_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def changed_settings(config: RunConfig, *names: str) -> dict[str, Any]:
-    """Return the fixed settings among these keys and sections that differ from the defaults, by dotted key."""
+    """Return the fixed settings that differ from the defaults, by dotted key. `names`: keys and sections to compare."""
     usual = leaves(RunConfig().model_dump(mode="json")).items()
     lasting = fixed_settings(config).items()
     return {key: value for key, value in lasting if (key, value) not in usual and any(covers(n, key) for n in names)}

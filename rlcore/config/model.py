@@ -153,8 +153,8 @@ def _fits_context(model: "ModelConfig", run: Run) -> Problem | None:
 
 
 def _model_exists(key: str, *others: str) -> Rule:
-    """Return the rule that a path is a transformers directory, a possible hub id, or one of `others`. Without this
-    rule, a critic would fail only after the policy and the engine have been loaded."""
+    """Return the rule that the setting `key` must be a transformers directory, a possible hub id, or a value in
+    `others`. Without this rule, a critic would fail only after the policy and the engine have been loaded."""
 
     def check(_: Any, run: Run) -> Problem | None:
         path = value_at(run, key)
@@ -294,8 +294,8 @@ class ModelConfig(Section):
     _expanded = field_validator("path")(expand_home)
 
     def number(self, name: str, of_scratch: int | None) -> int | None:
-        """Return a number of the model's config.json, or `of_scratch` if `path` is None. Return None if it is
-        unknown."""
+        """Return a number of the model's config.json, or None if the file has no such number. Without a `path`, return
+        `of_scratch`."""
         found = of_scratch if self.path is None else shape_at(self.path).get(name)
         return found if isinstance(found, int) else None
 

@@ -1,7 +1,6 @@
 """A command whose Prefect server is gone saves, and ends as its work does."""
 
 import os
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -9,17 +8,13 @@ from pathlib import Path
 import pytest
 
 from flows.server.api import LocalServer
-from tests.flows.conftest import Reference, ended, start, under, wait_until
+from tests.flows.conftest import ended, start, under, wait_until
 
 pytestmark = [pytest.mark.prefect, pytest.mark.slow]
 
 
 @pytest.mark.lengthy
-def test_a_run_without_its_server_saves_and_ends_at_sigterm(
-    reference: Reference, artifacts_root: Path, tmp_path: Path
-) -> None:
-    for stage in ("datasets", "filtered", "models", "tokenizers"):
-        shutil.copytree(reference.millrace.root / stage, artifacts_root / stage)
+def test_a_run_without_its_server_saves_and_ends_at_sigterm(artifacts_root: Path, tmp_path: Path) -> None:
     server = LocalServer(tmp_path)
     server.wait()
     millrace = under(server, artifacts_root)

@@ -220,7 +220,7 @@ def test_a_completed_run_that_is_tried_again_is_completed_again(stack: Stack, tm
     own = tmp_path / "own.yaml"
     own.write_text("defaults: [debug, _self_]\nname: again\n")
     run = stack.start("pipeline/debug", experiment=str(own), total_steps=1, learning_rate=0.001)
-    assert stack.wait(run, "COMPLETED")["name"] == "pipeline/own"
+    assert stack.wait(run, "COMPLETED")["name"] == stack.run_dir("again").name
     with suppress(psutil.NoSuchProcess):
         stack.process_of(run).wait()
     stack.set_state(run, RETRY)
