@@ -44,6 +44,7 @@ class _Rows:
         computed: the number of computed or scheduled tokens when the rows were created, int64 [rows].
         to_come: the maximum number of short steps that each response can take part in, int64 [rows].
         running: the rows of unfinished responses, in vLLM's order.
+        unfinished: a mask with True for the rows in `running`, bool [rows].
         num_ordered, num_taken: the numbers of scheduled and of processed short steps.
         token_ids, logprobs: the sampled tokens and their log-probabilities, [rows, step].
         stop_token_ids: the stop tokens of all responses together.
@@ -59,6 +60,7 @@ class _Rows:
         limits = [min(one.num_prompt_tokens + one.max_tokens, longest) for one in requests]
         self.to_come = np.array(limits, dtype=np.int64) - 1 - self.computed
         self.running = np.arange(len(requests))
+        self.unfinished = np.ones(len(requests), dtype=bool)
         self.num_ordered = self.num_taken = 0
         self.token_ids = np.zeros((len(requests), _MAX_SHORT_STEPS), dtype=np.int64)
         self.logprobs = np.zeros((len(requests), _MAX_SHORT_STEPS), dtype=np.float32)
@@ -71,12 +73,13 @@ class _Rows:
     def ending(self, rows: Any, sampled: Any) -> Any:
         """Return a mask over `rows`, True where the token in `sampled` ends the response."""
         ends = self.to_come[rows] - self.num_taken <= 1
-        for at in np.flatnonzero(np.isin(sampled, self.stop_token_ids)):
+        for at in np.flatnonzero((sampled[:, None] == self.stop_token_ids).any(1)):
             ends[at] |= sampled[at] in self.requests[rows[at]].sampling_params.all_stop_token_ids
         return ends
 
     def remove(self, rows: Any) -> None:
-        self.running = self.running[~np.isin(self.running, rows)]
+        self.unfinished[rows] = False
+        self.running = self.running[self.unfinished[self.running]]
 
 
 class ShortSteps(_Scheduler):  # type: ignore[misc]
@@ -249,7 +252,7 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         if output.req_ids != request_ids:  # the runner's order may differ
             at = [output.req_id_to_index[request_id] for request_id in request_ids]
             sampled, logprobs = sampled[at], None if logprobs is None else logprobs[at]
-        here = np.isin(ordered, rows.running)  # the others ended in the previous step
+        here = rows.unfinished[ordered]  # the others ended in the previous step
         ordered, sampled = ordered[here], sampled[here]
         rows.token_ids[ordered, rows.num_taken] = sampled
         if logprobs is not None:
