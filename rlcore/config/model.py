@@ -259,6 +259,9 @@ class ModelConfig(Section):
     this device. `flash_attn` also uses flash-attn 4 if neither 3 nor 2 is installed."""
     gradient_checkpointing: Annotated[bool, MayChange] = False
     """Recompute each layer in the backward pass instead of keeping the layer's activations."""
+    offload_activations: Annotated[bool, MayChange, EffectiveWhen(".gradient_checkpointing")] = False
+    """Keep the inputs of recomputed layers in host memory until the backward pass. The numbers are equal. A layer's
+    inputs have 2 bytes (bfloat16) per token and hidden unit, which matter for responses of many thousand tokens."""
     zero_stage: Annotated[Literal[1, 3], MayChange, EffectiveWhen("runtime.num_workers", unless="1")] = 3
     """The replication of the model over several ranks during an update. `3` gathers the weights of one layer for each
     forward and backward pass, and reduces gradients after each micro-batch. `1` gathers all weights in the compute type

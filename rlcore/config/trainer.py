@@ -174,8 +174,8 @@ class RuntimeConfig(Section):
     fit_memory: Annotated[Literal["off", "check", "auto"], _ON_GPUS] = "check"
     """The use of the memory plan on a GPU. `check` refuses a run that cannot fit with any micro-batch. `auto` also
     chooses the fastest values that fit for `rollout.memory_share`, `rollout.max_batched_tokens`, `rollout.sleep_level`,
-    `trainer.max_tokens_per_micro_batch`, `algo.kl.offload`, `model.lora.offload`, `optim.offload` and
-    `model.gradient_checkpointing`. `off` only prints the plan."""
+    `trainer.max_tokens_per_micro_batch`, `algo.kl.offload`, `model.lora.offload`, `optim.offload`,
+    `model.gradient_checkpointing` and `model.offload_activations`. `off` only prints the plan."""
     peak_tflops: float | None = Field(default=None, gt=0)
     """The dense operations per second of one device in the compute type, in units of 1e12: the denominator of
     `perf/mfu`. If null, the value for the GPU's name in bfloat16 is used. On a CPU it is unknown, and `perf/mfu` is

@@ -74,6 +74,7 @@ def _finish_loading(trunk: Model, path: str | Path, model: ModelConfig) -> Model
             f"in {path} does not. Choose a model of the Llama or Qwen kind."
         )
     trunk.share_prompts = model.share_prompts
+    trunk.offload_activations = model.gradient_checkpointing and model.offload_activations
     log.info("%s %s: attention %s (%s)", type(trunk).__name__, path, choice.name, choice.reason)
     if model.gradient_checkpointing:
         trunk.decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -8,6 +8,7 @@ import torch
 import torch.compiler.config as compiler_settings
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from transformers import DynamicCache, PreTrainedModel
 
 from rlcore.models.attention import AttentionChoice, causal_band, choose_attention
@@ -29,6 +30,7 @@ class PackedTrunk(nn.Module):
         self._wanted_dtype = compute_dtype
         self.sharded = False
         self.share_prompts = False
+        self.offload_activations = False
         self.base_digest = ""  # of the frozen weights under adapters
 
     @property
@@ -81,7 +83,7 @@ class PackedTrunk(nn.Module):
         self, token_ids: Int[Tensor, "T"], position_ids: Int[Tensor, "T"], layout: PackedLayout
     ) -> Float[Tensor, "c H"]:
         """Return the last hidden states in layout order, where token t is at `layout.computed_index[t]`."""
-        with self.precision():
+        with self.precision(), self._saved_tensors():
             output = self.decoder(
                 input_ids=token_ids[layout.token_order][None],
                 position_ids=position_ids[layout.token_order][None],
@@ -89,6 +91,13 @@ class PackedTrunk(nn.Module):
                 packed_layout=layout,
             )
         return cast(Tensor, output.last_hidden_state)[0]
+
+    def _saved_tensors(self) -> AbstractContextManager[object]:
+        """Return a context that keeps tensors for the backward pass in host memory, or an empty one. Checkpointed
+        layers save only their inputs."""
+        if not self.offload_activations:
+            return nullcontext()
+        return save_on_cpu(pin_memory=self.device.type == "cuda")
 
     def precision(self) -> AbstractContextManager[object]:
         """Return an autocast context, or an empty one if the weights have the compute type or FSDP casts them."""

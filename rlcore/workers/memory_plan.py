@@ -145,12 +145,16 @@ def layer_activation_bytes(shape: ModelShape, itemsize: int, *, compiled: bool =
     return norms + inputs + attention + (3 if compiled else 4) * itemsize * inner
 
 
-def update_activation_bytes(shape: ModelShape, itemsize: int, *, recompute: bool, compiled: bool = False) -> int:
+def update_activation_bytes(
+    shape: ModelShape, itemsize: int, *, recompute: bool, offload: bool = False, compiled: bool = False
+) -> int:
     """Return the bytes per token that a forward pass keeps for the backward pass. With `recompute`, these are the
-    inputs of all layers and the activations of one layer."""
+    inputs of all layers and the activations of one layer. With `offload` too, only the input of one layer is on the
+    device."""
     layer = layer_activation_bytes(shape, itemsize, compiled=compiled)
     ends = (FULL + 2 * itemsize) * shape.hidden  # embedding's output, last norm
-    kept = shape.layers * itemsize * shape.hidden + layer if recompute else shape.layers * layer
+    inputs = (1 if offload else shape.layers) * itemsize * shape.hidden
+    kept = inputs + layer if recompute else shape.layers * layer
     return round(ACTIVATION_FACTOR * (kept + ends))
 
 
@@ -299,7 +303,11 @@ def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -
     }
     for each in models:
         kept = update_activation_bytes(
-            each.shape, itemsize, recompute=model.gradient_checkpointing, compiled=compiled
+            each.shape,
+            itemsize,
+            recompute=model.gradient_checkpointing,
+            offload=model.offload_activations,
+            compiled=compiled,
         ) + (_adapter_activation_bytes(config, shape, itemsize) if each is models[0] else 0)
         update = {**held, **each.gradients(ranks), **asleep, "gathered weights": each.gathered}
         if model.zero_stage == 1 and ranks > 1:
@@ -436,12 +444,14 @@ def _choose_settings(config: RunConfig, shape: ModelShape, device: Device) -> Ru
 def variants(config: RunConfig) -> Iterator[tuple[RunConfig, int]]:
     """Yield settings from the fastest to those with the least memory, each with its minimum token budget. First,
     nothing is offloaded or recomputed, with an awake engine and then with a sleeping one. Then the reference, or the
-    base under adapters, is offloaded. Then the optimizer moments are offloaded, and at last layers are recomputed."""
+    base under adapters, is offloaded, and then the optimizer moments. At last layers are recomputed, and then their
+    inputs are offloaded too."""
     several = max(4 * max_sequence_tokens(config), TOKENS_STEP)
     has_lora, has_vllm = config.model.lora is not None, config.rollout.engine == "vllm"
     moments = ["optim.offload", *(["critic.optim.offload"] if config.critic is not None else [])]
     offloads = [*moments, "algo.kl.offload", *(["model.lora.offload"] if has_lora else [])]
-    variant = with_values(config, {**dict.fromkeys(offloads, False), "model.gradient_checkpointing": False})
+    recompute, offload = "model.gradient_checkpointing", "model.offload_activations"
+    variant = with_values(config, dict.fromkeys([*offloads, recompute, offload], False))
     if has_vllm:
         yield with_values(variant, {"rollout.sleep_level": 0}), max(several, ENOUGH_TOKENS)
         variant = with_values(variant, {"rollout.sleep_level": 2})
@@ -452,7 +462,8 @@ def variants(config: RunConfig) -> Iterator[tuple[RunConfig, int]]:
     yield variant, several
     variant = with_values(variant, dict.fromkeys(moments, True))
     yield variant, several
-    yield with_values(variant, {"model.gradient_checkpointing": True}), several
+    yield with_values(variant, {recompute: True}), several
+    yield with_values(variant, {recompute: True, offload: True}), several
 
 
 def with_memory_share(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:

@@ -39,6 +39,7 @@ CASES = [
     ("", "optim.schedule=cosine", "optim.min_lr_ratio=0.1"),
     ("critic={}", "critic.optim.schedule=linear", "critic.optim.min_lr_ratio=0.1"),
     ("", "model.path=null", "model.scratch.num_layers=2"),
+    ("", "model.gradient_checkpointing=true", "model.offload_activations=true"),
     ("", "runtime.num_workers=2 runtime.backend=ray", "model.zero_stage=1"),
     ("", "warm_start.enabled=true", "warm_start.optim.lr=0.1"),
     ("", "warm_start.enabled=true", "data.search_tries=3"),

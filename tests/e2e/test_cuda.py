@@ -87,6 +87,14 @@ def test_half_precision_on_the_gpu_agrees_with_float32_on_the_cpu(
     assert_alike(found[1], expected[1])
 
 
+def test_offloaded_activations_keep_all_bits(directory: Path) -> None:
+    batch = make_batch(LENGTHS)
+    settings = [ModelConfig(gradient_checkpointing=True, offload_activations=offload) for offload in (False, True)]
+    kept, offloaded = (outcome(load_policy(directory, model=one, device=CUDA), batch) for one in settings)
+    assert torch.equal(kept[0], offloaded[0])
+    assert all(torch.equal(kept[1][name], offloaded[1][name]) for name in kept[1])
+
+
 @pytest.mark.parametrize("name", [*FLASH, "sdpa"])
 def test_a_prompt_is_computed_once_for_its_answers(name: str, directory: Path) -> None:
     require(name)

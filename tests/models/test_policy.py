@@ -4,9 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import DynamicCache
 
 from rlcore.config.model import ModelConfig
+from rlcore.models import policy as policy_module
 from rlcore.models.load import load_value_model
 from rlcore.models.policy import round_weights
 from tests.models.tiny import (
@@ -91,6 +94,32 @@ def test_split_does_not_change_gradient(tmp_path: Path) -> None:
         found.append(gradients(policy))
     assert_close_gradients(found[1], found[0], 1e-6)
     assert_close_gradients(found[2], found[0], 1e-6)
+
+
+def test_offloaded_activations_keep_all_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copies in this test stand for host memory: on a CPU torch keeps the tensor itself."""
+    saved: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> int:
+        saved.append(tensor.clone())
+        return len(saved) - 1
+
+    monkeypatch.setattr(
+        policy_module, "save_on_cpu", lambda *, pin_memory: saved_tensors_hooks(keep, lambda place: saved[place])
+    )
+    directory = write_model("llama-gqa-untied", tmp_path)
+    batch = make_batch(LENGTHS)
+    found = []
+    for offload in (False, True):
+        policy = policy_of(directory, gradient_checkpointing=True, offload_activations=offload)
+        out = policy(*batch.inputs, temperature=1.0, entropy="grad")
+        assert bool(saved) == offload
+        ((out.logprobs + 0.3 * out.entropy) * batch.weights).sum().backward()
+        found.append(gradients(policy))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    inputs = (1, sum(LENGTHS), policy.model.config.hidden_size)
+    assert sum(one.shape == inputs for one in saved) >= len(policy.layers)
+    assert not policy_of(directory, offload_activations=True).offload_activations
 
 
 def test_policy_is_deterministic(tmp_path: Path) -> None:

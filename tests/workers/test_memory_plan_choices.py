@@ -57,7 +57,9 @@ def test_require_fit_message(fit: str) -> None:
     assert excess_text(fits) == ""
 
 
-REFERENCE, CHECKPOINTING = "algo.kl.offload=true", "model.gradient_checkpointing=true"
+REFERENCE, RECOMPUTE = "algo.kl.offload=true", "model.gradient_checkpointing=true"
+INPUTS = "model.offload_activations=true"
+LAYERS = (RECOMPUTE, INPUTS)
 BOTH = "optim.offload=true critic.optim.offload=true"
 SHARE, WORKERS = "a rollout.memory_share below 0.4", "more workers (runtime.num_workers)"
 LORA = f"{WORKERS}, LoRA (model.lora.rank=32) or a smaller model"
@@ -67,19 +69,19 @@ ADAPTERS = ("model.lora.rank=4", *NO_CRITIC, "algo.kl.where=loss", "algo.kl.esti
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ((), [REFERENCE, *BOTH.split(), CHECKPOINTING, SHARE, LORA]),
-        (("rollout.sleep_level=0",), ["rollout.sleep_level=2", REFERENCE, *BOTH.split(), CHECKPOINTING, SHARE, LORA]),
-        ((REFERENCE, CHECKPOINTING, *BOTH.split()), [SHARE, LORA]),
-        ((REFERENCE, CHECKPOINTING, "optim.offload=true"), ["critic.optim.offload=true", SHARE, LORA]),
-        ((HF, REFERENCE, *NO_CRITIC), ["optim.offload=true", CHECKPOINTING, "a rollout.max_num_seqs below 64", LORA]),
+        ((), [REFERENCE, *BOTH.split(), *LAYERS, SHARE, LORA]),
+        (("rollout.sleep_level=0",), ["rollout.sleep_level=2", REFERENCE, *BOTH.split(), *LAYERS, SHARE, LORA]),
+        ((REFERENCE, *LAYERS, *BOTH.split()), [SHARE, LORA]),
+        ((REFERENCE, RECOMPUTE, "optim.offload=true"), ["critic.optim.offload=true", INPUTS, SHARE, LORA]),
+        ((HF, REFERENCE, *NO_CRITIC), ["optim.offload=true", *LAYERS, "a rollout.max_num_seqs below 64", LORA]),
         (
             (*ADAPTERS, "rollout.sleep_level=0"),
-            ["model.lora.offload=true", "rollout.sleep_level=1", "optim.offload=true", CHECKPOINTING, SHARE,
+            ["model.lora.offload=true", "rollout.sleep_level=1", "optim.offload=true", *LAYERS, SHARE,
              f"{WORKERS}, a base in 4 bits (model.lora.base=nf4) or a smaller model"],
         ),
         (
             (HF, *ADAPTERS, "model.lora.base=nf4"),
-            ["optim.offload=true", CHECKPOINTING, "a rollout.max_num_seqs below 64", f"{WORKERS}, or a smaller model"],
+            ["optim.offload=true", *LAYERS, "a rollout.max_num_seqs below 64", f"{WORKERS}, or a smaller model"],
         ),
     ],
 )  # fmt: skip
@@ -90,19 +92,23 @@ def test_suggestion_names_unset_settings(overrides: tuple[str, ...], expected: l
 
 SLEEPS, AWAKE = "rollout.sleep_level=2", "rollout.sleep_level=0"
 MOMENTS = "optim.offload=true"
+LAST = (RECOMPUTE, f"{RECOMPUTE} {INPUTS}")
 
 
 @pytest.mark.parametrize(
     ("overrides", "chosen"),
     [
-        ((SLEEPS,), [AWAKE, "", REFERENCE, f"{REFERENCE} {BOTH}", f"{CHECKPOINTING} {REFERENCE} {BOTH}"]),
-        ((HF, *NO_CRITIC), ["", REFERENCE, f"{REFERENCE} {MOMENTS}", f"{CHECKPOINTING} {REFERENCE} {MOMENTS}"]),
+        ((SLEEPS,), [AWAKE, "", REFERENCE, f"{REFERENCE} {BOTH}", *(f"{more} {REFERENCE} {BOTH}" for more in LAST)]),
+        (
+            (HF, *NO_CRITIC),
+            ["", REFERENCE, f"{REFERENCE} {MOMENTS}", *(f"{more} {REFERENCE} {MOMENTS}" for more in LAST)],
+        ),
         (
             ADAPTERS,
             [AWAKE, "", *(f"{more}model.lora.offload=true{last} rollout.sleep_level=1" for more, last in (
-                ("", ""), ("", f" {MOMENTS}"), (f"{CHECKPOINTING} ", f" {MOMENTS}")))],
+                ("", ""), ("", f" {MOMENTS}"), *((f"{more} ", f" {MOMENTS}") for more in LAST)))],
         ),
-        ((HF, *ADAPTERS), ["", "", MOMENTS, f"{CHECKPOINTING} {MOMENTS}"]),
+        ((HF, *ADAPTERS), ["", "", MOMENTS, *(f"{more} {MOMENTS}" for more in LAST)]),
     ],
 )  # fmt: skip
 def test_variants_by_decreasing_memory(overrides: tuple[str, ...], chosen: list[str]) -> None:
@@ -112,15 +118,15 @@ def test_variants_by_decreasing_memory(overrides: tuple[str, ...], chosen: list[
     assert words == [set(text.split()) for text in chosen]
     has_vllm = config.rollout.engine == "vllm"
     assert [least for _, least in variants] == [16_384] * has_vllm + [1_024] * (len(variants) - has_vllm)
-    offloaded = settings(REFERENCE, CHECKPOINTING, *BOTH.split())
+    offloaded = settings(REFERENCE, *LAYERS, *BOTH.split())
     first = next(planning.variants(offloaded))[0]
-    on_the_device = {f"{word.partition('=')[0]}=false" for word in (REFERENCE, CHECKPOINTING, *BOTH.split())}
+    on_the_device = {f"{word.partition('=')[0]}=false" for word in (REFERENCE, *LAYERS, *BOTH.split())}
     assert set(planning.chosen_settings(offloaded, first).split()) == {AWAKE, *on_the_device}
 
 
 def test_variant_budget_holds_several_sequences() -> None:
     config = settings("rollout.max_response_tokens=4994", "trainer.max_tokens_per_micro_batch=5000")
-    assert [least for _, least in planning.variants(config)] == [20_000] * 5
+    assert [least for _, least in planning.variants(config)] == [20_000] * 6
 
 
 def test_memory_share_follows_responses() -> None:
@@ -175,7 +181,7 @@ def test_last_variant_if_none_fits() -> None:
     assert chosen.trainer.max_tokens_per_micro_batch == LONGEST
     assert plan == plan_memory(chosen, SHAPE, plan.device)
     words = planning.chosen_settings(config, chosen).split()
-    assert {*words} == {REFERENCE, CHECKPOINTING, *BOTH.split(), f"trainer.max_tokens_per_micro_batch={LONGEST}"}
+    assert {*words} == {REFERENCE, *LAYERS, *BOTH.split(), f"trainer.max_tokens_per_micro_batch={LONGEST}"}
     roomy, _ = planning.fit_settings(config, SHAPE, CARD)
     assert planning.chosen_settings(config, roomy) == "trainer.max_tokens_per_micro_batch=65536"
     assert planning.fit_settings(config, SHAPE, UNKNOWN)[0] is config

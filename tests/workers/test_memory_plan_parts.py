@@ -44,13 +44,14 @@ from tests.helpers.memory_plans import (
 )
 
 
-def saved_bytes(*, recompute: bool = False, compiled: bool = False) -> int:
+def saved_bytes(*, recompute: bool = False, offload: bool = False, compiled: bool = False) -> int:
     """Return bytes per token kept for backward, tensor by tensor."""
     norms = 2 * (2 * H + 4) if compiled else 2 * (4 * H + 2 * H)
     attention = 2 * H + 2 * 2 * KV + 2 * 2 * QUERY + 4 * HEADS  # input; key, value; query, output; normalizer
     feed_forward = 2 * H + (3 if compiled else 4) * 2 * INNER
     layer = norms + attention + feed_forward
-    inputs = LAYERS * 2 * H + layer if recompute else LAYERS * layer
+    of_layers = 2 * H if offload else LAYERS * 2 * H
+    inputs = of_layers + layer if recompute else LAYERS * layer
     return round(ACTIVATION_FACTOR * (inputs + 4 * H + 2 * 2 * H))
 
 
@@ -123,6 +124,11 @@ def test_parts_of_hf_engine() -> None:
     assert planning.forward_activation_bytes(SHAPE, 2) == layer_bytes()
     layer = plan_memory(settings(HF, "trainer.max_tokens_per_micro_batch=1000"), SHAPE, UNKNOWN, tokens=1_000)
     assert layer.phases[PASSES]["the head, or a layer"] == 1_000 * layer_bytes()
+
+
+def test_parts_with_offloaded_inputs_of_layers() -> None:
+    plan = plan_memory(settings("model.gradient_checkpointing=true", "model.offload_activations=true"), SHAPE, UNKNOWN)
+    assert plan.phases[POLICY_UPDATE]["activations"] == TOKENS * saved_bytes(recompute=True, offload=True)
 
 
 def test_parts_on_two_ranks_with_offloading() -> None:
