@@ -1,4 +1,4 @@
-"""Measure training steps with long responses: tokens per second, MFU, and the memory plan beside the measured peak.
+"""Measure training steps with long responses: tokens per second, MFU, and the planned and the measured peak memory.
 
     python -m benchmarks.long_answers --out long.json                          # all cases of one GPU
     python -m benchmarks.long_answers --cases 1.5b-32k --memory-gb 80          # as on a card of 80 GB

@@ -64,7 +64,7 @@ def check_before_plan(config: RunConfig) -> None:
     for key, path in model_paths(config).items():
         if path is not None:
             require_trainable(key, path)
-            (require_same_tokens if key == "critic.path" else require_embeddings)(key, path, tokens)
+            (require_embeddings if key == "model.path" else require_same_tokens)(key, path, tokens)
     RunLayout.of(config).require_kinds()
     require_root(Path(config.paths.root))
 
@@ -73,7 +73,7 @@ def _tokens(config: RunConfig) -> dict[str, int]:
     """Return the id of each token of the run's tokenizer, or {} if its file is not on this machine."""
     if config.model.path is not None:
         return token_counts(str(configured_model(config)))
-    if config.critic is None or config.critic.path is None:
+    if not any(model_paths(config).values()):
         return {}  # it will be built with the model
     from rlcore.models.tokenizer import scratch_vocabulary
 

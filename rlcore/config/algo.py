@@ -114,6 +114,23 @@ class RejectionConfig(Section):
     )  # fmt: skip
 
 
+class TeacherConfig(Section):
+    """A frozen teacher that gives each token an advantage (on-policy distillation)."""
+
+    path: str
+    """The directory or hub id of the teacher. Its tokenizer must give the policy's token ids."""
+    coef: float = Field(default=1.0, gt=0)
+    """The weight of the teacher's advantage, which is `log p_teacher - log p_old` at each token."""
+    with_reward: bool = False
+    """Add the teacher's advantage to the advantage by rewards. If false, rewards do not affect the update."""
+    base: Literal["native", "nf4"] = "native"
+    """The storage of the teacher's weights: in the compute type, or in 4 bits as with `model.lora.base`."""
+    offload: Annotated[bool, MayChange] = False
+    """Keep the teacher's weights in host memory between its forward passes."""
+
+    _expanded = field_validator("path")(expand_home)
+
+
 class ClipCovConfig(Section):
     """Clip-Cov, which slows the fall of the entropy. Some tokens whose covariance of log-probability and advantage is
     high get no policy loss."""
@@ -214,6 +231,8 @@ class AlgoConfig(Section):
     """The clip range of the value loss: the largest distance of a new value from the old value."""
     kl: KlConfig = KlConfig()
     """The KL divergence from the reference policy."""
+    teacher: TeacherConfig | None = None
+    """The teacher of on-policy distillation. If null, there is no teacher."""
     importance: ImportanceConfig = ImportanceConfig()
     """The correction of differences between the sampler and the trainer."""
     rejection: RejectionConfig = RejectionConfig()
@@ -252,6 +271,9 @@ class AlgoConfig(Section):
              "must not be gdpo with what is taken off the total, an overlong penalty or a KL in the reward",
              lambda own, _: own.advantage != "gdpo" or not (own.overlong.enabled or own.kl.where == "reward"),
              "Leave the penalty out, and set algo.kl.where=loss"),
+        rule(".teacher.offload", ".teacher.base", "must be false with a teacher in 4 bits",
+             lambda own, _: own.teacher is None or not (own.teacher.offload and own.teacher.base == "nf4"),
+             "Set algo.teacher.base=native, or algo.teacher.offload=false"),
         rule(".advantage", "data.environment",
              "must not be remax with an environment: its greedy response would get other random numbers",
              lambda own, run: own.advantage != "remax" or not run.data.environment, "Choose algo=rloo or algo=grpo"),

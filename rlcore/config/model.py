@@ -284,6 +284,7 @@ class ModelConfig(Section):
              _heads_divide_among_gpus),
         _model_exists("model.path", SMOLLM2),  # its package is not needed for a plan
         _model_exists("critic.path"),
+        _model_exists("algo.teacher.path"),
         Rule((".path", ".scratch.max_position_embeddings", "filter.max_prompt_tokens", "rollout.max_response_tokens"),
              _fits_context),
         rule(".attention", "runtime.device", "must be auto or sdpa on a CPU",

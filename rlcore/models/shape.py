@@ -272,6 +272,13 @@ def critic_shape(config: RunConfig, shape: ModelShape) -> ModelShape:
     return shape if path is None else shape_from_config(_read_config(path)) or shape
 
 
+def teacher_shape(config: RunConfig, shape: ModelShape) -> ModelShape | None:
+    """Return the shape of the teacher, or None if there is no teacher. If it is unavailable, return the policy's
+    `shape`."""
+    teacher = config.algo.teacher
+    return None if teacher is None else shape_from_config(_read_config(teacher.path)) or shape
+
+
 def _read_config(path: str) -> object:
     file = config_file(path)
     try:

@@ -153,6 +153,7 @@ PHASES: Mapping[str, tuple[str, str]] = {
     "reward": ("Scoring", "orange"),
     "old_log_prob": ("Old log-probabilities", "teal"),
     "ref": ("Reference forward pass", "purple"),
+    "teacher": ("Teacher forward pass", "ink"),
     "values": ("Values", "pink"),
     "adv": ("Advantages", "muted"),
     "update_critic": ("Critic update", "red"),

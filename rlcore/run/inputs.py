@@ -308,7 +308,12 @@ def require_whole_model(key: str, path: str | None) -> Manifest | None:
 
 def model_paths(config: RunConfig) -> dict[str, str | None]:
     """Return the paths or hub ids of the models in the settings, by settings key. A value is None if it is not set."""
-    return {"model.path": config.model.path, "critic.path": config.critic.path if config.critic else None}
+    critic, teacher = config.critic, config.algo.teacher
+    return {
+        "model.path": config.model.path,
+        "critic.path": critic.path if critic else None,
+        "algo.teacher.path": teacher.path if teacher else None,
+    }
 
 
 def model_digests(config: RunConfig) -> dict[str, dict[str, str]]:

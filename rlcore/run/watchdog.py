@@ -38,7 +38,7 @@ PHASES = {
     "start_s": ("start",),
     "generate_s": ("gen",),
     "score_s": ("reward", "environment"),
-    "forward_s": ("old_log_prob", "ref", "values", "adv"),
+    "forward_s": ("old_log_prob", "ref", "teacher", "values", "adv"),
     "update_s": ("update_critic", "update_actor", "supervise"),
     "hand_over_s": ("update_weights",),
     "validate_s": ("testing",),
@@ -47,7 +47,7 @@ PHASES = {
 }
 """The phases that each key of `runtime.deadlines` limits. A phase of a step has the name of its `timing_s` metric."""
 DEADLINE_OF = {phase: key for key, phases in PHASES.items() for phase in phases}
-BEFORE_THE_UPDATE = frozenset({"gen", "environment", "reward", "old_log_prob", "ref", "values", "adv"})
+BEFORE_THE_UPDATE = frozenset({"gen", "environment", "reward", "old_log_prob", "ref", "teacher", "values", "adv"})
 """The phases before the weights change. A step can be abandoned before each of them."""
 
 TRACKING_MODULE = "rlcore.tracking"

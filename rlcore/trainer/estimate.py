@@ -36,12 +36,14 @@ class ForwardResults:
     ref_logprobs: Float[Tensor, "T"] | None = None
     values: Float[Tensor, "T"] | None = None
     entropy: Float[Tensor, "T"] | None = None
+    teacher_logprobs: Float[Tensor, "T"] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """The estimated advantages and returns. `batch`: the input of the updates. `rewards` Float[N]: the scores minus the
-    KL penalty in the reward. `kl_in_reward`: the mean KL divergence per response token, without its coefficient.
+    KL penalty in the reward. `kl_in_reward`, `teacher_kl`: the mean KL divergence from the reference and from the
+    teacher per response token, without coefficients.
 
     `returns` Float[T]: the returns for reporting, which equal the advantages for group methods. `masked_share`: the
     share of response tokens that `algo.rejection` and `algo.mask_truncated` exclude from the update, or None if both
@@ -54,6 +56,7 @@ class Estimate:
     kl_in_reward: float | None
     masked_share: float | None
     response_mask: Bool[Tensor, "T"]
+    teacher_kl: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,9 @@ def estimate(
 ) -> Estimate:
     """Compute advantages and returns with the method `algo.advantage`. Responses without a score are excluded.
 
+    With a teacher, each token's advantage is `coef (log p_teacher - log p_old)`, alone or added to the advantage by
+    rewards. Its mean is minus the KL divergence from the teacher to the policy (Agarwal et al. 2024, arXiv:2306.13649).
+
     Args:
         greedy_scores: the score of the greedy response to the same prompt, only for remax.
         parts: the parts of the scores for advantages over parts, or None to use the total rewards.
@@ -117,6 +123,14 @@ def estimate(
         parts = parts or ScoreParts(rewards[:, None], torch.ones(1))
         sequence_level = _sequence_advantages(packed, rewards, greedy_scores, parts, algo)
         advantages = returns = broadcast_to_tokens(sequence_level, mask, sequence_ids)
+    teacher_kl = None
+    if algo.teacher is not None:
+        assert old_logprobs is not None, "a teacher is compared with the old policy"
+        assert forward.teacher_logprobs is not None, "distillation needs the teacher's log-probabilities"
+        closer = torch.where(mask, forward.teacher_logprobs - old_logprobs, 0.0)
+        advantages = (advantages if algo.teacher.with_reward else 0.0) + algo.teacher.coef * closer
+        if mask.any():
+            teacher_kl = (-masked_sum(closer, mask) / mask.sum()).item()
     weights = mask.float()
     if algo.importance.mode != "off":
         assert old_logprobs is not None, "an importance weight is a ratio to the old policy"
@@ -135,7 +149,7 @@ def estimate(
         returns=None if values is None else returns,
         importance_weights=weights,
     )
-    return Estimate(batch, rewards, returns, kl_in_reward, masked_share, mask)
+    return Estimate(batch, rewards, returns, kl_in_reward, masked_share, mask, teacher_kl)
 
 
 def _update_mask(

@@ -23,7 +23,7 @@ from rlcore.workers.worker import WorkerInfo
 
 Metrics = dict[str, float]
 
-PER_TOKEN_PHASES = ("ref", "values", "adv", "update_critic", "update_actor", "old_log_prob", "supervise")
+PER_TOKEN_PHASES = ("ref", "teacher", "values", "adv", "update_critic", "update_actor", "old_log_prob", "supervise")
 """The phases whose time is divided by all tokens. Generation time is divided by response tokens."""
 
 
@@ -37,6 +37,8 @@ def step_metrics(config: RunConfig, experience: Experience, estimated: Estimate,
         metrics["rollout_corr/left_out_share"] = estimated.masked_share
     if estimated.kl_in_reward is not None:
         metrics["actor/reward_kl_penalty"] = estimated.kl_in_reward
+    if estimated.teacher_kl is not None:
+        metrics["actor/teacher_kl"] = estimated.teacher_kl
     metrics |= reward_metrics(estimated) | length_metrics(config, experience) | group_metrics(packed, experience)
     if update.logprobs_before is not None:
         weights = None if config.algo.importance.mode == "off" else batch.importance_weights

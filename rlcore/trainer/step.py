@@ -155,7 +155,10 @@ class Trainer(GroupTrainer):
         values = None if config.critic is None else self._run_forward(Worker.values, "values", packed, shares, clock)
         in_reward = config.algo.kl.where == "reward"
         ref = self._run_forward(Worker.ref_logprobs, "ref", packed, shares, clock) if in_reward else None
-        return ForwardResults(old, ref, values, entropy)
+        teacher = None
+        if config.algo.teacher is not None:
+            teacher = self._run_forward(Worker.teacher_logprobs, "teacher", packed, shares, clock)
+        return ForwardResults(old, ref, values, entropy, teacher)
 
     def _run_forward(
         self,

@@ -96,7 +96,7 @@ def needs_old_logprobs(config: RunConfig) -> bool:
     if config.trainer.old_logprobs != "auto":
         return config.trainer.old_logprobs == "recompute"
     algo = config.algo
-    is_compared = algo.importance.mode != "off" or algo.rejection.level != "off"
+    is_compared = algo.importance.mode != "off" or algo.rejection.level != "off" or algo.teacher is not None
     return num_optimizer_steps(config) > 1 or is_compared or algo.kl.where == "reward" or _needs_selection(algo)
 
 

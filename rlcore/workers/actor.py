@@ -1,4 +1,4 @@
-"""The policy on one rank (log-probabilities, updates, weights) and the frozen reference of the KL term."""
+"""The policy on one rank (log-probabilities, updates, weights), and the frozen reference and teacher."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -15,6 +15,8 @@ from rlcore.algos.aggregation import Denominator
 from rlcore.algos.objective import PolicyStatistics, SupervisedStatistics, policy_objective, supervised_objective
 from rlcore.batching.pack import shared_prompts
 from rlcore.config import RunConfig
+from rlcore.config.algo import TeacherConfig
+from rlcore.config.model import LoraConfig
 from rlcore.models.head import TokenLogprobs
 from rlcore.models.load import load_policy
 from rlcore.models.lora import add_adapters, frozen_tensors, without_adapters
@@ -242,22 +244,36 @@ def policy_logprobs(
     return restore_order(values, batch.cu_seqlens, parts)
 
 
-class Reference:
-    """A frozen copy of the initial policy, in the compute type. It is not sharded, since each step would gather all
-    shards for one pass. With `algo.kl.offload`, it is in host memory between passes. A policy with adapters needs no
-    separate reference, see `Actor.logprobs`."""
+class FrozenPolicy:
+    """A frozen policy in the compute type: the reference or the teacher. It is not sharded, since each step would
+    gather all shards for one pass. With `offload`, it is in host memory between passes."""
 
-    def __init__(self, config: RunConfig, model_directory: str, placement: Placement) -> None:
+    def __init__(self, config: RunConfig, policy: CausalPolicy, placement: Placement, name: str, *, offload: bool):
         self._config = config
         self._placement = placement
-        # Loaded on the device, so that kernels and compiled layers are chosen as for the policy.
-        policy = load_policy(model_directory, model=config.model, device=placement.device)
-        self._policy = round_weights(policy, placement.dtype).eval().requires_grad_(False)
-        self._weights = OffloadedWeights(self._policy.parameters() if config.algo.kl.offload else ())
+        self._policy = policy.eval().requires_grad_(False)
+        self._weights = OffloadedWeights(self._policy.parameters() if offload else ())
         self._weights.offload()
         self.forward_pass = MicroBatchRunner(
-            "the reference's log-probabilities", recover=lambda: None, share_prompts=config.model.share_prompts
+            f"the {name}'s log-probabilities", recover=lambda: None, share_prompts=config.model.share_prompts
         )
+
+    @classmethod
+    def reference(cls, config: RunConfig, model_directory: str, placement: Placement) -> "FrozenPolicy":
+        """Load the initial policy as the reference. A policy with adapters needs no separate reference, see
+        `Actor.logprobs`."""
+        # Loaded on the device, so that kernels and compiled layers are chosen as for the policy.
+        policy = load_policy(model_directory, model=config.model, device=placement.device)
+        return cls(
+            config, round_weights(policy, placement.dtype), placement, "reference", offload=config.algo.kl.offload
+        )
+
+    @classmethod
+    def teacher(cls, config: RunConfig, teacher: TeacherConfig, placement: Placement) -> "FrozenPolicy":
+        """Load the teacher. It is stored like the base of a LoRA model: in the compute type, or in 4 bits."""
+        model = config.model.model_copy(update={"lora": LoraConfig(base=teacher.base)})
+        policy = load_policy(teacher.path, model=model, device=placement.device)
+        return cls(config, policy, placement, "teacher", offload=teacher.offload)
 
     @torch.no_grad()
     def logprobs(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:

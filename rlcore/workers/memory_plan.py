@@ -15,7 +15,7 @@ from rlcore.config import RunConfig
 from rlcore.config.base import Section, leaves
 from rlcore.config.problems import format_value
 from rlcore.errors import ConfigError
-from rlcore.models.shape import ModelShape, critic_shape, shape_of
+from rlcore.models.shape import ModelShape, critic_shape, shape_of, teacher_shape
 from rlcore.rollout.vllm import ENGINE_FIXED_BYTES
 from rlcore.storage.publish import write_json_atomically
 from rlcore.tracking.lineage import first_gpu
@@ -273,7 +273,18 @@ def resident_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> dict[
         held[FROZEN_BASE] = round(NF4 * in_4_bits) + itemsize * (shape.policy_parameters - in_4_bits) // ranks
     if _has_reference(config) and not config.algo.kl.offload:
         held["reference"] = itemsize * shape.policy_parameters
+    if config.algo.teacher is not None and not config.algo.teacher.offload:
+        held["teacher"] = teacher_bytes(config, shape, itemsize)
     return held
+
+
+def teacher_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> int:
+    """Return the bytes of the teacher's weights, or 0 if there is no teacher."""
+    teacher, teaching = config.algo.teacher, teacher_shape(config, shape)
+    if teacher is None or teaching is None:
+        return 0
+    in_4_bits = teaching.layers * teaching.layer_weights if teacher.base == "nf4" else 0
+    return round(NF4 * in_4_bits) + itemsize * (teaching.policy_parameters - in_4_bits)
 
 
 def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -> dict[str, dict[str, int]]:
@@ -286,7 +297,9 @@ def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -
     with_engine = {name: size for name, size in held.items() if not (offloads_base and name == FROZEN_BASE)}
     head = partial(head_bytes, shape, itemsize, model.head_chunk_tokens, tokens, compiled=compiled)
     is_reloaded = _has_reference(config) and config.algo.kl.offload
-    layer = tokens * forward_activation_bytes(shape, itemsize)
+    brings_teacher = config.algo.teacher is not None and config.algo.teacher.offload
+    widest = [shape, teacher_shape(config, shape) or shape]
+    layer = tokens * max(forward_activation_bytes(each, itemsize) for each in widest)
     whole = FULL * shape.embedding
     if lora is not None:  # or a merged matrix, its float32 sum and its terms
         whole = max(itemsize * shape.embedding, 2 * (FULL + itemsize) * shape.hidden * shape.intermediate)
@@ -296,6 +309,7 @@ def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -
             **held,
             **asleep,
             **({"reference, brought back": itemsize * shape.policy_parameters} if is_reloaded else {}),
+            **({"teacher, brought back": teacher_bytes(config, shape, itemsize)} if brings_teacher else {}),
             "gathered weights": models[0].gathered,
             # Without gradients the layers' tensors are freed before the head.
             "the head, or a layer": max(layer, head(gradient="none")),
@@ -444,19 +458,20 @@ def _choose_settings(config: RunConfig, shape: ModelShape, device: Device) -> Ru
 def variants(config: RunConfig) -> Iterator[tuple[RunConfig, int]]:
     """Yield settings from the fastest to those with the least memory, each with its minimum token budget. First,
     nothing is offloaded or recomputed, with an awake engine and then with a sleeping one. Then the reference, or the
-    base under adapters, is offloaded, and then the optimizer moments. At last layers are recomputed, and then their
-    inputs are offloaded too."""
+    base under adapters, and the teacher are offloaded, and then the optimizer moments. At last layers are recomputed,
+    and then their inputs are offloaded too."""
     several = max(4 * max_sequence_tokens(config), TOKENS_STEP)
     has_lora, has_vllm = config.model.lora is not None, config.rollout.engine == "vllm"
     moments = ["optim.offload", *(["critic.optim.offload"] if config.critic is not None else [])]
     offloads = [*moments, "algo.kl.offload", *(["model.lora.offload"] if has_lora else [])]
+    teacher = ["algo.teacher.offload"] if config.algo.teacher and config.algo.teacher.base == "native" else []
     recompute, offload = "model.gradient_checkpointing", "model.offload_activations"
-    variant = with_values(config, dict.fromkeys([*offloads, recompute, offload], False))
+    variant = with_values(config, dict.fromkeys([*offloads, *teacher, recompute, offload], False))
     if has_vllm:
         yield with_values(variant, {"rollout.sleep_level": 0}), max(several, ENOUGH_TOKENS)
         variant = with_values(variant, {"rollout.sleep_level": 2})
     yield variant, several
-    variant = with_values(variant, {"algo.kl.offload": _has_reference(config)})
+    variant = with_values(variant, {"algo.kl.offload": _has_reference(config), **dict.fromkeys(teacher, True)})
     if has_lora and has_vllm:
         variant = with_values(variant, {"model.lora.offload": True, "rollout.sleep_level": 1})
     yield variant, several

@@ -1,5 +1,5 @@
-"""The worker of one rank: policy, reference, critic and rollout engine. `rlcore.runtime` calls this plain class in the
-same process or as a Ray actor, with the same results."""
+"""The worker of one rank: policy, reference, teacher, critic and rollout engine. `rlcore.runtime` calls this plain
+class in the same process or as a Ray actor, with the same results."""
 
 import gc
 import time
@@ -29,7 +29,7 @@ from rlcore.rollout.build import build_engine
 from rlcore.rollout.engine import RolloutEngine, SamplingRequest, engine_dtype
 from rlcore.tracking.cost import GpuUse
 from rlcore.types import PackedBatch, Prompt, Rollout, TrainBatch
-from rlcore.workers.actor import Actor, Reference
+from rlcore.workers.actor import Actor, FrozenPolicy
 from rlcore.workers.canary import Canary, WeightSync, probe_difference
 from rlcore.workers.critic import Critic
 from rlcore.workers.device import (
@@ -67,7 +67,7 @@ class WorkerInfo:
 
 
 class Worker:
-    """The state of one rank: `actor`, `critic`, `reference` and `engine`. Call `setup` on all ranks first."""
+    """The models and the engine of one rank. Call `setup` on all ranks first."""
 
     def __init__(self, config: RunConfig, model_directory: str, *, rank: int, world_size: int) -> None:
         self._config = config
@@ -76,7 +76,8 @@ class Worker:
         self._world_size = world_size
         self._placement: Placement
         self._mesh: DeviceMesh | None = None
-        self.reference: Reference | None = None
+        self.reference: FrozenPolicy | None = None
+        self.teacher: FrozenPolicy | None = None
         self.critic: Critic | None = None
         self.actor: Actor
         self._saver = RankSaver(self._saved_models, num_ranks=world_size)  # as if all ranks were on this host
@@ -113,7 +114,9 @@ class Worker:
         self._meter.set_engine_asleep(True)
         self._build_models()
         if config.algo.kl.where != "off" and config.model.lora is None:
-            self.reference = Reference(config, self._model_directory, placement)
+            self.reference = FrozenPolicy.reference(config, self._model_directory, placement)
+        if config.algo.teacher is not None:
+            self.teacher = FrozenPolicy.teacher(config, config.algo.teacher, placement)
 
     def reset(self) -> None:
         """Rebuild the policy and the critic of step 0. The old models are freed first, since the memory may not hold
@@ -142,7 +145,7 @@ class Worker:
     def _passes(self) -> list[MicroBatchRunner]:
         trained = [model for model in (self.actor, self.critic) if model is not None]
         passes = [runner for model in trained for runner in (model.update_pass, model.forward_pass)]
-        return passes if self.reference is None else [*passes, self.reference.forward_pass]
+        return passes + [frozen.forward_pass for frozen in (self.reference, self.teacher) if frozen is not None]
 
     def info(self) -> WorkerInfo:
         """Return a description of this rank's device and models."""
@@ -199,6 +202,12 @@ class Worker:
             return self.actor.logprobs(batch, num_micro, adapters=False)
         assert self.reference is not None, "algo.kl.where is off: there is no reference"
         return self.reference.logprobs(batch, num_micro)
+
+    def teacher_logprobs(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
+        """Return the log-probabilities of the responses under the teacher."""
+        self._sleep_engine()
+        assert self.teacher is not None, "algo.teacher is null: there is no teacher"
+        return self.teacher.logprobs(batch, num_micro)
 
     def cache_ref_logprobs(self, batch: TrainBatch, num_micro: int) -> Float[Tensor, "T"]:
         """Return `ref_logprobs`, and keep them for the next update, which must have the same batch."""

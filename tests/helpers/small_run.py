@@ -13,9 +13,11 @@ from data.filter import filter_dataset
 from data.tasks import build_dataset
 from flows.stages.suite import make_suite
 from rlcore.checkpoint.state import LoopState
-from rlcore.config import MixtureData, RunConfig
+from rlcore.config import MixtureData, RunConfig, ScratchModel
 from rlcore.config.compose import load_config
 from rlcore.errors import MillraceError
+from rlcore.models.scratch import build_scratch_model
+from rlcore.models.tokenizer import build_scratch_tokenizer
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.run.initial_policy import InitialPolicy, stage_layout
 from rlcore.run.inputs import RunInputs, ensure_tokenizer
@@ -84,6 +86,15 @@ def prepare(root: Path, *overrides: str, experiment: str = "debug") -> SmallRun:
     if (stage := stage_layout(made.config, made.inputs.filtered_directory).run_dir).exists():
         copied(stage)
     return SmallRun(config, RunInputs(**inputs), copied(made.model_directory))
+
+
+def other_model(root: Path, scratch: ScratchModel) -> Path:
+    """Write a random model of another shape, with the tokenizer of the policy."""
+    folder = root / f"other-{scratch.hidden_size}"
+    if not folder.exists():
+        build_scratch_tokenizer(scratch, folder)
+        build_scratch_model(scratch, vocab_size=113, eos_token_id=1, pad_token_id=0, seed=1, directory=folder)
+    return folder
 
 
 def make(root: Path, *overrides: str, experiment: str = "debug") -> SmallRun:

@@ -16,6 +16,7 @@ import torch
 
 from rlcore.batching.pack import pack_demonstrations
 from rlcore.batching.prompts import Demonstration
+from rlcore.config import ScratchModel
 from rlcore.config.compose import load_config
 from rlcore.rollout.engine import SamplingRequest
 from rlcore.runtime import cluster
@@ -25,7 +26,7 @@ from rlcore.runtime.ray import as_array, as_tensor
 from rlcore.trainer.metrics import Metrics
 from rlcore.types import Prompt, Rollout, TrainBatch
 from tests.helpers.forked import run_module
-from tests.helpers.small_run import prepare, train
+from tests.helpers.small_run import other_model, prepare, train
 from tests.runtime.driver import STEPS
 
 WAIT_S = 560
@@ -87,9 +88,14 @@ def in_ray(scenario: str, root: Path, *overrides: str) -> Any:
     return json.loads(out.read_text())
 
 
-def here(root: Path, algo: str) -> list[Metrics]:
+def taught(root: Path) -> str:
+    """Return the setting of a teacher with another shape than the policy."""
+    return f"algo.teacher.path={other_model(root, ScratchModel(hidden_size=48, num_layers=2))}"
+
+
+def here(root: Path, *overrides: str) -> list[Metrics]:
     """The same training with the worker in this process."""
-    run = prepare(root, f"algo={algo}", "runtime=local")
+    run = prepare(root, "runtime=local", *overrides)
     group = LocalGroup(run.config, str(run.model_directory))
     try:
         return train(run, group, STEPS)
@@ -100,17 +106,19 @@ def here(root: Path, algo: str) -> list[Metrics]:
 @pytest.mark.lengthy  # of GRPO: run/test_resume.py
 def test_ray_metrics_equal_those_of_a_local_worker(root: Path) -> None:
     """Train with a critic; sums of two ranks are tested in tests/workers."""
-    assert in_ray("metrics", root, "algo=ppo") == here(root, "ppo")
+    assert in_ray("metrics", root, "algo=ppo") == here(root, "algo=ppo")
 
 
 @pytest.fixture(scope="module")
 def two_ranks(root: Path) -> Any:
     """Results with scoring processes, which stream responses out of the actors."""
-    return in_ray("private", root, "algo=grpo", "runtime.num_workers=2", "reward.num_processes=1")
+    overrides = (taught(root), "algo.teacher.with_reward=true", "runtime.num_workers=2", "reward.num_processes=1")
+    return in_ray("private", root, *overrides)
 
 
 def test_two_ranks_reproduce_one(two_ranks: Any, root: Path) -> None:
-    local = here(root, "grpo")
+    local = here(root, taught(root), "algo.teacher.with_reward=true")
+    assert local[0]["actor/teacher_kl"] > 0.1
     assert len(local) == STEPS
     for number, (expected, found) in enumerate(zip(local, two_ranks["metrics"], strict=True), start=1):
         for name, value in expected.items():

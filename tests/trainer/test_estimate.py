@@ -10,7 +10,7 @@ import torch
 from rlcore.algos.aggregation import Denominator
 from rlcore.algos.objective import policy_objective
 from rlcore.algos.off_policy import importance_weights
-from rlcore.config.algo import AlgoConfig, ImportanceConfig, KlConfig, RejectionConfig
+from rlcore.config.algo import AlgoConfig, ImportanceConfig, KlConfig, RejectionConfig, TeacherConfig
 from rlcore.trainer.estimate import Estimate, ForwardResults, ScoreParts, estimate
 from rlcore.types import PackedBatch, Score
 from tests.models.tiny import answers
@@ -162,3 +162,26 @@ def test_default_kl_brings_policy_to_reference(where: str) -> None:
 def test_wrong_kl_estimator_does_not_hold_policy(where: str, estimator: str) -> None:
     before, after = divergence_after(100, KlConfig(where=where, estimator=estimator))
     assert after > 0.8 * before
+
+
+@pytest.mark.parametrize("with_reward", [False, True])
+def test_advantage_of_teacher_token_by_token(with_reward: bool) -> None:
+    packed = make_batch()
+    generator = torch.Generator().manual_seed(3)
+    old, teacher = (-torch.rand(packed.num_tokens, generator=generator) for _ in range(2))
+    settings = TeacherConfig(path="a/teacher", coef=0.5, with_reward=with_reward)
+    by_rewards = run_estimate(packed, ForwardResults(), advantage="dr_grpo")
+    found = run_estimate(packed, ForwardResults(old, teacher_logprobs=teacher), advantage="dr_grpo", teacher=settings)
+    expected, differences = [], []
+    for token in range(packed.num_tokens):
+        is_response = bool(packed.loss_mask[token])
+        differences += [float(old[token] - teacher[token])] if is_response else []
+        reward = float(by_rewards.batch.advantages[token]) if with_reward else 0.0
+        expected.append(reward + (0.5 * float(teacher[token] - old[token]) if is_response else 0.0))
+    assert found.batch.advantages.tolist() == pytest.approx(expected, rel=1e-6)
+    assert found.teacher_kl == pytest.approx(sum(differences) / len(differences), rel=1e-6)
+    assert by_rewards.teacher_kl is None
+    assert torch.equal(found.rewards, by_rewards.rewards)
+    none = replace(packed, loss_mask=torch.zeros_like(packed.loss_mask))
+    passes = ForwardResults(old, teacher_logprobs=teacher)
+    assert run_estimate(none, passes, advantage="dr_grpo", teacher=settings).teacher_kl is None

@@ -19,9 +19,7 @@ from rlcore.checkpoint.state import LoopState
 from rlcore.config import RunConfig, ScratchModel
 from rlcore.config.compose import load_config
 from rlcore.errors import NonFiniteError
-from rlcore.models.scratch import build_scratch_model
 from rlcore.models.shape import ModelShape
-from rlcore.models.tokenizer import build_scratch_tokenizer
 from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.alarms import Alarm
 from rlcore.trainer.clock import PhaseClock
@@ -30,7 +28,7 @@ from rlcore.trainer.metrics import mfu_metrics
 from rlcore.trainer.step import StepResult, Trainer
 from rlcore.trainer.update import SharedBatch, Update
 from rlcore.workers.worker import Worker
-from tests.helpers.small_run import SmallRun, prepare, train
+from tests.helpers.small_run import SmallRun, other_model, prepare, train
 from tests.trainer.batches import (
     POLICY,
     PROMPTS,
@@ -200,6 +198,23 @@ def test_step_batch_has_ref_logprobs(root: Path, monkeypatch: pytest.MonkeyPatch
     torch.testing.assert_close(result.batch.ref_logprobs[mask], result.logprobs_before[mask])
 
 
+def test_initial_policy_as_teacher_gives_no_advantage(root: Path) -> None:
+    teacher = prepare(root).model_directory
+    (step,) = run_steps(prepare(root, f"algo.teacher.path={teacher}"), 1)
+    names = ("actor/teacher_kl", "actor/grad_norm", "critic/advantages/max", "critic/advantages/min")
+    assert {name: step[name] for name in names} == dict.fromkeys(names, 0.0)
+
+
+@pytest.mark.parametrize("more", [(), ("algo.teacher.offload=true",), ("model.share_prompts=true",)], ids=" ".join)
+def test_policy_learns_from_a_larger_teacher(root: Path, more: tuple[str, ...]) -> None:
+    teacher = other_model(root, ScratchModel(hidden_size=48, num_layers=2))
+    overrides = (f"algo.teacher.path={teacher}", "optim.lr=1e-2", "trainer.total_steps=12", *more)
+    steps = run_steps(prepare(root, *overrides), 12)
+    assert steps[-1]["actor/teacher_kl"] < 0.5 * steps[0]["actor/teacher_kl"]
+    narrow = run_steps(prepare(root, *overrides, "trainer.max_tokens_per_micro_batch=40"), 2)
+    assert_close(steps[:2], narrow, rtol=1e-4)
+
+
 def test_critic_warmup_skips_policy(root: Path) -> None:
     steps = run_steps(prepare(root, "algo=ppo", "critic.warmup_steps=2", "trainer.total_steps=3"), 3)
     assert ["actor/grad_norm" in step for step in steps] == [False, False, True]
@@ -207,9 +222,8 @@ def test_critic_warmup_skips_policy(root: Path) -> None:
 
 
 def test_critic_flops_by_its_shape(root: Path) -> None:
-    scratch, folder = ScratchModel(hidden_size=16, num_layers=3, num_heads=1, intermediate_size=24), root / "critic"
-    build_scratch_tokenizer(scratch, folder)
-    build_scratch_model(scratch, vocab_size=113, eos_token_id=1, pad_token_id=0, seed=1, directory=folder)
+    scratch = ScratchModel(hidden_size=16, num_layers=3, num_heads=1, intermediate_size=24)
+    folder = other_model(root, scratch)
     run = prepare(root, "algo=ppo", "runtime.peak_tflops=1", f"critic.path={folder}")
     with closing(LocalGroup(run.config, str(run.model_directory))) as group:
         info = group.each(Worker.info)[0]

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from rlcore.config.model import PUBLISHED
+from rlcore.models.shape import shape_from_config
 from rlcore.workers import memory_plan as planning
 from rlcore.workers.memory_plan import (
     ACTIVATION_FACTOR,
@@ -129,6 +131,23 @@ def test_parts_of_hf_engine() -> None:
 def test_parts_with_offloaded_inputs_of_layers() -> None:
     plan = plan_memory(settings("model.gradient_checkpointing=true", "model.offload_activations=true"), SHAPE, UNKNOWN)
     assert plan.phases[POLICY_UPDATE]["activations"] == TOKENS * saved_bytes(recompute=True, offload=True)
+
+
+def test_parts_of_teacher() -> None:
+    """The published 1B shape is wider than the policy, so that its layers set the peak of a forward pass."""
+    name = "meta-llama/Llama-3.2-1B-Instruct"
+    teacher, shape = f"algo.teacher.path={name}", shape_from_config(PUBLISHED[name])
+    assert shape is not None
+    weights, layer = 2 * shape.policy_parameters, planning.forward_activation_bytes(shape, 2)
+    resident = plan_memory(settings(teacher), SHAPE, UNKNOWN).phases
+    assert all(parts["teacher"] == weights for parts in resident.values())
+    assert resident[PASSES]["the head, or a layer"] == TOKENS * layer
+    offloaded = plan_memory(settings(teacher, "algo.teacher.offload=true"), SHAPE, UNKNOWN).phases
+    assert [name for name, parts in offloaded.items() if "teacher, brought back" in parts] == [PASSES]
+    assert offloaded[PASSES]["teacher, brought back"] == weights
+    in_4_bits = shape.layers * shape.layer_weights
+    quantized = plan_memory(settings(teacher, "algo.teacher.base=nf4"), SHAPE, UNKNOWN).phases
+    assert quantized[PASSES]["teacher"] == round(planning.NF4 * in_4_bits) + weights - 2 * in_4_bits
 
 
 def test_parts_on_two_ranks_with_offloading() -> None:
