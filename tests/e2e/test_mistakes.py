@@ -157,7 +157,6 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("sweep seed.yaml", ["seed: a sweep has no such key; got [1,2]", "Did you mean seeds?"]),
     ("sweep typo.yaml", ["grids: a sweep has no such key", "Did you mean grid?"]),
     ("sweep short.yaml", ["grid.lr: there is no such setting", "Did you mean optim.lr?"]),
-    ("data inspect csv/train.csv", ["csv/train.csv: no parquet file there. Give a parquet file"]),
     ("sweep mine.yaml", ["1 problem", "this is an experiment's", "Run it by millrace run experiment=mine.yaml"]),
     ("sweep nothing.yaml", ["sweep: its file must hold keys and values; got nothing.yaml", "docs/sweeps.md"]),
     ("eval model --suite nothing.yaml", ["--suite: its file must hold keys and values; got nothing.yaml"]),

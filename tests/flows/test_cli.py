@@ -61,7 +61,7 @@ def test_every_command_refuses_wrong_settings_alike(here: Here, verb: str) -> No
     assert "debug" in done.err
 
 
-@pytest.mark.parametrize("verb", ["", "run", "train", "validate", "report", "data", "data make", "data inspect"])
+@pytest.mark.parametrize("verb", ["", "run", "train", "validate", "report", "data", "data make"])
 def test_help_explains_every_command(here: Here, verb: str) -> None:
     done = here(verb, "--help")
     assert done.code == 0
