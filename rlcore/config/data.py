@@ -128,13 +128,11 @@ class CountdownData(Conversation):
     search_tries: Annotated[
         int | None,
         EffectiveWhen("warm_start.enabled"),
-        EffectiveWhen(".template .environment", "base qwen-instruct chat data.calculator:Countdown",
-                      remedy="Choose data.template=chat"),
-    ] = Field(default=None, ge=0, le=64)  # fmt: skip
+        EffectiveWhen(".template", "base qwen-instruct chat"),
+    ] = Field(default=None, ge=0, le=64)
     """The most wrong equations that a warm-start solution tries before the right one. Their number is random for each
     row, and each is computed operation by operation. If null, a solution is the right equation and its value alone.
-    Only templates with `<think>` show either form. `bare` with the environment `data.calculator:Countdown` shows a turn
-    for each equation, with the reply."""
+    Only templates with `<think>` show either form."""
     scorer: Scorer = "data.countdown:score"
     checks = (
         rule(".operations", "", "must name one operation or more, each once",

@@ -43,8 +43,6 @@ CASES = [
     ("", "warm_start.enabled=true", "warm_start.optim.lr=0.1"),
     ("", "warm_start.enabled=true", "data.search_tries=3"),
     ("warm_start.enabled=true data.template=bare", "warm_start.enabled=true", "data.search_tries=3"),
-    ("warm_start.enabled=true data.template=bare",
-     "warm_start.enabled=true data.template=bare data.environment=data.calculator:Countdown", "data.search_tries=3"),
     ("warm_start.enabled=true", "warm_start.enabled=true warm_start.stop_at_reward=0.5", "warm_start.check_problems=9"),
     ("warm_start.enabled=true warm_start.held_out_rows=0", "warm_start.enabled=true", "warm_start.patience=2"),
     (
@@ -59,7 +57,7 @@ CASES = [
     ("warm_start.enabled=true data.task=gsm8k", "warm_start.enabled=true data.task=custom",
      "warm_start.misdirected_share=0.5"),
     ("", "data.scorer=data.code:score", "sandbox.time_s=9"),
-    ("data.environment=data.calculator:Countdown", "data.environment=rlcore.rollout.tools:Tools", "sandbox.time_s=9"),
+    ("data.environment=data.number_guessing:Game", "data.environment=rlcore.rollout.tools:Tools", "sandbox.time_s=9"),
     ("", "data.scorer=my.own:score", "sandbox.allow_weak=true"),
     ("", "validation.suites=[{name:x,data:{task:countdown}}]", "sandbox.memory_mb=99"),
     ("", "pass_rates.samples=4", "pass_rates.rows_per_part=64"),

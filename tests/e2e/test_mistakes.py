@@ -108,7 +108,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
         "behind debug", "trainer: is a section", "optim.lr?"]),
     ("train experiment=group.yaml", [
         "3 problems", "got daata/gsm8k in group.yaml. Did you mean data?", "trainer: is a section", "optim.lr?"]),
-    ("train experiment=nobase.yaml", ["got experiment/nope in nobase.yaml", "There are countdown_calculator"]),
+    ("train experiment=nobase.yaml", ["got experiment/nope in nobase.yaml", "There are countdown_demo"]),
     # values
     ("train lr=1e-4", ["lr: there is no such setting; got 0.0001", "Did you mean optim.lr?"]),
     ("train optim.lr=fast", ["optim.lr: must be a valid number; got fast"]),

@@ -283,7 +283,7 @@ def test_template_unfit_for_turns_is_refused_for_environments(config: RunConfig,
     (tmp_path / "chat_template.jinja").write_text("{{ messages[-1].content }}{{ '=' if add_generation_prompt }}")
     chat = FirstRow([{"role": "user", "content": "1 + 2"}], "chat", "{}", "")
     try_tokenizer(tmp_path, [chat], config)
-    played = changed(config, "data", environment="data.calculator:Countdown")
+    played = changed(config, "data", environment="data.number_guessing:Game")
     try_tokenizer(tmp_path, [replace(chat, prompt_form="text")], played)
     with pytest.raises(
         ConfigError, match=r"^data\.environment: the tokenizer's chat template drops or changes earlier"
