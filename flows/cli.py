@@ -44,7 +44,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "run": run.run, "train": run.train, "sweep": sweep, "validate": run.validate, "eval": run.evaluate,
     "report": run.report, "checkpoints": checkpoints, "runs": runs.runs, "logs": runs.logs, "stop": runs.stop,
     "doctor": stack.doctor, "new": new, "rollouts": rollouts, "rescore": rescore, "audit": audit,
-    "compare": tracking.compare, "sync": tracking.sync, "ui": tracking.ui, "gc": tracking.gc, "slots": runs.slots,
+    "compare": tracking.compare, "sync": tracking.sync, "ui": tracking.ui, "slots": runs.slots,
     "up": stack.up, "deploy": stack.deploy, "down": stack.down, "status": stack.status,
 }  # fmt: skip
 DATA_COMMANDS: dict[str, Callable[..., None]] = {"make": data.make, "pass-rates": data.pass_rates}

@@ -21,7 +21,7 @@ from rlcore.errors import TrackingError
 
 @flow(name="maintain", flow_run_name="maintain")
 def maintain(root: Root = None, dry_run: bool = False) -> list[Outcome]:
-    """Prune checkpoints, deliver journals, and remove the artifacts of deleted runs. Running runs are skipped.
+    """Prune checkpoints and deliver journals. Running runs are skipped.
 
     Args:
         root: The folder of datasets, models, runs and the MLflow store. The default is the worker's root.
@@ -29,12 +29,11 @@ def maintain(root: Root = None, dry_run: bool = False) -> list[Outcome]:
     """
     at = Path(flow_root(root) or PathsConfig().root).resolve()
     where = quote(str(at))
-    log_command(f"millrace sync --root {where}; millrace gc --root {where}{' --dry-run' if dry_run else ''}")
-    folders, tracking = all_runs(at), with_stack_store(TrackingConfig(), at)
+    log_command(f"millrace sync --root {where}")
+    folders = all_runs(at)
     work: dict[str, Callable[[], list[Outcome]]] = {
         "prune": lambda: [several.prune(one, dry_run=dry_run) for one in folders],
         "sync": lambda: [] if dry_run else [several.sync(one, None) for one in folders],
-        "gc": lambda: several.collect_garbage(at, tracking, dry_run=dry_run),
     }
     outcomes: list[Outcome] = []
     for name, do in work.items():

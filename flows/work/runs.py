@@ -1,4 +1,4 @@
-"""Operations on the runs of a root: finding, comparing, pruning, delivery of metrics, and garbage collection."""
+"""Operations on the runs of a root: finding, comparing, pruning, and delivery of metrics."""
 
 import logging
 from collections.abc import Sequence
@@ -17,11 +17,10 @@ from rlcore.run.layout import RunLayout
 from rlcore.storage.documents import files_of, sqlite_file
 from rlcore.storage.locks import RunLock
 from rlcore.tracking.attempts import Destination, read_attempts
-from rlcore.tracking.connection import explain_error, has_store, resolve_uri
+from rlcore.tracking.connection import explain_error, has_store
 from rlcore.tracking.delivery import read_state, sync_run
 from rlcore.tracking.lineage import read_origin
 from rlcore.tracking.mlflow_store import MlflowStore, compare_url, search_run_ids
-from rlcore.tracking.models import find_garbage, remove_garbage
 
 if TYPE_CHECKING:
     from rlcore.report.build import ReportFiles
@@ -257,28 +256,3 @@ def _store_of_root(folder: Path, begun_with: Destination) -> str | None:
     except Exception as error:
         raise TrackingError(f"{folder}: not delivered: {explain_error(error, store.uri)}") from error
     return store.uri
-
-
-def collect_garbage(root: Path, tracking: TrackingConfig, *, dry_run: bool) -> list[Outcome]:
-    """Remove the artifacts of runs that were deleted in MLflow. Their records in MLflow and their folders in `runs/`
-    stay. Raises TrackingError if the store cannot be read.
-    """
-    uri = set_mlflow_login(resolve_uri(tracking, root), root)
-    if not has_store(uri):
-        return [Outcome(str(root), f"there is no MLflow store ({uri})", ok=True)]
-    try:
-        found = find_garbage(uri)
-    except Exception as error:
-        raise TrackingError(f"garbage cannot be searched: {explain_error(error, uri)}") from error
-    outcomes = []
-    for one in found:
-        name = f"{one.run_name or one.run_id}{f' model {one.model_id}' if one.model_id else ''}"
-        size = f"{one.num_files} files, {one.num_bytes / BYTES_PER_MB:.1f} MB"
-        text, ok = f"stay: {one.kept}" if one.kept else "would be removed" if dry_run else "removed", True
-        try:
-            if not (one.kept or dry_run):
-                remove_garbage(uri, one)
-        except Exception as error:
-            text, ok = f"not removed: {explain_error(error, uri)}", False
-        outcomes.append(Outcome(name, f"{size} {text}", ok=ok))
-    return outcomes

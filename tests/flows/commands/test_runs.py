@@ -20,12 +20,11 @@ from flows.commands.runs import logs, stop
 from flows.stack.state import FLOW_RUN_ID
 from flows.stages.report import write_report
 from flows.work.open_run import STOP_FILE, open_run, record_stop_request, with_absolute_paths
-from flows.work.runs import Outcome, all_runs, collect_garbage, compare, find_named_runs, find_run, prune, sync
+from flows.work.runs import Outcome, all_runs, compare, find_named_runs, find_run, prune, sync
 from flows.work.status import SAME_COMMAND, resume_hint, status_of
 from flows.work.trainer import MAX_READ_BYTES
-from rlcore.config import TrackingConfig
 from rlcore.config.compose import load_config
-from rlcore.errors import DataError, RunInUseError, StopRequestedError, TrackingError
+from rlcore.errors import DataError, RunInUseError, StopRequestedError
 from rlcore.responses.query import Query, find_responses
 from rlcore.run.disk import PAUSED, RESUMED
 from rlcore.run.failures import append_failure, failure_from, read_failures
@@ -347,12 +346,6 @@ def test_a_comparison_is_written_under_the_given_root_without_a_store(
     (tmp_path / "here" / "mlflow.db").touch()
     assert compare(folders, tmp_path / "here").mlflow_page == ""
     assert caplog.messages[-1].endswith(f"is not in the MLflow store of {tmp_path / 'here'}")
-
-
-def test_garbage_that_cannot_be_looked_for_is_an_error(tmp_path: Path) -> None:
-    tracking = TrackingConfig(uri="oddsql://host/runs")
-    with pytest.raises(TrackingError, match=r"^garbage cannot be searched: tracking\.uri oddsql://host/runs: "):
-        collect_garbage(tmp_path, tracking, dry_run=True)
 
 
 def test_a_run_that_another_process_delivers_is_left_to_it(layout: RunLayout) -> None:
