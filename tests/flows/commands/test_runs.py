@@ -20,7 +20,7 @@ from flows.commands.runs import logs, stop
 from flows.stack.state import FLOW_RUN_ID
 from flows.stages.report import write_report
 from flows.work.open_run import STOP_FILE, open_run, record_stop_request, with_absolute_paths
-from flows.work.runs import Outcome, all_runs, compare, find_named_runs, find_run, prune, sync
+from flows.work.runs import Outcome, all_runs, compare, find_named_runs, find_run, sync
 from flows.work.status import SAME_COMMAND, resume_hint, status_of
 from flows.work.trainer import MAX_READ_BYTES
 from rlcore.config.compose import load_config
@@ -207,16 +207,6 @@ def test_a_run_that_somebody_has_damaged_or_deletes_is_listed(layout: RunLayout,
         layout.run_json.write_text(settings)
     found = status_of(layout.run_dir)
     assert (found.state, found.total_steps) == ("not begun", None)
-
-
-def test_pruning_keeps_the_recorded_holder_of_a_run(layout: RunLayout) -> None:
-    layout.checkpoints.mkdir()
-    lock = layout.run_dir / RUN_LOCK
-    with HeldLock(lock, what="the run"):
-        assert "prunes by itself" in prune(layout.run_dir, dry_run=False).text
-    lock.write_text("{}")
-    assert prune(layout.run_dir, dry_run=False).text == "deleted 0 checkpoints"
-    assert lock.read_text() == "{}"
 
 
 def test_the_newest_log_and_a_run_without_one(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:

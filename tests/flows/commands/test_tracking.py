@@ -186,41 +186,6 @@ def test_a_root_without_a_store_is_reported_and_left_empty(tmp_path: Path) -> No
     assert not (tmp_path / "typo").exists()
 
 
-FLOWS = """
-import sys
-from flows.maintain import compare
-from flows.maintain import maintain
-root, first, second = sys.argv[1:]
-outcomes = maintain(root=root, dry_run=False)
-print([str(outcome) for outcome in outcomes])
-print(compare(runs=[first, second], root=root).html)
-"""
-
-
-def said_by(reference: Reference, code: str, *words: str) -> str:
-    """Return the output of a Python process that uses the reference run's Prefect server."""
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words],
-        cwd=REPOSITORY,
-        env=without_login() | dict(reference.millrace.environment),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3_000:]
-    return done.stdout
-
-
-def test_the_flows_run_alone(synced: Path, reference: Reference) -> None:
-    said = said_by(reference, FLOWS, str(synced), reference.run_dir.name, SECOND)
-    outcomes, html = said.splitlines()[-2:]
-    assert f"{SECOND}: nothing was missing" in outcomes
-    assert "checkpoints" in outcomes
-    assert Path(html).is_file()
-
-
 @pytest.fixture
 def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, MlflowClient]]:
     """A root whose stack keeps its metrics in a separate database, as with PostgreSQL, and a client of its server."""
@@ -241,8 +206,8 @@ def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple
             stop_server(process)
 
 
-def test_upkeep_uses_the_stacks_own_database(
-    own_store: tuple[Path, MlflowClient], reference: Reference, monkeypatch: pytest.MonkeyPatch
+def test_sync_uses_the_stacks_own_database(
+    own_store: tuple[Path, MlflowClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, client = own_store
     run_dir = root / "runs" / SECOND
@@ -253,9 +218,7 @@ def test_upkeep_uses_the_stacks_own_database(
     tracker.append_event("resume", 2, {})
     tracker.finish("FINISHED")
 
-    code = "import sys; from flows.maintain import maintain; print(*maintain(root=sys.argv[1]), sep='; ')"
-    said = said_by(reference, code, str(root))
-    assert "bytes of the journal delivered; the run is FINISHED" in said
+    assert "bytes of the journal delivered; the run is FINISHED" in millrace(root, "sync").out
     store = MlflowStore(TrackingConfig(uri=client.tracking_uri), root)
     (run,) = store.find_runs({"millrace.run_id": SECOND})
     assert (run.info.status, run.data.params["trainer.total_steps"]) == ("FINISHED", "2")
