@@ -58,7 +58,6 @@ MOST_SHARED = 10
 problems share is part of the wording of the task.
 """
 _WORDS = re.compile(r"\w+")
-_IS_NUMBER = re.compile(r"-?[0-9][0-9.,]*")
 _ADDED = [("prompt_ids", _IDS), ("solution_ids", _IDS), ("distractor_ids", _IDS), ("ground_truth_json", pa.string())]
 Multiset = tuple[int, ...]
 log = logging.getLogger(__name__)
@@ -164,8 +163,6 @@ def filter_dataset(
                 "such words are one token to the model. Take another model, or other prompts (a randomly initialized "
                 "model reads arithmetic alone)"
             )
-        if work.num_with_answer:
-            log.warning(f"{dataset_dir}: {_answers_in_prompts(work.num_with_answer)}")
         if work.unwritten:
             why, example = work.unwritten[0]
             log.warning(
@@ -199,8 +196,6 @@ class _Filter:
         self.counts: Counter[str] = Counter()
         self.lengths: dict[str, Counter[int]] = {}
         self.num_unknown, self.unknown_example = 0, ""
-        self.num_with_answer = 0
-        """The number of prompts in which words of the assistant contain the ground truth."""
         self.unwritten: list[tuple[str, str]] = []
         """Pairs of a reason and a solution that has no tokens for this reason."""
         self._held_out = _HeldOut("row {} of the validation split", "Remove it from one of the two files")
@@ -255,8 +250,7 @@ class _Filter:
         if self._tokenizer.chat:
             for row, prompt, solution, truth in zip(rows, prompts, solutions, truths, strict=True):
                 if prompt[-1]["role"] == "assistant":
-                    where, words = f"{self._source}: row {start + row}", prompt[-1]["content"]
-                    self.num_with_answer += _contains_answer(where, words, solution, truth.as_py())
+                    _refuse_answer(f"{self._source}: row {start + row}", prompt[-1]["content"], solution, truth.as_py())
         solution_ids, unwritten = self._tokenizer.encode_responses(prompts, texts, solutions)
         self.unwritten += [(why, solutions[place]) for place, why in unwritten.items()]
         distractors = _text_field(extra, "distractor")
@@ -350,49 +344,14 @@ def _as_lists(rows: list[bytes]) -> pa.ListArray:
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.frombuffer(b"".join(rows), dtype=np.int32)))
 
 
-def _contains_answer(where: str, words: str, solution: str, ground_truth: object) -> bool:
-    """Return whether the ground truth is a number that occurs in the assistant's words of a prompt.
-
-    Raises DataError if these words end with the ground truth or the solution.
-    """
-    truth = str(ground_truth).strip()
-    for name, text in (("solution", solution), ("ground truth", truth)):
+def _refuse_answer(where: str, words: str, solution: str, ground_truth: object) -> None:
+    """Raise DataError if the assistant's words at the end of a prompt end with the ground truth or the solution."""
+    for name, text in (("solution", solution), ("ground truth", str(ground_truth))):
         if text.strip() and re.search(rf"(?<!\w){re.escape(text.strip())}\W*\Z", words):
             raise DataError(
                 f"{where}: the prompt's last message is the assistant's, which is continued, and must not end with the "
-                f"row's {name} {text[:80]!r}, got {words[-80:]!r}. Remove the message, or the row"
+                f"row's {name} {text.strip()[:80]!r}, got {words[-80:]!r}. Remove the message, or the row"
             )
-    is_number = _IS_NUMBER.fullmatch(truth) is not None
-    return is_number and re.search(rf"(?<![\w.,-]){re.escape(truth)}(?![\w]|[.,]\d)", words) is not None
-
-
-def _answers_in_prompts(count: int) -> str:
-    return (
-        f"{count:,} prompts that end with the assistant's words have their ground truth, a number, among them. Look at "
-        "them: words that give the answer are no prompt"
-    )
-
-
-def check_continued(path: Path) -> str:
-    """Check each prompt of a parquet file whose last message is the assistant's. No tokenizer is needed.
-
-    Return a warning if a last message contains the ground truth, otherwise ''. Raises DataError if a prompt ends with
-    the ground truth or the solution.
-    """
-    file, start, count = open_parquet(path), 0, 0
-    require_row_schema(file.schema_arrow, path)
-    if provenance(path).get("prompt_form") == "text":
-        return ""
-    columns = [name for name in ("prompt", "reward_model", "extra_info") if name in file.schema_arrow.names]
-    for batch in read_batches(file, path, ROWS_PER_GROUP, columns):
-        roles = batch.column("prompt").flatten().field("role")
-        for number, row in enumerate(batch.to_pylist() if "assistant" in pc.unique(roles).to_pylist() else ()):
-            if row["prompt"] and row["prompt"][-1]["role"] == "assistant":
-                solution = (row.get("extra_info") or {}).get("solution") or ""
-                truth, words = (row["reward_model"] or {}).get("ground_truth"), row["prompt"][-1]["content"] or ""
-                count += _contains_answer(f"{path}: row {start + number}", words, solution, truth)
-        start += batch.num_rows
-    return f"warning: {path}: {_answers_in_prompts(count)}" if count else ""
 
 
 def multisets(ground_truths: pa.Array) -> list[Multiset]:

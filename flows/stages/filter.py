@@ -13,7 +13,7 @@ from flows.stages.inputs import (
     warn_of_few_rows,
 )
 from flows.stages.stage import Stage, StageStatus
-from flows.stages.trials import Trial, check_continued_prompts
+from flows.stages.trials import Trial
 from flows.work.open_run import OpenRun
 
 
@@ -31,7 +31,7 @@ class Filter(Stage[StageResult]):
 
     def check(self, trial: Trial) -> list[str]:
         trial.try_tokenizer()
-        return check_continued_prompts(trial.config)
+        return []
 
     def make(self, run: OpenRun) -> StageResult:
         made = filter_rows(run.config, planned_dataset(run.config), suites=suite_datasets(run.config))

@@ -250,26 +250,6 @@ def test_scorer_that_cannot_read_ground_truth_is_refused(
         dry_run(*words)
 
 
-def test_prompt_that_ends_with_the_ground_truth(dry_run: Try, tmp_path: Path) -> None:
-    plain = ("reward.num_processes=1", "warm_start.enabled=false", model(tmp_path / "model"))
-
-    def overrides(words: str) -> list[str]:
-        for split, question in (("train", "a"), ("validation", "b")):
-            prompt = [{"role": "user", "content": question}, {"role": "assistant", "content": words}]
-            row = {"data_source": "gsm8k", "prompt": prompt, "reward_model": {"style": "rule", "ground_truth": "7"}}
-            pq.write_table(pa.Table.from_pylist([row]), tmp_path / f"{split}.parquet")
-        files = [f"data.{split}_file={tmp_path}/{split}.parquet" for split in ("train", "validation")]
-        return ["data=parquet", "data.scorer=data.math:score", *files, *plain]
-
-    message = dry_run(*overrides("7 is"))
-    assert (
-        message.count("1 prompts that end with the assistant's words have their ground truth, a number, among them")
-        == 2
-    )
-    with pytest.raises(DataError, match=r"train\.parquet: row 0: .* must not end with the row's ground truth '7'"):
-        dry_run(*overrides("It is 7."))
-
-
 def test_tokenizer_is_loaded_without_rows(config: RunConfig, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="the tokenizer cannot be loaded"):
