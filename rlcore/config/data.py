@@ -24,10 +24,9 @@ _IS_HUB_SOURCE = EffectiveWhen(
     ".source", lambda source: not expand_path(source).is_dir(), remedy="Set data.source to a hub id"
 )
 
-DATA_FILE = re.compile(r"(.+)\.(?:(jsonl|json|csv)(?:\.(?:gz|zst))?|(parquet|arrow))")
-"""The pattern of file names that are read as records. The first group is the stem, and one of the others is the
-kind."""
-KINDS_OF_FILES = ".jsonl, .json, .csv (each also .gz or .zst), .parquet or .arrow"
+DATA_FILE = re.compile(r"(.+)\.(jsonl|json|parquet)")
+"""The pattern of file names that are read as records. The groups are the stem and the kind."""
+KINDS_OF_FILES = ".jsonl, .json or .parquet"
 
 ALL_SOURCES = "all"
 """The name of all held-out problems of several data sources together: `val-core/all/...`."""
@@ -196,7 +195,7 @@ class MappedData(Conversation):
     """The subset of a hub dataset. '' selects the default subset."""
     revision: Annotated[Revision, _IS_HUB_SOURCE] = ""
     train_split: str = "train"
-    """The name of the training split: a file's stem, the folder of `save_to_disk`, or the split on the hub."""
+    """The name of the training split: a file's stem, or the split on the hub."""
     validation_split: str = "test"
     """The name of the held-out split."""
     question: str = "question"
