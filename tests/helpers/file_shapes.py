@@ -119,10 +119,6 @@ DEMONSTRATIONS: dict[str, Rows] = {
     "openai.jsonl": lambda n: {"messages": _messages(n)},
     "parts.jsonl": _parts,
     "calls.jsonl": _called,
-    "sharegpt.json": lambda n: {
-        "conversations": [{"from": "human", "value": _question(n)}, {"from": "gpt", "value": f"It is {n + 1}."}]
-    },
-    "alpaca.json": lambda n: {"instruction": "Add one.", "input": str(n), "output": f"It is {n + 1}."},
     "trl.parquet": lambda n: {"prompt": _messages(n)[:1], "completion": _messages(n)[1:]},
     "texts.jsonl": lambda n: {"prompt": f"Q: {_question(n)} A:", "completion": f" {n + 1}"},
 }
