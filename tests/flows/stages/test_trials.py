@@ -101,7 +101,6 @@ THINKING = "data.chat_template_kwargs.enable_thinking=false"
          r"algo\.policy_loss: .* got tried_out:loss, which raises TypeError: loss\(\) got"),
         (["data.train_size=100000"], "100,032 problems asked for, but only 5,326 exist with 3 numbers"),
         (["data.train_size=4767", "data.validation_size=560"], "5,327 problems asked for, but only 5,326 exist"),
-        (["data.number_high=90", "data.train_size=100000000"], "100,000,032 problems asked for, but only about"),
         (["data=custom", "data.train_size=5000", "data.validation_size=9"], "at most 4851 products exist, got 5009"),
         (["data=custom", "data.build=tried_out:raises"], "failed to make its first row: KeyError: 'words.txt'"),
         (["data.environment=tried_out:NoReset", "warm_start.enabled=false", "data=custom", "data.build=tried_out:long"],
