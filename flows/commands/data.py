@@ -15,7 +15,7 @@ def make(settings: Settings = None, root: OptionalRoot = None, config_dir: Confi
     from flows import chain
     from flows.plan.checks import check_before_plan, run_stage_checks
     from flows.progress import display_for_console, use_display
-    from flows.stages.filter import Filter
+    from flows.stages.dataset import Filter
     from flows.work.open_run import OpenRun
 
     check_before_plan(composed.config)
