@@ -20,7 +20,7 @@ must keep its tokens. Each split of the result has these columns:
 """
 
 import json
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -135,25 +135,6 @@ def tokenize_demonstrations(
                     writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=_SCHEMA))
                 writer.add_key_value_metadata(provenance_metadata({**facts, "split": split}))
     return StageResult(directory, digest, cached=False, counts=facts["counts"])
-
-
-def preview_demonstrations(
-    config: WarmStartConfig,
-    tokenizer_dir: Path | None,
-    num_rows: int,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> None:
-    """Tokenize the first `num_rows` rows if there is a tokenizer. Only parse the remaining lines of a jsonl file.
-
-    Raises DataError if a row has an invalid form, a line cannot be read, or the template changes a response.
-    """
-    file = Path(config.demonstrations or "").expanduser()
-    rows = records_of(file)
-    first = list(islice(rows, num_rows))
-    if first and tokenizer_dir is not None:
-        _encoder(tokenizer_dir, chat_template_kwargs, first[0])(first)
-    if file.suffix == ".jsonl":
-        deque(rows, maxlen=0)
 
 
 def _rows_that_fit(

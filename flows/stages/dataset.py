@@ -25,8 +25,6 @@ from rlcore.config.check import suite_settings
 from rlcore.config.data import parts_of
 from rlcore.run.inputs import ensure_tokenizer
 
-NUM_TRIED = 256  # demonstrations that are tokenized before a start
-
 
 @dataclass(frozen=True)
 class Dataset(Stage[StageResult]):
@@ -127,13 +125,6 @@ class Demonstrations(Stage[StageResult]):
 
     def status(self, run: OpenRun) -> StageStatus:
         return status_of_rows(self.name, run.planning_config, planned_demonstrations)
-
-    def check(self, trial: Trial) -> list[str]:
-        from data.demonstrations import preview_demonstrations
-
-        config = trial.config
-        preview_demonstrations(config.warm_start, trial.model, NUM_TRIED, config.data.chat_template_kwargs)
-        return []
 
     def make(self, run: OpenRun) -> StageResult:
         from data.demonstrations import tokenize_demonstrations

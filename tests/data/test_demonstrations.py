@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from data.demonstrations import preview_demonstrations, tokenize_demonstrations
+from data.demonstrations import tokenize_demonstrations
 from data.schema import provenance
 from data.tasks import StageResult
 from rlcore.batching.prompts import read_demonstrations
@@ -191,16 +191,6 @@ def test_templates_that_change_responses_are_refused(
         tokenized(written(tmp_path / "talks.jsonl", rows), tokenizer)
 
 
-def test_previews_tokenize_the_first_rows_alone(chat_tokenizer: Path, tmp_path: Path) -> None:
-    config = WarmStartConfig(demonstrations=str(written(tmp_path / "talks.jsonl", [*TALKS, chat("only a question")])))
-    preview_demonstrations(config, chat_tokenizer, 3)
-    preview_demonstrations(config, None, 9)
-    with pytest.raises(DataError, match="line 4: an assistant's turn must follow"):
-        preview_demonstrations(config, chat_tokenizer, 4)
-    (tmp_path / "talks.jsonl").write_text("")
-    preview_demonstrations(config, chat_tokenizer, 4)
-
-
 def test_turns_end_at_the_first_stop_token(tmp_path: Path) -> None:
     """Phi's generation_config.json names `<|end|>`; the tokenizer's end token follows the last turn."""
     folder = KINDS["phi"].saved(tmp_path / "tokenizer")
@@ -365,12 +355,8 @@ def test_broken_rows_are_refused_with_file_and_line(
     tool_tokenizer: Path, tmp_path: Path, row: dict[str, Any], problem: str
 ) -> None:
     file = written(tmp_path / "rows.jsonl", [TALKS[0], row])
-    for call in (
-        lambda: tokenized(file, tool_tokenizer),
-        lambda: preview_demonstrations(WarmStartConfig(demonstrations=str(file)), tool_tokenizer, 10),
-    ):
-        with pytest.raises(DataError, match=rf"rows\.jsonl: line 2: {problem}"):
-            call()
+    with pytest.raises(DataError, match=rf"rows\.jsonl: line 2: {problem}"):
+        tokenized(file, tool_tokenizer)
     assert not list((tmp_path / "demonstrations").glob("*"))
     with pytest.raises(DataError, match=r"line 1: must have messages, .* completion, got the columns text"):
         tokenized(written(tmp_path / "texts.jsonl", [{"text": "a"}]), tool_tokenizer)
