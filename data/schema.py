@@ -374,7 +374,7 @@ def write_filter_card(folder: Path, facts: Mapping[str, Any]) -> None:
         "",
         f"Fingerprint `{facts['fingerprint']}`: dataset `{facts['dataset']}` tokenized by `{facts['tokenizer']}`, at "
         f"most {settings['max_prompt_tokens']} tokens a prompt (overlong: {settings['overlong']}, duplicates: "
-        f"{settings['duplicates']}, rows of suites: {settings['decontaminate']}).",
+        f"{settings['duplicates']}).",
         "",
         "| what | rows |",
         "| --- | ---: |",

@@ -14,7 +14,6 @@ from flows.stages.inputs import (
     planned_suite,
     root_of,
     status_of_rows,
-    suite_datasets,
     warn_of_few_rows,
 )
 from flows.stages.stage import Stage, StageStatus
@@ -73,7 +72,7 @@ class Filter(Stage[StageResult]):
         return []
 
     def make(self, run: OpenRun) -> StageResult:
-        made = filter_rows(run.config, planned_dataset(run.config), suites=suite_datasets(run.config))
+        made = filter_rows(run.config, planned_dataset(run.config))
         return replace(made, warning=warn_of_few_rows(run.config, made.counts.get("train"), "after the filter"))
 
     def describe(self, result: StageResult) -> str:

@@ -345,10 +345,6 @@ class FilterConfig(Section):
     """The treatment of a prompt that is longer than `max_prompt_tokens`."""
     duplicates: Literal["error", "drop", "keep"] = "error"
     """The treatment of a prompt that already occurred in its split."""
-    decontaminate: Annotated[Literal["off", "tell", "drop"], EffectiveWhen("validation.suites")] = "off"
-    """The treatment of a training row that occurs in one of `validation.suites`. A row occurs there if the prompt is
-    the same, or if 13 consecutive words are in common, ignoring case and punctuation. `tell` counts these rows, and
-    `drop` removes them."""
 
 
 _WITH_BAND = EffectiveWhen(".draw", "band")

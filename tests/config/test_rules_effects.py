@@ -71,7 +71,6 @@ CASES = [
     ("", "data.scorer=data.judge:score", "reward.judge.tries=2"),
     ("", "data.environment=a:B", "episode.max_turns=3"),
     ("data.environment=a:B", "data.environment=a:B algo.advantage=reinforce_pp", "episode.reward_per_turn=true"),
-    ("", "validation.suites=[{name:x,data:{task:countdown}}]", "filter.decontaminate=drop"),
     ("validation.sampling.temperature=0", "", "validation.sampling.top_p=0.9"),
     ("rollout.sampling.temperature=0", "", "rollout.sampling.top_p=0.9"),
     ("answers.every_steps=0", "", "answers.max_gb=2"),

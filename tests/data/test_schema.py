@@ -216,14 +216,14 @@ def test_filter_card_counts_dropped_rows(tmp_path: Path) -> None:
         "fingerprint": "f",
         "dataset": "d",
         "tokenizer": "t",
-        "settings": {"max_prompt_tokens": 64, "overlong": "drop", "duplicates": "keep", "decontaminate": "off"},
+        "settings": {"max_prompt_tokens": 64, "overlong": "drop", "duplicates": "keep"},
         "counts": {"train": 1_200, "train/overlong": 5},
         "lengths": {"train": {name: getattr(summary, name) for name in LengthSummary.__slots__}},
     }
     write_filter_card(tmp_path, facts)
     assert (tmp_path / "README.md").read_text(encoding="utf-8") == (
         "# Filtered dataset\n\nFingerprint `f`: dataset `d` tokenized by `t`, at most 64 tokens a prompt (overlong: "
-        "drop, duplicates: keep, rows of suites: off).\n\n| what | rows |\n| --- | ---: |\n| train | 1,200 |\n"
+        "drop, duplicates: keep).\n\n| what | rows |\n| --- | ---: |\n| train | 1,200 |\n"
         "| train/overlong | 5 |\n\n| prompts before the filter | number | mean | median | p95 | longest (tokens) |\n"
         "| --- | ---: | ---: | ---: | ---: | ---: |\n| train | 1,205 | 12.2 | 11 | 14 | 14 |\n"
     )
