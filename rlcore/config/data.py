@@ -373,17 +373,16 @@ class PassRatesConfig(Section):
     scored responses, from 0 to 1. [0, 1] keeps all rows."""
     rows_per_part: Annotated[int, MayChange, EffectiveWhen(".samples")] = Field(default=2_048, ge=1)
     """The number of rows that are processed together and then saved. A killed stage loses at most these rows."""
-    draw: Literal["uniform", "band", "informative"] = "uniform"
+    draw: Literal["uniform", "band"] = "uniform"
     """The way in which training rows are drawn. `uniform` draws each row once per epoch. `band` draws the rows with a
-    pass rate in `band`, and the other rows by `rest_weight`. `informative` draws a row of pass rate p by the weight `p
-    (1 - p)`. The last two also count the responses of training and have no epochs, so the next step may draw a row
-    again."""
+    pass rate in `band`, and the other rows by `rest_weight`. It also counts the responses of training and has no
+    epochs, so the next step may draw a row again."""
     band: Annotated[tuple[float, float], _WITH_BAND] = (0.1, 0.9)
     """The lowest and highest pass rate of a row that is drawn with weight 1, both included."""
     rest_weight: Annotated[float, _WITH_BAND] = Field(default=0.05, gt=0, le=1)
     """The weight of a retired row, whose pass rate is outside `band`. The row is still drawn sometimes, and is revived
     when its pass rate returns to the band."""
-    fade: Annotated[float, EffectiveWhen(".draw", unless="uniform")] = Field(default=0.5, ge=0, le=1)
+    fade: Annotated[float, _WITH_BAND] = Field(default=0.5, ge=0, le=1)
     """The share of a row's earlier counts that remains after a new response in training. With 1, all responses count
     equally. With 0, only the newest group counts."""
     checks = (
