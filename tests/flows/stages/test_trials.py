@@ -194,16 +194,12 @@ def test_fewer_requested_rows_than_a_batch_warn(dry_run: Try) -> None:
     assert "batch_size=8 is more than the 7 training rows requested by data.train_size" in message
 
 
-def test_broken_lines_of_suite_and_demonstrations_are_reported(dry_run: Try, tmp_path: Path) -> None:
+def test_broken_lines_of_a_suite_are_reported(dry_run: Try, tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text(json.dumps(LINES["gsm8k"]))
     (tmp_path / "test.jsonl").write_text(f"{json.dumps(LINES['gsm8k'])}\n[1]\n")
     suite = f"validation.suites=[{{name: sums, data: {{task: gsm8k, source: {tmp_path}, template: text}}}}]"
     with pytest.raises(DataError, match=r"test\.jsonl: line 2: must be a JSON object"):
         dry_run(*READS, "model.path=some/model", "data.template=base", suite)
-    talks = tmp_path / "talks.jsonl"
-    talks.write_text('{"prompt": "a", "completion": "b"}\n' * 300 + "{")
-    with pytest.raises(DataError, match=r"talks\.jsonl: line 301: is no JSON"):
-        dry_run(f"warm_start.demonstrations={talks}", "data.search_tries=null")
 
 
 def test_existing_dataset_gives_the_first_row(artifacts_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
