@@ -140,8 +140,6 @@ class JudgeConfig(Section):
     """The time for one response in seconds, with all tries together."""
     max_tokens: int = Field(default=512, ge=1)
     """The length of the judge's longest text, in tokens."""
-    cache: Annotated[str, MayChange] = ""
-    """A file that keeps verdicts by request, for all processes and later runs. '' keeps them in each process."""
     effective = EffectiveWhen("data.scorer", f"{JUDGE} {BY_ROW}", remedy=f"Set data.scorer={JUDGE}")
     checks = (
         rule(".url", "data.scorer",
