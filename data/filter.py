@@ -36,7 +36,6 @@ from data.schema import (
     read_batches,
     require_row_schema,
     summarize,
-    write_filter_card,
 )
 from data.tasks import StageResult, publish_mixture
 from data.tokenizer import ID_BYTES, FastPathError, PromptTokenizer, tokenizer_fingerprint
@@ -162,7 +161,6 @@ def filter_dataset(
         facts["lengths"] = {
             split: asdict(summary) for split in SPLITS if (summary := summarize(work.lengths.get(split, Counter())))
         }
-        write_filter_card(folder, facts)
     return StageResult(directory, digest, cached=False, counts=facts["counts"])
 
 

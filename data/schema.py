@@ -5,7 +5,7 @@ A row has the usual columns: `data_source`, `prompt` (chat messages), `ability`,
 `style` is not used, nor are `index` and `split` of the user's files. These columns may be missing or have any type.
 
 Files are written in bounded memory, and equal rows give equal bytes. A card is a README.md about the rows and their
-origin. The card of a filtered dataset summarizes the lengths of its prompts.
+origin.
 """
 
 import json
@@ -364,27 +364,3 @@ def write_dataset_card(folder: Path) -> None:
 
 def _json_block(value: object) -> tuple[str, ...]:
     return "", "```json", json.dumps(value, indent=2, ensure_ascii=False), "```"
-
-
-def write_filter_card(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Write the card of a filtered dataset, from the facts of its manifest."""
-    settings = facts["settings"]
-    lines = [
-        "# Filtered dataset",
-        "",
-        f"Fingerprint `{facts['fingerprint']}`: dataset `{facts['dataset']}` tokenized by `{facts['tokenizer']}`, at "
-        f"most {settings['max_prompt_tokens']} tokens a prompt (overlong: {settings['overlong']}, duplicates: "
-        f"{settings['duplicates']}).",
-        "",
-        "| what | rows |",
-        "| --- | ---: |",
-        *(f"| {name} | {count:,} |" for name, count in facts["counts"].items()),
-        "",
-        "| prompts before the filter | number | mean | median | p95 | longest (tokens) |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for split, summary in facts["lengths"].items():
-        found = LengthSummary(**summary)
-        lengths = f"{found.mean_tokens:.1f} | {found.p50_tokens} | {found.p95_tokens} | {found.max_tokens}"
-        lines.append(f"| {split} | {found.num_prompts:,} | {lengths} |")
-    (folder / CARD).write_text("\n".join(lines) + "\n", encoding="utf-8")

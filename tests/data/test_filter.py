@@ -277,7 +277,6 @@ def test_progress_and_provenance_have_the_counts(chat_tokenizer, artifacts_root,
     document = provenance(result.directory / "train.parquet")
     assert (document["split"], document["counts"]) == ("train", {"train": 70})
     assert document["fingerprint"] == result.fingerprint
-    assert "| train | 70 |" in (result.directory / "README.md").read_text()
     again = filter_dataset(dataset.directory, chat_tokenizer, config, root=tmp_path)
     assert (result.cached, again.cached, again.counts) == (False, True, result.counts)
 

@@ -14,7 +14,6 @@ from data import schema
 from data.rows import Message, Row, TaskRows
 from data.schema import (
     PROMPT_TYPE,
-    LengthSummary,
     find_type,
     ground_truth_json,
     ground_truth_type,
@@ -24,7 +23,6 @@ from data.schema import (
     row_schema,
     summarize,
     write_dataset_card,
-    write_filter_card,
     write_splits,
 )
 from rlcore.errors import DataError
@@ -208,22 +206,3 @@ def test_dataset_card_describes_the_rows(tmp_path: Path) -> None:
     write_splits(tmp_path, task, document | {"inputs": {}})
     write_dataset_card(tmp_path)
     assert "Made from these files" not in (tmp_path / "README.md").read_text(encoding="utf-8")
-
-
-def test_filter_card_counts_dropped_rows(tmp_path: Path) -> None:
-    summary = LengthSummary(1_205, 10, 12.25, 11, 14, 14)
-    facts = {
-        "fingerprint": "f",
-        "dataset": "d",
-        "tokenizer": "t",
-        "settings": {"max_prompt_tokens": 64, "overlong": "drop", "duplicates": "keep"},
-        "counts": {"train": 1_200, "train/overlong": 5},
-        "lengths": {"train": {name: getattr(summary, name) for name in LengthSummary.__slots__}},
-    }
-    write_filter_card(tmp_path, facts)
-    assert (tmp_path / "README.md").read_text(encoding="utf-8") == (
-        "# Filtered dataset\n\nFingerprint `f`: dataset `d` tokenized by `t`, at most 64 tokens a prompt (overlong: "
-        "drop, duplicates: keep).\n\n| what | rows |\n| --- | ---: |\n| train | 1,200 |\n"
-        "| train/overlong | 5 |\n\n| prompts before the filter | number | mean | median | p95 | longest (tokens) |\n"
-        "| --- | ---: | ---: | ---: | ---: | ---: |\n| train | 1,205 | 12.2 | 11 | 14 | 14 |\n"
-    )
