@@ -15,7 +15,6 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from functools import cache, partial
 from itertools import pairwise, repeat
 from pathlib import Path
@@ -35,7 +34,6 @@ from data.schema import (
     provenance_metadata,
     read_batches,
     require_row_schema,
-    summarize,
 )
 from data.tasks import StageResult, publish_mixture
 from data.tokenizer import ID_BYTES, FastPathError, PromptTokenizer, tokenizer_fingerprint
@@ -158,17 +156,14 @@ def filter_dataset(
             )
             facts["unwritten_solutions"] = {"rows": len(work.unwritten), "why": why}
         facts["counts"] = dict(sorted(work.counts.items()))
-        facts["lengths"] = {
-            split: asdict(summary) for split in SPLITS if (summary := summarize(work.lengths.get(split, Counter())))
-        }
     return StageResult(directory, digest, cached=False, counts=facts["counts"])
 
 
 class _Filter:
     """A filter for the splits of one dataset. The held-out split is filtered first.
 
-    The filter counts rows by split and reason, and prompts with a word outside the vocabulary. It counts prompt lengths
-    by split, also of overlong prompts. It stores each prompt as a 64-bit hash, which takes a few dozen bytes.
+    The filter counts rows by split and reason, and prompts with a word outside the vocabulary. It stores each prompt as
+    a 64-bit hash, which takes a few dozen bytes.
     """
 
     def __init__(
@@ -179,7 +174,6 @@ class _Filter:
     ) -> None:
         self._config, self._tokenizer_for, self._on_progress = config, tokenizer, on_progress
         self.counts: Counter[str] = Counter()
-        self.lengths: dict[str, Counter[int]] = {}
         self.num_unknown, self.unknown_example = 0, ""
         self.unwritten: list[tuple[str, str]] = []
         """Pairs of a reason and a solution that has no tokens for this reason."""
@@ -291,7 +285,6 @@ class _Filter:
         """Return indices of prompts that fit or will be truncated. `rows` are the positions of `ids` in the batch."""
         limit = self._config.max_prompt_tokens
         lengths = np.array([len(prompt) for prompt in ids], dtype=np.int64) // ID_BYTES
-        self.lengths.setdefault(self._split, Counter()).update(lengths.tolist())
         fits = (lengths > 0) & (lengths <= limit)
         if fits.all():
             return range(len(rows))

@@ -13,12 +13,10 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -307,31 +305,6 @@ def _extra_fields(value: object, example: object) -> Iterator[str]:
     elif isinstance(value, list | tuple) and isinstance(example, list | tuple) and example:
         for inner in value:
             yield from _extra_fields(inner, example[0])
-
-
-@dataclass(frozen=True, slots=True)
-class LengthSummary:
-    """A summary of the prompt lengths of one split."""
-
-    num_prompts: int
-    min_tokens: int
-    mean_tokens: float
-    p50_tokens: int
-    p95_tokens: int
-    max_tokens: int
-
-
-def summarize(lengths: Counter[int]) -> LengthSummary | None:
-    """Summarize prompt lengths, where `lengths` counts the prompts of each length. Return None without prompts.
-
-    The p95 is the smallest length that at least 95% of the prompts do not exceed.
-    """
-    every = np.repeat(*(np.fromiter(part, dtype=np.int64) for part in (lengths.keys(), lengths.values())))
-    if not len(every):
-        return None
-    p50, p95 = np.quantile(every, [0.5, 0.95], method="inverted_cdf").tolist()
-    low, high = int(every.min()), int(every.max())
-    return LengthSummary(len(every), low, round(float(every.mean()), 3), p50, p95, high)
 
 
 def write_dataset_card(folder: Path) -> None:

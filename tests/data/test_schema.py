@@ -3,7 +3,6 @@
 import json
 import math
 import re
-from collections import Counter
 from pathlib import Path
 
 import pyarrow as pa
@@ -21,7 +20,6 @@ from data.schema import (
     provenance_metadata,
     read_batches,
     row_schema,
-    summarize,
     write_dataset_card,
     write_splits,
 )
@@ -167,18 +165,6 @@ def test_ground_truths_may_lack_a_field(
     write_splits(tmp_path, task_of(*truths, ground_truth_type=kind), {})
     rows = pq.read_table(tmp_path / "train.parquet").column("reward_model").to_pylist()
     assert [row["ground_truth"] for row in rows] == expected
-
-
-@pytest.mark.parametrize("lengths", [{5: 1}, {1: 3, 2: 4}, {10: 1, 1_000: 99}, {n: n for n in range(1, 200)}])
-def test_summaries_count_every_prompt_once(lengths: dict[int, int]) -> None:
-    found, every = summarize(Counter(lengths)), sorted(Counter(lengths).elements())
-    assert found is not None
-    assert found.num_prompts == len(every)
-    assert (found.min_tokens, found.max_tokens) == (every[0], every[-1])
-    assert found.mean_tokens == pytest.approx(sum(every) / len(every), abs=1e-3)
-    assert found.p50_tokens == every[-(-len(every) // 2) - 1]
-    assert found.p95_tokens == every[-(-len(every) * 95 // 100) - 1]
-    assert summarize(Counter()) is None
 
 
 def test_dataset_card_describes_the_rows(tmp_path: Path) -> None:
