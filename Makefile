@@ -89,10 +89,9 @@ language: $(VENV)/.installed-dev
 docs: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
-# docs/settings.md and docs/python.ipynb are generated; tests compare them.
+# docs/settings.md is generated; a test compares it.
 generated: $(VENV)/.installed-dev
 	$(BIN)/python -m rlcore.config.documents
-	$(BIN)/python -m tests.helpers.notebook
 
 # .venv and artifacts/ stay: the first takes minutes, the second has your runs.
 clean:

@@ -1,4 +1,4 @@
-"""Exact arithmetic on equations that a model has written.
+"""Exact arithmetic on equations that a model has written, and the tool `calculate` for `episode.tools`.
 
 An expression contains integers, the operators `+ - * /`, parentheses and ASCII white space. Unary signs, decimals,
 powers, `//` and `%` are refused. The length of the text bounds time and memory. Python never evaluates the text.
@@ -87,6 +87,21 @@ def evaluate(text: str) -> Expression | None:
         _apply(values, pending.pop(), done)
     numerator, denominator = values[0]
     return Expression(tuple(numbers), Fraction(numerator, denominator) if denominator else None, tuple(done))
+
+
+def calculate(expression: str) -> str:
+    """Compute an arithmetic expression of whole numbers.
+
+    Args:
+        expression: Whole numbers with + - * / and parentheses, such as (3 + 4) * 5.
+
+    >>> calculate("(3 + 4) * 5"), calculate("7 / 2")
+    ('35', '7/2')
+    """
+    found = evaluate(expression)
+    if found is None:
+        raise ValueError("an expression is whole numbers with + - * / and parentheses")
+    return "division by zero" if found.value is None else str(found.value)
 
 
 def _apply(values: list[Rational], operator: str, done: list[_Operation]) -> None:

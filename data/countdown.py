@@ -49,14 +49,8 @@ _FEW_SHOT = (
 # The scratch tokenizer has one token for each integer and each sign.
 _BARE = "{spaced} : {target} ="
 _TEMPLATES = {"bare": _BARE, "base": _BASE, "qwen-instruct": _QWEN_INSTRUCT, "chat": _TASK, "few-shot": _FEW_SHOT}
-CALCULATOR = "data.calculator:Countdown"
-"""The calculator environment, which adds its turns to the solutions of the `bare` template."""
-COMPUTED = "> {value} ="
-"""The reply of the calculator environment to an equation."""
-TURN_END = "<eos>"
-"""The end token of the scratch tokenizer. It ends each turn in the text of a solution."""
 _SOLUTIONS = {
-    "bare": "{work}{equation}",
+    "bare": "{equation}",
     "base": " {work} </think>\n<answer> {equation} </answer>",
     "qwen-instruct": " {work} </think>\n<answer> {equation} </answer>",
     "chat": "<think> {work} </think>\n<answer> {equation} </answer>",
@@ -108,17 +102,12 @@ def _solution(settings: "CountdownData", problem: "Problem", equation: str, seed
     """Return the response that gives `equation` as its answer. Some templates show its value or a search first."""
     last = evaluate(equation)
     assert last is not None
-    num_tries, tries = settings.search_tries, list[str]()
-    if num_tries is not None:
-        tries = problem.wrong_tries(num_tries, settings.operations, seed)
-    wrong = [(text, one) for text, one in zip(tries, map(evaluate, tries), strict=True) if one is not None]
-    if settings.template == "bare":
-        turns = wrong if settings.environment == CALCULATOR else []
-        work = "".join(f"{text} {TURN_END} {COMPUTED.format(value=one.value)} " for text, one in turns)
-    elif num_tries is None:
+    if settings.search_tries is None:
         work = f"{equation} = {last.value}"
     else:
-        work = "".join(f"{one.solution_steps()}, no\n" for _, one in wrong) + last.solution_steps()
+        tries = problem.wrong_tries(settings.search_tries, settings.operations, seed)
+        wrong = [one for one in map(evaluate, tries) if one is not None]
+        work = "".join(f"{one.solution_steps()}, no\n" for one in wrong) + last.solution_steps()
     return _SOLUTIONS[settings.template].format(work=work, equation=equation)
 
 

@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement, count, permutations
-from math import comb, gcd, inf
+from math import comb, gcd
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,13 +23,6 @@ from rlcore.errors import DataError
 _MAX_ENUMERATED = 4_000_000
 # The number of combinations that the solver tries for a multiset of n numbers, measured without equal values.
 _COST = {2: 6, 3: 150, 4: 3_500, 5: 90_000, 6: 3_000_000}
-# The estimate of a large space: the number of solved multisets, the highest cost of a multiset, and the ratio to the
-# estimate above which a request is refused. The error of the estimate is a few percent.
-_SAMPLED = 200
-_MAX_SAMPLED_COST = 10_000
-_SAMPLE_MARGIN = 1.25
-# Requests below this share of the multisets need no estimate, because usual ranges have more problems.
-_FEW_SHARE = 0.1
 # After each `_STALL_CHUNKS` chunks, a smaller share of new problems means that the space is exhausted.
 _STALL_CHUNKS = 32
 _STALL_SHARE = 0.01
@@ -96,9 +89,9 @@ class Problem:
 def generate(settings: CountdownData, seed: int) -> Mapping[str, list[Problem]]:
     """Return the unique problems of both splits in their final order. The splits share no multiset of numbers.
 
-    Raises DataError if the settings contradict each other or allow fewer problems than requested.
+    Raises DataError if numbers are too large or the settings allow fewer problems than requested.
     """
-    _check_settings(settings)
+    _check_range(settings)
     if _is_enumerated(settings):
         found = _enumerate_problems(settings, seed)
     else:
@@ -111,36 +104,13 @@ def generate(settings: CountdownData, seed: int) -> Mapping[str, list[Problem]]:
 
 
 def require_enough(settings: CountdownData, seed: int) -> None:
-    """Check that enough problems exist. Their number is exact in a small space and estimated in a large space.
+    """Check that numbers do not overflow, and that a space small enough to enumerate has enough problems.
 
-    Raises DataError if the settings contradict each other or allow fewer problems than requested.
+    Raises DataError if not. A large space is exhausted only while the dataset is built.
     """
-    _check_settings(settings)
+    _check_range(settings)
     if _is_enumerated(settings):
         _enumerate_problems(settings, seed)
-        return
-    for counts, quota in zip(_classes(settings), _quotas(settings), strict=True):
-        requested = sum(quota.values())
-        if requested >= _FEW_SHARE * sum(_num_multisets(n, settings) for n in counts):
-            total = sum(_num_problems(n, settings) for n in counts)
-            if requested > _SAMPLE_MARGIN * total:
-                _raise_too_few(settings, counts, requested, round(total), about=True)
-
-
-def _num_problems(n: int, settings: CountdownData) -> float:
-    """Estimate how many problems have n numbers. Return infinity if a sample would cost too much."""
-    if _COST[n] > _MAX_SAMPLED_COST:
-        return inf
-    span = settings.number_high - settings.number_low + 1
-    places = np.random.default_rng(n)
-    targets = 0
-    for _ in range(_SAMPLED):  # equally likely multisets: n positions among span + n - 1
-        chosen = np.sort(places.choice(span + n - 1, size=n, replace=False)) - np.arange(n) + settings.number_low
-        targets += sum(
-            bottom == 1 and settings.target_low <= top <= settings.target_high
-            for top, bottom in solve(tuple(chosen.tolist()), settings.operations)
-        )
-    return _num_multisets(n, settings) * targets / _SAMPLED
 
 
 def _is_enumerated(settings: CountdownData) -> bool:
@@ -152,21 +122,12 @@ def _num_multisets(n: int, settings: CountdownData) -> int:
     return comb(settings.number_high - settings.number_low + n, n)
 
 
-def _check_settings(settings: CountdownData) -> None:
-    problems = []
-    for low, high in (("min_numbers", "max_numbers"), ("number_low", "number_high"), ("target_low", "target_high")):
-        a, b = getattr(settings, low), getattr(settings, high)
-        if a > b:
-            problems.append(f"data.{low} must not be above data.{high}, got {a} and {b}")
+def _check_range(settings: CountdownData) -> None:
     n = settings.max_numbers
     # An unreduced numerator is a sum of at most 2^(n-1) products of the n numbers and must fit in 63 bits.
     if settings.number_high**n * 2 ** (n - 1) >= 2**63:
         highest = int((2**63 / 2 ** (n - 1)) ** (1 / n)) - 1
-        problems.append(f"data.number_high must be at most {highest} with {n} numbers, got {settings.number_high}")
-    if not settings.operations:
-        problems.append("data.operations must name at least one operation")
-    if problems:
-        raise DataError("; ".join(problems))
+        raise DataError(f"data.number_high must be at most {highest} with {n} numbers, got {settings.number_high}")
 
 
 def _classes(settings: CountdownData) -> list[tuple[int, ...]]:
@@ -197,7 +158,12 @@ def _enumerate_problems(settings: CountdownData, seed: int) -> dict[str, list[Pr
         ]
         total, asked = sum(map(len, groups)), sum(quota.values())
         if total < asked:
-            _raise_too_few(settings, counts, asked, total)
+            raise DataError(
+                f"data.train_size + data.validation_size: {asked:,} problems asked for, but only {total:,} exist with "
+                f"{' or '.join(map(str, counts))} numbers of {settings.number_low}..{settings.number_high}, operations "
+                f"{' '.join(settings.operations)} and targets {settings.target_low}..{settings.target_high}. Ask for "
+                "fewer, or widen the ranges"
+            )
         held_out, rest = _deal(groups, quota[_VALIDATION] * total // asked, rng)
         for split, pool in ((_TRAIN, rest), (_VALIDATION, held_out)):
             found[split] += _sample(pool, quota[split], split, rng)
@@ -219,18 +185,6 @@ def _problems_of(numbers: Multiset, settings: CountdownData, rng: np.random.Gene
             distractor = targets[value]
         problems.append(Problem(shown, target, targets[target], distractor, value).proved())
     return problems
-
-
-def _raise_too_few(
-    settings: CountdownData, counts: Sequence[int], asked: int, total: int, *, about: bool = False
-) -> None:
-    only = f"only about {total:,}" if about else f"only {total:,}"
-    raise DataError(
-        f"data.train_size + data.validation_size: {asked:,} problems asked for, but {only} exist with "
-        f"{' or '.join(map(str, counts))} numbers of {settings.number_low}..{settings.number_high}, operations "
-        f"{' '.join(settings.operations)} and targets {settings.target_low}..{settings.target_high}. Ask for fewer, or "
-        "widen the ranges"
-    )
 
 
 def _deal(

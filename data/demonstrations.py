@@ -4,8 +4,6 @@ Each row of the file has one of these forms:
 
     {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}, ...]}    OpenAI
     {"prompt": [messages], "completion": [messages]}                                                TRL
-    {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}, ...]}        ShareGPT
-    {"instruction": ..., "input": ..., "output": ...}                                               Alpaca
     {"prompt": "plain text", "completion": "plain text"}
 
 Content may be a list of text parts. A turn may have `tool_calls` and a row may have `tools`, both in the format of
@@ -22,7 +20,7 @@ must keep its tokens. Each split of the result has these columns:
 """
 
 import json
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -47,8 +45,6 @@ from rlcore.storage.publish import published_directory
 VERSION = 1
 """The version of the result. Increase it when equal rows give other columns or other token ids."""
 ROLES = ("system", "user", "assistant", "tool")
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
-"""The roles in ShareGPT files and the corresponding roles of messages."""
 MOST_HELD_OUT = 10
 """The minimum ratio of all rows to held-out rows."""
 _IDS = pa.list_(pa.int32())
@@ -141,25 +137,6 @@ def tokenize_demonstrations(
     return StageResult(directory, digest, cached=False, counts=facts["counts"])
 
 
-def preview_demonstrations(
-    config: WarmStartConfig,
-    tokenizer_dir: Path | None,
-    num_rows: int,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> None:
-    """Tokenize the first `num_rows` rows if there is a tokenizer. Only parse the remaining lines of a jsonl file.
-
-    Raises DataError if a row has an invalid form, a line cannot be read, or the template changes a response.
-    """
-    file = Path(config.demonstrations or "").expanduser()
-    rows = records_of(file)
-    first = list(islice(rows, num_rows))
-    if first and tokenizer_dir is not None:
-        _encoder(tokenizer_dir, chat_template_kwargs, first[0])(first)
-    if file.suffix == ".jsonl":
-        deque(rows, maxlen=0)
-
-
 def _rows_that_fit(
     file: Path, encoder: Callable[[Record], Encode], max_tokens: int, counts: Counter[str]
 ) -> list[Tokenized]:
@@ -200,9 +177,7 @@ class _Conversation:
 
 
 def _is_conversation(values: Mapping[str, Any]) -> bool:
-    if "messages" in values or "conversations" in values or {"instruction", "output"} <= values.keys():
-        return True
-    return isinstance(values.get("prompt"), list) and "completion" in values
+    return "messages" in values or (isinstance(values.get("prompt"), list) and "completion" in values)
 
 
 def _conversation(row: Record) -> _Conversation:
@@ -241,32 +216,8 @@ def _turns(row: Record) -> tuple[Any, int]:
     values = row.values
     if "messages" in values:
         return values["messages"], 0
-    if "conversations" in values:
-        return _from_sharegpt(values["conversations"]), 0
-    if "instruction" in values:
-        return _from_alpaca(row)
     prompt, completion = values["prompt"], values["completion"]
     return ([*prompt, *completion], len(prompt)) if isinstance(completion, list) else (completion, 0)
-
-
-def _from_sharegpt(turns: Any) -> Any:
-    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        return turns
-    return [
-        {"role": SHAREGPT_ROLES.get(str(role := turn.get("from")), role), "content": turn.get("value")}
-        for turn in turns
-    ]
-
-
-def _from_alpaca(row: Record) -> tuple[list[dict[str, str]], int]:
-    values = row.values
-    for name in ("instruction", "output"):
-        _require_text(values.get(name), f"{row.where}: {name}")
-    if values.get("history"):
-        raise DataError(f"{row.where}: history is not read; write the whole conversation as messages")
-    prompt = "\n\n".join(filter(None, (values["instruction"], values.get("input"))))
-    first = [{"role": "system", "content": values["system"]}] if values.get("system") else []
-    return [*first, {"role": "user", "content": prompt}, {"role": "assistant", "content": values["output"]}], len(first)
 
 
 def _message(found: object, where: str) -> dict[str, Any]:
@@ -329,8 +280,8 @@ def _encoder(tokenizer_dir: Path, chat_template_kwargs: Mapping[str, Any] | None
         return lambda rows: _completions(rows, tokenizer)
     columns = ", ".join(map(str, first.values)) or "none"
     raise DataError(
-        f"{first.where}: must have messages, conversations, prompt and completion, or instruction and output, got the "
-        f"columns {columns}; rename them"
+        f"{first.where}: must have messages, or prompt and completion, got the columns {columns}; rename or convert "
+        "them (docs/data.md)"
     )
 
 

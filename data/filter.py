@@ -8,14 +8,13 @@ Rows are read in batches, so memory does not grow with the dataset. The result a
     distractor_ids   list<int32>   the distractor in the same form
     ground_truth_json   string     the ground truth for the scorer
 
-The filter also detects repeated prompts in a split, and prompts that training shares with validation or a suite.
+The filter also detects repeated prompts in a split, and prompts that training shares with validation.
 """
 
 import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from functools import cache, partial
 from itertools import pairwise, repeat
 from pathlib import Path
@@ -35,11 +34,9 @@ from data.schema import (
     provenance_metadata,
     read_batches,
     require_row_schema,
-    summarize,
-    write_filter_card,
 )
 from data.tasks import StageResult, publish_mixture
-from data.tokenizer import ID_BYTES, FastPathError, Messages, PromptTokenizer, tokenizer_fingerprint
+from data.tokenizer import ID_BYTES, FastPathError, PromptTokenizer, tokenizer_fingerprint
 from rlcore.config.data import FilterConfig
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
@@ -51,14 +48,6 @@ VERSION = 1
 """The version of the result. Increase it when equal rows give other columns, other token ids or another selection."""
 
 _IDS = pa.list_(pa.int32())
-NGRAM = 13
-"""The number of consecutive words that overlapping prompts share (Brown et al. 2020, arXiv:2005.14165, appendix C)."""
-MOST_SHARED = 10
-"""The maximum number of problems of a suite that may share an n-gram, or half of a small suite. An n-gram that more
-problems share is part of the wording of the task.
-"""
-_WORDS = re.compile(r"\w+")
-_IS_NUMBER = re.compile(r"-?[0-9][0-9.,]*")
 _ADDED = [("prompt_ids", _IDS), ("solution_ids", _IDS), ("distractor_ids", _IDS), ("ground_truth_json", pa.string())]
 Multiset = tuple[int, ...]
 log = logging.getLogger(__name__)
@@ -73,7 +62,6 @@ def filter_fingerprint(
     *,
     tools: Sequence[str] = (),
     chat_template_kwargs: Mapping[str, Any] | None = None,
-    suites: Mapping[str, Path] | None = None,
 ) -> str:
     """Return the fingerprint of the filtered rows. `dataset` and `tokenizer` are the fingerprints of the inputs."""
     payload = {
@@ -83,7 +71,6 @@ def filter_fingerprint(
         "settings": config,
         "tools": tool_schemas(tools) if tools else [],
         "chat_template_kwargs": chat_template_kwargs or {},
-        "suites": {name: place.name for name, place in (suites or {}).items()},
     }
     return fingerprint("filter", payload)
 
@@ -101,15 +88,13 @@ def filter_dataset(
     root: Path,
     tools: Sequence[str] = (),
     chat_template_kwargs: Mapping[str, Any] | None = None,
-    suites: Mapping[str, Path] | None = None,
     on_progress: Progress | None = None,
 ) -> StageResult:
     """Tokenize and filter a published dataset, or reuse the result.
 
     `tools`: the functions of `episode.tools`, for the chat template. `chat_template_kwargs`: further variables for the
-    template. `suites`: the dataset folder of each suite that training rows are compared with (`decontaminate`), by
-    suite name. The result counts the rows of `train` and `validation`, and the omitted rows, such as `train/overlong`
-    and `train/duplicate`. Each data source of a mixture is filtered separately.
+    template. The result counts the rows of `train` and `validation`, and the omitted rows, such as `train/overlong` and
+    `train/duplicate`. Each data source of a mixture is filtered separately.
 
     Raises DataError if a row breaks the schema or the settings, no row is left, or the splits overlap. Raises
     DiskSpaceError if the disk is full. No partial result remains after an error.
@@ -118,7 +103,7 @@ def filter_dataset(
     if dataset is None:
         raise DataError(f"{dataset_dir}: is no finished dataset (no manifest.json); make it with `millrace run`")
     tokenizer_print = tokenizer_fingerprint(tokenizer_dir)
-    rendering: dict[str, Any] = {"tools": tools, "chat_template_kwargs": chat_template_kwargs, "suites": suites}
+    rendering: dict[str, Any] = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
     digest = filter_fingerprint(dataset.values["fingerprint"], tokenizer_print, config, **rendering)
     directory = filtered_directory(digest, root)
     if (parts := part_directories(dataset_dir)) != (dataset_dir,):
@@ -140,11 +125,10 @@ def filter_dataset(
     facts: dict[str, Any] = {"kind": "filtered", **document}
     schemas = tool_schemas(tools) if tools else ()
     tokenizer = partial(PromptTokenizer, tokenizer_dir, tools=schemas, chat_template_kwargs=chat_template_kwargs)
-    overlap = SuiteOverlap(suites or {})
     with published_directory(directory, facts) as folder:
 
         def run(*, fast_path: bool) -> _Filter:
-            work = _Filter(config, cache(partial(tokenizer, fast_path=fast_path)), overlap, on_progress)
+            work = _Filter(config, cache(partial(tokenizer, fast_path=fast_path)), on_progress)
             for split in ("validation", "train"):  # training rows are compared with held-out rows
                 source = dataset_dir / f"{split}.parquet"
                 if split == "validation" or source.is_file():  # a suite has no training split
@@ -164,8 +148,6 @@ def filter_dataset(
                 "such words are one token to the model. Take another model, or other prompts (a randomly initialized "
                 "model reads arithmetic alone)"
             )
-        if work.num_with_answer:
-            log.warning(f"{dataset_dir}: {_answers_in_prompts(work.num_with_answer)}")
         if work.unwritten:
             why, example = work.unwritten[0]
             log.warning(
@@ -174,33 +156,25 @@ def filter_dataset(
             )
             facts["unwritten_solutions"] = {"rows": len(work.unwritten), "why": why}
         facts["counts"] = dict(sorted(work.counts.items()))
-        facts["lengths"] = {
-            split: asdict(summary) for split in SPLITS if (summary := summarize(work.lengths.get(split, Counter())))
-        }
-        write_filter_card(folder, facts)
     return StageResult(directory, digest, cached=False, counts=facts["counts"])
 
 
 class _Filter:
     """A filter for the splits of one dataset. The held-out split is filtered first.
 
-    The filter counts rows by split and reason, and prompts with a word outside the vocabulary. It counts prompt lengths
-    by split, also of overlong prompts. It stores each prompt as a 64-bit hash, which takes a few dozen bytes.
+    The filter counts rows by split and reason, and prompts with a word outside the vocabulary. It stores each prompt as
+    a 64-bit hash, which takes a few dozen bytes.
     """
 
     def __init__(
         self,
         config: FilterConfig,
         tokenizer: Callable[..., PromptTokenizer],
-        suites: "SuiteOverlap",
         on_progress: Progress | None,
     ) -> None:
-        self._config, self._tokenizer_for, self._suites, self._on_progress = config, tokenizer, suites, on_progress
+        self._config, self._tokenizer_for, self._on_progress = config, tokenizer, on_progress
         self.counts: Counter[str] = Counter()
-        self.lengths: dict[str, Counter[int]] = {}
         self.num_unknown, self.unknown_example = 0, ""
-        self.num_with_answer = 0
-        """The number of prompts in which words of the assistant contain the ground truth."""
         self.unwritten: list[tuple[str, str]] = []
         """Pairs of a reason and a solution that has no tokens for this reason."""
         self._held_out = _HeldOut("row {} of the validation split", "Remove it from one of the two files")
@@ -237,8 +211,6 @@ class _Filter:
         texts = self._tokenizer.texts(prompts, lambda place: f"{self._source}: row {start + place}: ")
         truths = pc.struct_field(batch.column("reward_model"), "ground_truth")
         unique = self._without_duplicates(texts, multisets(truths), start)
-        if self._split == "train" and self._suites:
-            unique = self._not_in_suites(prompts, unique)
         ids = self._tokenizer.encode_prompts([texts[row] for row in unique] if len(unique) < len(texts) else texts)
         fitting = self._rows_that_fit(unique, ids, start)
         rows, ids = [unique[place] for place in fitting], [ids[place] for place in fitting]
@@ -255,8 +227,7 @@ class _Filter:
         if self._tokenizer.chat:
             for row, prompt, solution, truth in zip(rows, prompts, solutions, truths, strict=True):
                 if prompt[-1]["role"] == "assistant":
-                    where, words = f"{self._source}: row {start + row}", prompt[-1]["content"]
-                    self.num_with_answer += _contains_answer(where, words, solution, truth.as_py())
+                    _refuse_answer(f"{self._source}: row {start + row}", prompt[-1]["content"], solution, truth.as_py())
         solution_ids, unwritten = self._tokenizer.encode_responses(prompts, texts, solutions)
         self.unwritten += [(why, solutions[place]) for place, why in unwritten.items()]
         distractors = _text_field(extra, "distractor")
@@ -310,18 +281,10 @@ class _Filter:
                 )
         return rows
 
-    def _not_in_suites(self, prompts: Sequence[Messages], rows: list[int]) -> list[int]:
-        """Count the rows that occur in a suite. Return the other rows, or all rows if `decontaminate` is `tell`."""
-        found = {row: which for row in rows if (which := self._suites.find(prompt_text(prompts[row]))) is not None}
-        for name, kind in found.values():
-            self.counts[f"{self._split}/{kind} in suite {name}"] += 1
-        return rows if self._config.decontaminate == "tell" else [row for row in rows if row not in found]
-
     def _rows_that_fit(self, rows: list[int], ids: list[bytes], start: int) -> Sequence[int]:
         """Return indices of prompts that fit or will be truncated. `rows` are the positions of `ids` in the batch."""
         limit = self._config.max_prompt_tokens
         lengths = np.array([len(prompt) for prompt in ids], dtype=np.int64) // ID_BYTES
-        self.lengths.setdefault(self._split, Counter()).update(lengths.tolist())
         fits = (lengths > 0) & (lengths <= limit)
         if fits.all():
             return range(len(rows))
@@ -350,49 +313,14 @@ def _as_lists(rows: list[bytes]) -> pa.ListArray:
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.frombuffer(b"".join(rows), dtype=np.int32)))
 
 
-def _contains_answer(where: str, words: str, solution: str, ground_truth: object) -> bool:
-    """Return whether the ground truth is a number that occurs in the assistant's words of a prompt.
-
-    Raises DataError if these words end with the ground truth or the solution.
-    """
-    truth = str(ground_truth).strip()
-    for name, text in (("solution", solution), ("ground truth", truth)):
+def _refuse_answer(where: str, words: str, solution: str, ground_truth: object) -> None:
+    """Raise DataError if the assistant's words at the end of a prompt end with the ground truth or the solution."""
+    for name, text in (("solution", solution), ("ground truth", str(ground_truth))):
         if text.strip() and re.search(rf"(?<!\w){re.escape(text.strip())}\W*\Z", words):
             raise DataError(
                 f"{where}: the prompt's last message is the assistant's, which is continued, and must not end with the "
-                f"row's {name} {text[:80]!r}, got {words[-80:]!r}. Remove the message, or the row"
+                f"row's {name} {text.strip()[:80]!r}, got {words[-80:]!r}. Remove the message, or the row"
             )
-    is_number = _IS_NUMBER.fullmatch(truth) is not None
-    return is_number and re.search(rf"(?<![\w.,-]){re.escape(truth)}(?![\w]|[.,]\d)", words) is not None
-
-
-def _answers_in_prompts(count: int) -> str:
-    return (
-        f"{count:,} prompts that end with the assistant's words have their ground truth, a number, among them. Look at "
-        "them: words that give the answer are no prompt"
-    )
-
-
-def check_continued(path: Path) -> str:
-    """Check each prompt of a parquet file whose last message is the assistant's. No tokenizer is needed.
-
-    Return a warning if a last message contains the ground truth, otherwise ''. Raises DataError if a prompt ends with
-    the ground truth or the solution.
-    """
-    file, start, count = open_parquet(path), 0, 0
-    require_row_schema(file.schema_arrow, path)
-    if provenance(path).get("prompt_form") == "text":
-        return ""
-    columns = [name for name in ("prompt", "reward_model", "extra_info") if name in file.schema_arrow.names]
-    for batch in read_batches(file, path, ROWS_PER_GROUP, columns):
-        roles = batch.column("prompt").flatten().field("role")
-        for number, row in enumerate(batch.to_pylist() if "assistant" in pc.unique(roles).to_pylist() else ()):
-            if row["prompt"] and row["prompt"][-1]["role"] == "assistant":
-                solution = (row.get("extra_info") or {}).get("solution") or ""
-                truth, words = (row["reward_model"] or {}).get("ground_truth"), row["prompt"][-1]["content"] or ""
-                count += _contains_answer(f"{path}: row {start + number}", words, solution, truth)
-        start += batch.num_rows
-    return f"warning: {path}: {_answers_in_prompts(count)}" if count else ""
 
 
 def multisets(ground_truths: pa.Array) -> list[Multiset]:
@@ -461,51 +389,3 @@ def _keys(path: Path) -> Iterator[tuple[int, list[bytes], list[Multiset]]]:
         keys = [flat[first:last].tobytes() for first, last in pairwise([0, *ends])]
         yield start, keys, multisets(pc.struct_field(batch.column("reward_model"), "ground_truth"))
         start += batch.num_rows
-
-
-def prompt_text(messages: Sequence[Mapping[str, str]] | None) -> str:
-    """Return the text of all messages of a prompt, for comparisons."""
-    return "\n".join((message["content"] or "").strip() for message in messages or ())
-
-
-def ngrams(text: str) -> set[int]:
-    """Return the hashes of all sequences of `NGRAM` words, in lower case and without punctuation.
-
-    >>> len(ngrams("one two three")), len(ngrams("w " * 13 + "x"))
-    (0, 2)
-    """
-    words = _WORDS.findall(text.lower())
-    return {hash(tuple(words[start : start + NGRAM])) for start in range(len(words) - NGRAM + 1)}
-
-
-class SuiteOverlap:
-    """An index of suites that detects exact copies of prompts and shared n-grams. An empty index is falsy."""
-
-    def __init__(self, suites: Mapping[str, Path]) -> None:
-        """Read the dataset folders of the suites, by name. Raises DataError if a folder cannot be read."""
-        self._texts: dict[int, str] = {}
-        self._grams: dict[int, str] = {}
-        for name, folder in suites.items():
-            path = folder / "validation.parquet"
-            texts = [
-                prompt_text(messages)
-                for batch in read_batches(open_parquet(path), path, ROWS_PER_GROUP)
-                for messages in batch.column("prompt").to_pylist()
-            ]
-            shared = Counter(gram for text in texts for gram in ngrams(text))
-            most = max(1, min(MOST_SHARED, len(texts) // 2))
-            for text in texts:
-                self._texts.setdefault(hash(text), name)
-            for gram, count in shared.items():
-                if count <= most:
-                    self._grams.setdefault(gram, name)
-
-    def __bool__(self) -> bool:
-        return bool(self._texts)
-
-    def find(self, text: str) -> tuple[str, str] | None:
-        """Return the suite that overlaps with a prompt and the kind of overlap (`exact` or `13-gram`), or None."""
-        if (name := self._texts.get(hash(text))) is not None:
-            return name, "exact"
-        gram = next((gram for gram in ngrams(text) if gram in self._grams), None)
-        return None if gram is None else (self._grams[gram], f"{NGRAM}-gram")

@@ -6,18 +6,14 @@ endpoint.
 """
 
 import asyncio
-import hashlib
 import json
 import os
 import re
-import sqlite3
 from collections.abc import Mapping
-from contextlib import closing, suppress
-from functools import cache
+from functools import lru_cache
 
 import httpx
 
-from rlcore.config.base import expand_path
 from rlcore.config.rollout import JudgeConfig
 from rlcore.rollout.scoring_worker import JUDGE_VARIABLE, resolve_scorer, score_one
 from rlcore.score import Score
@@ -51,7 +47,7 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
 
 
 def judge_response(settings: JudgeConfig, response: str, truth: str) -> float:
-    """Return the verdict on a response. Verdicts are cached by request. Raises JudgeError if there is no verdict."""
+    """Return the verdict on a response. A process sends equal requests once. Raises JudgeError without a verdict."""
     # one pass over the template, so that a response is never taken for a placeholder
     words = {"{response}": response, "{ground_truth}": truth}
     text = re.sub(r"\{response\}|\{ground_truth\}", lambda found: words[found[0]], settings.prompt)
@@ -59,15 +55,12 @@ def judge_response(settings: JudgeConfig, response: str, truth: str) -> float:
         "model": settings.model, "messages": [{"role": "user", "content": text}], "temperature": 0,
         "max_tokens": settings.max_tokens, **_response_format(settings),
     })  # fmt: skip
-    key = hashlib.sha256(f"{settings.url}\n{settings.highest}\n{request}".encode()).hexdigest()
-    cached = _cache(settings.cache)
-    row = cached.execute("select verdict from verdicts where key = ?", (key,)).fetchone()
-    if row is not None:
-        return float(row[0])
-    verdict = read_verdict(asyncio.run(_request(settings, request)), settings.highest)
-    with suppress(sqlite3.OperationalError), cached:  # if it is locked or full, the verdict still counts
-        cached.execute("insert or ignore into verdicts values (?, ?)", (key, verdict))
-    return verdict
+    return _verdict(settings, request)
+
+
+@lru_cache(maxsize=10_000)
+def _verdict(settings: JudgeConfig, request: str) -> float:
+    return read_verdict(asyncio.run(_request(settings, request)), settings.highest)
 
 
 def _response_format(settings: JudgeConfig) -> Mapping[str, object]:
@@ -165,17 +158,3 @@ async def _request_once(client: httpx.AsyncClient, url: str, headers: Mapping[st
     if not isinstance(text, str):
         raise JudgeError("the endpoint's answer holds no choices[0].message.content")
     return text
-
-
-@cache
-def _cache(file: str) -> sqlite3.Connection:
-    """Open the database of verdicts in memory, or in a file that processes share. Raises JudgeError if this fails."""
-    try:
-        if file:
-            expand_path(file).parent.mkdir(parents=True, exist_ok=True)
-        found = sqlite3.connect(expand_path(file) if file else ":memory:", timeout=10)
-        with closing(found.execute("create table if not exists verdicts (key text primary key, verdict real)")):
-            return found
-    except (OSError, sqlite3.Error) as error:
-        rule = f"must be a file of verdicts, or one that can be made; got {file} ({error})"
-        raise JudgeError(f"reward.judge.cache: {rule}. Name another one, or '' for none") from error

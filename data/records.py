@@ -1,14 +1,11 @@
 """Records of data files and hub datasets, read one by one. Each record has its position for error messages.
 
-A JSON file has one object per line, or one array. JSON and CSV files may be compressed. Parquet files and Arrow files
-(as written by `save_to_disk`) are read too. Cells of a CSV file remain text, because `007` and `0.10` are not numbers.
+A JSON file has one object per line, or one array. Parquet files are read too.
 
 A hub dataset is read at one commit, from the local cache or after a download.
 """
 
 import codecs
-import csv
-import io
 import json
 import math
 import re
@@ -20,7 +17,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 from pydantic_core import from_json
 
 from data.schema import ROWS_PER_GROUP, open_parquet, read_batches
@@ -33,8 +29,6 @@ _HUB_ID = re.compile(r"[A-Za-z0-9_.\-]+/[A-Za-z0-9_.\-]+")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _HUB_TIMEOUT_S = 10.0  # for one request; without a reply the cache is used
 _INDEX = re.compile(r"-?[0-9]+")
-_COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
-_LONGEST_CELL = 2**31 - 1
 _MOST_SHOWN = 8
 
 
@@ -97,8 +91,7 @@ class Record:
 def local_files(source: str, splits: Sequence[str]) -> dict[str, tuple[Path, ...]] | None:
     """Return the files of each split, or None if `source` is a hub id.
 
-    A split may be one file such as `<split>.jsonl`. It may also be all shards, such as
-    `<split>-00000-of-00002.parquet`, or the folder `<split>` from `save_to_disk`.
+    A split is one file such as `<split>.jsonl`, or all shards, such as `<split>-00000-of-00002.parquet`.
 
     Raises DataError if `source` is neither a hub id nor a folder with all splits. Raises DataError if shards are
     missing, or if another file seems to belong to a split.
@@ -113,11 +106,11 @@ def local_files(source: str, splits: Sequence[str]) -> dict[str, tuple[Path, ...
         )
     found = {split: _files_of(folder, split) for split in splits}
     if missing := [split for split, files in found.items() if not files]:
-        inside = sorted(path for path in chain(folder.glob("*"), folder.glob("*/*")) if DATA_FILE.fullmatch(path.name))
+        inside = sorted(path for path in chain(folder.glob("*"), folder.glob("*/*")) if path.is_file())
         raise DataError(
-            f"data.source: {folder} lacks {' and '.join(missing)}, as {KINDS_OF_FILES}. Its data files: "
+            f"data.source: {folder} lacks {' and '.join(missing)}, as {KINDS_OF_FILES}. Its files: "
             f"{format_names(str(path.relative_to(folder)) for path in inside) or 'none'}. Put the files there, "
-            "rename them, or give the folder that has them"
+            "rename them, give the folder that has them, or convert other kinds (docs/data.md)"
         )
     return found
 
@@ -135,21 +128,13 @@ def _files_of(folder: Path, split: str) -> tuple[Path, ...]:
     looks = re.compile(rf"{re.escape(split)}(?:[-. ].*|_?[0-9].*)?")
     names = (path.name for path in sorted(folder.iterdir()) if path.is_file())
     found = [name for name in names if (match := DATA_FILE.fullmatch(name)) and looks.fullmatch(match[1])]
-    state = folder / split / "state.json"
-    if state.is_file() and not found:
-        saved = [f"{split}/{file['filename']}" for file in json.loads(state.read_text())["_data_files"]]
-        if absent := [name for name in saved if not (folder / name).is_file()]:
-            raise DataError(
-                f"data.source: {folder} lacks {format_names(absent)}, which {state} names; save the dataset again"
-            )
-        return tuple(folder / name for name in saved)
-    if not found or (len(found) == 1 and found[0].startswith(f"{split}.") and not state.is_file()):
+    if not found or (len(found) == 1 and found[0].startswith(f"{split}.")):
         return tuple(folder / name for name in found)
     # The hub once wrote a digest after the count.
     shard = re.compile(rf"{re.escape(split)}-(?P<number>[0-9]+)-of-(?P<count>[0-9]+)(?:-[0-9a-f]{{16}})?(?P<kind>\..+)")
     shards = {int(match["number"]): match for match in map(shard.fullmatch, found) if match}
     of_one_kind = len({(match["count"], match["kind"]) for match in shards.values()}) == 1
-    if of_one_kind and len(shards) == len(found) and not state.is_file():
+    if of_one_kind and len(shards) == len(found):
         one = next(iter(shards.values()))
         count, first = int(one["count"]), 0 if 0 in shards else 1  # some writers count from 1
         wanted = range(first, first + count)
@@ -166,9 +151,8 @@ def _files_of(folder: Path, split: str) -> tuple[Path, ...]:
         if len(shards) == count:
             return tuple(folder / shards[number][0] for number in wanted)
     raise DataError(
-        f"data.source: {folder}: {split} must be one file or folder, or all shards of one count and kind, got "
-        f"{format_names([*found, *[f'{split}/'] * state.is_file()])}. Move elsewhere what does not "
-        "count, so that no file is ignored"
+        f"data.source: {folder}: {split} must be one file, or all shards of one count and kind, got "
+        f"{format_names(found)}. Move elsewhere what does not count, so that no file is ignored"
     )
 
 
@@ -223,21 +207,17 @@ def records_of(path: Path) -> Iterator[Record]:
     match = DATA_FILE.fullmatch(path.name)
     if match is None:
         raise DataError(f"{path}: must be {KINDS_OF_FILES}, by its name; rename or convert it")
-    kind = match[2] or match[3]
-    if kind == "csv":
-        return _from_csv(path)
-    return _from_json(path) if kind in ("json", "jsonl") else _from_batches(path, kind)
+    return _from_parquet(path) if match[2] == "parquet" else _from_json(path)
 
 
 def _from_json(path: Path) -> Iterator[Record]:
     """Read the objects of a file that has one object per line, or one array of objects."""
-    lines = _lines(path)
     is_first = True
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
             continue
         if is_first and line.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
-            yield from _from_array(path, b"".join([line, *lines]))
+            yield from _from_array(path)
             return
         is_first = False
         where = f"{path}: line {number}"
@@ -248,9 +228,9 @@ def _from_json(path: Path) -> Iterator[Record]:
         yield _from_object(where, values)
 
 
-def _from_array(path: Path, text: bytes) -> Iterator[Record]:
+def _from_array(path: Path) -> Iterator[Record]:
     try:
-        entries = _parsed(text)
+        entries = _parsed(b"".join(_lines(path)))
     except ValueError as error:
         raise DataError(f"{path}: begins as a JSON array and is none ({error}); repair it") from error
     yield from (_from_object(f"{path}: entry {number}", values) for number, values in enumerate(entries))
@@ -269,65 +249,21 @@ def _parsed(text: bytes) -> Any:
         return json.loads(text)  # also reads a byte-order mark and half a surrogate pair, and explains errors
 
 
-def _from_csv(path: Path) -> Iterator[Record]:
-    """Read the rows of a file with a header. The position of a row is its first line."""
-    csv.field_size_limit(_LONGEST_CELL)
-    names: list[str] = []
-    # Decoded line by line, so that the message of an invalid byte names its line.
-    rows = csv.reader(
-        (line.decode("utf-8-sig" if n == 0 else "utf-8") for n, line in enumerate(_lines(path))), strict=True
-    )
-    while True:
-        where = f"{path}: line {rows.line_num + 1}"
-        try:
-            cells = next(rows, None)
-        except (csv.Error, ValueError) as error:
-            raise DataError(f"{where}: is no CSV ({error}); repair or remove it") from error
-        if cells is None:
-            return
-        if not names:
-            names = cells
-            if len(set(names)) < len(names):
-                raise DataError(f"{where}: must name each column once, got {', '.join(names)}; rename one")
-        elif cells and len(cells) != len(names):
-            raise DataError(
-                f"{where}: must have a cell for each column, got {len(cells)} for {', '.join(names)}; repair it"
-            )
-        elif cells:
-            yield Record(where, dict(zip(names, cells, strict=True)))
-
-
 def _lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file. If the content is gzip or zstd, it is decompressed, whatever the file name is."""
     number = 0
     try:
         with path.open("rb") as file:
-            start = file.peek(4)
-            codec = next((codec for mark, codec in _COMPRESSED.items() if start.startswith(mark)), None)
-            for line in file if codec is None else io.BufferedReader(pa.CompressedInputStream(file, codec)):
+            for line in file:
                 number += 1
                 yield line
     except OSError as error:
-        raise DataError(f"{path}: cannot be read after line {number} ({error}); it is damaged or cut short") from error
+        raise DataError(f"{path}: cannot be read after line {number} ({error})") from error
 
 
-def _from_batches(path: Path, kind: str) -> Iterator[Record]:
-    batches = read_batches(open_parquet(path), path, ROWS_PER_GROUP) if kind == "parquet" else _from_arrow(path)
+def _from_parquet(path: Path) -> Iterator[Record]:
+    batches = read_batches(open_parquet(path), path, ROWS_PER_GROUP)
     rows = (values for batch in batches for values in batch.to_pylist())
     yield from (Record(f"{path}: row {number}", values) for number, values in enumerate(rows))
-
-
-def _from_arrow(path: Path) -> Iterator[pa.RecordBatch]:
-    """Read the batches of an Arrow file, which is a stream (`save_to_disk`) or has an index."""
-    try:
-        with pa.memory_map(str(path)) as file:
-            is_indexed = file.read(6) == b"ARROW1"
-            file.seek(0)
-            reader = pa.ipc.open_file(file) if is_indexed else pa.ipc.open_stream(file)
-            for batch in map(reader.get_batch, range(reader.num_record_batches)) if is_indexed else reader:
-                yield from (batch.slice(start, ROWS_PER_GROUP) for start in range(0, batch.num_rows, ROWS_PER_GROUP))
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path}: cannot be read as Arrow ({error}); it is damaged or cut short") from error
 
 
 def _from_hub(source: str, subset: str, split: str, revision: str) -> Iterator[Record]:

@@ -48,7 +48,6 @@ from rlcore.rollout.scoring import ScoringPool
 from rlcore.rollout.scoring_worker import weights_problem
 from rlcore.score import Score
 from rlcore.storage.documents import parse_json, read_ordinary
-from rlcore.storage.manifest import read_manifest
 from rlcore.storage.publish import write_json_atomically
 from rlcore.user_code import code_for
 
@@ -151,7 +150,7 @@ def is_checked(data: TaskData) -> bool:
     return not (data.environment or data.scorer == JUDGE or (is_generated and has_default_scorer(data)))
 
 
-def check_parts(config: RunConfig, splits: Sequence[str] = SPLITS, *, keep: bool) -> str:
+def check_parts(config: RunConfig, splits: Sequence[str] = SPLITS) -> str:
     """Run `check_references` for each task of a run or of a suite, and join the warnings.
 
     For a suite, `config` comes from `suite_settings`.
@@ -162,7 +161,7 @@ def check_parts(config: RunConfig, splits: Sequence[str] = SPLITS, *, keep: bool
     root, warm = Path(config.paths.root).resolve(), config.warm_start
     is_taught = "train" in splits and warm.enabled and warm.demonstrations is None
     reports = (
-        check_references(part.data, config.data.seed, config.reward, root, splits, is_taught=is_taught, keep=keep)
+        check_references(part.data, config.data.seed, config.reward, root, splits, is_taught=is_taught)
         for part in parts_of(config.data)
     )
     return "\n".join(filter(None, reports))
@@ -176,12 +175,11 @@ def check_references(
     splits: Sequence[str] = SPLITS,
     *,
     is_taught: bool = False,
-    keep: bool = True,
 ) -> str:
-    """Check the rows of a task, from its dataset or from the local files of a future dataset.
+    """Check the rows of a task whose dataset exists.
 
-    `is_taught`: whether a warm start trains on the solutions. `keep`: whether the result is stored for later starts.
-    Return a warning about rows without a full score, or ''.
+    `is_taught`: whether a warm start trains on the solutions. The result is stored for later starts. Return a warning
+    about rows without a full score, or ''.
 
     Raises DataError if more than `reward.max_unmet_references` of a split's rows miss the full score. Raises
     ConfigError if `reward.weights` names a part that the scorer does not return.
@@ -190,14 +188,9 @@ def check_references(
         return ""
     dataset = dataset_fingerprint(data, seed, splits)
     file = _saved_result(root, dataset, data, reward, is_taught=is_taught)
-    report = KNOWN.get(file) or _read(file)
+    report = _read(file)
     if report is None:
-        rows = _rows(data, seed, root, dataset, splits)
-        if rows is None:
-            return ""
-        report = _check(data, reward, rows, is_taught=is_taught)
-    KNOWN[file] = report
-    if keep and not file.is_file():
+        report = _check(data, reward, _rows(data, seed, root, dataset, splits), is_taught=is_taught)
         write_json_atomically(file, asdict(report))
     text = report.text("the scorer of its data source" if data.scorer == BY_ROW else data.scorer)
     if report.share > reward.max_unmet_references:
@@ -209,10 +202,6 @@ def check_references(
     return text and f"warning: {text}"
 
 
-KNOWN: dict[Path, ReferenceReport] = {}
-"""The results of checks in this process, by file. A run reuses the results of the plan before it."""
-
-
 def _saved_result(root: Path, dataset: str, data: TaskData, reward: RewardConfig, *, is_taught: bool) -> Path:
     code = {source.name: source.sha256 for name in scorers_of(data) for source in code_for(name)}
     payload = {
@@ -222,8 +211,8 @@ def _saved_result(root: Path, dataset: str, data: TaskData, reward: RewardConfig
     return root / "datasets" / f"references-{fingerprint('references', payload)}.json"
 
 
-def _rows(data: TaskData, seed: int, root: Path, dataset: str, splits: Sequence[str]) -> list[RowReference] | None:
-    """Read the rows of local files or of the dataset. Return None if neither exists."""
+def _rows(data: TaskData, seed: int, root: Path, dataset: str, splits: Sequence[str]) -> list[RowReference]:
+    """Read the rows of local files, for messages with their lines, otherwise those of the dataset."""
     rows = []
     if isinstance(data, ParquetData | Gsm8kData | MappedData) and not is_on_hub(data):
         made = task_of(data).build(data, seed)
@@ -233,8 +222,6 @@ def _rows(data: TaskData, seed: int, root: Path, dataset: str, splits: Sequence[
                 rows.append(RowReference(split, number, row.where, source, truth, row.solution))
         return rows
     directory = dataset_directory(dataset, root)
-    if read_manifest(directory) is None:
-        return None
     for split in splits:
         path = directory / f"{split}.parquet"
         batches = read_batches(open_parquet(path), path, _BATCH, ["data_source", "reward_model", "extra_info"])

@@ -5,7 +5,7 @@ A row has the usual columns: `data_source`, `prompt` (chat messages), `ability`,
 `style` is not used, nor are `index` and `split` of the user's files. These columns may be missing or have any type.
 
 Files are written in bounded memory, and equal rows give equal bytes. A card is a README.md about the rows and their
-origin. The card of a filtered dataset summarizes the lengths of its prompts.
+origin.
 """
 
 import json
@@ -13,12 +13,10 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -309,31 +307,6 @@ def _extra_fields(value: object, example: object) -> Iterator[str]:
             yield from _extra_fields(inner, example[0])
 
 
-@dataclass(frozen=True, slots=True)
-class LengthSummary:
-    """A summary of the prompt lengths of one split."""
-
-    num_prompts: int
-    min_tokens: int
-    mean_tokens: float
-    p50_tokens: int
-    p95_tokens: int
-    max_tokens: int
-
-
-def summarize(lengths: Counter[int]) -> LengthSummary | None:
-    """Summarize prompt lengths, where `lengths` counts the prompts of each length. Return None without prompts.
-
-    The p95 is the smallest length that at least 95% of the prompts do not exceed.
-    """
-    every = np.repeat(*(np.fromiter(part, dtype=np.int64) for part in (lengths.keys(), lengths.values())))
-    if not len(every):
-        return None
-    p50, p95 = np.quantile(every, [0.5, 0.95], method="inverted_cdf").tolist()
-    low, high = int(every.min()), int(every.max())
-    return LengthSummary(len(every), low, round(float(every.mean()), 3), p50, p95, high)
-
-
 def write_dataset_card(folder: Path) -> None:
     """Write the card of a dataset, from the provenance and the first row of each split."""
     files = {split: path for split in SPLITS if (path := folder / f"{split}.parquet").is_file()}
@@ -364,27 +337,3 @@ def write_dataset_card(folder: Path) -> None:
 
 def _json_block(value: object) -> tuple[str, ...]:
     return "", "```json", json.dumps(value, indent=2, ensure_ascii=False), "```"
-
-
-def write_filter_card(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Write the card of a filtered dataset, from the facts of its manifest."""
-    settings = facts["settings"]
-    lines = [
-        "# Filtered dataset",
-        "",
-        f"Fingerprint `{facts['fingerprint']}`: dataset `{facts['dataset']}` tokenized by `{facts['tokenizer']}`, at "
-        f"most {settings['max_prompt_tokens']} tokens a prompt (overlong: {settings['overlong']}, duplicates: "
-        f"{settings['duplicates']}, rows of suites: {settings['decontaminate']}).",
-        "",
-        "| what | rows |",
-        "| --- | ---: |",
-        *(f"| {name} | {count:,} |" for name, count in facts["counts"].items()),
-        "",
-        "| prompts before the filter | number | mean | median | p95 | longest (tokens) |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for split, summary in facts["lengths"].items():
-        found = LengthSummary(**summary)
-        lengths = f"{found.mean_tokens:.1f} | {found.p50_tokens} | {found.p95_tokens} | {found.max_tokens}"
-        lines.append(f"| {split} | {found.num_prompts:,} | {lengths} |")
-    (folder / CARD).write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from data.rows import SPLITS, TaskRows
-from rlcore.config.data import CountdownData, DataConfig, MixtureData, TaskData
+from rlcore.config.data import DataConfig, MixtureData, TaskData
 from rlcore.config.fingerprint import fingerprint
 from rlcore.storage.manifest import PARTS_KEY, part_directories, read_finished_or_set_aside, read_manifest
 from rlcore.storage.publish import published_directory
@@ -70,13 +70,8 @@ def task_of(config: TaskData) -> Task:
 
 
 def _origin(config: TaskData, seed: int) -> dict[str, Any]:
-    """Return everything that the rows depend on.
-
-    Scorers do not count. An environment counts only if the solutions contain its turns.
-    """
+    """Return everything that the rows depend on. Scorers and environments do not count."""
     left_out = {"scorer", "environment", "chat_template_kwargs", "seed", *_PLACES.get(config.task, ())}
-    if isinstance(config, CountdownData) and config.template == "bare" and config.search_tries is not None:
-        left_out.remove("environment")  # solutions have the turns of data.calculator
     return {
         "format_version": DATASET_FORMAT,
         "task": config.task,

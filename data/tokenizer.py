@@ -1,8 +1,7 @@
 """A renderer and tokenizer for many prompts at a time, with exactly the results of the model's tokenizer.
 
-A fast path is used if it gives the same result. `ChatFrame` renders the chat template's text around a message only
-once. `PieceEncoder` tokenizes each different word only once. Byte-level BPE (as in GPT) first splits a text into words.
-It starts a new word at every single space between two visible characters. Therefore the ids of a text are the
+`PieceEncoder` tokenizes each different word only once. Byte-level BPE (as in GPT) first splits a text into words. It
+starts a new word at every single space between two visible characters. Therefore the ids of a text are the
 concatenated ids of its pieces. A piece is a word with the space before it. Prompts of one template or language share
 pieces.
 
@@ -20,13 +19,12 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, TemplateSyntaxError, nodes
+from jinja2 import Environment, TemplateSyntaxError
 from jinja2.meta import find_undeclared_variables
 
 from rlcore.config.data import RENDERING_NAMES
@@ -35,7 +33,6 @@ from rlcore.models.hub import MODEL_FILES, read_stop_ids
 from rlcore.rollout.turns import TODAY
 
 Messages = Sequence[Mapping[str, str]]
-Render = Callable[[Messages], str]
 
 ID_BYTES = 4  # size of one token id
 
@@ -43,7 +40,7 @@ _FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-# One of this many texts is also rendered and tokenized without the fast path, for a comparison.
+# One of this many texts is also tokenized without the fast path, for a comparison.
 _CHECK_EVERY = 256
 _MARK = "MillraceContent"
 _LAST_TAG = re.compile(r"([<\[][^<>\[\]]*[>\]])\s*\Z")
@@ -103,7 +100,7 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 class PromptTokenizer:
-    """A tokenizer that renders and tokenizes prompts and responses. A sample of the texts checks the fast path.
+    """A tokenizer that renders and tokenizes prompts and responses. A sample of the texts checks `PieceEncoder`.
 
     `tools`: JSON schemas of functions for the chat template. `chat_template_kwargs`: further variables for the
     template.
@@ -149,7 +146,6 @@ class PromptTokenizer:
         eos = int(self._tokenizer.eos_token_id)
         self._end = to_bytes([eos if eos in self.stop_ids else min(self.stop_ids)])
         self._pieces = PieceEncoder.of(self.backend) if fast_path else None
-        self._frame = ChatFrame.of(self._template(), self.render) if chat and fast_path else None
         self._around = (b"", b"") if chat else self._find_special_tokens()
 
     def texts(self, prompts: Sequence[Messages], where: Callable[[int], str] = lambda place: "") -> list[str]:
@@ -162,16 +158,10 @@ class PromptTokenizer:
             return [self.render(prompt) for prompt in prompts]
         found = []
         for place, prompt in enumerate(prompts):
-            framed = self._framed(prompt)
-            if framed is None or place % _CHECK_EVERY == 0:
-                try:
-                    rendered = self.prompt(prompt)
-                except DataError as error:
-                    raise DataError(f"{where(place)}{error}") from error
-                if framed is not None and framed != rendered:
-                    raise FastPathError(prompt)
-                framed = rendered
-            found.append(framed)
+            try:
+                found.append(self.prompt(prompt))
+            except DataError as error:
+                raise DataError(f"{where(place)}{error}") from error
         return found
 
     def prompt(self, messages: Messages, tools: Sequence[Any] = ()) -> str:
@@ -215,7 +205,7 @@ class PromptTokenizer:
         for place, response in enumerate(responses):
             if response.strip():
                 try:
-                    wholes[place] = self._whole(prompts[place], texts[place], response, place % _CHECK_EVERY == 0)
+                    wholes[place] = self._whole(prompts[place], texts[place], response)
                 except ResponseChangedError as error:
                     unwritten[place] = str(error)
         joined = self._joined([texts[place] for place in wholes], wholes.values())
@@ -324,38 +314,11 @@ class PromptTokenizer:
         ends = np.flatnonzero(np.isin(np.frombuffer(ids, dtype=np.int32), [*self.stop_ids]))
         return text, ids[int(ends[0]) * ID_BYTES :] if len(ends) else b""
 
-    @cached_property
-    def _response_frame(self) -> "ChatFrame | None":
-        """The frame of a response to a single user message. The text of the frame begins where the prompt ends."""
-        question = [{"role": "user", "content": "?"}]
-        prompt = self.render(question)
-
-        def render(messages: Messages) -> str:
-            whole = self.render([*question, {**messages[0], "role": "assistant"}], opened=False)
-            return whole.removeprefix(prompt) if whole.startswith(prompt) else ""
-
-        return ChatFrame.of(self._template(), render)
-
-    def _framed(self, messages: Messages) -> str | None:
-        """Render the prompt of a single user message by the fast path. Return None if the fast path does not apply."""
-        if self._frame is None or len(messages) != 1 or messages[0]["role"] != "user":
-            return None
-        return self._frame.text(messages[0]["content"])
-
-    def _framed_response(self, prompt: Messages, response: str) -> str | None:
-        """Render the text after the prompt by the fast path. Return None if the fast path does not apply."""
-        if response != response.strip() or self._framed(prompt) is None or self._response_frame is None:
-            return None
-        return self._response_frame.text(response)
-
-    def _whole(self, prompt: Messages, text: str, response: str, check: bool) -> str:
+    def _whole(self, prompt: Messages, text: str, response: str) -> str:
         """Render prompt and response to the end of the turn. Raises ResponseChangedError if the response changes."""
         if not self.chat:
             return text + response
         try:
-            framed = self._framed_response(prompt, response)
-            if framed is not None and not check:
-                return text + framed
             *before, last = prompt
             if last["role"] == "assistant":
                 messages = [*before, {**last, "content": last["content"] + response}]
@@ -365,14 +328,12 @@ class PromptTokenizer:
             self.require_response(text, whole, response)
         except DataError as error:
             raise ResponseChangedError(str(error)) from error
-        if framed is not None and text + framed != whole:
-            raise FastPathError(response)
         return whole
 
     def _joined(self, texts: Sequence[str], wholes: Collection[str]) -> Iterator[tuple[bytes, bytes]]:
         """Return the ids of each prompt, and of each prompt with its response. Plain text gets no special tokens.
 
-        If the fast path uses pieces, all returned ids begin at the last piece of the prompt.
+        With pieces, all returned ids begin at the last piece of the prompt.
         """
         starts = [0 if self._pieces is None else _last_piece(text) for text in texts]
         prompts = self._encode([text[start:] for text, start in zip(texts, starts, strict=True)])
@@ -405,17 +366,13 @@ class PromptTokenizer:
                 raise FastPathError(texts[index])
         return found
 
-    def _template(self) -> str:
-        try:
-            return str(self._tokenizer.get_chat_template(tools=self._tools))
-        except ValueError as error:
-            raise DataError(f"{self._name}: must have one chat template, or a default one: {error}") from error
-
     def _require_read(self, names: Collection[str]) -> None:
         """Raise DataError if the template does not read all variables `names`, because transformers ignores others."""
         try:
-            tree = _template_syntax().parse(self._template())
-        except TemplateSyntaxError:  # rendering reports the error, or knows a tag that jinja does not know
+            template = self._tokenizer.get_chat_template(tools=self._tools)
+            # The extension parses tags of chat templates.
+            tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
+        except (TemplateSyntaxError, ValueError):  # rendering reports it, or knows a tag that jinja does not know
             return
         read = find_undeclared_variables(tree) - RENDERING_NAMES - set(self._tokenizer.special_tokens_map)
         if unread := sorted(set(names) - read):
@@ -437,57 +394,6 @@ class PromptTokenizer:
             f"{self._name}: its special tokens must stand around a text, which they change ('a' has other tokens with "
             "than without them). Take another model, or prompts with a chat template"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class ChatFrame:
-    """The text of a chat template around a single user message. `strips` is true if the template strips the message.
-
-    `looked_for`: a pattern of the strings that the template searches in a message (`'</think>' in content`). If a
-    message matches, the template itself must render it.
-    """
-
-    before: str
-    after: str
-    strips: bool
-    looked_for: re.Pattern[str] | None
-
-    @classmethod
-    def of(cls, template: str, render: Render) -> "ChatFrame | None":
-        """Return the frame of a template. Return None if the template cannot be parsed, or if it changes messages."""
-        try:
-            strings = _looked_for(template)
-        except TemplateSyntaxError:
-            return None
-        before, mark, after = render([{"role": "user", "content": _MARK}]).partition(_MARK)
-        padded = f" {_MARK} {_MARK} "
-        shown = render([{"role": "user", "content": padded}])
-        pattern = re.compile("|".join(map(re.escape, strings))) if strings else None
-        for frame in (cls(before, after, strips, pattern) for strips in (False, True)):
-            if mark and frame.text(padded) == shown:
-                return frame
-        return None
-
-    def text(self, content: str) -> str | None:
-        """Return the whole prompt, or None if the template must render the message."""
-        if self.looked_for is not None and self.looked_for.search(content):
-            return None
-        return f"{self.before}{content.strip() if self.strips else content}{self.after}"
-
-
-def _template_syntax() -> Environment:
-    """Return an environment that parses chat templates without running them."""
-    return Environment(extensions=["jinja2.ext.loopcontrols"])
-
-
-def _looked_for(template: str) -> list[str]:
-    """Return a template's string constants to the left of `in`, and in arguments of methods, functions and filters."""
-    tree = _template_syntax().parse(template)
-    places = [compare.expr for compare in tree.find_all(nodes.Compare) if {"in", "notin"} & {o.op for o in compare.ops}]
-    for call in tree.find_all((nodes.Call, nodes.Filter)):
-        places += getattr(call, "args", ())
-    values = [place.value for place in places if isinstance(place, nodes.Const)]
-    return sorted({value for value in values if isinstance(value, str) and value.strip()})
 
 
 def to_bytes(ids: Sequence[int]) -> bytes:

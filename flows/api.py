@@ -1,4 +1,4 @@
-"""The public Python API, which composes settings, runs experiments, evaluates checkpoints and reads results.
+"""The public Python API, which composes settings, runs experiments and reads results.
 
 A run consists of the stages of `millrace train` and a report. It does not use Prefect. The training runs in a separate
 process, so a notebook survives a failure of the training.
@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING
 from flows import chain
 from flows.parameters import RunSettings, compose_settings
 from flows.plan.checks import check_run
-from flows.stages.validate import Validate
 from flows.work.mlflow_record import MlflowRecord
-from flows.work.origin import checkpoint_name, checkpoint_store
 from flows.work.runs import all_runs, find_run
 from flows.work.status import RunStatus, status_of
 from rlcore.checkpoint.catalog import CheckpointInfo, scan
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-__all__ = ["Run", "compose", "evaluate", "open", "run", "runs"]
+__all__ = ["Run", "compose", "open", "run", "runs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +77,7 @@ class Run:
             there = sorted(each.stem for each in self.layout.validation.glob("*.json"))
             raise DataError(
                 f"{file}: run {self.id} has no validation of that name. "
-                + (f"It has {', '.join(there)}" if there else "It has none yet; millrace.evaluate makes one")
+                + (f"It has {', '.join(there)}" if there else "It has none yet; millrace validate makes one")
             )
         return ValidationResult.read(file)
 
@@ -109,10 +107,6 @@ def compose(
     experiment: str | None = None,
     root: str | Path | None = None,
     seed: int | None = None,
-    total_steps: int | None = None,
-    learning_rate: float | None = None,
-    batch_size: int | None = None,
-    samples_per_prompt: int | None = None,
 ) -> RunSettings:
     """Return the checked settings of a run. The attribute `config` of the result holds every value.
 
@@ -121,10 +115,6 @@ def compose(
         experiment: the name of an experiment in conf/experiment, or the path of a file.
         root: the folder of datasets, models and runs (`paths.root`).
         seed: the value of `seed`.
-        total_steps: the value of `trainer.total_steps`.
-        learning_rate: the value of `optim.lr`.
-        batch_size: the value of `trainer.batch_size`, the number of prompts per step.
-        samples_per_prompt: the value of `rollout.samples_per_prompt`.
 
     Raises:
         ConfigError: if a setting is wrong. One message lists every mistake.
@@ -134,10 +124,7 @@ def compose(
             f"overrides: each must be a string KEY=VALUE and a separate argument; got {wrong[0]!r}. For a list write "
             "compose(*overrides)"
         )
-    return compose_settings(
-        overrides, experiment, root=root, seed=seed, total_steps=total_steps, learning_rate=learning_rate,
-        batch_size=batch_size, samples_per_prompt=samples_per_prompt,
-    )  # fmt: skip
+    return compose_settings(overrides, experiment, root=root, seed=seed)
 
 
 def run(settings: RunSettings) -> Run:
@@ -152,32 +139,6 @@ def run(settings: RunSettings) -> Run:
     with chain.open_on_console(settings, "train") as held, MlflowRecord(held, {}) as record:
         chain.run_chain(held, chain.run_on_console, record, with_report=True)
     return Run(settings.config, RunLayout.of(settings.config))
-
-
-def evaluate(run: Run, checkpoint: str | int = "last") -> ValidationResult:
-    """Evaluate a checkpoint on the held-out problems, unless the result already exists. Return the result.
-
-    Args:
-        run: a run whose folder has not been moved or copied.
-        checkpoint: `start` (the model of step 0), `last`, `best`, or the number of a step from 1 on.
-
-    Raises:
-        CheckpointError: if the checkpoint does not exist, or if the run's code, data or models have changed.
-        DataError: if the run's folder was moved or copied, or if one of its files cannot be read.
-        RunInUseError: if another process uses the run.
-    """
-    if (named := RunLayout.of(run.config).run_dir) != run.folder.resolve():
-        raise DataError(
-            f"{run.folder}: was moved or copied; its settings name {named}, which would be evaluated instead. Move it "
-            f"back, or evaluate it by its settings: millrace validate SETTINGS paths.root={run.folder.parents[1]} "
-            f"run_id={run.id}"
-        )
-    name = checkpoint_name(str(checkpoint))
-    checkpoint_store(run.config).step_of(name, verify=False)  # raises if it does not exist
-    with chain.open_on_console(RunSettings(run.config, ()), "validate") as held:
-        chain.make_rows(held, chain.run_quietly)
-        summary = chain.run_on_console(Validate(name), held)
-    return ValidationResult.read(summary.file)
 
 
 def open(run: str | Path, root: str | Path | None = None) -> Run:

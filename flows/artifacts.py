@@ -15,7 +15,6 @@ from prefect.logging import get_run_logger
 
 from flows.progress import CI_SUFFIXES, ValidationSummary, with_interval
 from flows.work.open_run import OpenRun
-from flows.work.runs import BYTES_PER_MB
 from flows.work.status import failure_of
 from rlcore.checkpoint.catalog import scan
 
@@ -120,7 +119,7 @@ def _rows(summaries: Mapping[str, Mapping[str, float]]) -> list[dict[str, str]]:
 def show_checkpoints(run: OpenRun) -> None:
     """Show a table of the checkpoints on disk."""
     rows = [
-        {"step": info.step, "MB": round(info.size_bytes / BYTES_PER_MB, 1), "score": info.score, "path": str(info.path)}
+        {"step": info.step, "MB": round(info.size_bytes / 1e6, 1), "score": info.score, "path": str(info.path)}
         for info in scan(run.layout.checkpoints).checkpoints
     ]
     _update(run, "checkpoints", f"{run.run_id}: checkpoints on disk", lambda: json.dumps(rows), "table")

@@ -12,15 +12,12 @@ from typing import Any, Protocol, TypeVar
 
 from flows.parameters import RunSettings
 from flows.progress import ValidationSummary, display, display_for_console, reward_changes, use_display
-from flows.stages.dataset import Dataset
-from flows.stages.demonstrations import Demonstrations
+from flows.stages.dataset import Dataset, Demonstrations, Filter, Suite
 from flows.stages.export import Export, ExportBest
-from flows.stages.filter import Filter
 from flows.stages.inputs import inputs_of
 from flows.stages.pass_rates import PassRates
 from flows.stages.report import Report
 from flows.stages.stage import Stage
-from flows.stages.suite import Suite
 from flows.stages.train import Train
 from flows.stages.validate import Evaluate, Validate
 from flows.stages.warm_start import WarmStart

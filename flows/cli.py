@@ -44,18 +44,16 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "run": run.run, "train": run.train, "sweep": sweep, "validate": run.validate, "eval": run.evaluate,
     "report": run.report, "checkpoints": checkpoints, "runs": runs.runs, "logs": runs.logs, "stop": runs.stop,
     "doctor": stack.doctor, "new": new, "rollouts": rollouts, "rescore": rescore, "audit": audit,
-    "compare": tracking.compare, "sync": tracking.sync, "ui": tracking.ui, "gc": tracking.gc, "slots": runs.slots,
+    "compare": tracking.compare, "sync": tracking.sync, "ui": tracking.ui, "slots": runs.slots,
     "up": stack.up, "deploy": stack.deploy, "down": stack.down, "status": stack.status,
 }  # fmt: skip
-DATA_COMMANDS: dict[str, Callable[..., None]] = {
-    "make": data.make, "pass-rates": data.pass_rates, "inspect": data.inspect,
-}  # fmt: skip
+DATA_COMMANDS: dict[str, Callable[..., None]] = {"make": data.make, "pass-rates": data.pass_rates}
 app = command_group(
     COMMANDS,
     "Experiments in reinforcement learning of language models: data, training, validation and report as one run.",
     pretty_exceptions_enable=False,
 )
-app.add_typer(command_group(DATA_COMMANDS, "Make datasets, and look into them."), name="data")
+app.add_typer(command_group(DATA_COMMANDS, "Make datasets, and measure them."), name="data")
 
 
 def _show_version(requested: bool) -> None:

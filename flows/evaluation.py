@@ -112,12 +112,12 @@ def _weights_identity(path: str) -> list[Any]:
     return [place, *((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)]
 
 
-def evaluate(name: str, config: RunConfig, command: Sequence[str], run_stage: chain.StageRunner) -> Evaluation:
+def evaluate(name: str, config: RunConfig, command: Sequence[str]) -> Evaluation:
     """Evaluate a model with settings from `evaluation_settings`. Existing results are not computed again."""
     config = with_stack_tracking(config)
     check_evaluation(config)
     with open_run(config, command, title=name) as run, run.route_events(display().event, lambda line: None):
-        return Evaluation(name, run.layout.run_dir, tuple(chain.run_evaluation(run, run_stage)))
+        return Evaluation(name, run.layout.run_dir, tuple(chain.run_evaluation(run, chain.run_on_console)))
 
 
 def eval_command(words: Sequence[str], suites: Sequence[str], root: Path | None) -> list[str]:
@@ -132,7 +132,6 @@ def evaluate_all(
     overrides: Sequence[str],
     root: Path | None,
     command: Sequence[str],
-    run_stage: chain.StageRunner,
 ) -> list[Evaluation]:
     """Evaluate each model on each suite. All names and settings are checked before the first evaluation."""
     if not models or not suites:
@@ -141,7 +140,7 @@ def evaluate_all(
             "artifacts/runs/<run id> --suite gsm8k"
         )
     configs = {model: evaluation_settings(model, suites, overrides, root) for model in dict.fromkeys(models)}
-    return [evaluate(model, config, command, run_stage) for model, config in configs.items()]
+    return [evaluate(model, config, command) for model, config in configs.items()]
 
 
 def evaluations_json(found: Sequence[Evaluation]) -> dict[str, Any]:

@@ -1,9 +1,4 @@
-"""The commands `millrace data make`, `pass-rates` and `inspect`."""
-
-from pathlib import Path
-from typing import Annotated
-
-import typer
+"""The commands `millrace data make` and `millrace data pass-rates`."""
 
 from flows.commands.options import ConfigDir, OptionalRoot, Settings, Verbose
 from flows.commands.settings import compose_arguments
@@ -20,7 +15,7 @@ def make(settings: Settings = None, root: OptionalRoot = None, config_dir: Confi
     from flows import chain
     from flows.plan.checks import check_before_plan, run_stage_checks
     from flows.progress import display_for_console, use_display
-    from flows.stages.filter import Filter
+    from flows.stages.dataset import Filter
     from flows.work.open_run import OpenRun
 
     check_before_plan(composed.config)
@@ -52,25 +47,3 @@ def pass_rates(
     check_run(composed)
     with chain.open_on_console(composed, "data pass-rates", verbose=verbose) as run:
         chain.run_stages(run, chain.run_on_console, PassRates.name)
-
-
-def inspect(
-    path: Annotated[Path, typer.Argument(help="A parquet file of a dataset, or its folder.")],
-    num_rows: Annotated[int, typer.Option("--rows", min=0, help="Rows to show of each file, chosen at random.")] = 3,
-    seed: Annotated[int, typer.Option(min=0, help="Chooses the rows.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="The whole report as JSON.")] = False,
-) -> None:
-    """Show the rows, counts, lengths and duplicates of a dataset.
-
-    Examples:
-      millrace data inspect artifacts/datasets/<fingerprint> --rows 5
-    """
-    from data.inspect import as_rich, inspect_dataset
-
-    report = inspect_dataset(path, num_rows=num_rows, seed=seed)
-    if as_json:
-        print(report.as_json())
-        return
-    from rich.console import Console
-
-    Console().print(as_rich(report))

@@ -209,7 +209,6 @@ def evaluate(
       millrace eval <run id>@start <run id>@best --suite gsm8k --suite my_suite.yaml
       millrace eval /models/SmolLM2-135M-Instruct --suite gsm8k rollout.engine=vllm
     """
-    from flows import chain
     from flows.evaluation import eval_command, evaluate_all, evaluations_json, table_lines
     from flows.progress import Display, display_for_console, use_display
 
@@ -217,9 +216,7 @@ def evaluate(
     overrides = [word for word in words if word not in models]
     command = eval_command(words, suites, root)
     with use_display(Display() if as_json else display_for_console()):
-        found = evaluate_all(
-            models, suites, overrides, root or root_in_overrides(overrides), command, chain.run_on_console
-        )
+        found = evaluate_all(models, suites, overrides, root or root_in_overrides(overrides), command)
     print(json.dumps(evaluations_json(found), indent=2) if as_json else "\n".join(table_lines(found)))
 
 

@@ -1,4 +1,4 @@
-"""The commands `millrace compare`, `sync`, `gc` and `ui`. They do not use Prefect."""
+"""The commands `millrace compare`, `sync` and `ui`. They do not use Prefect."""
 
 import os
 import signal
@@ -80,25 +80,6 @@ def sync(runs: Runs = None, root: Root = ARTIFACTS, uri: Uri = None) -> None:
     root = root.resolve()
     folders = several.find_named_runs(runs, root) if runs else several.all_runs(root)
     _print_outcomes([several.sync(folder, uri) for folder in folders], f"no runs under {root / 'runs'}")
-
-
-def gc(
-    root: Root = ARTIFACTS,
-    uri: Uri = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the artifacts, and remove nothing.")] = False,
-) -> None:
-    """Remove the artifacts of runs that were deleted in MLflow. Registered models and metrics are kept.
-
-    Examples:
-      millrace gc --dry-run
-    """
-    from flows.stack.state import with_stack_store
-    from flows.work.runs import collect_garbage
-    from rlcore.config import TrackingConfig
-
-    root = root.resolve()
-    outcomes = collect_garbage(root, with_stack_store(TrackingConfig(uri=uri), root), dry_run=dry_run)
-    _print_outcomes(outcomes, "no artifacts of deleted runs")
 
 
 def _print_outcomes(outcomes: "Sequence[Outcome]", nothing: str) -> None:

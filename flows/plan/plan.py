@@ -1,4 +1,4 @@
-"""The plan of a run: its stages with their status, tokens, disk space and memory. Planning writes no files."""
+"""The plan of a run: its stages with their status, disk space and memory. Planning writes no files."""
 
 import json
 from collections.abc import Sequence
@@ -38,17 +38,6 @@ from rlcore.workers.memory_plan import MemoryPlan, detect_device, fit_settings
 
 
 @dataclass(frozen=True, slots=True)
-class TokenBudget:
-    """The largest numbers of prompts, sequences and tokens that one step and the remaining steps can need."""
-
-    prompts_per_step: int
-    sequences_per_step: int
-    max_tokens_per_sequence: int
-    max_tokens_per_step: int
-    max_tokens_left: int
-
-
-@dataclass(frozen=True, slots=True)
 class DiskBudget:
     """The disk space of a run in bytes.
 
@@ -80,7 +69,6 @@ class RunPlan:
     stages: tuple[StageStatus, ...]
     committed_step: int
     total_steps: int
-    tokens: TokenBudget
     disk: DiskBudget
     memory: MemoryPlan | None
     warm_start_memory: MemoryPlan | None
@@ -131,9 +119,6 @@ def make_plan(config: RunConfig, *, planning_config: RunConfig | None = None) ->
     run = OpenRun(config, planning_config=planning_config)
     committed, planning_config = run.committed, run.planning_config
     require_same_inputs(config, run.layout)
-    prompts, longest = config.trainer.batch_size, config.filter.max_prompt_tokens + config.rollout.max_response_tokens
-    sequences = prompts * config.rollout.samples_per_prompt
-    left = sequences * longest * max(0, config.trainer.total_steps - committed)
     stages = tuple(stage.status(run) for stage in stages_of(config))
     has_initial_policy = next(stage.cached for stage in stages if stage.name == WarmStart.name)
     has_warm_start = planning_config.warm_start.enabled and not has_initial_policy
@@ -145,7 +130,6 @@ def make_plan(config: RunConfig, *, planning_config: RunConfig | None = None) ->
         stages=stages,
         committed_step=committed,
         total_steps=config.trainer.total_steps,
-        tokens=TokenBudget(prompts, sequences, longest, sequences * longest, left),
         disk=_disk(config, run.layout, count_parameters(planning_config), has_initial_policy=has_initial_policy),
         memory=plan_memory_here(planning_config),
         warm_start_memory=plan_memory_here(stage_settings(planning_config)) if has_warm_start else None,
@@ -218,12 +202,7 @@ def show_plan(plan: RunPlan, *, as_json: bool) -> None:
             text += f". {INSTALL_SMOLLM2}"
         console.print(text)
     console.print(f"training: committed step {plan.committed_step} of {plan.total_steps}")
-    tokens, disk = plan.tokens, plan.disk
-    console.print(
-        f"tokens: {tokens.prompts_per_step:,} prompts and {tokens.sequences_per_step:,} responses per step, at most "
-        f"{tokens.max_tokens_per_sequence:,} tokens each: at most {tokens.max_tokens_per_step:,} per step, "
-        f"{tokens.max_tokens_left:,} in the remaining steps"
-    )
+    disk = plan.disk
     one = "unknown before the first" if disk.checkpoint_bytes is None else size(disk.checkpoint_bytes)
     console.print(
         f"disk: a checkpoint {one}, at most {disk.num_checkpoints} at a time, {size(disk.reserve_bytes)} in "

@@ -1,13 +1,28 @@
-"""The stage that builds the dataset of a run."""
+"""The stages that build rows: dataset, filter, suites and demonstrations of a warm start."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from data.rows import SPLITS
 from data.tasks import StageResult
-from flows.stages.inputs import describe_rows, make_dataset, planned_dataset, status_of_rows, warn_of_few_rows
+from flows.stages.inputs import (
+    describe_rows,
+    filter_rows,
+    make_dataset,
+    planned_dataset,
+    planned_demonstrations,
+    planned_rows,
+    planned_suite,
+    root_of,
+    status_of_rows,
+    warn_of_few_rows,
+)
 from flows.stages.stage import Stage, StageStatus
 from flows.stages.trials import Trial, count_rows, is_user_build
 from flows.work.open_run import OpenRun
-from rlcore.config import CountdownData
+from rlcore.config import CountdownData, RunConfig, SuiteConfig
+from rlcore.config.check import suite_settings
+from rlcore.config.data import parts_of
+from rlcore.run.inputs import ensure_tokenizer
 
 
 @dataclass(frozen=True)
@@ -38,3 +53,86 @@ class Dataset(Stage[StageResult]):
 
     def describe(self, result: StageResult) -> str:
         return f"dataset: {describe_rows(result)}"
+
+
+@dataclass(frozen=True)
+class Filter(Stage[StageResult]):
+    """The stage that tokenizes and filters the dataset, unless the result already exists."""
+
+    name = "filter"
+
+    def title(self, run: OpenRun) -> str:
+        return f"filter to {run.config.filter.max_prompt_tokens} tokens"
+
+    def status(self, run: OpenRun) -> StageStatus:
+        return status_of_rows(self.name, run.planning_config, planned_rows)
+
+    def check(self, trial: Trial) -> list[str]:
+        trial.try_tokenizer()
+        return []
+
+    def make(self, run: OpenRun) -> StageResult:
+        made = filter_rows(run.config, planned_dataset(run.config))
+        return replace(made, warning=warn_of_few_rows(run.config, made.counts.get("train"), "after the filter"))
+
+    def describe(self, result: StageResult) -> str:
+        return f"filter: {describe_rows(result)}"
+
+
+@dataclass(frozen=True)
+class Suite(Stage[StageResult]):
+    """The stage that builds, tokenizes and filters the rows of a suite, unless they already exist."""
+
+    name = "suite"
+    suite: SuiteConfig
+
+    def title(self, run: OpenRun) -> str:
+        return f"suite {self.suite.name}"
+
+    def status(self, run: OpenRun) -> StageStatus:
+        config = suite_settings(run.planning_config, self.suite)
+        return status_of_rows(self.name, config, planned_suite, self.suite.name)
+
+    def check(self, trial: Trial) -> list[str]:
+        from data.trial import validate_rows
+
+        suite = suite_settings(trial.config, self.suite)
+        once = suite.filter.duplicates == "error"
+        for part in parts_of(suite.data):
+            validate_rows(part.data, suite.seed, root_of(trial.config), SPLITS[1:], each_once=once)
+        return []
+
+    def make(self, run: OpenRun) -> StageResult:
+        return make_suite(run.config, self.suite)
+
+    def describe(self, result: StageResult) -> str:
+        return f"suite {self.suite.name}: {describe_rows(result)}"
+
+
+def make_suite(config: RunConfig, suite: SuiteConfig) -> StageResult:
+    """Build, tokenize and filter the rows of a suite, or return the existing rows."""
+    config = suite_settings(config, suite)
+    dataset = make_dataset(config, SPLITS[1:])
+    return replace(filter_rows(config, dataset.directory), warning=dataset.warning)
+
+
+@dataclass(frozen=True)
+class Demonstrations(Stage[StageResult]):
+    """The stage that tokenizes the file of demonstrations, unless the result already exists."""
+
+    name = "demonstrations"
+
+    def status(self, run: OpenRun) -> StageStatus:
+        return status_of_rows(self.name, run.planning_config, planned_demonstrations)
+
+    def make(self, run: OpenRun) -> StageResult:
+        from data.demonstrations import tokenize_demonstrations
+
+        config, tokenizer = run.config, ensure_tokenizer(run.config)
+        seed, kwargs = config.data.seed, config.data.chat_template_kwargs
+        return tokenize_demonstrations(
+            config.warm_start, tokenizer, seed=seed, root=root_of(config), chat_template_kwargs=kwargs
+        )
+
+    def describe(self, result: StageResult) -> str:
+        return f"demonstrations: {describe_rows(result)}"

@@ -32,7 +32,7 @@ def root_of(config: RunConfig) -> Path:
 def make_dataset(config: RunConfig, splits: Sequence[str] = SPLITS) -> StageResult:
     """Build the dataset of a run or a suite, or return the existing one. Warn of references without a full score."""
     made = build_dataset(config.data, seed=config.data.seed, root=root_of(config), splits=splits)
-    return replace(made, warning=check_parts(config, splits, keep=True))
+    return replace(made, warning=check_parts(config, splits))
 
 
 def planned_dataset(config: RunConfig, splits: Sequence[str] = SPLITS) -> Path:
@@ -40,13 +40,7 @@ def planned_dataset(config: RunConfig, splits: Sequence[str] = SPLITS) -> Path:
     return dataset_directory(dataset_fingerprint(config.data, config.data.seed, splits), root_of(config))
 
 
-def suite_datasets(config: RunConfig) -> dict[str, Path]:
-    """Return the dataset folders of the suites by name. The filter compares the training rows with these datasets."""
-    suites = () if config.filter.decontaminate == "off" else config.validation.suites
-    return {suite.name: planned_dataset(suite_settings(config, suite), SPLITS[1:]) for suite in suites}
-
-
-def filter_rows(config: RunConfig, dataset: Path, **more: Any) -> StageResult:
+def filter_rows(config: RunConfig, dataset: Path) -> StageResult:
     """Tokenize and filter a dataset, or return the existing result."""
     return filter_dataset(
         dataset,
@@ -56,11 +50,10 @@ def filter_rows(config: RunConfig, dataset: Path, **more: Any) -> StageResult:
         tools=config.episode.tools,
         chat_template_kwargs=config.data.chat_template_kwargs,
         on_progress=show_rows,
-        **more,
     )
 
 
-def planned_filtered(config: RunConfig, dataset: Path, **more: Any) -> Path:
+def planned_filtered(config: RunConfig, dataset: Path) -> Path:
     """Return the folder of the filtered rows of a dataset. The tokenizer must exist."""
     digest = filter_fingerprint(
         dataset.name,
@@ -68,14 +61,13 @@ def planned_filtered(config: RunConfig, dataset: Path, **more: Any) -> Path:
         config.filter,
         tools=config.episode.tools,
         chat_template_kwargs=config.data.chat_template_kwargs,
-        **more,
     )
     return filtered_directory(digest, root_of(config))
 
 
 def planned_rows(config: RunConfig) -> Path:
     """Return the folder of the run's filtered rows. The tokenizer must exist."""
-    return planned_filtered(config, planned_dataset(config), suites=suite_datasets(config))
+    return planned_filtered(config, planned_dataset(config))
 
 
 def planned_suite(config: RunConfig) -> Path:

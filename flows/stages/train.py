@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.references import check_parts
-from data.rows import SPLITS
 from flows.progress import skipped_suffix
 from flows.stages.inputs import call_trainer
 from flows.stages.stage import Stage, StageStatus
@@ -14,7 +12,6 @@ from flows.stages.trials import Trial
 from flows.work.open_run import OpenRun
 from flows.work.origin import checkpoint_store, committed_step
 from rlcore.config import RunConfig
-from rlcore.config.check import suite_settings
 from rlcore.storage.publish import write_text_atomically
 from rlcore.tracking.lineage import code_diff, code_revision, environment_facts
 
@@ -72,9 +69,7 @@ class Train(Stage[Chunk]):
             return []
         trial.try_scorers()
         trial.try_functions()
-        config = trial.config
-        suites = (suite_settings(config, suite) for suite in config.validation.suites)
-        return [check_parts(config, keep=False), *(check_parts(suite, SPLITS[1:], keep=False) for suite in suites)]
+        return []
 
     def find(self, run: OpenRun) -> Chunk | None:
         if committed_step(run.config) < self.stop:

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING
 from flows.work.open_run import OpenRun
 from rlcore import sandbox
 from rlcore.config import AlgoConfig, CountdownData, CustomData, Gsm8kData, RewardConfig, RunConfig
-from rlcore.config.base import expand_path
-from rlcore.config.check import suite_settings
-from rlcore.config.data import ParquetData, TaskData, has_default_scorer, parts_of
+from rlcore.config.data import TaskData, has_default_scorer, parts_of
 from rlcore.errors import ConfigError, EngineError, TrialError
 from rlcore.rollout.environment import PLAY, Episode, turn_from_score
 from rlcore.rollout.scoring import ScoringPool
@@ -112,17 +110,6 @@ def count_rows(config: RunConfig) -> int | None:
 def is_user_build(data: TaskData) -> bool:
     """Return whether a function of the user builds the rows."""
     return isinstance(data, CustomData) and not data.build.startswith("data.")
-
-
-def check_continued_prompts(config: RunConfig) -> list[str]:
-    """Return a warning for each local Parquet file with the answer in an assistant message at the end of a prompt."""
-    from data.filter import check_continued
-
-    suites = (suite_settings(config, suite).data for suite in config.validation.suites)
-    held_out = [part.data for data in (config.data, *suites) for part in parts_of(data)]
-    files = [data.train_file for data in (part.data for part in parts_of(config.data)) if isinstance(data, ParquetData)]
-    files += [data.validation_file for data in held_out if isinstance(data, ParquetData)]
-    return [check_continued(expand_path(name)) for name in files]
 
 
 def _try_scorer(scorer: str, row: "FirstRow", config: RunConfig) -> None:

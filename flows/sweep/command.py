@@ -114,7 +114,7 @@ def show(sweep: "Sweep", *, as_json: bool) -> None:
         print(json.dumps(plan, indent=2))
         return
     print(f"sweep {sweep.sweep_id} in {sweep.folder}")
-    drawn = "" if sweep.spec.search is None else f" drawn by {sweep.spec.searches[0]} search"
+    drawn = "" if sweep.spec.optuna is None else " drawn by Optuna"
     steps = ", ".join(map(str, rungs))
     print(f"{sweep.num_points} points{drawn}, {len(sweep.spec.seeds)} seed(s) each; compared at step {steps}")
     for run in runs:

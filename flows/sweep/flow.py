@@ -159,11 +159,10 @@ class SweepWorker:
         return True
 
     def _problem_scores(self, members: list[Member], metric: str, step: int) -> dict[str, float]:
-        """Return the mean score over the seeds for each held-out problem that all runs have answered. Return {} if the
-        pruner is not `paired`.
+        """Return the mean score over the seeds for each held-out problem that all runs have answered. Return {}
+        without pruning.
         """
-        pruning = self._sweep.spec.pruning
-        if pruning is None or pruning.pruner != "paired":
+        if self._sweep.spec.pruning is None:
             return {}
         found = [problem_scores_of(member.config, metric, step) for member in members]
         shared = set.intersection(*(set(one) for one in found))

@@ -26,10 +26,6 @@ def load_checked_sweep(spec: str | Mapping[str, Any], overrides: list[str], budg
     checked = load_sweep(spec, overrides, budget=budget)
     checked = replace(checked, base=with_stack_tracking(checked.base))
     check_before_plan(checked.base)
-    if checked.spec.pruning is not None and checked.spec.pruning.pruner != "paired":
-        from flows.sweep.study import make_pruner  # imports Optuna, which only its own pruners need
-
-        make_pruner(checked.spec.pruning)
     return checked
 
 

@@ -12,15 +12,14 @@ from typing import Any
 
 import numpy as np
 import optuna
-from optuna.pruners import BasePruner
-from optuna.samplers import BaseSampler, RandomSampler, TPESampler
+from optuna.pruners import BasePruner, NopPruner
+from optuna.samplers import TPESampler
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 from pydantic import JsonValue
 
-from rlcore.config.problems import Problem, format_value, settings_error
-from rlcore.config.sweep import OptunaSearch, Pruning, RandomSearch, Range, Sweep, Values
+from rlcore.config.sweep import Range, Sweep, Values
 from rlcore.evaluation.stats import paired_difference
 from rlcore.storage.locks import FileLock, HeldLock
 
@@ -72,30 +71,6 @@ def problem_scores_key(step: int) -> str:
     return f"problems at {step}"
 
 
-def make_pruner(pruning: Pruning | None) -> BasePruner:
-    """Return the Optuna pruner of a sweep. Raises ConfigError if Optuna rejects the pruner's options."""
-    if pruning is None:
-        return optuna.pruners.NopPruner()
-    if pruning.pruner == "paired":
-        return PairedPruner(pruning.confidence)
-    made = getattr(optuna.pruners, f"{pruning.pruner.title().replace('_', '')}Pruner")
-    try:
-        pruner: BasePruner = made(**pruning.options)
-    except (TypeError, ValueError) as error:
-        remedy = f"docs/sweeps.md; Optuna's documentation of {made.__name__} lists them"
-        rule = f"are not accepted by Optuna's {made.__name__} ({' '.join(str(error).split())})"
-        raise settings_error([Problem("pruning.options", rule, format_value(pruning.options), remedy)]) from error
-    return pruner
-
-
-def make_sampler(search: RandomSearch, number: int) -> BaseSampler:
-    """Return the Optuna sampler of the point with this number."""
-    seed = search.seed * SEED_STRIDE + number - 1
-    if isinstance(search, OptunaSearch):
-        return TPESampler(n_startup_trials=search.startup_points, seed=seed)
-    return RandomSampler(seed)
-
-
 def points_of(study: optuna.Study) -> dict[int, FrozenTrial]:
     """Return the newest trial of each point by the point's number."""
     trials = [one for one in study.get_trials(deepcopy=False) if SETTINGS in one.user_attrs]
@@ -111,13 +86,14 @@ class SweepStudy:
         self._sweep = sweep
         self._claims: dict[int, FileLock] = {}
         (sweep.folder / "claims").mkdir(parents=True, exist_ok=True)
+        pruning = sweep.spec.pruning
         with sweep_lock(sweep):
             self.optuna = optuna.create_study(
                 storage=JournalStorage(JournalFileBackend(str(sweep.folder / STUDY_FILE))),
                 study_name="points",
                 load_if_exists=True,
                 direction=sweep.spec.objective.direction,
-                pruner=make_pruner(sweep.spec.pruning),
+                pruner=NopPruner() if pruning is None else PairedPruner(pruning.confidence),
             )
 
     def points(self) -> dict[int, FrozenTrial]:
@@ -138,7 +114,7 @@ class SweepStudy:
 
     def ask(self) -> Trial | None:
         """Claim the next point and return its trial. Return None if every point has ended or is claimed."""
-        search = self._sweep.spec.search
+        search = self._sweep.spec.optuna
         with sweep_lock(self._sweep):
             self._requeue_lost()
             points = self.points()
@@ -150,7 +126,8 @@ class SweepStudy:
                     settings = dict(self._sweep.points[number - 1])
                     self.optuna.enqueue_trial({}, {POINT: number, SETTINGS: settings})
                 else:
-                    self.optuna.sampler = make_sampler(search, number)
+                    seed = search.seed * SEED_STRIDE + number - 1
+                    self.optuna.sampler = TPESampler(n_startup_trials=search.startup_points, seed=seed)
             trial = self.optuna.ask()
             self._claims[trial.number] = self._claim(trial.number)
             self._claims[trial.number].try_acquire()

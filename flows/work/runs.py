@@ -1,4 +1,4 @@
-"""Operations on the runs of a root: finding, comparing, pruning, delivery of metrics, and garbage collection."""
+"""Operations on the runs of a root: finding, comparing, and delivery of metrics."""
 
 import logging
 from collections.abc import Sequence
@@ -7,21 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.stack.state import set_mlflow_login, stack_tracking_uri
-from flows.work.status import worker_of
-from rlcore.checkpoint.catalog import plan_prune
-from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import PathsConfig, RunConfig, TrackingConfig
 from rlcore.config.fingerprint import RUN_FILE
 from rlcore.errors import ConfigError, DataError, MillraceError, RunInUseError, TrackingError
 from rlcore.run.layout import RunLayout
 from rlcore.storage.documents import files_of, sqlite_file
-from rlcore.storage.locks import RunLock
 from rlcore.tracking.attempts import Destination, read_attempts
-from rlcore.tracking.connection import explain_error, has_store, resolve_uri
+from rlcore.tracking.connection import explain_error, has_store
 from rlcore.tracking.delivery import read_state, sync_run
 from rlcore.tracking.lineage import read_origin
 from rlcore.tracking.mlflow_store import MlflowStore, compare_url, search_run_ids
-from rlcore.tracking.models import find_garbage, remove_garbage
 
 if TYPE_CHECKING:
     from rlcore.report.build import ReportFiles
@@ -177,9 +172,6 @@ def _mlflow_run(folder: Path) -> str | None:
         return None
 
 
-BYTES_PER_MB = 1e6
-
-
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """The outcome of an operation on a run, as a sentence. `ok` is False if something failed."""
@@ -190,29 +182,6 @@ class Outcome:
 
     def __str__(self) -> str:
         return f"{self.run}: {self.text}"
-
-
-def prune(folder: Path, *, dry_run: bool) -> Outcome:
-    """Delete the checkpoints that a run's retention rule no longer keeps. A running run is left unchanged."""
-    try:
-        config = read_settings(folder)
-        checkpoints = RunLayout(folder.parents[1], folder).checkpoints
-        if not checkpoints.is_dir():
-            return Outcome(folder.name, "no checkpoints", ok=True)
-        if dry_run:
-            plan = plan_prune(checkpoints, config.checkpoint)
-            number, total = len(plan.deleted), len(plan.deleted) + len(plan.kept)
-            freed = f"{plan.freed_bytes / BYTES_PER_MB:.1f} MB"
-            return Outcome(folder.name, f"would delete {number} of {total} checkpoints, {freed}", ok=True)
-        if worker_of(folder) is not None:
-            return Outcome(folder.name, "is running, and prunes by itself", ok=True)
-        with RunLock(folder, is_named=False):  # the lock's file keeps the name of the run's last process
-            deleted = CheckpointStore(checkpoints, config.checkpoint, config).prune()
-    except RunInUseError:
-        return Outcome(folder.name, "is running, and prunes by itself", ok=True)
-    except (MillraceError, OSError, ValueError) as error:
-        return Outcome(folder.name, f"not pruned: {error}", ok=False)
-    return Outcome(folder.name, f"deleted {len(deleted)} checkpoints", ok=True)
 
 
 def sync(folder: Path, uri: str | None) -> Outcome:
@@ -257,28 +226,3 @@ def _store_of_root(folder: Path, begun_with: Destination) -> str | None:
     except Exception as error:
         raise TrackingError(f"{folder}: not delivered: {explain_error(error, store.uri)}") from error
     return store.uri
-
-
-def collect_garbage(root: Path, tracking: TrackingConfig, *, dry_run: bool) -> list[Outcome]:
-    """Remove the artifacts of runs that were deleted in MLflow. Their records in MLflow and their folders in `runs/`
-    stay. Raises TrackingError if the store cannot be read.
-    """
-    uri = set_mlflow_login(resolve_uri(tracking, root), root)
-    if not has_store(uri):
-        return [Outcome(str(root), f"there is no MLflow store ({uri})", ok=True)]
-    try:
-        found = find_garbage(uri)
-    except Exception as error:
-        raise TrackingError(f"garbage cannot be searched: {explain_error(error, uri)}") from error
-    outcomes = []
-    for one in found:
-        name = f"{one.run_name or one.run_id}{f' model {one.model_id}' if one.model_id else ''}"
-        size = f"{one.num_files} files, {one.num_bytes / BYTES_PER_MB:.1f} MB"
-        text, ok = f"stay: {one.kept}" if one.kept else "would be removed" if dry_run else "removed", True
-        try:
-            if not (one.kept or dry_run):
-                remove_garbage(uri, one)
-        except Exception as error:
-            text, ok = f"not removed: {explain_error(error, uri)}", False
-        outcomes.append(Outcome(name, f"{size} {text}", ok=ok))
-    return outcomes

@@ -156,13 +156,9 @@ class PassCounts:
 
         s <- fade s + n        c <- fade c + k
 
-    so that responses of older models count less. With the band `[low, high]`, the weight of a row in the next draw is
-
-        band          1 where s = 0 or low <= c / s <= high, otherwise `rest_weight`
-        informative   4 p (1 - p)  with  p = (c + 1/2) / (s + 1)
-
-    Here p is the posterior mean of the pass rate under Jeffreys' prior, Beta(1/2, 1/2). The product p (1 - p) is the
-    variance of a score. A group of equal scores has no gradient under a group advantage.
+    so that responses of older models count less. With the band `[low, high]`, the weight of a row in the next draw is 1
+    where s = 0 or low <= c / s <= high, otherwise `rest_weight`. A group of equal scores has no gradient under a group
+    advantage.
     """
 
     passes: Float[Array, "R"]
@@ -216,10 +212,7 @@ class PassCounts:
 
     def weights(self, settings: PassRatesConfig) -> Float[Array, "R"]:
         """Return the weight of each row in the next draw, above 0 and at most 1."""
-        if settings.draw == "band":
-            return np.where(self.in_band(settings), 1.0, settings.rest_weight)
-        p = (self.passes.astype(np.float64) + 0.5) / (self.samples.astype(np.float64) + 1.0)
-        return 4.0 * p * (1.0 - p)
+        return np.where(self.in_band(settings), 1.0, settings.rest_weight)
 
 
 class RowSampler:
@@ -248,11 +241,10 @@ class RowSampler:
         rates = after.rates()
         known = rates[~np.isnan(rates)]
         metrics = {"pass_rates/mean": float(known.mean())} if len(known) else {}
-        if self._settings.draw == "band":
-            was, now = before.in_band(self._settings), after.in_band(self._settings)
-            metrics["pass_rates/retired_share"] = float((~now).mean())
-            metrics["pass_rates/rows_retired"] = float((was & ~now).sum())
-            metrics["pass_rates/rows_revived"] = float((~was & now).sum())
+        was, now = before.in_band(self._settings), after.in_band(self._settings)
+        metrics["pass_rates/retired_share"] = float((~now).mean())
+        metrics["pass_rates/rows_retired"] = float((was & ~now).sum())
+        metrics["pass_rates/rows_revived"] = float((~was & now).sum())
         return after.text(), metrics
 
 

@@ -147,19 +147,6 @@ def _is_unreadable(file: Path) -> bool:
     return False
 
 
-@dataclass(frozen=True, slots=True)
-class PrunePlan:
-    """The checkpoints that pruning would keep and delete now."""
-
-    kept: tuple[CheckpointInfo, ...]
-    deleted: tuple[CheckpointInfo, ...]
-
-    @property
-    def freed_bytes(self) -> int:
-        """The total bytes of the checkpoints to delete."""
-        return sum(info.size_bytes for info in self.deleted)
-
-
 def list_checkpoints(directory: Path, *, verify_hashes: bool = False) -> tuple[CheckpointInfo, ...]:
     """Return every checkpoint folder by step, including broken ones. The presence and size of files are always checked,
     and hashes are checked with `verify_hashes`."""
@@ -203,13 +190,6 @@ def find_checkpoint(directory: Path, name: str) -> CheckpointInfo:
         f"{directory}: has no checkpoint {name!r}; there are: {existing}. Name a step, a folder, last, or best (where "
         "validation was measured)."
     )
-
-
-def plan_prune(directory: Path, config: CheckpointConfig) -> PrunePlan:
-    """Return the checkpoints that `CheckpointStore.prune` would keep and delete now."""
-    known = scan(directory).checkpoints
-    deleted = prunable(known, config)
-    return PrunePlan(tuple(info for info in known if info not in deleted), tuple(deleted))
 
 
 def prunable(checkpoints: Sequence[CheckpointInfo], config: CheckpointConfig) -> list[CheckpointInfo]:

@@ -24,10 +24,9 @@ _IS_HUB_SOURCE = EffectiveWhen(
     ".source", lambda source: not expand_path(source).is_dir(), remedy="Set data.source to a hub id"
 )
 
-DATA_FILE = re.compile(r"(.+)\.(?:(jsonl|json|csv)(?:\.(?:gz|zst))?|(parquet|arrow))")
-"""The pattern of file names that are read as records. The first group is the stem, and one of the others is the
-kind."""
-KINDS_OF_FILES = ".jsonl, .json, .csv (each also .gz or .zst), .parquet or .arrow"
+DATA_FILE = re.compile(r"(.+)\.(jsonl|json|parquet)")
+"""The pattern of file names that are read as records. The groups are the stem and the kind."""
+KINDS_OF_FILES = ".jsonl, .json or .parquet"
 
 ALL_SOURCES = "all"
 """The name of all held-out problems of several data sources together: `val-core/all/...`."""
@@ -128,13 +127,11 @@ class CountdownData(Conversation):
     search_tries: Annotated[
         int | None,
         EffectiveWhen("warm_start.enabled"),
-        EffectiveWhen(".template .environment", "base qwen-instruct chat data.calculator:Countdown",
-                      remedy="Choose data.template=chat"),
-    ] = Field(default=None, ge=0, le=64)  # fmt: skip
+        EffectiveWhen(".template", "base qwen-instruct chat"),
+    ] = Field(default=None, ge=0, le=64)
     """The most wrong equations that a warm-start solution tries before the right one. Their number is random for each
     row, and each is computed operation by operation. If null, a solution is the right equation and its value alone.
-    Only templates with `<think>` show either form. `bare` with the environment `data.calculator:Countdown` shows a turn
-    for each equation, with the reply."""
+    Only templates with `<think>` show either form."""
     scorer: Scorer = "data.countdown:score"
     checks = (
         rule(".operations", "", "must name one operation or more, each once",
@@ -198,7 +195,7 @@ class MappedData(Conversation):
     """The subset of a hub dataset. '' selects the default subset."""
     revision: Annotated[Revision, _IS_HUB_SOURCE] = ""
     train_split: str = "train"
-    """The name of the training split: a file's stem, the folder of `save_to_disk`, or the split on the hub."""
+    """The name of the training split: a file's stem, or the split on the hub."""
     validation_split: str = "test"
     """The name of the held-out split."""
     question: str = "question"
@@ -348,10 +345,6 @@ class FilterConfig(Section):
     """The treatment of a prompt that is longer than `max_prompt_tokens`."""
     duplicates: Literal["error", "drop", "keep"] = "error"
     """The treatment of a prompt that already occurred in its split."""
-    decontaminate: Annotated[Literal["off", "tell", "drop"], EffectiveWhen("validation.suites")] = "off"
-    """The treatment of a training row that occurs in one of `validation.suites`. A row occurs there if the prompt is
-    the same, or if 13 consecutive words are in common, ignoring case and punctuation. `tell` counts these rows, and
-    `drop` removes them."""
 
 
 _WITH_BAND = EffectiveWhen(".draw", "band")
@@ -380,17 +373,16 @@ class PassRatesConfig(Section):
     scored responses, from 0 to 1. [0, 1] keeps all rows."""
     rows_per_part: Annotated[int, MayChange, EffectiveWhen(".samples")] = Field(default=2_048, ge=1)
     """The number of rows that are processed together and then saved. A killed stage loses at most these rows."""
-    draw: Literal["uniform", "band", "informative"] = "uniform"
+    draw: Literal["uniform", "band"] = "uniform"
     """The way in which training rows are drawn. `uniform` draws each row once per epoch. `band` draws the rows with a
-    pass rate in `band`, and the other rows by `rest_weight`. `informative` draws a row of pass rate p by the weight `p
-    (1 - p)`. The last two also count the responses of training and have no epochs, so the next step may draw a row
-    again."""
+    pass rate in `band`, and the other rows by `rest_weight`. It also counts the responses of training and has no
+    epochs, so the next step may draw a row again."""
     band: Annotated[tuple[float, float], _WITH_BAND] = (0.1, 0.9)
     """The lowest and highest pass rate of a row that is drawn with weight 1, both included."""
     rest_weight: Annotated[float, _WITH_BAND] = Field(default=0.05, gt=0, le=1)
     """The weight of a retired row, whose pass rate is outside `band`. The row is still drawn sometimes, and is revived
     when its pass rate returns to the band."""
-    fade: Annotated[float, EffectiveWhen(".draw", unless="uniform")] = Field(default=0.5, ge=0, le=1)
+    fade: Annotated[float, _WITH_BAND] = Field(default=0.5, ge=0, le=1)
     """The share of a row's earlier counts that remains after a new response in training. With 1, all responses count
     equally. With 0, only the newest group counts."""
     checks = (

@@ -64,10 +64,6 @@ def fixed_settings(config: RunConfig) -> dict[str, Any]:
         # the key and its sections
         if free.isdisjoint(accumulate(name.split("."), "{}.{}".format))
     }
-    if config.filter.decontaminate != "off" and config.validation.suites:  # the suites change the training rows
-        lasting["validation.suites"] = [
-            [suite.seed, suite.data.model_dump(mode="json", exclude={"seed"})] for suite in config.validation.suites
-        ]
     warm = config.warm_start
     # The result is the checkpoint, one for each chunk, with the lowest held-out loss.
     is_chosen = warm.enabled and warm.stop_at_reward is None and warm.held_out_rows > 0

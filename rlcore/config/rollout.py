@@ -140,8 +140,6 @@ class JudgeConfig(Section):
     """The time for one response in seconds, with all tries together."""
     max_tokens: int = Field(default=512, ge=1)
     """The length of the judge's longest text, in tokens."""
-    cache: Annotated[str, MayChange] = ""
-    """A file that keeps verdicts by request, for all processes and later runs. '' keeps them in each process."""
     effective = EffectiveWhen("data.scorer", f"{JUDGE} {BY_ROW}", remedy=f"Set data.scorer={JUDGE}")
     checks = (
         rule(".url", "data.scorer",
@@ -225,7 +223,7 @@ class SandboxConfig(Section):
     time, memory and files, but it can reach the network and all files of this user."""
     effective = EffectiveWhen(
         "data.scorer data.environment validation.suites",
-        unless="'' [] data.calculator:Countdown data.number_guessing:Game data.countdown:score data.gsm8k:score "
+        unless="'' [] data.number_guessing:Game data.countdown:score data.gsm8k:score "
         "data.math:score data.multiplication:score data.number_guessing:score data.reasoning_gym:score",
         why="no scorer that runs programs",
         remedy="Choose data=code",
@@ -264,11 +262,11 @@ class EpisodeConfig(Section):
         rule(".tools", "", "must be a list of `module:function`, each name once",
              lambda own, _: all(map(is_function_name, own.tools))
              and len({tool.partition(":")[2] for tool in own.tools}) == len(own.tools),
-             "Such as [data.calculator:calculate]"),
+             "Such as [data.arithmetic:calculate]"),
         rule(".tools", "data.environment",
              "must name a tool or more with data.environment=rlcore.rollout.tools:Tools, which calls them",
              lambda own, run: run.data.environment != "rlcore.rollout.tools:Tools" or bool(own.tools),
-             "Such as [data.calculator:calculate]"),
+             "Such as [data.arithmetic:calculate]"),
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from rlcore.config.run import RunConfig, all_keys, is_key, section_names
 
 Point = Mapping[str, JsonValue]
 """The dotted keys or groups of one point, with their values."""
-SEARCHES = ("grid", "list", "random", "optuna")
+SEARCHES = ("grid", "list", "optuna")
 """The ways to choose points. A sweep uses at most one of them."""
 
 
@@ -65,8 +65,8 @@ Values = Annotated[
 Space = dict[str, Values]
 
 
-class RandomSearch(Section):
-    """A search whose points Optuna's RandomSampler draws independently."""
+class OptunaSearch(Section):
+    """A search whose points Optuna's TPE chooses. They depend only on the seed and the scores of earlier points."""
 
     num_points: int = Field(ge=1)
     """The number of points to try. A larger number adds to the points that were tried before."""
@@ -74,38 +74,23 @@ class RandomSearch(Section):
     """The seed of the draws."""
     space: Space = Field(min_length=1)
     """The settings that vary, with their values."""
+    startup_points: int = Field(default=10, ge=1)
+    """The number of points that are drawn at random before TPE begins. With `num_points` or more, all are random."""
+    points_at_once: int = Field(default=1, ge=1)
+    """The number of points that are trained concurrently with --on-workers."""
 
 
 class Pruning(Section):
-    """The early stopping of poor points. A point is compared with the points that reached the same step earlier."""
+    """The early stopping of poor points. A point is compared with the points that reached the same step earlier.
+
+    A point is dropped if the best point beats it on the same held-out problems, by the interval of the paired
+    difference. The best n / (k + 1) of n points continue after the k-th comparison.
+    """
 
     every_steps: int = Field(ge=1)
     """The steps between two comparisons, a multiple of trainer.steps_per_chunk and of validation.every_steps."""
-    pruner: Literal["paired", "median", "percentile", "successive_halving", "hyperband", "threshold"] = "paired"
-    """The rule by which a point is dropped. `paired` drops a point that the best point beats on the same held-out
-    problems, by the interval of the paired difference. It keeps the best n / (k + 1) of n points at the k-th
-    comparison. The other pruners are Optuna's."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
     """The level of the paired interval, from 0 to 1. A lower level drops more points earlier."""
-    options: dict[str, JsonValue] = Field(default_factory=dict)
-    """The arguments of Optuna's pruner, such as reduction_factor: 3."""
-
-    @model_validator(mode="after")
-    def _options_match_pruner(self) -> Self:
-        if self.pruner == "paired" and self.options:
-            raise ValueError("options are arguments of Optuna's pruners, and pruner is paired: leave them out")
-        if self.pruner != "paired" and "confidence" in self.model_fields_set:
-            raise ValueError(f"confidence is read by pruner: paired alone, and pruner is {self.pruner}: leave it out")
-        return self
-
-
-class OptunaSearch(RandomSearch):
-    """A search whose points Optuna's TPE chooses. They depend only on the seed and the scores of earlier points."""
-
-    startup_points: int = Field(default=10, ge=1)
-    """The number of points that are drawn at random before TPE begins."""
-    points_at_once: int = Field(default=1, ge=1)
-    """The number of points that are trained concurrently with --on-workers."""
 
 
 class Budget(Section):
@@ -144,7 +129,6 @@ class SweepSpec(Section):
     """Settings with their values. Every combination of the values is a point."""
     list: tuple[dict[str, JsonValue], ...] | None = None
     """The points, each with its settings."""
-    random: RandomSearch | None = None
     optuna: OptunaSearch | None = None
     pruning: Pruning | None = None
     """The early stopping of poor points. If null, every point is trained to its end."""
@@ -156,14 +140,9 @@ class SweepSpec(Section):
         return tuple(name for name in SEARCHES if getattr(self, name) is not None)
 
     @property
-    def search(self) -> RandomSearch | None:
-        """The random or Optuna search, or None if the points are a grid or a list."""
-        return self.random or self.optuna
-
-    @property
     def space(self) -> Mapping[str, Values]:
         """The space of the search. It is empty if there is no search."""
-        return {} if self.search is None else self.search.space
+        return {} if self.optuna is None else self.optuna.space
 
 
 def points_of(spec: SweepSpec) -> list[Point]:
@@ -254,9 +233,8 @@ class Sweep:
     def sweep_id(self) -> str:
         """The name of the sweep's folder. It depends neither on the budget nor on the number of points of a search."""
         spec = self.spec.model_dump(mode="json", exclude={"budget", "experiment", "overrides"})
-        for search in ("random", "optuna"):
-            if spec[search] is not None:
-                del spec[search]["num_points"]
+        if spec["optuna"] is not None:
+            del spec["optuna"]["num_points"]
         base = self.base
         more = {"name": base.name, "total_steps": base.trainer.total_steps, "metric": self.metric_of(base)}
         digest = fingerprint("sweep", {"spec": spec, "base": fixed_settings(base), **more})
@@ -270,7 +248,7 @@ class Sweep:
     @property
     def num_points(self) -> int:
         """The number of requested points. The sweep's study may have more points from an earlier call."""
-        return len(self.points) if self.spec.search is None else self.spec.search.num_points
+        return len(self.points) if self.spec.optuna is None else self.spec.optuna.num_points
 
     def rungs(self, config: RunConfig) -> tuple[int, ...]:
         """Return the steps at which a point with these settings is compared, up to the last step of the run."""
@@ -391,7 +369,7 @@ def _search_problems(spec: SweepSpec) -> Iterable[Problem]:
             )
     size = math.prod(len(values) for values in (spec.grid or {}).values())
     if size > MAX_POINTS:
-        remedy = "Draw some of them by random or optuna"
+        remedy = "Draw some of them by optuna"
         yield Problem("grid", f"must have at most {MAX_POINTS:,} points", f"{size:,}", remedy)
 
 

@@ -1,18 +1,12 @@
-"""The checkpoints and weights of a run as logged models of MLflow, and the removal of the files of deleted runs.
-
-MLflow only hides a deleted run. Its files stay until `remove_garbage`. A run that is restored afterwards has metrics
-but no artifacts.
-"""
+"""The checkpoints and weights of a run as logged models of MLflow."""
 
 import importlib.metadata
 import json
 import platform
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,12 +14,12 @@ import yaml
 
 from rlcore.errors import TrackingError
 from rlcore.models.shape import is_plain_tokenizer
-from rlcore.tracking.connection import connect, mlflow_name
+from rlcore.tracking.connection import mlflow_name
 from rlcore.tracking.mlflow_store import MlflowStore, milliseconds
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import FileInfo, LoggedModel, Metric, Run
+    from mlflow.entities import LoggedModel, Metric
     from mlflow.entities.model_registry import ModelVersion
 
 Alias = Literal["best", "last"]
@@ -36,8 +30,6 @@ EXTERNAL = "mlflow.model.isExternal"
 """MLflow's tag for a model whose files are stored elsewhere."""
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin")
 """The files that are not copied to the tokenizer's folder."""
-MAX_DELETED_RUNS = 50_000
-"""MLflow's limit for one search."""
 
 
 def log_model(
@@ -218,72 +210,3 @@ def _register(client: "MlflowClient", uri: str, name: str, run_id: str, models: 
                 )  # fmt: skip
             versions[model_id] = str(made.version)
         client.set_registered_model_alias(name, alias, versions[model_id])
-
-
-@dataclass(frozen=True, slots=True)
-class Garbage:
-    """The artifacts of a deleted run or of one of its models.
-
-    `kept`: the reason why the files must stay, or '' if they may be deleted. `num_bytes`: the size by MLflow's count.
-    """
-
-    run_id: str
-    run_name: str
-    model_id: str
-    location: str
-    num_files: int
-    num_bytes: int
-    kept: str
-
-
-def find_garbage(uri: str) -> list[Garbage]:
-    """Return the artifacts of a store's deleted runs and of their models. Raises MLflow's errors if a request fails."""
-    from mlflow.entities import ViewType
-
-    client = connect(uri)
-    experiments = [one.experiment_id for one in client.search_experiments(view_type=ViewType.ALL)]
-    deleted = client.search_runs(experiments, run_view_type=ViewType.DELETED_ONLY, max_results=MAX_DELETED_RUNS)
-    return [one for run in deleted for one in _garbage_of(client, run) if one.num_files]
-
-
-def _garbage_of(client: "MlflowClient", run: "Run") -> "Iterator[Garbage]":
-    run_id = str(run.info.run_id)
-    yield _garbage(run, "", str(run.info.artifact_uri), _files(partial(client.list_artifacts, run_id)))
-    kept = {
-        model_of(version): f"it is {version.name} version {version.version} in the model registry"
-        for version in client.search_model_versions(f"run_id = '{run_id}'")
-    }
-    for model in _all_models(client, run.info.experiment_id, run_id):
-        model_id = str(model.model_id)
-        files = _files(partial(client.list_logged_model_artifacts, model_id))
-        yield _garbage(run, model_id, str(model.artifact_location), files, kept.get(model_id, ""))
-
-
-def _garbage(run: "Run", model_id: str, location: str, files: "Iterator[FileInfo]", kept: str = "") -> Garbage:
-    owner = model_id or str(run.info.run_id)
-    if not kept and owner not in location.split("/"):
-        # Deletion is recursive, so the location must belong to this run alone.
-        kept = f"its location {location} does not name {owner}"
-    sizes = [file.file_size or 0 for file in files]
-    return Garbage(str(run.info.run_id), str(run.info.run_name), model_id, location, len(sizes), sum(sizes), kept)
-
-
-def remove_garbage(uri: str, garbage: Garbage) -> None:
-    """Delete the files of `garbage` unless `kept` forbids it. Raises MLflow's errors if a request fails."""
-    if garbage.kept:
-        return
-    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
-
-    client = connect(uri)
-    if garbage.model_id:
-        client.delete_logged_model(garbage.model_id)
-    repository = get_artifact_repository(garbage.location, tracking_uri=uri)
-    repository.delete_artifacts()  # type: ignore[no-untyped-call]
-
-
-def _files(children: "Callable[[str | None], list[FileInfo]]", folder: str | None = None) -> "Iterator[FileInfo]":
-    for entry in children(folder):
-        if entry.is_dir:
-            yield from _files(children, entry.path)
-        else:
-            yield entry

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlcore.checkpoint.catalog import find_checkpoint, list_checkpoints, plan_prune
+from rlcore.checkpoint.catalog import find_checkpoint, list_checkpoints
 from rlcore.checkpoint.export import export_checkpoint
 from rlcore.checkpoint.shards import load_shards
-from rlcore.config import CheckpointConfig, LoraConfig, ModelConfig, RunConfig
+from rlcore.config import LoraConfig, ModelConfig, RunConfig
 from rlcore.config.model import ScratchModel
 from rlcore.errors import CheckpointError
 from rlcore.models.lora import add_adapters
@@ -17,7 +17,7 @@ from rlcore.models.parallel import full_state
 from rlcore.models.scratch import build_scratch_model
 from rlcore.models.tokenizer import build_scratch_tokenizer
 from tests.checkpoint.small import save_shards
-from tests.helpers.checkpoints import save, state_at, steps, store_at
+from tests.helpers.checkpoints import save, state_at, store_at
 from tests.helpers.published import edit_manifest, flip
 from tests.models.tiny import policy_of, write_model
 
@@ -70,18 +70,6 @@ def test_unreadable_checkpoint_error_has_the_reason(tmp_path):
     for name in ("1", "step-000001"):
         with pytest.raises(CheckpointError, match="format_version must be 1, got 99"):
             find_checkpoint(tmp_path / "checkpoints", name)
-
-
-def test_plan_equals_prune(tmp_path):
-    config = CheckpointConfig(keep_last=2, keep_best=0)
-    store = store_at(tmp_path, keep_last=2, keep_best=0)
-    for step in range(1, 6):
-        save(store, step)
-    plan = plan_prune(tmp_path / "checkpoints", config)
-    assert [info.step for info in plan.deleted] == [1, 2, 3]
-    assert plan.freed_bytes == sum(info.size_bytes for info in plan.deleted) > 3000
-    assert store.prune() == tuple(info.path for info in plan.deleted)
-    assert steps(store) == [info.step for info in plan.kept] == [4, 5]
 
 
 @pytest.mark.parametrize(

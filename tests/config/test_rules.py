@@ -54,7 +54,7 @@ data.scorer: data.scorer=':c' | data.scorer=b:c
 data.scorer: data.scorer=a:c:d | data.scorer=b:c
 data.scorer: data.scorer=a..b:c | data.scorer=b:c
 reward.deadline_s: data.scorer=data.code:score + sandbox.time_s=5 |
-episode.tools: data.environment=rlcore.rollout.tools:Tools + | episode.tools=[data.calculator:calculate]
+episode.tools: data.environment=rlcore.rollout.tools:Tools + | episode.tools=[data.arithmetic:calculate]
 episode.tools: data.environment=a:B + episode.tools=[a.b] | episode.tools=['a.b:c']
 data.environment: data.environment=a.b | data.environment=a.b:C
 data.parts: data.task=mixture data.parts=[{data:{task:countdown,environment:a::B}},{data:{task:custom}}] | $MIXTURE

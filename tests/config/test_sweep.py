@@ -15,7 +15,6 @@ from rlcore.config.sweep import (
     Budget,
     OptunaSearch,
     Pruning,
-    RandomSearch,
     Range,
     Sweep,
     SweepSpec,
@@ -87,28 +86,25 @@ def test_command_overrides_replace_file_overrides(tmp_path):
     ("grid: {optim.lrr: [1]}", "grid.optim.lrr: there is no such setting; got optim.lrr. Did you mean optim.lr?"),
     ("seed: 3\ngrid: {optim.lr: [1]}", "seed: a sweep has no such key; got 3. Did you mean seeds?"),
     ("grids: {optim.lr: [1]}", "grids: a sweep has no such key; got {optim.lr:[1]}. Did you mean"),
-    ("random: {num_points: 2, space: {optim.lr: {low: 2, high: 1}}}", "random.space.optim.lr: low must be below"),
-    ("random: {num_points: 2, space: {optim.lr: {low: 0, high: 1, log: true}}}", "random.space.optim.lr: log needs"),
-    ("random: {num_points: 2, space: {optim.lr: 5}}", "random.space.optim.lr: must be a list of values, or a range"),
+    ("optuna: {num_points: 2, space: {optim.lr: {low: 2, high: 1}}}", "optuna.space.optim.lr: low must be below"),
+    ("optuna: {num_points: 2, space: {optim.lr: {low: 0, high: 1, log: true}}}", "optuna.space.optim.lr: log needs"),
+    ("optuna: {num_points: 2, space: {optim.lr: 5}}", "optuna.space.optim.lr: must be a list of values, or a range"),
     ("optuna: {num_points: 2, space: {optim.lr: {low: -1.0, high: 1}}}", "optim.lr: must be greater than 0"),
     ("optuna: {num_points: 2, space: {optim.lr: [1]}}\npruning: {every_steps: 1}",
      "pruning.every_steps: must be a multiple of validation.every_steps (2)"),
     ("grid: {optim.lr: [1e-3]}\npruning: {every_steps: 2}", "pruning.every_steps: must be below"),
     ("halving: {first_steps: 2}\ngrid: {optim.lr: [1e-3]}", "halving: a sweep has no such key"),
     (EARLY + "pruning: {every_steps: 2, confidence: 1.0}", "pruning.confidence: must be less than 1"),
-    (EARLY + "pruning: {every_steps: 2, pruner: best}", "pruning.pruner: must be 'paired', 'median'"),
-    (EARLY + "pruning: {every_steps: 2, options: {lower: 0}}", "pruning: options are arguments of Optuna's"),
-    (EARLY + "pruning: {every_steps: 2, pruner: threshold, confidence: 0.9}",
-     "pruning: confidence is read by pruner: paired alone, and pruner is threshold"),
+    (EARLY + "pruning: {every_steps: 2, pruner: median}", "pruning.pruner: a sweep has no such key; got median"),
     ("grid: {optim.lr: [1e-3]}\nbudget: {hours: 0}", "budget.hours: must be greater than 0"),
     ("grid: {optim.lr: [1e-3]}\ngrid: {}", "sweep: cannot be read"),
     ("grid: {optim.lr: [1e-3]}\nseeds: [2147483648]", "seeds.0: must be less than 2147483648; got 2147483648"),
     ("grid: {optim.lr: [1e-3]}\nseeds: [3, 2, 3, 2]", "seeds: must differ; got [3,2,3,2]. Name 2, 3 once"),
-    ("random: {num_points: 2, space: {optim.lr: {low: 1, high: 1}}}",
-     "random.space.optim.lr: low must be below high, got 1 and 1"),
-    ("random: {num_points: 2, space: {optim.lr: {low: 1, high: 2, log: true, step: 1}}}",
-     "random.space.optim.lr: log and step exclude one another"),
-    (EARLY + "pruning: {every_steps: 3, pruner: hyperband, options: {max_resource: 8}}",
+    ("optuna: {num_points: 2, space: {optim.lr: {low: 1, high: 1}}}",
+     "optuna.space.optim.lr: low must be below high, got 1 and 1"),
+    ("optuna: {num_points: 2, space: {optim.lr: {low: 1, high: 2, log: true, step: 1}}}",
+     "optuna.space.optim.lr: log and step exclude one another"),
+    (EARLY + "pruning: {every_steps: 3}",
      "pruning.every_steps: must be a multiple of validation.every_steps (2); got 3. Add validation."),
     (EARLY.replace("=8", "=8, validation.every_steps=0") + "pruning: {every_steps: 4}",
      "pruning.every_steps: must be a multiple of validation.every_steps (0); got 4. Add validation."),
@@ -135,8 +131,8 @@ def test_mistakes_of_points_are_reported_once(mistakes):
         # its form
         ("seed: 3\ngrid: {optim.lr: 5}\nbudget: []\nseeds: [1, -1]", ["seed", "grid.optim.lr", "budget", "seeds.1"]),
         (
-            "random: {space: {optim.lr: {low: 2, high: 1}, algo: [dapoo]}}\npruning: {every_steps: 0}",
-            ["random.num_points", "random.space.optim.lr", "pruning.every_steps"],
+            "optuna: {space: {optim.lr: {low: 2, high: 1}, algo: [dapoo]}}\npruning: {every_steps: 0}",
+            ["optuna.num_points", "optuna.space.optim.lr", "pruning.every_steps"],
         ),
         (
             "objective: {name: a, on: 5}\nnum_points: 20\npruning: {name: median}\nlist: [{optim.lr: -1}, 5]",
@@ -178,15 +174,12 @@ def test_grid_size_is_limited(load, mistakes, monkeypatch):
     monkeypatch.setattr(sweeps, "MAX_POINTS", 4)
     assert len(load(HEAD + "grid: {optim.lr: [1, 2], algo: [grpo, rloo]}").points) == 4
     (line,) = mistakes(HEAD + "grid: {optim.lr: [1, 2, 3, 4, 5]}")
-    assert line == "grid: must have at most 4 points; got 5. Draw some of them by random or optuna"
+    assert line == "grid: must have at most 4 points; got 5. Draw some of them by optuna"
 
 
 @pytest.mark.parametrize("text", [
     "grid: {optim.lr: [1e-3]}\nseeds: [0, 2147483647]",
-    EARLY + "pruning: {every_steps: 2, pruner: hyperband, options: {max_resource: 8}}",
-    EARLY + "pruning: {every_steps: 2, pruner: successive_halving, options: {min_resource: 2}}",
-    EARLY + "pruning: {every_steps: 2, pruner: paired, confidence: 0.9}",
-    EARLY + "pruning: {every_steps: 2, pruner: median}",
+    EARLY + "pruning: {every_steps: 2, confidence: 0.9}",
     "grid: {trainer.total_steps: [4, 8]}\noverrides: [optim.schedule=cosine]\npruning: {every_steps: 2}",
 ])  # fmt: skip
 def test_valid_sweep_loads(load, text):
@@ -205,9 +198,9 @@ def test_edge_points_of_space():
 
 
 @pytest.mark.parametrize(("section", "values"), [
-    (RandomSearch, {"num_points": 0, "space": {"a": (1,)}}),
-    (RandomSearch, {"num_points": 1, "space": {}}),
-    (RandomSearch, {"num_points": 1, "space": {"a": (1,)}, "seed": -1}),
+    (OptunaSearch, {"num_points": 0, "space": {"a": (1,)}}),
+    (OptunaSearch, {"num_points": 1, "space": {}}),
+    (OptunaSearch, {"num_points": 1, "space": {"a": (1,)}, "seed": -1}),
     (OptunaSearch, {"num_points": 1, "space": {"a": (1,)}, "startup_points": 0}),
     (OptunaSearch, {"num_points": 1, "space": {"a": (1,)}, "points_at_once": 0}),
     (Range, {"low": 1, "high": 2, "step": 0}),
@@ -225,9 +218,8 @@ def test_value_out_of_range_is_rejected(section, values):
         section(**values)
 
 
-@pytest.mark.parametrize("search", ["random", "optuna"])
-def test_more_points_keep_sweep_id(load, search):
-    few, many = (load(HEAD + f"{search}: {{num_points: {number}, space: {{optim.lr: [1, 2]}}}}") for number in (3, 12))
+def test_more_points_keep_sweep_id(load):
+    few, many = (load(HEAD + f"optuna: {{num_points: {number}, space: {{optim.lr: [1, 2]}}}}") for number in (3, 12))
     assert (few.points, few.num_points, many.num_points) == ((), 3, 12)
     assert many.sweep_id == few.sweep_id
 

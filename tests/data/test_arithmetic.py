@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from data.arithmetic import MAX_EXPRESSION_CHARS, Term, evaluate, join
+from data.arithmetic import MAX_EXPRESSION_CHARS, Term, calculate, evaluate, join
 from data.countdown import WELL_FORMED_SCORE, score
 from rlcore.config import RewardConfig
 
@@ -130,3 +130,9 @@ def test_brackets_are_written_only_where_needed() -> None:
     ):
         assert [join(left, sign, right).text for sign in "+-*/"] == texts
         assert [join(left, sign, right).precedence for sign in "+-*/"] == [1, 1, 2, 2]
+
+
+def test_calculate_returns_a_value_or_an_error() -> None:
+    assert [calculate(text) for text in ("7 / 2", "4 / 2", "1 / (2 - 2)")] == ["7/2", "2", "division by zero"]
+    with pytest.raises(ValueError, match="an expression is whole numbers with "):
+        calculate("1.5 * 2")

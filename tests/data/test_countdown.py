@@ -6,10 +6,8 @@ from operator import add, mul, sub, truediv
 
 import pytest
 
-from data.calculator import Countdown
-from data.countdown import CALCULATOR, TURN_END, build, score, tagged_answer
+from data.countdown import build, score, tagged_answer
 from rlcore.config import CountdownData
-from rlcore.models.tokenizer import EOS_TOKEN
 from tests.helpers.countdown import LARGE
 
 TRUTH = {"target": 10, "numbers": [2, 3, 8]}
@@ -57,28 +55,6 @@ def test_search_solutions_have_wrong_equations_before_the_right_one():
         tries[len(wrong)] += 1
     assert set(tries) == set(range(6))
     assert min(tries.values()) > 100
-
-
-def test_bare_solutions_with_a_calculator_have_its_turns():
-    settings = LARGE.model_copy(update={"template": "bare", "search_tries": 3, "environment": CALCULATOR})
-    num_turns = Counter()
-    for row in build(settings, seed=1).splits["train"]:
-        game = Countdown()
-        game.reset(row.ground_truth)
-        *wrong, right = row.solution.split(f" {TURN_END} ")
-        reply = ""
-        for text in wrong:
-            assert text.startswith(reply)
-            turn = game.step(text.removeprefix(reply))
-            reply = f"{turn.reply} "
-            assert (turn.done, turn.reward) == (False, 0.0)
-        assert right.startswith(reply)
-        assert game.step(right.removeprefix(reply)).done
-        num_turns[len(wrong)] += 1
-    assert set(num_turns) == set(range(4))
-    assert EOS_TOKEN == TURN_END
-    plain = build(settings.model_copy(update={"environment": ""}), seed=1).splits["train"]
-    assert all(TURN_END not in row.solution for row in plain)
 
 
 @pytest.mark.parametrize(

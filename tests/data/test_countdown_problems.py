@@ -159,21 +159,10 @@ def test_solver_uses_fractions():
     assert solve((3, 3, 8, 8), ("+", "-", "*", "/"))[(24, 1)].text == "8 / (3 - 8 / 3)"
 
 
-@pytest.mark.parametrize(
-    ("change", "rule"),
-    [
-        ({"min_numbers": 5}, r"data.min_numbers must not be above data.max_numbers, got 5 and 4"),
-        ({"number_low": 200}, r"data.number_low must not be above"),
-        ({"target_low": 2_000}, r"data.target_low must not be above"),
-        ({"number_high": 10**6}, r"data.number_high must be at most \d+ with 4 numbers"),
-        ({"number_high": 32_768}, r"at most 32767 with 4 numbers, got 32768$"),
-        ({"operations": ()}, r"data.operations must name at least one"),
-    ],
-)
-def test_contradictory_settings_are_refused(change, rule):
+def test_numbers_that_may_overflow_are_refused():
     for function in (generate, require_enough):
-        with pytest.raises(DataError, match=rule):
-            function(LARGE.model_copy(update=change), 1)
+        with pytest.raises(DataError, match=r"data.number_high must be at most 32767 with 4 numbers, got 32768$"):
+            function(LARGE.model_copy(update={"number_high": 32_768}), 1)
     require_enough(CountdownData(number_high=32_767, train_size=2, validation_size=1), 1)
 
 
@@ -191,10 +180,6 @@ def test_more_problems_than_exist_are_refused():
     for function in (generate, require_enough):
         with pytest.raises(DataError, match=message):
             function(DEMO.model_copy(update={"train_size": 4_768}), 1)
-    large = CountdownData(min_numbers=2, max_numbers=3, number_high=300, train_size=40_000_000, validation_size=8)
-    with pytest.raises(DataError, match=r"40,000,008 problems asked for, but only about 22,749,881 exist with 2 or 3"):
-        require_enough(large, 7)
-    require_enough(large.model_copy(update={"train_size": 400_000}), 7)
     one = {"number_low": 2, "number_high": 2, "train_size": 1, "validation_size": 1}
     with pytest.raises(DataError, match=r"^data\.validation_size: 1 asked for, but the splits, which share no"):
         generate(DEMO.model_copy(update=one), 7)

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from data.demonstrations import preview_demonstrations, tokenize_demonstrations
+from data.demonstrations import tokenize_demonstrations
 from data.schema import provenance
 from data.tasks import StageResult
 from rlcore.batching.prompts import read_demonstrations
@@ -191,16 +191,6 @@ def test_templates_that_change_responses_are_refused(
         tokenized(written(tmp_path / "talks.jsonl", rows), tokenizer)
 
 
-def test_previews_tokenize_the_first_rows_alone(chat_tokenizer: Path, tmp_path: Path) -> None:
-    config = WarmStartConfig(demonstrations=str(written(tmp_path / "talks.jsonl", [*TALKS, chat("only a question")])))
-    preview_demonstrations(config, chat_tokenizer, 3)
-    preview_demonstrations(config, None, 9)
-    with pytest.raises(DataError, match="line 4: an assistant's turn must follow"):
-        preview_demonstrations(config, chat_tokenizer, 4)
-    (tmp_path / "talks.jsonl").write_text("")
-    preview_demonstrations(config, chat_tokenizer, 4)
-
-
 def test_turns_end_at_the_first_stop_token(tmp_path: Path) -> None:
     """Phi's generation_config.json names `<|end|>`; the tokenizer's end token follows the last turn."""
     folder = KINDS["phi"].saved(tmp_path / "tokenizer")
@@ -230,7 +220,6 @@ def test_completions_are_tokenized_with_their_prompt(tmp_path: Path, name: str) 
 
 
 PARTS = [{"type": "text", "text": "What is "}, {"type": "text", "text": "2 + 2?"}]
-SHAREGPT = (("system", "Be short."), ("human", "And now"), ("gpt", "you know"))
 
 
 @pytest.mark.parametrize(
@@ -240,22 +229,15 @@ SHAREGPT = (("system", "Be short."), ("human", "And now"), ("gpt", "you know"))
          chat("What is 2 + 2?", "It is 4.")),
         ({"prompt": chat("What is 2 + 2?")["messages"], "completion": [{"role": "assistant", "content": "4"}]},
          chat("What is 2 + 2?", "4")),
-        ({"conversations": [{"from": role, "value": text} for role, text in SHAREGPT]},
-         chat("And now", "you know", system="Be short.")),
-        ({"instruction": "Add.", "input": "2, 2", "output": "4"}, chat("Add.\n\n2, 2", "4")),
-        ({"instruction": "Add 2, 2.", "input": "", "output": "4"}, chat("Add 2, 2.", "4")),
-        ({"system": "Be short.", "instruction": "Add 2, 2.", "output": "4"},
-         chat("Add 2, 2.", "4", system="Be short.")),
     ],
-    ids=["content-parts", "trl", "sharegpt", "alpaca-input", "alpaca", "alpaca-system"],
+    ids=["content-parts", "trl"],
 )  # fmt: skip
 def test_every_form_has_the_tokens_of_its_messages(
     chat_tokenizer: Path, tmp_path: Path, shaped: dict[str, Any], twin: dict[str, Any]
 ) -> None:
     other = chat("Hello", "Hi.")
     expected = tokens_of(tmp_path / "twin.jsonl", [twin, other], chat_tokenizer)[0]
-    rows = [shaped, {**shaped, **{"instruction": "x"}} if "instruction" in shaped else other]
-    assert tokens_of(tmp_path / "shaped.jsonl", rows, chat_tokenizer)[0] == expected
+    assert tokens_of(tmp_path / "shaped.jsonl", [shaped, other], chat_tokenizer)[0] == expected
     assert any(expected[1])
 
 
@@ -361,10 +343,7 @@ FOLLOW = r"an assistant's turn must follow another one's, got the roles"
         (called({}, tools=[{"type": "function"}]), r"tools must be a list of function schemas, got .*; repair it"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}, {"role": "assistant", "content": "x"}]},
          r"message 0: content must be text, got \[\{'type': 'image_url'\}\]; repair it"),
-        ({"conversations": [{"from": "bing", "value": "x"}]}, r"message 0: role must be one of .*, got 'bing'"),
-        ({"conversations": ["x"]}, r"message 0: role must be one of"),
-        ({"instruction": "a", "output": None}, r"output must be text, got None; repair it"),
-        ({"instruction": "a", "output": "b", "history": [["x", "y"]]}, r"history is not read; write the whole"),
+        ({"messages": ["x"]}, r"message 0: role must be one of"),
         ({"prompt": chat("a")["messages"], "completion": "b"}, r"messages must be a list of messages .*, got 'b'"),
         ({"prompt": chat("a", "b")["messages"], "completion": chat("c")["messages"]},
          rf"{FOLLOW} user, assistant, user"),
@@ -376,12 +355,8 @@ def test_broken_rows_are_refused_with_file_and_line(
     tool_tokenizer: Path, tmp_path: Path, row: dict[str, Any], problem: str
 ) -> None:
     file = written(tmp_path / "rows.jsonl", [TALKS[0], row])
-    for call in (
-        lambda: tokenized(file, tool_tokenizer),
-        lambda: preview_demonstrations(WarmStartConfig(demonstrations=str(file)), tool_tokenizer, 10),
-    ):
-        with pytest.raises(DataError, match=rf"rows\.jsonl: line 2: {problem}"):
-            call()
+    with pytest.raises(DataError, match=rf"rows\.jsonl: line 2: {problem}"):
+        tokenized(file, tool_tokenizer)
     assert not list((tmp_path / "demonstrations").glob("*"))
-    with pytest.raises(DataError, match=r"line 1: must have messages, .* output, got the columns text"):
+    with pytest.raises(DataError, match=r"line 1: must have messages, .* completion, got the columns text"):
         tokenized(written(tmp_path / "texts.jsonl", [{"text": "a"}]), tool_tokenizer)

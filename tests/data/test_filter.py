@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from data import filter as filter_module
-from data.filter import SuiteOverlap, filter_dataset
+from data.filter import filter_dataset
 from data.schema import provenance
 from data.tasks import build_dataset, dataset_fingerprint
 from data.tokenizer import PieceEncoder
@@ -18,7 +18,6 @@ from rlcore.batching.prompts import read_prompts, read_solutions
 from rlcore.config import CountdownData, FilterConfig, ParquetData
 from rlcore.errors import DataError, DiskSpaceError
 from rlcore.storage.publish import published_directory
-from tests.data.conftest import CHAT_TEMPLATE, saved
 from tests.storage.small_disk import fill
 from tests.storage.small_disk import small_disk as small_disk
 
@@ -241,26 +240,6 @@ def test_filter_starts_again_where_the_fast_path_differs(chat_tokenizer, artifac
         assert (again.directory / name).read_bytes() == (expected.directory / name).read_bytes()
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        CHAT_TEMPLATE.replace("m.content", "m.content | trim"),
-        CHAT_TEMPLATE.replace("m.content", "m.content | upper"),
-        CHAT_TEMPLATE.replace("m.content", "(m.content if 'rare' not in m.content else 'other')"),
-        CHAT_TEMPLATE.replace("m.content", "m.content.split('rare')[-1]"),
-        CHAT_TEMPLATE.replace("m.content", "m.content | replace('rare', 'well done')"),
-        CHAT_TEMPLATE + "{% macro x() %}{% endmacro %}",
-    ],
-    ids=["strips", "changes every text", "looks for a word", "cuts at a word", "replaces a word", "has a macro"],
-)
-def test_templates_that_change_messages_are_rendered(trained_bpe, tmp_path, template, artifacts_root):
-    folder = saved(trained_bpe, tmp_path / "tokenizer", chat_template=template)
-    content = rows(40)
-    content[3]["prompt"][0]["content"] = "  rare  words\n"  # not in the checked sample
-    result = filtered(written(tmp_path, content), folder, artifacts_root)
-    check_prompt_ids(result, AutoTokenizer.from_pretrained(folder))
-
-
 def test_conversations_of_several_messages_are_rendered(chat_tokenizer, artifacts_root, tmp_path):
     content = rows(6)
     content[3]["prompt"] = [{"role": "system", "content": "Count."}, *content[3]["prompt"]]
@@ -285,81 +264,6 @@ def test_foreign_arrow_types_are_accepted(chat_tokenizer, artifacts_root, tmp_pa
     assert read_solutions(file) == []
 
 
-def naive_overlap(text, suite):
-    """Return `exact`, `13-gram` or None by a comparison with every problem of the suite."""
-
-    def parts(text):
-        words = "".join(c if c.isalnum() or c == "_" else " " for c in text.lower()).split()
-        return [words[at : at + 13] for at in range(len(words) - 12)]
-
-    if text in suite:
-        return "exact"
-    most = max(1, min(10, len(suite) // 2))
-    shared = [part for part in parts(text) if 0 < sum(part in parts(other) for other in suite) <= most]
-    return "13-gram" if shared else None
-
-
-@pytest.mark.parametrize("way", ["tell", "drop", "off"])
-def test_training_rows_of_a_suite_are_counted_or_dropped(chat_tokenizer, artifacts_root, tmp_path, way):
-    words = [f"w{i}" for i in range(60)]
-    rng = np.random.default_rng(0)
-    wording = "Solve this and show every single step that you take on the way to it:"
-    suite = [f"{wording} {' '.join(rng.choice(words, 20))}" for _ in range(30)]
-    inside = suite[4].split()
-    texts = [
-        suite[3],
-        f"{wording} but quite another question",  # shares the wording of the task alone
-        "Before it, " + " ".join(inside[16:29]).upper().replace(" ", ", ") + "!",  # 13 words in another form
-        "Before it, " + " ".join(inside[16:28]) + " and no more",  # 12 words
-        *(" ".join(rng.choice(words[:6], 16)) for _ in range(40)),
-        *(f"{' '.join(suite[int(at)].split()[20 - int(at) % 5 :])} {at}" for at in rng.choice(30, 12, replace=False)),
-    ]
-    settings = written(tmp_path, [row(text, i) for i, text in enumerate(texts)])
-    folder = tmp_path / "suite"
-    folder.mkdir()
-    content = [row(text, i) for i, text in enumerate(suite)]
-    pq.write_table(pa.Table.from_pylist(content), folder / "validation.parquet")
-    expected = [naive_overlap(text, suite) for text in texts]
-    assert expected[:4] == ["exact", None, "13-gram", None]
-    dataset = build_dataset(settings, seed=1, root=artifacts_root)
-    config = FilterConfig(decontaminate=way, overlong="truncate_left")
-    suites = {} if way == "off" else {"mine": folder}
-    result = filter_dataset(dataset.directory, chat_tokenizer, config, root=artifacts_root, suites=suites)
-    counts = {kind: result.counts.get(f"train/{kind} in suite mine", 0) for kind in ("exact", "13-gram")}
-    assert counts == {kind: 0 if way == "off" else expected.count(kind) for kind in counts}
-    remaining = pq.read_table(result.directory / "train.parquet").to_pylist()
-    wanted = [text for text, which in zip(texts, expected, strict=True) if way != "drop" or which is None]
-    assert [found["prompt"][0]["content"] for found in remaining] == wanted
-
-
-def test_wording_shared_by_most_problems_is_no_overlap(tmp_path):
-    def suite(name, texts):
-        (tmp_path / name).mkdir()
-        prompts = [[{"role": "user", "content": text}, {"role": "user", "content": None}] for text in texts]
-        pq.write_table(pa.table({"prompt": prompts}), tmp_path / name / "validation.parquet")
-        return tmp_path / name
-
-    def words(start):
-        return " ".join(f"w{number}" for number in range(start, start + 13))
-
-    texts = [*[f"{words(0)} a{n}" for n in range(10)], *[f"{words(100)} b{n}" for n in range(11)], words(200)]
-    few = [words(300), words(300) + " x", words(400)]
-    overlap = SuiteOverlap({"many": suite("many", texts), "few": suite("few", few), "one": suite("one", [words(500)])})
-    assert overlap
-    assert not SuiteOverlap({})
-    for text, expected in (
-        (f"{words(0)} a3\n", ("many", "exact")),
-        (f"before {words(0).upper()}, after", ("many", "13-gram")),
-        (f"before {words(100)} after", None),  # eleven share it
-        (f"{words(200)}?", ("many", "13-gram")),
-        (" ".join(words(200).split()[:12]), None),
-        (words(300) + " y", None),  # more than half of a small suite share it
-        (words(400) + " y", ("few", "13-gram")),
-        (words(500) + " y", ("one", "13-gram")),
-    ):
-        assert overlap.find(text) == expected, text
-
-
 def test_progress_and_provenance_have_the_counts(chat_tokenizer, artifacts_root, tmp_path, monkeypatch):
     settings = written(tmp_path, rows(70), rows(7, "validation"))
     dataset = build_dataset(settings, seed=1, root=artifacts_root)
@@ -373,7 +277,6 @@ def test_progress_and_provenance_have_the_counts(chat_tokenizer, artifacts_root,
     document = provenance(result.directory / "train.parquet")
     assert (document["split"], document["counts"]) == ("train", {"train": 70})
     assert document["fingerprint"] == result.fingerprint
-    assert "| train | 70 |" in (result.directory / "README.md").read_text()
     again = filter_dataset(dataset.directory, chat_tokenizer, config, root=tmp_path)
     assert (result.cached, again.cached, again.counts) == (False, True, result.counts)
 

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer
 
-from data.filter import check_continued, filter_dataset
+from data.filter import filter_dataset
 from data.tasks import StageResult, build_dataset
 from rlcore.config import FilterConfig
 from rlcore.config.compose import load_config
@@ -84,25 +84,10 @@ def test_words_are_continued_as_by_transformers(name: str, tmp_path: Path) -> No
 def test_prompts_with_the_answer_or_without_a_question_are_refused(
     chat_tokenizer: Path, tmp_path: Path, messages: list[tuple[str, str]], problem: str
 ) -> None:
-    good = row(0, ("user", "x"), ("assistant", "17 or 7 or"), solution="<b>seven</b>")
+    good = row(0, ("user", "x"), ("assistant", "17 or x7 or 77"), solution="<b>seven</b>")
     match = rf"train\.parquet: row 1: .*{re.escape(problem)}"
     with pytest.raises(DataError, match=match):
         filtered(tmp_path, chat_tokenizer, [good, row(1, *messages, solution="<b>seven</b>")])
-    if "row's" in problem:  # found without a tokenizer
-        with pytest.raises(DataError, match=match):
-            check_continued(tmp_path / "train.parquet")
-
-
-def test_prompts_that_contain_the_answer_are_counted(
-    chat_tokenizer: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    words = ["It is 7, as 3 + 4", r"\\boxed{7} or", "17 or -7 or 7.5 or x7,", "So:", "7 is it"]
-    rows = [row(n, ("user", f"{n}?"), ("assistant", text)) for n, text in enumerate(words)]
-    filtered(tmp_path, chat_tokenizer, [*rows, row(9, ("user", "It is 7, as"))])
-    warning = "3 prompts that end with the assistant's words have their ground truth, a number, among them"
-    assert warning in caplog.text
-    assert f"warning: {tmp_path}/train.parquet: {warning}" in check_continued(tmp_path / "train.parquet")
-    assert check_continued(tmp_path / "validation.parquet") == ""
 
 
 def test_templates_that_drop_the_words_are_refused(trained_bpe: Tokenizer, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import os
 import re
 import socket
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -17,12 +16,11 @@ from rlcore.config.rollout import JudgeConfig, RewardConfig
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.rollout.scoring_worker import JUDGE_VARIABLE
 from tests.data.judges import GOOD, HOSTILE, Judge, Reply, judge_server, message
-from tests.storage.small_disk import fill
-from tests.storage.small_disk import small_disk as small_disk
 
 SECRET = "sk-do-not-tell-1234"
 JUDGE = "data.judge:score"
 FIRST_PAUSE_S = judge._FIRST_PAUSE_S
+VERDICTS = judge._verdict
 Settings = Callable[..., JudgeConfig]
 
 
@@ -48,7 +46,7 @@ def reward(cases: Judge, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rewar
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
     """A server with replies in order, for `judge_response` without pauses and earlier verdicts."""
     monkeypatch.setattr(judge, "_FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(judge, "_cache", judge._cache.__wrapped__)
+    monkeypatch.setattr(judge, "_verdict", VERDICTS.__wrapped__)
     monkeypatch.setenv("JUDGE_KEY", " sk-1 ")
     with judge_server((200, message('{"score": 3}'), {})) as made:
         yield made
@@ -93,26 +91,6 @@ def test_structured_output_allows_levels_up_to_the_highest(
     made = reward(tries=1, levels=levels, highest=highest)
     monkeypatch.setenv(JUDGE_VARIABLE, made.judge.model_dump_json())
     assert score("case=form", {}).total == pytest.approx(second, rel=1e-5)
-
-
-def test_verdict_files_are_shared_by_processes(
-    cases: Judge, reward: Callable[..., RewardConfig], tmp_path: Path
-) -> None:
-    made = reward(num_processes=2, cache=str(tmp_path / "new" / "verdicts.sqlite"))
-    before = cases.seen["good"]
-    for _ in range(2):
-        with ScoringPool(JUDGE, made) as pool:
-            scores = pool.score(["once"] * 4, ["{}"] * 4)
-        assert {score.total for score in scores} == {0.75}
-    # Two processes may ask concurrently, but not later. The first call is on an empty response.
-    assert cases.seen["good"] - before <= 2 + 2
-
-
-def test_verdicts_count_where_the_cache_is_full(reward: Callable[..., RewardConfig], small_disk: Path) -> None:
-    with ScoringPool(JUDGE, reward(num_processes=1, cache=str(small_disk / "verdicts.sqlite"))) as pool:
-        pool.score(["before"], ["{}"])
-        fill(small_disk)
-        assert [score.total for score in pool.score(["once"], ["{}"])] == [0.75]
 
 
 def test_rules_and_weights_combine_with_the_judge(reward: Callable[..., RewardConfig]) -> None:
@@ -240,22 +218,14 @@ def test_reply_length_is_bounded(server: Judge, settings: Settings, monkeypatch:
         judge_response(settings(), "x", "{}")
 
 
-def test_verdicts_are_cached_by_request_and_highest_score(server: Judge, settings: Settings, tmp_path: Path) -> None:
-    file = tmp_path / "new" / "deeper" / "verdicts.sqlite"
-    for _ in range(2):
-        assert judge_response(settings(cache=str(file)), "x", "{}") == 0.75
+def test_equal_requests_are_sent_once(server: Judge, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge, "_verdict", VERDICTS)
+    assert [judge_response(settings(), "x", "{}") for _ in range(2)] == [0.75, 0.75]
     assert len(server.requests) == 1
-    assert judge_response(settings(cache=str(file), highest=6), "x", "{}") == 0.5
-    judge_response(settings(cache=str(file)), "y", "{}")
-    judge_response(settings(cache=str(file), model="n"), "x", "{}")
+    assert judge_response(settings(highest=6), "x", "{}") == 0.5
+    judge_response(settings(), "y", "{}")
+    judge_response(settings(model="n"), "x", "{}")
     assert len(server.requests) == 4
-    judge_response(settings(), "x", "{}")
-    assert len(server.requests) == 5, "without a file each process has its own"
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["deeper", "new", "verdicts.sqlite"]
-    (tmp_path / "notes.txt").write_text("no database, and longer than the head of one" * 9)
-    for cache in (tmp_path, tmp_path / "notes.txt", tmp_path / "notes.txt" / "below"):
-        with pytest.raises(JudgeError, match=rf"^reward\.judge\.cache: must be a file of verdicts, .*; got {cache} \("):
-            judge_response(settings(cache=str(cache)), "x", "{}")
 
 
 @pytest.mark.parametrize("key", [None, "  ", "two\nlines", "ä"])

@@ -1,14 +1,9 @@
 """Records of data files, and the files of a split."""
 
-import codecs
-import csv
-import gzip
-import io
 import json
 import re
 from pathlib import Path
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -65,24 +60,24 @@ def touch(folder: Path, *names: str) -> None:
 
 def test_splits_are_one_file_or_ordered_shards(tmp_path: Path) -> None:
     assert local_files("owner/name", ["train"]) is None
-    touch(tmp_path, "b.csv.gz", "a-00001-of-00002.parquet", "a-00000-of-00002.parquet", "ab.jsonl", "a_more.json")
+    touch(tmp_path, "b.parquet", "a-00001-of-00002.parquet", "a-00000-of-00002.parquet", "ab.jsonl", "a_more.json")
     touch(tmp_path, "c.txt", *(f"d-{number}-of-11.jsonl" for number in range(1, 12)))  # some writers count from 1
     touch(tmp_path, *(f"e-0000{number}-of-00002-abcdef012345678{number}.parquet" for number in range(2)))
     found = local_files(str(tmp_path), ["a", "b", "d", "a_more", "e"])
     assert found is not None
     assert {split: [path.name for path in paths] for split, paths in found.items()} == {
         "a": ["a-00000-of-00002.parquet", "a-00001-of-00002.parquet"],
-        "b": ["b.csv.gz"],
+        "b": ["b.parquet"],
         "d": [f"d-{number}-of-11.jsonl" for number in range(1, 12)],
         "a_more": ["a_more.json"],
         "e": [f"e-0000{number}-of-00002-abcdef012345678{number}.parquet" for number in range(2)],
     }
-    assert digests(str(tmp_path), ["b", "ab"]).keys() == {"b.csv.gz", "ab.jsonl"}
+    assert digests(str(tmp_path), ["b", "ab"]).keys() == {"b.parquet", "ab.jsonl"}
     for subset, named in (("main", "owner/name/main"), ("", "owner/name")):
         assert digests("owner/name", ["a"], subset, "a" * 40) == {"hub": named, "commit": "a" * 40}
 
 
-KINDS = ".jsonl, .json, .csv (each also .gz or .zst), .parquet or .arrow"
+KINDS = ".jsonl, .json or .parquet"
 
 
 def test_missing_files_are_listed_with_the_others(tmp_path: Path) -> None:
@@ -90,9 +85,9 @@ def test_missing_files_are_listed_with_the_others(tmp_path: Path) -> None:
     with pytest.raises(DataError) as error:
         local_files(str(tmp_path), ["c", "a", "e"])
     assert str(error.value) == (
-        f"data.source: {tmp_path} lacks c and e, as {KINDS}. Its data files: a-00000-of-00002.parquet, "
-        "a-00001-of-00002.parquet, ab.jsonl, inner/c.csv. Put the files there, rename them, or give the folder that "
-        "has them"
+        f"data.source: {tmp_path} lacks c and e, as {KINDS}. Its files: a-00000-of-00002.parquet, "
+        "a-00001-of-00002.parquet, ab.jsonl, c.txt, inner/c.csv. Put the files there, rename them, give the folder "
+        "that has them, or convert other kinds (docs/data.md)"
     )
     with pytest.raises(DataError) as error:
         local_files("no/such/folder", ["c", "d"])
@@ -112,18 +107,18 @@ def test_missing_files_are_listed_with_the_others(tmp_path: Path) -> None:
             "one file a.parquet",
         ),
         (
-            ["a-00000-of-00003.jsonl.gz", "a-00002-of-00003.jsonl.gz"],
-            "holds 2 of the 3 shards of a; missing: a-00001-of-00003.jsonl.gz. Fetch them",
+            ["a-00000-of-00003.jsonl", "a-00002-of-00003.jsonl"],
+            "holds 2 of the 3 shards of a; missing: a-00001-of-00003.jsonl. Fetch them",
         ),
         (
             ["a-00000-of-00002-abcdef0123456780.parquet"],
             "holds 1 of the 2 shards of a; missing: a-00001-of-00002.parquet",
         ),
-        (["a-0-of-20.csv"], "missing: a-1-of-20.csv, a-2-of-20.csv, a-3-of-20.csv, a-4-of-20.csv, a-5-of-20.csv, "
-                            "a-6-of-20.csv, a-7-of-20.csv, a-8-of-20.csv and 11 more. Fetch"),
+        (["a-0-of-20.json"], "missing: a-1-of-20.json, a-2-of-20.json, a-3-of-20.json, a-4-of-20.json, "
+                             "a-5-of-20.json, a-6-of-20.json, a-7-of-20.json, a-8-of-20.json and 11 more. Fetch"),
         (
             ["a-00000-of-00002.parquet", "a-00001-of-00002.parquet", "a-00000-of-00001.parquet"],
-            "a must be one file or folder, or all shards of one count and kind, got a-00000-of-00001.parquet, "
+            "a must be one file, or all shards of one count and kind, got a-00000-of-00001.parquet, "
             "a-00000-of-00002.parquet, a-00001-of-00002.parquet. Move elsewhere what does not count",
         ),
         (["a.jsonl", "a.parquet"], "got a.jsonl, a.parquet. Move elsewhere"),
@@ -131,10 +126,9 @@ def test_missing_files_are_listed_with_the_others(tmp_path: Path) -> None:
         (["a.jsonl", "a-00000-of-00001.parquet"], "got a-00000-of-00001.parquet, a.jsonl. Move"),
         (["a.jsonl", "a (1).jsonl"], "got a (1).jsonl, a.jsonl. Move"),
         (["a-00000-of-00001.parquet", "a-more.parquet"], "got a-00000-of-00001.parquet, a-more.parquet. Move"),
-        (["a_01.json", "a2.csv"], "got a2.csv, a_01.json. Move"),
-        (["a.csv", "a/state.json"], "got a.csv, a/. Move"),
+        (["a_01.json", "a2.jsonl"], "got a2.jsonl, a_01.json. Move"),
         (["a-00000-of-00002.parquet", "a-00002-of-00002.parquet"], "missing: a-00001-of-00002.parquet. Fetch"),
-        (["a-00000-of-00001.csv", "a-00001-of-00001.csv"], "got a-00000-of-00001.csv, a-00001-of-00001.csv. Move"),
+        (["a-00000-of-00001.json", "a-00001-of-00001.json"], "got a-00000-of-00001.json, a-00001-of-00001.json. Move"),
     ],
 )  # fmt: skip
 def test_incomplete_or_ambiguous_splits_are_refused(names: list[str], problem: str, tmp_path: Path) -> None:
@@ -145,9 +139,9 @@ def test_incomplete_or_ambiguous_splits_are_refused(names: list[str], problem: s
     assert str(error.value).startswith(f"data.source: {tmp_path}")
 
 
-@pytest.mark.parametrize("name", ["a_extra.parquet", "a_old.jsonl", "data-00000-of-00001.parquet", "part-0.csv"])
+@pytest.mark.parametrize("name", ["a_extra.parquet", "a_old.jsonl", "data-00000-of-00001.parquet", "part-0.json"])
 def test_stray_files_of_rows_are_refused(name: str, tmp_path: Path) -> None:
-    touch(tmp_path, "a.parquet", "b.parquet", "other.jsonl", "abc.csv", "notes.txt")
+    touch(tmp_path, "a.parquet", "b.parquet", "other.jsonl", "abc.json", "notes.txt")
     assert digests(str(tmp_path), ["a", "b"]).keys() == {"a.parquet", "b.parquet"}
     touch(tmp_path, name)
     with pytest.raises(DataError, match=rf"^data.source: {tmp_path}: {name} would be ignored next to .* a and b"):
@@ -160,61 +154,32 @@ ROWS = [{"q": 'What, "7"?\nNow.', "a": "007"}, {"q": "ä?", "a": "0.10"}]
 def saved(folder: Path) -> dict[str, Path]:
     """Write the rows to files of every kind."""
     lines = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
-    cells = io.StringIO(newline="")
-    csv.writer(cells).writerows([["q", "a"], *(row.values() for row in ROWS)])
-    plain = {"x.jsonl": lines, "x.json": json.dumps(ROWS, indent=2).encode(), "x.csv": cells.getvalue().encode()}
-    plain["pretty.jsonl"], plain["lines.json"] = plain["x.json"], lines
-    for name, content in list(plain.items()):
-        plain[f"{name}.gz"] = gzip.compress(content[:20]) + gzip.compress(content[20:])
-        plain[f"{name}.zst"] = pa.compress(content, codec="zstd", asbytes=True)
-    plain["named_so.jsonl"] = plain["x.jsonl.gz"]
-    plain["marked.csv"] = codecs.BOM_UTF8 + plain["x.csv"]
+    array = json.dumps(ROWS, indent=2).encode()
+    plain = {"x.jsonl": lines, "lines.json": lines, "x.json": array, "pretty.jsonl": b"\n" + array}
     for name, content in plain.items():
         (folder / name).write_bytes(content)
     pq.write_table(pa.Table.from_pylist(ROWS), folder / "x.parquet")
-    with pa.ipc.new_file(folder / "x.arrow", pa.schema([("q", pa.string()), ("a", pa.string())])) as writer:
-        writer.write_table(pa.Table.from_pylist(ROWS))
-    return {name: folder / name for name in (*plain, "x.parquet", "x.arrow")}
+    return {name: folder / name for name in (*plain, "x.parquet")}
 
 
 def test_files_of_every_kind_have_the_same_records(tmp_path: Path) -> None:
     files, places = saved(tmp_path), {}
-    assert len(files) == 19
     for name, file in files.items():
         found = list(records_of(file))
         assert [record.values for record in found] == ROWS, name
         places[name] = [record.where.removeprefix(f"{file}: ") for record in found]
-    assert places["x.jsonl.gz"] == places["lines.json"] == ["line 1", "line 2"]
-    assert places["x.json"] == places["pretty.jsonl.zst"] == ["entry 0", "entry 1"]
-    assert places["x.csv"] == ["line 2", "line 4"], "the first line of a row"
-    assert places["x.arrow"] == places["x.parquet"] == ["row 0", "row 1"]
-
-
-def test_folders_written_by_save_to_disk_are_read(tmp_path: Path) -> None:
-    splits = {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:1])}
-    datasets.DatasetDict(splits).save_to_disk(tmp_path, num_shards={"train": 2, "test": 1})
-    assert [record.values for record in records(str(tmp_path), "train")] == ROWS
-    assert [record.values for record in records(str(tmp_path), "test")] == ROWS[:1]
-    shards = [f"train/data-0000{number}-of-00002.arrow" for number in range(2)]
-    assert digests(str(tmp_path), ["train", "test"]).keys() == {*shards, "test/data-00000-of-00001.arrow"}
-    (tmp_path / shards[1]).unlink()
-    with pytest.raises(DataError, match=rf"lacks {shards[1]}, which .*/state\.json names"):
-        local_files(str(tmp_path), ["train"])
+    assert places["x.jsonl"] == places["lines.json"] == ["line 1", "line 2"]
+    assert places["x.json"] == places["pretty.jsonl"] == ["entry 0", "entry 1"]
+    assert places["x.parquet"] == ["row 0", "row 1"]
 
 
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("x.csv", b"q,a\n1,2\n3\n", "line 3: must have a cell for each column, got 1 for q, a; repair it"),
-        ("x.csv", b"q,a\n1,2\n\xff,3\n", "line 3: is no CSV ('utf-8' codec"),
-        ("x.csv", b'q,a\n1,2\n"3,4\n', "line 3: is no CSV (unexpected end of data)"),
-        ("x.csv", b"q,q\n1,2\n", "line 1: must name each column once, got q, q; rename one"),
         ("x.json", b'[{"a": 1}, 2]', "entry 1: must be a JSON object, got '2'; repair or remove it"),
         ("x.jsonl", b'[\n{"a": 1},\n', "begins as a JSON array and is none (Expecting value: line 3"),
         ("x.jsonl", b'{"a": 1}\n[1]\n', "line 2: must be a JSON object, got '[1]'; repair or remove it"),
         ("x.jsonl", b'\n{"a": }\n', "line 2: is no JSON ("),
-        ("x.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 9, mtime=0)[:-9], "cannot be read after line "),
-        ("x.arrow", b"ARROW1 and no more", "cannot be read as Arrow"),
         ("x.txt", b"a", f"must be {KINDS}, by its name"),
     ],
 )

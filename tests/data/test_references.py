@@ -104,18 +104,6 @@ def test_shares_are_computed_for_each_split(tmp_path: Path) -> None:
         check(tmp_path, data)
 
 
-def test_plans_write_nothing_and_check_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data, root = MappedData(source=mapped(tmp_path, "", ["18", "{}"]).source), tmp_path / "root"
-    lenient = RewardConfig(max_unmet_references=1)
-    report = check_references(data, 1, lenient, root, keep=False)
-    assert "1 of 2 rows of train" in report
-    assert not root.exists()
-    monkeypatch.setattr(references, "ScoringPool", lambda *_, **__: pytest.fail("checked twice"))
-    assert check_references(data, 1, lenient, root) == report
-    monkeypatch.setattr(references, "KNOWN", {})
-    assert check_references(data, 1, lenient, root) == report, "another process reads it"
-
-
 def test_solutions_in_another_form_count_only_if_trained_on(tmp_path: Path, gsm8k_folder: Path) -> None:
     data, root = Gsm8kData(source=str(gsm8k_folder), scorer="own_scorers:tagged"), tmp_path / "root"
     assert check_references(data, 1, RewardConfig(max_unmet_references=0), root) == ""
@@ -159,7 +147,6 @@ def test_own_scorers_are_checked_in_their_form(tmp_path: Path, scorer: str, unme
 
 def test_own_builds_are_checked_by_their_solutions(tmp_path: Path) -> None:
     data = CustomData(build="own_scorers:build", scorer="own_scorers:says_n")
-    assert check(tmp_path, data, max_unmet_references=1) == "", "no row is known yet"
     build_dataset(data, seed=1, root=tmp_path / "root")
     report = check(tmp_path, data, max_unmet_references=1)
     assert "1 of 10 rows of train" in report

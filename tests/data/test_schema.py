@@ -3,7 +3,6 @@
 import json
 import math
 import re
-from collections import Counter
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,7 +13,6 @@ from data import schema
 from data.rows import Message, Row, TaskRows
 from data.schema import (
     PROMPT_TYPE,
-    LengthSummary,
     find_type,
     ground_truth_json,
     ground_truth_type,
@@ -22,9 +20,7 @@ from data.schema import (
     provenance_metadata,
     read_batches,
     row_schema,
-    summarize,
     write_dataset_card,
-    write_filter_card,
     write_splits,
 )
 from rlcore.errors import DataError
@@ -171,18 +167,6 @@ def test_ground_truths_may_lack_a_field(
     assert [row["ground_truth"] for row in rows] == expected
 
 
-@pytest.mark.parametrize("lengths", [{5: 1}, {1: 3, 2: 4}, {10: 1, 1_000: 99}, {n: n for n in range(1, 200)}])
-def test_summaries_count_every_prompt_once(lengths: dict[int, int]) -> None:
-    found, every = summarize(Counter(lengths)), sorted(Counter(lengths).elements())
-    assert found is not None
-    assert found.num_prompts == len(every)
-    assert (found.min_tokens, found.max_tokens) == (every[0], every[-1])
-    assert found.mean_tokens == pytest.approx(sum(every) / len(every), abs=1e-3)
-    assert found.p50_tokens == every[-(-len(every) // 2) - 1]
-    assert found.p95_tokens == every[-(-len(every) * 95 // 100) - 1]
-    assert summarize(Counter()) is None
-
-
 def test_dataset_card_describes_the_rows(tmp_path: Path) -> None:
     document = {"fingerprint": "abc", "task": "sums", "seed": 7, "task_version": 3, "settings": {"größe": 3},
                 "inputs": {"train.jsonl": "0123", "test.jsonl": "4567"}}  # fmt: skip
@@ -208,22 +192,3 @@ def test_dataset_card_describes_the_rows(tmp_path: Path) -> None:
     write_splits(tmp_path, task, document | {"inputs": {}})
     write_dataset_card(tmp_path)
     assert "Made from these files" not in (tmp_path / "README.md").read_text(encoding="utf-8")
-
-
-def test_filter_card_counts_dropped_rows(tmp_path: Path) -> None:
-    summary = LengthSummary(1_205, 10, 12.25, 11, 14, 14)
-    facts = {
-        "fingerprint": "f",
-        "dataset": "d",
-        "tokenizer": "t",
-        "settings": {"max_prompt_tokens": 64, "overlong": "drop", "duplicates": "keep", "decontaminate": "off"},
-        "counts": {"train": 1_200, "train/overlong": 5},
-        "lengths": {"train": {name: getattr(summary, name) for name in LengthSummary.__slots__}},
-    }
-    write_filter_card(tmp_path, facts)
-    assert (tmp_path / "README.md").read_text(encoding="utf-8") == (
-        "# Filtered dataset\n\nFingerprint `f`: dataset `d` tokenized by `t`, at most 64 tokens a prompt (overlong: "
-        "drop, duplicates: keep, rows of suites: off).\n\n| what | rows |\n| --- | ---: |\n| train | 1,200 |\n"
-        "| train/overlong | 5 |\n\n| prompts before the filter | number | mean | median | p95 | longest (tokens) |\n"
-        "| --- | ---: | ---: | ---: | ---: | ---: |\n| train | 1,205 | 12.2 | 11 | 14 | 14 |\n"
-    )

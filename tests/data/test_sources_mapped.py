@@ -58,7 +58,7 @@ def test_nan_and_infinity_are_refused(tmp_path: Path) -> None:
         ({"question": "task"}, r"column task: must be a text"),
         ({"question": "cut"}, r"line 1: column cut: must be UTF-8 .*surrogates not allowed"),
         ({"source": ""}, r"data.source: must be a folder or a hub id"),
-        ({"train_split": "train"}, r"lacks train, as \.jsonl, .* Its data files: "),
+        ({"train_split": "train"}, r"lacks train, as \.jsonl, .* Its files: "),
     ],
 )
 def test_wrong_names_are_refused(tmp_path, artifacts_root, changes, message):

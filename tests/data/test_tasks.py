@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data import multiplication, number_guessing
-from data.countdown import CALCULATOR, TURN_END, build
+from data.countdown import build
 from data.countdown_problems import draw_chunk, generate
 from data.filter import filter_dataset, filter_fingerprint
 from data.rows import Message, Row, TaskRows
@@ -63,18 +63,9 @@ def test_finished_datasets_are_not_made_again(dataset, artifacts_root):
 def test_fingerprint_is_known_before_the_work(dataset, artifacts_root):
     assert dataset_fingerprint(SMALL, 1) == dataset.fingerprint
     assert dataset_directory(dataset.fingerprint, artifacts_root) == dataset.directory
-    assert dataset_fingerprint(SMALL.model_copy(update={"scorer": "somewhere:else"}), 1) == dataset.fingerprint
+    elsewhere = SMALL.model_copy(update={"scorer": "somewhere:else", "environment": "somewhere:Else"})
+    assert dataset_fingerprint(elsewhere, 1) == dataset.fingerprint
     assert dataset_fingerprint(SMALL, 2) != dataset.fingerprint
-
-
-def test_environment_counts_only_where_solutions_have_its_turns(dataset, artifacts_root):
-    with_calculator = SMALL.model_copy(update={"environment": CALCULATOR})
-    assert dataset_fingerprint(with_calculator, 1) == dataset.fingerprint
-    for settings, has_turns in ((with_calculator, True), (SMALL, False)):
-        made = build_dataset(settings.model_copy(update={"search_tries": 3}), seed=1, root=artifacts_root)
-        assert not made.cached
-        rows = pq.read_table(made.directory / "train.parquet").column("extra_info").to_pylist()
-        assert any(TURN_END in row["solution"] for row in rows) is has_turns
 
 
 def test_failed_builds_leave_nothing(artifacts_root):
@@ -185,7 +176,6 @@ def test_countdown_problems_of_a_seed_never_change(settings: CountdownData, seed
     [
         ({"template": "bare"}, "24f0f512bb5a1e20"),
         ({"template": "bare", "search_tries": 3}, "24f0f512bb5a1e20"),
-        ({"template": "bare", "search_tries": 3, "environment": CALCULATOR}, "be3b19af44a2fa58"),
         ({"template": "base"}, "3e7e475025089e7f"),
         ({"template": "base", "search_tries": 4}, "af900ce3a12be1b2"),
         ({"template": "chat"}, "c8147955b8b57679"),

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from data.filter import filter_dataset, filter_fingerprint
-from data.inspect import inspect_dataset
 from data.tasks import StageResult, build_dataset, dataset_fingerprint, publish_mixture
 from data.tokenizer import tokenizer_fingerprint
 from rlcore.batching.loader import MixedStream
@@ -109,14 +108,6 @@ def test_training_rows_that_another_part_holds_out_are_refused(scratch_tokenizer
     with pytest.raises(DataError, match=message):
         make(settings, scratch_tokenizer, artifacts_root)
     assert len(list((artifacts_root / "filtered").glob("*/manifest.json"))) == 2, "of the parts, not of the mixture"
-
-
-def test_inspection_reports_parts_and_leaks_between_them(mixed):
-    report = inspect_dataset(mixed[1].directory, num_rows=1)
-    assert [split.num_rows for split in report.splits] == [40, 20, 60, 20, 50, 10]
-    assert len({split.name for split in report.splits}) == 6
-    assert len(report.leakage) == 15
-    assert all(pair.num_prompts == 0 for pair in report.leakage)
 
 
 def test_mixtures_compose_from_overrides():

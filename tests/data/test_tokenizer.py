@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerFast
 
 from data import tokenizer as tokenizers
 from data.tokenizer import (
-    ChatFrame,
     FastPathError,
     PieceEncoder,
     PromptTokenizer,
@@ -79,38 +78,15 @@ def test_first_token_is_not_repeated(base_tokenizer, fast_path):
     assert plain == begun
 
 
-@EACH_WAY
-def test_templates_have_a_constant_date(trained_bpe, tmp_path, fast_path):
+def test_templates_have_a_constant_date(trained_bpe, tmp_path):
     dated = saved(trained_bpe, tmp_path, chat_template="{{ strftime_now('%d %b %Y') }}: {{ messages[0].content }}")
-    tokenizer = PromptTokenizer(dated, chat=True, fast_path=fast_path)
+    tokenizer = PromptTokenizer(dated, chat=True)
     assert tokenizer.texts(user_prompts("how many?")) == ["26 Jul 2024: how many?"]
 
 
-def test_frame_is_the_text_around_a_message() -> None:
-    def frame(text: str) -> ChatFrame | None:
-        return ChatFrame.of(text, lambda messages: "<" + messages[0]["content"] + ">")
-
-    assert frame("{{ x }}") == ChatFrame("<", ">", False, None)
-    stripped = ChatFrame.of("{{ x }}", lambda messages: f"<{messages[0]['content'].strip()}>")
-    assert stripped == ChatFrame("<", ">", True, None)
-    assert stripped.text(" a ") == "<a>"
-    found = frame("{% if '</think>' in m %}{% endif %}{{ m.split('||')[0] }}{{ m | replace('%%', ' ') }}{{ 'x' + m }}")
-    assert found is not None
-    texts = [found.text(text) for text in ("a</think>", "a||", "a%%", "ax", " a ")]
-    assert texts == [None, None, None, "<ax>", "< a >"]
-    assert frame("{% for m in %}") is None
-    assert ChatFrame.of("{{ x }}", lambda messages: messages[0]["content"].upper()) is None
-    assert ChatFrame.of("{{ x }}", lambda messages: "") is None
-
-
 def test_fast_path_is_checked_on_a_sample(chat_tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts = user_prompts("a", "b", "c")
     found = PromptTokenizer(chat_tokenizer, chat=True)
-    assert found.texts(prompts) == PromptTokenizer(chat_tokenizer, chat=True, fast_path=False).texts(prompts)
     monkeypatch.setattr(tokenizers, "_CHECK_EVERY", 2)
-    monkeypatch.setattr(ChatFrame, "text", lambda frame, content: f"{content}!")
-    with pytest.raises(FastPathError, match="'a'"):
-        found.texts(prompts)
     monkeypatch.setattr(PieceEncoder, "encode", lambda encoder, texts: [b"" for _ in texts])
     with pytest.raises(FastPathError, match=r"^x$"):
         found.encode_prompts(["x", "y"])

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from data.demonstrations import preview_demonstrations, tokenize_demonstrations
+from data.demonstrations import tokenize_demonstrations
 from data.filter import filter_dataset
 from data.tasks import build_dataset, dataset_fingerprint
 from rlcore.batching.prompts import read_demonstrations
@@ -92,7 +92,7 @@ def test_demonstrations_are_rendered_with_the_names(
         for row, talk in zip(read_demonstrations(found.directory / "train.parquet"), talks, strict=True):
             assert tokenizer.decode(list(row.token_ids)) == rendered(tokenizer, talk, names, prompt=False)
     with pytest.raises(DataError, match="does not read voise"):
-        preview_demonstrations(config, folder, 2, {"voise": "loud"})
+        tokenize_demonstrations(config, folder, seed=1, root=tmp_path, chat_template_kwargs={"voise": "loud"})
 
 
 def test_later_turns_are_rendered_with_the_names(tokenizer: PreTrainedTokenizerBase) -> None:

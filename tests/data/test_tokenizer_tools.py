@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
-from data.calculator import calculate
+from data.arithmetic import calculate
 from data.filter import filter_dataset
 from data.tasks import build_dataset
 from rlcore.config import CountdownData, FilterConfig, RewardConfig
@@ -19,7 +19,7 @@ from rlcore.rollout.tools import Tools, parse_calls, tool_schemas
 from rlcore.rollout.turns import TurnTokens
 from tests.data.conftest import saved
 
-CALCULATOR = "data.calculator:calculate"
+CALCULATOR = "data.arithmetic:calculate"
 WAITS = "tests.data.waiting:waits"
 CHAT = CountdownData(train_size=40, validation_size=8, template="chat")
 SHOWN = "{%- if tools %}{{ '<|im_start|>system\\n' }}{{ tools | tojson }}{{ '<|im_end|>\\n' }}{%- endif %}"
@@ -146,7 +146,7 @@ def test_prompts_and_turns_are_rendered_with_tools(name, trained_bpe, tmp_path, 
         assert "Whole numbers with + - * / and parentheses, such as" in rendered
 
 
-@pytest.mark.parametrize("name", ["data.calculator:calculates", f"{__name__}:undescribed"])
+@pytest.mark.parametrize("name", ["data.arithmetic:calculates", f"{__name__}:undescribed"])
 def test_unusable_tools_are_refused(name):
     with pytest.raises(ConfigError, match=r"episode\.tools: must name functions .* got '"):
         tool_schemas([name])

@@ -126,8 +126,7 @@ def readers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         row = {"q": f"What is 12 * 12, {split}?", "a": "144", "question": f"{split}?", "answer": "#### 144"}
         (folder / "rows" / f"{split}.jsonl").write_text(json.dumps(row))
     talk = {"messages": [{"role": "user", "content": "Is 4 even?"}, {"role": "assistant", "content": "Yes."}]}
-    for name in ("talks.jsonl", "gsm8k_calculator.jsonl"):
-        (folder / name).write_text(json.dumps(talk))
+    (folder / "talks.jsonl").write_text(json.dumps(talk))
     return folder
 
 

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.stages.dataset import Dataset
-from flows.stages.demonstrations import Demonstrations
-from flows.stages.filter import Filter
+from flows.stages.dataset import Dataset, Demonstrations, Filter
 from flows.work.open_run import OpenRun
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config

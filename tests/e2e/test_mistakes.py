@@ -108,7 +108,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
         "behind debug", "trainer: is a section", "optim.lr?"]),
     ("train experiment=group.yaml", [
         "3 problems", "got daata/gsm8k in group.yaml. Did you mean data?", "trainer: is a section", "optim.lr?"]),
-    ("train experiment=nobase.yaml", ["got experiment/nope in nobase.yaml", "There are countdown_calculator"]),
+    ("train experiment=nobase.yaml", ["got experiment/nope in nobase.yaml", "There are countdown_demo"]),
     # values
     ("train lr=1e-4", ["lr: there is no such setting; got 0.0001", "Did you mean optim.lr?"]),
     ("train optim.lr=fast", ["optim.lr: must be a valid number; got fast"]),
@@ -133,7 +133,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
     (" ".join(["train data.source=rows", *MAPPED[:1], "data.question=question", *MAPPED[2:]]), ["question", "q"]),
     (" ".join(["train data.source=half", *MAPPED]), ["half", "test"]),
     (" ".join(["train data.source=rows/train.jsonl", *MAPPED]), ["data.source: must be a folder", "rows/train.jsonl"]),
-    (" ".join(["train data.source=csv", *MAPPED]), ["csv lacks test, as", "Its data files: train.csv. Put the"]),
+    (" ".join(["train data.source=csv", *MAPPED]), ["csv lacks test, as", "Its files: train.csv. Put the"]),
     (" ".join(["train data.source=bare", *MAPPED]), ["bare: the train split has no row"]),
     (" ".join(["train data.source=torn", *MAPPED]), ["torn", "train.jsonl"]),
     (" ".join(["train data.source=leak", *MAPPED]), [
@@ -158,7 +158,6 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("sweep seed.yaml", ["seed: a sweep has no such key; got [1,2]", "Did you mean seeds?"]),
     ("sweep typo.yaml", ["grids: a sweep has no such key", "Did you mean grid?"]),
     ("sweep short.yaml", ["grid.lr: there is no such setting", "Did you mean optim.lr?"]),
-    ("data inspect csv/train.csv", ["csv/train.csv: no parquet file there. Give a parquet file"]),
     ("sweep mine.yaml", ["1 problem", "this is an experiment's", "Run it by millrace run experiment=mine.yaml"]),
     ("sweep nothing.yaml", ["sweep: its file must hold keys and values; got nothing.yaml", "docs/sweeps.md"]),
     ("eval model --suite nothing.yaml", ["--suite: its file must hold keys and values; got nothing.yaml"]),

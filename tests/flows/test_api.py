@@ -1,6 +1,5 @@
-"""`import millrace`; the notebook in docs is executed from a folder with an empty MLflow store."""
+"""`import millrace`; docs/python.md is executed from a folder with an empty MLflow store."""
 
-import json
 import logging
 import shutil
 from pathlib import Path
@@ -9,26 +8,28 @@ from typing import Any
 import pytest
 
 import millrace
-from rlcore.errors import CheckpointError, ConfigError, DataError
+from rlcore.errors import ConfigError, DataError
 from rlcore.evaluation.result import ProblemResult, Response, ValidationResult
 from rlcore.run.layout import RunLayout
 from rlcore.storage.publish import write_text_atomically
 from rlcore.tracking.lineage import Origin
-from tests.helpers.notebook import NOTEBOOK, notebook
+from tests.helpers.pages import BLOCK
+
+PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 
 
 @pytest.mark.filterwarnings("ignore:.*Any type hint:UserWarning")  # of MLflow's, where warnings are errors
 @pytest.mark.slow
-def test_notebook_runs_as_written(
+def test_page_runs_as_written(
     tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "artifacts").mkdir()
     shutil.copy(empty_store, tmp_path / "artifacts" / "mlflow.db")
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    for cell in json.loads(NOTEBOOK.read_text())["cells"]:
-        if cell["cell_type"] == "code":
-            exec("".join(cell["source"]), names)
+    for language, block in BLOCK.findall(PAGE.read_text(encoding="utf-8")):
+        assert language == "python"
+        exec(block, names)
     shown = capsys.readouterr().out
     assert "checkpoint after step 1:" in shown
     assert "warm-start: step 1/" in shown
@@ -44,11 +45,6 @@ def test_notebook_runs_as_written(
     assert answers["score"].between(0, 1).all()
     assert [info.step for info in run.checkpoints()] == [1, 2]
     assert names["same"].folder == run.folder
-    assert names["result"].step == 1
-
-
-def test_notebook_matches_the_page() -> None:
-    assert NOTEBOOK.read_text() == notebook(), "make generated"
 
 
 def test_api_mistakes_raise_millrace_errors(tmp_path: Path) -> None:
@@ -96,25 +92,6 @@ def test_unused_setting_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.WARNING), pytest.raises(ConfigError, match="nowhere"):
         millrace.run(settings)
     assert "algo.importance.cap" in caplog.text
-
-
-def test_moved_run_is_not_evaluated(tmp_path: Path) -> None:
-    config = millrace.compose(experiment="debug", root=tmp_path / "old").config
-    run = written(millrace.Run(config, RunLayout.of(config)))
-    (tmp_path / "old").rename(tmp_path / "new")
-    moved = millrace.open(run.id, root=tmp_path / "new")
-    assert moved.folder == tmp_path / "new" / "runs" / run.id
-    with pytest.raises(DataError, match=f"was moved or copied.*paths.root={tmp_path}/new run_id={run.id}"):
-        millrace.evaluate(moved)
-    assert not (tmp_path / "old").exists()
-
-
-def test_missing_checkpoint_changes_nothing(tmp_path: Path) -> None:
-    config = millrace.compose(experiment="debug", root=tmp_path).config
-    run = written(millrace.Run(config, RunLayout.of(config)))
-    with pytest.raises(CheckpointError, match="step-000007"):
-        millrace.evaluate(run, 7)
-    assert [file.name for file in run.folder.iterdir()] == ["run.json"]
 
 
 def test_run_of_another_version_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,9 +8,8 @@ import pytest
 
 from data.tasks import StageResult
 from flows.parameters import MLFLOW_PAGE
-from flows.stages.dataset import Dataset
+from flows.stages.dataset import Dataset, Filter
 from flows.stages.export import ExportedWeights
-from flows.stages.filter import Filter
 from flows.stages.report import ReportPage, report_fingerprint
 from flows.work import mlflow_record
 from flows.work.mlflow_record import MlflowContents, MlflowRecord, models_digest, settings_digest

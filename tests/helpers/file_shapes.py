@@ -7,7 +7,6 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from datasets import Dataset
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from tests.helpers.tokenizer_kinds import KINDS
@@ -113,9 +112,6 @@ PROBLEMS: dict[str, Rows] = {
     "chats/{}.jsonl": lambda n: {
         "messages": [_messages(n)[0], {"role": "assistant", "content": rf"\boxed{{{n + 1}}}"}]
     },
-    "sheet/{}.csv": lambda n: {"question": _question(n), "answer": n + 1},
-    "saved/{}": lambda n: {"question": _question(n), "answer": n + 1},
-    "squeezed/{}.jsonl.zst": lambda n: {"question": _question(n), "answer": n + 1},
     "array/{}.json": lambda n: {"question": _question(n), "answer": n + 1},
 }  # fmt: skip
 """Files of problems: the name, with the split in its place, and a row by its number."""
@@ -123,10 +119,6 @@ DEMONSTRATIONS: dict[str, Rows] = {
     "openai.jsonl": lambda n: {"messages": _messages(n)},
     "parts.jsonl": _parts,
     "calls.jsonl": _called,
-    "sharegpt.json": lambda n: {
-        "conversations": [{"from": "human", "value": _question(n)}, {"from": "gpt", "value": f"It is {n + 1}."}]
-    },
-    "alpaca.json": lambda n: {"instruction": "Add one.", "input": str(n), "output": f"It is {n + 1}."},
     "trl.parquet": lambda n: {"prompt": _messages(n)[:1], "completion": _messages(n)[1:]},
     "texts.jsonl": lambda n: {"prompt": f"Q: {_question(n)} A:", "completion": f" {n + 1}"},
 }
@@ -147,13 +139,7 @@ def _write(file: Path, rows: Sequence[dict[str, Any]]) -> None:
     match file.suffix:
         case ".parquet":
             pq.write_table(pa.Table.from_pylist(list(rows)), file)
-        case ".csv":
-            Dataset.from_list(list(rows)).to_csv(file)
         case ".json":
             file.write_text(json.dumps(rows, indent=2))
-        case ".zst":
-            file.write_bytes(pa.compress(lines, "zstd", asbytes=True))
-        case ".jsonl":
-            file.write_bytes(lines)
         case _:
-            Dataset.from_list(list(rows)).save_to_disk(file)
+            file.write_bytes(lines)

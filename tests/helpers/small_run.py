@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 from data.filter import filter_dataset
 from data.tasks import build_dataset
-from flows.stages.suite import make_suite
+from flows.stages.dataset import make_suite
 from rlcore.checkpoint.state import LoopState
 from rlcore.config import MixtureData, RunConfig, ScratchModel
 from rlcore.config.compose import load_config

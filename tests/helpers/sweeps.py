@@ -44,7 +44,7 @@ optuna:
   space:
     optim.lr: {low: 1e-5, high: 10.0, log: true}
     algo: [grpo, rloo]
-pruning: {pruner: median, every_steps: 1, options: {n_startup_trials: 2}}
+pruning: {every_steps: 1}
 """,
 }
 

@@ -183,9 +183,7 @@ def test_configured_table_is_never_set_aside(tmp_path: Path) -> None:
 
 def test_environment_settings_change_the_table(tmp_path: Path) -> None:
     plain = of_table(tmp_path)
-    talking = plain.model_copy(
-        update={"data": plain.data.model_copy(update={"environment": "data.calculator:Calculator"})}
-    )
+    talking = plain.model_copy(update={"data": plain.data.model_copy(update={"environment": "some:Environment"})})
     names = []
     for config in (plain, talking):
         for episode in ({}, {"max_turns": 17}, {"deadline_s": 77.0}):

@@ -94,7 +94,7 @@ def problems(settings: PassRatesConfig) -> Problems:
 
 def test_rows_without_a_table_start_with_zero_counts() -> None:
     assert problems(PassRatesConfig()).metrics() is None
-    drawn = problems(PassRatesConfig(draw="informative"))
+    drawn = problems(PassRatesConfig(draw="band"))
     assert drawn.pass_rates is None
     assert drawn.selected == (prompts(4, 7), prompts(9))
     counted = drawn.metrics()

@@ -1,10 +1,7 @@
 """Logged models, and files of deleted runs, in a real sqlite store."""
 
-import sqlite3
 import subprocess
 import sys
-from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import mlflow
@@ -13,13 +10,10 @@ import pytest
 from rlcore.errors import TrackingError
 from rlcore.tracking.mlflow_store import MlflowStore
 from rlcore.tracking.models import (
-    Garbage,
-    find_garbage,
     log_model,
     model_of,
     models_of,
     name_models,
-    remove_garbage,
 )
 from tests.helpers.mlflow import points
 
@@ -163,41 +157,3 @@ def test_models_have_scores_and_aliases(store: MlflowStore, run_id: str, model_d
     assert last.tags == {"run": named, "step": "40", "val-core/x/reward/mean_at_4": "0.25"}
     assert last.description == f"Step 40 of {named}"
     assert len(store.client.search_model_versions("name = 'mine'")) == 2, "one version per model"
-
-
-def test_files_of_deleted_run_are_removed(store: MlflowStore, run_id: str, root: Path):
-    for name, text in (("a.txt", "12345"), ("config/b.txt", "678")):
-        store.client.log_text(run_id, text, name)
-    other = store.create_run("other", {})
-    store.client.log_text(other, "stays", "c.txt")
-    store.client.delete_run(run_id)
-    (found,) = find_garbage(store.uri)
-    location = store.client.get_run(run_id).info.artifact_uri
-    assert found == Garbage(run_id, "run-1", "", location, num_files=2, num_bytes=8, kept="")
-    remove_garbage(store.uri, replace(found, kept="it is in use"))
-    assert find_garbage(store.uri) == [found]
-    remove_garbage(store.uri, found)
-    assert find_garbage(store.uri) == []
-    assert [file.name for file in (root / "mlartifacts").rglob("*") if file.is_file()] == ["c.txt"]
-
-
-def test_files_outside_run_location_stay(store: MlflowStore, run_id: str, root: Path):
-    store.client.log_text(run_id, "text", "a.txt")
-    store.client.delete_run(run_id)
-    with closing(sqlite3.connect(root / "mlflow.db")) as database:
-        database.execute("update runs set artifact_uri = ?", ((root / "mlartifacts").as_uri(),))
-        database.commit()
-    (found,) = find_garbage(store.uri)
-    assert found.kept == f"its location {(root / 'mlartifacts').as_uri()} does not name {run_id}"
-
-
-def test_files_of_all_models_are_found(store: MlflowStore, run_id: str, tmp_path: Path):
-    experiment, weights = store.experiment_id, tmp_path / "weights"
-    weights.write_text("weights")
-    for step in range(101):  # a page has 100, newest first
-        model = store.client.create_logged_model(experiment, name=f"step-{step}", source_run_id=run_id)
-        if step == 0:
-            store.client.log_model_artifact(model.model_id, str(weights))
-            first = str(model.model_id)
-    store.client.delete_run(run_id)
-    assert [found.model_id for found in find_garbage(store.uri)] == [first]

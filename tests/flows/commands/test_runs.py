@@ -20,12 +20,11 @@ from flows.commands.runs import logs, stop
 from flows.stack.state import FLOW_RUN_ID
 from flows.stages.report import write_report
 from flows.work.open_run import STOP_FILE, open_run, record_stop_request, with_absolute_paths
-from flows.work.runs import Outcome, all_runs, collect_garbage, compare, find_named_runs, find_run, prune, sync
+from flows.work.runs import Outcome, all_runs, compare, find_named_runs, find_run, sync
 from flows.work.status import SAME_COMMAND, resume_hint, status_of
 from flows.work.trainer import MAX_READ_BYTES
-from rlcore.config import TrackingConfig
 from rlcore.config.compose import load_config
-from rlcore.errors import DataError, RunInUseError, StopRequestedError, TrackingError
+from rlcore.errors import DataError, RunInUseError, StopRequestedError
 from rlcore.responses.query import Query, find_responses
 from rlcore.run.disk import PAUSED, RESUMED
 from rlcore.run.failures import append_failure, failure_from, read_failures
@@ -210,16 +209,6 @@ def test_a_run_that_somebody_has_damaged_or_deletes_is_listed(layout: RunLayout,
     assert (found.state, found.total_steps) == ("not begun", None)
 
 
-def test_pruning_keeps_the_recorded_holder_of_a_run(layout: RunLayout) -> None:
-    layout.checkpoints.mkdir()
-    lock = layout.run_dir / RUN_LOCK
-    with HeldLock(lock, what="the run"):
-        assert "prunes by itself" in prune(layout.run_dir, dry_run=False).text
-    lock.write_text("{}")
-    assert prune(layout.run_dir, dry_run=False).text == "deleted 0 checkpoints"
-    assert lock.read_text() == "{}"
-
-
 def test_the_newest_log_and_a_run_without_one(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(DataError, match="holds no trainer's log"):
         logs([str(layout.run_dir)], num_lines=2)
@@ -347,12 +336,6 @@ def test_a_comparison_is_written_under_the_given_root_without_a_store(
     (tmp_path / "here" / "mlflow.db").touch()
     assert compare(folders, tmp_path / "here").mlflow_page == ""
     assert caplog.messages[-1].endswith(f"is not in the MLflow store of {tmp_path / 'here'}")
-
-
-def test_garbage_that_cannot_be_looked_for_is_an_error(tmp_path: Path) -> None:
-    tracking = TrackingConfig(uri="oddsql://host/runs")
-    with pytest.raises(TrackingError, match=r"^garbage cannot be searched: tracking\.uri oddsql://host/runs: "):
-        collect_garbage(tmp_path, tracking, dry_run=True)
 
 
 def test_a_run_that_another_process_delivers_is_left_to_it(layout: RunLayout) -> None:

@@ -1,4 +1,4 @@
-"""`millrace compare`, `sync`, `gc`, `ui`, their flows, and what MLflow's own pages show of a real run."""
+"""`millrace compare`, `sync`, `ui`, their flows, and what MLflow's own pages show of a real run."""
 
 import io
 import json
@@ -37,7 +37,7 @@ from rlcore.tracking.connection import explain_error, mlflow_name
 from rlcore.tracking.delivery import read_state
 from rlcore.tracking.journal import RunJournal, read_journal
 from rlcore.tracking.mlflow_store import MlflowStore
-from rlcore.tracking.models import models_of, name_models
+from rlcore.tracking.models import models_of
 from tests.flows.conftest import REPOSITORY, SMALL, WAIT_S, Finished, Millrace, Reference, basic
 from tests.helpers.attempts import Attempt
 from tests.helpers.chromium import Tab, open_tab
@@ -179,88 +179,11 @@ def test_names_and_searches_without_a_match_are_reported(synced: Path) -> None:
 
 
 def test_a_root_without_a_store_is_reported_and_left_empty(tmp_path: Path) -> None:
-    ui, gc, compare = (millrace(tmp_path / "typo", *line.split()) for line in ("ui", "gc", "compare --search x"))
-    assert (ui.code, gc.code, compare.code) == (1, 0, 1)
+    ui, compare = (millrace(tmp_path / "typo", *line.split()) for line in ("ui", "compare --search x"))
+    assert (ui.code, compare.code) == (1, 1)
     assert "holds no MLflow store" in ui.err
-    assert "there is no MLflow store" in gc.out
     assert "there is no MLflow store" in compare.err
     assert not (tmp_path / "typo").exists()
-
-
-def test_gc_removes_what_deleted_runs_have_left_and_nothing_else(
-    synced: Path, reference: Reference, tmp_path: Path
-) -> None:
-    store, client = MlflowStore(TrackingConfig(), synced), client_of(synced)
-    kept_files = reference.millrace.root / "mlartifacts"  # the experiment was made there
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2"}')
-    runs = []
-    for name in ("thrown away", "registered", "kept"):
-        run_id = store.create_run(name, {})
-        store.client.log_text(run_id, "x" * 1_000, "notes/a.txt")
-        model = client.create_logged_model(
-            store.experiment_id, name=name.replace(" ", "-"), source_run_id=run_id, tags={"step": "1"}
-        )
-        client.log_model_artifact(model.model_id, str(tmp_path / "model" / "config.json"))
-        client.finalize_logged_model(model.model_id, "READY")
-        runs.append((run_id, str(model.model_id)))
-    name_models(store, runs[1][0], {"best": runs[1][1]}, "champion")
-    for run_id, _ in runs[:2]:
-        client.delete_run(run_id)
-
-    def files(run: tuple[str, str]) -> tuple[int, int]:
-        folders = [path for path in kept_files.rglob("*") if path.name in run and path.is_dir()]
-        found = {folder.name: sum(file.is_file() for file in folder.rglob("*")) for folder in folders}
-        return found.get(run[0], 0), found.get(run[1], 0)
-
-    assert [files(run) for run in runs] == [(1, 1)] * 3
-    before = {path for path in kept_files.rglob("*") if path.is_file()}
-    dry = millrace(synced, "gc", "--dry-run")
-    assert dry.out.count("would be removed") == 3, dry.out
-    assert "stay: it is champion version 1 in the model registry" in dry.out
-    assert {path for path in kept_files.rglob("*") if path.is_file()} == before
-    done = millrace(synced, "gc")
-    assert done.code == 0, done.err
-    assert [files(run) for run in runs] == [(0, 0), (0, 1), (1, 1)]
-    gone = before - set(kept_files.rglob("*"))
-    assert len(gone) == 3, "the artifacts of two runs and the model of one"
-    assert client.get_run(runs[0][0]).info.lifecycle_stage == "deleted", "what MLflow knows of it stays"
-    assert "champion" in millrace(synced, "gc").out
-
-
-FLOWS = """
-import sys
-from flows.maintain import compare
-from flows.maintain import maintain
-root, first, second = sys.argv[1:]
-outcomes = maintain(root=root, dry_run=False)
-print([str(outcome) for outcome in outcomes])
-print(compare(runs=[first, second], root=root).html)
-"""
-
-
-def said_by(reference: Reference, code: str, *words: str) -> str:
-    """Return the output of a Python process that uses the reference run's Prefect server."""
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words],
-        cwd=REPOSITORY,
-        env=without_login() | dict(reference.millrace.environment),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3_000:]
-    return done.stdout
-
-
-def test_the_flows_run_alone(synced: Path, reference: Reference) -> None:
-    said = said_by(reference, FLOWS, str(synced), reference.run_dir.name, SECOND)
-    outcomes, html = said.splitlines()[-2:]
-    assert f"{SECOND}: nothing was missing" in outcomes
-    assert "checkpoints" in outcomes
-    assert Path(html).is_file()
 
 
 @pytest.fixture
@@ -283,8 +206,8 @@ def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple
             stop_server(process)
 
 
-def test_upkeep_uses_the_stacks_own_database(
-    own_store: tuple[Path, MlflowClient], reference: Reference, monkeypatch: pytest.MonkeyPatch
+def test_sync_uses_the_stacks_own_database(
+    own_store: tuple[Path, MlflowClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, client = own_store
     run_dir = root / "runs" / SECOND
@@ -294,20 +217,12 @@ def test_upkeep_uses_the_stacks_own_database(
     tracker = RunJournal(run_dir, silent, tags={})
     tracker.append_event("resume", 2, {})
     tracker.finish("FINISHED")
-    deleted = client.create_run(client.create_experiment("millrace")).info.run_id
-    client.log_text(deleted, "x" * 1_000, "notes/a.txt")
-    client.delete_run(deleted)
-    assert "would be removed" in millrace(root, "gc", "--dry-run").out
 
-    code = "import sys; from flows.maintain import maintain; print(*maintain(root=sys.argv[1]), sep='; ')"
-    said = said_by(reference, code, str(root))
-    assert "bytes of the journal delivered; the run is FINISHED" in said
-    assert "1 files, 0.0 MB removed" in said
+    assert "bytes of the journal delivered; the run is FINISHED" in millrace(root, "sync").out
     store = MlflowStore(TrackingConfig(uri=client.tracking_uri), root)
     (run,) = store.find_runs({"millrace.run_id": SECOND})
     assert (run.info.status, run.data.params["trainer.total_steps"]) == ("FINISHED", "2")
     assert client.get_metric_history(run.info.run_id, "critic/score/mean")[-1].step == 2
-    assert client.list_artifacts(deleted) == []
     assert "nothing was missing" in millrace(root, "sync").out
     assert "nothing was missing" in millrace(root, "sync", "--uri", client.tracking_uri).out
     monkeypatch.delenv("MLFLOW_TRACKING_PASSWORD")

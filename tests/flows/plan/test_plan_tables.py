@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.plan.plan import DiskBudget, RunPlan, TokenBudget, memory_note, show_memory, show_plan
+from flows.plan.plan import DiskBudget, RunPlan, memory_note, show_memory, show_plan
 from flows.stages.stage import StageStatus
 from rlcore.storage.disk import RoomReport, size, unit_for
 from rlcore.workers.memory_plan import CONTEXT_BYTES, Device, MemoryPlan
@@ -37,7 +37,6 @@ PLAN = RunPlan(
     ),
     committed_step=20,
     total_steps=50,
-    tokens=TokenBudget(1_024, 8_192, 1_300, 10_649_600, 319_488_000),
     disk=DiskBudget(
         checkpoint_bytes=3_000_000_000,
         num_checkpoints=2,
@@ -74,8 +73,6 @@ def test_plan_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert rest[2].split(maxsplit=4) == ["train", "dddd", "to", "do", "1 of 3 done; to do: step 20-40, step 40-50"]
     assert rest[3:] == [
         "training: committed step 20 of 50",
-        "tokens: 1,024 prompts and 8,192 responses per step, at most 1,300 tokens each: at most 10,649,600 per step, "
-        "319,488,000 in the remaining steps",
         "disk: a checkpoint 3.0 GB, at most 2 at a time, 1.0 GB in reserve: 4.0 GB still needed, 5.5 GB free",
         "  /root: 6.0 GB to write on this file system, 5.5 GB free; MISSING 1.5 GB",
         "  /shm: 2.0 MB to write on this file system, 2.0 MB free",

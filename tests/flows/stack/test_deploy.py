@@ -20,7 +20,7 @@ from prefect.states import Cancelling, Crashed, Pending, Running, Scheduled, Sus
 from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools import ValidationError, validate
 
-from flows import SOURCE_FOLDER, maintain, pipeline
+from flows import SOURCE_FOLDER, pipeline
 from flows.server.api import LocalServer
 from flows.stack.deploy import DEPLOYMENTS, QUEUES, ensure_pool, recover_lost_runs, without_null_types
 from flows.stack.services import POOL
@@ -66,7 +66,7 @@ def test_every_experiment_and_every_flow_has_a_deployment() -> None:
     assert len({*names}) == len(names)
     deployed = {one["parameters"]["experiment"] for one in ALL if flow_of(one) is pipeline.pipeline}
     assert deployed >= set(experiment_names())
-    modules = (pipeline, sweep, maintain)
+    modules = (pipeline, sweep)
     flows = {found.name for module in modules for found in vars(module).values() if isinstance(found, Flow)}
     assert {flow_of(one).name for one in ALL} == flows
 

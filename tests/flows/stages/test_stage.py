@@ -14,7 +14,7 @@ from flows.chain import finished_result
 from flows.progress import ValidationSummary, with_interval
 from flows.stages import train
 from flows.stages.export import Export, ExportBest, ExportedWeights, best_step_to_export, find_weights
-from flows.stages.inputs import describe_rows, record_inputs, suite_datasets, warn_of_few_rows
+from flows.stages.inputs import describe_rows, record_inputs, warn_of_few_rows
 from flows.stages.pass_rates import PassRateTable
 from flows.stages.report import ReportPage, find_report, report_fingerprint
 from flows.stages.train import Chunk, Train
@@ -312,20 +312,3 @@ def test_chunk_bounds(run: OpenRun) -> None:
     assert Train.chunks(config) == [Train(0, 2, False), Train(2, 4, False), Train(4, 5, True)]
     assert Train.chunks(config, 4) == [Train(0, 2, False), Train(2, 4, True)]
     assert Train.chunks(config, 1) == [Train(0, 1, True)]
-
-
-def test_datasets_of_suites_for_decontamination(run: OpenRun) -> None:
-    assert suite_datasets(run.config) == {}
-    suites = load_config(
-        [
-            "experiment=debug",
-            f"paths.root={run.layout.root}",
-            "filter.decontaminate=tell",
-            "validation.suites=[{name: sums, data: {task: countdown, template: bare, max_numbers: 3, number_high: 20, "
-            "target_high: 40, operations: ['+', '-'], train_size: 1, validation_size: 4}}]",
-        ]
-    )
-    found = suite_datasets(suites)
-    assert {name: folder.parent for name, folder in found.items()} == {"sums": run.layout.root / "datasets"}
-    off = changed(suites, "filter", decontaminate="off")
-    assert suite_datasets(off) == {}

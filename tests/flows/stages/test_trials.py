@@ -101,7 +101,6 @@ THINKING = "data.chat_template_kwargs.enable_thinking=false"
          r"algo\.policy_loss: .* got tried_out:loss, which raises TypeError: loss\(\) got"),
         (["data.train_size=100000"], "100,032 problems asked for, but only 5,326 exist with 3 numbers"),
         (["data.train_size=4767", "data.validation_size=560"], "5,327 problems asked for, but only 5,326 exist"),
-        (["data.number_high=90", "data.train_size=100000000"], "100,000,032 problems asked for, but only about"),
         (["data=custom", "data.train_size=5000", "data.validation_size=9"], "at most 4851 products exist, got 5009"),
         (["data=custom", "data.build=tried_out:raises"], "failed to make its first row: KeyError: 'words.txt'"),
         (["data.environment=tried_out:NoReset", "warm_start.enabled=false", "data=custom", "data.build=tried_out:long"],
@@ -195,16 +194,12 @@ def test_fewer_requested_rows_than_a_batch_warn(dry_run: Try) -> None:
     assert "batch_size=8 is more than the 7 training rows requested by data.train_size" in message
 
 
-def test_broken_lines_of_suite_and_demonstrations_are_reported(dry_run: Try, tmp_path: Path) -> None:
+def test_broken_lines_of_a_suite_are_reported(dry_run: Try, tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text(json.dumps(LINES["gsm8k"]))
     (tmp_path / "test.jsonl").write_text(f"{json.dumps(LINES['gsm8k'])}\n[1]\n")
     suite = f"validation.suites=[{{name: sums, data: {{task: gsm8k, source: {tmp_path}, template: text}}}}]"
     with pytest.raises(DataError, match=r"test\.jsonl: line 2: must be a JSON object"):
         dry_run(*READS, "model.path=some/model", "data.template=base", suite)
-    talks = tmp_path / "talks.jsonl"
-    talks.write_text('{"prompt": "a", "completion": "b"}\n' * 300 + "{")
-    with pytest.raises(DataError, match=r"talks\.jsonl: line 301: is no JSON"):
-        dry_run(f"warm_start.demonstrations={talks}", "data.search_tries=null")
 
 
 def test_existing_dataset_gives_the_first_row(artifacts_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,26 +245,6 @@ def test_scorer_that_cannot_read_ground_truth_is_refused(
         dry_run(*words)
 
 
-def test_prompt_that_ends_with_the_ground_truth(dry_run: Try, tmp_path: Path) -> None:
-    plain = ("reward.num_processes=1", "warm_start.enabled=false", model(tmp_path / "model"))
-
-    def overrides(words: str) -> list[str]:
-        for split, question in (("train", "a"), ("validation", "b")):
-            prompt = [{"role": "user", "content": question}, {"role": "assistant", "content": words}]
-            row = {"data_source": "gsm8k", "prompt": prompt, "reward_model": {"style": "rule", "ground_truth": "7"}}
-            pq.write_table(pa.Table.from_pylist([row]), tmp_path / f"{split}.parquet")
-        files = [f"data.{split}_file={tmp_path}/{split}.parquet" for split in ("train", "validation")]
-        return ["data=parquet", "data.scorer=data.math:score", *files, *plain]
-
-    message = dry_run(*overrides("7 is"))
-    assert (
-        message.count("1 prompts that end with the assistant's words have their ground truth, a number, among them")
-        == 2
-    )
-    with pytest.raises(DataError, match=r"train\.parquet: row 0: .* must not end with the row's ground truth '7'"):
-        dry_run(*overrides("It is 7."))
-
-
 def test_tokenizer_is_loaded_without_rows(config: RunConfig, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="the tokenizer cannot be loaded"):
@@ -283,7 +258,7 @@ def test_template_unfit_for_turns_is_refused_for_environments(config: RunConfig,
     (tmp_path / "chat_template.jinja").write_text("{{ messages[-1].content }}{{ '=' if add_generation_prompt }}")
     chat = FirstRow([{"role": "user", "content": "1 + 2"}], "chat", "{}", "")
     try_tokenizer(tmp_path, [chat], config)
-    played = changed(config, "data", environment="data.calculator:Countdown")
+    played = changed(config, "data", environment="data.number_guessing:Game")
     try_tokenizer(tmp_path, [replace(chat, prompt_form="text")], played)
     with pytest.raises(
         ConfigError, match=r"^data\.environment: the tokenizer's chat template drops or changes earlier"

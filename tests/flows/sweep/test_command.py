@@ -39,7 +39,7 @@ def test_dry_run_shows_every_run_and_writes_nothing(artifacts_root: Path, capsys
 def test_dry_run_of_a_search_shows_its_points(artifacts_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done = in_this_process(capsys, "sweep", "countdown_optuna", f"paths.root={artifacts_root}", "--dry-run")
     assert done.code == 0, done.err
-    assert "20 points drawn by optuna search, 1 seed(s) each; compared at step 20, " in done.out
+    assert "20 points drawn by Optuna, 1 seed(s) each; compared at step 20, " in done.out
 
 
 def test_multirun_is_the_sweep_of_its_file(artifacts_root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -120,7 +120,7 @@ def test_budget_ends_call_and_next_one_continues(tmp_path: Path, budget: Budget)
 def test_point_with_refused_settings_fails_alone(tmp_path: Path) -> None:
     """Each value is valid with the first one of the other key, but a mini-batch of 16 needs more than 8 prompts."""
     space = "{optim.lr: [1e-4], trainer.batch_size: [16, 8], trainer.mini_batch_size: [8, 16]}"
-    sweep = load(tmp_path, f"random: {{num_points: 12, space: {space}}}\n")
+    sweep = load(tmp_path, f"optuna: {{num_points: 12, startup_points: 12, space: {space}}}\n")
     drive = SweepWorker(sweep, RunWriter(), "call")
     drive.run()
     rows = rows_of(sweep, drive.study.points())

@@ -11,11 +11,9 @@ from flows.work.open_run import with_absolute_paths
 from flows.work.runs import (
     Outcome,
     all_runs,
-    collect_garbage,
     find_named_runs,
     find_run,
     find_runs,
-    prune,
     read_settings,
     sync,
 )
@@ -23,9 +21,7 @@ from rlcore.config import TrackingConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import ConfigError, DataError
 from rlcore.run.layout import RunLayout
-from rlcore.storage.locks import RUN_LOCK, RunLock, read_holder
 from rlcore.tracking.lineage import Origin
-from tests.flows.conftest import commit
 
 Made = Callable[..., RunLayout]
 
@@ -99,26 +95,6 @@ def test_settings_of_another_version_are_reported_with_file(make_run: Made) -> N
         read_settings(layout.run_dir)
 
 
-def test_pruning_reports_deleted_checkpoints(make_run: Made) -> None:
-    layout = make_run("sum-1", "checkpoint.keep_last=2", "checkpoint.keep_best=0")
-    assert prune(layout.run_dir, dry_run=False) == Outcome("sum-1", "no checkpoints", ok=True)
-    config = read_settings(layout.run_dir)
-    folders = [commit(config, step, num_bytes=400_000) for step in range(1, 6)]
-    message = prune(layout.run_dir, dry_run=True)
-    assert str(message) == "sum-1: would delete 3 of 5 checkpoints, 1.2 MB"
-    assert (message.ok, all(folder.is_dir() for folder in folders)) == (True, True)
-    with RunLock(layout.run_dir):
-        message = prune(layout.run_dir, dry_run=False)
-    assert message == Outcome("sum-1", "is running, and prunes by itself", ok=True)
-    holder = read_holder(layout.run_dir / RUN_LOCK)
-    assert prune(layout.run_dir, dry_run=False) == Outcome("sum-1", "deleted 3 checkpoints", ok=True)
-    assert [folder.name for folder in folders if folder.is_dir()] == ["step-000004", "step-000005"]
-    assert read_holder(layout.run_dir / RUN_LOCK) == holder
-    layout.run_json.write_text("{}x")
-    message = prune(layout.run_dir, dry_run=False)
-    assert (message.ok, message.text.startswith(f"not pruned: {layout.run_json}: cannot be read")) == (False, True)
-
-
 def test_run_that_has_not_begun_is_not_delivered(make_run: Made) -> None:
     assert sync(make_run("sum-1").run_dir, None) == Outcome("sum-1", "has not begun", ok=True)
 
@@ -126,8 +102,6 @@ def test_run_that_has_not_begun_is_not_delivered(make_run: Made) -> None:
 def test_root_without_store(make_run: Made, tmp_path: Path) -> None:
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     make_run("sum-1")
-    (only,) = collect_garbage(tmp_path, TrackingConfig(), dry_run=False)
-    assert only == Outcome(str(tmp_path), f"there is no MLflow store ({uri})", ok=True)
     message = f"--search 'x': there is no MLflow store ({uri}) to search; name another --root"
     with pytest.raises(DataError, match=f"^{re.escape(message)}$"):
         find_runs([], "x", tmp_path, TrackingConfig())
