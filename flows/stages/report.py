@@ -66,7 +66,7 @@ def write_report(layout: RunLayout) -> ReportPage:
 
 def report_fingerprint(layout: RunLayout, failure: str = "") -> str:
     """Return the fingerprint of a report's inputs: the run's files, its failure, and the report's source code."""
-    files = [layout.journal, layout.run_json, layout.run_dir / "memory_plan.json"]
+    files = [layout.journal, layout.run_json]
     files += [*sorted(layout.validation.glob("*.json")), *sorted(layout.suites.glob("*/*.json"))]
     ours = {path.name: sha256_of(path) for path in sorted(REPORT_SOURCE.rglob("*")) if path.suffix in SOURCE_SUFFIXES}
     read = {str(path.relative_to(layout.run_dir)): sha256_of(path) for path in files if path.is_file()}

@@ -80,8 +80,8 @@ def test_report_opens_without_browser_errors(grpo_report, tmp_path):
         )
         assert len(drawn) >= 10
         assert min(drawn) > 100
-        tab.click("#t-settings_default summary")
-        assert tab.value("document.querySelector('#t-settings_default').open")
+        tab.click("#t-metrics summary")
+        assert tab.value("document.querySelector('#t-metrics').open")
         light = tab.value("getComputedStyle(document.querySelector('svg.chart text')).fill")
         tab.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
         assert tab.value("getComputedStyle(document.querySelector('svg.chart text')).fill") != light
