@@ -26,12 +26,12 @@ from rlcore.config.data import PROGRAMS, has_default_scorer, parts_of, scorers_o
 from rlcore.config.model import SMOLLM2
 from rlcore.errors import ConfigError, DataError, DiskSpaceError
 from rlcore.models.hub import require_reachable
-from rlcore.models.shape import require_base, require_embeddings, require_trainable, token_counts
+from rlcore.models.shape import require_base, require_embeddings, require_same_tokens, require_trainable, token_counts
 from rlcore.rollout.scoring import require_environment, require_scorer
 from rlcore.rollout.tools import tool_schemas
 from rlcore.rollout.vllm import require_vllm
 from rlcore.run.initial_policy import stage_settings
-from rlcore.run.inputs import configured_model, require_smollm2, require_whole_model
+from rlcore.run.inputs import configured_model, model_paths, require_smollm2, require_whole_model
 from rlcore.run.layout import RunLayout
 from rlcore.runtime.cluster import folder_problem, unreachable
 from rlcore.storage.disk import is_out_of_room, nearest_existing
@@ -60,11 +60,24 @@ def check_run(settings: RunSettings) -> None:
 def check_before_plan(config: RunConfig) -> None:
     """Check the custom functions, the model files on this machine, the run's folder and the root."""
     _require_functions(config)
-    if config.model.path is not None:
-        require_trainable(config.model.path)
-        require_embeddings(config.model.path, token_counts(str(configured_model(config))))
+    tokens = _tokens(config)
+    for key, path in model_paths(config).items():
+        if path is not None:
+            require_trainable(key, path)
+            (require_same_tokens if key == "critic.path" else require_embeddings)(key, path, tokens)
     RunLayout.of(config).require_kinds()
     require_root(Path(config.paths.root))
+
+
+def _tokens(config: RunConfig) -> dict[str, int]:
+    """Return the id of each token of the run's tokenizer, or {} if its file is not on this machine."""
+    if config.model.path is not None:
+        return token_counts(str(configured_model(config)))
+    if config.critic is None or config.critic.path is None:
+        return {}  # it will be built with the model
+    from rlcore.models.tokenizer import scratch_vocabulary
+
+    return scratch_vocabulary(config.model.scratch)
 
 
 def require_root(root: Path) -> None:
@@ -109,7 +122,7 @@ def _require_packages(config: RunConfig) -> None:
     require_base(config.model.lora)
     require_trackers(config.tracking)
     require_device(config)
-    if config.model.path == SMOLLM2:
+    if SMOLLM2 in model_paths(config).values():
         require_smollm2(configured_model(config))
 
 
@@ -121,9 +134,10 @@ def require_machine(config: RunConfig) -> None:
         problem = folder_problem() if address is None else unreachable(address)
         if problem is not None:
             raise ConfigError(problem)
-    if (path := config.model.path) not in (None, SMOLLM2):
-        require_reachable(path)
-        require_whole_model(path)
+    for key, path in model_paths(config).items():
+        if path not in (None, SMOLLM2):
+            require_reachable(key, path)
+            require_whole_model(key, path)
 
 
 def require_device(config: RunConfig) -> None:

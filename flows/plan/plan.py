@@ -19,7 +19,7 @@ from rlcore.checkpoint.catalog import scan
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.config.model import INSTALL_SMOLLM2, PUBLISHED, SMOLLM2, smollm2_file
-from rlcore.models.shape import config_file, shape_of
+from rlcore.models.shape import config_file, critic_shape, shape_of
 from rlcore.run.disk import disk_needs
 from rlcore.run.initial_policy import stage_settings
 from rlcore.run.layout import RunLayout
@@ -117,7 +117,7 @@ def count_parameters(config: RunConfig) -> ParameterCount | None:
         return None
     whole = shape.policy_parameters
     policy = whole if lora is None else shape.adapter_parameters(lora)
-    critic = 0 if config.critic is None else shape.critic_parameters
+    critic = 0 if config.critic is None else critic_shape(config, shape).critic_parameters
     return ParameterCount(policy + critic, whole)
 
 

@@ -9,7 +9,7 @@ from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import run_id
 from rlcore.errors import CheckpointError
-from rlcore.run.inputs import RunInputs, model_digests
+from rlcore.run.inputs import RunInputs, model_digests, model_paths
 from rlcore.run.layout import RunLayout
 from rlcore.storage.documents import content_digest
 from rlcore.storage.manifest import FILE_SHA256, read_manifest
@@ -102,9 +102,9 @@ def _changed_files(config: RunConfig, inputs: RunInputs) -> list[str]:
 
 def _changed_models(config: RunConfig, origin: Origin) -> list[str]:
     """Return a line for each changed model file. A model that is or was missing on this machine is skipped."""
-    changes: list[str] = []
+    changes, paths = [], model_paths(config)
     for key, now in model_digests(config).items():
-        place = Path(str(config.model.path)).expanduser().resolve()
+        place = Path(str(paths[key])).expanduser().resolve()
         changes += _digest_changes(f"{key}, {place}: ", origin.models.get(key, now), now)
     return changes
 

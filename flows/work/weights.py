@@ -37,7 +37,7 @@ def find_initial_policy(config: RunConfig, layout: RunLayout) -> Path:
     with run_code(layout.code):
         start = planned_initial_policy(config, RunInputs.read(layout).filtered_directory)
     if not start.is_absolute():
-        require_reachable(str(start))
+        require_reachable("model.path", str(start))
     elif not start.is_dir():
         raise DataError(
             f"{start}: missing: the initial policy of run {layout.run_dir.name} has config and tokenizer. Restore it "

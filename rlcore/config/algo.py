@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from rlcore.config.base import MayChange, Run, Section, is_function_name
+from rlcore.config.base import MayChange, Run, Section, expand_home, is_function_name
 from rlcore.config.problems import Problem, did_you_mean
 from rlcore.config.rules import Bound, EffectiveWhen, Rule, rule
 
@@ -301,8 +301,10 @@ class OptimConfig(Section):
 
 
 class CriticConfig(Section):
-    """The value model of PPO. It starts from the policy's weights with a new head."""
+    """The value model of PPO. It has the policy's architecture, but separate weights and a separate optimizer."""
 
+    path: str | None = None
+    """The path of the initial weights. If null, the initial weights are those of the policy."""
     optim: OptimConfig = OptimConfig(lr=1e-5)
     """The optimizer of the critic."""
     warmup_steps: Annotated[int, Bound("be under", "trainer.total_steps", "Lower it, or train for longer")] = Field(
@@ -314,3 +316,5 @@ class CriticConfig(Section):
              lambda _, run: run.algo.advantage == "gae",
              "Leave out the critic's settings (critic=none), or choose algo=ppo"),
     )  # fmt: skip
+
+    _expanded = field_validator("path")(expand_home)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from rlcore.config.algo import OptimConfig
-from rlcore.config.base import MayChange, Run, Section, expand_home, expand_path
+from rlcore.config.base import MayChange, Run, Section, expand_home, expand_path, value_at
 from rlcore.config.data import DATA_FILE, KINDS_OF_FILES, CountdownData, CustomData, MixtureData
 from rlcore.config.problems import Problem
 from rlcore.config.rules import Bound, EffectiveWhen, Rule, rule
@@ -152,16 +152,24 @@ def _fits_context(model: "ModelConfig", run: Run) -> Problem | None:
     )
 
 
-def _model_exists(model: "ModelConfig", run: Run) -> Problem | None:
-    path = model.path
-    if path in (None, SMOLLM2) or (expand_path(path) / "config.json").is_file():  # SmolLM2's package is not needed here
-        return None
-    # A hub id is a name, or an owner and a name.
-    if not (path.startswith(("/", ".", "~")) or ":" in path or path.count("/") > 1 or Path(path).exists()):
-        return None
-    got = f"{path or repr(path)}, which {'has no config.json' if expand_path(path).is_dir() else 'is no directory'}"
-    remedy = "Give a directory that AutoModelForCausalLM.from_pretrained reads, or a hub id such as Qwen/Qwen2.5-0.5B"
-    return Problem("model.path", "must be a transformers model directory", got, remedy)
+def _model_exists(key: str, *others: str) -> Rule:
+    """Return the rule that the setting `key` must be a transformers directory, a possible hub id, or a value in
+    `others`. Without this rule, a critic would fail only after the policy and the engine have been loaded."""
+
+    def check(_: Any, run: Run) -> Problem | None:
+        path = value_at(run, key)
+        if path is None or path in others or (expand_path(path) / "config.json").is_file():
+            return None
+        # A hub id is a name, or an owner and a name.
+        if not (path.startswith(("/", ".", "~")) or ":" in path or path.count("/") > 1 or Path(path).exists()):
+            return None
+        got = f"{path or repr(path)}, which {'has no config.json' if expand_path(path).is_dir() else 'is no directory'}"
+        remedy = (
+            "Give a directory that AutoModelForCausalLM.from_pretrained reads, or a hub id such as Qwen/Qwen2.5-0.5B"
+        )
+        return Problem(key, "must be a transformers model directory", got, remedy)
+
+    return Rule((key,), check)
 
 
 def _lora_names_layers(lora: "LoraConfig", run: Run) -> Problem | None:
@@ -267,7 +275,8 @@ class ModelConfig(Section):
         Rule((".path", ".scratch.max_integer", "data"), _has_tokenizer_for_prompts),
         Rule(("rollout.tensor_parallel_size", ".path", ".scratch.num_heads", ".scratch.intermediate_size"),
              _heads_divide_among_gpus),
-        Rule((".path",), _model_exists),
+        _model_exists("model.path", SMOLLM2),  # its package is not needed for a plan
+        _model_exists("critic.path"),
         Rule((".path", ".scratch.max_position_embeddings", "filter.max_prompt_tokens", "rollout.max_response_tokens"),
              _fits_context),
         rule(".attention", "runtime.device", "must be auto or sdpa on a CPU",

@@ -42,15 +42,15 @@ def cached_config(path: str, name: str = "config.json") -> Path | None:
     return Path(found) if isinstance(found, str) else None
 
 
-def require_reachable(path: str) -> None:
+def require_reachable(key: str, path: str) -> None:
     """Check that a model is a local directory, in the hub's cache, or accessible on the hub. Raises ModelError if it is
     none of these."""
     if Path(path).expanduser().is_dir() or cached_config(path) is not None:
         return
     if (refusal := _hub_problem(path)) is not None:
         raise ModelError(
-            f"model.path: {path} is not a directory here, it is not in the hub's cache on this machine, and {refusal}, "
-            "or set model.path to a local model directory"
+            f"{key}: {path} is not a directory here, it is not in the hub's cache on this machine, and {refusal}, or "
+            f"set {key} to a local model directory"
         )
 
 

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from rlcore.config import RunConfig
 from rlcore.config.model import PUBLISHED, TESTED, LoraConfig, ModelConfig, ScratchModel
 from rlcore.errors import ModelError
 from rlcore.models.hub import cached_config
@@ -50,23 +51,35 @@ def untrainable(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def require_trainable(path: str) -> None:
+def require_trainable(key: str, path: str) -> None:
     """Check that a model can be trained, if its `config.json` is on this machine. Raises ModelError if it cannot."""
     config = _read_config(path)
     reason = untrainable(config) if isinstance(config, Mapping) else None
     if reason is not None:
-        raise ModelError(f"model.path: {reason}, got {path}. {TRAINABLE}")
+        raise ModelError(f"{key}: {reason}, got {path}. {TRAINABLE}")
 
 
-def require_embeddings(path: str, tokens: Mapping[str, int]) -> None:
+def require_embeddings(key: str, path: str, tokens: Mapping[str, int]) -> None:
     """Check that the model has an embedding of each token, if its `config.json` is on this machine. Raises ModelError
     if an embedding is missing."""
     config, highest = _read_config(path), max(tokens.values(), default=-1)
     size = config.get("vocab_size") if isinstance(config, Mapping) else None
     if isinstance(size, int) and size <= highest:
         raise ModelError(
-            f"model.path: must have an embedding of every token; got {path}, whose vocab_size is {size}, with a "
-            f"tokenizer whose highest id is {highest}. Set a model with its own tokenizer"
+            f"{key}: must have an embedding of every token; got {path}, whose vocab_size is {size}, with a tokenizer "
+            f"whose highest id is {highest}. Set a model with its own tokenizer"
+        )
+
+
+def require_same_tokens(key: str, path: str, tokens: Mapping[str, int]) -> None:
+    """Check that the model has an embedding of each of the policy's tokens, with the same token id. Nothing is checked
+    without the model's files. Raises ModelError if an embedding is missing or a token has another id."""
+    require_embeddings(key, path, tokens)
+    own = token_counts(path)
+    if differing := [token for token, number in tokens.items() if own.get(token, number) != number]:
+        raise ModelError(
+            f"{key}: must have the policy's tokenizer; got {path}, where {len(differing)} of {len(tokens)} tokens have "
+            f"another id, such as {differing[0]!r}. Set a model with the tokenizer of model.path"
         )
 
 
@@ -251,6 +264,12 @@ def shape_of(model: ModelConfig) -> ModelShape | None:
     if model.path is None:
         return ModelShape.of_scratch(model.scratch)
     return shape_from_config(_read_config(model.path))
+
+
+def critic_shape(config: RunConfig, shape: ModelShape) -> ModelShape:
+    """Return the shape of the model in `critic.path`, or the policy's `shape` if that path is unset or unavailable."""
+    path = None if config.critic is None else config.critic.path
+    return shape if path is None else shape_from_config(_read_config(path)) or shape
 
 
 def _read_config(path: str) -> object:

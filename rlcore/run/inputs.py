@@ -285,7 +285,7 @@ def find_initial_policy(config: RunConfig, filtered_directory: Path) -> Manifest
     Raises ModelError if `model.path` names a damaged model that Millrace has written.
     """
     if has_configured_model(config):
-        return require_whole_model(config.model.path)
+        return require_whole_model("model.path", config.model.path)
     return read_finished_or_set_aside(planned_initial_policy(config, filtered_directory))
 
 
@@ -294,22 +294,27 @@ def has_configured_model(config: RunConfig) -> bool:
     return config.model.path not in (None, SMOLLM2) and not config.warm_start.enabled
 
 
-def require_whole_model(path: str | None) -> Manifest | None:
-    """Return the manifest of the model at `path`, or None if Millrace has not written this model. Raises ModelError if
-    the model is damaged."""
+def require_whole_model(key: str, path: str | None) -> Manifest | None:
+    """Return the manifest of the model at `path`, or None if Millrace has not written this model. `key`: the setting
+    that names the model. Raises ModelError if the model is damaged."""
     try:
         return None if path is None else read_finished(Path(path), error=ModelError)
     except ModelError as damage:
-        raise ModelError(f"model.path: {damage} If the change is yours, delete its manifest.json.") from damage
+        raise ModelError(f"{key}: {damage} If the change is yours, delete its manifest.json.") from damage
 
 
 # ---------------------------------------------------------------- digests of models
 
 
+def model_paths(config: RunConfig) -> dict[str, str | None]:
+    """Return the paths or hub ids of the models in the settings, by settings key. A value is None if it is not set."""
+    return {"model.path": config.model.path, "critic.path": config.critic.path if config.critic else None}
+
+
 def model_digests(config: RunConfig) -> dict[str, dict[str, str]]:
-    """Return the file digests of the model at `model.path`, or {} if it is not a local model."""
-    folder = None if config.model.path is None else Path(config.model.path).expanduser()
-    return {} if folder is None or not folder.exists() else {"model.path": digests_in(folder)}
+    """Return the file digests of each local model that the settings name, by settings key."""
+    named = {key: Path(path).expanduser() for key, path in model_paths(config).items() if path is not None}
+    return {key: digests_in(folder) for key, folder in named.items() if folder.exists()}
 
 
 def digests_in(folder: Path) -> dict[str, str]:

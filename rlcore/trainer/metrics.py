@@ -229,7 +229,8 @@ def mfu_metrics(
         for phase in ("update_actor", "supervise"):
             flops["perf/mfu/actor", phase] = actor
             flops["perf/mfu_verl/actor", phase] = info.shape.verl_flops(lengths)
-        critic = info.shape.update_flops(lengths, num_targets=0, num_shared=num_shared)
+    if info.critic_shape is not None:
+        critic = info.critic_shape.update_flops(lengths, num_targets=0, num_shared=num_shared)
         flops["perf/mfu/critic", "update_critic"] = critic
     return {
         name: num_epochs * work / (seconds[phase] * num_devices * info.peak_flops)

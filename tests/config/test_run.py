@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rlcore.config import RunConfig
-from rlcore.config.algo import AlgoConfig
+from rlcore.config.algo import AlgoConfig, CriticConfig
 from rlcore.config.base import covers, expand_path, value_at
 from rlcore.config.data import PassRatesConfig, parts_of
 from rlcore.config.model import ModelConfig
@@ -74,8 +74,9 @@ def test_home_is_expanded_for_known_users() -> None:
     assert expand_path("~nobody77/x") == Path("~nobody77/x")
     assert PathsConfig(root="~/runs").root == str(Path.home() / "runs")
     assert PathsConfig(root="~nobody77/runs").root == "~nobody77/runs"
-    paths = [ModelConfig(path=path).path for path in ("~/m", "~nobody77/m", "./m/", "owner/m", None)]
-    assert paths == [f"{Path.home()}/m", "~nobody77/m", "./m/", "owner/m", None]
+    for section in (ModelConfig, CriticConfig):
+        paths = [section(path=path).path for path in ("~/m", "~nobody77/m", "./m/", "owner/m", None)]
+        assert paths == [f"{Path.home()}/m", "~nobody77/m", "./m/", "owner/m", None]
 
 
 def test_value_at_missing_key_is_absent() -> None:

@@ -122,6 +122,8 @@ MISTAKES: list[tuple[str, list[str]]] = [
     # models
     ("train model.path=empty warm_start.enabled=false", ["model.path: must be a transformers model directory"]),
     ("train model.path=small warm_start.enabled=false", ["model.path: must have an embedding of every token", "is 40"]),
+    ("train algo=ppo critic.path=small", ["critic.path: must have an embedding of every token", "vocab_size is 40"]),
+    ("train algo=ppo critic.path=other", ["critic.path: must have the policy's tokenizer", "such as '8'"]),
     (" ".join(["train data.template=base", *NO_TOKENIZER]), ["no_tokenizer", "tokenizer", "model.path"]),
     (" ".join(["train data=mapped data.source=rows data.question=q data.answer=a reward.num_processes=1",
                *NO_TOKENIZER]), ["no_tokenizer", "tokenizer", "model.path"]),
@@ -177,6 +179,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "model" / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     shutil.copytree(folder / "model", folder / "small")
     (folder / "small" / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": 40}))
+    shutil.copytree(folder / "model", folder / "other")
+    tokenizer = json.loads((folder / "model" / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["8"], vocabulary["9"] = vocabulary["9"], vocabulary["8"]
+    (folder / "other" / "tokenizer.json").write_text(json.dumps(tokenizer))
     return folder
 
 

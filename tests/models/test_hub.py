@@ -56,9 +56,9 @@ def test_is_hub_reachable(reach: Reach, closed_port: int) -> None:
 
 
 def test_missing_model_raises(tmp_path: Path) -> None:
-    require_reachable(str(tmp_path))
-    with pytest.raises(ModelError, match=r"^model\.path: no/model is not a directory here.*hf download no/mod"):
-        require_reachable("no/model")  # tests are offline
+    require_reachable("model.path", str(tmp_path))
+    with pytest.raises(ModelError, match=r"^critic\.path: no/model is not a directory here.*hf download no/mod"):
+        require_reachable("critic.path", "no/model")  # tests are offline
 
 
 def test_unavailable_hub_model_raises(reach: Reach, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +70,7 @@ def test_unavailable_hub_model_raises(reach: Reach, monkeypatch: pytest.MonkeyPa
     }
     with serving(models) as hub:
         reach(hub.port)
-        require_reachable("somebody/open")
+        require_reachable("model.path", "somebody/open")
         for name, words in (
             (
                 "somebody/gated",
@@ -80,9 +80,9 @@ def test_unavailable_hub_model_raises(reach: Reach, monkeypatch: pytest.MonkeyPa
             ("no/model", r"the hub has no such model \(RepositoryNotFoundError\)\. Check the name"),
         ):
             with pytest.raises(ModelError, match=rf"^model\.path: {name} is not a directory here.*{words}"):
-                require_reachable(name)
+                require_reachable("model.path", name)
         monkeypatch.setenv("HF_TOKEN", "secret")
-        require_reachable("somebody/gated")
+        require_reachable("model.path", "somebody/gated")
 
 
 def test_hub_model_is_fetched_once(reach: Reach, tmp_path: Path) -> None:
@@ -94,11 +94,11 @@ def test_hub_model_is_fetched_once(reach: Reach, tmp_path: Path) -> None:
 
     with serving({"somebody/tiny": Repository({COMMIT: files}, {"main": COMMIT})}) as hub:
         reach(hub.port)
-        require_reachable("somebody/tiny")
+        require_reachable("model.path", "somebody/tiny")
         fetched = weights("somebody/tiny")
         num_asked = len(hub.asked)
     is_hub_reachable.cache_clear()
-    require_reachable("somebody/tiny")
+    require_reachable("model.path", "somebody/tiny")
     again = weights("somebody/tiny")
     assert num_asked > 0
     for name, wanted in weights(written).items():

@@ -38,6 +38,7 @@ from rlcore.models.shape import (
     has_experts,
     peak_flops,
     require_embeddings,
+    require_same_tokens,
     require_trainable,
     shape_of,
     token_counts,
@@ -164,35 +165,46 @@ def test_untrainable_config_raises(tmp_path: Path, config: dict[str, Any], reaso
     """Check before the start and when loading."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     message = rf"{reason}, got {tmp_path}\. Supported are dense text decoders: llama, mistral, qwen2, qwen3"
-    with pytest.raises(ModelError, match=rf"model\.path: must .*{message}"):
-        require_trainable(str(tmp_path))
+    with pytest.raises(ModelError, match=rf"critic\.path: must .*{message}"):
+        require_trainable("critic.path", str(tmp_path))
     with pytest.raises(ModelError, match=rf"model\.path: must .*{message}"):
         load_policy(tmp_path, model=ModelConfig(), device=torch.device("cpu"))
     with pytest.raises(ModelError, match=message):
         check_before_plan(RunConfig(model=ModelConfig(path=str(tmp_path))))
 
 
-def test_model_requires_an_embedding_of_each_token(tmp_path: Path) -> None:
+def test_critic_requires_same_token_ids(tmp_path: Path) -> None:
     """Cover both vocabulary formats; added tokens are not read."""
-    for name, model in (("bpe", BPE({"a": 0, "b": 1}, [])), ("unigram", Unigram([("a", 0.0), ("b", 0.0)]))):
+    models = {
+        "policy": BPE({"a": 0, "b": 1}, []),
+        "more": Unigram([("a", 0.0), ("b", 0.0), ("c", 0.0)]),
+        "turned": BPE({"b": 0, "a": 1, "c": 2}, []),
+    }
+    for name, model in models.items():
         tokenizer = Tokenizer(model)
         tokenizer.add_special_tokens(["<image>"])
         (tmp_path / name).mkdir()
         tokenizer.save(str(tmp_path / name / "tokenizer.json"))
-        tokens = token_counts(str(tmp_path / name))
-        assert tokens == tokenizer.get_vocab(with_added_tokens=False)
-        require_embeddings(str(tmp_path / name), tokens)
-        (tmp_path / name / "config.json").write_text(json.dumps({"vocab_size": 2}))
-        require_embeddings(str(tmp_path / name), tokens)
-        (tmp_path / name / "config.json").write_text(json.dumps({"vocab_size": 1}))
-        with pytest.raises(ModelError, match=r"model\.path: .* every token; got .*vocab_size is 1, .* highest id is 1"):
-            require_embeddings(str(tmp_path / name), tokens)
+        assert token_counts(str(tmp_path / name)) == tokenizer.get_vocab(with_added_tokens=False)
+    policy, more, turned, other = (str(tmp_path / name) for name in (*models, "other"))
+    tokens = token_counts(policy)
+    for same in (policy, more, other):
+        require_same_tokens("critic.path", same, tokens)
+    with pytest.raises(ModelError, match=r"critic\.path: must have the policy's tokenizer.*2 of 2 tokens.*'a'"):
+        require_same_tokens("critic.path", turned, tokens)
+    require_same_tokens("critic.path", policy, token_counts(more))
+    Path(other).mkdir()
+    for folder, size in ((policy, 2), (other, 1)):
+        (Path(folder) / "config.json").write_text(json.dumps({"vocab_size": size}))
+    require_embeddings("model.path", policy, tokens)
+    with pytest.raises(ModelError, match=r"critic\.path: .* every token; got .*vocab_size is 1, .* highest id is 1"):
+        require_same_tokens("critic.path", other, tokens)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_trainable_configs_pass(tmp_path: Path, name: str) -> None:
     CONFIGS[name].save_pretrained(tmp_path)
-    require_trainable(str(tmp_path))
+    require_trainable("model.path", str(tmp_path))
 
 
 def test_update_flops_by_hand() -> None:

@@ -101,8 +101,8 @@ def test_configured_model_needs_no_stage(tmp_path: Path) -> None:
         assert planned == (Path("owner/a") if given else tmp_path / "models" / planned.name)
         stage = stage_layout(config, filtered)
         assert stage == RunLayout(tmp_path, tmp_path / "warm-starts" / f"warm-start-{planned.name}")
-    assert require_whole_model(None) is None
-    assert require_whole_model(str(tmp_path)) is None
+    assert require_whole_model("model.path", None) is None
+    assert require_whole_model("model.path", str(tmp_path)) is None
 
 
 @pytest.mark.parametrize(

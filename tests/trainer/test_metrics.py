@@ -143,7 +143,8 @@ SHAPE = ModelShape(
     hidden=8, layers=2, heads=2, kv_heads=2, head_dim=4, intermediate=16, vocab=50, tied=True, qkv_bias=True,
     qk_norm=False,
 )  # fmt: skip
-INFO = WorkerInfo("CPU", "float32", "sdpa", 1, SHAPE, 1e6, 1)
+CRITIC = replace(SHAPE, layers=3)
+INFO = WorkerInfo("CPU", "float32", "sdpa", 1, SHAPE, CRITIC, 1e6, 1)
 
 
 def test_mfu_metrics() -> None:
@@ -153,7 +154,7 @@ def test_mfu_metrics() -> None:
     assert found == {
         "perf/mfu/actor": 3 * SHAPE.update_flops([5, 7], num_targets=8, num_shared=4) / (2.0 * peak),
         "perf/mfu_verl/actor": 3 * SHAPE.verl_flops([5, 7]) / (2.0 * peak),
-        "perf/mfu/critic": 3 * SHAPE.update_flops([5, 7], num_targets=0, num_shared=4) / (4.0 * peak),
+        "perf/mfu/critic": 3 * CRITIC.update_flops([5, 7], num_targets=0, num_shared=4) / (4.0 * peak),
     }
     supervised = mfu_metrics({"supervise": 2.0}, [5, 7], INFO, num_targets=8, num_epochs=3, num_devices=2)
     assert supervised == {
@@ -167,7 +168,12 @@ def test_mfu_metrics() -> None:
         "perf/mfu_verl/actor": SHAPE.verl_flops([5, 7]) / (2.0 * peak),
     }
     assert mfu_metrics(seconds, [5], replace(INFO, peak_flops=None), num_targets=8, num_epochs=1, num_devices=1) == {}
-    assert mfu_metrics(seconds, [5], replace(INFO, shape=None), num_targets=8, num_epochs=1, num_devices=1) == {}
+    assert (
+        mfu_metrics(
+            seconds, [5], replace(INFO, shape=None, critic_shape=None), num_targets=8, num_epochs=1, num_devices=1
+        )
+        == {}
+    )
 
 
 def test_cost_metrics() -> None:

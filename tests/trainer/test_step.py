@@ -16,13 +16,17 @@ from rlcore.algos.objective import PolicyStatistics
 from rlcore.batching.balance import Balancer, Sizes, micro_batches
 from rlcore.batching.pack import select
 from rlcore.checkpoint.state import LoopState
-from rlcore.config import RunConfig
+from rlcore.config import RunConfig, ScratchModel
 from rlcore.config.compose import load_config
 from rlcore.errors import NonFiniteError
+from rlcore.models.scratch import build_scratch_model
+from rlcore.models.shape import ModelShape
+from rlcore.models.tokenizer import build_scratch_tokenizer
 from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.alarms import Alarm
 from rlcore.trainer.clock import PhaseClock
 from rlcore.trainer.experience import ExperienceCollector
+from rlcore.trainer.metrics import mfu_metrics
 from rlcore.trainer.step import StepResult, Trainer
 from rlcore.trainer.update import SharedBatch, Update
 from rlcore.workers.worker import Worker
@@ -200,6 +204,22 @@ def test_critic_warmup_skips_policy(root: Path) -> None:
     steps = run_steps(prepare(root, "algo=ppo", "critic.warmup_steps=2", "trainer.total_steps=3"), 3)
     assert ["actor/grad_norm" in step for step in steps] == [False, False, True]
     assert all("critic/vf_loss" in step for step in steps)
+
+
+def test_critic_flops_by_its_shape(root: Path) -> None:
+    scratch, folder = ScratchModel(hidden_size=16, num_layers=3, num_heads=1, intermediate_size=24), root / "critic"
+    build_scratch_tokenizer(scratch, folder)
+    build_scratch_model(scratch, vocab_size=113, eos_token_id=1, pad_token_id=0, seed=1, directory=folder)
+    run = prepare(root, "algo=ppo", "runtime.peak_tflops=1", f"critic.path={folder}")
+    with closing(LocalGroup(run.config, str(run.model_directory))) as group:
+        info = group.each(Worker.info)[0]
+    seconds = {"update_actor": 1.0, "update_critic": 1.0}
+    found = mfu_metrics(seconds, [5, 7], info, num_targets=6, num_epochs=1, num_devices=1)
+    for name, shape in (("actor", ModelShape.of_scratch(run.config.model.scratch)), ("critic", info.critic_shape)):
+        assert shape is not None
+        flops = shape.update_flops([5, 7], num_targets=6 if name == "actor" else 0)
+        assert found[f"perf/mfu/{name}"] == pytest.approx(flops / 1e12)
+    assert info.critic_shape == ModelShape.of_scratch(scratch)
 
 
 def test_first_update_is_on_policy(root: Path) -> None:

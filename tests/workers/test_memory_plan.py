@@ -226,6 +226,21 @@ def test_verl_experiment_fits_80_gb() -> None:
     assert not chosen.algo.kl.offload
 
 
+def test_critic_is_planned_by_its_shape() -> None:
+    """Check weights, moments, gradient and activations, on the device and offloaded."""
+    name = "meta-llama/Llama-3.2-1B-Instruct"
+    config = settings(f"critic.path={name}", "critic.optim.offload=true")
+    phases = plan_memory(config, QWEN_05B, H200).phases
+    held, update = phases[planning.GENERATION], phases[planning.CRITIC_UPDATE]
+    assert held["critic: float32 weights"] == update["critic: gradients"] == 4 * LLAMA_1B.critic_parameters
+    alone = plan_memory(settings("model.path=" + name, "critic.optim.offload=true"), LLAMA_1B, H200).phases
+    for part in ("activations", "gathered weights"):
+        assert update[part] == alone[planning.CRITIC_UPDATE][part] > phases[planning.POLICY_UPDATE][part]
+    on_card = plan_memory(settings(f"critic.path={name}"), QWEN_05B, H200).phases[planning.GENERATION]
+    assert on_card["critic: moments"] == 8 * LLAMA_1B.critic_parameters
+    assert on_card["policy: moments"] == 8 * QWEN_05B.policy_parameters
+
+
 @pytest.mark.parametrize(("size", "heads_of_a_rank"), [(1, 2), (2, 1), (4, 1)])
 def test_tensor_parallel_engine_is_split(size: int, heads_of_a_rank: int) -> None:
     """Ranks hold equal parts of the weights, and whole key-value heads of all responses."""

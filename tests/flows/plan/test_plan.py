@@ -11,7 +11,7 @@ from flows.plan.plan import count_parameters, make_plan, show_plan
 from flows.work.open_run import OpenRun
 from rlcore.config import ScratchModel
 from rlcore.config.compose import experiment_names, load_config
-from rlcore.config.model import INSTALL_SMOLLM2
+from rlcore.config.model import INSTALL_SMOLLM2, PUBLISHED
 from rlcore.errors import ConfigError, DiskSpaceError, ModelError
 from rlcore.models.scratch import build_scratch_model
 from rlcore.models.shape import ModelShape, shape_of
@@ -91,9 +91,9 @@ def test_parameters_are_counted_without_loading_a_model(tmp_path: Path) -> None:
     assert from_settings == from_files
     assert from_settings is not None
     assert from_settings.trained == 14_048
-    with_critic = count_parameters(load_config(["experiment=debug", "algo=ppo"]))
+    with_critic = count_parameters(load_config(["experiment=debug", "algo=ppo", "critic.path=Qwen/Qwen2.5-0.5B"]))
     assert with_critic is not None
-    assert with_critic.trained == 14_048 + ModelShape.of_scratch(scratch).critic_parameters
+    assert with_critic.trained == 14_048 + ModelShape.of_config(PUBLISHED["Qwen/Qwen2.5-0.5B"]).critic_parameters
 
 
 NOT_HERE = ("model.path=nowhere/nothing-here", "experiment=debug", "warm_start.enabled=false")
