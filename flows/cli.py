@@ -23,7 +23,7 @@ from flows import SOURCE_FOLDER
 from flows.commands import data, run, runs, stack, tracking
 from flows.commands.checkpoints import checkpoints
 from flows.commands.new import new
-from flows.commands.rollouts import audit, rescore, rollouts
+from flows.commands.rollouts import audit, rollouts
 from flows.commands.settings import command_group
 from flows.sweep.command import sweep
 from rlcore.errors import EXIT_RESUMABLE, RESUMABLE, ConfigError, MillraceError
@@ -43,7 +43,7 @@ INTERRUPTED = "interrupted; the same command resumes"
 COMMANDS: dict[str, Callable[..., None]] = {
     "run": run.run, "train": run.train, "sweep": sweep, "validate": run.validate, "eval": run.evaluate,
     "report": run.report, "checkpoints": checkpoints, "runs": runs.runs, "logs": runs.logs, "stop": runs.stop,
-    "doctor": stack.doctor, "new": new, "rollouts": rollouts, "rescore": rescore, "audit": audit,
+    "doctor": stack.doctor, "new": new, "rollouts": rollouts, "audit": audit,
     "compare": tracking.compare, "sync": tracking.sync, "ui": tracking.ui, "slots": runs.slots,
     "up": stack.up, "deploy": stack.deploy, "down": stack.down, "status": stack.status,
 }  # fmt: skip

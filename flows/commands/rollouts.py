@@ -1,4 +1,4 @@
-"""The commands `millrace rollouts`, `rescore` and `audit`, which read the recorded responses of a run."""
+"""The commands `millrace rollouts` and `audit`, which read the recorded responses of a run."""
 
 import json
 import sys
@@ -78,67 +78,6 @@ def rollouts(
         print(f"{len(shown):,} shown of {len(found):,} responses that match, of {total:,} on record")
 
 
-def rescore(
-    run: Run,
-    scorer: Annotated[str, typer.Option(metavar="MODULE:FUNCTION", help="The other scorer.")],
-    step: Step = "",
-    prompt: Prompt = None,
-    score: ScoreRange = "",
-    search: Search = "",
-    kind: Kind = "all",
-    as_json: AsJson = False,
-    root: OptionalRoot = None,
-) -> None:
-    """Score the recorded responses of a run with another scorer and report what would have changed. Nothing is written.
-
-    Examples:
-      millrace rescore countdown_demo-s1 --scorer my_scorer:score --kind training
-      millrace rescore countdown_demo-s1 --scorer my_scorer:score 'reward.weights={correct: 1, format: 0.2}'
-
-    Raises:
-        ConfigError: if an option cannot be parsed, or if a weight names a part that the score does not have.
-        DataError: if the scorer fails on all responses.
-    """
-    from flows.stages.trials import judge_failure_message
-    from rlcore.responses.audit import rescore as rescore_responses
-    from rlcore.responses.query import Query, to_finite_json
-    from rlcore.rollout.scoring_worker import weights_problem
-
-    query = Query.parse(step=step, prompt=prompt, score=score, search=search, kind=kind)
-    is_named = any("=" not in word for word in run)
-    weights = [word for word in run if is_named and word.startswith("reward.weights=")]
-    config, layout, _ = _recorded_responses([word for word in run if word not in weights], root)
-    own = config.reward.weights if scorer != config.data.scorer and not weights else {}
-    with _scoring_pool(config, layout, scorer, weights) as pool:
-        found = rescore_responses(layout.answers, query, pool, ground_truth_converter(config, scorer))
-        failed = pool.unscored[1]
-    if found.num_failed == found.num_answers:
-        if problem := weights_problem(failed):
-            raise ConfigError(problem)
-        raise DataError(
-            judge_failure_message(failed)
-            or f"{scorer}: must score any text, but failed on all responses. The last failure: {failed}"
-        )
-    if as_json:
-        print(json.dumps(to_finite_json(asdict(found)), ensure_ascii=False))
-        return
-    print(
-        f"{found.num_answers:,} responses by {scorer}: mean {found.mean_before:.4f} -> {found.mean_after:.4f}, "
-        f"{found.num_changed:,} scores would have been different\n"
-        f"of {found.num_groups:,} training groups {found.num_groups_changed:,} would have had other advantages; "
-        f"groups of equal scores: {found.num_groups_flat[0]:,} -> {found.num_groups_flat[1]:,}"
-    )
-    if found.num_failed:
-        print(f"{scorer} failed on {found.num_failed:,} responses; the last failure: {failed}")
-    if own:
-        print(
-            f"the run's reward.weights ({', '.join(own)}) apply to its own scorer only; the total of {scorer} is used. "
-            "Set the weights of its parts by reward.weights={PART: WEIGHT}"
-        )
-    for change in found.largest:
-        print(f"  {change}")
-
-
 def audit(
     run: Run,
     scorer: Annotated[
@@ -212,12 +151,10 @@ def _recorded_responses(run: Sequence[str], root: Path | None) -> "tuple[RunConf
 
 
 @contextmanager
-def _scoring_pool(
-    config: "RunConfig", layout: "RunLayout", scorer: str | None, weights: Sequence[str] = ()
-) -> "Iterator[ScoringPool]":
+def _scoring_pool(config: "RunConfig", layout: "RunLayout", scorer: str | None) -> "Iterator[ScoringPool]":
     """Yield a pool of processes that run `scorer`. If it is None, they run the scorer that is stored with the run.
 
-    `weights` are overrides of `reward.weights`. Without overrides, the run's weights apply only to the run's scorer.
+    The run's `reward.weights` apply only to the run's scorer.
     """
     from rlcore import sandbox
     from rlcore.rollout.scoring import ScoringPool, require_scorer
@@ -227,13 +164,7 @@ def _scoring_pool(
     if scorer is not None:
         require_scorer(scorer, "--scorer")
     reward = config.reward.model_copy(update={"num_processes": max(1, config.reward.num_processes)})
-    if weights:
-        from rlcore.config.compose import override_config
-
-        plain = config.model_dump(mode="json")
-        plain["reward"]["weights"] = {}
-        reward = reward.model_copy(update={"weights": override_config(plain, weights).reward.weights})
-    elif scorer not in (None, config.data.scorer):
+    if scorer not in (None, config.data.scorer):
         reward = reward.model_copy(update={"weights": {}})
     code = run_code(layout.code) if scorer is None else nullcontext()
     with code, ScoringPool(scorer or config.data.scorer, reward) as pool:

@@ -20,7 +20,7 @@ from flows import SOURCE_FOLDER
 from flows.plan.checks import GPU_FILES
 from flows.progress import console_for_tables
 from rlcore.models.shape import has_code_for
-from rlcore.runtime.devices import Devices, all_reduce, find_devices, output_of
+from rlcore.runtime.devices import Devices, find_devices, output_of
 from rlcore.storage.disk import free_bytes, size
 from rlcore.user_code import MILLRACE_PACKAGES
 
@@ -141,8 +141,6 @@ def _devices() -> Iterator[CheckResult]:
     if not found.gpus:
         yield CheckResult("GPU", "ok", "none: runs use the CPU")
     yield from check_gpus(found)
-    if len(found.gpus) > 1:
-        yield _check_all_reduce(len(found.gpus), "nccl")
 
 
 def check_gpus(found: Devices) -> Iterator[CheckResult]:
@@ -160,18 +158,6 @@ def check_gpus(found: Devices) -> Iterator[CheckResult]:
             )
         else:
             yield CheckResult(name, "ok", text)
-
-
-def _check_all_reduce(num_ranks: int, backend: str) -> CheckResult:
-    name = f"{backend.upper()}, {num_ranks} GPUs"
-    try:
-        all_reduce(num_ranks, backend)
-    except OSError as error:
-        remedy = (
-            "Try again with NCCL_DEBUG=INFO; NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 show which connection is broken"
-        )
-        return CheckResult(name, "error", f"an all-reduce over all of them fails: {error}", remedy)
-    return CheckResult(name, "ok", "an all-reduce over all of them gives the right sum")
 
 
 def _memory() -> Iterator[CheckResult]:

@@ -37,14 +37,13 @@ class PassRates(Stage[PassRateTable]):
     in_trainer = True
 
     def status(self, run: OpenRun) -> StageStatus:
-        config, wanted = run.config, run.config.pass_rates
-        source = f"{wanted.samples} responses to each training row" if wanted.table is None else f"from {wanted.table}"
+        source = f"{run.config.pass_rates.samples} responses to each training row"
         rows = planned_rows(run.planning_config) if has_tokenizer(run.planning_config) else None
         if rows is None or read_finished_or_reason(rows)[0] is None:
             return StageStatus(self.name, None, None, False, f"{source}, after the filter")
-        place = planned_pass_rates(config, rows)
-        damage = "" if wanted.table is not None else read_finished_or_reason(place)[1]
-        known = None if damage else read_pass_rates(config, RunInputs(rows, planned_tokenizer(config)))
+        place = planned_pass_rates(run.config, rows)
+        _, damage = read_finished_or_reason(place)
+        known = None if damage else read_pass_rates(run.config, RunInputs(rows, planned_tokenizer(run.config)))
         detail = source if known is None else f"kept {known.kept:,} of {known.rows:,} rows"
         return StageStatus(self.name, place.name, place, known is not None, remake_note(damage) or detail)
 
@@ -62,8 +61,7 @@ class PassRates(Stage[PassRateTable]):
 
 
 def read_pass_rates(config: RunConfig, inputs: RunInputs) -> PassRateTable | None:
-    """Return the run's table of pass rates, or None if it does not exist. Raises DataError if too few rows are kept, or
-    if the table that the settings name is damaged or incomplete."""
+    """Return the run's table of pass rates, or None if it does not exist. Raises DataError if too few rows are kept."""
     found = find_pass_rates(config, inputs)
     if found is None:
         return None

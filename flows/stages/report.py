@@ -7,7 +7,6 @@ from flows.stages.stage import Stage, StageStatus
 from flows.work.open_run import OpenRun
 from flows.work.status import failure_of
 from rlcore.config.fingerprint import fingerprint
-from rlcore.errors import DataError
 from rlcore.run.layout import RunLayout
 from rlcore.storage.documents import parse_json, read_ordinary, sha256_of
 from rlcore.storage.publish import write_json_atomically
@@ -30,7 +29,7 @@ class ReportPage:
 
 @dataclass(frozen=True)
 class Report(Stage[ReportPage]):
-    """The stage that writes the report and its sample browser, unless the existing report is current."""
+    """The stage that writes the report, unless the existing report is current."""
 
     name = "report"
 
@@ -53,26 +52,21 @@ class Report(Stage[ReportPage]):
 
 
 def write_report(layout: RunLayout) -> ReportPage:
-    """Write the report and its sample browser, unless the existing report is current. Return the page."""
+    """Write the report, unless the existing report is current. Return the page."""
     from rlcore.report.build import build_report
-    from rlcore.report.page import build_sample_browser
 
-    failure, folder = failure_of(layout.run_dir), layout.run_dir / "report"
+    failure = failure_of(layout.run_dir)
     if (known := find_report(layout, failure)) is not None:
         return known
     digest = report_fingerprint(layout, failure)
     files = build_report(layout.run_dir, failure=failure)
-    try:
-        build_sample_browser(layout.run_dir)
-    except DataError:  # no validation yet
-        (folder / "samples.html").unlink(missing_ok=True)
-    write_json_atomically(folder / SOURCE_FILE, {"fingerprint": digest, "html": str(files.html)})
+    write_json_atomically(layout.run_dir / "report" / SOURCE_FILE, {"fingerprint": digest, "html": str(files.html)})
     return ReportPage(files.html, cached=False)
 
 
 def report_fingerprint(layout: RunLayout, failure: str = "") -> str:
     """Return the fingerprint of a report's inputs: the run's files, its failure, and the report's source code."""
-    files = [layout.journal, layout.run_json, layout.run_dir / "memory_plan.json"]
+    files = [layout.journal, layout.run_json]
     files += [*sorted(layout.validation.glob("*.json")), *sorted(layout.suites.glob("*/*.json"))]
     ours = {path.name: sha256_of(path) for path in sorted(REPORT_SOURCE.rglob("*")) if path.suffix in SOURCE_SUFFIXES}
     read = {str(path.relative_to(layout.run_dir)): sha256_of(path) for path in files if path.is_file()}

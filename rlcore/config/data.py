@@ -365,10 +365,7 @@ class PassRatesConfig(Section):
 
     samples: int = Field(default=0, ge=0, le=1_024)
     """The number of scored responses of the initial policy to each training row. With 0, the stage is skipped."""
-    table: str | None = None
-    """The folder of another run's table (`pass-rates/<fingerprint>`), as an alternative to `samples`. The table must
-    contain every training row. Rows are matched by their tokens and ground truth."""
-    keep: Annotated[tuple[float, float], EffectiveWhen(".samples .table")] = (0.0, 1.0)
+    keep: Annotated[tuple[float, float], EffectiveWhen(".samples")] = (0.0, 1.0)
     """The lowest and highest pass rate of the training rows that are kept, both included. A pass rate is a share of the
     scored responses, from 0 to 1. [0, 1] keeps all rows."""
     rows_per_part: Annotated[int, MayChange, EffectiveWhen(".samples")] = Field(default=2_048, ge=1)
@@ -388,15 +385,9 @@ class PassRatesConfig(Section):
     checks = (
         _shares("keep"),
         _shares("band"),
-        rule(".samples", ".table", "must be 0 with a given table", lambda own, _: not own.samples or own.table is None,
-             "Leave one of the two out"),
-        rule(".table", ".samples", "must be the folder of a finished table, pass-rates/<fingerprint> of a root",
-             lambda own, _: own.samples > 0 or own.table is None
-             or (expand_path(own.table) / "manifest.json").is_file(),
-             "Give the folder that `millrace data pass-rates` names"),
     )  # fmt: skip
 
     @property
     def is_enabled(self) -> bool:
-        """True if the run has a table of pass rates, either its own table or the table of another run."""
-        return self.samples > 0 or self.table is not None
+        """True if the run has a table of pass rates."""
+        return self.samples > 0

@@ -222,10 +222,6 @@ class LoraConfig(Section):
     """The scale of an adapter. It is divided by the rank, or with `rslora` by the square root of the rank."""
     rslora: bool = False
     """Divide `alpha` by the root of the rank, so that adapters of large and small rank learn equally fast."""
-    dropout: float = Field(default=0.0, ge=0, lt=1)
-    """The dropout before an adapter, in updates only. A value above 0 makes the log-probabilities of an update noisy.
-    The masks depend on the split into micro-batches, and so on `trainer.max_tokens_per_micro_batch` and earlier memory
-    shortages in the process."""
     target_modules: tuple[str, ...] = LINEAR_LAYERS
     """The names of the linear layers that get an adapter. The default is all linear layers of a decoder layer."""
     base: Literal["native", "nf4"] = "native"

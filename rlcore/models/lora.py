@@ -39,7 +39,6 @@ class AdaptedLinear(nn.Module):
         self.lora_A.weight = nn.Parameter(drawn.to(device))
         self.lora_B.weight = nn.Parameter(torch.zeros(base.out_features, lora.rank, device=device))
         self.scaling = lora.alpha / (math.sqrt(lora.rank) if lora.rslora else lora.rank)
-        self.dropout = lora.dropout
         self.is_on = True
 
     def forward(self, x: Float[Tensor, "*batch N"]) -> Float[Tensor, "*batch M"]:
@@ -48,7 +47,7 @@ class AdaptedLinear(nn.Module):
         if not self.is_on:
             return output
         low, high = self.lora_A.weight.to(x.dtype), self.lora_B.weight.to(x.dtype)
-        within = functional.linear(functional.dropout(x, self.dropout, self.training), low)
+        within = functional.linear(x, low)
         return output + functional.linear(within * self.scaling, high)
 
     def merged(self, gather: Callable[[Tensor], Tensor]) -> Float[Tensor, "M N"]:
@@ -172,7 +171,7 @@ def write_peft(adapters: Mapping[str, Tensor], lora: LoraConfig, base: str, fold
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "lora_dropout": lora.dropout,
+        "lora_dropout": 0.0,
         "use_rslora": lora.rslora,
         "target_modules": list(lora.target_modules),
         "bias": "none",

@@ -140,13 +140,10 @@ def _sections_of(runs: Runs, groups: Groups, draw: Draw) -> Iterator[Section]:
         panels.measure_table("convergence", runs), *([] if others else [check_table(first)])))  # fmt: skip
     yield Section("performance", "Performance", (
         draw(panels.charts_of(groups, panels.SPEED)), *on_time, panels.measure_table("performance", runs),
-        panels.measure_table("efficiency", runs)))  # fmt: skip
-    planned = () if others else run_sections.memory_plan(first)
-    yield Section("memory", "Memory", (*planned, panels.measure_table("memory_peak", runs)))
+        panels.measure_table("memory_peak", runs)))  # fmt: skip
     if not others:
-        yield Section("configuration", "Configuration", run_sections.settings_tables(first.config))
-        yield Section("reproduce", "Reproduce", tuple(run_sections.reproduction(first)))
-        yield Section("lineage", "Lineage", tuple(run_sections.lineage(first)))
+        yield Section("configuration", "Configuration", (run_sections.settings_table(first.config),))
+        yield Section("origin", "Origin", tuple(run_sections.origin(first)))
     events = [] if others else [_events(first)]
     yield Section("journal", "Journal", (*events, panels.last_values(runs)))
 

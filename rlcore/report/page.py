@@ -1,24 +1,21 @@
-"""Pages rendered from templates, the head of a report as Markdown, and sample responses as a table or a page."""
+"""Pages rendered from templates, the head of a report as Markdown, and sample responses as a table."""
 
 import base64
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from markupsafe import escape as html_escape
-from pydantic import JsonValue
 
-from rlcore.errors import DataError
-from rlcore.evaluation.result import ProblemResult, Response, ValidationResult
+from rlcore.evaluation.result import Response
 from rlcore.report.document import Cell, Kind, Report, Row, Table, Tone, compact, table
 from rlcore.report.plots import DARK, LIGHT
-from rlcore.report.record import RunRecord, read_run
-from rlcore.storage.publish import write_text_atomically
+from rlcore.report.record import RunRecord
 
 _CODE_SPAN = re.compile(r"`([^`\n]+)`")
 _SPECIAL = re.compile(r"([\\`*_\[\]!|~$]|^[-+#=])")
@@ -32,13 +29,11 @@ def page(template: str, **values: Any) -> str:
     return _TEMPLATES.get_template(template).render(light=LIGHT, dark=DARK, **values)
 
 
-def responses_page(title: str = "", data: JsonValue = None, num_left_out: int = 0) -> str:
-    """Return the page of responses, with embedded `data` or for use with a server. Its content security policy permits
-    only the script of the page."""
+def responses_page() -> str:
+    """Return the page that shows the responses of a server. Its content security policy permits only its script."""
     script = _TEMPLATES.get_template("answers.js.j2").render()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    values = {"title": title, "data": data, "num_left_out": num_left_out}
-    return page("answers.html.j2", script=Markup(script), digest=digest, **values)
+    return page("answers.html.j2", script=Markup(script), digest=digest)
 
 
 def markdown_of(report: Report) -> str:
@@ -86,12 +81,8 @@ _TEMPLATES = Environment(
 )
 _TEMPLATES.filters["prose"] = prose
 _TEMPLATES.filters["kind"] = lambda block: type(block).__name__
-_TEMPLATES.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
 SAMPLES_OF_A_KIND = 3
 """The number of problems for each kind: newly solved, lost, still unsolved, solved both times."""
-MAX_PROBLEMS = 2_000
-"""The maximum number of problems in a page. The largest changes come first. Larger pages open slowly."""
-FILE_NAME = "samples.html"
 _KINDS: Mapping[tuple[bool, bool], tuple[str, Tone]] = {
     (False, True): ("newly solved", "good"),
     (True, False): ("lost", "bad"),
@@ -118,7 +109,7 @@ def sample_table(record: RunRecord) -> Table:
             shown = (f"{each.text}\n({_words(each)})" for each in (was, became))
             rows[kind].append((Cell(kind, kind, tone), problem.prompt_text, truth, *shown))
     columns: dict[str, Kind] = {"": "text", "Problem": "code", "Reference": "code", "Before": "code", "After": "code"}
-    note = f"The greedy response or the first sample. `{FILE_NAME}` next to this page has every response."
+    note = "The greedy response or the first sample. `millrace ui` shows every response."
     return table(
         "samples", "Responses before and after", columns, [row for found in rows.values() for row in found], note
     )
@@ -144,88 +135,3 @@ def truth_text(ground_truth_json: str) -> str:
         return str(truth)
     plain = {key: " ".join(map(str, each)) if isinstance(each, list) else each for key, each in truth.items()}
     return ", ".join(f"{key} {value}" for key, value in plain.items())
-
-
-def build_sample_browser(run_dir: Path, *, target: Path | None = None, max_problems: int = MAX_PROBLEMS) -> Path:
-    """Write the page of a run's held-out responses, by default to `report/samples.html` in its folder. Raises DataError
-    if the folder is not a run, or if the run has no validation yet."""
-    record = read_run(run_dir)
-    results = validations_by_step(record.validations)
-    if not results:
-        raise DataError(
-            f"{run_dir / 'validation'}: no readable validation, so there are no responses to show; wait for the first "
-            "one, or run millrace validate"
-        )
-    data, num_left_out = _page_data(results, max_problems)
-    path = target or run_dir / "report" / FILE_NAME
-    write_text_atomically(path, responses_page(record.run_id, data, num_left_out))
-    return path
-
-
-def validations_by_step(validations: Mapping[str, ValidationResult]) -> list[ValidationResult]:
-    """Return one validation per step, sorted by step. Of several validations, the one with the most problems is
-    used."""
-    found: dict[int, ValidationResult] = {}
-    for result in sorted(validations.values(), key=lambda result: (result.step, -len(result.problems), result.name)):
-        found.setdefault(result.step, result)
-    return list(found.values())
-
-
-def _page_data(results: Sequence[ValidationResult], max_problems: int) -> tuple[dict[str, JsonValue], int]:
-    """Return the data of the page's script, and the number of omitted problems. Texts are referenced by index."""
-    seen: dict[int, dict[int, ProblemResult]] = {}
-    for at, result in enumerate(results):
-        for problem in result.problems:
-            seen.setdefault(problem.prompt_id, {})[at] = problem
-    changes = {prompt_id: _change(list(found.values())) for prompt_id, found in seen.items()}
-    texts: dict[str, int] = {}
-
-    def number(text: str) -> int:
-        return texts.setdefault(text, len(texts))
-
-    def document(answer: Response, greedy: bool) -> dict[str, JsonValue]:
-        return {
-            "text": number(answer.text),
-            "greedy": greedy,
-            "score": answer.score if answer.failure is None else None,
-            "failure": answer.failure,
-            "parts": dict(answer.parts),
-            "num_tokens": answer.num_tokens,
-            "finish_reason": answer.finish_reason,
-            "solved": answer.solved,
-            "logprob": answer.logprob,
-        }
-
-    def encode_result(problem: ProblemResult | None) -> JsonValue:
-        if problem is None:
-            return None
-        greedy = [] if problem.greedy is None else [document(problem.greedy, True)]
-        answers: list[JsonValue] = [*greedy, *(document(answer, False) for answer in problem.samples)]
-        return {"score": problem.mean_score if problem.scored_samples else None, "answers": answers}
-
-    problems: list[JsonValue] = []
-    for prompt_id in sorted(seen, key=lambda one: (-abs(changes[one] or 0.0), one))[:max_problems]:
-        found = seen[prompt_id]
-        first = next(iter(found.values()))
-        problems.append(
-            {
-                "id": prompt_id,
-                "difficulty": first.difficulty,
-                "prompt": number(first.prompt_text),
-                "truth": number(truth_text(first.ground_truth_json)),
-                "change": changes[prompt_id],
-                "at": [encode_result(found.get(at)) for at in range(len(results))],
-            }
-        )
-    data: dict[str, JsonValue] = {
-        "validations": [{"validation": result.name, "step": result.step} for result in results],
-        "problems": problems,
-        "texts": list(texts),
-    }
-    return data, len(seen) - len(problems)
-
-
-def _change(seen: Sequence[ProblemResult]) -> float | None:
-    """Return the mean sample score at the last step minus the mean at the first step, or None without scores."""
-    scores = [problem.mean_score for problem in seen if problem.scored_samples]
-    return scores[-1] - scores[0] if scores else None

@@ -290,13 +290,6 @@ def _gpu_seconds_a_point(record: RunRecord) -> Value:
     )
 
 
-def _idle_share(record: RunRecord) -> Value:
-    low, high = record.series("global_seqlen/balanced_min"), record.series("global_seqlen/balanced_max")
-    if low is None or high is None or record.config.runtime.num_workers == 1:
-        return None
-    return float(((high - low) / high.clip(lower=1)).mean())
-
-
 TABLES: Mapping[str, tuple[str, Sequence[Measure]]] = {
     "convergence": ("From the first steps to the last", (
         Measure("Training reward, first tenth", REWARD, first_tenth, "score"),
@@ -329,6 +322,7 @@ TABLES: Mapping[str, tuple[str, Sequence[Measure]]] = {
                 note="Mean without the first step (warm-up)."),
         Measure("Tokens trained on", "perf/total_num_tokens", pd.Series.sum, note="Sum over steps."),
         Measure("Throughput, median", "perf/throughput", pd.Series.median, unit="tokens/s/device"),
+        Measure("Response length, last third", "response_length/mean", late_mean, unit="tokens"),
         Measure("GPU time, all attempts", "", _last, "seconds", note="Sum over ranks, from their start.",
                 of_run=lambda run: run.gpu_seconds),
         Measure("GPU time per point gained", "", _last, "seconds", note="A point is 0.01 of held-out reward, from the "
@@ -336,23 +330,8 @@ TABLES: Mapping[str, tuple[str, Sequence[Measure]]] = {
         Measure("Model FLOP utilization, policy", "perf/mfu/actor", pd.Series.mean, "percent"),
         Measure("Model FLOP utilization, critic", "perf/mfu/critic", pd.Series.mean, "percent"),
     )),
-    "efficiency": ("Efficiency", (
-        Measure("Response length, last third", "response_length/mean", late_mean, unit="tokens"),
-        Measure("Responses truncated at the limit, last third", "response_length/clip_ratio", late_mean, "percent"),
-        Measure("Prompt length, mean", "prompt_length/mean", pd.Series.mean, unit="tokens"),
-        Measure("Groups of equal score, last third", "reward/equal_group_share", late_mean, "percent"),
-        Measure("Groups replaced, mean per step", "reward/groups_dropped", pd.Series.mean),
-        Measure("Generation per response token", "timing_per_token_ms/gen", pd.Series.median, unit="ms"),
-        Measure("Policy update per token", "timing_per_token_ms/update_actor", pd.Series.median, unit="ms"),
-        Measure("Reference forward pass per token", "timing_per_token_ms/ref", pd.Series.median, unit="ms"),
-        Measure("Critic update per token", "timing_per_token_ms/update_critic", pd.Series.median, unit="ms"),
-        Measure("Difference of sampler and trainer probabilities", "training/rollout_probs_diff_mean", pd.Series.mean),
-        Measure("Token imbalance between ranks", "global_seqlen/balanced_max", _last, "percent", note="Mean of 1 - "
-                "balanced_min / balanced_max. Ranks are balanced by cost, and long responses cost more per token.",
-                of_run=_idle_share),
-    )),
     "memory_peak": ("Memory, measured", (
-        Measure("Device memory held by tensors, peak", run_sections.TENSORS_GB, pd.Series.max, unit="GB"),
+        Measure("Device memory held by tensors, peak", "perf/max_memory_allocated_gb", pd.Series.max, unit="GB"),
         Measure("Device memory reserved by the allocator, peak", "perf/max_memory_reserved_gb", pd.Series.max,
                 unit="GB"),
         Measure("Host memory of all processes, peak", "perf/cpu_memory_used_gb", pd.Series.max, unit="GB"),

@@ -1,25 +1,21 @@
-"""Parts of a report about one run: settings, command, lineage, phases of a step, and memory plan."""
+"""Parts of a report about one run: settings, origin and phases of a step."""
 
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
-from pydantic import JsonValue, TypeAdapter
+from pydantic import JsonValue
 
 from rlcore.config import CriticConfig, LoraConfig, RunConfig
 from rlcore.config.base import leaves
 from rlcore.config.problems import mask_secrets, plain_text
 from rlcore.config.run import all_keys
-from rlcore.errors import DataError
-from rlcore.report.document import Block, Cell, Kind, Prose, Row, Table, cell, table
+from rlcore.report.document import Block, Cell, Kind, Prose, Row, Table, table
 from rlcore.report.plots import LIGHT, MAX_POINTS, Series, format_axes, thin
 from rlcore.report.record import RunRecord
-from rlcore.storage.disk import BYTES_PER_GB
-from rlcore.storage.documents import read_document
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,21 +38,17 @@ def defaults_of(config: RunConfig) -> dict[str, Any]:
     return found
 
 
-def settings_tables(config: RunConfig) -> tuple[Table, Table]:
-    """Return two tables: the settings that differ from the defaults, and all other settings."""
-    defaults, settings = defaults_of(config), settings_of(config)
-    changed = {key: value for key, value in settings.items() if defaults.get(key, ...) != value}
-    differing = [
+def settings_table(config: RunConfig) -> Table:
+    """Return a table of the settings that differ from the defaults."""
+    defaults = defaults_of(config)
+    rows = [
         (key, _cell(value), _cell(defaults[key]) if key in defaults else Cell("–"), describe_setting(key))
-        for key, value in changed.items()
+        for key, value in settings_of(config).items()
+        if defaults.get(key, ...) != value
     ]
-    same = [(key, _cell(value), describe_setting(key)) for key, value in settings.items() if key not in changed]
-    return (
-        table("settings_changed", "Settings that differ from the defaults",
-              {"Setting": "code", "Value": "code", "Default": "code", "Meaning": "text"}, differing),
-        table("settings_default", f"Settings at their defaults ({len(same)})",
-              {"Setting": "code", "Value": "code", "Meaning": "text"}, same, folded=True),
-    )  # fmt: skip
+    columns: dict[str, Kind] = {"Setting": "code", "Value": "code", "Default": "code", "Meaning": "text"}
+    note = "`run.json` in the run's folder has all settings."
+    return table("settings_changed", "Settings that differ from the defaults", columns, rows, note)
 
 
 @cache
@@ -82,25 +74,12 @@ def _cell(value: JsonValue) -> Cell:
     return Cell(mask_secrets(plain_text(value)), mask_secrets(value) if isinstance(value, str) else value)
 
 
-def reproduction(record: RunRecord) -> Iterator[Block]:
-    """Yield the command that started a run, and a text on how to reproduce the run."""
-    if record.lineage.command:
-        yield from (
-            Prose("Started with:"),
-            Prose(shlex.join(map(mask_secrets, record.lineage.command)), is_code=True),
-        )
-    yield Prose(
-        "`run.json` in the run's folder has all settings; the table above has those that differ from the defaults. "
-        f"Seed {record.config.seed} determines initial weights, order of prompts and every sampled token, "
-        f"`data.seed={record.config.data.seed}` the rows. Results are equal with the same versions of torch and "
-        "transformers, type of device and number of threads. Otherwise the last digits differ, and with them the "
-        "sampled responses."
-    )
-
-
-def lineage(record: RunRecord) -> Iterator[Block]:
-    """Yield tables of a run's stages, its code and packages, and its checkpoints."""
+def origin(record: RunRecord) -> Iterator[Block]:
+    """Yield the command that started a run, and tables of its stages, its code and its packages."""
     found = record.lineage
+    if found.command:
+        yield Prose("Started with:")
+        yield Prose(shlex.join(map(mask_secrets, found.command)), is_code=True)
     if found.stages:
         rows = [
             (stage.name, stage.fingerprint, stage.path,
@@ -109,14 +88,8 @@ def lineage(record: RunRecord) -> Iterator[Block]:
         ]  # fmt: skip
         yield table("stages", "Stages", {"Stage": "text", "Fingerprint": "code", "Path": "code", "Facts": "text"}, rows)
     commit = found.git_commit + (" + changes" if found.git_dirty else "")
-    facts = {**({"git commit": commit} if commit else {}), **found.environment}
-    if facts:
+    if facts := {**({"git commit": commit} if commit else {}), **found.environment}:
         yield table("environment", "Code and packages", {"Component": "text", "Version": "code"}, list(facts.items()))
-    if record.checkpoints:
-        sizes = [(info.name, cell(info.size_bytes / 1e6, unit="MB")) for info in record.checkpoints]
-        yield table("checkpoints", "Checkpoints on disk", {"Name": "code", "Size": "number"}, sizes)
-    elif not found.stages and not facts:
-        yield Prose("The origin of this run is not recorded.")
 
 
 ALGORITHMS = {
@@ -222,45 +195,3 @@ def phase_table(record: RunRecord) -> Table:
             rows.append((f"{title} ({times}, not in the step)", float(series.mean()), "", f"timing_s/{name}"))
     columns: dict[str, Kind] = {"Phase": "text", "Mean": "seconds", "Share": "share", "Metric": "code"}
     return table("phases", "Phases of a step", columns, rows, "Without the first step (warm-up).")
-
-
-TENSORS_GB = "perf/max_memory_allocated_gb"
-PLAN_FILE = "memory_plan.json"
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedMemory:
-    """The contents of `memory_plan.json`, which `rlcore.workers.memory_plan.fit_run` writes. `parts`: the bytes on one
-    device by purpose. `capacity_bytes`: the memory of the device, or 0 if unknown."""
-
-    parts: Mapping[str, int]
-    capacity_bytes: int = 0
-    device: str = ""
-    notes: tuple[str, ...] = ()
-
-
-_PLAN = TypeAdapter(PlannedMemory)
-
-
-def memory_plan(record: RunRecord) -> tuple[Block, ...]:
-    """Return a table of the planned memory with the measured peak, or a paragraph on why there is no plan."""
-    try:
-        plan = read_document(record.run_dir / PLAN_FILE, _PLAN, "the report omits this memory plan")
-    except DataError as error:
-        return (Prose(str(error)),)
-    if plan is None:
-        return (Prose("No memory plan exists for this run; only the peaks are shown."),)
-    total = sum(plan.parts.values())
-    rows: list[Row] = [(name, _gb(size), size / max(1, total)) for name, size in [*plan.parts.items(), ("Sum", total)]]
-    if (held := record.series(TENSORS_GB)) is not None:
-        peak = float(held.max()) * BYTES_PER_GB
-        rows.append(("Measured: peak of tensors", _gb(peak), peak / max(1, total)))
-    if plan.capacity_bytes:
-        rows.append(("Device capacity", _gb(plan.capacity_bytes), ""))
-    title = f"Memory, planned on {plan.device}" if plan.device else "Memory, planned"
-    columns: dict[str, Kind] = {"Part": "text", "Planned": "number", "Share": "share"}
-    return (table("memory_plan", title, columns, rows), *map(Prose, plan.notes))
-
-
-def _gb(size: float) -> Cell:
-    return Cell(cell(size / BYTES_PER_GB, unit="GB").text, size)

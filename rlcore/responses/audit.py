@@ -1,10 +1,8 @@
-"""Evaluation of a scorer without torch: an audit with worthless responses, and rescoring of stored responses."""
+"""An audit of a scorer with worthless responses, without torch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from rlcore.errors import DataError
 from rlcore.responses.query import Query, find_responses
@@ -14,8 +12,6 @@ from rlcore.score import Score
 HALF_MARKS = 0.5
 """The lowest score that counts as a reward. A wrong answer in the correct form may earn less."""
 _MAX_EXAMPLES = 3
-_ROWS_PER_BATCH = 2_000
-_EQUAL = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,92 +102,6 @@ def cases_of(folder: Path, num_cases: int) -> list[Case]:
             "the run has no stored responses to audit its scorer with (answers.every_steps); run it further"
         )
     return [Case(*problem, tuple(answers)) for problem, answers in cases.items()]
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A stored response with a changed score. A score is None if its scorer failed."""
-
-    step: int
-    prompt: str
-    answer: str
-    before: float | None
-    after: float | None
-
-    def __str__(self) -> str:
-        old, new = ("none" if score is None else f"{score:g}" for score in (self.before, self.after))
-        return f"step {self.step}: {old} -> {new}: to {_quote(self.prompt)} the response {_quote(self.answer)}"
-
-
-@dataclass(frozen=True, slots=True)
-class RescoreResult:
-    """The effect of a new scorer on stored responses. The means cover the responses with an old and a new score.
-
-    A group contains the responses of one training step to one occurrence of a prompt. `num_groups_changed`: the number
-    of groups with changed advantages (score minus group mean), and therefore another gradient. `num_groups_flat`: the
-    number of groups whose scores are all equal, before and after. `num_failed`: the number of responses on which the
-    new scorer failed.
-    """
-
-    num_answers: int
-    num_changed: int
-    num_failed: int
-    mean_before: float
-    mean_after: float
-    num_groups: int
-    num_groups_changed: int
-    num_groups_flat: tuple[int, int]
-    largest: tuple[Change, ...]
-
-
-def rescore(folder: Path, query: Query, pool: ScoringPool, truth_of: Callable[[str], str] = str) -> RescoreResult:
-    """Score the selected stored responses again with the scorer of `pool`, and compare the old and new scores.
-
-    `truth_of`: a function that converts a stored ground truth for the new scorer, both as JSON. The stored penalty
-    `overlong` is added to the new score too. Raises DataError if no response is selected.
-    """
-    import pandas as pd  # not needed for the trainer's audit
-
-    answers = find_responses(folder, query)
-    if not len(answers):
-        raise DataError("no stored response is selected; loosen the filters, or check answers.every_steps of the run")
-    after: list[float | None] = []
-    for begin in range(0, len(answers), _ROWS_PER_BATCH):
-        rows = answers.rows(range(len(answers))[begin : begin + _ROWS_PER_BATCH])
-        scores = pool.score([row["answer"] for row in rows], [truth_of(row["ground_truth"]) for row in rows])
-        after += [
-            None if score.failure is not None else score.total + dict(row["parts"]).get("overlong", 0.0)
-            for row, score in zip(rows, scores, strict=True)
-        ]
-    both = pd.DataFrame({"before": answers.light["score"].to_numpy(), "after": np.array(after, dtype=float)})
-    size = both.after.sub(both.before).abs().mask(both.before.isna() != both.after.isna(), np.inf).fillna(0.0)
-    largest = size[size > _EQUAL].nlargest(_MAX_EXAMPLES).index.tolist()
-    scored = both.dropna()
-    where = ["step", "prompt_id", "sample_index", "part", "place"]
-    kept = find_responses(folder, Query(kind="training")).light.select(where).to_pandas().sort_values(where[3:])
-    # A prompt may occur twice in a step at the end of an epoch. All stored responses determine the occurrence.
-    kept["time"] = kept.groupby(where[:3]).cumcount()
-    learned = answers.light.select(where).to_pandas().merge(kept, how="left").dropna(subset="time")
-    keys = [learned.step, learned.prompt_id, learned.time]
-    in_training = scored[scored.index.isin(learned.index)]
-    groups = in_training.groupby(keys)
-    less_mean = in_training - groups.transform("mean")
-    differs = less_mean.after.sub(less_mean.before).abs() > _EQUAL
-    flat = groups.max() - groups.min() <= _EQUAL
-    return RescoreResult(
-        num_answers=len(answers),
-        num_changed=int((size > _EQUAL).sum()),
-        num_failed=int(both.after.isna().sum()),
-        mean_before=float(scored.before.mean()),
-        mean_after=float(scored.after.mean()),
-        num_groups=groups.ngroups,
-        num_groups_changed=int(differs.groupby(keys).any().sum()),
-        num_groups_flat=(int(flat.before.sum()), int(flat.after.sum())),
-        largest=tuple(
-            Change(row["step"], row["prompt"], row["answer"], row["score"], after[place])
-            for place, row in zip(largest, answers.rows(largest), strict=True)
-        ),
-    )
 
 
 def _quote(text: str, limit: int = 120) -> str:

@@ -59,8 +59,8 @@ class PassRateMeasurement:
     def make(self) -> PassRates:
         """Return the table of pass rates, and measure it first if needed.
 
-        Raises DataError if the scorer failed on all responses, `pass_rates.keep` leaves too few rows, or a configured
-        table lacks rows. Raises StopRequestedError if a stop was requested. Finished parts are saved before this error.
+        Raises DataError if the scorer failed on all responses or `pass_rates.keep` leaves too few rows. Raises
+        StopRequestedError if a stop was requested. Finished parts are saved before this error.
         """
         found = find_pass_rates(self._config, self._inputs)
         if found is None:

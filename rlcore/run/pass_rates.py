@@ -7,7 +7,7 @@ The fingerprint covers the initial policy, the filtered rows, the sampling, and 
 This module does not import torch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -22,7 +22,7 @@ from rlcore.config import PassRatesConfig, RunConfig
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
 from rlcore.run.inputs import RunInputs, code_payload, digests_in, generation_payload, planned_initial_policy
-from rlcore.storage.manifest import MANIFEST, read_finished, read_finished_or_set_aside
+from rlcore.storage.manifest import MANIFEST, read_finished_or_set_aside
 
 PASS_RATES_FORMAT = 2
 """The format version of the table. Increase it if the columns change, or if the same settings now give other responses.
@@ -54,9 +54,7 @@ cover all responses. `digest`: a hash of the prompt's tokens and the ground trut
 
 
 def planned_pass_rates(config: RunConfig, filtered_directory: Path) -> Path:
-    """Return the folder of the run's table: `pass_rates.table` if set, otherwise a folder named by a fingerprint."""
-    if config.pass_rates.table is not None:
-        return Path(config.pass_rates.table).expanduser().resolve()
+    """Return the folder of the run's table, which is named by a fingerprint."""
     payload: dict[str, object] = {
         "format": PASS_RATES_FORMAT,
         "seed": config.seed,
@@ -148,42 +146,14 @@ class PassRates:
 
 
 def find_pass_rates(config: RunConfig, inputs: RunInputs) -> PassRates | None:
-    """Return the pass rates of the run, or None if they are not measured yet. A measured table that is damaged is
-    renamed.
-
-    Raises DataError if the table in `pass_rates.table` is damaged, has another format, or lacks training rows.
-    """
+    """Return the pass rates of the run, or None if they are not measured yet. A damaged table is renamed."""
     directory = planned_pass_rates(config, inputs.filtered_directory)
-    is_given = config.pass_rates.table is not None
-    manifest = read_finished(directory) if is_given else read_finished_or_set_aside(directory)
-    if is_given and (manifest is None or manifest.values.get("kind") != KIND):
-        raise DataError(
-            f"pass_rates.table: must be the folder of a finished table of pass rates, got {directory}. Give the folder "
-            "that `millrace data pass-rates` names"
-        )
-    if manifest is None:
+    if read_finished_or_set_aside(directory) is None:
         return None
     table = read_table(directory / TABLE)
-    digests = [row_digests(file) for file in inputs.train_parquets]
-    counts = _match_rows(table, [digest for part in digests for digest in part], directory)
-    return PassRates(directory, counts, tuple(map(len, digests)), config.pass_rates)
-
-
-def _match_rows(table: pa.Table, wanted: Sequence[str], directory: Path) -> PassCounts:
-    """Return the pass counts of the rows with these digests. Rows with equal digests share the first one's counts."""
-    known = table.column("digest").to_pylist()
     counts = PassCounts.of(table.column("passes").to_numpy(), table.column("samples").to_numpy())
-    if known == list(wanted):
-        return counts
-    place = {digest: index for index, digest in reversed(list(enumerate(known)))}
-    if missing := len([digest for digest in wanted if digest not in place]):
-        raise DataError(
-            f"pass_rates.table: must hold every training row, got {directory}, which lacks {missing:,} of "
-            f"{len(wanted):,}: it has other data, another filter, template or tokenizer. Measure these rows "
-            "(pass_rates.samples=8), or give the table of a run with the same rows"
-        )
-    rows = np.array([place[digest] for digest in wanted], dtype=np.int64)
-    return PassCounts(counts.passes[rows], counts.samples[rows])
+    sizes = tuple(pq.read_metadata(file).num_rows for file in inputs.train_parquets)
+    return PassRates(directory, counts, sizes, config.pass_rates)
 
 
 def read_table(file: Path) -> pa.Table:

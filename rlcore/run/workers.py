@@ -161,7 +161,7 @@ class TrainingWorkers:
     def start(self) -> Self:
         """Start the workers if needed."""
         if not self._is_started:
-            self.config = fit_run(self._config, self._layout.run_dir, self._report)
+            self.config = fit_run(self._config, self._report)
             self._start()
             self._is_started, self.holds = True, None
         return self

@@ -1,25 +1,18 @@
 """Queries of this machine's GPUs in other processes, so that the caller neither imports torch nor holds a GPU.
 
-python -m rlcore.runtime.devices # JSON: torch, CUDA, architectures, GPUs python -m rlcore.runtime.devices RANK
-NUM_RANKS FILE BACKEND # one rank of an all-reduce with rendezvous FILE
+python -m rlcore.runtime.devices    # JSON: torch, CUDA, architectures, GPUs
 """
 
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from datetime import timedelta
-from pathlib import Path
 
 from pydantic import TypeAdapter
 from pydantic.dataclasses import dataclass
 
 PROBE_S = 120.0
 """The deadline of one process in seconds. The process may import torch from a slow disk."""
-RENDEZVOUS_S = 60.0
-"""The timeout for the rendezvous of the ranks, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,53 +58,6 @@ def output_of(command: Sequence[str]) -> str:
     return done.stdout
 
 
-def all_reduce(num_ranks: int, backend: str) -> None:
-    """Test an all-reduce of several ranks. The backend nccl has one rank per GPU, and gloo runs on the CPU.
-
-    Raises OSError after a timeout, or with the last line of a rank's error output if that rank fails.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        words = [str(num_ranks), str(Path(folder) / "rendezvous"), backend]
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, str(rank), *words],
-                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-            )
-            for rank in range(num_ranks)
-        ]  # fmt: skip
-        with ThreadPoolExecutor(num_ranks) as threads:
-            ends = {threads.submit(rank.communicate): number for number, rank in enumerate(ranks)}
-            try:
-                for end in as_completed(ends, timeout=PROBE_S):
-                    number, lines = ends[end], end.result()[1].strip().splitlines()
-                    if code := ranks[number].returncode:
-                        raise OSError(f"rank {number}: {lines[-1] if lines else f'exit code {code}'}")
-            except TimeoutError:
-                raise OSError(f"the ranks have not ended in {PROBE_S:g} s") from None
-            finally:
-                for rank in ranks:
-                    rank.kill()
-
-
-def _run_rank(rank: int, num_ranks: int, rendezvous: str, backend: str) -> None:
-    import torch
-    import torch.distributed as dist
-
-    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    timeout = timedelta(seconds=RENDEZVOUS_S)
-    dist.init_process_group(
-        backend, init_method=f"file://{rendezvous}", rank=rank, world_size=num_ranks, timeout=timeout
-    )
-    found = torch.full((1 << 20,), float(rank + 1), device=device)
-    dist.all_reduce(found)
-    wanted = num_ranks * (num_ranks + 1) / 2
-    if not bool((found == wanted).all()):
-        sys.exit(f"the sum over {num_ranks} ranks must be {wanted}, got {found.min().item()} to {found.max().item()}")
-    dist.destroy_process_group()
-
-
 def _describe() -> Devices:
     import torch
 
@@ -126,12 +72,8 @@ def _describe() -> Devices:
 
 
 def main() -> None:
-    """Run the command line of `python -m rlcore.runtime.devices`."""
-    if len(sys.argv) > 1:
-        rank, num_ranks, rendezvous, backend = sys.argv[1:]
-        _run_rank(int(rank), int(num_ranks), rendezvous, backend)
-    else:
-        print(json.dumps(TypeAdapter(Devices).dump_python(_describe(), mode="json")))
+    """Print the devices as JSON."""
+    print(json.dumps(TypeAdapter(Devices).dump_python(_describe(), mode="json")))
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ class Update:
 
     `kl_coef` and `entropy_coef`: the coefficients in the policy's loss. `share_skipped`: the share of the policy's
     optimizer steps that were skipped. `logprobs_before` Float[T]: the trainer's log-probabilities before the update, if
-    they were computed without dropout. `failure`: the error of a non-finite optimizer step.
+    they were computed. `failure`: the error of a non-finite optimizer step.
     """
 
     policy: OptimizerSteps[PolicyStatistics] | None = None
@@ -197,8 +197,7 @@ def update_models(
         return Update(share_skipped=share_skipped, logprobs_before=before, failure=failure)
     if not policy_steps:
         return Update(critic=critic, share_skipped=1.0, logprobs_before=before)
-    lora = config.model.lora
-    if num_steps == 1 and before is None and (lora is None or lora.dropout == 0):
+    if num_steps == 1 and before is None:
         # With several updates, only the forward pass of the first one uses the initial weights.
         logprobs = [update.logprobs for update in policy_steps[0] if update.logprobs is not None]
         before = scatter_tokens(logprobs, shared.batch.packed.cu_seqlens, shared.sequences)

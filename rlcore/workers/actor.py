@@ -1,10 +1,9 @@
 """The policy on one rank (log-probabilities, updates, weights), and the frozen reference and teacher."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from jaxtyping import Float
@@ -46,8 +45,6 @@ class Actor(TrainedModel[CausalPolicy]):
         policy = load_policy(model_directory, model=config.model, device=placement.device)
         if lora is not None:
             policy = add_adapters(policy, lora, seed=config.seed)
-        self._has_dropout = lora is not None and lora.dropout > 0
-        self._dropout_seed = config.seed
         passes = ("the policy's update", "the policy's log-probabilities")
         super().__init__(config, policy, config.optim, placement, mesh, passes)
         self._offloads_base = lora is not None and lora.offload
@@ -71,8 +68,8 @@ class Actor(TrainedModel[CausalPolicy]):
     def logprobs(
         self, batch: PackedBatch, num_micro: int, *, adapters: bool = True, with_entropy: bool = False
     ) -> Float[Tensor, "T ..."]:
-        """Return `policy_logprobs` without dropout, and without the LoRA adapters if `adapters` is false."""
-        with self._without_dropout(), nullcontext() if adapters else without_adapters(self.model):
+        """Return `policy_logprobs`, without the LoRA adapters if `adapters` is false."""
+        with nullcontext() if adapters else without_adapters(self.model):
             return self.forward_pass.run(
                 lambda parts: policy_logprobs(
                     self.model, batch, parts, self._config, self._placement.device, with_entropy=with_entropy
@@ -80,15 +77,6 @@ class Actor(TrainedModel[CausalPolicy]):
                 batch,
                 num_micro,
             )
-
-    def _without_dropout(self) -> AbstractContextManager[None]:
-        return self.model.eval_mode() if self._has_dropout else nullcontext()
-
-    def seed_dropout(self, *place_in_run: int) -> None:
-        """Derive the dropout seed of the next update from the run's seed and `place_in_run`, the numbers that identify
-        the update."""
-        words = (self._config.seed, *place_in_run)
-        self._dropout_seed = int(np.random.SeedSequence(words).generate_state(1)[0])
 
     def update(
         self,
@@ -107,8 +95,6 @@ class Actor(TrainedModel[CausalPolicy]):
 
         def work(parts: Parts) -> tuple[PolicyStatistics, Tensor | None]:
             logprobs: list[Tensor] = []
-            if self._has_dropout:  # again for a repeated pass, whose split may differ
-                torch.manual_seed(self._dropout_seed)
 
             def objective(micro: MicroBatch[TrainBatch]) -> tuple[Tensor, PolicyStatistics]:
                 loss, statistics, micro_logprobs = self._objective(micro, denominator, kl_coef, entropy_added)

@@ -6,10 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Literal, TypeVar
-
-from pydantic import JsonValue
 
 from rlcore.config import RunConfig
 from rlcore.config.base import Section, leaves
@@ -17,7 +14,6 @@ from rlcore.config.problems import format_value
 from rlcore.errors import ConfigError
 from rlcore.models.shape import ModelShape, critic_shape, shape_of, teacher_shape
 from rlcore.rollout.vllm import ENGINE_FIXED_BYTES
-from rlcore.storage.publish import write_json_atomically
 from rlcore.tracking.lineage import first_gpu
 
 CONTEXT_BYTES = 1_000_000_000
@@ -395,19 +391,15 @@ def require_fit(config: RunConfig, plan: MemoryPlan) -> None:
     )
 
 
-def fit_run(config: RunConfig, run_dir: Path, report: Callable[[Mapping[str, object]], None]) -> RunConfig:
-    """Return the settings for a run's workers. On a GPU, the plan is written to `run_dir` and passed to `report`.
-    Raises ConfigError if the run cannot fit."""
+def fit_run(config: RunConfig, report: Callable[[Mapping[str, object]], None]) -> RunConfig:
+    """Return the settings for a run's workers. On a GPU, the plan is passed to `report`. Raises ConfigError if the
+    run cannot fit."""
     shape, device = shape_of(config.model), detect_device(config)
     if shape is None or device.total_bytes is None:
         return config
     new, plan = fit_settings(config, shape, device)
     require_fit(new, plan)
     chosen = chosen_settings(config, new)
-    notes = (f"The phase that holds most is {plan.peak_phase}.", *([f"Chosen: {chosen}"] if chosen else []))
-    document: dict[str, JsonValue] = {"parts": dict(plan.phases[plan.peak_phase]), "notes": list(notes)}
-    document |= {"capacity_bytes": device.total_bytes, "device": device.name}
-    write_json_atomically(run_dir / "memory_plan.json", document)
     text = f"memory plan: {plan.peak_phase} holds most, {plan.peak_bytes / GB:.1f} GB{excess_text(plan)}"
     report({"event": "note", "text": f"{text}; chosen: {chosen}" if chosen else text})
     return new

@@ -1,6 +1,5 @@
 """Micro-batched passes and optimizer steps of one model, policy or critic, on one rank. A pass that runs out of memory
-is repeated with smaller micro-batches. Results do not depend on the split. An exception is `model.lora.dropout`, whose
-masks are drawn in the order of the micro-batches."""
+is repeated with smaller micro-batches. Results do not depend on the split."""
 
 import functools
 import gc

@@ -83,9 +83,7 @@ class Worker:
         self._saver = RankSaver(self._saved_models, num_ranks=world_size)  # as if all ranks were on this host
         self._profiler = RankProfiler()
         self._meter = MemoryMeter()
-        self._version = 0
         self._num_splits = 0
-        self._num_updates = 0  # since the last weight sync
         self._probe: tuple[Prompt, ...] = ()
         self._ref_logprobs: Float[Tensor, T] | None = None
 
@@ -234,8 +232,6 @@ class Worker:
             batch, self._ref_logprobs = replace(batch, ref_logprobs=self._ref_logprobs), None
 
         def step(batch: TrainBatch, num_micro: int, denominator: Denominator) -> ModelUpdate[PolicyStatistics]:
-            self.actor.seed_dropout(self._version, self._num_updates, self._rank)
-            self._num_updates += 1
             return self.actor.update(
                 batch,
                 num_micro,
@@ -277,7 +273,6 @@ class Worker:
         returned difference is 0. Raises EngineError on all ranks if the engine did not load the weights, or computes
         with other weights."""
         config = self._config
-        self._version, self._num_updates = version, 0
         self._wake_engine()
         weights = self.actor.weights(engine_dtype(config, self._placement.dtype))
         result = self.engine.update_weights(weights, version)

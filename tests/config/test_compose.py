@@ -177,7 +177,6 @@ def test_unknown_key_is_reported_with_nearest(wrong, right):
             "cannot be filled in (Interpolation key 'nope' not found); got [+,${nope}]",
         ),
         ("data.operations=['+','${']", "cannot be filled in (no viable alternative at input '${'); got [+,${]"),
-        ("pass_rates.table='~nobody77/m'", "must be the folder of a finished table"),
         ("warm_start.demonstrations='~nobody77/m.jsonl'", "must be a file that exists, .jsonl, .json or .parquet"),
         ("validation.suites=['~nobody77/m.yaml']", "there is no such file; got ~nobody77/m.yaml in "),
         *(

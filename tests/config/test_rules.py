@@ -63,8 +63,6 @@ pass_rates.keep: pass_rates.samples=4 pass_rates.keep=[0.9,0.1] | pass_rates.kee
 pass_rates.keep: pass_rates.samples=4 pass_rates.keep=[0,8] | pass_rates.keep=[0,1]
 pass_rates.band: pass_rates.band=[-0.1,0.5] | pass_rates.band=[0,0.5]
 pass_rates.band: pass_rates.band=[0.5,1.1] | pass_rates.band=[0.5,0.5]
-pass_rates.samples: pass_rates.samples=4 + pass_rates.table=x |
-pass_rates.table: pass_rates.table=no/such/folder | pass_rates.table=null
 data.chat_template_kwargs: data.chat_template_kwargs.tokenize=true | data.chat_template_kwargs.enable_thinking=false
 data.parts: data.task=mixture
     data.parts=[{data:{task:countdown,chat_template_kwargs:{enable_thinking:false}}},{data:{task:custom}}] | $MIXTURE

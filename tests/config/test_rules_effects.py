@@ -123,8 +123,7 @@ def test_revision_is_unused_for_local_folder(tmp_path: Path):
     ("sandbox.time_s=9",
      "sandbox.time_s=9.0: has no effect with no scorer that runs programs. Choose data=code, or leave it out"),
     ("pass_rates.keep=[0.1,0.9]",
-     "pass_rates.keep=[0.1,0.9]: has no effect with pass_rates.samples=0, pass_rates.table=null. Set "
-     "pass_rates.samples, or leave it out"),
+     "pass_rates.keep=[0.1,0.9]: has no effect with pass_rates.samples=0. Set pass_rates.samples, or leave it out"),
 ])  # fmt: skip
 def test_unused_settings_text(given: str, line: str):
     assert unused_settings(settings(given), [word.partition("=")[0] for word in given.split()]) == [line]

@@ -42,10 +42,8 @@ def test_longest_deadline() -> None:
     assert DeadlineConfig(load_s=9_000).longest_s() == 9_000.0
 
 
-@pytest.mark.parametrize(
-    ("settings", "is_wanted"), [({}, False), ({"samples": 1}, True), ({"table": "x"}, True), ({"samples": 0}, False)]
-)
-def test_pass_rates_are_enabled_by_samples_or_table(settings: dict[str, Any], is_wanted: bool) -> None:
+@pytest.mark.parametrize(("settings", "is_wanted"), [({}, False), ({"samples": 1}, True), ({"samples": 0}, False)])
+def test_pass_rates_are_enabled_by_samples(settings: dict[str, Any], is_wanted: bool) -> None:
     assert PassRatesConfig.model_validate(settings).is_enabled is is_wanted
 
 

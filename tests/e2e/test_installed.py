@@ -111,8 +111,7 @@ def test_every_command_about_runs_works_without_a_checkout(installed: Path, tmp_
     assert int(answers) > 0
     assert "no process works on it" in do("stop", run["run_id"])
     assert "1 shown of" in do("rollouts", run["run_id"], "--limit", "1")
-    assert "responses by own:score" in do("rescore", run["run_id"], "--scorer", "own:score")
-    assert "none of the responses that must not score did" in do("audit", run["run_id"])
+    assert "none of the responses that must not score did" in do("audit", run["run_id"], "--scorer", "own:score")
     (dataset,) = (tmp_path / "artifacts" / "datasets").iterdir()
     assert "share 0 prompts" in do("data", "inspect", str(dataset))
     (tmp_path / "suite.yaml").write_text(

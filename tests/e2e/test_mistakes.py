@@ -87,7 +87,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("sweep debug_grid --max-hours 1e999", ["--max-hours", "less than or equal to 100000"]),
     ("eval model --suite pipe.yaml", ["--suite: must be a regular file"]),
     *((f"{line}=", [f"{line.split()[-1]}: must not be empty; is a shell variable unset?"]) for line in (
-        "runs --root", "sync --uri", "rescore absent --scorer", "train --fork", "deploy mine.yaml --name",
+        "runs --root", "sync --uri", "audit absent --scorer", "train --fork", "deploy mine.yaml --name",
     )),
     (f"new task {'x' * 65}", ["NAME: must be small letters, digits and _, at most 64"]),
     ("train trainer.total_steps=99999999999999999999", ["trainer.total_steps: must be less than or equal to 10000000"]),

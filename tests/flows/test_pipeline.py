@@ -159,7 +159,7 @@ def test_mlflow_has_settings_datasets_report_and_weights(first: dict[str, Any], 
     datasets = {name for (name,) in mlflow_rows(root, "select name from datasets")}
     assert datasets == {"countdown", "countdown filtered", "countdown held-out"}
     names = {path.name for path in (root / "mlartifacts").rglob("*")}
-    assert {"report.html", "samples.html", "settings.yaml", "after.json", "model.safetensors"} <= names
+    assert {"report.html", "settings.yaml", "after.json", "model.safetensors"} <= names
     assert "run.json" in names
     assert tags["mlflow.note.content"].startswith("# debug")
     assert tags["env.python"]

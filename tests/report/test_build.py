@@ -18,8 +18,8 @@ from rlcore.tracking.lineage import Origin
 from tests.helpers.reports import FEW, page_of, parse, table, validation, write_run
 
 pytestmark = pytest.mark.slow
-SECTIONS = ["learned", "curves", "held_out", "answers", "convergence", "performance", "memory", "configuration",
-            "reproduce", "lineage", "journal"]  # fmt: skip
+SECTIONS = ["learned", "curves", "held_out", "answers", "convergence", "performance", "configuration", "origin",
+            "journal"]  # fmt: skip
 
 
 def test_summary_has_head_and_gain(grpo_run, grpo_report):

@@ -1,13 +1,16 @@
-"""Text in pages and in Markdown."""
+"""Text in pages and in Markdown, the table of sample responses, and the report in a browser."""
 
 import re
 
 import pytest
 from markdown_it import MarkdownIt
 
+from rlcore.evaluation.result import ValidationResult
 from rlcore.report.build import build_report
 from rlcore.report.document import Finding, Report, Tile
-from rlcore.report.page import escape, markdown_of
+from rlcore.report.page import escape, markdown_of, sample_table
+from rlcore.report.record import read_run
+from tests.helpers.chromium import open_tab
 from tests.helpers.reports import parse, write_run
 
 HOSTILE = (
@@ -63,3 +66,34 @@ def test_addresses_are_not_links(text):
     assert as_a_link.search(text)
     assert not as_a_link.search(escape(text))
     assert MarkdownIt("commonmark").render(escape(text)) == f"<p>{text}</p>\n"
+
+
+@pytest.mark.program("chromium")
+def test_report_opens_without_browser_errors(grpo_report, tmp_path):
+    with open_tab(tmp_path / "profile") as tab:
+        tab.open(grpo_report.html)
+        tab.click('nav a[href="#configuration"]')
+        tab.wait("location.hash === '#configuration'")
+        assert tab.value("document.documentElement.scrollWidth <= window.innerWidth")
+        drawn = tab.value(
+            "[...document.querySelectorAll('svg.chart')].map((svg) => svg.getBoundingClientRect().height)"
+        )
+        assert len(drawn) >= 10
+        assert min(drawn) > 100
+        tab.click("#t-metrics summary")
+        assert tab.value("document.querySelector('#t-metrics').open")
+        light = tab.value("getComputedStyle(document.querySelector('svg.chart text')).fill")
+        tab.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+        assert tab.value("getComputedStyle(document.querySelector('svg.chart text')).fill") != light
+        assert tab.problems == []
+
+
+def test_samples_answer_the_same_problem(grpo_run):
+    before, after = (ValidationResult.read(grpo_run / "validation" / f"{name}.json") for name in ("before", "after"))
+    first, *_ = sample_table(read_run(grpo_run)).rows
+    was, became = next(
+        (a, b) for a, b in zip(before.problems, after.problems, strict=True) if not a.greedy.solved and b.greedy.solved
+    )
+    assert [cell.text.partition("\n")[0] for cell in first] == [
+        "newly solved", was.prompt_text, first[2].text, was.greedy.text, became.greedy.text
+    ]  # fmt: skip

@@ -31,7 +31,7 @@ def test_last_values_match_last_step(grpo_run, grpo_report):
 
 
 def test_measures_match_journal(grpo_run, grpo_report):
-    rows = {row["Measure"]: row["Value"] for name in ("convergence", "performance", "efficiency")
+    rows = {row["Measure"]: row["Value"] for name in ("convergence", "performance")
             for row in table(grpo_report, name)}  # fmt: skip
     rewards, entropy = series(grpo_run, "critic/score/mean"), series(grpo_run, "actor/entropy")
     assert rows["Training reward, first tenth"] == pytest.approx(np.mean(rewards[:6]))
@@ -47,14 +47,16 @@ def test_measures_match_journal(grpo_run, grpo_report):
     assert f"{document.duration(mean)} per step" in page_of(grpo_report).words
     assert rows["Tokens trained on"] == pytest.approx(sum(series(grpo_run, "perf/total_num_tokens")))
     assert rows["Throughput, median"] == pytest.approx(np.median(series(grpo_run, "perf/throughput")))
-    assert rows["Responses truncated at the limit, last third"] == pytest.approx(
-        np.mean(series(grpo_run, "response_length/clip_ratio")[-20:])
-    )
+    lengths = series(grpo_run, "response_length/mean")[-20:]
+    assert rows["Response length, last third"] == pytest.approx(np.mean(lengths))
+    peaks = {row["Metric"]: row["Value"] for row in table(grpo_report, "memory_peak")}
+    assert peaks
+    assert all(value == max(series(grpo_run, metric)) for metric, value in peaks.items())
 
 
 def test_measures_have_definitions(grpo_report, ppo_report):
     for files in (grpo_report, ppo_report):
-        for name in ("convergence", "performance", "efficiency"):
+        for name in ("convergence", "performance"):
             rows = table(files, name)
             assert rows
             assert all(row["Definition"] for row in rows), name

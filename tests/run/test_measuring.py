@@ -33,7 +33,6 @@ from rlcore.run.pass_rates import (
     SCHEMA,
     TABLE,
     PassRates,
-    _match_rows,
     facts_of,
     find_pass_rates,
     measured_elsewhere,
@@ -88,16 +87,6 @@ def table_of(*lines: Mapping[str, object]) -> pa.Table:
     return pa.Table.from_pylist(list(lines), schema=SCHEMA)
 
 
-def test_rows_of_another_table_are_matched_by_digest(tmp_path: Path) -> None:
-    table = table_of(line("a", 1, 4), line("b", 2, 4), line("a", 3, 4))
-    same = _match_rows(table, ["a", "b", "a"], tmp_path)
-    assert (same.passes.tolist(), same.samples.tolist()) == ([1, 2, 3], [4, 4, 4])
-    other = _match_rows(table, ["b", "a", "a"], tmp_path)
-    assert other.passes.tolist() == [2, 1, 1]
-    with pytest.raises(DataError, match=rf"got {tmp_path}, which lacks 2 of 3: it has other data, another filter"):
-        _match_rows(table, ["c", "b", "d"], tmp_path)
-
-
 def test_row_digest_depends_on_prompt_and_truth(tmp_path: Path) -> None:
     def digests(*rows: tuple[list[int], str]) -> list[str]:
         ids, truths = pa.array([ids for ids, _ in rows]), [truth for _, truth in rows]
@@ -139,12 +128,8 @@ def publish_table(directory: Path, filtered: Path, **changes: str) -> None:
         pq.write_table(table, folder / TABLE)
 
 
-def of_table(root: Path, *, table: Path | None = None, model: Path | None = None) -> RunConfig:
-    return RunConfig(
-        pass_rates=PassRatesConfig(samples=4, table=None if table is None else str(table)),
-        model=ModelConfig(path=None if model is None else str(model)),
-        paths=PathsConfig(root=str(root)),
-    )
+def of_table(root: Path) -> RunConfig:
+    return RunConfig(pass_rates=PassRatesConfig(samples=4), paths=PathsConfig(root=str(root)))
 
 
 def test_damaged_table_of_the_run_is_set_aside(tmp_path: Path) -> None:
@@ -160,25 +145,6 @@ def test_damaged_table_of_the_run_is_set_aside(tmp_path: Path) -> None:
     flip(directory / TABLE)
     assert find_pass_rates(config, inputs) is None
     assert not directory.exists()
-
-
-def test_configured_table_is_never_set_aside(tmp_path: Path) -> None:
-    filtered = filtered_rows(tmp_path / "f", "x", "y")
-    inputs = RunInputs(filtered, tmp_path / "t")
-    for name, kind in (("given", "pass-rates"), ("model", "model")):
-        publish_table(tmp_path / name, filtered, kind=kind)
-    found = find_pass_rates(of_table(tmp_path, table=tmp_path / "given"), inputs)
-    assert found is not None
-    assert found.counts.passes.tolist() == [0, 1]
-    for name in ("model", "absent"):
-        with pytest.raises(
-            DataError, match=rf"must be the folder of a finished table .*, got {tmp_path}/{name}\. Give"
-        ):
-            find_pass_rates(of_table(tmp_path, table=tmp_path / name), inputs)
-    flip(tmp_path / "given" / TABLE)
-    with pytest.raises(DataError, match="hash must be"):
-        find_pass_rates(of_table(tmp_path, table=tmp_path / "given"), inputs)
-    assert (tmp_path / "given").is_dir()
 
 
 def test_environment_settings_change_the_table(tmp_path: Path) -> None:
@@ -360,9 +326,7 @@ def test_planned_folder_of_a_table(tmp_path: Path) -> None:
         )
         return planned_pass_rates(config, Path("filtered/0123"))
 
-    given = planned(PassRatesConfig(table=str(tmp_path / "a" / ".." / "t")))
-    assert given == tmp_path / "t"
-    assert measured_elsewhere(given) == tmp_path / "measuring-t"
+    assert measured_elsewhere(tmp_path / "t") == tmp_path / "measuring-t"
     names = [planned(PassRatesConfig(samples=2))]
     assert names[0].parent == tmp_path / "pass-rates"
     models = [tmp_path / "a" / "m", tmp_path / "b" / "m"]

@@ -2,13 +2,10 @@
 
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 
 from flows.plan.plan import make_plan
-from rlcore.config import PassRatesConfig
 from rlcore.errors import DataError, StopRequestedError
-from rlcore.run.inputs import RunInputs
 from rlcore.run.pass_rates import TABLE, find_pass_rates, planned_pass_rates, read_table
 from tests.helpers.running import disturb, output_of, steps_of, weights_of
 from tests.helpers.sessions import Event, elsewhere, run_to_the_end, session_of
@@ -83,7 +80,6 @@ def test_table_counts_equal_those_of_validation(measured: SmallRun) -> None:
 
 
 def test_rows_are_selected_by_their_rate(measured: SmallRun, tmp_path: Path) -> None:
-    given = f"pass_rates.table={table_of(measured).parent}"
     rates = [row["passes"] / row["samples"] for row in read_table(table_of(measured)).to_pylist()]
     root = Path(measured.config.paths.root)
     run = prepare(root, *BASE, "pass_rates.keep=[0.2,0.8]", "trainer.batch_size=2", "trainer.mini_batch_size=2")
@@ -95,28 +91,9 @@ def test_rows_are_selected_by_their_rate(measured: SmallRun, tmp_path: Path) -> 
     assert 2 <= len(kept) < 48
     plan = make_plan(run.config).stage("pass-rates")
     assert (plan.cached, plan.detail) == (True, f"kept {len(kept)} of 48 rows")
-    few = prepare(root, *BASE[:1], given, "pass_rates.samples=0", "pass_rates.keep=[0.99,1]", "tracking.enabled=false")
+    few = prepare(root, *BASE, "pass_rates.keep=[0.99,1]")
     with session_of(few) as session, pytest.raises(DataError, match=r"keep: must leave trainer\.batch_size=8 rows"):
         session.measure_pass_rates()
-    another = ("data.train_size=48", "data.number_high=19", "warm_start.max_steps=1", "tracking.enabled=false")
-    other = prepare(tmp_path, *another, given)
-    with session_of(other) as session, pytest.raises(DataError, match="must hold every training row"):
-        session.measure_pass_rates()
-
-
-def test_larger_table_is_matched_by_digest(measured: SmallRun, tmp_path: Path) -> None:
-    """The first rows of the same dataset, in a separate root."""
-    rows = pq.read_table(measured.inputs.train_parquets[0])
-    (tmp_path / "few").mkdir()
-    pq.write_table(rows.take([7, 3, 40]), tmp_path / "few" / "train.parquet")
-    inputs = RunInputs(tmp_path / "few", measured.inputs.tokenizer_directory)
-    settings = PassRatesConfig(table=str(table_of(measured).parent))
-    found = find_pass_rates(measured.config.model_copy(update={"pass_rates": settings}), inputs)
-    assert found is not None
-    assert found.counts.passes.tolist() == read_table(table_of(measured)).column("passes").take([7, 3, 40]).to_pylist()
-    settings = PassRatesConfig(table=str(measured.inputs.filtered_directory))
-    with pytest.raises(DataError, match="must be the folder of a finished table of pass rates"):
-        find_pass_rates(measured.config.model_copy(update={"pass_rates": settings}), inputs)
 
 
 @pytest.mark.multiprocess

@@ -1,7 +1,6 @@
-"""LoRA adapters and dropout in a worker."""
+"""LoRA adapters in a worker."""
 
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +74,7 @@ def test_lora_reference_is_policy_without_adapters(
 @pytest.mark.parametrize("base", ["native", "nf4"])
 def test_lora_resume_is_bit_identical(opened: Open, batch: TrainBatch, tmp_path: Path, base: str) -> None:
     """Compare adapters, moments and base with those of an uninterrupted run."""
-    settings = ("model.dtype=bfloat16", "model.lora.dropout=0.1", f"model.lora.base={base}")
+    settings = ("model.dtype=bfloat16", f"model.lora.base={base}")
     worker = opened(*settings)
     worker.sync_weights(0)
     update(worker, batch, 2)
@@ -136,49 +135,3 @@ def test_lora_oom_retry_keeps_gradient(
     assert len(calls) > 2
     assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
     assert again.memory_peak().num_retries == 1
-
-
-def test_dropout_depends_on_place_in_run(tmp_path: Path) -> None:
-    run = prepare(tmp_path, "model.lora.rank=4", "model.lora.dropout=0.5", "optim.lr=0.05")
-    whole = batch_from(random_batch(np.random.default_rng(7)))
-    batch = select_train(whole, range(whole.packed.num_sequences))
-    counts = Denominator(batch.packed.num_loss_tokens, batch.packed.num_sequences, 8)
-    mini_batch = MiniBatch(range(batch.packed.num_sequences), 2, counts)
-    with closing(LocalGroup(run.config, str(run.model_directory))) as group:
-        (worker,) = group.each(lambda worker: worker)
-
-        def updated(torch_seed: int, version: int) -> list[torch.Tensor]:
-            """Return log-probabilities of three updates after a weight sync, and after them."""
-            worker.reset()
-            worker.sync_weights(version)
-            torch.manual_seed(torch_seed)
-            found = [worker.update_policy(batch, [mini_batch], 0.05, 0.0).steps[0].logprobs for _ in range(3)]
-            return [*found, worker.old_logprobs(batch.packed, 2)]
-
-        first, again, other = updated(1, version=3), updated(2, version=3), updated(1, version=4)
-        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-        assert not torch.equal(first[-1], other[-1])
-        assert torch.equal(worker.old_logprobs(batch.packed, 2), other[-1])  # without dropout
-
-
-def test_dropout_of_retry_depends_on_split(tmp_path: Path) -> None:
-    loss = "algo.policy_loss=tests.helpers.harmful:at_most_four"
-    run = prepare(tmp_path, "model.lora.rank=4", "model.lora.dropout=0.5", "optim.lr=0.05", loss)
-    whole = batch_from(random_batch(np.random.default_rng(7)))
-    counts = Denominator(whole.packed.num_loss_tokens, whole.packed.num_sequences, 8)
-    with closing(LocalGroup(run.config, str(run.model_directory))) as group:
-        (worker,) = group.each(lambda worker: worker)
-
-        def after_update(num_micro: int) -> tuple[torch.Tensor, int]:
-            """Return log-probabilities after one update, and its number of micro-batches."""
-            worker.reset()
-            worker.sync_weights(3)
-            mini_batch = MiniBatch(range(whole.packed.num_sequences), num_micro, counts)
-            worker.update_policy(whole, [mini_batch], 0.05, 0.0)
-            return worker.old_logprobs(whole.packed, 1), num_micro * worker.actor.update_pass.factor
-
-        redone, num_micro = after_update(1)
-        assert num_micro > 1
-        direct, same_number = after_update(num_micro)
-        assert same_number == num_micro
-        assert torch.equal(redone, direct)

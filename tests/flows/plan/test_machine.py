@@ -1,18 +1,16 @@
 """`millrace doctor`: real checks of the machine, with remedies."""
 
 import json
-import os
 import re
 import sys
 from importlib import metadata
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
 from flows.plan import machine as doctor
-from rlcore.runtime.devices import Devices, Gpu, all_reduce
+from rlcore.runtime.devices import Devices, Gpu
 from tests.flows.conftest import REPOSITORY, in_this_process
 
 
@@ -64,24 +62,6 @@ def test_unsupported_and_busy_gpus_are_reported() -> None:
     lines = list(doctor.check_gpus(Devices("2", "13.0", ("sm_80", "sm_90"), gpus)))
     assert [line.level for line in lines] == ["error", "warning", "ok"]
     assert "torch has code for sm_80, sm_90" in lines[0].found
-
-
-@pytest.mark.multiprocess
-def test_all_reduce_names_failing_backend() -> None:
-    all_reduce(2, "gloo")
-    with pytest.raises(OSError, match=r"rank 0: .*no-such-backend"):
-        all_reduce(1, "no-such-backend")
-
-
-@pytest.mark.multiprocess
-def test_all_reduce_names_failing_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: rank 0 waited for rank 1 until its deadline, and was named as the cause."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import sys\nif sys.orig_argv[-4:-2] == ['1', '2']:\n    sys.exit('GPU 1 has fallen off the bus')\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
-    with pytest.raises(OSError, match=r"rank 1: .*GPU 1 has fallen off the bus"):
-        all_reduce(2, "gloo")
 
 
 def test_proxy_for_loopback_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

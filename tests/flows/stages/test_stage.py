@@ -118,7 +118,6 @@ def test_report_is_current_while_inputs_are_unchanged(layout: RunLayout) -> None
         write_json_atomically(folder / "source.json", known)
 
     files = [layout.journal, layout.run_json, layout.validation / "after.json", layout.suites / "sums" / "a.json"]
-    files.append(layout.run_dir / "memory_plan.json")
     for file in files:
         write()
         assert find_report(layout) == ReportPage(folder / "report.html", cached=True)
