@@ -22,7 +22,7 @@ from rlcore.run.inputs import RunInputs, suite_fingerprint
 from rlcore.run.pass_rates import PassRates, find_pass_rates
 from rlcore.trainer.episodes import Episodes
 from rlcore.trainer.experience import ResponseSampler
-from rlcore.types import Prompt
+from rlcore.prompt import Prompt
 from rlcore.workers.group import WorkerGroup
 
 _ID_STEP = 1_000_000_000
