@@ -8,13 +8,15 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import timedelta
 from pathlib import Path
 
 from pydantic import TypeAdapter
 from pydantic.dataclasses import dataclass
+
+from rlcore.runtime.interpreter import trainer_process
 
 PROBE_S = 120.0
 """The deadline of one process in seconds. The process may import torch from a slow disk."""
@@ -43,21 +45,22 @@ class Devices:
     gpus: tuple[Gpu, ...]
 
 
-def find_devices() -> Devices:
-    """Return the devices that torch finds.
+def find_devices(python: str | None = None) -> Devices:
+    """Return the devices that torch finds in the environment of `runtime.python`.
 
     Raises OSError with the last line of the error output if torch cannot be imported or CUDA cannot be used.
     """
-    return TypeAdapter(Devices).validate_json(output_of([sys.executable, "-P", "-m", __name__]))
+    program, environment = trainer_process(python)
+    return TypeAdapter(Devices).validate_json(output_of([program, "-P", "-m", __name__], environment))
 
 
-def output_of(command: Sequence[str]) -> str:
-    """Return the standard output of a process.
+def output_of(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
+    """Return the standard output of a process with these environment variables, by default those of this process.
 
     Raises OSError after a timeout, or with the last line of the error output if the process fails.
     """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, env=environment)
     except subprocess.TimeoutExpired:
         raise OSError(f"no end in {PROBE_S:g} s") from None
     if done.returncode:
@@ -65,17 +68,18 @@ def output_of(command: Sequence[str]) -> str:
     return done.stdout
 
 
-def all_reduce(num_ranks: int, backend: str) -> None:
+def all_reduce(num_ranks: int, backend: str, python: str | None = None) -> None:
     """Test an all-reduce of several ranks. The backend nccl has one rank per GPU, and gloo runs on the CPU.
 
     Raises OSError after a timeout, or with the last line of a rank's error output if that rank fails.
     """
+    program, environment = trainer_process(python)
     with tempfile.TemporaryDirectory() as folder:
         words = [str(num_ranks), str(Path(folder) / "rendezvous"), backend]
         ranks = [
             subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, str(rank), *words],
-                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                [program, "-P", "-m", __name__, str(rank), *words],
+                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment,
             )
             for rank in range(num_ranks)
         ]  # fmt: skip
