@@ -87,9 +87,8 @@ def trainer_environment(python: str | None, names: tuple[str, ...] = PACKAGES) -
     """
     found = this_environment(names) if python is None else _ask(python, names)
     if missing := [name for name in ("torch", "transformers") if not found.has(name)]:
-        raise ConfigError(
-            f"{RULE}; got {found.executable}, which lacks {' and '.join(missing)}. {_install(found.executable)}"
-        )
+        remedy = _install(found.executable) if python else "Name the one of the trainer's environment"
+        raise ConfigError(f"{RULE}; got {found.executable}, which lacks {' and '.join(missing)}. {remedy}.")
     return found
 
 

@@ -1,4 +1,4 @@
-"""A trainer in an environment of its own, with another version of a package and without the packages of flows."""
+"""A trainer in a separate environment, with another version of a package and without the packages of flows."""
 
 import json
 import os
