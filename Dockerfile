@@ -1,11 +1,11 @@
 # Millrace in a container, as a user without rights:
-#   docker build -t millrace .                               any machine; --build-arg EXTRAS=[sandbox] names the extras
-#   docker build -t millrace:gpu --build-arg EXTRAS=[vllm] . with vLLM; run it by --gpus all --shm-size 16g
+#   docker build -t millrace .                               any machine; --build-arg EXTRAS=... names the extras
+#   docker build -t millrace:gpu --build-arg EXTRAS=[flows,trainer,vllm] .   with vLLM; run it by --gpus all --shm-size 16g
 #   docker run --rm -v "$PWD/artifacts:/work/artifacts" millrace run experiment=countdown_demo
 # On x86-64 the registry's torch is a CUDA build of several GB, which runs without a GPU too. For a CPU build name the
 # index that has one: --build-arg PIP_EXTRA_INDEX_URL=...
 FROM python:3.12-slim-bookworm AS build
-ARG EXTRAS=[sandbox]
+ARG EXTRAS=[flows,trainer,sandbox]
 ARG PIP_EXTRA_INDEX_URL
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 RUN python -m venv /opt/millrace

@@ -113,7 +113,7 @@ $(VENV)/.torch: constraints.txt | $(BIN)/pip
 
 $(VENV)/.installed: pyproject.toml constraints.txt $(VENV)/.torch
 	@echo "Installing millrace and its dependencies into $(VENV) (about two minutes) ..."
-	@$(INSTALL) -e .
+	@$(INSTALL) -e ".[flows,trainer]"
 	@$(COMPILE)
 	@touch $@
 

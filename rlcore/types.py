@@ -14,40 +14,19 @@ Only `rlcore.batching.pack` shifts positions.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from rlcore.prompt import FastPickle as FastPickle
+from rlcore.prompt import Prompt as Prompt
 from rlcore.score import Score as Score
 from rlcore.score import Scorer as Scorer
 
 FinishReason = Literal["stop", "length"]
-
-
-class FastPickle:
-    """A base class for dataclasses with slots. It halves the time of pickling a frozen dataclass."""
-
-    __slots__: tuple[str, ...] = ()
-
-    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
-        return type(self), tuple([getattr(self, name) for name in self.__slots__])
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt(FastPickle):
-    """One filtered row, tokenized once before training. `ground_truth_json` is the scorer's ground truth as JSON, which
-    can cross process boundaries. `difficulty` is the task's measure of difficulty (fewest operations in countdown), or
-    0.
-    """
-
-    prompt_id: int
-    token_ids: tuple[int, ...]
-    data_source: str
-    ground_truth_json: str
-    difficulty: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,16 +89,22 @@ def deploy(
     user_deployment.deploy(experiment, overrides, name=name, cron=cron, timezone=timezone, root=root)
 
 
-def doctor(as_json: AsJson = False) -> None:
+def doctor(
+    python: Annotated[
+        str | None, typer.Option(metavar="FILE", help="The trainer's interpreter (runtime.python).")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
     """Check whether this machine meets the requirements of a run. The exit code is 1 if there is an error.
 
     Examples:
       millrace doctor
+      millrace doctor --python trainer/bin/python
     """
     from flows.plan.machine import check_machine, show
 
     print("checking this machine, which takes half a minute ...", file=sys.stderr, flush=True)
-    lines = check_machine()
+    lines = check_machine(python)
     if as_json:
         print(json.dumps([asdict(line) for line in lines], indent=2))
     else:

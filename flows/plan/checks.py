@@ -7,6 +7,7 @@ The settings, folders and machine are checked first. Then the requirements of ea
 import errno
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -34,6 +35,7 @@ from rlcore.run.initial_policy import stage_settings
 from rlcore.run.inputs import configured_model, model_paths, require_smollm2, require_whole_model
 from rlcore.run.layout import RunLayout
 from rlcore.runtime.cluster import folder_problem, unreachable
+from rlcore.runtime.interpreter import trainer_environment
 from rlcore.storage.disk import is_out_of_room, nearest_existing
 from rlcore.tracking.lineage import first_gpu
 from rlcore.tracking.sinks import require_trackers
@@ -117,13 +119,15 @@ def _require_functions(config: RunConfig) -> None:
 
 
 def _require_packages(config: RunConfig) -> None:
+    trainer = trainer_environment(config.runtime.python)
+    has = find_spec if config.runtime.python is None else trainer.has
     if config.rollout.engine == "vllm":
-        require_vllm()
-    require_base(config.model.lora)
+        require_vllm(has)
+    require_base(config.model.lora, has)
     require_trackers(config.tracking)
     require_device(config)
     if SMOLLM2 in model_paths(config).values():
-        require_smollm2(configured_model(config))
+        require_smollm2(configured_model(config), has)
 
 
 def require_machine(config: RunConfig) -> None:

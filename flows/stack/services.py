@@ -34,7 +34,7 @@ from flows.stack.state import (
     prefect_database,
     root_login,
 )
-from rlcore.errors import MillraceError
+from rlcore.errors import ConfigError, MillraceError
 from rlcore.runtime.cluster import loopback_environment, ray_folder
 from rlcore.storage.locks import start_time_of
 
@@ -109,6 +109,11 @@ def start_ray(root: Path, state: StackState) -> Service:
     """Start a Ray head for this user on this machine. Runs join it by the setting `runtime.ray_address`."""
     port = _choose_port(state, "ray", default=6379)
     ray = str(Path(sys.executable).parent / "ray")
+    if not Path(ray).is_file():
+        raise ConfigError(
+            f"--ray: needs Ray in this environment, and {ray} does not exist. Start a head with the trainer's "
+            "environment (`ray start --head`), or leave --ray out."
+        )
     command = [ray, "start", "--head", "--block", "--node-ip-address", LOOPBACK, "--port", str(port)]
     command += ["--include-dashboard", "false", "--disable-usage-stats", "--temp-dir", str(ray_folder())]
     return _start(root, "ray", command, loopback_environment(), port, url=f"{LOOPBACK}:{port}")

@@ -12,6 +12,7 @@ from flows.stages.trials import Trial
 from flows.work.open_run import OpenRun
 from flows.work.origin import checkpoint_store, committed_step
 from rlcore.config import RunConfig
+from rlcore.runtime.interpreter import run_versions
 from rlcore.storage.publish import write_text_atomically
 from rlcore.tracking.lineage import code_diff, code_revision, environment_facts
 
@@ -92,7 +93,8 @@ def record_start(run: OpenRun) -> None:
     run.is_origin_complete = True
     try:
         commit, is_dirty = code_revision()
-        run.note(command=run.command, git_commit=commit, git_dirty=is_dirty, environment=environment_facts())
+        facts = environment_facts(run_versions(run.config.runtime.python))
+        run.note(command=run.command, git_commit=commit, git_dirty=is_dirty, environment=facts)
         write_text_atomically(run.layout.run_dir / DIFF_FILE, code_diff()[:MAX_DIFF_CHARACTERS])
     except OSError as error:
         log.warning("%s: how the training was started is not recorded: %s", run.layout.run_dir, error)

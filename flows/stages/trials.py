@@ -1,14 +1,13 @@
 """The trials of user code and files before any expensive work. User functions run in processes with a deadline."""
 
-import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.work.open_run import OpenRun
+from flows.work.trainer import interpreter_of, trainer_variables
 from rlcore import sandbox
 from rlcore.config import AlgoConfig, CountdownData, CustomData, Gsm8kData, RewardConfig, RunConfig
 from rlcore.config.data import TaskData, has_default_scorer, parts_of
@@ -18,7 +17,6 @@ from rlcore.rollout.scoring import ScoringPool
 from rlcore.rollout.scoring_worker import weights_problem
 from rlcore.rollout.tools import tool_schemas
 from rlcore.score import Score
-from rlcore.start import python_path
 
 if TYPE_CHECKING:
     from data.trial import FirstRow
@@ -78,7 +76,7 @@ class Trial:
         """Try the loss and advantage functions on a few tokens if they are custom or have options."""
         algo = self.config.algo
         if ":" in f"{algo.policy_loss}{algo.advantage}" or algo.policy_loss_options or algo.advantage_options:
-            _try_functions(algo)
+            _try_functions(algo, self.config.runtime.python)
 
     def try_tokenizer(self) -> None:
         """If the model's folder exists, load its tokenizer and render the first row of each task with it."""
@@ -194,18 +192,17 @@ def try_tokenizer(directory: Path, rows: "list[FirstRow]", config: RunConfig) ->
             TurnTokens(loaded, chat=chat, max_reply_tokens=1, role=role, chat_template_kwargs=template_kwargs)
 
 
-def _try_functions(algo: AlgoConfig) -> None:
+def _try_functions(algo: AlgoConfig, python: str | None) -> None:
     named = f"algo.policy_loss={algo.policy_loss}, algo.advantage={algo.advantage}"
     try:
-        command = [sys.executable, "-P", "-m", "rlcore.algos.loss_call"]
-        environment = {**os.environ, "PYTHONPATH": python_path()}
+        command = [interpreter_of(python), "-P", "-m", "rlcore.algos.loss_call"]
         done = subprocess.run(
             command,
             input=algo.model_dump_json(),
             capture_output=True,
             text=True,
             timeout=LOSS_DEADLINE_S,
-            env=environment,
+            env=trainer_variables(python),
         )
     except subprocess.TimeoutExpired:
         raise TrialError(

@@ -27,6 +27,7 @@ from rlcore.errors import is_stop
 from rlcore.run.inputs import RunInputs
 from rlcore.run.layout import RunLayout
 from rlcore.run.pass_rates import TABLE, planned_pass_rates
+from rlcore.runtime.interpreter import run_versions
 from rlcore.storage.documents import parse_json, read_ordinary
 from rlcore.storage.manifest import part_directories
 from rlcore.storage.publish import write_json_atomically
@@ -143,7 +144,8 @@ def log_start(
     from rlcore.config.documents import to_yaml
 
     store, mlflow_run, config, layout = page.store, page.id, run.config, run.layout
-    facts = {f"env.{name}": value for name, value in environment_facts().items()}
+    described = environment_facts(run_versions(config.runtime.python))
+    facts = {f"env.{name}": value for name, value in described.items()}
     store.set_tags(mlflow_run, {**facts, **tags, "code_fingerprint": code_for_run(config).fingerprint})
     store.log_params(mlflow_run, config.model_dump(mode="json"))
     store.client.log_text(mlflow_run, _masked(to_yaml(run.origin.settings)), "config/settings.yaml")
@@ -206,7 +208,7 @@ def log_models(run: OpenRun, page: MlflowRun, last: ExportedWeights, best: Expor
     for info in scan(layout.checkpoints).checkpoints:
         size = {"size_bytes": str(info.size_bytes)}
         log(info.path, "checkpoint", info.path.name, info.step, tags=tags | size)
-    more = {"tags": tags, "max_bytes": MAX_UPLOAD_BYTES}
+    more = {"tags": tags, "max_bytes": MAX_UPLOAD_BYTES, "versions": run.origin.environment}
     logged = {
         step: log(one.directory, "transformers", f"weights-{step:06d}", step, **more)
         for step, one in {last.step: last, best.step: best}.items()

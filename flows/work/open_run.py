@@ -1,6 +1,8 @@
 """A run that this process has opened, with its lock, folder, settings, code and trainer process."""
 
 import logging
+import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -82,7 +84,9 @@ class OpenRun:
         self.is_origin_complete = False
         stop_wait_s = config.runtime.stop_deadline_s + END_WAIT_S
         slots, request = Slots(self.layout.root), SlotRequest.of(config, self.run_id)
-        self.trainer = TrainerProcess(self.layout.run_dir, stop_wait_s=stop_wait_s, slots=slots, request=request)
+        self.trainer = TrainerProcess(
+            self.layout.run_dir, stop_wait_s=stop_wait_s, slots=slots, request=request, python=config.runtime.python
+        )
 
     @property
     def run_id(self) -> str:
@@ -143,12 +147,16 @@ class OpenRun:
 
 
 def with_absolute_paths(config: RunConfig, layout: RunLayout) -> RunConfig:
-    """Return the settings with an absolute root and an absolute MLflow store, so that they are valid in any folder."""
+    """Return the settings with an absolute root, MLflow store and interpreter, so that they are valid in any folder."""
     tracking = config.tracking
     if tracking.uri is not None:
         tracking = tracking.model_copy(update={"uri": resolve_uri(tracking, layout.root)})
     paths = config.paths.model_copy(update={"root": str(layout.root)})
-    return config.model_copy(update={"paths": paths, "tracking": tracking})
+    python = config.runtime.python
+    if python is not None:
+        python = os.path.abspath(shutil.which(python) or python)  # noqa: PTH100 - a link to it is in its environment
+    runtime = config.runtime.model_copy(update={"python": python})
+    return config.model_copy(update={"paths": paths, "tracking": tracking, "runtime": runtime})
 
 
 @contextmanager

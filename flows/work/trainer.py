@@ -19,8 +19,10 @@ from flows.work.protocol import Done, Event, Failed, Note, Progress, Reply, RunE
 from flows.work.slots import HeldSlots, SlotRequest, Slots
 from rlcore.errors import EXIT_RESUMABLE, HostMemoryError, MillraceError, StopRequestedError, WorkerLostError, is_stop
 from rlcore.run.failures import append_failure, failure_from, num_oom_kills
+from rlcore.runtime.interpreter import trainer_environment, trainer_path
+from rlcore.tracking.attempts import DELIVERY_VARIABLE
 
-TRAINER = (sys.executable, "-P", "-m", "rlcore.run.process")
+TRAINER = ("-P", "-m", "rlcore.run.process")
 POLL_S = 0.25  # longest time between two checks of the process and its log
 CLOSE_WAIT_S = 60.0
 """The longest wait in seconds for an idle trainer to end its workers and deliver its last metrics. The delivery is
@@ -98,7 +100,7 @@ class TrainerProcess:
 
     Use it as a context manager in the main thread, because the kernel ties the process to the thread that started it. A
     start waits for the slots in `request`. The process inherits `lock`, the descriptor of the run's lock. If `lock` is
-    None, the process acquires the lock itself.
+    None, the process acquires the lock itself. `python` is the setting `runtime.python`.
 
     During a call, `on_event` receives events, `on_line` receives lines of the log, and `on_wait` is called often. An
     exception from one of them stops the process like an interrupt. The process then has `stop_wait_s` seconds to finish
@@ -115,6 +117,7 @@ class TrainerProcess:
         on_event: Callable[[Event], None] = lambda event: None,
         on_line: Callable[[str], None] = lambda line: None,
         on_wait: Callable[[], None] = lambda: None,
+        python: str | None = None,
         command: Sequence[str] = TRAINER,
     ) -> None:
         self._run_dir = run_dir
@@ -124,6 +127,7 @@ class TrainerProcess:
         self._stop_wait_s = stop_wait_s
         self._slots = slots
         self._request = request
+        self._python = python
         self._command = tuple(command)
         self._child: _Child | None = None
         self._reason = ""
@@ -194,7 +198,7 @@ class TrainerProcess:
                     number = len(held.descriptors)
                     self.on_event(Note(f"has {number} slot{'s' * (number > 1)} of the root now"))
                     self._reason = ""
-                self._child = _Child(self._command, self._run_dir, held, self.lock)
+                self._child = _Child(self._python, self._command, self._run_dir, held, self.lock)
             except BaseException:
                 held.release()
                 raise
@@ -266,21 +270,24 @@ class TrainerProcess:
 class _Child:
     """The trainer process with its two pipes, its log, and the slots and the lock that it inherits."""
 
-    def __init__(self, command: Sequence[str], run_dir: Path, held: HeldSlots, lock: int | None) -> None:
+    def __init__(
+        self, python: str | None, command: Sequence[str], run_dir: Path, held: HeldSlots, lock: int | None
+    ) -> None:
+        environment = trainer_variables(python) | held.environment
         folder = run_dir / "logs"
         folder.mkdir(parents=True, exist_ok=True)
         log_file = folder / f"trainer-{1 + max(trainer_logs(folder), default=0)}.log"
         log_file.touch()
         child_reads, self._commands_fd = os.pipe()
         self._replies_fd, child_writes = os.pipe()
-        line = [*command, "--run", str(run_dir)]
+        line = [interpreter_of(python), *command, "--run", str(run_dir)]
         line += ["--commands-fd", str(child_reads), "--replies-fd", str(child_writes)]
         try:
             inherited = [child_reads, child_writes, *held.descriptors]
             if lock is not None:
                 line += ["--lock-fd", str(lock)]
                 inherited.append(lock)
-            self.process = start_process(line, log_file, _environment() | held.environment, inherited)
+            self.process = start_process(line, log_file, environment, inherited)
         except BaseException:
             os.close(self._commands_fd)
             os.close(self._replies_fd)
@@ -379,11 +386,22 @@ def trainer_logs(folder: Path) -> dict[int, Path]:
     return {int(number): path for path, number in numbers.items() if number.isdecimal()}
 
 
-def _environment() -> dict[str, str]:
-    """Return the environment of this process with its module path, so that the trainer runs the same code.
+def interpreter_of(python: str | None) -> str:
+    """Return the program that runs the trainer. `python` is the setting `runtime.python`."""
+    return sys.executable if python is None else trainer_environment(python).executable
+
+
+def trainer_variables(python: str | None) -> dict[str, str]:
+    """Return the environment variables of the trainer: those of this process with its module path, so that the trainer
+    runs the same code.
 
     The current folder may contain a scorer. The folder is last in the path, so that its files replace no other module.
+    Another interpreter has its own packages in the path, and gets the interpreter that delivers to MLflow.
     """
     here = str(Path.cwd())
-    path = python_path(*(place for place in sys.path if isinstance(place, str) and place not in ("", here)), here)
-    return CHILD_ENVIRONMENT | os.environ | {"PYTHONPATH": path}
+    if python is None:
+        path = python_path(*(place for place in sys.path if isinstance(place, str) and place not in ("", here)), here)
+        return CHILD_ENVIRONMENT | os.environ | {"PYTHONPATH": path}
+    path = os.pathsep.join((*(place for place in trainer_path(python) if place not in ("", here)), here))
+    delivery = os.pathsep.join((sys.executable, python_path()))
+    return CHILD_ENVIRONMENT | os.environ | {"PYTHONPATH": path, DELIVERY_VARIABLE: delivery}

@@ -13,6 +13,7 @@ from rlcore.errors import CheckpointError, DataError
 from rlcore.models.hub import require_reachable
 from rlcore.run.inputs import RunInputs, planned_initial_policy
 from rlcore.run.layout import RunLayout
+from rlcore.runtime.interpreter import run_module
 from rlcore.storage.manifest import read_finished_or_reason, read_finished_or_set_aside
 from rlcore.user_code import run_code
 
@@ -24,10 +25,14 @@ def export_to(config: RunConfig, layout: RunLayout, checkpoint: str, target: Pat
     Raises CheckpointError if there is no checkpoint of this name, or if it is broken. Raises DataError if the run's
     initial policy is missing.
     """
-    from rlcore.checkpoint.export import export_checkpoint
+    info, start = find_checkpoint(layout.checkpoints, checkpoint), find_initial_policy(config, layout)
+    if config.runtime.python is None:
+        from rlcore.checkpoint.export import export_checkpoint
 
-    info = find_checkpoint(layout.checkpoints, checkpoint)
-    return export_checkpoint(info, config, find_initial_policy(config, layout), target)
+        return export_checkpoint(info, config, start, target)
+    words = (str(layout.checkpoints), info.name, config.model_dump_json(), str(start), str(target))
+    run_module(config.runtime.python, "rlcore.checkpoint.export", *words, error=CheckpointError)
+    return target
 
 
 def find_initial_policy(config: RunConfig, layout: RunLayout) -> Path:

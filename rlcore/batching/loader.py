@@ -26,7 +26,7 @@ from jaxtyping import Bool, Float, Int
 
 from rlcore.config.data import PassRatesConfig
 from rlcore.errors import CheckpointError, DataError
-from rlcore.types import Prompt
+from rlcore.prompt import Prompt
 
 T = TypeVar("T")
 Array = np.ndarray

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlcore.errors import DataError
-from rlcore.types import Prompt
+from rlcore.prompt import Prompt
 
 _INTEGERS = "list of integers"
 _REMEDY = "Give a file that the filter has written (filtered/<fingerprint>/<split>.parquet), or run the filter again."

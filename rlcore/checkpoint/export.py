@@ -1,5 +1,6 @@
 """The export of trained weights as a transformers directory."""
 
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +12,7 @@ from pydantic import JsonValue
 from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 
-from rlcore.checkpoint.catalog import CheckpointInfo
+from rlcore.checkpoint.catalog import CheckpointInfo, find_checkpoint
 from rlcore.checkpoint.shards import BaseRecord, load_shards
 from rlcore.config import LoraConfig, RunConfig
 from rlcore.errors import CheckpointError
@@ -75,3 +76,9 @@ def export_transformers(
         if lora is not None:
             write_peft(adapters, lora, source, folder / ADAPTER)
     return target
+
+
+if __name__ == "__main__":  # for a command whose environment has no torch
+    folder, name, settings, start, place = sys.argv[1:]
+    run = RunConfig.model_validate_json(settings)
+    export_checkpoint(find_checkpoint(Path(folder), name), run, start, Path(place))

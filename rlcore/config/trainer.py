@@ -165,6 +165,9 @@ class RuntimeConfig(Section):
     """The number of ranks of data parallelism. On a GPU machine, each rank has one GPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where a GPU is present."""
+    python: str | None = None
+    """The Python interpreter of the trainer process and its workers, such as `bin/python` of another environment. If
+    null, it is the interpreter of the command."""
     threads_per_worker: int = Field(default=1, ge=1)
     """The number of CPU threads of torch in each worker. Another number may change the last digit of a sum."""
     ray_address: Annotated[str | None, _UNDER_RAY] = None
@@ -192,6 +195,7 @@ class RuntimeConfig(Section):
     priority: int = Field(default=0, ge=-1000, le=1000)
     """The priority in the queue for the slots of the root (`millrace slots`). The highest number comes first. Runs with
     a lower priority return their slots at the end of a chunk, and wait. Without slots, the priority has no effect."""
+    _expanded = field_validator("python")(expand_home)
     checks = (
         rule(".num_workers", ".backend", "must be 1 with runtime.backend=local",
              lambda own, _: own.backend == "ray" or own.num_workers == 1, "Set runtime.backend=ray"),

@@ -1,5 +1,6 @@
 """Writers of local model directories: a randomly initialized scratch model, and SmolLM2 from its GGUF file."""
 
+import sys
 from pathlib import Path
 
 import torch
@@ -73,3 +74,7 @@ def write_smollm2(file: Path, directory: Path) -> None:
         [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
     )
     tokenizer.save_pretrained(directory)
+
+
+if __name__ == "__main__":  # for a command whose environment has no torch
+    write_smollm2(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -3,7 +3,7 @@ devices. The counts hold for Llama, Mistral, Qwen2 and Qwen3 in transformers. Th
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -95,9 +95,12 @@ def token_counts(path: str) -> dict[str, int]:
         return {}  # loading the tokenizer reports the problem
 
 
-def require_base(lora: LoraConfig | None) -> None:
-    """Check that bitsandbytes is installed if the base weights are in 4 bits. Raises ModelError if it is missing."""
-    if lora is not None and lora.base == "nf4" and find_spec("bitsandbytes") is None:
+def require_base(lora: LoraConfig | None, has: Callable[[str], object] = find_spec) -> None:
+    """Check that bitsandbytes is installed if the base weights are in 4 bits. Raises ModelError if it is missing.
+
+    `has`: whether the trainer's environment has a package.
+    """
+    if lora is not None and lora.base == "nf4" and not has("bitsandbytes"):
         raise ModelError(
             "model.lora.base: nf4 needs the package bitsandbytes, which is not installed here. In the checkout: "
             "pip install -c constraints.txt -e '.[nf4]'; or set model.lora.base=native."

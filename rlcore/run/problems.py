@@ -15,6 +15,7 @@ from rlcore.config.check import suite_settings
 from rlcore.config.data import BY_ROW, TaskData, parts_of, scorer_of_row, scorers_of
 from rlcore.errors import DataError
 from rlcore.models.tokenizer import Decode, load_tokenizer, text_decoder
+from rlcore.prompt import Prompt
 from rlcore.rollout.by_part import with_scorer
 from rlcore.rollout.scoring import ScoringPool, require_scorer
 from rlcore.rollout.turns import TurnTokens
@@ -22,7 +23,6 @@ from rlcore.run.inputs import RunInputs, suite_fingerprint
 from rlcore.run.pass_rates import PassRates, find_pass_rates
 from rlcore.trainer.episodes import Episodes
 from rlcore.trainer.experience import ResponseSampler
-from rlcore.types import Prompt
 from rlcore.workers.group import WorkerGroup
 
 _ID_STEP = 1_000_000_000

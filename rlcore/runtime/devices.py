@@ -5,11 +5,12 @@ python -m rlcore.runtime.devices    # JSON: torch, CUDA, architectures, GPUs
 
 import json
 import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pydantic import TypeAdapter
 from pydantic.dataclasses import dataclass
+
+from rlcore.runtime.interpreter import trainer_process
 
 PROBE_S = 120.0
 """The deadline of one process in seconds. The process may import torch from a slow disk."""
@@ -36,21 +37,22 @@ class Devices:
     gpus: tuple[Gpu, ...]
 
 
-def find_devices() -> Devices:
-    """Return the devices that torch finds.
+def find_devices(python: str | None = None) -> Devices:
+    """Return the devices that torch finds in the environment of `runtime.python`.
 
     Raises OSError with the last line of the error output if torch cannot be imported or CUDA cannot be used.
     """
-    return TypeAdapter(Devices).validate_json(output_of([sys.executable, "-P", "-m", __name__]))
+    program, environment = trainer_process(python)
+    return TypeAdapter(Devices).validate_json(output_of([program, "-P", "-m", __name__], environment))
 
 
-def output_of(command: Sequence[str]) -> str:
-    """Return the standard output of a process.
+def output_of(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
+    """Return the standard output of a process with these environment variables, by default those of this process.
 
     Raises OSError after a timeout, or with the last line of the error output if the process fails.
     """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, env=environment)
     except subprocess.TimeoutExpired:
         raise OSError(f"no end in {PROBE_S:g} s") from None
     if done.returncode:

@@ -33,6 +33,9 @@ CLOSE_TIMEOUT_S = 30.0
 """The seconds to wait for the delivery of the last values at the end of a run."""
 PREFIX = "tracking: "
 """The prefix of lines for the trainer's log. MLflow and its libraries write to the same stream."""
+DELIVERY_VARIABLE = "MILLRACE_DELIVERY"
+"""The environment variable with the interpreter that delivers to MLflow and its `PYTHONPATH`, as one list. Without the
+variable, it is the trainer's interpreter."""
 MAX_STARTS = 3
 REQUEST_LIMITS = {
     # The process retries by itself; a retry inside the client could create a run twice.
@@ -152,8 +155,9 @@ class Companion:
             log.warning("nothing is delivered to MLflow for now: its process cannot be started: %s", error)
 
     def _start(self) -> None:
-        command = [sys.executable, "-P", "-m", "rlcore.tracking", str(self._run_dir)]
-        path = os.pathsep.join(filter(None, [str(SOURCE_FOLDER), os.environ.get("PYTHONPATH")]))
+        own = os.pathsep.join(filter(None, [sys.executable, str(SOURCE_FOLDER), os.environ.get("PYTHONPATH")]))
+        python, _, path = os.environ.get(DELIVERY_VARIABLE, own).partition(os.pathsep)
+        command = [python, "-P", "-m", "rlcore.tracking", str(self._run_dir)]
         self._process = subprocess.Popen(
             [*command, "--parent", str(os.getpid()), "--every-s", str(self._settings.ship_every_s)],
             env={**os.environ, **REQUEST_LIMITS, "PYTHONPATH": path},

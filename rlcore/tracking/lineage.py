@@ -6,7 +6,6 @@ report read the file.
 
 import getpass
 import importlib
-import importlib.metadata
 import platform
 import shutil
 import socket
@@ -35,8 +34,6 @@ KEY_TAG = "millrace.key"
 """The tag of an MLflow run that holds a random key, since names may repeat in a store."""
 SOURCE_FOLDER = Path(__file__).parents[2]
 """The folder that contains `rlcore`, which is a git checkout or the parent of an installed package."""
-PACKAGES = ("torch", "transformers", "datasets", "ray", "prefect", "mlflow", "vllm", "flash-attn", "numpy", "pyarrow")
-"""The packages whose versions can affect results or speed."""
 PASS_RATES_STAGE = "pass rates"
 """The name of the stage with the table of pass rates. Its fact `rows_by_passes` is the histogram."""
 Fact = str | int | float | bool | None
@@ -120,13 +117,9 @@ def code_diff(folder: Path = SOURCE_FOLDER) -> str:
     return (_git(folder, *diff) if _is_tracked(folder) else None) or ""
 
 
-def environment_facts() -> dict[str, str]:
-    """Return the versions of Python and relevant packages, the operating system, the host, the GPUs and the driver."""
-    facts = {"python": platform.python_version(), "platform": platform.platform(), "host": socket.gethostname()}
-    for package in PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            facts[package] = importlib.metadata.version(package)
-    return facts | gpu_facts()
+def environment_facts(versions: Mapping[str, str]) -> dict[str, str]:
+    """Return the versions, the operating system, the host, the GPUs and the driver."""
+    return {"platform": platform.platform(), "host": socket.gethostname(), **versions, **gpu_facts()}
 
 
 def lineage_tags(

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
@@ -44,6 +45,7 @@ def log_model(
     time_s: float,
     tags: Mapping[str, str],
     max_bytes: int | None = None,
+    versions: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """Log a checkpoint or a transformers directory as an output of the run at a step, and return the model's id.
 
@@ -53,7 +55,8 @@ def log_model(
     `model`.
 
     `metrics`: the model's validation scores. `time_s`: the time of the journal line with these scores, so that they
-    match the run's curves. Raises TrackingError if a model of the kind `transformers` has no config.json.
+    match the run's curves. `versions`: those of the packages that wrote the weights, or of this process.
+    Raises TrackingError if a model of the kind `transformers` has no config.json.
     """
     from mlflow.entities import LoggedModelOutput
 
@@ -76,7 +79,7 @@ def log_model(
     made = client.create_logged_model(experiment_id, name=name, source_run_id=run_id, tags=tags, model_type=kind)
     model_id = str(made.model_id)
     if upload:
-        _upload(client, model_id, path)
+        _upload(client, model_id, path, versions)
     client.finalize_logged_model(model_id, "READY")
     client.log_outputs(run_id, [LoggedModelOutput(model_id, step)])
     if metrics:
@@ -97,13 +100,14 @@ def _log_model_metric(
     return Metric(key, value, time_ms, step, model_id=model_id)
 
 
-def _upload(client: "MlflowClient", model_id: str, path: Path) -> None:
+def _upload(client: "MlflowClient", model_id: str, path: Path, given: Mapping[str, str]) -> None:
     """Upload weights and tokenizer in the format of `mlflow.transformers.save_model`, but without importing torch."""
     from mlflow import pyfunc
     from mlflow.models import Model, ModelSignature
     from mlflow.types.schema import ColSpec, Schema
 
-    versions = {name: importlib.metadata.version(name) for name in ("mlflow", "torch", "transformers")}
+    names = ("mlflow", "torch", "transformers")
+    versions = {name: given.get(name) or importlib.metadata.version(name) for name in names}
     requirements = [f"{name}=={version}" for name, version in versions.items()]
     text = Schema([ColSpec("string")])
     num_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

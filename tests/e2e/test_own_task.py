@@ -12,7 +12,7 @@ import pytest
 
 from data import multiplication
 from flows import SOURCE_FOLDER
-from flows.work.trainer import TRAINER, _environment
+from flows.work.trainer import TRAINER, trainer_variables
 
 MILLRACE = "from flows.cli import main; main()"
 """The installed command: the module path has its own folder, not the current one."""
@@ -59,8 +59,8 @@ def test_trainer_finds_own_modules(project: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(project)
     monkeypatch.setattr(sys, "path", [*sys.path, project])  # as in notebooks; Python ignores a Path
     program = "import data, products, pydantic, queue; print(data.__file__); print(products.__file__)"
-    command = [*TRAINER[: TRAINER.index("-m")], "-c", program]
-    done = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=True)
+    command = [sys.executable, *TRAINER[: TRAINER.index("-m")], "-c", program]
+    done = subprocess.run(command, env=trainer_variables(None), capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(SOURCE_FOLDER / "data" / "__init__.py"), str(project / "products.py")]
 
 

@@ -2,6 +2,7 @@
 torch."""
 
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 
 from rlcore.errors import EngineError
@@ -10,9 +11,12 @@ ENGINE_FIXED_BYTES = 1_500_000_000
 """The measured memory of vLLM's CUDA graphs, buffers and activations, in bytes."""
 
 
-def require_vllm() -> None:
-    """Check that vLLM is installed, without loading it. Raises EngineError if vLLM is not installed."""
-    if find_spec("vllm") is None:
+def require_vllm(has: Callable[[str], object] = find_spec) -> None:
+    """Check that vLLM is installed, without loading it. Raises EngineError if vLLM is not installed.
+
+    `has`: whether the trainer's environment has a package.
+    """
+    if not has("vllm"):
         raise EngineError(missing_vllm_message())
 
 

@@ -50,10 +50,15 @@ def test_vllm_is_imported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 def test_package_is_checked_against_range_and_tested_version() -> None:
     here = metadata.version("numpy")
-    assert doctor.check_package(Requirement("numpy>=2"), {"numpy": here}).level == "ok"
-    assert doctor.check_package(Requirement("numpy>=2"), {"numpy": "2.0.0"}).found == f"{here}; tested: 2.0.0"
-    assert doctor.check_package(Requirement("numpy<2"), {}).level == "error"
-    assert doctor.check_package(Requirement("no-such-package>=1"), {}).found == "is not installed; needed: >=1"
+
+    def check(wanted: str, tested: dict[str, str]) -> doctor.CheckResult:
+        return doctor.check_package(Requirement(wanted), {"numpy": here}, tested, "Install it")
+
+    assert check("numpy>=2", {"numpy": here}).level == "ok"
+    assert check("numpy>=2", {"numpy": "2.0.0"}).found == f"{here}; tested: 2.0.0"
+    assert check("numpy<2", {}).level == "error"
+    missing = check("no-such-package>=1", {})
+    assert (missing.found, missing.remedy) == ("is not installed; needed: >=1", "Install it")
     assert doctor.tested_versions(REPOSITORY / "constraints.txt")["hydra-core"] == "1.3.8"
 
 

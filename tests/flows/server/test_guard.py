@@ -48,8 +48,9 @@ def test_a_request_needs_our_name_our_origin_and_the_login(prefect_server: Local
 def test_a_websocket_needs_them_too(prefect_server: LocalServer) -> None:
     address = f"{prefect_server.url.replace('http', 'ws', 1)}/events/in"
     prefect = [Subprotocol("prefect")]
+    # h11, unlike httptools, refuses a second Host by itself (400).
     for refused in ({"origin": Origin(EVIL)}, {"additional_headers": {"Host": "evil.example"}}):
-        with pytest.raises(InvalidStatus, match="403"), connect(address, subprotocols=prefect, **refused):
+        with pytest.raises(InvalidStatus, match=r"40[03]"), connect(address, subprotocols=prefect, **refused):
             pass
     for token, is_let_in in ((None, False), ("millrace:guessed", False), (prefect_server.login, True)):
         with connect(address, subprotocols=prefect) as socket:

@@ -56,7 +56,7 @@ def client_of(
     priority: int = 0,
 ) -> TrainerProcess:
     request = SlotRequest(run_dir.name, 1, priority, time.time(), os.getpid())
-    command = (sys.executable, SMALL_TRAINER, behaviour)
+    command = (SMALL_TRAINER, behaviour)
     return TrainerProcess(
         run_dir, on_event=on_event, on_line=on_line, stop_wait_s=WAIT_S, slots=Slots(root or run_dir), request=request,
         command=command,
@@ -166,7 +166,7 @@ def heard(event):
         notes.append(event.text)
 client = TrainerProcess(run_dir, on_event=heard, on_line=lambda line: None, stop_wait_s=stop_wait_s,
                         slots=Slots(run_dir), request=SlotRequest("a", 1, 0, 0.0, 0),
-                        command=(sys.executable, sys.argv[2], behaviour))
+                        command=(sys.argv[2], behaviour))
 client.call("who")
 pid = client.pid
 (run_dir / "pid").write_text(str(pid))
@@ -383,7 +383,7 @@ def test_trainer_has_module_path_of_its_flow(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(sys, "path", ["", "/first", here, "/second"])
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
     monkeypatch.delenv("PYTHONFAULTHANDLER", raising=False)
-    found = trainer._environment()
+    found = trainer.trainer_variables(None)
     places = found["PYTHONPATH"].split(os.pathsep)
     assert [place for place in places if place in ("/first", "/second", here, "")] == ["/first", "/second", here]
     assert places[-1] == here

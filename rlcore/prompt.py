@@ -1,0 +1,27 @@
+"""A prompt of training or validation. This module is separate from `rlcore.types`, so that a flow loads no torch."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+class FastPickle:
+    """A base class for dataclasses with slots. It halves the time of pickling a frozen dataclass."""
+
+    __slots__: tuple[str, ...] = ()
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        return type(self), tuple([getattr(self, name) for name in self.__slots__])
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt(FastPickle):
+    """One filtered row, tokenized once before training. `ground_truth_json` is the scorer's ground truth as JSON, which
+    can cross process boundaries. `difficulty` is the task's measure of difficulty (fewest operations in countdown), or
+    0.
+    """
+
+    prompt_id: int
+    token_ids: tuple[int, ...]
+    data_source: str
+    ground_truth_json: str
+    difficulty: int = 0

