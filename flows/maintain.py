@@ -67,7 +67,7 @@ def compare(runs: list[str] = NO_STRINGS, search: str = "", root: Root = None) -
     of = ", ".join(folder.name for folder in folders)
     show_artifact(name, "report", f"{of}: compared", lambda: f"{made.summary}\n\nFull comparison: `{made.html}`\n")
     if made.mlflow_page:
-        show_artifact(name, "mlflow", f"{of}: in MLflow", lambda: f"[The same runs in MLflow]({made.mlflow_page})")
+        show_artifact(name, "mlflow", f"{of}: in MLflow", lambda: made.mlflow_page, "link")
     return made
 
 

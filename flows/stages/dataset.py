@@ -1,6 +1,7 @@
 """The stage that builds the dataset of a run."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from data.tasks import StageResult
 from flows.stages.inputs import describe_rows, make_dataset, planned_dataset, status_of_rows, warn_of_few_rows
@@ -32,6 +33,9 @@ class Dataset(Stage[StageResult]):
 
                 require_enough(task, config.data.seed)
         return [few]
+
+    def asset(self, run: OpenRun) -> Path | None:
+        return planned_dataset(run.config)
 
     def make(self, run: OpenRun) -> StageResult:
         return make_dataset(run.config)

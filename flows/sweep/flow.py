@@ -49,7 +49,7 @@ from flows.tasks import (
     log_and_print,
     log_command,
     log_unused_settings,
-    run_as_task,
+    run_as_one_task,
 )
 from flows.work.open_run import open_run
 from rlcore.config.base import FILE_ENDINGS, group_members
@@ -171,7 +171,7 @@ class SweepWorker:
 
 
 SpecName = Annotated[str, Field(examples=list(group_members("sweep")))]
-DEPLOYMENT = "sweep-child/local"
+DEPLOYMENT = "sweep-child/sweep-point"
 MAX_CHILDREN = 8  # largest number of waiting and running children, while the work queue limits the running ones
 STOP_WAIT_S = 20.0  # seconds for children to save when the sweep stops, since Prefect's worker kills it after 30 s
 
@@ -212,7 +212,7 @@ def sweep(
         max_runs: The largest number of runs of this call. The default is the sweep's limit.
         max_steps: The largest number of training steps of this call. The default is the sweep's limit.
         max_hours: The hours after which this call begins no run. The default is the sweep's limit.
-        on_workers: Send the points to the work pool as runs of the deployment sweep-child/local.
+        on_workers: Send the points to the work pool as runs of the deployment sweep-child/sweep-point.
         root: The folder of datasets, models, runs and the MLflow store. The default is the worker's root.
     """
     budget = Budget(runs=max_runs, steps=max_steps, hours=max_hours)
@@ -253,7 +253,7 @@ def _sweep(checked: Sweep, spec: str, overrides: list[str], *, on_workers: bool)
 
 
 def train_member(mlflow_parent: str | None, member: Member, to_step: int, name: str, label: str) -> None:
-    """Train one run of a sweep from its last checkpoint to a step. Its stages run as tasks of the current flow run."""
+    """Train one run of a sweep from its last checkpoint to a step, as one task of the current flow run."""
     end_if_cancelled()
     end_if_suspended()
     settings = member.settings
@@ -264,7 +264,7 @@ def train_member(mlflow_parent: str | None, member: Member, to_step: int, name: 
     command, title = settings.command("train"), f"{experiment_name(settings.experiment)} {label}"
     log_command(join(command))
     with use_display(LabelledDisplay(display(), name)), open_run(config, command, title) as run:
-        chain.run_stages(run, run_as_task, Train.name, to_step)
+        run_as_one_task(chain.stages_until(config, Train.name, to_step), run, f"train/{title} to step {to_step}")
 
 
 @flow(name="sweep-child", flow_run_name=sweep_run_name)
