@@ -48,7 +48,7 @@ def _create(of: str, what: str, description: str, data: Content, kind: str) -> M
     if kind == "table":
         made = TableArtifact(table=json.loads(shown), **named).create()
     elif kind == "link":
-        made = LinkArtifact(link=shown, **named).create()
+        made = LinkArtifact(link=shown, link_text=description, **named).create()
     elif kind == "progress":
         made = ProgressArtifact(progress=shown, **named).create()
     else:
@@ -144,8 +144,9 @@ def show_report(run: OpenRun, html: Path) -> None:
         return f"{summary_markdown(run_dir, failure_of(run_dir))}\n\nFull report: `{html}`\n"
 
     show_artifact(run.run_id, "report", f"{run.run_id}: metrics and conclusions", text)
-    link = f"{page}/artifacts/{html.name}" if page else html.as_uri()
-    show_artifact(run.run_id, "report-page", f"{run.run_id}: full report with charts, {html}", lambda: link, "link")
+    address, _, view = page.partition("?")
+    link = f"{address}/artifacts/report/{html.name}?{view}" if page else html.as_uri()
+    show_artifact(run.run_id, "report-page", f"{run.run_id}: full report with charts", lambda: link, "link")
 
 
 def assets_of(stage: Stage[Any], run: OpenRun) -> list[Asset]:

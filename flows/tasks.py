@@ -97,16 +97,20 @@ def open_flow_run(settings: RunSettings, verb: str) -> Iterator[OpenRun]:
 
 def log_settings(settings: RunSettings, verb: str) -> None:
     """Name and tag the flow run after its run. Log the equivalent command and the settings that have no effect."""
-    artifacts.log_failure(lambda: _label_flow_run(settings))
+    name, what = run_id(settings.config), _flow_or_stage()
+    label_flow_run(name if what == "pipeline" else f"{what} {name}", settings.config.name, settings.config.data.task)
     log_command(join(settings.command(verb)))
     log_unused_settings(settings.unused_settings())
 
 
-def _label_flow_run(settings: RunSettings) -> None:
-    name, what = run_id(settings.config), _flow_or_stage()
-    tags = {*flow_run.tags, settings.config.name, settings.config.data.task}
-    with get_client(sync_client=True) as client:
-        client.update_flow_run(UUID(flow_run.id), name=name if what == "pipeline" else f"{what} {name}", tags=tags)
+def label_flow_run(name: str, *tags: str) -> None:
+    """Name the current flow run and add tags to it."""
+
+    def update() -> None:
+        with get_client(sync_client=True) as client:
+            client.update_flow_run(UUID(flow_run.id), name=name, tags={*flow_run.tags, *tags})
+
+    artifacts.log_failure(update)
 
 
 def run_as_task(stage: Stage[R], run: OpenRun) -> R:

@@ -20,7 +20,7 @@ from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound
 from prefect.flows import Flow
 from prefect.runtime import flow_run
-from prefect.states import Cancelling
+from prefect.states import Cancelling, Completed
 from pydantic import Field
 
 from flows import chain
@@ -46,6 +46,7 @@ from flows.tasks import (
     CHECKED_SETTINGS,
     call_flow,
     keep_outcome,
+    label_flow_run,
     log_and_print,
     log_command,
     log_unused_settings,
@@ -179,7 +180,11 @@ STOP_WAIT_S = 20.0  # seconds for children to save when the sweep stops, since P
 def run_checked(checked: Sweep, spec: str, overrides: list[str], *, on_workers: bool) -> SweepResult:
     """Run a sweep that is already checked. Prefect records the parameters that the sweep was composed from."""
     most = checked.spec.budget
-    return call_flow(checked, lambda: sweep(spec, overrides, most.runs, most.steps, most.hours, on_workers=on_workers))
+    result = call_flow(
+        checked, lambda: sweep(spec, overrides, most.runs, most.steps, most.hours, on_workers=on_workers)
+    )
+    assert isinstance(result, SweepResult)
+    return result
 
 
 def sweep_run_name() -> str:
@@ -202,7 +207,7 @@ def sweep(
     max_hours: Positive = None,
     on_workers: bool = False,
     root: Root = None,
-) -> SweepResult:
+) -> State[None]:
     """Run a sweep, which trains many points of settings with several seeds and compares them. Finished runs are
     skipped.
 
@@ -218,7 +223,9 @@ def sweep(
     budget = Budget(runs=max_runs, steps=max_steps, hours=max_hours)
     given = all_overrides(overrides, root=flow_root(root))
     checked: Sweep = CHECKED_SETTINGS.get() or load_checked_sweep(spec, given, budget)
-    return keep_outcome(lambda: _sweep(checked, spec, given, on_workers=on_workers))
+    label_flow_run(checked.sweep_id, checked.spec.name, "sweep")
+    result = keep_outcome(lambda: _sweep(checked, spec, given, on_workers=on_workers))
+    return Completed(message="\n".join(summary_lines(result)))
 
 
 def _sweep(checked: Sweep, spec: str, overrides: list[str], *, on_workers: bool) -> SweepResult:

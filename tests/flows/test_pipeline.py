@@ -118,7 +118,7 @@ def test_prefect_shows_progress_validation_checkpoints_report_and_link(
     assert checkpoints[-1]["step"] == 60
     assert all(row["MB"] > 0 for row in checkpoints)
 
-    assert artifacts["report-page"].rpartition("/runs/")[2].partition("/artifacts/")[2] == "report.html)"
+    assert re.search(r"/runs/\w+/artifacts/report/report\.html\?[^/]*\)$", artifacts["report-page"])
     summary = artifacts["summary"]
     assert summary.startswith(f"## {reference.run_dir.name}")
     assert "train: step 60/60" in summary

@@ -29,7 +29,7 @@ def stack(tmp_path: Path) -> Iterator[Stack]:
         stop_server(process)
 
 
-def shown(stack: Stack) -> list[tuple[Any, ...]]:
+def read_limits(stack: Stack) -> list[tuple[Any, ...]]:
     """Return the rows of the page Concurrency."""
     rows = stack.api.filter("v2/concurrency_limits")
     return [(row["name"], row["limit"], row["active_slots"], row["active"]) for row in rows]
@@ -37,19 +37,19 @@ def shown(stack: Stack) -> list[tuple[Any, ...]]:
 
 def test_the_limit_has_the_slots_and_those_in_use(stack: Stack) -> None:
     slots = Slots(stack.root)
-    assert shown(stack) == []
+    assert read_limits(stack) == []
     slots.set_devices(["0", "0", "1"])
-    assert shown(stack) == [("millrace-slots", 3, 0, True)]
+    assert read_limits(stack) == [("millrace-slots", 3, 0, True)]
     held = slots.acquire(SlotRequest("a-run", 2, 0, 0.0, 1), lambda reason: None)
     assert stack.ask("v2/concurrency_limits/millrace-slots")["active_slots"] == 2
     stack.ask("v2/concurrency_limits/millrace-slots", {"limit": 9, "active_slots": 5}, "PATCH")
-    assert shown(stack) == [("millrace-slots", 3, 2, True)]
+    assert read_limits(stack) == [("millrace-slots", 3, 2, True)]
     held.release()
-    assert shown(stack) == [("millrace-slots", 3, 0, True)]
+    assert read_limits(stack) == [("millrace-slots", 3, 0, True)]
     (slots.folder / "slots.json").write_text("damaged")
-    assert shown(stack) == [("millrace-slots", 3, 0, True)], "a page is shown anyway"
+    assert read_limits(stack) == [("millrace-slots", 3, 0, True)], "a page is shown anyway"
     slots.set_devices([])
-    assert shown(stack) == []
+    assert read_limits(stack) == []
 
 
 def test_a_read_without_a_change_writes_no_event(stack: Stack) -> None:
@@ -59,9 +59,9 @@ def test_a_read_without_a_change_writes_no_event(stack: Stack) -> None:
         chosen = {"event": {"prefix": ["prefect.concurrency-limit"]}}
         return len(stack.ask("events/filter", {"filter": chosen})["events"])
 
-    shown(stack)
+    read_limits(stack)
     before = changes()
-    shown(stack)
-    shown(stack)
+    read_limits(stack)
+    read_limits(stack)
     assert changes() == before
     assert root_login(stack.root) not in stack.log("prefect")

@@ -83,8 +83,10 @@ def test_failed_run_does_not_end_a_sweep(twice: Twice) -> None:
 
 
 def test_each_run_is_one_named_task(twice: Twice) -> None:
-    named = {"name": {"any_": ["sweep/grid"]}}
+    named = {"name": {"any_": [twice.folder.name]}}
     first, again = twice.api.filter("flow_runs", flow_runs=named, sort="START_TIME_ASC")
+    assert {"grid", "sweep"} <= {*again["tags"]}
+    assert again["state"]["message"].startswith("2 of 2 points finished, 1 runs worked on, 1 steps\nbest: point ")
     assert (first["state_type"], again["state_type"]) == ("COMPLETED", "COMPLETED")
     chunks = {}
     for run in (first, again):
@@ -177,7 +179,7 @@ def mlflow_status(root: Path) -> str:
 def test_stopped_sweep_saves_and_same_command_resumes(twice: Twice) -> None:
     millrace, api = twice.millrace, twice.api
     process, spec = held_sweep(millrace)
-    named = {"name": {"any_": ["sweep/stopped"]}, "state": {"type": {"any_": ["RUNNING"]}}}
+    named = {"tags": {"all_": ["stopped"]}, "state": {"type": {"any_": ["RUNNING"]}}}
     (run,) = api.filter("flow_runs", flow_runs=named)
     process.send_signal(signal.SIGINT)
     stopped = ended(process, 75)
