@@ -51,7 +51,7 @@ class Stack:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that `millrace up` prints for a shell."""
+        """The variables that `millrace status` prints for a shell."""
         return {"PREFECT_API_URL": self.url, CLIENT_LOGIN: self.login}
 
     @property
