@@ -153,17 +153,17 @@ def test_dataset_model_and_report_are_assets(api: Api, reference: Reference) -> 
     own = f"millrace://runs/{reference.run_dir.name}"
     (dataset,) = (reference.millrace.root / "datasets").iterdir()
 
-    def made() -> dict[str, set[str]]:
+    def read_assets() -> dict[str, set[str]]:
         chosen = {"event": {"name": ["prefect.asset.materialization.succeeded"]}}
         found = api.post("events/filter", {"filter": {**chosen, "resource": {"id_prefix": ["millrace://"]}}})["events"]
         related = {one["resource"]["prefect.resource.id"]: one["related"] for one in found}
         ids = {key: {two["prefect.resource.id"] for two in value} for key, value in related.items()}
         return {key: {one for one in value if one.startswith("millrace:")} for key, value in ids.items()}
 
-    wait_until(lambda: f"{own}/report" in made(), "the report's event")
+    wait_until(lambda: f"{own}/report" in read_assets(), "the report's event")
     data = f"millrace://datasets/{dataset.name}"
     expected = {data: set(), f"{own}/model": {data}, f"{own}/report": {data, f"{own}/model"}}
-    assert {key: value for key, value in made().items() if key in expected} == expected
+    assert {key: value for key, value in read_assets().items() if key in expected} == expected
 
 
 def test_mlflow_has_settings_datasets_report_and_weights(first: dict[str, Any], reference: Reference) -> None:
