@@ -154,7 +154,7 @@ def assets_of(stage: Stage[Any], run: OpenRun) -> list[Asset]:
     if (place := stage.asset(run)) is None:
         return []
     properties = AssetProperties(name=stage.title(run), url=place.as_uri())
-    return [Asset(key=f"millrace://{place.relative_to(run.layout.root)}", properties=properties)]
+    return [Asset(key=f"millrace://{place.parent.name}/{place.name}", properties=properties)]
 
 
 def log_failure(action: Callable[[], object]) -> None:

@@ -150,7 +150,7 @@ def test_checkpoints_are_events(api: Api, reference: Reference) -> None:
 
 
 def test_dataset_model_and_report_are_assets(api: Api, reference: Reference) -> None:
-    own = f"millrace://runs/{reference.run_dir.name}"
+    own = f"millrace://{reference.run_dir.name}"
     (dataset,) = (reference.millrace.root / "datasets").iterdir()
 
     def read_assets() -> dict[str, set[str]]:
