@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from prefect.artifacts import LinkArtifact, MarkdownArtifact, ProgressArtifact, TableArtifact
+from prefect.assets import Asset, AssetProperties
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.client.schemas.objects import Artifact as Made
 from prefect.logging import get_run_logger
 
 from flows.progress import CI_SUFFIXES, ValidationSummary, with_interval
+from flows.stages.stage import Stage
 from flows.work.open_run import OpenRun
 from flows.work.status import failure_of
 from rlcore.checkpoint.catalog import scan
@@ -45,7 +47,7 @@ def _create(of: str, what: str, description: str, data: Content, kind: str) -> M
     if kind == "table":
         made = TableArtifact(table=json.loads(shown), **named).create()
     elif kind == "link":
-        made = LinkArtifact(link=shown, **named).create()
+        made = LinkArtifact(link=shown, link_text=description, **named).create()
     elif kind == "progress":
         made = ProgressArtifact(progress=shown, **named).create()
     else:
@@ -131,15 +133,27 @@ def show_mlflow_page(run: OpenRun) -> None:
         _update(run, "mlflow", f"{run.run_id}: MLflow page", lambda: run.prefect_view.mlflow_page, "link")
 
 
-def show_report(run_dir: Path, html: Path) -> None:
-    """Show the summary of a run's report and the path of the full report (`html`)."""
+def show_report(run: OpenRun, html: Path) -> None:
+    """Show the summary of a run's report, and a link to the full report (`html`) in MLflow or on disk."""
+    run_dir, page = run.layout.run_dir, run.prefect_view.mlflow_page
 
     def text() -> str:
         from rlcore.report.build import summary_markdown
 
         return f"{summary_markdown(run_dir, failure_of(run_dir))}\n\nFull report: `{html}`\n"
 
-    show_artifact(run_dir.name, "report", f"{run_dir.name}: metrics and conclusions", text)
+    show_artifact(run.run_id, "report", f"{run.run_id}: metrics and conclusions", text)
+    address, _, view = page.partition("?")
+    link = f"{address}/artifacts/report/{html.name}?{view}" if page else html.as_uri()
+    show_artifact(run.run_id, "report-page", f"{run.run_id}: full report with charts", lambda: link, "link")
+
+
+def assets_of(stage: Stage[Any], run: OpenRun) -> list[Asset]:
+    """Return the asset that a stage of a run adds to Prefect, if there is one."""
+    if (place := stage.asset(run)) is None:
+        return []
+    properties = AssetProperties(name=stage.title(run), url=place.as_uri())
+    return [Asset(key=f"millrace://{place.parent.name}/{place.name}", properties=properties)]
 
 
 def log_failure(action: Callable[[], object]) -> None:

@@ -110,7 +110,7 @@ def _run_until(settings: RunSettings, until: str) -> chain.PipelineResult | None
         with MlflowRecord(run, prefect) as record:
             result = chain.run_chain(run, run_as_task, record, with_report=True)
             if result.report is not None:
-                show_report(run.layout.run_dir, result.report)
+                show_report(run, result.report)
             show_mlflow_page(run)
             show_checkpoints(run)  # the last checkpoint is published after the last step
             log_and_print(f"done: {run.run_id}")
@@ -133,7 +133,7 @@ def report(
     log_settings(settings, "report")
     run = OpenRun(settings.config)
     made = run_as_task(Report(), run)
-    show_report(run.layout.run_dir, made.html)
+    show_report(run, made.html)
     return made
 
 

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
@@ -11,6 +11,7 @@ from shlex import join
 from typing import Any, Final, TypeVar
 from uuid import UUID
 
+from prefect.assets import Asset
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
@@ -18,7 +19,7 @@ from prefect.events import emit_event
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from prefect.states import Completed, Paused, Running
-from prefect.tasks import Task
+from prefect.tasks import MaterializingTask
 
 from flows import artifacts, chain
 from flows.parameters import RunSettings, experiment_name
@@ -96,42 +97,82 @@ def open_flow_run(settings: RunSettings, verb: str) -> Iterator[OpenRun]:
 
 def log_settings(settings: RunSettings, verb: str) -> None:
     """Name and tag the flow run after its run. Log the equivalent command and the settings that have no effect."""
-    artifacts.log_failure(lambda: _label_flow_run(settings))
+    name, what = run_id(settings.config), _flow_or_stage()
+    label_flow_run(name if what == "pipeline" else f"{what} {name}", settings.config.name, settings.config.data.task)
     log_command(join(settings.command(verb)))
     log_unused_settings(settings.unused_settings())
 
 
-def _label_flow_run(settings: RunSettings) -> None:
-    name, what = run_id(settings.config), _flow_or_stage()
-    tags = {*flow_run.tags, settings.config.name, settings.config.data.task}
-    with get_client(sync_client=True) as client:
-        client.update_flow_run(UUID(flow_run.id), name=name if what == "pipeline" else f"{what} {name}", tags=tags)
+def label_flow_run(name: str, *tags: str) -> None:
+    """Name the current flow run and add tags to it."""
+
+    def update() -> None:
+        with get_client(sync_client=True) as client:
+            client.update_flow_run(UUID(flow_run.id), name=name, tags={*flow_run.tags, *tags})
+
+    artifacts.log_failure(update)
 
 
 def run_as_task(stage: Stage[R], run: OpenRun) -> R:
     """Run a stage of a run as a Prefect task. Raises Pause if the flow run was suspended before the task."""
-    if not stage.in_trainer:
-        return run_task(stage.name, stage.title(run), lambda: stage.find_or_make(run), stage.describe)
     run.trainer.on_event = display().event  # also between tasks, where a signal may end the run
+    assets = artifacts.assets_of(stage, run)
 
     def work() -> R:
+        if not stage.in_trainer:
+            return stage.find_or_make(run)
         with report_to_task(run):
             return chain.run_with_retries(stage, run, log_and_print)
 
     def describe(result: R) -> str:
-        if isinstance(result, ValidationSummary):
-            artifacts.show_validation(run, result)
-        if isinstance(result, InitialPolicy) and f"progress-{WARM_START}" in run.prefect_view.artifacts:
-            artifacts.show_progress(run, WARM_START, 100.0, f"{result}  done")  # it may end early
-        return stage.describe(result)
+        return _describe(stage, run, result)
 
-    return run_task(stage.name, stage.title(run), work, describe)
+    made = run_task(stage.name, stage.title(run), work, describe, assets, run.prefect_view.assets)
+    run.prefect_view.assets += [asset.key for asset in assets]
+    return made
 
 
-def run_task(name: str, title: str, work: Callable[[], R], describe: Callable[[R], str]) -> R:
+def run_as_one_task(stages: Sequence[Stage[Any]], run: OpenRun, title: str) -> None:
+    """Run stages of a run as a single Prefect task. Raises Pause after a stage if the flow run was suspended."""
+    described = ""
+
+    def work() -> object:
+        nonlocal described
+        result: object = None
+        with report_to_task(run):
+            for stage in stages:
+                if described:
+                    log_and_print(described)
+                result = chain.run_with_retries(stage, run, log_and_print)
+                described = _describe(stage, run, result)
+                if watch.is_suspended():
+                    break
+        return result
+
+    run_task(stages[-1].name, title, work, lambda _: described)
+    watch.end_if_suspended()
+
+
+def _describe(stage: Stage[R], run: OpenRun, result: R) -> str:
+    """Update the artifacts that show the result of a stage, and return the line that describes it."""
+    if isinstance(result, ValidationSummary):
+        artifacts.show_validation(run, result)
+    if isinstance(result, InitialPolicy) and f"progress-{WARM_START}" in run.prefect_view.artifacts:
+        artifacts.show_progress(run, WARM_START, 100.0, f"{result}  done")  # it may end early
+    return stage.describe(result)
+
+
+def run_task(
+    name: str,
+    title: str,
+    work: Callable[[], R],
+    describe: Callable[[R], str],
+    assets: Sequence[Asset] = (),
+    made_from: Sequence[str] = (),
+) -> R:
     """Run a function as a Prefect task and print its result. `describe`: a function that returns the result as text, or
-    '' for no output. A result that existed before gives the task run the state Cached. Raises Pause if the flow run was
-    suspended before the task."""
+    '' for no output. A result that existed before gives the task run the state Cached. `assets` are recorded as made
+    from the assets with the keys `made_from`. Raises Pause if the flow run was suspended before the task."""
     watch.end_if_suspended()
     signals = watch.DeferredSignals()
 
@@ -143,11 +184,14 @@ def run_task(name: str, title: str, work: Callable[[], R], describe: Callable[[R
         results.append(result)
         if line := describe(result):
             log_and_print(line)
+        for asset in assets:
+            asset.add_metadata({"result": line})
         state = "Cached" if getattr(result, "cached", False) else "Completed"  # not every result can exist before
         return Completed(name=state, message=line)
 
+    options: dict[str, Any] = {"name": name, "task_run_name": lambda: title, "cache_policy": NO_CACHE}
     with signals:
-        Task(do, name=name, task_run_name=lambda: title, cache_policy=NO_CACHE)()
+        MaterializingTask(do, assets=assets, asset_deps=list(made_from), **options)()
     return results[0]
 
 

@@ -60,6 +60,9 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[SHARED_STAGES] = folder.name
         config.add_cleanup(lambda: os.environ.pop(SHARED_STAGES))
         config.add_cleanup(folder.cleanup)
+    profiles = TemporaryDirectory(prefix="profiles-")  # a test never changes the user's Prefect profiles
+    os.environ["PREFECT_PROFILES_PATH"] = f"{profiles.name}/profiles.toml"
+    config.add_cleanup(profiles.cleanup)
 
 
 TAKE_LONG = ("slow", "prefect", "needs_ray", "multiprocess")

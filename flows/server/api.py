@@ -204,7 +204,7 @@ def _require_prefect(url: str) -> None:
         if isinstance(error, HTTPError) and error.code == HTTPStatus.UNAUTHORIZED:
             raise MillraceError(
                 f"{CLIENT_LOGIN}: {what} requires a login, and this is missing or wrong. Set it by the line that "
-                f"`millrace up` prints, {remedy}"
+                f"`millrace status` prints, {remedy}"
             ) from error
         raise MillraceError(
             f"PREFECT_API_URL: no Prefect server answers at {url} ({error}). Start it, {remedy}"

@@ -33,6 +33,8 @@ CANCEL_AFTER_S = 20.0
 MAX_RETRIES = 2
 """The number of retries of a request about the state of the flow run."""
 STOP_REQUESTED = "stop requested; the same command resumes from the last checkpoint"
+CANCELLED = "cancelled; finished work is saved, and a retry resumes it"
+"""The message of a cancelled flow run."""
 CANCELLED_TYPES = (StateType.CANCELLING, StateType.CANCELLED)
 ENGINE = "prefect.engine"
 """The name of the logger that Prefect's engine uses in the process of a flow run."""
@@ -113,6 +115,11 @@ def end_if_cancelled() -> None:
         raise FlowCancelledError(STOP_REQUESTED)
 
 
+def is_suspended() -> bool:
+    """Return whether the flow run was suspended."""
+    return _watch is not None and _watch.suspended is not None
+
+
 def end_if_suspended() -> None:
     """Raise Pause if the flow run was suspended. Call this function only when everything is saved. Prefect then ends
     the process, and a resumed run continues from its checkpoint.
@@ -191,7 +198,7 @@ class DeferredSignals:
 
 def _set_cancelled(run_id: UUID) -> None:
     """Set the flow run and its unfinished tasks to Cancelled. If the server does not answer, only log a warning."""
-    state: State[object] = Cancelled(message="cancelled; saved, and resumes after a retry")
+    state: State[object] = Cancelled(message=CANCELLED)
     try:
         with limit_retries(), get_client(sync_client=True) as client:
             client.set_flow_run_state(run_id, state, force=True)

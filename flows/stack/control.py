@@ -13,6 +13,7 @@ from shlex import quote
 from flows import SOURCE_FOLDER
 from flows.commands.settings import with_program_path
 from flows.stack import services
+from flows.stack.profile import keep_profile, remove_profile
 from flows.stack.services import print_line
 from flows.stack.state import (
     CLIENT_LOGIN,
@@ -23,6 +24,7 @@ from flows.stack.state import (
     login_hint,
     mlflow_database,
     read_stack,
+    root_login,
     stack_tracking_uri,
     write_stack,
 )
@@ -68,7 +70,10 @@ def up(
     print(f"Log in    with {login_hint(root)}")
     if (head := state.service("ray")) is not None:
         print(f"Ray       {head.url} (runtime=ray runtime.ray_address={head.url})")
-    print(f"\n{shell_export(root, state)}")
+    is_used, profile = keep_profile(state.prefect_api_url, root_login(root))
+    print(f"Profile   {profile}\n")
+    if not is_used:
+        print(shell_export(root, state))
     print(with_program_path("prefect deployment run pipeline/countdown-demo --watch"))
 
 
@@ -86,6 +91,8 @@ def down(root: Path) -> None:
         for flow in flows:
             print_line(f"a flow run (process {flow.pid}) has ended")
         _stop_services(running)
+        if (server := read_stack(root).service("prefect")) in running and (line := remove_profile(f"{server.url}/api")):
+            print_line(line)
     if not running and not flows:
         print_line(f"nothing is up under {root}")
 

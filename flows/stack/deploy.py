@@ -23,13 +23,14 @@ from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolCreate, Wor
 from prefect.client.schemas.filters import FlowRunFilter, WorkPoolFilter
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.responses import DeploymentResponse
-from prefect.events.actions import SendNotification
+from prefect.events.actions import ChangeFlowRunState, SendNotification
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Scheduled
 
 from flows import SOURCE_FOLDER
+from flows.server.watch import CANCELLED
 from flows.stack.services import FLOW_COMMAND, NOTIFY_BLOCK, POOL
 from flows.stack.state import FLOW_RUN_ID, STACK_ROOT, read_stack
 from flows.work.slots import Slots
@@ -58,6 +59,7 @@ def main() -> None:
     root = Path(os.environ[STACK_ROOT])
     with get_client(sync_client=True) as client:
         ensure_pool(client, has_slots=bool(Slots(root).devices()))
+        keep_automation(client, CANCELLED_RUNS)
         if block := os.environ.get(NOTIFY_BLOCK):
             set_up_notifications(client, block)
         are_up = any(service.is_worker for service in read_stack(root).running())
@@ -147,6 +149,23 @@ NOTIFICATIONS = (
     ),
 )
 """The name, trigger, subject and text of each notification. Subject and text are templates of the Prefect server."""
+CANCELLED_RUNS = AutomationCore(
+    name="millrace: show what a cancelled run has saved",
+    trigger=_IMMEDIATELY(
+        expect={"prefect.flow-run.Cancelled"},
+        match=ResourceSpecification(
+            {
+                "prefect.resource.id": "prefect.flow-run.*",
+                "prefect.state-message": "Flow run was cancelled successfully.",
+            }
+        ),
+        match_related=ResourceSpecification(
+            {"prefect.resource.role": "work-pool", "prefect.resource.name": POOL},
+        ),
+    ),
+    actions=[ChangeFlowRunState(state=StateType.CANCELLED, name="Cancelled", message=CANCELLED, force=False)],
+)
+"""The automation that restores the message of a cancelled run. Prefect's worker replaces it by a fixed message."""
 
 
 def set_up_notifications(client: SyncPrefectClient, block: str) -> None:
@@ -156,11 +175,15 @@ def set_up_notifications(client: SyncPrefectClient, block: str) -> None:
     block_id = _notification_block(client, block)
     for name, trigger, subject, body in NOTIFICATIONS:
         action = SendNotification(block_document_id=block_id, subject=subject, body=body)
-        automation = AutomationCore(name=name, trigger=trigger, actions=[action])
-        if known := client.read_automations_by_name(name):
-            client.update_automation(known[0].id, automation)
-        else:
-            client.create_automation(automation)
+        keep_automation(client, AutomationCore(name=name, trigger=trigger, actions=[action]))
+
+
+def keep_automation(client: SyncPrefectClient, automation: AutomationCore) -> None:
+    """Create an automation, or update the one with its name."""
+    if known := client.read_automations_by_name(automation.name):
+        client.update_automation(known[0].id, automation)
+    else:
+        client.create_automation(automation)
 
 
 def _notification_block(client: SyncPrefectClient, name: str) -> UUID:

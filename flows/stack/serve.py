@@ -32,12 +32,14 @@ def main() -> None:
     from prefect.server.api.server import create_app
 
     from flows.server.guard import Guard
-    from flows.stack.state import LOOPBACK
+    from flows.stack.limit import SlotsLimit
+    from flows.stack.state import LOOPBACK, STACK_ROOT
 
     logging.getLogger("prefect.server.utilities.messaging.memory").addFilter(hide_address)
     *one_command, place = sys.argv[1:]
     # Prefect checks its login itself, also on websockets.
-    app = Guard(create_app(final=True, ephemeral=bool(one_command)))
+    prefect = create_app(final=True, ephemeral=bool(one_command))
+    app = Guard(prefect if one_command else SlotsLimit(prefect, Path(os.environ[STACK_ROOT])))
     if one_command:
         uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on")).run([socket.socket(fileno=int(place))])
     else:

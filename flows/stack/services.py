@@ -69,6 +69,7 @@ def start_prefect(root: Path, port: int | None, state: StackState) -> Service:
     url = f"http://{LOOPBACK}:{port}"
     environment = prefect_environment(root, f"{url}/api") | {
         SERVER_LOGIN: root_login(root),
+        STACK_ROOT: str(root),
         "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": url,
         "PREFECT_UI_API_URL": "/api",  # on the page's own origin, also through a tunnel
         # Otherwise a slot of a killed holder stays occupied after a restart of the server.

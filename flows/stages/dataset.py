@@ -1,6 +1,7 @@
 """The stages that build rows: dataset, filter, suites and demonstrations of a warm start."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from data.rows import SPLITS
 from data.tasks import StageResult
@@ -47,6 +48,9 @@ class Dataset(Stage[StageResult]):
 
                 require_enough(task, config.data.seed)
         return [few]
+
+    def asset(self, run: OpenRun) -> Path | None:
+        return planned_dataset(run.config)
 
     def make(self, run: OpenRun) -> StageResult:
         return make_dataset(run.config)

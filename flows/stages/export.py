@@ -38,6 +38,9 @@ class Export(Stage[ExportedWeights]):
     def status(self, run: OpenRun) -> StageStatus:
         return _status(self.name, run, run.layout.exported_model, run.committed)
 
+    def asset(self, run: OpenRun) -> Path | None:
+        return run.layout.exported_model
+
     def find(self, run: OpenRun) -> ExportedWeights | None:
         return find_weights(run.layout.exported_model, committed_step(run.config))
 

@@ -41,6 +41,9 @@ class Report(Stage[ReportPage]):
         digest = report_fingerprint(run.layout) if is_current else None
         return StageStatus(self.name, digest, run.layout.run_dir / "report", is_current, "HTML, JSON and pictures")
 
+    def asset(self, run: OpenRun) -> Path | None:
+        return run.layout.run_dir / "report"
+
     def find(self, run: OpenRun) -> ReportPage | None:
         return find_report(run.layout, failure_of(run.layout.run_dir))
 

@@ -49,6 +49,10 @@ class Stage(ABC, Generic[R]):
         """
         return []
 
+    def asset(self, run: OpenRun) -> Path | None:
+        """Return the folder of the result if Prefect records it as an asset, otherwise None."""
+        return None
+
     def find(self, run: OpenRun) -> R | None:
         """Return the result on disk, or None if `make` must be called."""
         return None

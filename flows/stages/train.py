@@ -24,18 +24,18 @@ MAX_DIFF_CHARACTERS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The training from the checkpoint at `start` to the one at `stop`. `skipped` is true if it was already done."""
+    """The training from the checkpoint at `start` to the one at `stop`. `cached` is true if it was already done."""
 
     start: int
     stop: int
     checkpoint: Path
-    skipped: bool
+    cached: bool
     metrics: Mapping[str, float]
 
     def __str__(self) -> str:
         reward = self.metrics.get("critic/score/mean")
         score = "" if reward is None else f", reward {reward:.3f}"
-        return f"step {self.start}-{self.stop}{score}{skipped_suffix(self.skipped)}"
+        return f"step {self.start}-{self.stop}{score}{skipped_suffix(self.cached)}"
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,12 @@ class Train(Stage[Chunk]):
     def find(self, run: OpenRun) -> Chunk | None:
         if committed_step(run.config) < self.stop:
             return None
-        return Chunk(self.start, self.stop, checkpoint_store(run.config).path_of(self.stop), skipped=True, metrics={})
+        return Chunk(self.start, self.stop, checkpoint_store(run.config).path_of(self.stop), cached=True, metrics={})
 
     def make(self, run: OpenRun) -> Chunk:
         record_start(run)
         result = call_trainer(run, "train", to_step=self.stop, settle=self.is_last)
-        return Chunk(self.start, self.stop, Path(result["checkpoint"]), skipped=False, metrics=result["metrics"])
+        return Chunk(self.start, self.stop, Path(result["checkpoint"]), cached=False, metrics=result["metrics"])
 
     def describe(self, result: Chunk) -> str:
         return f"train: {result}"

@@ -20,7 +20,7 @@ from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound
 from prefect.flows import Flow
 from prefect.runtime import flow_run
-from prefect.states import Cancelling
+from prefect.states import Cancelling, Completed
 from pydantic import Field
 
 from flows import chain
@@ -46,10 +46,11 @@ from flows.tasks import (
     CHECKED_SETTINGS,
     call_flow,
     keep_outcome,
+    label_flow_run,
     log_and_print,
     log_command,
     log_unused_settings,
-    run_as_task,
+    run_as_one_task,
 )
 from flows.work.open_run import open_run
 from rlcore.config.base import FILE_ENDINGS, group_members
@@ -170,7 +171,7 @@ class SweepWorker:
 
 
 SpecName = Annotated[str, Field(examples=list(group_members("sweep")))]
-DEPLOYMENT = "sweep-child/local"
+DEPLOYMENT = "sweep-child/sweep-point"
 MAX_CHILDREN = 8  # largest number of waiting and running children, while the work queue limits the running ones
 STOP_WAIT_S = 20.0  # seconds for children to save when the sweep stops, since Prefect's worker kills it after 30 s
 
@@ -178,7 +179,11 @@ STOP_WAIT_S = 20.0  # seconds for children to save when the sweep stops, since P
 def run_checked(checked: Sweep, spec: str, overrides: list[str], *, on_workers: bool) -> SweepResult:
     """Run a sweep that is already checked. Prefect records the parameters that the sweep was composed from."""
     most = checked.spec.budget
-    return call_flow(checked, lambda: sweep(spec, overrides, most.runs, most.steps, most.hours, on_workers=on_workers))
+    result = call_flow(
+        checked, lambda: sweep(spec, overrides, most.runs, most.steps, most.hours, on_workers=on_workers)
+    )
+    assert isinstance(result, SweepResult)
+    return result
 
 
 def sweep_run_name() -> str:
@@ -201,7 +206,7 @@ def sweep(
     max_hours: Positive = None,
     on_workers: bool = False,
     root: Root = None,
-) -> SweepResult:
+) -> State[None]:
     """Run a sweep, which trains many points of settings with several seeds and compares them. Finished runs are
     skipped.
 
@@ -211,13 +216,15 @@ def sweep(
         max_runs: The largest number of runs of this call. The default is the sweep's limit.
         max_steps: The largest number of training steps of this call. The default is the sweep's limit.
         max_hours: The hours after which this call begins no run. The default is the sweep's limit.
-        on_workers: Send the points to the work pool as runs of the deployment sweep-child/local.
+        on_workers: Send the points to the work pool as runs of the deployment sweep-child/sweep-point.
         root: The folder of datasets, models, runs and the MLflow store. The default is the worker's root.
     """
     budget = Budget(runs=max_runs, steps=max_steps, hours=max_hours)
     given = all_overrides(overrides, root=flow_root(root))
     checked: Sweep = CHECKED_SETTINGS.get() or load_checked_sweep(spec, given, budget)
-    return keep_outcome(lambda: _sweep(checked, spec, given, on_workers=on_workers))
+    label_flow_run(checked.sweep_id, checked.spec.name, "sweep")
+    result = keep_outcome(lambda: _sweep(checked, spec, given, on_workers=on_workers))
+    return Completed(message="\n".join(summary_lines(result)))
 
 
 def _sweep(checked: Sweep, spec: str, overrides: list[str], *, on_workers: bool) -> SweepResult:
@@ -252,7 +259,7 @@ def _sweep(checked: Sweep, spec: str, overrides: list[str], *, on_workers: bool)
 
 
 def train_member(mlflow_parent: str | None, member: Member, to_step: int, name: str, label: str) -> None:
-    """Train one run of a sweep from its last checkpoint to a step. Its stages run as tasks of the current flow run."""
+    """Train one run of a sweep from its last checkpoint to a step, as one task of the current flow run."""
     end_if_cancelled()
     end_if_suspended()
     settings = member.settings
@@ -263,7 +270,7 @@ def train_member(mlflow_parent: str | None, member: Member, to_step: int, name: 
     command, title = settings.command("train"), f"{experiment_name(settings.experiment)} {label}"
     log_command(join(command))
     with use_display(LabelledDisplay(display(), name)), open_run(config, command, title) as run:
-        chain.run_stages(run, run_as_task, Train.name, to_step)
+        run_as_one_task(chain.stages_until(config, Train.name, to_step), run, f"train/{title} to step {to_step}")
 
 
 @flow(name="sweep-child", flow_run_name=sweep_run_name)

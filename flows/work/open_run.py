@@ -47,11 +47,13 @@ END_WAIT_S = 60.0
 class PrefectView:
     """The state of the run's artifacts in Prefect.
 
-    `validations` are the metrics of each validation during the training, by step. `summary_at` is the time of the last
-    summary. `retry_at` is the time of the next request after a failure.
+    `assets` are the keys of the assets of finished stages. `validations` are the metrics of each validation during the
+    training, by step. `summary_at` is the time of the last summary. `retry_at` is the time of the next request after a
+    failure.
     """
 
     artifacts: dict[str, UUID] = field(default_factory=dict)
+    assets: list[str] = field(default_factory=list)
     validations: dict[int, Mapping[str, float]] = field(default_factory=dict)
     final_validations: dict[str, ValidationSummary] = field(default_factory=dict)
     mlflow_page: str = ""

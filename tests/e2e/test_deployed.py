@@ -58,8 +58,8 @@ def messages_of(stack: Stack, *runs: str) -> list[str]:
 
 def test_each_stage_runs_alone(stack: Stack) -> None:
     given = ["name=clock", *TINY]
-    rows = ["pipeline/dataset", "pipeline/filter", "pipeline/warm-start", "validate/local"]
-    for together in (["pipeline/train"], rows, ["report/local"]):
+    rows = ["pipeline/dataset", "pipeline/filter", "pipeline/warm-start", "validate/validate-run"]
+    for together in (["pipeline/train"], rows, ["report/report-run"]):
         for run in [stack.start(name, overrides=given) for name in together]:
             stack.wait(run, "COMPLETED")
     files = {path.name for path in stack.run_dir("clock").rglob("*")}
@@ -104,7 +104,7 @@ def test_a_sweep_on_workers_repeats_only_its_failed_child(stack: Stack) -> None:
     stack.wait(run, "COMPLETED")
     children = children_of(stack, run)
     assert sorted(child["state_type"] for child in children) == ["COMPLETED", "FAILED"]
-    assert {child["deployment_id"] for child in children} == {stack.deployment("sweep-child/local")["id"]}
+    assert {child["deployment_id"] for child in children} == {stack.deployment("sweep-child/sweep-point")["id"]}
     assert {child["work_queue_name"] for child in children} == {"training"}
     assert_in_turn(children)
     points = points_of(stack, "grid")
@@ -182,7 +182,7 @@ def test_a_search_on_workers_is_stopped_twice_and_resumes(stack: Stack) -> None:
         wait_until(has_ended, f"child {number + 1} has ended")
     assert stack.wait(run, "COMPLETED")["run_count"] == 2
     children = [child for child in children_of(stack, run) if child["start_time"] and child["total_run_time"] > 0]
-    assert {child["deployment_id"] for child in children} == {stack.deployment("sweep-child/local")["id"]}
+    assert {child["deployment_id"] for child in children} == {stack.deployment("sweep-child/sweep-point")["id"]}
     assert_in_turn(children)
 
     points = points_of(stack, "on_workers")
@@ -202,7 +202,7 @@ def score_of(run: Mapping[str, Any], step: int) -> float | None:
 
 def test_a_sweep_in_one_process_is_cancelled_and_tried_again(stack: Stack) -> None:
     hold_the_next(stack)
-    run = stack.start("sweep/debug", spec=str(spec_of(stack.root, "stopped")))
+    run = stack.start("sweep/debug-sweep", spec=str(spec_of(stack.root, "stopped")))
     wait_until_held(stack, run)
     stack.set_state(run, {"type": "CANCELLING"})
     stack.wait(run, "CANCELLED")

@@ -118,6 +118,7 @@ def test_prefect_shows_progress_validation_checkpoints_report_and_link(
     assert checkpoints[-1]["step"] == 60
     assert all(row["MB"] > 0 for row in checkpoints)
 
+    assert re.search(r"/runs/\w+/artifacts/report/report\.html\?[^/]*\)$", artifacts["report-page"])
     summary = artifacts["summary"]
     assert summary.startswith(f"## {reference.run_dir.name}")
     assert "train: step 60/60" in summary
@@ -146,6 +147,23 @@ def test_checkpoints_are_events(api: Api, reference: Reference) -> None:
     wait_until(lambda: len(message()) >= 3, "three events")
     assert [one["step"] for one in message()[:3]] == [20, 40, 60]
     assert message()[2]["path"] == str(reference.run_dir / "checkpoints" / "step-000060")
+
+
+def test_dataset_model_and_report_are_assets(api: Api, reference: Reference) -> None:
+    own = f"millrace://{reference.run_dir.name}"
+    (dataset,) = (reference.millrace.root / "datasets").iterdir()
+
+    def read_assets() -> dict[str, set[str]]:
+        chosen = {"event": {"name": ["prefect.asset.materialization.succeeded"]}}
+        found = api.post("events/filter", {"filter": {**chosen, "resource": {"id_prefix": ["millrace://"]}}})["events"]
+        related = {one["resource"]["prefect.resource.id"]: one["related"] for one in found}
+        ids = {key: {two["prefect.resource.id"] for two in value} for key, value in related.items()}
+        return {key: {one for one in value if one.startswith("millrace:")} for key, value in ids.items()}
+
+    wait_until(lambda: f"{own}/report" in read_assets(), "the report's event")
+    data = f"millrace://datasets/{dataset.name}"
+    expected = {data: set(), f"{own}/model": {data}, f"{own}/report": {data, f"{own}/model"}}
+    assert {key: value for key, value in read_assets().items() if key in expected} == expected
 
 
 def test_mlflow_has_settings_datasets_report_and_weights(first: dict[str, Any], reference: Reference) -> None:
@@ -185,7 +203,7 @@ def test_alarm_is_an_event_in_prefect_and_mlflow(api: Api, reference: Reference)
     assert {int(step) for (step,) in mlflow_rows(reference.millrace.root, query)} == {event.step for event in message}
 
 
-def test_second_run_repeats_no_finished_work(reference: Reference) -> None:
+def test_second_run_repeats_no_finished_work(api: Api, reference: Reference) -> None:
     run_dir = reference.run_dir
     logs, before = sorted((run_dir / "logs").iterdir()), (run_dir / "metrics.jsonl").read_bytes()
     files = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
@@ -198,6 +216,10 @@ def test_second_run_repeats_no_finished_work(reference: Reference) -> None:
     again = reference.millrace("run", *SMALL, code=0)
     stages = [line for line in again.out.splitlines() if line.startswith(STAGE_WORDS)]
     assert len(stages) == 10
+    (second,) = api.filter("flow_runs", flow_runs={"name": {"any_": [run_dir.name]}}, sort="START_TIME_DESC", limit=1)
+    chosen: dict[str, Any] = {"flow_runs": {"id": {"any_": [second["id"]]}}}
+    wait_until(lambda: len(api.filter("task_runs", **chosen)) == 11, "the events of eleven tasks")
+    assert {task["state_name"] for task in api.filter("task_runs", **chosen)} == {"Cached"}
     assert all("skipped" in line for line in stages), again.out
     assert sorted((run_dir / "logs").iterdir()) == logs, "a trainer was started"
     assert (run_dir / "metrics.jsonl").read_bytes() == before

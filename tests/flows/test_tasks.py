@@ -2,28 +2,34 @@
 
 import logging
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from uuid import UUID
 
 import pytest
 from prefect import flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterName
+from prefect.exceptions import Pause
 from prefect.flow_engine import run_flow
+from prefect.runtime import flow_run
 from prefect.settings import (
     PREFECT_API_AUTH_STRING,
     PREFECT_API_URL,
     PREFECT_RESULTS_PERSIST_BY_DEFAULT,
     temporary_settings,
 )
-from prefect.states import Cancelled, Completed, Failed, Scheduled, State
+from prefect.states import Cancelled, Completed, Failed, Scheduled, State, Suspended
 
 from flows import pipeline
 from flows.chain import PipelineResult, StageRunner
 from flows.parameters import compose_settings
+from flows.server import watch
 from flows.server.api import LocalServer
 from flows.server.watch import STOP_REQUESTED, FlowCancelledError, watch_flow_run
-from flows.tasks import run_task
+from flows.stages.stage import Stage, StageStatus
+from flows.tasks import run_as_one_task, run_task
 from flows.work.mlflow_record import MlflowContents, MlflowRecord
 from flows.work.open_run import OpenRun
 from rlcore.config.fingerprint import run_id
@@ -130,6 +136,56 @@ def test_stopped_run_logs_no_error(client: SyncPrefectClient, caplog: pytest.Log
     assert state.is_cancelled()
     assert [record.levelname for record in caplog.records if STOP_REQUESTED in record.getMessage()] == ["INFO"]
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+@dataclass(frozen=True)
+class Counted(Stage[Made]):
+    """A stage after which the flow run is suspended, as by the page's button."""
+
+    suspends: bool
+    name = "counted"
+
+    def status(self, run: OpenRun) -> StageStatus:
+        return StageStatus(self.name, None, None, False, "")
+
+    def make(self, run: OpenRun) -> Made:
+        on_disk.append(len(on_disk))
+        if self.suspends:
+            with get_client(sync_client=True) as client:
+                client.set_flow_run_state(UUID(str(flow_run.id)), Suspended(timeout_seconds=600), force=True)
+            wait_until(watch.is_suspended, "the suspension is noticed")
+        return Made(on_disk[-1])
+
+    def describe(self, result: Made) -> str:
+        return f"made {result.data}"
+
+
+@flow
+def one_task(root: str, suspends: bool) -> None:
+    run = OpenRun(compose_settings(["experiment=debug", f"paths.root={root}"]).config)
+    with watch.watch_flow_run():
+        run_as_one_task([Counted(suspends), Counted(False)], run, "both stages")
+
+
+@pytest.mark.parametrize("suspends", [False, True])
+def test_stages_in_one_task_end_after_a_suspension(
+    client: SyncPrefectClient, artifacts_root: Path, suspends: bool
+) -> None:
+    on_disk.clear()
+    parameters = {"root": str(artifacts_root), "suspends": suspends}
+    run = client.create_flow_run(one_task, parameters=parameters)
+    with pytest.raises(Pause) if suspends else nullcontext():
+        run_flow(one_task, client.read_flow_run(run.id), parameters=parameters)
+    assert on_disk == ([0] if suspends else [0, 1])
+
+    def messages() -> list[tuple[str, str | None]]:
+        tasks = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run.id])))
+        return [(task.name, task.state and task.state.message) for task in tasks]
+
+    wait_until(lambda: messages() == [("both stages", f"made {on_disk[-1]}")], "one task run with the last result")
+    state = client.read_flow_run(run.id).state
+    assert state is not None
+    assert state.is_paused() == suspends
 
 
 @pytest.mark.parametrize("until", ["report", "export", "warm-start", "pass-rates"])

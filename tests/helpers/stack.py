@@ -21,6 +21,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
 from flows.server.api import LocalServer
+from flows.server.watch import CANCELLED
 from flows.stack.control import down, up
 from flows.stack.state import CLIENT_LOGIN, SECRET_FILE, read_stack, root_login
 from rlcore.storage.locks import read_holder
@@ -50,7 +51,7 @@ class Stack:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that `millrace up` prints for a shell."""
+        """The variables that `millrace status` prints for a shell."""
         return {"PREFECT_API_URL": self.url, CLIENT_LOGIN: self.login}
 
     @property
@@ -118,6 +119,7 @@ class Stack:
         wait_until(
             lambda: any(one["message"].startswith(is_over) for one in self.api.filter("logs", logs=logs)), is_over
         )
+        wait_until(lambda: self.run(run_id)["state"]["message"] == CANCELLED, "our message of the cancelled run")
         self.set_state(run_id, RETRY)
 
     def wait(self, run_id: str, *states: str) -> dict[str, Any]:

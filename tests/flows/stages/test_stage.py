@@ -58,8 +58,8 @@ def test_results_as_lines() -> None:
             PassRateTable(HERE, 12_000, 1_500, "pass rates 0 to 1", cached=False),
             "kept 1,500 of 12,000 rows; pass rates 0 to 1",
         ),
-        (Chunk(0, 20, HERE, skipped=False, metrics=figures), "step 0-20, reward 0.123"),
-        (Chunk(20, 40, HERE, skipped=False, metrics={}), "step 20-40"),
+        (Chunk(0, 20, HERE, cached=False, metrics=figures), "step 0-20, reward 0.123"),
+        (Chunk(20, 40, HERE, cached=False, metrics={}), "step 20-40"),
         (ExportedWeights(HERE, 40, cached=False), "step 40"),
         (ReportPage(HERE, cached=False), "here"),
     ):
@@ -68,7 +68,7 @@ def test_results_as_lines() -> None:
     rows = StageResult(HERE, "f", cached=True, counts={"train": 9})
     assert describe_rows(rows) == f"9 train rows{again} (here)"
     assert str(PassRateTable(HERE, 3, 2, "s", cached=True)) == f"kept 2 of 3 rows; s{again} (here)"
-    assert str(Chunk(0, 20, HERE, skipped=True, metrics={})) == f"step 0-20{again}"
+    assert str(Chunk(0, 20, HERE, cached=True, metrics={})) == f"step 0-20{again}"
     assert str(ExportedWeights(HERE, 40, cached=True)) == f"step 40{again} (here)"
     assert str(ReportPage(HERE, cached=True)) == "here, skipped: it is current"
 
@@ -265,7 +265,7 @@ def rows(run: OpenRun) -> None:
 @pytest.mark.usefixtures("rows")
 def test_existing_results_are_not_remade(run: OpenRun) -> None:
     layout = run.layout
-    expected = Chunk(0, 1, layout.checkpoints / "step-000001", skipped=True, metrics={})
+    expected = Chunk(0, 1, layout.checkpoints / "step-000001", cached=True, metrics={})
     assert Train(0, 1, is_last=False).find_or_make(run) == expected
     assert not run.origin.command
     evaluated = replace(result([problem(1, (1.0,))]), step=1, settings=run.config.validation.evaluation)

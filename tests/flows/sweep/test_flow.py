@@ -82,18 +82,20 @@ def test_failed_run_does_not_end_a_sweep(twice: Twice) -> None:
     assert (good["error"], good["step"]) == ("", 1)
 
 
-def test_stages_of_runs_are_named_tasks(twice: Twice) -> None:
-    named = {"name": {"any_": ["sweep/grid"]}}
+def test_each_run_is_one_named_task(twice: Twice) -> None:
+    named = {"name": {"any_": [twice.folder.name]}}
     first, again = twice.api.filter("flow_runs", flow_runs=named, sort="START_TIME_ASC")
+    assert {"grid", "sweep"} <= {*again["tags"]}
+    assert again["state"]["message"].startswith("2 of 2 points finished, 1 runs worked on, 1 steps\nbest: point ")
     assert (first["state_type"], again["state_type"]) == ("COMPLETED", "COMPLETED")
     chunks = {}
     for run in (first, again):
         tasks = twice.api.filter("task_runs", flow_runs={"id": {"any_": [run["id"]]}})
-        chunks[run["id"]] = {task["name"]: task["state_type"] for task in tasks if task["name"].startswith("train/")}
-    names = [f"train/debug optim.lr={lr} seed={seed} step 0-1" for lr in ("0.0003", "1.0") for seed in (1, 2)]
+        chunks[run["id"]] = {task["name"]: task["state_type"] for task in tasks}
+    names = [f"train/debug optim.lr={lr} seed={seed} to step 1" for lr in ("0.0003", "1.0") for seed in (1, 2)]
     assert chunks[first["id"]].items() <= dict.fromkeys(names, "COMPLETED").items()
     assert len(chunks[first["id"]]) == 3
-    assert chunks[again["id"]] == {"train/debug optim.lr=0.0003 seed=2 step 0-1": "COMPLETED"}
+    assert chunks[again["id"]] == {"train/debug optim.lr=0.0003 seed=2 to step 1": "COMPLETED"}
 
 
 def test_second_call_trains_only_the_failed_run(twice: Twice) -> None:
@@ -177,7 +179,7 @@ def mlflow_status(root: Path) -> str:
 def test_stopped_sweep_saves_and_same_command_resumes(twice: Twice) -> None:
     millrace, api = twice.millrace, twice.api
     process, spec = held_sweep(millrace)
-    named = {"name": {"any_": ["sweep/stopped"]}, "state": {"type": {"any_": ["RUNNING"]}}}
+    named = {"tags": {"all_": ["stopped"]}, "state": {"type": {"any_": ["RUNNING"]}}}
     (run,) = api.filter("flow_runs", flow_runs=named)
     process.send_signal(signal.SIGINT)
     stopped = ended(process, 75)

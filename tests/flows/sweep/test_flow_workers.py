@@ -120,5 +120,5 @@ def test_children_without_work_end_the_sweep_with_an_error(
 
 def test_missing_deployment_is_an_error_with_remedy(client: SyncPrefectClient, tmp_path: Path) -> None:
     drive = SweepWorker(load(tmp_path), RunWriter(), "call")
-    with pytest.raises(MillraceError, match=r"has no deployment sweep-child/local\. `millrace up`"):
+    with pytest.raises(MillraceError, match=r"has no deployment sweep-child/sweep-point\. `millrace up`"):
         around(drive, load(tmp_path))
