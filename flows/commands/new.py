@@ -23,9 +23,12 @@ COMMANDS = {
     "experiment": "millrace run experiment={name}.yaml",
     "suite": "millrace run experiment=debug validation.suites=[{name}.yaml]",
     "sweep": "millrace sweep {name}.yaml",
+    "slurm": "sbatch {name}.sbatch",
     "project": "make run",
 }
 """The command that runs the file, by kind."""
+SUFFIXES = {"experiment": ".yaml", "suite": ".yaml", "sweep": ".yaml", "slurm": ".sbatch", "project": ""}
+"""Suffix of the file by kind, if it is not `.py`."""
 COPIED = {"task": "multiplication", "environment": "number_guessing"}
 """Modules of `data/` that are copied."""
 PROJECT = {
@@ -55,9 +58,8 @@ def new(
     """
     if kind not in COMMANDS:
         raise ConfigError(f"KIND: must be one of {', '.join(COMMANDS)}; got {kind}")
-    is_yaml = kind in ("experiment", "suite", "sweep")
-    target = Path(name if kind == "project" else f"{name}.{'yaml' if is_yaml else 'py'}")
-    _require_free(name, target, is_yaml=is_yaml)
+    target = Path(f"{name}{SUFFIXES.get(kind, '.py')}")
+    _require_free(name, target, is_module=target.suffix in ("", ".py"))
     if kind == "project":
         _write_project(name, target)
         return
@@ -91,16 +93,16 @@ def _write(file: Path, text: str) -> None:
     write_text_atomically(file, text)
 
 
-def _require_free(name: str, target: Path, *, is_yaml: bool) -> None:
-    if is_yaml:
-        pattern, letters, first = r"[a-z0-9][a-z0-9_-]{0,63}", "small letters, digits, _ and -", "a letter or digit"
-    else:
+def _require_free(name: str, target: Path, *, is_module: bool) -> None:
+    if is_module:
         pattern, letters, first = r"[a-z][a-z0-9_]{0,63}", "small letters, digits and _", "a letter"
+    else:
+        pattern, letters, first = r"[a-z0-9][a-z0-9_-]{0,63}", "small letters, digits, _ and -", "a letter or digit"
     if not re.fullmatch(pattern, name):
         raise ConfigError(f"NAME: must be {letters}, at most 64, and begin with {first}; got {name!r}")
     if keyword.iskeyword(name):
         raise ConfigError(f"NAME: must not be a Python keyword; got {name!r}. Choose another, such as my_{name}")
     if target.exists():
         raise ConfigError(f"NAME: {target.absolute()} exists already. Choose another name, or remove it")
-    if not is_yaml and find_spec(name) is not None:
+    if is_module and find_spec(name) is not None:
         raise ConfigError(f"NAME: must not be an existing module; got {name}. Choose another, such as my_{name}")

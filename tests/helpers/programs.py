@@ -4,6 +4,7 @@ A test names them by `@pytest.mark.program("bwrap")`. It is skipped by name wher
 `pytest -m program` runs all such tests.
 """
 
+import os
 import shutil
 from functools import cache
 from pathlib import Path
@@ -25,6 +26,9 @@ POSTGRES = next(
 )
 """Folder with the programs of a PostgreSQL server, or None."""
 
+SYSTEM_PATH = os.pathsep.join([os.environ["PATH"], "/usr/sbin"])
+"""The path on which Debian's daemons are found, such as slurmd."""
+
 
 @cache
 def missing(name: str) -> str:
@@ -33,7 +37,8 @@ def missing(name: str) -> str:
         from rlcore import sandbox
 
         return sandbox._missing_requirement()
-    found = {"chromium": CHROMIUM, "postgres": POSTGRES}[name]
+    slurmd = shutil.which("munged", path=SYSTEM_PATH) and shutil.which("slurmd", path=SYSTEM_PATH)
+    found = {"chromium": CHROMIUM, "postgres": POSTGRES, "slurmd": slurmd}[name]
     return "" if found else f"{name} is not installed"
 
 

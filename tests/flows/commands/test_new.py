@@ -25,7 +25,8 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [("experiment", "null"), *((kind, f"my_{kind}") for kind in COMMANDS if kind != "project")]
+    ("kind", "name"),
+    [("experiment", "null"), *((kind, f"my_{kind}") for kind in COMMANDS if kind not in ("slurm", "project"))],
 )
 def test_the_command_that_it_names_can_be_planned(kind: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(lambda: app(["new", kind, name])) == 0

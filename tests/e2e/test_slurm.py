@@ -1,0 +1,137 @@
+"""The batch script of `millrace new slurm`: a run that is preempted, and resumes with equal numbers."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from flows.commands.new import new
+from rlcore.runtime.cluster import loopback_environment
+from tests.flows.conftest import WAIT_S, numbers, wait_until
+from tests.helpers import share_of_digits
+from tests.helpers.slurm import slurm
+
+pytestmark = [pytest.mark.needs_ray, pytest.mark.slow, pytest.mark.timeout(3 * WAIT_S)]
+
+STEPS, CHUNK = 60, 3
+SETTINGS = (
+    "experiment=debug", "data.scorer=share_of_digits:score", "warm_start.enabled=false", "tracking.enabled=false",
+    "validation.every_steps=30", "runtime.stop_deadline_s=200", f"trainer.total_steps={STEPS}",
+    f"trainer.steps_per_chunk={CHUNK}",
+)  # fmt: skip
+STAND_IN = """#!/bin/bash
+# srun: start the command as two tasks
+while [[ $1 == --* ]]; do shift; done
+SLURM_PROCID=0 "$@" & SLURM_PROCID=1 "$@" & wait
+"""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A folder with the batch script, its scorer and the workspace."""
+
+    folder: Path
+
+    @property
+    def run_dir(self) -> Path:
+        (found,) = self.folder.glob("artifacts/runs/*")
+        return found
+
+    def last_step(self) -> int:
+        """Return the step of the newest checkpoint, or 0."""
+        return max((int(one.name[5:]) for one in self.folder.glob("artifacts/runs/*/checkpoints/step-*")), default=0)
+
+    def advance(self) -> None:
+        """Wait for two more checkpoints."""
+        step = self.last_step() + 2 * CHUNK
+        assert step < STEPS
+        wait_until(lambda: self.last_step() >= step, f"checkpoint {step}")
+
+    def weights(self) -> str:
+        return sha256((self.run_dir / "model" / "model.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell with Millrace's environment, and without the tests' settings of Ray."""
+    for name in loopback_environment():
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """The same run on a private Ray cluster."""
+    job = Job(tmp_path_factory.mktemp("undisturbed"))
+    shutil.copy(share_of_digits.__file__, job.folder)
+    words = ["-m", "millrace", "train", *SETTINGS, "runtime=ray", "runtime.num_workers=2"]
+    subprocess.run([sys.executable, *words], cwd=job.folder, check=True, timeout=WAIT_S)
+    return job
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    """A script with the settings and without the second core of a task."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(share_of_digits.__file__, tmp_path)
+    new("slurm", "job")
+    script = Path("job.sbatch")
+    text = script.read_text().replace("experiment=debug", " ".join(SETTINGS)).replace("per-task=2", "per-task=1")
+    script.write_text(text)
+    return Job(tmp_path)
+
+
+def assert_equal(job: Job, undisturbed: Job) -> None:
+    assert len(numbers(undisturbed.run_dir)) == STEPS + 1
+    assert numbers(job.run_dir) == numbers(undisturbed.run_dir)
+    assert job.weights() == undisturbed.weights()
+
+
+def test_script_without_slurm_saves_and_resumes(job: Job, undisturbed: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script's own commands, with srun on this host alone."""
+    (job.folder / "bin").mkdir()
+    for name, text in {"srun": STAND_IN, "scontrol": '#!/bin/bash\necho "$@" >> requeued\n'}.items():
+        (job.folder / "bin" / name).write_text(text)
+        (job.folder / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{job.folder / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    for name, value in {"JOB_ID": os.getpid(), "JOB_NUM_NODES": 2, "CPUS_PER_TASK": 1}.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    codes = []
+    for is_preempted in (True, False):
+        with subprocess.Popen(["bash", "job.sbatch"], start_new_session=True) as script:
+            try:
+                if is_preempted:
+                    job.advance()
+                    script.send_signal(signal.SIGUSR1)
+                codes.append(script.wait(WAIT_S))
+            finally:
+                os.killpg(script.pid, signal.SIGKILL)  # as SLURM ends the processes of a job
+    assert codes == [75, 0]
+    assert Path("requeued").read_text() == f"requeue {os.getpid()}\n"
+    assert_equal(job, undisturbed)
+
+
+@pytest.mark.program("slurmd")
+def test_job_that_slurm_preempts_twice_resumes(
+    job: Job, undisturbed: Job, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """First without notice, then with a notice."""
+    with slurm(tmp_path_factory.mktemp("slurm")) as command:
+        number = command("sbatch", "--parsable", "--output=job.log", "job.sbatch").strip()
+        job.advance()
+        command("scontrol", "requeue", number)
+        job.advance()
+        command("sbatch", "--partition=high", "--nodes=2", "--output=/dev/null", "--wrap=true")
+        wait_until(lambda: "COMPLETED" in command("scontrol", "show", "job", number), "the end of the job")
+        restarts = re.findall(r"Restarts=(\d+)", command("scontrol", "show", "job", number))
+    log = Path("job.log").read_text()
+    assert restarts == ["2"], log
+    assert "which is saved; start again to resume" in log
+    assert_equal(job, undisturbed)
