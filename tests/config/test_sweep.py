@@ -79,7 +79,7 @@ def test_command_overrides_replace_file_overrides(tmp_path):
     ("grid: {optim.lr: [1e-3]}\nseeds: [1, 2, 1]", "seeds: must differ"),
     ("grid: {optim.lr: [1e-3]}\nseeds: []", "seeds: is empty"),
     ("grid: {optim.lr: [1e-3]}\nseeds: [-1]", "seeds.0: must be greater than or equal to 0; got -1"),
-    ("grid: {optim.lr: [1e-3]}\nobjective: {metric: reward/mean@4}", "objective.metric: must be a metric"),
+    ("grid: {optim.lr: [1e-3]}\nobjective: {metric: reward/mean_at_4}", "objective.metric: must be a metric"),
     ("grid: {optim.lr: [1e-3]}\nobjective: {direction: up}", "objective.direction: must be 'maximize'"),
     ("grid: {paths.root: [a, b]}", "grid.paths.root: cannot be swept"),
     ("grid: {seed: [1, 2]}", "grid.seed: cannot be swept"),

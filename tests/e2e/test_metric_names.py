@@ -35,7 +35,7 @@ PROMISED = SPREADS | {
     *(f"timing_s/{name}" for name in ("update_weights", "save_checkpoint", "testing", "step")),
     *(f"timing_per_token_ms/{name}" for name in ("gen", "old_log_prob", "ref", "adv", "update_actor")),
     *(f"val-core/countdown/reward/{name}@1" for name in ("mean", "pass", "pass_all", "maj")),
-    "val-core/countdown/reward/mean@1/ci_low",
+    "val-core/countdown/reward/mean_at_1/ci_low",
     "val-core/countdown/reward/greedy/ci_high",
     "perf/cpu_memory_used_gb",
     "disk/free_gb",
