@@ -449,7 +449,7 @@ def _metric_problems(spec: SweepSpec, configs: Iterable[RunConfig]) -> Iterable[
     metric = spec.objective.metric
     for config in configs:
         k = config.validation.samples_per_problem
-        known = [f"reward/{name}@{k}" for name in ("mean", "pass", "pass_all", "maj")] + [f"acc/mean_at_{k}"]
+        known = [f"reward/{name}_at_{k}" for name in ("mean", "pass", "pass_all", "maj")] + [f"acc/mean_at_{k}"]
         known += ["reward/greedy", "acc/greedy"] if config.validation.greedy else []
         if metric is not None and metric not in known:
             remedy = f"{did_you_mean(metric, known)}There are {', '.join(known)}"

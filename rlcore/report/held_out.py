@@ -132,7 +132,7 @@ def paired_runs(first: RunRecord, second: RunRecord) -> tuple[tuple[Comparison, 
 
 
 def _meaning(statistic: str) -> str:
-    kind, _, k = statistic.partition("/")[2].partition("@")
+    kind, _, k = statistic.partition("/")[2].partition("_at_")
     return _MEANING.get(kind, "").format(k=k)
 
 

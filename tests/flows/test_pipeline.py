@@ -127,7 +127,7 @@ def test_prefect_shows_progress_validation_checkpoints_report_and_link(
     of_the_summary = [one for one in shown if str(one["key"]).endswith("-summary")]
     assert len(of_the_summary) == 1, "the summary is updated, not created again"
     assert "/runs?" in artifacts["mlflow"]
-    assert artifacts["mlflow"].endswith("&viewStateShareKey=millrace")
+    assert artifacts["mlflow"].endswith("&viewStateShareKey=millrace)")
 
     assert str(reference.run_dir / "report") in artifacts["report"]
     assert f"{measured[60][reward]:.3f}" in artifacts["report"]

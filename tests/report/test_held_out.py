@@ -28,6 +28,8 @@ def test_held_out_metrics_match_validation_files(grpo_run, grpo_report):
             assert document.interval(Interval(**value)) in cells
         assert row["Paired difference"]["value"] == found.paired.difference.value
         assert (row["Better on"], row["Worse on"]) == (found.paired.wins, found.paired.losses)
+    meanings = {row["Metric"]: row["Meaning"] for row in rows}
+    assert meanings["reward/pass_all_at_4"] == "all of 4 samples are correct (unbiased)"
 
 
 def test_pass_at_k_and_difficulty_tables(grpo_run, grpo_report):

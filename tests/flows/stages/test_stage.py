@@ -158,7 +158,7 @@ def test_mlflow_record_is_complete_or_lacks_a_part(config: RunConfig, layout: Ru
 def test_best_weights_are_exported_unless_last(config: RunConfig, layout: RunLayout) -> None:
     assert best_step_to_export(config, layout, 0) is None
     for step, score in ((1, 0.5), (2, 0.75), (3, 0.25)):
-        commit(config, step, {"val-core/countdown/reward/mean_at_4": score})
+        commit(config, step, {"val/reward": score})
     assert [best_step_to_export(config, layout, last) for last in (2, 3)] == [None, 2]
     for update in ({"enabled": False}, {"log_best": False}):
         unwanted = changed(config, "tracking", **update)
