@@ -43,7 +43,7 @@ def read_seed(layout: RunLayout) -> dict[str, object]:
     )
     steps = []
     for result in results:
-        name = f"val-core/{result.data_source}/reward/mean@{result.num_samples}"
+        name = f"val-core/{result.data_source}/reward/mean_at_{result.num_samples}"
         greedy = f"val-core/{result.data_source}/reward/greedy"
         summary = result.metrics()
         steps.append(

@@ -50,5 +50,5 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
     digits = "".join(response.split())
     is_number = digits.isascii() and digits.isdigit() and len(digits) <= 20
     correct = is_number and int(digits) == ground_truth["product"]
-    vote = str(int(digits)) if is_number else None  # majority votes (`maj@k`) compare this text
+    vote = str(int(digits)) if is_number else None  # majority votes (`maj_at_k`) compare this text
     return Score(float(correct), {"correct": float(correct), "format": float(is_number)}, vote)

@@ -19,6 +19,7 @@ from flows.stages.stage import Stage
 from flows.work.open_run import OpenRun
 from flows.work.status import failure_of
 from rlcore.checkpoint.catalog import scan
+from rlcore.tracking.mlflow_store import table_url
 
 NUM_VALIDATIONS = 4  # columns of the table of latest validations; the first one is the first validation seen
 RETRY_AFTER_S = 30.0  # seconds without requests after a failed one
@@ -128,9 +129,9 @@ def show_checkpoints(run: OpenRun) -> None:
 
 
 def show_mlflow_page(run: OpenRun) -> None:
-    """Show the link to the run's MLflow page once the address of the page is known."""
-    if run.prefect_view.mlflow_page and "mlflow" not in run.prefect_view.artifacts:
-        _update(run, "mlflow", f"{run.run_id}: MLflow page", lambda: run.prefect_view.mlflow_page, "link")
+    """Show the link to MLflow's table of all runs once the address of the run's page is known."""
+    if (page := run.prefect_view.mlflow_page) and "mlflow" not in run.prefect_view.artifacts:
+        _update(run, "mlflow", f"{run.run_id} among all runs in MLflow", lambda: table_url(page), "link")
 
 
 def show_report(run: OpenRun, html: Path) -> None:

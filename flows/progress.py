@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 PLAIN_EVERY_S = 10.0  # seconds between two progress lines in a log
 REWARD_NAMES = ("critic/score/mean", "sft/reward")  # reward of a training step, and of a measurement in the warm start
 LOSS_NAMES = {"sft/loss": "loss", "sft/held_out_loss": "held-out loss"}  # losses of supervised steps by metric name
-HEADLINE_METRIC = re.compile(r"/reward/(mean@\d+|pass@\d+|greedy)$")
+HEADLINE_METRIC = re.compile(r"/reward/(mean_at_\d+|pass_at_\d+|greedy)$")
 """The pattern of the validation metrics that are printed."""
 
 
@@ -126,9 +126,9 @@ def describe(event: Event) -> str:
             return f"checkpoint after step {step}: {path}"
         case Validated(name, step, summary):
             found = {key.rpartition("/")[2]: value for key, value in summary.items() if HEADLINE_METRIC.search(key)}
-            # A weighted reward may exceed 1; pass@k is a share of problems.
-            rewards = ", ".join(f"{key} {value:.3f}" for key, value in found.items() if not key.startswith("pass@"))
-            shares = ", ".join(f"{key} {value:.3f}" for key, value in found.items() if key.startswith("pass@"))
+            # A weighted reward may exceed 1; pass_at_k is a share of problems.
+            rewards = ", ".join(f"{key} {value:.3f}" for key, value in found.items() if not key.startswith("pass_at_"))
+            shares = ", ".join(f"{key} {value:.3f}" for key, value in found.items() if key.startswith("pass_at_"))
             return f"validation {name} (step {step}): reward {rewards}; share solved {shares}"
         case RunEvent(_, {"text": text}):
             return str(text)
@@ -246,10 +246,10 @@ class ValidationSummary:
 
 
 def reward_changes(validations: Sequence[ValidationSummary]) -> list[str]:
-    """Return a text such as `mean@4 0.326 -> 0.730` for each mean reward that all validations have."""
+    """Return a text such as `mean_at_4 0.326 -> 0.730` for each mean reward that all validations have."""
     if not validations:
         return []
-    means = [name for name in validations[-1].summary if HEADLINE_METRIC.search(name) and "/mean@" in name]
+    means = [name for name in validations[-1].summary if HEADLINE_METRIC.search(name) and "/mean_at_" in name]
     means = [name for name in means if all(name in one.summary for one in validations)]
     return [
         f"{label} {' -> '.join(f'{one.summary[name]:.3f}' for one in validations)}"
@@ -279,7 +279,7 @@ def _labels(names: Sequence[str]) -> dict[str, str]:
 def _source_of(name: str) -> str:
     """Return the data source that a held-out metric's name contains.
 
-    >>> _source_of("val-core/openai/gsm8k/reward/mean@4")
+    >>> _source_of("val-core/openai/gsm8k/reward/mean_at_4")
     'openai/gsm8k'
     """
     return name.partition("/")[2].rpartition("/reward/")[0]

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+REWARD, HELD_OUT_REWARD = "reward", "val/reward"
+"""The metrics that trackers show first: the mean score of a training step, and of the held-out problems."""
 FULL_SCORE = 1.0
 """The score of a correct response if the scorer has no part `correct`."""
 _ROUNDING = 1e-9
@@ -14,7 +16,7 @@ _ROUNDING = 1e-9
 class Score:
     """The score of one response. `total` is the reward, and `parts` are its named components (format, correct, ...).
 
-    `said` is the answer that the scorer extracted, in a canonical form (`1000` for `1,000`). `maj@k` counts these
+    `said` is the answer that the scorer extracted, in a canonical form (`1000` for `1,000`). `maj_at_k` counts these
     answers. `said` is None if the scorer returned no answer.
 
     `failure` is the reason for a missing score: the scorer raised an error or exceeded its deadline. The scoring pool

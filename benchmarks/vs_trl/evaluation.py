@@ -55,7 +55,7 @@ def _evaluate_step(job: Job, group: LocalGroup, step: int) -> dict[str, float]:
         sampler = ResponseSampler(config, group, scoring, text_decoder(load_tokenizer(job.model)))
         found = validate(sampler, prompts, name=f"step-{step}", step=step, policy_version=step)
     metrics = found.metrics()
-    sampled = f"val-core/{found.data_source}/reward/mean@{found.num_samples}"
+    sampled = f"val-core/{found.data_source}/reward/mean_at_{found.num_samples}"
     return {
         "step": step,
         "sampled": metrics[sampled],

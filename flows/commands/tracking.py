@@ -44,7 +44,8 @@ def compare(
     print("\n".join(comparison.statements))
     print(f"\n  HTML      {comparison.html}\n  JSON      {comparison.json}")
     if comparison.mlflow_page:
-        print(f"  MLflow    {reachable_url(comparison.mlflow_page, root)}")
+        page, table = (reachable_url(each, root) for each in (comparison.mlflow_page, comparison.mlflow_table))
+        print(f"  MLflow    {page.splitlines()[0]}\n  Table     {table}")
 
 
 def reachable_url(page: str, root: Path) -> str:

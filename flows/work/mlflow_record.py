@@ -28,6 +28,7 @@ from rlcore.run.inputs import RunInputs
 from rlcore.run.layout import RunLayout
 from rlcore.run.pass_rates import TABLE, planned_pass_rates
 from rlcore.runtime.interpreter import run_versions
+from rlcore.score import HELD_OUT_REWARD
 from rlcore.storage.documents import parse_json, read_ordinary
 from rlcore.storage.manifest import part_directories
 from rlcore.storage.publish import write_json_atomically
@@ -97,6 +98,8 @@ FINISH_WAIT_S = 120.0
 are copied.
 """
 END_WAIT_S = 20.0  # seconds for MLflow at the end of a run that had no step
+RESPONSES_TABLE = "responses.json"
+MAX_TABLE_ROWS = 1_000  # the most rows that MLflow's page shows without delay; `validation/` has all responses
 MAX_UPLOAD_BYTES = 2_000_000_000  # larger weights are not copied into MLflow, which gets their path
 
 
@@ -180,6 +183,7 @@ def log_result(run: OpenRun, page: MlflowRun, report: ReportPage | None) -> None
         store.client.log_artifacts(mlflow_run, str(report.html.parent), "report")
     if layout.validation.is_dir():
         store.client.log_artifacts(mlflow_run, str(layout.validation), layout.validation.name)
+        log_responses(page, layout.run_dir)
     store.client.log_text(mlflow_run, _masked(layout.run_json.read_text(encoding="utf-8")), f"lineage/{RUN_FILE}")
     if (layout.run_dir / DIFF_FILE).is_file():
         store.client.log_artifact(mlflow_run, str(layout.run_dir / DIFF_FILE), "lineage")
@@ -187,6 +191,23 @@ def log_result(run: OpenRun, page: MlflowRun, report: ReportPage | None) -> None
         table = planned_pass_rates(run.config, RunInputs.read(layout).filtered_directory) / TABLE
         store.client.log_artifact(mlflow_run, str(table), "pass_rates")
     store.set_tags(mlflow_run, {NOTE_TAG: summary_markdown(layout.run_dir)})
+
+
+def log_responses(page: MlflowRun, run_dir: Path) -> None:
+    """Log the responses of the newest validation as a table, which MLflow's evaluation view shows."""
+    from rlcore.report.record import read_run
+
+    newest = read_run(run_dir).after
+    rows = [
+        (problem.prompt_text, response.text, None if response.failure else response.score, label)
+        for problem in (newest.problems if newest else ())
+        for label, response in [
+            ("greedy", problem.greedy),
+            *((str(i), one) for i, one in enumerate(problem.samples, 1)),
+        ]
+        if response is not None
+    ]
+    page.store.log_table(page.id, RESPONSES_TABLE, ("prompt", "response", "reward", "sample"), rows[:MAX_TABLE_ROWS])
 
 
 def _masked(text: str) -> str:
@@ -201,7 +222,8 @@ def log_models(run: OpenRun, page: MlflowRun, last: ExportedWeights, best: Expor
 
     def log(folder: Path, kind: Kind, name: str, step: int, **more: Any) -> str:
         record = records.get(step)
-        metrics = {} if record is None else {n: x for n, x in record.metrics.items() if n.startswith("val-core/")}
+        held_out = (HELD_OUT_REWARD, "val-core/")
+        metrics = {} if record is None else {n: x for n, x in record.metrics.items() if n.startswith(held_out)}
         more |= {"metrics": metrics, "time_s": 0.0 if record is None else record.time}
         return log_model(page.store, page.id, folder, kind=kind, name=name, step=step, **more)
 

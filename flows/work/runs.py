@@ -97,13 +97,15 @@ def read_settings(folder: Path) -> RunConfig:
 class Comparison:
     """The comparison of runs, with its files. `statements` are its conclusions, and `summary` is a text in Markdown.
 
-    `mlflow_page` is the address of MLflow's comparison, or '' if MLflow has fewer than two of the runs.
+    `mlflow_page` is the address of MLflow's comparison, and `mlflow_table` that of the table of all runs. Both are ''
+    if MLflow has fewer than two of the runs.
     """
 
     runs: tuple[Path, ...]
     html: Path
     json: Path
     mlflow_page: str
+    mlflow_table: str
     statements: tuple[str, ...]
     summary: str
 
@@ -138,30 +140,33 @@ def compare(folders: Sequence[Path], root: Path) -> Comparison:
     root = root.resolve()
     files = compare_runs(folders, root=root)
     statements = tuple(f"{found.topic}: {found.statement}" for found in files.findings)
-    page = _upload(folders, files, root)
-    return Comparison(tuple(folders), files.html, files.json, page, statements, files.summary)
+    pages = _upload(folders, files, root)
+    return Comparison(tuple(folders), files.html, files.json, *pages, statements, files.summary)
 
 
-def _upload(folders: Sequence[Path], files: "ReportFiles", root: Path) -> str:
-    """Upload the files to the runs in MLflow, and return the URL of MLflow's comparison or ''. Failures are logged."""
+def _upload(folders: Sequence[Path], files: "ReportFiles", root: Path) -> tuple[str, str]:
+    """Upload the files to the runs in MLflow. Failures are logged.
+
+    Return the URLs of MLflow's comparison and of the table of all runs, or empty texts.
+    """
     known = [(folder, run_id) for folder in folders if (run_id := _mlflow_run(folder)) is not None]
     configs = [read_settings(folder) for folder, _ in known]
     if not known or not all(config.tracking.enabled for config in configs):
-        return ""
+        return "", ""
     stores = [MlflowStore(config.tracking, root) for config in configs]
     for (folder, _), config, store in zip(known, configs, stores, strict=True):
         if not has_store(store.uri) or (config.tracking.uri is None and folder.resolve().parents[1] != root):
             log.warning("The comparison is not uploaded to MLflow: %s is not in the MLflow store of %s", folder, root)
-            return ""
+            return "", ""
     try:
         for store, (_, run_id) in zip(stores, known, strict=True):
             for file in (files.html, files.json):
                 store.client.log_artifact(run_id, str(file), f"{FOLDER}/{files.html.parent.name}")
         if len(known) > 1 and len({store.uri for store in stores}) == 1:
-            return compare_url(stores[0], [run_id for _, run_id in known])
+            return compare_url(stores[0], [run_id for _, run_id in known]), stores[0].runs_url()
     except Exception as error:
         log.warning("The comparison is not uploaded to MLflow: %s", explain_error(error, stores[0].uri))
-    return ""
+    return "", ""
 
 
 def _mlflow_run(folder: Path) -> str | None:

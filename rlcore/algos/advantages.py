@@ -121,7 +121,7 @@ def gdpo(scores: Scores, group_ids: Counts, *, parts: Float[Tensor, "N K"], part
 def pass_at_k(
     scores: Scores | Counts, group_ids: Counts, *, k: Annotated[int, Field(ge=1)] = 4, threshold: float = 0.5
 ) -> Scores:
-    """Return the advantages for the reward pass@k, which is 1 if at least one of k responses is correct.
+    """Return the advantages for the reward pass_at_k, which is 1 if at least one of k responses is correct.
 
     A response is correct if its score is at least `threshold`. A prompt has n responses, of which c are correct. The
     advantages average over all sets of k responses:

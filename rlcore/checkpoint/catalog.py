@@ -13,6 +13,7 @@ from rlcore.checkpoint.state import FORMAT_VERSION as STATE_VERSION
 from rlcore.checkpoint.state import STATE
 from rlcore.config import CheckpointConfig
 from rlcore.errors import CheckpointError
+from rlcore.score import HELD_OUT_REWARD
 from rlcore.storage.documents import read_ordinary
 from rlcore.storage.manifest import (
     MANIFEST,
@@ -24,8 +25,6 @@ from rlcore.storage.manifest import (
 )
 
 NAME = re.compile(r"^step-(?P<step>\d{6,})$")
-VALIDATION_SCORE = re.compile(r"^val-core/(?!all/).+/reward/mean@\d+$")
-"""The pattern of a metric that scores one data source. `all` is the mean over several data sources."""
 HELD_OUT_LOSS = "sft/held_out_loss"
 KIND = "checkpoint"
 Verdict = Literal["verified", "not verified", "broken"]
@@ -59,12 +58,9 @@ class CheckpointInfo:
 
     @property
     def score(self) -> float | None:
-        """The mean of `val-core/<data_source>/reward/mean@k`, or the negative held-out loss of a supervised step. None
-        if the step has neither."""
-        if (loss := self.metrics.get(HELD_OUT_LOSS)) is not None:
-            return -loss
-        scores = [value for name, value in sorted(self.metrics.items()) if VALIDATION_SCORE.match(name)]
-        return sum(scores) / len(scores) if scores else None
+        """The held-out reward, or the negative held-out loss of a supervised step. None if the step has neither."""
+        loss = self.metrics.get(HELD_OUT_LOSS)
+        return self.metrics.get(HELD_OUT_REWARD) if loss is None else -loss
 
 
 @dataclass(frozen=True, slots=True)

@@ -278,7 +278,7 @@ class EvaluationConfig(Section):
     max_problems: int = Field(default=0, ge=0)
     """The number of held-out problems in a validation, and of each suite in an evaluation. With 0, all are used."""
     samples_per_problem: int = Field(default=4, ge=1)
-    """The number of sampled responses to each problem, for mean@k and pass@k."""
+    """The number of sampled responses to each problem, for mean_at_k and pass_at_k."""
     sampling: SamplingConfig = SamplingConfig()
     """The sampling of validation responses."""
     greedy: bool = True

@@ -108,7 +108,7 @@ class Objective(Section):
     """The score of a point, which is the mean over seeds of a held-out metric at the last step."""
 
     metric: str | None = None
-    """A metric of the validation, such as reward/greedy. If null, the metric is reward/mean@k."""
+    """A metric of the validation, such as reward/greedy. If null, the metric is reward/mean_at_k."""
     direction: Literal["maximize", "minimize"] = "maximize"
     """The direction in which the metric improves."""
 
@@ -267,7 +267,7 @@ class Sweep:
 
     def metric_of(self, config: RunConfig) -> str:
         """Return the name of the objective's metric below `val-core/<data source>/`."""
-        return self.spec.objective.metric or f"reward/mean@{config.validation.samples_per_problem}"
+        return self.spec.objective.metric or f"reward/mean_at_{config.validation.samples_per_problem}"
 
 
 def load_sweep(
@@ -427,7 +427,7 @@ def _metric_problems(spec: SweepSpec, configs: Iterable[RunConfig]) -> Iterable[
     metric = spec.objective.metric
     for config in configs:
         k = config.validation.samples_per_problem
-        known = [f"reward/{name}@{k}" for name in ("mean", "pass", "pass_all", "maj")] + [f"acc/mean@{k}"]
+        known = [f"reward/{name}_at_{k}" for name in ("mean", "pass", "pass_all", "maj")] + [f"acc/mean_at_{k}"]
         known += ["reward/greedy", "acc/greedy"] if config.validation.greedy else []
         if metric is not None and metric not in known:
             remedy = f"{did_you_mean(metric, known)}There are {', '.join(known)}"

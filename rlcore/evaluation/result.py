@@ -23,7 +23,7 @@ from rlcore.evaluation.stats import (
     pass_all_at_k,
     pass_at_k,
 )
-from rlcore.score import Score
+from rlcore.score import HELD_OUT_REWARD, Score
 from rlcore.storage.documents import first_problem
 from rlcore.storage.publish import write_json_atomically
 
@@ -130,16 +130,16 @@ def problem_statistics(problems: Sequence[ProblemResult]) -> dict[str, Array]:
         solved = np.array([problem.num_solved for problem in problems])
         counts = np.array([len(problem.scored_samples) for problem in problems])
         found = {
-            f"reward/mean@{k}": np.array([problem.mean_score for problem in problems]),
-            f"reward/pass@{k}": pass_at_k(counts, solved, counts),
-            f"reward/pass_all@{k}": pass_all_at_k(counts, solved, counts),
-            f"reward/maj@{k}": np.array(
+            f"reward/mean_at_{k}": np.array([problem.mean_score for problem in problems]),
+            f"reward/pass_at_{k}": pass_at_k(counts, solved, counts),
+            f"reward/pass_all_at_{k}": pass_all_at_k(counts, solved, counts),
+            f"reward/maj_at_{k}": np.array(
                 [
                     majority([a.vote for a in each.scored_samples], [float(a.solved) for a in each.scored_samples])
                     for each in problems
                 ]
             ),
-            f"acc/mean@{k}": solved / counts,
+            f"acc/mean_at_{k}": solved / counts,
         }
     greedy = [problem.greedy for problem in problems if problem.greedy is not None]
     if greedy and len(greedy) == len(problems):
@@ -173,7 +173,7 @@ class ValidationResult:
     @property
     def reward_statistic(self) -> str:
         """The name of the held-out reward: the mean score of the samples, or the greedy score without samples."""
-        return f"reward/mean@{self.num_samples}" if self.num_samples else "reward/greedy"
+        return f"reward/mean_at_{self.num_samples}" if self.num_samples else "reward/greedy"
 
     @property
     def scored_only(self) -> "ValidationResult":
@@ -217,9 +217,13 @@ class ValidationResult:
 
     def metrics(self) -> Mapping[str, float]:
         """Return the metrics (see `rlcore/tracking/metrics.md`), each with `/ci_low` and `/ci_high`. Several data
-        sources are reported one by one, and together as `val-core/all/...`.
+        sources are reported one by one, and together as `val-core/all/...`. The held-out reward, which a suite does
+        not have, is first.
         """
-        summary = {name: value for part in self.by_source().values() for name, value in part.metrics().items()}
+        reward = self.intervals.get(self.reward_statistic) if not self.suite else None
+        summary = {} if reward is None else {HELD_OUT_REWARD: reward.value}
+        parts = [part.metrics() for part in self.by_source().values()]
+        summary |= {name: value for part in parts for name, value in part.items() if name != HELD_OUT_REWARD}
         for statistic, interval in self.intervals.items():
             name = f"val-core/{self.data_source}/{statistic}"
             summary |= {name: interval.value, f"{name}/ci_low": interval.low, f"{name}/ci_high": interval.high}
@@ -264,7 +268,7 @@ class Comparison:
 
 
 def pass_curve(result: ValidationResult) -> dict[int, Interval]:
-    """Return pass@k with its interval for k = 1, 2, 4, ... and for all samples."""
+    """Return pass_at_k with its interval for k = 1, 2, 4, ... and for all samples."""
     result = result.scored_only
     num_samples = result.num_samples
     if not num_samples:

@@ -208,7 +208,7 @@ def _tiles_of(record: RunRecord) -> Iterator[Tile]:
     rows = {row.statistic: row for row in record.paired}
     k = record.num_samples
     wanted = {record.reward_statistic: "Held-out reward", "reward/greedy": "Greedy response",
-              f"reward/pass@{k}": f"pass@{k}"}  # fmt: skip
+              f"reward/pass_at_{k}": f"pass_at_{k}"}  # fmt: skip
     held_out, reward = record.held_out(record.reward_statistic), record.series("critic/score/mean")
     if rows:
         yield from (_gain_tile(label, rows[name]) for name, label in wanted.items() if name in rows)

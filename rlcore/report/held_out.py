@@ -43,7 +43,7 @@ def section_of(runs: Runs, draw: Callable[[Iterable[Chart]], Block]) -> Section:
                 f"resamples. Before is step {before.step}, after is step {after.step}."
             )
     if 0 < len(results) <= len(CYCLE):  # more bars would be unreadable
-        statistics = [name for name in first.core_statistics[: 1 if others else None] if "/maj@" not in name]
+        statistics = [name for name in first.core_statistics[: 1 if others else None] if "/maj_at_" not in name]
         blocks += [
             draw([Chart("solve_rates", "How often problems are solved",
                         "Held-out problems by number of correct samples.", partial(_solve_rates, results))]),
@@ -132,7 +132,7 @@ def paired_runs(first: RunRecord, second: RunRecord) -> tuple[tuple[Comparison, 
 
 
 def _meaning(statistic: str) -> str:
-    kind, _, k = statistic.partition("/")[2].partition("@")
+    kind, _, k = statistic.partition("/")[2].partition("_at_")
     return _MEANING.get(kind, "").format(k=k)
 
 
@@ -146,9 +146,9 @@ def _table_by_key(
 
 
 def _pass_table(results: ValidationPair) -> Table | None:
-    curves = {f"pass@k, {label}": pass_curve(result) for label, result in results.items()}
-    note = "If pass@1 rises but pass@k of many samples does not, training sharpened existing abilities."
-    found = _table_by_key("pass_at_k", "pass@k", ("k", "number"), curves, note)
+    curves = {f"pass_at_k, {label}": pass_curve(result) for label, result in results.items()}
+    note = "If pass_at_1 rises but pass_at_k of many samples does not, training sharpened existing abilities."
+    found = _table_by_key("pass_at_k", "pass_at_k", ("k", "number"), curves, note)
     return found if len(found.rows) > 1 else None
 
 

@@ -33,7 +33,7 @@ from rlcore.tracking.lineage import Origin, read_origin
 
 MAX_CACHED_VALIDATIONS = 32
 """The number of validations kept in memory. Several sections of a report read the same validations."""
-_CORE = re.compile(r"val-core/(?P<source>.+)/reward/mean@(?P<k>\d+)")
+_CORE = re.compile(r"val-core/(?P<source>.+)/reward/mean_at_(?P<k>\d+)")
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class RunRecord:
 
     @cached_property
     def num_samples(self) -> int:
-        """Return the number k of the newest mean@k, or 0 without samples."""
+        """Return the number k of the newest mean_at_k, or 0 without samples."""
         if self.validations:
             return max(self.validations.values(), key=lambda result: result.step).num_samples
         return next((int(match["k"]) for match in self._core_names), 0)
@@ -177,7 +177,7 @@ class RunRecord:
     def held_out(self, statistic: str) -> tuple[tuple[int, Interval], ...]:
         """Return a held-out statistic with its interval by step, from the journal and the validation files.
 
-        `statistic`: the name after `val-core/<data_source>/`, such as `reward/mean@4`.
+        `statistic`: the name after `val-core/<data_source>/`, such as `reward/mean_at_4`.
         """
         name = f"val-core/{self.data_source}/{statistic}"
         found = {
@@ -205,7 +205,7 @@ class RunRecord:
     def core_statistics(self) -> tuple[str, ...]:
         """Return the names of the main held-out statistics. The first one is the held-out reward."""
         k = self.num_samples
-        return (f"reward/mean@{k}", f"reward/pass@{k}", f"reward/maj@{k}", "reward/greedy") if k else ("reward/greedy",)
+        return (*(f"reward/{name}_at_{k}" for name in ("mean", "pass", "maj") if k), "reward/greedy")
 
 
 Runs = Mapping[str, RunRecord]

@@ -96,7 +96,7 @@ class Session:
             self._inputs = RunInputs.read(layout)
             remove_leftovers(config, self._inputs)
             self._record = RunRecord(config, layout, guard)
-            self._warm_start = WarmStart(config, self._inputs, guard)
+            self._warm_start = WarmStart(config, self._inputs, guard, layout.run_dir.name)
             opened.callback(lambda: self._warm_start.close(failed=self._has_failed))
             self._workers = opened.enter_context(RunWorkers(self._record, self._inputs))
             self._measuring = PassRateMeasurement(self._record, self._inputs, self._workers)

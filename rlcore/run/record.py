@@ -26,6 +26,7 @@ from rlcore.run.disk import DiskRoom
 from rlcore.run.failures import read_failures
 from rlcore.run.layout import RunLayout
 from rlcore.run.watchdog import Watchdog
+from rlcore.score import HELD_OUT_REWARD
 from rlcore.storage.disk import checkpoint_bytes
 from rlcore.storage.documents import sha256_of
 from rlcore.storage.manifest import LEFT, set_aside
@@ -163,8 +164,7 @@ class RunRecord:
 
         A validation has no score if the scorer always failed.
         """
-        samples = self.config.validation.samples_per_problem
-        score = result.metrics().get(f"val-core/{result.data_source}/reward/mean@{samples}")
+        score = result.metrics().get(HELD_OUT_REWARD)
         if score is None or score <= state.best_metric:
             return state
         return replace(state, best_metric=score, best_step=result.step)

@@ -48,7 +48,7 @@ from rlcore.run.watchdog import Watchdog
 from rlcore.run.workers import TrainingWorkers
 from rlcore.storage.manifest import FINGERPRINT, read_finished_or_set_aside
 from rlcore.storage.publish import published_directory
-from rlcore.tracking.lineage import Origin
+from rlcore.tracking.lineage import TRAINED_FOR_TAG, Origin
 from rlcore.trainer.experience import ResponseSampler
 from rlcore.trainer.step import StepResult
 from rlcore.trainer.supervised import SupervisedTrainer
@@ -202,8 +202,8 @@ def has_learned(config: RunConfig, step: int, best_step: int, metrics: Mapping[s
 class WarmStart:
     """The creation of the initial policy. After an error, it keeps the workers and the folder's lock until `close`."""
 
-    def __init__(self, config: RunConfig, inputs: RunInputs, guard: Watchdog) -> None:
-        self._config, self._inputs, self._guard = config, inputs, guard
+    def __init__(self, config: RunConfig, inputs: RunInputs, guard: Watchdog, run_id: str) -> None:
+        self._config, self._inputs, self._guard, self._run_id = config, inputs, guard, run_id
         self._directory = planned_initial_policy(config, inputs.filtered_directory)
         self._layout = stage_layout(config, inputs.filtered_directory)
         self._untrained = self._layout.run_dir / UNTRAINED
@@ -259,7 +259,8 @@ class WarmStart:
             text = f"{demonstrations.num_dropped:,} demonstrations are {limit}, and left out"
             self._guard.report({"event": "note", "text": text})
         Origin(settings).write(self._layout.run_dir)
-        record = RunRecord(settings, self._layout, self._guard, tags={"stage": "warm-start"})
+        tags = {"stage": "warm-start", TRAINED_FOR_TAG: self._run_id}
+        record = RunRecord(settings, self._layout, self._guard, tags=tags)
         workers = self._open.enter_context(SupervisedWorkers(record, self._inputs, demonstrations, self._source()))
         return SupervisedTraining(record, workers)
 

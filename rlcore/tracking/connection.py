@@ -144,8 +144,8 @@ _ALLOWED = re.compile(r"[A-Za-z0-9_\-. :/]+")
 def mlflow_name(name: str) -> str:
     """Return the name of a metric or parameter in MLflow, in which `_at_` replaces `@`.
 
-    >>> mlflow_name("val-core/openai/gsm8k/reward/mean@1")
-    'val-core/openai/gsm8k/reward/mean_at_1'
+    >>> mlflow_name("reward/recall@8/mean")
+    'reward/recall_at_8/mean'
 
     Raises TrackingError if MLflow does not accept the name.
     """

@@ -5,7 +5,6 @@ time stamps come from the journal. A resume truncates the journal and moves the 
 again with new times, and MLflow shows the last value of a step.
 """
 
-import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -22,9 +21,9 @@ from rlcore.storage.locks import HeldLock
 from rlcore.storage.publish import remove_stale_temporaries, write_text_atomically
 from rlcore.tracking.attempts import ATTEMPTS_FILE, Destination, End, FinalStatus, destination_of, read_attempts
 from rlcore.tracking.connection import accepted_values, explain_error, resolve_uri
-from rlcore.tracking.journal import JOURNAL_FILE, WORKERS, EventRecord, Record, StepRecord, iter_lines
-from rlcore.tracking.lineage import KEY_TAG
-from rlcore.tracking.mlflow_store import MlflowStore, milliseconds
+from rlcore.tracking.journal import JOURNAL_FILE, WORKERS, EventRecord, StepRecord, iter_lines
+from rlcore.tracking.lineage import KEY_TAG, TRAINED_FOR_TAG
+from rlcore.tracking.mlflow_store import PARENT_TAG, MlflowStore, milliseconds
 from rlcore.tracking.sinks import Sinks
 
 if TYPE_CHECKING:
@@ -119,6 +118,13 @@ class MlflowRun:
         made = known[0].info.run_id if known else self.store.create_run(name, tags, start_time_s=start_time_s)
         self.update_state(mlflow_run_id=str(made))
 
+    def nest(self) -> None:
+        """Make a warm start a child of the run that trained it, if MLflow has that run."""
+        if (run_id := self.target.tags.get(TRAINED_FOR_TAG)) is not None:
+            parent = read_state(Path(self.target.root) / "runs" / run_id)
+            if parent.mlflow_run_id and (parent.uri, parent.experiment) == (self.state.uri, self.state.experiment):
+                self.store.client.set_tag(self.id, PARENT_TAG, parent.mlflow_run_id)
+
 
 class Delivery(MlflowRun):
     """The delivery of one run. The caller holds `delivery_lock`.
@@ -161,6 +167,7 @@ class Delivery(MlflowRun):
             self.store.client.update_run(self.id, status="RUNNING")
             self.store.log_params(self.id, attempt.destination.settings)
             self.store.set_tags(self.id, {**attempt.destination.tags, "attempts": str(len(attempts))})
+            self.nest()
             cursor = min(self.state.journal_bytes, *(one.journal_bytes for one, _ in new))
             self.update_state(attempt_time=attempt.time, journal_bytes=cursor, status=None)
         self._send_journal()
@@ -168,6 +175,7 @@ class Delivery(MlflowRun):
             end = End("KILLED", time.time())
         if end is None or end.status == self.state.status:
             return None if end is None else end.status
+        self.nest()  # the run may be newer in MLflow than its warm start
         self.store.set_status(self.id, end.status, end.time)
         self.update_state(status=end.status)
         return end.status
@@ -183,15 +191,19 @@ class Delivery(MlflowRun):
     def _send_journal(self) -> None:
         """Send the complete lines after the cursor, and move the cursor with each batch."""
         points: list[Metric] = []
+        events: dict[str, str] = {}
         end = self.state.journal_bytes
         with open_ordinary(self._run_dir / JOURNAL_FILE) as file:
             for record, next_end in iter_lines(file.fileno(), end):
-                more = _points(record)
+                if isinstance(record, EventRecord) and record.name != WORKERS:  # every attempt has one
+                    events[f"events.{record.name}"] = f"step {record.step}"
+                more = _points(record) if isinstance(record, StepRecord) else []
                 if points and len(points) + len(more) > MAX_METRICS_PER_BATCH:
                     self._send(points, end)
                     points = []
                 points += more
                 end = next_end
+        self.store.set_tags(self.id, events)
         if end > self.state.journal_bytes:
             self._send(points, end)
 
@@ -203,17 +215,10 @@ class Delivery(MlflowRun):
         self.update_state(journal_bytes=end)
 
 
-def _points(record: Record | None) -> "list[Metric]":
+def _points(record: StepRecord) -> "list[Metric]":
     from mlflow.entities import Metric
 
-    values: dict[str, float] = {}
-    match record:
-        case None:
-            return []
-        case StepRecord(metrics=metrics, nonfinite=nonfinite):
-            values = {**metrics, NONFINITE_METRIC: float(len(nonfinite))} if nonfinite else dict(metrics)
-        case EventRecord(name=name) if name != WORKERS:  # every attempt has one
-            values = {f"events/{re.sub(r'[^A-Za-z0-9_-]', '_', name)}": 1.0}  # marks the event on the step axis
+    values = {**record.metrics, NONFINITE_METRIC: float(len(record.nonfinite))} if record.nonfinite else record.metrics
     time_ms = milliseconds(record.time)
     return [Metric(name, value, time_ms, record.step) for name, value in accepted_values(values).items()]
 

@@ -32,6 +32,8 @@ RUN_ID_TAG = "millrace.run_id"
 """The tag of an MLflow run that holds the name of the run's folder."""
 KEY_TAG = "millrace.key"
 """The tag of an MLflow run that holds a random key, since names may repeat in a store."""
+TRAINED_FOR_TAG = "millrace.trained_for"
+"""The tag of a warm start's MLflow run that holds the id of the run that trained it."""
 SOURCE_FOLDER = Path(__file__).parents[2]
 """The folder that contains `rlcore`, which is a git checkout or the parent of an installed package."""
 PASS_RATES_STAGE = "pass rates"

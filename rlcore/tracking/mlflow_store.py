@@ -6,6 +6,7 @@ Calls wait for MLflow and may raise, so a training step must not make them. MLfl
 import json
 import logging
 import os
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,7 @@ from rlcore.config import TrackingConfig
 from rlcore.config.base import leaves
 from rlcore.config.problems import mask_secrets
 from rlcore.errors import TrackingError
+from rlcore.score import HELD_OUT_REWARD, REWARD
 from rlcore.storage.documents import SQLITE
 from rlcore.tracking.attempts import FinalStatus
 from rlcore.tracking.connection import accepted_values, connect, explain_error, mlflow_name, resolve_uri
@@ -43,6 +45,16 @@ PARENT_TAG = "mlflow.parentRunId"
 """MLflow's tag for nested runs."""
 NOTE_TAG = "mlflow.note.content"
 """MLflow's tag for the description of a run."""
+TABLES_TAG = "mlflow.loggedArtifacts"
+"""MLflow's tag for the tables of a run."""
+VIEW = "millrace"
+"""The id of the saved view of the experiment, whose columns and charts begin with the reward."""
+VIEW_TAG = f"mlflow.sharedViewState.{VIEW}"
+"""The tag of an experiment in which MLflow's pages store that view."""
+COLUMNS = (
+    *(f"metrics.`{name}`" for name in (REWARD, HELD_OUT_REWARD, "response_length/mean")),
+    *("params.`seed`", "params.`optim.lr`", "tags.`algorithm`", "tags.`task`"),
+)
 
 
 class MlflowStore:
@@ -69,6 +81,8 @@ class MlflowStore:
                 f"tracking.experiment {self._experiment_name!r}: was deleted in {mask_secrets(self.uri)}. Restore it "
                 f"with `mlflow experiments restore --experiment-id {experiment.experiment_id}`, or set another name."
             )
+        if VIEW_TAG not in experiment.tags:
+            self.client.set_experiment_tag(experiment.experiment_id, VIEW_TAG, _saved_view())
         return str(experiment.experiment_id)
 
     def _create_experiment(self) -> "Experiment":
@@ -100,10 +114,14 @@ class MlflowStore:
         return str(self.client.create_run(self.experiment_id, start_ms, short, run_name).info.run_id)
 
     def set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
-        """Set tags of a run. Long values are truncated with a mark, and invalid names are omitted."""
+        """Set tags of a run. Long values are truncated with a mark, and invalid names are omitted.
+
+        The parent of a nested run is set only when the run is created, so that a later sweep does not move the run.
+        """
         from mlflow.entities import RunTag
 
-        rows = [RunTag(key, _truncate(value, MAX_TAG_CHARACTERS)) for key, value in accepted_values(tags).items()]
+        values = {key: value for key, value in accepted_values(tags).items() if key != PARENT_TAG}
+        rows = [RunTag(key, _truncate(value, MAX_TAG_CHARACTERS)) for key, value in values.items()]
         for start in range(0, len(rows), MAX_BATCH):
             self.client.log_batch(run_id, tags=rows[start : start + MAX_BATCH])
 
@@ -162,6 +180,14 @@ class MlflowStore:
         tags = [InputTag("mlflow.data.context", context), InputTag("fingerprint", fingerprint)]
         self.client.log_inputs(run_id, [DatasetInput(dataset, tags)])
 
+    def log_table(self, run_id: str, file: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        """Log a table as a JSON file that MLflow's evaluation view shows. An earlier table of this name is replaced.
+
+        MLflow's own `log_table` appends to an earlier table.
+        """
+        self.client.log_dict(run_id, {"columns": columns, "data": rows}, file)
+        self.set_tags(run_id, {TABLES_TAG: json.dumps([{"path": file, "type": "table"}])})
+
     def set_status(self, run_id: str, status: FinalStatus, end_time_s: float | None = None) -> None:
         """End the run with this status. `end_time_s`: seconds since the epoch, by default now."""
         self.client.set_terminated(run_id, status, None if end_time_s is None else milliseconds(end_time_s))
@@ -171,8 +197,8 @@ class MlflowStore:
         return f"{self.page_root(ui)}/#/experiments/{self.experiment_id}/runs/{run_id}?{TRAINING_VIEW}"
 
     def runs_url(self, ui: str = LOCAL_UI) -> str:
-        """Return the address of the page with the table of all runs."""
-        return f"{self.page_root(ui)}/#/experiments/{self.experiment_id}/runs?{TRAINING_VIEW}"
+        """Return the address of the table of all runs with the main columns."""
+        return f"{self.page_root(ui)}/#/experiments/{self.experiment_id}/runs?{TRAINING_VIEW}&viewStateShareKey={VIEW}"
 
     def page_root(self, ui: str) -> str:
         """Return the address of MLflow's pages, which is `ui` for sqlite and otherwise the address of the server."""
@@ -212,6 +238,25 @@ def compare_url(store: MlflowStore, mlflow_run_ids: Sequence[str], ui: str = LOC
     runs = quote_url(json.dumps(list(mlflow_run_ids)))
     experiments = quote_url(json.dumps([store.experiment_id]))
     return f"{store.page_root(ui)}/#/compare-runs?runs={runs}&experiments={experiments}&{TRAINING_VIEW}"
+
+
+def table_url(page: str) -> str:
+    """Return the address of the table of all runs with the main columns, given the address of a run's page."""
+    return f"{re.sub('/runs/[^?]*', '/runs', page)}&viewStateShareKey={VIEW}"
+
+
+def _saved_view() -> str:
+    """Return the saved view in the form in which MLflow's pages store it."""
+    charts = [
+        {"type": "LINE", "uuid": key, "metricSectionId": VIEW, "metricKey": key, "displayName": key, "deleted": False,
+         "isGenerated": True, "runsCountToCompare": 10, "lineSmoothness": 0, "scaleType": "linear", "range": {},
+         "xAxisKey": "step", "useGlobalXaxisKey": True, "useGlobalLineSmoothing": True}
+        for key in (REWARD, HELD_OUT_REWARD)
+    ]  # fmt: skip
+    section = {"uuid": VIEW, "name": "Reward", "display": True, "isReordered": True}
+    state = {"selectedColumns": COLUMNS, "columnOrder": COLUMNS, "compareRunCharts": charts,
+             "compareRunSections": [section], "isAccordionReordered": True}  # fmt: skip
+    return json.dumps({"name": "Reward first", "createdAt": 0, "state": json.dumps(state)})
 
 
 def milliseconds(time_s: float) -> int:

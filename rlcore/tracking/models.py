@@ -15,6 +15,7 @@ import yaml
 
 from rlcore.errors import TrackingError
 from rlcore.models.shape import is_plain_tokenizer
+from rlcore.score import HELD_OUT_REWARD
 from rlcore.tracking.connection import mlflow_name
 from rlcore.tracking.mlflow_store import MlflowStore, milliseconds
 
@@ -83,13 +84,22 @@ def log_model(
     client.finalize_logged_model(model_id, "READY")
     client.log_outputs(run_id, [LoggedModelOutput(model_id, step)])
     if metrics:
-        rows = [_log_model_metric(client, run_id, model_id, key, value, time_s, step) for key, value in metrics.items()]
+        links = {"model_id": model_id, **_held_out_dataset(client, run_id)}
+        rows = [_model_metric(client, run_id, key, value, time_s, step, links) for key, value in metrics.items()]
         client.log_batch(run_id, metrics=rows)
     return model_id
 
 
-def _log_model_metric(
-    client: "MlflowClient", run_id: str, model_id: str, name: str, value: float, time_s: float, step: int
+def _held_out_dataset(client: "MlflowClient", run_id: str) -> dict[str, str]:
+    """Return the name and digest of the run's held-out dataset as fields of a metric, or {} if MLflow has none."""
+    inputs = client.get_run(run_id).inputs
+    known = () if inputs is None else inputs.dataset_inputs
+    found = [one.dataset for one in known if any(tag.value == "validation" for tag in one.tags)]
+    return {"dataset_name": found[0].name, "dataset_digest": found[0].digest} if found else {}
+
+
+def _model_metric(
+    client: "MlflowClient", run_id: str, name: str, value: float, time_s: float, step: int, links: Mapping[str, str]
 ) -> "Metric":
     from mlflow.entities import Metric
 
@@ -97,7 +107,7 @@ def _log_model_metric(
     there = [point for point in client.get_metric_history(run_id, key) if point.step == step]
     last = max(there, key=lambda point: point.timestamp, default=None)  # a resume sends a step again
     value, time_ms = (value, milliseconds(time_s)) if last is None else (last.value, last.timestamp)
-    return Metric(key, value, time_ms, step, model_id=model_id)
+    return Metric(key, value, time_ms, step, **links)
 
 
 def _upload(client: "MlflowClient", model_id: str, path: Path, given: Mapping[str, str]) -> None:
@@ -193,7 +203,7 @@ def _global_uri(uri: str) -> Iterator[None]:
 
 
 def _register(client: "MlflowClient", uri: str, name: str, run_id: str, models: Mapping[Alias, str]) -> None:
-    """Register each model once as a version of `name`, with tags for run, step and scores, and set the aliases."""
+    """Register each model once as a version of `name`, with its held-out reward, run and step, and set the aliases."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -205,12 +215,12 @@ def _register(client: "MlflowClient", uri: str, name: str, run_id: str, models: 
     for alias, model_id in models.items():
         if model_id not in versions:
             model, run = client.get_logged_model(model_id), client.get_run(run_id)
-            step = model.tags["step"]
-            scores = {one.key: f"{one.value:.4g}" for one in model.metrics or () if "/ci_" not in one.key}
+            tags = {one.key: f"{one.value:.4g}" for one in model.metrics or () if one.key == HELD_OUT_REWARD}
+            tags |= {"run": str(run.info.run_name), "step": model.tags["step"]}
+            text = ", ".join(f"{key} {value}" for key, value in tags.items())
             with _global_uri(uri):
                 made = client.create_model_version(
-                    name, f"models:/{model_id}", run_id, tags={"run": str(run.info.run_name), "step": step} | scores,
-                    description=f"Step {step} of {run.info.run_name}", model_id=model_id,
-                )  # fmt: skip
+                    name, f"models:/{model_id}", run_id, tags=tags, description=text, model_id=model_id
+                )
             versions[model_id] = str(made.version)
         client.set_registered_model_alias(name, alias, versions[model_id])

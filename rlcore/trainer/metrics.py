@@ -12,6 +12,7 @@ from rlcore.algos.advantages import score_range
 from rlcore.algos.objective import explained_variance
 from rlcore.batching.balance import Assignment
 from rlcore.config import LoraConfig, RunConfig
+from rlcore.score import REWARD
 from rlcore.trainer.alarms import SKIPPED
 from rlcore.trainer.estimate import Estimate
 from rlcore.trainer.experience import Experience
@@ -30,7 +31,7 @@ PER_TOKEN_PHASES = ("ref", "teacher", "values", "adv", "update_critic", "update_
 def step_metrics(config: RunConfig, experience: Experience, estimated: Estimate, update: Update) -> Metrics:
     """Return a step's metrics of rewards, lengths, groups and sampling mismatch. None of them depends on timing."""
     packed, batch = estimated.batch.packed, estimated.batch
-    metrics: Metrics = {}
+    metrics = reward_metrics(estimated)
     if update.share_skipped:
         metrics[SKIPPED] = update.share_skipped
     if estimated.masked_share is not None:
@@ -39,7 +40,7 @@ def step_metrics(config: RunConfig, experience: Experience, estimated: Estimate,
         metrics["actor/reward_kl_penalty"] = estimated.kl_in_reward
     if estimated.teacher_kl is not None:
         metrics["actor/teacher_kl"] = estimated.teacher_kl
-    metrics |= reward_metrics(estimated) | length_metrics(config, experience) | group_metrics(packed, experience)
+    metrics |= length_metrics(config, experience) | group_metrics(packed, experience)
     if update.logprobs_before is not None:
         weights = None if config.algo.importance.mode == "off" else batch.importance_weights
         # A separate forward pass computes masked tokens too, the update does not.
@@ -106,11 +107,14 @@ def distribution_metrics(name: str, values: Tensor) -> Metrics:
 
 
 def reward_metrics(estimated: Estimate) -> Metrics:
-    """Return the metrics of scores and rewards, and of the advantages, returns and values of response tokens."""
+    """Return the metrics of scores and rewards, and of the advantages, returns and values of response tokens. The mean
+    score is first."""
     packed, values, returns = estimated.batch.packed, estimated.batch.old_values, estimated.returns
     mask = packed.loss_mask
+    scores = distribution_metrics("critic/score", packed.scores[packed.score_mask])
     metrics = {
-        **distribution_metrics("critic/score", packed.scores[packed.score_mask]),
+        **({REWARD: scores["critic/score/mean"]} if scores else {}),
+        **scores,
         **distribution_metrics("critic/rewards", estimated.rewards[packed.score_mask]),
         **distribution_metrics("critic/advantages", estimated.batch.advantages[mask]),
         **distribution_metrics("critic/returns", returns[mask]),

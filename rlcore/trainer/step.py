@@ -123,11 +123,11 @@ class Trainer(GroupTrainer):
             weight_sync = sync.result()[0]  # the result is equal on all ranks
         alarms += step_alarms(config, update, estimated.kl_in_reward, weight_sync)
         metrics = {
+            **described,  # the reward is first
             "training/global_step": float(after.step),
             "training/epoch": float(epoch),
             **update.metrics(config.algo),
             **weight_sync_metrics(config, weight_sync),
-            **described,
             **cost_metrics(
                 config,
                 estimated.batch.packed,

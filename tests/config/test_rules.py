@@ -379,6 +379,6 @@ def test_is_of_suite_matches_whole_name() -> None:
     suites = [{"name": "countdown", "data": {"task": "countdown"}}]
     validation = RunConfig.model_validate({"validation": {"suites": suites}}).validation
     names = ("countdown", "countdown/hard", "countdown2", "all")
-    figures = [f"val-core/{name}/{figure}" for name in names for figure in ("reward/mean@4", "acc/greedy/ci_low")]
+    figures = [f"val-core/{name}/{figure}" for name in names for figure in ("reward/mean_at_4", "acc/greedy/ci_low")]
     assert [figure for figure in figures if validation.is_of_suite(figure)] == figures[:2]
     assert not RunConfig().validation.is_of_suite(figures[0])

@@ -58,7 +58,7 @@ def test_equal_numbers_vote_together(scorer):
     scores = [(text, scorer(text, THOUSAND)) for text in ("#### 7", "#### 7", *same[:2], "#### 9")]
     responses = tuple(Response(text, one.total, one.parts, 3, "stop", said=one.said) for text, one in scores)
     result = ProblemResult(1, 0, "", json.dumps(THOUSAND), None, responses)
-    assert problem_statistics([result])["reward/maj@5"].tolist() == [0.5]  # a tie of 1000 and 7
+    assert problem_statistics([result])["reward/maj_at_5"].tolist() == [0.5]  # a tie of 1000 and 7
 
 
 def perturbed(reference, rng):

@@ -123,7 +123,7 @@ def test_a_sweep_on_workers_repeats_only_its_failed_child(stack: Stack) -> None:
     # The comparison says what the journals say.
     points = points_of(stack, "grid")
     for point in points:
-        scores = [numbers(Path(one["run_dir"]))[1]["val-core/countdown/reward/mean@2"] for one in point["runs"]]
+        scores = [numbers(Path(one["run_dir"]))[1]["val-core/countdown/reward/mean_at_2"] for one in point["runs"]]
         assert point["score"] == pytest.approx(fmean(scores))
     (comparison,) = stack.root.glob("sweeps/grid-*/comparison/comparison.json")
     assert len(json.loads(comparison.read_text())["tables"]["runs"]["rows"]) == 4
@@ -197,7 +197,7 @@ def test_a_search_on_workers_is_stopped_twice_and_resumes(stack: Stack) -> None:
 
 def score_of(run: Mapping[str, Any], step: int) -> float | None:
     """A run's figure at a step, from its journal; None: it has not come so far."""
-    return numbers(Path(run["run_dir"])).get(step, {}).get("val-core/countdown/reward/mean@2")
+    return numbers(Path(run["run_dir"])).get(step, {}).get("val-core/countdown/reward/mean_at_2")
 
 
 def test_a_sweep_in_one_process_is_cancelled_and_tried_again(stack: Stack) -> None:

@@ -30,7 +30,7 @@ def test_a_mixture_resumes_with_the_same_numbers(tmp_path: Path) -> None:
     expected = steps_of(whole)
     assert steps_of(train(tmp_path, "split", 1, 2)) == expected
     sources = ("all", "easy", "multiplication")
-    assert all(f"val-core/{source}/reward/mean@2" in step for step in expected.values() for source in sources)
+    assert all(f"val-core/{source}/reward/mean_at_2" in step for step in expected.values() for source in sources)
     result = ValidationResult.read(whole.layout.validation / "after.json")
     assert (result.data_source, len(result.problems)) == ("all", 20)
     summary = result.metrics()

@@ -17,11 +17,11 @@ def test_metrics_by_hand():
     found = result(
         [problem(1, [1.0, 0.1, 0.1, 0.0], greedy=1.0), problem(2, [0.0, 0.0, 0.0, 0.0], greedy=0.1)]
     ).metrics()
-    assert found["val-core/countdown/reward/mean@4"] == pytest.approx(0.15)
-    assert found["val-core/countdown/acc/mean@4"] == pytest.approx(0.125)
-    assert found["val-core/countdown/reward/pass@4"] == pytest.approx(0.5)
-    assert found["val-core/countdown/reward/pass_all@4"] == 0.0
-    assert found["val-core/countdown/reward/maj@4"] == pytest.approx(0.125)  # four different answers: a tie of all
+    assert found["val-core/countdown/reward/mean_at_4"] == pytest.approx(0.15)
+    assert found["val-core/countdown/acc/mean_at_4"] == pytest.approx(0.125)
+    assert found["val-core/countdown/reward/pass_at_4"] == pytest.approx(0.5)
+    assert found["val-core/countdown/reward/pass_all_at_4"] == 0.0
+    assert found["val-core/countdown/reward/maj_at_4"] == pytest.approx(0.125)  # four different answers: a tie of all
     assert found["val-core/countdown/reward/greedy"] == pytest.approx(0.55)
     assert found["val-core/countdown/acc/greedy"] == pytest.approx(0.5)
 
@@ -36,11 +36,11 @@ def test_unscored_responses_are_counted_only(tmp_path):
         ]
     )
     found = evaluated.metrics()
-    assert found["val-core/countdown/reward/mean@4"] == pytest.approx((0.5 + 2 / 3) / 2)
-    assert found["val-core/countdown/acc/mean@4"] == pytest.approx(0.5)
-    assert found["val-core/countdown/reward/pass@4"] == 1.0
-    assert found["val-core/countdown/reward/pass_all@4"] == 0.0
-    assert found["val-core/countdown/reward/maj@4"] == pytest.approx(0.5)  # each answer says something else: ties
+    assert found["val-core/countdown/reward/mean_at_4"] == pytest.approx((0.5 + 2 / 3) / 2)
+    assert found["val-core/countdown/acc/mean_at_4"] == pytest.approx(0.5)
+    assert found["val-core/countdown/reward/pass_at_4"] == 1.0
+    assert found["val-core/countdown/reward/pass_all_at_4"] == 0.0
+    assert found["val-core/countdown/reward/maj_at_4"] == pytest.approx(0.5)  # each answer says something else: ties
     assert found["val-core/countdown/reward/greedy"] == 0.5
     assert found["val-aux/countdown/num_unscored"] == 7.0
     assert pass_curve(evaluated)[1].value == pytest.approx(0.5)
@@ -59,7 +59,9 @@ def test_metrics_without_any_score():
 
 
 def test_every_metric_has_interval_and_valid_name():
-    found = random_result(0, 0.5).metrics()
+    found = dict(random_result(0, 0.5).metrics())
+    assert next(iter(found)) == "val/reward", "trackers show it first"
+    assert found.pop("val/reward") == found["val-core/countdown/reward/mean_at_4"]
     names = [name for name in found if not name.endswith(("/ci_low", "/ci_high"))]
     assert len(found) == 3 * len(names)
     for name in names:
@@ -68,17 +70,17 @@ def test_every_metric_has_interval_and_valid_name():
 
 
 def test_intervals_use_confidence_of_settings():
-    name = "val-core/countdown/reward/mean@4"
+    name = "val-core/countdown/reward/mean_at_4"
     wide, narrow = (random_result(0, 0.5, confidence=level).metrics() for level in (0.99, 0.5))
     assert wide[f"{name}/ci_high"] > narrow[f"{name}/ci_high"]
 
 
 def test_metrics_without_greedy_or_samples():
     sampled = result([problem(1, [1.0, 0.0])]).metrics()
-    assert "val-core/countdown/reward/mean@2" in sampled
+    assert "val-core/countdown/reward/mean_at_2" in sampled
     assert "val-core/countdown/reward/greedy" not in sampled
     greedy = result([problem(1, [], greedy=1.0)]).metrics()
-    assert set(greedy) == {
+    assert set(greedy) == {"val/reward"} | {
         f"val-core/countdown/{kind}/greedy{end}" for kind in ("reward", "acc") for end in ("", "/ci_low", "/ci_high")
     }
     assert result([]).metrics() == {}
@@ -117,7 +119,7 @@ def test_vote_takes_linear_time():
 def test_majority_counts_equal_answers():
     said = [Response(text, score, {}, 3, "stop") for text, score in (("3 + 4", 1.0), ("3+4", 1.0), ("9", 0.0))]
     one = ProblemResult(1, 0, "", "{}", None, tuple(said))
-    assert result([one]).metrics()["val-core/countdown/reward/maj@3"] == 1.0
+    assert result([one]).metrics()["val-core/countdown/reward/maj_at_3"] == 1.0
 
 
 def test_vote_is_answer_of_scorer(tmp_path):
@@ -126,7 +128,7 @@ def test_vote_is_answer_of_scorer(tmp_path):
     assert [each.vote for each in answers] == ["18", "18", "7", "18"]
     kept = result([ProblemResult(1, 0, "", "{}", None, answers[:3])])
     kept.write(tmp_path / "after.json")
-    assert ValidationResult.read(tmp_path / "after.json").metrics()["val-core/countdown/reward/maj@3"] == 1.0
+    assert ValidationResult.read(tmp_path / "after.json").metrics()["val-core/countdown/reward/maj_at_3"] == 1.0
 
 
 def test_validation_file_round_trip(tmp_path):
@@ -189,7 +191,7 @@ def test_difficulties_are_separate_results():
     found = {
         level: (
             len(part.problems),
-            *(part.intervals[f"reward/{name}"].value for name in ("mean@2", "pass@2", "greedy")),
+            *(part.intervals[f"reward/{name}"].value for name in ("mean_at_2", "pass_at_2", "greedy")),
         )
         for level, part in parts.items()
     }
@@ -200,8 +202,8 @@ def test_pass_curve_ends_at_pass_at_k():
     found = random_result(3, 0.4, num_samples=6)
     curve = pass_curve(found)
     assert list(curve) == [1, 2, 4, 6]
-    assert curve[1].value == pytest.approx(found.intervals["acc/mean@6"].value)
-    assert curve[6] == found.intervals["reward/pass@6"]
+    assert curve[1].value == pytest.approx(found.intervals["acc/mean_at_6"].value)
+    assert curve[6] == found.intervals["reward/pass_at_6"]
     counts = [sample.num_solved for sample in found.problems]
     assert curve[2].value == pytest.approx(pass_at_k([6] * len(counts), counts, 2).mean())
 
@@ -211,7 +213,7 @@ def test_comparison_ignores_order_of_problems():
     turned = dataclasses.replace(after, problems=after.problems[::-1])
     assert compare(before, turned) == compare(before, after)
     reward = compare(before, after)[0]
-    assert reward.statistic == "reward/mean@4"
+    assert reward.statistic == "reward/mean_at_4"
     assert reward.paired.difference.value == pytest.approx(reward.second.value - reward.first.value)
     assert reward.paired.difference.low > 0
 

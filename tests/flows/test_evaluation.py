@@ -52,7 +52,7 @@ def result(run: SmallRun, suite: str, name: str) -> ValidationResult:
 def test_suite_is_validated_at_its_steps(run: SmallRun) -> None:
     steps = {record.step: record.metrics for record in read_journal(run.layout.journal)}
     evaluated = {
-        name: [step for step, metrics in steps.items() if f"val-core/{name}/reward/mean@2" in metrics]
+        name: [step for step, metrics in steps.items() if f"val-core/{name}/reward/mean_at_2" in metrics]
         for name in ("countdown", "often", "ends")
     }
     assert evaluated == {"countdown": [0, 2, 3], "often": [0, 1, 2, 3], "ends": [0, 3]}
@@ -82,7 +82,7 @@ def test_evaluation_matches_the_run_and_pairs_results(
         for name in ("step-000000", "step-000003")
     )
     gains = [late - early for early, late in zip(before, after, strict=True)]
-    mean = next(row for row in message["paired"][0]["suites"]["often"] if row["figure"] == "reward/mean@2")
+    mean = next(row for row in message["paired"][0]["suites"]["often"] if row["figure"] == "reward/mean_at_2")
     assert mean["difference"]["value"] == pytest.approx(sum(gains) / len(gains))
     assert (mean["better"], mean["worse"]) == (sum(g > 0 for g in gains), sum(g < 0 for g in gains))
     files = sorted(Path(message["evaluations"][0]["folder"]).glob("suites/*/before.json"))

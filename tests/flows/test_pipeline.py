@@ -15,7 +15,9 @@ from typing import Any
 
 import psutil
 import pytest
+from mlflow import MlflowClient
 
+from rlcore.evaluation.result import ValidationResult
 from rlcore.run.failures import read_failures
 from rlcore.tracking.journal import load_journal
 from tests.flows.conftest import SMALL, Api, Millrace, Reference, ended, journal, numbers, start, wait_until
@@ -70,7 +72,7 @@ def first(api: Api, reference: Reference) -> dict[str, Any]:
 
 def test_stages_and_chunks_are_tasks(first: dict[str, Any], api: Api) -> None:
     assert first["state_type"] == "COMPLETED"
-    assert re.fullmatch(r"mean@2 0\.\d{3} -> 0\.\d{3}, 60 steps, \d+ s", first["state"]["message"])
+    assert re.fullmatch(r"mean_at_2 0\.\d{3} -> 0\.\d{3}, 60 steps, \d+ s", first["state"]["message"])
     assert {"debug", "countdown"} <= {*first["tags"]}
     tasks = api.filter("task_runs", flow_runs={"id": {"any_": [first["id"]]}}, sort="EXPECTED_START_TIME_ASC")
     assert [task["name"] for task in tasks] == [
@@ -101,7 +103,7 @@ def test_prefect_shows_progress_validation_checkpoints_report_and_link(
     assert all(str(one["description"]).startswith(reference.run_dir.name) or "progress" in one["key"] for one in shown)
     assert sum(one["key"] == f"{reference.run_dir.name}-mlflow" for one in shown) == 1
     assert artifacts["progress-train"] == artifacts["progress-warm-start"] == 100.0
-    measured, reward = numbers(reference.run_dir), "val-core/countdown/reward/mean@2"
+    measured, reward = numbers(reference.run_dir), "val-core/countdown/reward/mean_at_2"
 
     figures = {row["figure"]: row for row in json.loads(artifacts["validation"])}
     assert set(figures["val-core/countdown/reward/greedy"]) == {"figure", "before", "after"}
@@ -125,7 +127,8 @@ def test_prefect_shows_progress_validation_checkpoints_report_and_link(
     assert f"[{reference.run_dir.name} in MLflow](" in summary
     of_the_summary = [one for one in shown if str(one["key"]).endswith("-summary")]
     assert len(of_the_summary) == 1, "the summary is updated, not created again"
-    assert "/runs/" in artifacts["mlflow"]
+    assert "/runs?" in artifacts["mlflow"]
+    assert artifacts["mlflow"].endswith("&viewStateShareKey=millrace)")
 
     assert str(reference.run_dir / "report") in artifacts["report"]
     assert f"{measured[60][reward]:.3f}" in artifacts["report"]
@@ -192,6 +195,28 @@ def test_mlflow_has_settings_datasets_report_and_weights(first: dict[str, Any], 
     assert int(mlflow_rows(root, evaluated)[0][0]) >= len(checkpoints) + 1, "scores are linked to models"
 
 
+def test_mlflow_begins_with_the_reward_and_has_the_responses(reference: Reference) -> None:
+    client = MlflowClient(f"sqlite:///{reference.millrace.root}/mlflow.db")
+    ((own,),) = mlflow_rows(reference.millrace.root, own_run(reference))
+    run = client.get_run(own)
+    assert next(iter(run.data.metrics)) == "val/reward"
+    last = journal(reference.run_dir)[-1]["metrics"]
+    assert run.data.metrics["reward"] == last["reward"] == last["critic/score/mean"]
+    assert run.data.metrics["val/reward"] == last["val/reward"] == last["val-core/countdown/reward/mean_at_2"]
+    assert run.data.metrics.keys() <= {name for record in journal(reference.run_dir) for name in record["metrics"]}
+    children = client.search_runs([run.info.experiment_id], f"tags.`mlflow.parentRunId` = '{own}'")
+    assert [child.data.tags["stage"] for child in children] == ["warm-start"]
+    after = ValidationResult.read(reference.run_dir / "validation" / "after.json")
+    table = json.loads(Path(client.download_artifacts(own, "responses.json")).read_text())
+    assert table["columns"] == ["prompt", "response", "reward", "sample"]
+    sampled = [reward for _, _, reward, sample in table["data"] if sample != "greedy"]
+    assert len(sampled) == len(after.problems) * after.num_samples
+    assert sum(sampled) / len(sampled) == pytest.approx(last["val/reward"])
+    assert {row[0] for row in table["data"]} == {problem.prompt_text for problem in after.problems}
+    linked = "select distinct dataset_name from logged_model_metrics where metric_name = 'val/reward'"
+    assert mlflow_rows(reference.millrace.root, linked) == [("countdown held-out",)]
+
+
 def test_alarm_is_an_event_in_prefect_and_mlflow(api: Api, reference: Reference) -> None:
     message = [event for event in load_journal(reference.run_dir / "metrics.jsonl").events if event.name == "alarm"]
     assert message
@@ -199,8 +224,8 @@ def test_alarm_is_an_event_in_prefect_and_mlflow(api: Api, reference: Reference)
     wait_until(lambda: len(api.events(run_id, "alarm")) >= len(message), "Prefect's events")
     assert {str(event.data["text"]) for event in message} <= {one["text"] for one in api.events(run_id, "alarm")}
     own = own_run(reference)
-    query = f"select step from metrics where key = 'events/alarm' and run_uuid in ({own})"
-    assert {int(step) for (step,) in mlflow_rows(reference.millrace.root, query)} == {event.step for event in message}
+    query = f"select value from tags where key = 'events.alarm' and run_uuid in ({own})"
+    assert mlflow_rows(reference.millrace.root, query) == [(f"step {message[-1].step}",)]
 
 
 def test_second_run_repeats_no_finished_work(api: Api, reference: Reference) -> None:

@@ -32,7 +32,7 @@ def state_at(step: int) -> TrainerState:
 
 
 def save(store: CheckpointStore, step: int, score: float | None = None, content: str = "weights") -> Path:
-    metrics = {} if score is None else {"val-core/countdown/reward/mean@1": score}
+    metrics = {} if score is None else {"val/reward": score}
     with store.writing(state_at(step), metrics) as folder:
         (folder / "policy").mkdir()
         (folder / "policy" / "rank.safetensors").write_text(f"{content} of {step}")

@@ -124,7 +124,7 @@ def warm_start(config: RunConfig, inputs: RunInputs) -> InitialPolicy:
         layout = RunLayout(Path(config.paths.root), Path(folder))
         guard = Watchdog(config, layout, stop=stop, report=report, abandon=give_up)
         watched.enter_context(guard)
-        stage = WarmStart(config, inputs, guard)
+        stage = WarmStart(config, inputs, guard, layout.run_dir.name)
         try:
             return stage.make()
         finally:

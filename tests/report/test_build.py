@@ -140,17 +140,17 @@ def test_report_with_one_validation(tmp_path):
     validation(config, "before", 0, 0.3, 10).write(run_dir / "validation" / "before.json")
     files = build_report(run_dir)
     assert "No validation after training with responses" in page_of(files).words
-    assert {row["Metric"] for row in table(files, "held_out")} >= {"reward/mean@2", "reward/greedy"}
+    assert {row["Metric"] for row in table(files, "held_out")} >= {"reward/mean_at_2", "reward/greedy"}
 
 
 def test_held_out_metrics_come_from_journal_without_files(tmp_path):
     run_dir = tmp_path / "pruned"
     write_run(run_dir, num_steps=40, overrides=("trainer.total_steps=40",), only=FEW)
     shutil.rmtree(run_dir / "validation")
-    files, found = build_report(run_dir), read_run(run_dir).held_out("reward/mean@4")
+    files, found = build_report(run_dir), read_run(run_dir).held_out("reward/mean_at_4")
     assert [step for step, _ in found] == [0, 20, 40]
     last = load_journal(run_dir / JOURNAL_FILE).steps[-1].metrics
-    name = "val-core/countdown/reward/mean@4"
+    name = "val-core/countdown/reward/mean_at_4"
     assert found[-1][1] == Interval(last[name], last[f"{name}/ci_low"], last[f"{name}/ci_high"])
     assert f"{last[name]:.3f}" in files.summary.split("## ")[0]
 

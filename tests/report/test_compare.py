@@ -134,12 +134,12 @@ def test_differing_settings_mask_passwords(run_dirs):
 
 
 def test_seed_table_and_finding(run_dirs, comparison):
-    last = [read_run(folder).held_out("reward/mean@4")[-1][1].value for folder in run_dirs[:2]]
-    row = next(row for row in table(comparison, "seeds") if row["Metric"] == "reward/mean@4")
+    last = [read_run(folder).held_out("reward/mean_at_4")[-1][1].value for folder in run_dirs[:2]]
+    row = next(row for row in table(comparison, "seeds") if row["Metric"] == "reward/mean_at_4")
     assert row["Seeds"] == 2
     ends = f"{statistics.fmean(last):.3f}, {min(last):.3f} to {max(last):.3f}"
     statements = [found["statement"] for found in json.loads(comparison.json.read_text())["findings"]]
-    assert statements[0] == f"optim.lr=0.0003: reward/mean@4 {ends}."
+    assert statements[0] == f"optim.lr=0.0003: reward/mean_at_4 {ends}."
     assert row["Mean"]["value"] == pytest.approx(statistics.fmean(last))
     assert row["Deviation"] == pytest.approx(statistics.stdev(last))
     assert row["Mean"]["high"] - row["Mean"]["value"] == pytest.approx(
@@ -164,7 +164,7 @@ def test_runs_are_paired_with_first_run(run_dirs, comparison):
     )
     wanted = compare(first, other)[0].paired
     row = next(
-        row for row in table(comparison, "paired") if row["Run"] == "lr1e-5-s1" and row["Metric"] == "reward/mean@4"
+        row for row in table(comparison, "paired") if row["Run"] == "lr1e-5-s1" and row["Metric"] == "reward/mean_at_4"
     )
     assert row["Difference from lr3e-4-s1"]["value"] == wanted.difference.value
     assert (row["Better on"], row["Worse on"]) == (wanted.wins, wanted.losses)

@@ -28,19 +28,21 @@ def test_held_out_metrics_match_validation_files(grpo_run, grpo_report):
             assert document.interval(Interval(**value)) in cells
         assert row["Paired difference"]["value"] == found.paired.difference.value
         assert (row["Better on"], row["Worse on"]) == (found.paired.wins, found.paired.losses)
+    meanings = {row["Metric"]: row["Meaning"] for row in rows}
+    assert meanings["reward/pass_all_at_4"] == "all of 4 samples are correct (unbiased)"
 
 
 def test_pass_at_k_and_difficulty_tables(grpo_run, grpo_report):
     after = ValidationResult.read(grpo_run / "validation" / "after.json")
     curve = table(grpo_report, "pass_at_k")
     assert [row["k"] for row in curve] == [1, 2, 4]
-    assert curve[-1]["pass@k, after"]["value"] == after.metrics()["val-core/countdown/reward/pass@4"]
+    assert curve[-1]["pass_at_k, after"]["value"] == after.metrics()["val-core/countdown/reward/pass_at_4"]
     levels = table(grpo_report, "difficulty")
     assert [row["Difficulty"] for row in levels] == [2, 3]
     assert "By difficulty" in page_of(grpo_report).words
     assert sum(row["Problems"] for row in levels) == len(after.problems)
-    means = sum(row["mean@4, after"]["value"] * row["Problems"] for row in levels) / len(after.problems)
-    assert means == pytest.approx(after.metrics()["val-core/countdown/reward/mean@4"])
+    means = sum(row["mean_at_4, after"]["value"] * row["Problems"] for row in levels) / len(after.problems)
+    assert means == pytest.approx(after.metrics()["val-core/countdown/reward/mean_at_4"])
 
 
 def test_unscored_responses_are_excluded(tmp_path):

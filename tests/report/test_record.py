@@ -20,13 +20,13 @@ def test_validation_without_journal_line_is_on_curve(tmp_path):
     """If total_steps was lowered to the saved step, only after.json has that step."""
     config = write_run(tmp_path, num_steps=30, num_problems=6, validate=False, only=FEW)
     with Journal(tmp_path / JOURNAL_FILE) as journal:
-        journal.append_step(20, {"val-core/countdown/reward/mean@4": 0.5})
+        journal.append_step(20, {"val-core/countdown/reward/mean_at_4": 0.5})
     for name, step in (("before", 0), ("step-000020", 20), ("after", 30), ("step-000040", 40)):
         validation(config, name, step, 0.3, 6).write(tmp_path / "validation" / f"{name}.json")
-    found = dict(read_run(tmp_path).held_out("reward/mean@4"))
+    found = dict(read_run(tmp_path).held_out("reward/mean_at_4"))
     assert list(found) == [0, 20, 30], "the run has gone back before step 40"
     assert found[20].value == 0.5
-    assert found[30] == validation(config, "after", 30, 0.3, 6).intervals["reward/mean@4"]
+    assert found[30] == validation(config, "after", 30, 0.3, 6).intervals["reward/mean_at_4"]
 
 
 def test_after_is_newest_validation():
@@ -54,7 +54,7 @@ def test_newest_number_of_samples_is_used(tmp_path, with_files):
             if with_files:
                 result.write(tmp_path / "validation" / f"{result.name}.json")
     record = read_run(tmp_path)
-    assert record.reward_statistic == "reward/mean@4"
+    assert record.reward_statistic == "reward/mean_at_4"
     assert [step for step, _ in record.held_out(record.reward_statistic)] == [10, 40]
 
 

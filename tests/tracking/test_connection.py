@@ -132,7 +132,7 @@ def test_errors_have_remedy_and_no_password(error: Exception, line: str):
 
 
 def test_at_sign_is_replaced():
-    assert mlflow_name("val-core/countdown/reward/mean@8") == "val-core/countdown/reward/mean_at_8"
+    assert mlflow_name("reward/recall@8/mean") == "reward/recall_at_8/mean"
     assert mlflow_name("timing_s/old_log_prob") == "timing_s/old_log_prob"
 
 

@@ -16,6 +16,8 @@ from rlcore.errors import DiskSpaceError, RunInUseError, TrackingError
 from rlcore.tracking.attempts import read_attempts
 from rlcore.tracking.delivery import FORMAT_VERSION, delivery_lock, ensure_mlflow_run, read_state, sync_run
 from rlcore.tracking.journal import WORKERS, RunJournal, read_journal
+from rlcore.tracking.lineage import TRAINED_FOR_TAG
+from rlcore.tracking.mlflow_store import PARENT_TAG
 from tests.helpers.mlflow import (
     all_runs,
     client_of,
@@ -168,7 +170,7 @@ def test_invalid_name_is_logged_once_and_omitted(
 ):
     tracker = begin()
     for step in (1, 2, 3):
-        tracker.append_step(step, {"pass^4": 0.5, "mean@4": 0.25})
+        tracker.append_step(step, {"pass^4": 0.5, "mean_at_4": 0.25})
     with caplog.at_level(logging.WARNING, "rlcore.tracking"):
         deliver(run_dir)
     assert len([record for record in caplog.records if "pass^4" in record.getMessage()]) == 1
@@ -176,7 +178,7 @@ def test_invalid_name_is_logged_once_and_omitted(
     assert main_run(client).data.metrics == {"mean_at_4": 0.25}
 
 
-def test_events_are_delivered_by_step(begin: Begin, run_dir: Path, root: Path):
+def test_events_are_tags_and_no_metrics(begin: Begin, run_dir: Path, root: Path):
     tracker = begin()
     train(tracker, 1, 2)
     tracker.append_event(WORKERS, 2, {})
@@ -184,8 +186,38 @@ def test_events_are_delivered_by_step(begin: Begin, run_dir: Path, root: Path):
     deliver(run_dir)
     client = client_of(root)
     run = main_run(client)
-    assert points(client, run, "events/out_of_memory") == [(3, 1.0)]
-    assert "events/workers" not in run.data.metrics
+    assert {key: value for key, value in run.data.tags.items() if "event" in key} == {"events.out of memory": "step 3"}
+    assert not [name for name in run.data.metrics if "event" in name]
+
+
+def test_warm_start_is_nested_when_its_run_is_there(
+    begin: Begin, run_dir: Path, root: Path, offline: RunConfig, tmp_path: Path, empty_store: Path
+):
+    warm = root / "warm-starts" / "warm-start-1"
+    own = RunJournal(warm, offline, tags={"stage": "warm-start", TRAINED_FOR_TAG: run_dir.name})
+    train(own, 1, 2)
+    deliver(warm)
+    client = client_of(root)
+    assert PARENT_TAG not in main_run(client, warm.name).data.tags, "its run is not in MLflow yet"
+    train(begin(), 1, 1)
+    deliver(run_dir)
+    own.finish("FINISHED")
+    deliver(warm)
+    assert main_run(client, warm.name).data.tags[PARENT_TAG] == main_run(client).info.run_id
+    (tmp_path / "other").mkdir()
+    shutil.copy(empty_store, tmp_path / "other" / "mlflow.db")
+    sync_run(warm, f"sqlite:///{tmp_path}/other/mlflow.db")
+    assert PARENT_TAG not in main_run(client_of(tmp_path / "other"), warm.name).data.tags, "the parent is elsewhere"
+
+
+def test_later_sweep_does_not_move_a_run(begin: Begin, run_dir: Path, root: Path, offline: RunConfig):
+    train(begin(), 1, 1)
+    deliver(run_dir)
+    tracker = RunJournal(run_dir, offline, tags={PARENT_TAG: "sweep", "swept": "yes"})
+    train(tracker, 2, 2)
+    deliver(run_dir)
+    tags = main_run(client_of(root)).data.tags
+    assert (tags["swept"], PARENT_TAG in tags) == ("yes", False)
 
 
 def test_unrecorded_run_is_found_again(begin: Begin, run_dir: Path, root: Path):
@@ -289,11 +321,11 @@ def test_longer_run_continues_in_its_mlflow_run(begin: Begin, run_dir: Path, roo
     """The last validation was delivered after the last checkpoint, and is repeated by the longer run."""
     tracker = begin()
     saved = train(tracker, 1, 4)
-    tracker.append_step(4, {"val-core/x/reward/mean@4": 0.5})
+    tracker.append_step(4, {"val-core/x/reward/mean_at_4": 0.5})
     tracker.finish("FINISHED")
     sync_run(run_dir)
     tracker = begin(4, saved)
-    tracker.append_step(4, {"val-core/x/reward/mean@4": 0.5})
+    tracker.append_step(4, {"val-core/x/reward/mean_at_4": 0.5})
     assert sync_run(run_dir).status is None
     assert main_run(client_of(root)).info.status == "RUNNING"
     train(tracker, 5, 8)

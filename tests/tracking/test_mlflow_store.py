@@ -15,7 +15,10 @@ from rlcore.tracking.connection import (
     has_store,
     resolve_uri,
 )
-from rlcore.tracking.mlflow_store import PARENT_TAG, MlflowStore, compare_url, search_run_ids
+from rlcore.tracking.mlflow_store import PARENT_TAG, VIEW_TAG, MlflowStore, compare_url, search_run_ids, table_url
+from tests.helpers.mlflow import Server, server
+
+__all__ = ["server"]
 
 
 def test_root_with_any_name_has_store(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch):
@@ -118,11 +121,31 @@ def test_dataset_is_found_by_fingerprint(store: MlflowStore, run_id: str):
     assert tags == {"mlflow.data.context": "training", "fingerprint": fingerprint}
 
 
+def test_table_and_view_are_as_mlflow_pages_read_them(root: Path, server: Server):
+    store = MlflowStore(TrackingConfig(uri=server.uri), root)
+    run_id = store.create_run("r", {})
+    for rows in ([["a", 1.0]], [["b", 0.5], ["c", None]]):
+        store.log_table(run_id, "responses.json", ("prompt", "reward"), rows)
+    found = json.loads(Path(store.client.download_artifacts(run_id, "responses.json")).read_text())
+    assert found == {"columns": ["prompt", "reward"], "data": rows}, "the first one is replaced"
+    logged = json.loads(store.client.get_run(run_id).data.tags["mlflow.loggedArtifacts"])
+    assert logged == [{"path": "responses.json", "type": "table"}]
+    tags = store.client.get_experiment(store.experiment_id).tags
+    view = json.loads(tags[VIEW_TAG])
+    assert (view["name"], view["createdAt"]) == ("Reward first", 0)
+    state = json.loads(view["state"])
+    assert state["selectedColumns"][:2] == state["columnOrder"][:2] == ["metrics.`reward`", "metrics.`val/reward`"]
+    assert [chart["metricKey"] for chart in state["compareRunCharts"]] == ["reward", "val/reward"]
+    store.client.set_experiment_tag(store.experiment_id, VIEW_TAG, "a user's")
+    again = MlflowStore(TrackingConfig(uri=server.uri), root)
+    assert store.client.get_experiment(again.experiment_id).tags[VIEW_TAG] == "a user's"
+
+
 def test_page_addresses(store: MlflowStore, run_id: str, root: Path):
     experiment = store.experiment_id
     page, view = f"http://127.0.0.1:5000/#/experiments/{experiment}/runs", "workflowType=machine_learning"
     assert store.run_url(run_id) == f"{page}/{run_id}?{view}"
-    assert store.runs_url() == f"{page}?{view}"
+    assert store.runs_url() == table_url(store.run_url(run_id)) == f"{page}?{view}&viewStateShareKey=millrace"
     assert store.ui_command() == f"mlflow ui --backend-store-uri sqlite:///{root}/mlflow.db"
     compared = f"#/compare-runs?runs=%5B%22a%22%2C%20%22b%22%5D&experiments=%5B%22{experiment}%22%5D&{view}"
     assert compare_url(store, ["a", "b"]) == f"http://127.0.0.1:5000/{compared}"

@@ -49,7 +49,7 @@ assert "torch" not in sys.modules
 
 @pytest.mark.filterwarnings("ignore")  # deprecations between MLflow and transformers
 def test_model_directory_is_logged_once_with_scores(store: MlflowStore, run_id: str, model_directory: Path):
-    store.log_metrics(run_id, 20, {"val-core/x/reward/mean@4": 0.5}, 3.25)
+    store.log_metrics(run_id, 20, {"val-core/x/reward/mean_at_4": 0.5}, 3.25)
     num_bytes = sum(file.stat().st_size for file in model_directory.iterdir())
 
     def keep() -> str:
@@ -60,7 +60,7 @@ def test_model_directory_is_logged_once_with_scores(store: MlflowStore, run_id: 
             kind="transformers",
             name="best",
             step=20,
-            metrics={"val-core/x/reward/mean@4": 0.5},
+            metrics={"val-core/x/reward/mean_at_4": 0.5},
             time_s=3.25,
             tags={"checkpoint": "step-000020"},
             max_bytes=num_bytes,
@@ -124,7 +124,10 @@ def test_folder_without_model_is_rejected(store: MlflowStore, run_id: str, tmp_p
 
 
 def test_models_have_scores_and_aliases(store: MlflowStore, run_id: str, model_directory: Path, tmp_path: Path):
-    score = "val-core/x/reward/mean@4"
+    score = "val/reward"
+    store.log_dataset(
+        run_id, name="x held-out", fingerprint="f" * 16, source="s", schema={}, counts={}, context="validation"
+    )
     for step, value in ((20, 0.5), (40, 0.25)):
         store.log_metrics(run_id, step, {score: value}, float(step))
         for _ in range(2):  # a retried stage
@@ -140,8 +143,10 @@ def test_models_have_scores_and_aliases(store: MlflowStore, run_id: str, model_d
     checkpoint = by_name["step-000020"]
     assert (checkpoint.model_type, checkpoint.tags["path"]) == ("checkpoint", str(tmp_path / "step-000020"))
     assert (checkpoint.tags["mlflow.model.isExternal"], checkpoint.tags["size_bytes"]) == ("true", "9")
-    assert [(metric.value, metric.step) for metric in checkpoint.metrics] == [(0.5, 20)]
-    assert points(store.client, store.client.get_run(run_id), "val-core/x/reward/mean_at_4") == [(20, 0.5), (40, 0.25)]
+    (metric,) = checkpoint.metrics
+    assert (metric.value, metric.step) == (0.5, 20)
+    assert (metric.dataset_name, metric.dataset_digest) == ("x held-out", "f" * 16)
+    assert points(store.client, store.client.get_run(run_id), score) == [(20, 0.5), (40, 0.25)]
     before = mlflow.get_tracking_uri(), mlflow.is_tracking_uri_set()
     name_models(store, run_id, {"best": weights[20], "last": weights[20]}, "mine")
     for _ in range(2):
@@ -154,6 +159,6 @@ def test_models_have_scores_and_aliases(store: MlflowStore, run_id: str, model_d
     assert {alias: version.version for alias, version in versions.items()} == {"best": 1, "last": 2}
     assert (model_of(versions["best"]), versions["best"].run_id) == (weights[20], run_id)
     last, named = versions["last"], store.client.get_run(run_id).info.run_name
-    assert last.tags == {"run": named, "step": "40", "val-core/x/reward/mean_at_4": "0.25"}
-    assert last.description == f"Step 40 of {named}"
+    assert last.tags == {"run": named, "step": "40", score: "0.25"}
+    assert last.description == f"val/reward 0.25, run {named}, step 40"
     assert len(store.client.search_model_versions("name = 'mine'")) == 2, "one version per model"

@@ -221,7 +221,7 @@ def test_reward_metrics() -> None:
     found = make_estimate(packed)
     assert packed.loss_mask.nonzero()[:, 0].tolist() == [1, 2, 3, 6, 16, 17]
     expected = {
-        "critic/score/mean": 0.5, "critic/score/max": 1.0, "critic/score/min": 0.0,
+        "reward": 0.5, "critic/score/mean": 0.5, "critic/score/max": 1.0, "critic/score/min": 0.0,
         "critic/rewards/mean": 0.0, "critic/rewards/max": 0.5, "critic/rewards/min": -0.5,
         "critic/advantages/mean": 7.5, "critic/advantages/max": 17.0, "critic/advantages/min": 1.0,
         "critic/returns/mean": 15.0, "critic/returns/max": 34.0, "critic/returns/min": 2.0,
@@ -235,7 +235,7 @@ def test_reward_metrics() -> None:
         "critic/vf_explained_var": 1.0,
     }  # fmt: skip
     none = replace(by_critic.batch, packed=replace(packed, loss_mask=torch.zeros_like(packed.loss_mask)))
-    assert [*reward_metrics(replace(by_critic, batch=none))] == [*expected][:6]
+    assert [*reward_metrics(replace(by_critic, batch=none))] == [*expected][:7]
 
 
 def test_step_metrics() -> None:

@@ -115,7 +115,7 @@ def test_sync_delivers_each_value_once_however_often(synced: Path) -> None:
     assert "nothing was missing; the run is FINISHED" in again.out
     run, client = run_of(synced, SECOND), client_of(synced)
     records = read_journal(synced / "runs" / SECOND / "metrics.jsonl")
-    for name in ("critic/score/mean", "val-core/countdown/reward/mean@2"):
+    for name in ("critic/score/mean", "val-core/countdown/reward/mean_at_2"):
         wanted = [(record.step, record.metrics[name]) for record in records if name in record.metrics]
         found = client.get_metric_history(run.info.run_id, mlflow_name(name))
         assert sorted((metric.step, metric.value) for metric in found) == wanted
@@ -156,11 +156,12 @@ def test_a_comparison_has_the_numbers_that_mlflow_has(synced: Path, reference: R
     runs = {run_id: run_of(synced, run_id) for run_id in (first, second)}
     for place, run in enumerate(runs.values(), start=1):
         shown = {mlflow_name(row[0]): row[place] for row in table["rows"] if row[place] is not None}
-        assert shown == {name: value for name, value in run.data.metrics.items() if not name.startswith("events/")}
+        assert shown == run.data.metrics
     page = re.search(r"MLflow +(\S+)", done.out)
     assert page is not None
     assert all(run.info.run_id in page[1] for run in runs.values())
     assert f"millrace ui --root {synced} --port 5000" in done.out, "no server has that page yet"
+    assert re.search(r"Table +http://127.0.0.1:5000/\S+/runs\?\S+&viewStateShareKey=millrace\n", done.out)
     for run in runs.values():
         (folder,) = client_of(synced).list_artifacts(run.info.run_id, "comparisons")
         names = {Path(file.path).name for file in client_of(synced).list_artifacts(run.info.run_id, folder.path)}
@@ -290,15 +291,15 @@ def test_best_weights_reach_their_score_in_another_process(
     assert evaluated.code == 0, evaluated.err
     again = ValidationResult.read(fresh.run_dir() / "validation" / "before.json").metrics()
     logged = {record.step: record.metrics for record in read_journal(reference.run_dir / "metrics.jsonl")}
-    scores = {name: value for name, value in logged[step].items() if name.startswith("val-core/")}
+    scores = {name: value for name, value in logged[step].items() if name.startswith(("val/", "val-core/"))}
     assert dict(again) == scores
     assert {mlflow_name(name): value for name, value in scores.items()} == {
         metric.key: metric.value for metric in model.metrics or []
     }
-    assert scores["val-core/countdown/reward/mean@2"] == max(
-        metrics["val-core/countdown/reward/mean@2"]
+    assert scores["val-core/countdown/reward/mean_at_2"] == max(
+        metrics["val-core/countdown/reward/mean_at_2"]
         for at, metrics in logged.items()
-        if at and "val-core/countdown/reward/mean@2" in metrics
+        if at and "val-core/countdown/reward/mean_at_2" in metrics
     )
 
 
@@ -329,7 +330,14 @@ def test_mlflows_pages_show_the_run_and_the_comparison(synced: Path, reference: 
         with open_tab(tmp_path / "profile") as tab:
             tab.log_in(*root_login(synced).split(":"))
             tab.call("Page.navigate", url=reported[0])
-            wait_for(tab, "Runs", "Models", reference.run_dir.name)  # the GenAI view has "Training runs" and traces
+            # the GenAI view has "Training runs" and traces
+            columns = "\nreward\nval/reward\nresponse_length/mean\n"
+            wait_for(tab, "Runs", "Models", reference.run_dir.name, "Reward first", columns)
+            tab.call("Page.navigate", url=f"{reported[0]}&compareRunsMode=CHART")
+            shown = wait_for(tab, "Reward (2)", "val-core/countdown")
+            assert shown.index("Reward (2)") < shown.index("val-core/countdown")
+            tab.call("Page.navigate", url=f"{reported[0]}&compareRunsMode=ARTIFACT")
+            wait_for(tab, "Table: responses.json", "prompt", "response")
             run_page = f"{reported[1]}/#/experiments/{first.info.experiment_id}/runs/{first.info.run_id}"
             tab.call("Page.navigate", url=run_page)
             overview = wait_for(

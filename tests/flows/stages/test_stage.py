@@ -75,18 +75,18 @@ def test_results_as_lines() -> None:
 
 def test_validation_names_several_sources() -> None:
     one = {
-        "val-core/openai/gsm8k/reward/mean@4": 0.25,
-        "val-core/openai/gsm8k/reward/mean@4/ci_low": 0.2,
-        "val-core/openai/gsm8k/reward/mean@4/ci_high": 0.3,
-        "val-core/openai/gsm8k/reward/std@4": 0.1,
-        "val-core/openai/gsm8k/reward/std@4/ci_low": 0.1,
-        "val-core/openai/gsm8k/reward/pass@4": 0.5,
+        "val-core/openai/gsm8k/reward/mean_at_4": 0.25,
+        "val-core/openai/gsm8k/reward/mean_at_4/ci_low": 0.2,
+        "val-core/openai/gsm8k/reward/mean_at_4/ci_high": 0.3,
+        "val-core/openai/gsm8k/reward/std_at_4": 0.1,
+        "val-core/openai/gsm8k/reward/std_at_4/ci_low": 0.1,
+        "val-core/openai/gsm8k/reward/pass_at_4": 0.5,
     }
     message = ValidationSummary("after", 40, HERE, cached=False, summary=one)
-    assert str(message) == message.headline() == "after (step 40): mean@4 0.250 [0.200, 0.300]"
+    assert str(message) == message.headline() == "after (step 40): mean_at_4 0.250 [0.200, 0.300]"
     two = one | {"val-core/countdown/reward/greedy": 0.5, "val-core/countdown/reward/greedy/ci_low": 0.4}
     message = ValidationSummary("before", 0, HERE, cached=True, summary=two)
-    assert message.headline() == "before (step 0): openai/gsm8k mean@4 0.250 [0.200, 0.300], countdown greedy 0.500"
+    assert message.headline() == "before (step 0): openai/gsm8k mean_at_4 0.250 [0.200, 0.300], countdown greedy 0.500"
     assert str(message) == f"{message.headline()}, skipped: done before"
 
 
@@ -157,7 +157,7 @@ def test_mlflow_record_is_complete_or_lacks_a_part(config: RunConfig, layout: Ru
 def test_best_weights_are_exported_unless_last(config: RunConfig, layout: RunLayout) -> None:
     assert best_step_to_export(config, layout, 0) is None
     for step, score in ((1, 0.5), (2, 0.75), (3, 0.25)):
-        commit(config, step, {"val-core/countdown/reward/mean@4": score})
+        commit(config, step, {"val/reward": score})
     assert [best_step_to_export(config, layout, last) for last in (2, 3)] == [None, 2]
     for update in ({"enabled": False}, {"log_best": False}):
         unwanted = changed(config, "tracking", **update)

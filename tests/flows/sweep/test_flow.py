@@ -69,7 +69,7 @@ def twice(prefect_server: LocalServer, tmp_path_factory: pytest.TempPathFactory,
 def score(run: dict[str, Any], step: int) -> float:
     """Return a run's score at a step from its journal."""
     (found,) = [one["metrics"] for one in journal(Path(run["run_dir"])) if one["step"] == step]
-    return float(found["val-core/countdown/reward/mean@2"])
+    return float(found["val-core/countdown/reward/mean_at_2"])
 
 
 def test_failed_run_does_not_end_a_sweep(twice: Twice) -> None:
@@ -117,7 +117,7 @@ def test_scores_are_means_and_match_the_comparison(twice: Twice) -> None:
     assert len(tables["runs"]["rows"]) == 4
     columns = tables["seeds"]["columns"]
     found = [dict(zip(columns, row, strict=True)) for row in tables["seeds"]["rows"]]
-    means = [row for row in found if row["Metric"] == "reward/mean@2"]
+    means = [row for row in found if row["Metric"] == "reward/mean_at_2"]
     assert [row["Seeds"] for row in means] == [2] * 2
     message = [row["Mean"]["value"] if isinstance(row["Mean"], dict) else row["Mean"] for row in means]
     assert sorted(message) == pytest.approx(sorted(point["score"] for point in points))

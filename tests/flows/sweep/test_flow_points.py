@@ -134,7 +134,7 @@ def test_point_with_refused_settings_fails_alone(tmp_path: Path) -> None:
 def test_run_without_score_at_the_step_is_an_error(tmp_path: Path) -> None:
     sweep = load(tmp_path, "list: [{optim.lr: 1e-4}]\n")
     drive = SweepWorker(sweep, lambda *_: None, "call")
-    assert "has no reward/mean@2 at step 2, since it was trained before" in drive.run()
+    assert "has no reward/mean_at_2 at step 2, since it was trained before" in drive.run()
 
 
 def test_process_waits_for_point_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,7 +108,7 @@ def test_mlflow_run_has_scores_files_and_description(server: Server, tmp_path: P
     run = store.client.get_run(own)
     assert run.info.status == "FINISHED"
     text = run.data.tags[NOTE_TAG]
-    for words in ("Varies `optim.lr` of debug by grid", "Maximizes reward/mean@2", "3 of 3 points finished"):
+    for words in ("Varies `optim.lr` of debug by grid", "Maximizes reward/mean_at_2", "3 of 3 points finished"):
         assert words in text
     rows = [line for line in text.splitlines() if "| finished |" in line]
     assert [row.split("|")[1].strip() for row in rows] == ["3", "2", "1"]

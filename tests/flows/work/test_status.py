@@ -112,7 +112,7 @@ def test_pause_ends_by_event_or_step(layout: RunLayout) -> None:
 
 def test_score_is_of_latest_scored_checkpoint(layout: RunLayout, config: RunConfig) -> None:
     for step, score in {1: 0.5, 2: 0.25, 3: None}.items():
-        commit(config, step, {} if score is None else {"val-core/countdown/reward/mean@4": score})
+        commit(config, step, {} if score is None else {"val/reward": score})
     assert status_of(layout.run_dir).score == 0.25
 
 
