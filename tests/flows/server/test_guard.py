@@ -50,7 +50,7 @@ def test_a_websocket_needs_them_too(prefect_server: LocalServer) -> None:
     prefect = [Subprotocol("prefect")]
     # h11, unlike httptools, refuses a second Host by itself (400).
     for refused in ({"origin": Origin(EVIL)}, {"additional_headers": {"Host": "evil.example"}}):
-        with pytest.raises(InvalidStatus, match="40[03]"), connect(address, subprotocols=prefect, **refused):
+        with pytest.raises(InvalidStatus, match=r"40[03]"), connect(address, subprotocols=prefect, **refused):
             pass
     for token, is_let_in in ((None, False), ("millrace:guessed", False), (prefect_server.login, True)):
         with connect(address, subprotocols=prefect) as socket:
