@@ -51,6 +51,7 @@ PLAN = RunPlan(
     memory=None,
     warm_start_memory=None,
     published_model=None,
+    versions={"python": "3.11.7", "flow.numpy": "2.4.6"},
 )
 
 
@@ -76,6 +77,7 @@ def test_plan_lines(capsys: pytest.CaptureFixture[str]) -> None:
         "disk: a checkpoint 3.0 GB, at most 2 at a time, 1.0 GB in reserve: 4.0 GB still needed, 5.5 GB free",
         "  /root: 6.0 GB to write on this file system, 5.5 GB free; MISSING 1.5 GB",
         "  /shm: 2.0 MB to write on this file system, 2.0 MB free",
+        "versions: python 3.11.7, flow.numpy 2.4.6",
         "warning: few rows",
         "memory: no plan: the model's config.json is not on this machine, or of an unknown kind",
     ]
