@@ -428,7 +428,7 @@ def test_mlflows_pages_show_the_run_and_the_comparison(synced: Path, reference: 
             shown = wait_for(tab, "Reward\n(2)", "val-core/countdown")
             assert shown.index("Reward\n(2)") < shown.index("val-core/countdown")
             tab.call("Page.navigate", url=f"{reported[0]}&compareRunsMode=ARTIFACT")
-            wait_for(tab, "Table: responses.json", "prompt", "response")
+            wait_for(tab, "responses.json", "prompt", "response")
             run_page = f"{reported[1]}/#/experiments/{first.info.experiment_id}/runs/{first.info.run_id}"
             tab.call("Page.navigate", url=run_page)
             overview = wait_for(
