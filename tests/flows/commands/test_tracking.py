@@ -318,6 +318,12 @@ def wait_for(tab: Tab, *texts: str) -> str:
         time.sleep(0.3)
 
 
+HEADERS = """[...document.querySelectorAll('.ag-header-viewport .ag-header-cell')]
+    .sort((one, other) => one.getBoundingClientRect().x - other.getBoundingClientRect().x)
+    .map((cell) => cell.innerText.trim())"""
+"""The columns that scroll, from left to right."""
+
+
 @pytest.mark.program("chromium")
 def test_mlflows_pages_show_the_run_and_the_comparison(synced: Path, reference: Reference, tmp_path: Path) -> None:
     first, second = run_of(synced, reference.run_dir.name), run_of(synced, SECOND)
@@ -331,13 +337,13 @@ def test_mlflows_pages_show_the_run_and_the_comparison(synced: Path, reference: 
             tab.log_in(*root_login(synced).split(":"))
             tab.call("Page.navigate", url=reported[0])
             # the GenAI view has "Training runs" and traces
-            columns = "\nreward\nval/reward\nresponse_length/mean\n"
-            wait_for(tab, "Runs", "Models", reference.run_dir.name, "Reward first", columns)
+            wait_for(tab, "Runs", "Models", reference.run_dir.name, "Reward first", "val/reward")
+            tab.wait(f"{HEADERS}.slice(0, 2).join() === 'reward,val/reward'")
             tab.call("Page.navigate", url=f"{reported[0]}&compareRunsMode=CHART")
-            shown = wait_for(tab, "Reward (2)", "val-core/countdown")
-            assert shown.index("Reward (2)") < shown.index("val-core/countdown")
+            shown = wait_for(tab, "Reward\n(2)", "val-core/countdown")
+            assert shown.index("Reward\n(2)") < shown.index("val-core/countdown")
             tab.call("Page.navigate", url=f"{reported[0]}&compareRunsMode=ARTIFACT")
-            wait_for(tab, "Table: responses.json", "prompt", "response")
+            wait_for(tab, "responses.json", "prompt", "response")
             run_page = f"{reported[1]}/#/experiments/{first.info.experiment_id}/runs/{first.info.run_id}"
             tab.call("Page.navigate", url=run_page)
             overview = wait_for(
