@@ -71,8 +71,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
     """The same run on a private Ray cluster."""
     job = Job(tmp_path_factory.mktemp("undisturbed"))
     shutil.copy(share_of_digits.__file__, job.folder)
-    words = ["-m", "millrace", "train", *SETTINGS, "runtime=ray", "runtime.num_workers=2"]
-    subprocess.run([sys.executable, *words], cwd=job.folder, check=True, timeout=WAIT_S)
+    words = [Path(sys.executable).with_name("millrace"), "train", *SETTINGS, "runtime=ray", "runtime.num_workers=2"]
+    subprocess.run(words, cwd=job.folder, check=True, timeout=WAIT_S)
     return job
 
 
