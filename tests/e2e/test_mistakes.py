@@ -133,7 +133,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
     (" ".join(["train data.source=rows", *MAPPED[:1], "data.question=question", *MAPPED[2:]]), ["question", "q"]),
     (" ".join(["train data.source=half", *MAPPED]), ["half", "test"]),
     (" ".join(["train data.source=rows/train.jsonl", *MAPPED]), ["data.source: must be a folder", "rows/train.jsonl"]),
-    (" ".join(["train data.source=csv", *MAPPED]), ["csv lacks test, as", "Its files: train.csv. Put the"]),
+    (" ".join(["train data.source=csv", *MAPPED]), ["csv lacks train and test, as", "Its files: train.csv. Put the"]),
     (" ".join(["train data.source=bare", *MAPPED]), ["bare: the train split has no row"]),
     (" ".join(["train data.source=torn", *MAPPED]), ["torn", "train.jsonl"]),
     (" ".join(["train data.source=leak", *MAPPED]), [
