@@ -9,8 +9,8 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import wait
 from dataclasses import replace
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
