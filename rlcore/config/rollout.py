@@ -50,9 +50,9 @@ class RolloutConfig(Section):
     max_response_tokens: int = Field(default=1_024, ge=1)
     """The length of the longest response, in tokens."""
     finish_share: float = Field(default=1.0, gt=0.5, le=1)
-    """The share of a step's groups that finish. A group is all responses to a prompt. When the share is reached, the
-    other groups are cut, and the next step continues and finishes them. With 1, every step finishes all its groups. In
-    progress are trainer.batch_size / finish_share groups, of which trainer.batch_size are trained."""
+    """The share of groups that a step finishes, where a group is all responses to a prompt. The other groups are cut
+    and finish in the next step. A step trains trainer.batch_size groups and has trainer.batch_size / finish_share
+    groups in progress. With 1, no group is cut."""
     sampling: SamplingConfig = SamplingConfig()
     """The sampling of training responses. A temperature of 1 and a top_p of 1 keep the policy gradient unbiased."""
     skip_special_tokens: bool = True
