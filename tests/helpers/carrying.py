@@ -44,7 +44,7 @@ def collect_steps(run: SmallRun, group: WorkerGroup, count: int) -> list[tuple[L
 
 
 def facts_of(rollout: Rollout) -> list[Any]:
-    """What must be equal on any number of ranks."""
+    """Return the facts that are equal on any number of ranks."""
     return [
         rollout.prompt.prompt_id, rollout.sample_index, rollout.response_ids.tolist(), rollout.finish_reason,
         rollout.policy_version, rollout.is_cut, rollout.num_stale,

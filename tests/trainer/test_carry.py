@@ -144,7 +144,7 @@ def test_text_keeps_every_bit() -> None:
     assert request.group == -1, "it may not be cut again"
 
 
-def test_finished_carried_group_is_scored_at_once() -> None:
+def test_finished_carried_group_needs_no_token() -> None:
     parts = tuple(CarriedResponse.of(written(4, sample), sample) for sample in range(2))
     groups = GroupsInProgress([CarriedGroup(PROMPT, parts)], [SamplingRequest(PROMPT, i, i) for i in range(2)], 2, 7)
     assert [place for place, _ in groups.finished()] == [0, 1]
