@@ -104,13 +104,11 @@ class RolloutConfig(Section):
         rule(".finish_share", "trainer.batch_size", "must be 1, or leave a group to carry",
              lambda own, run: own.finish_share == 1 or run.prompts_in_progress > run.trainer.batch_size,
              "Set it to trainer.batch_size / (trainer.batch_size + 1) or less, or to 1"),
-        rule(".finish_share", "data.environment", "must be 1 with an environment, whose episodes are not continued",
-             lambda own, run: own.finish_share == 1 or not run.data.environment, "Leave it out"),
-        rule(".finish_share", "algo.advantage algo.dynamic_sampling.enabled",
-             "must be 1 with remax, whose greedy responses are of one policy version, and with dynamic sampling, which "
-             "draws until the groups suffice",
+        rule(".finish_share", "data.environment algo.advantage algo.dynamic_sampling.enabled",
+             "must be 1 with an environment, remax or dynamic sampling, which need all responses of a step",
              lambda own, run: own.finish_share == 1
-             or not (run.algo.advantage == "remax" or run.algo.dynamic_sampling.enabled), "Leave it out"),
+             or not (run.data.environment or run.algo.advantage == "remax" or run.algo.dynamic_sampling.enabled),
+             "Leave it out"),
         rule(".finish_share", "algo.importance.mode trainer.old_logprobs",
              "must be 1 without an importance correction, since the policy before sampled the carried tokens",
              lambda own, run: own.finish_share == 1

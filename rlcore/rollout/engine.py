@@ -120,7 +120,7 @@ class RolloutEngine(Protocol):
         cut: TailCut | None = None,
     ) -> Iterator[tuple[int, Rollout]]:
         """Yield each rollout with the index of its request when the response ends. With `cut`, call `cut.agree` after
-        every `ROUND_TOKENS` tokens, and end responses at `cut.bound` tokens or later."""
+        every `ROUND_TOKENS` tokens, and end responses at `cut.bound` tokens or later. The caller records their ends."""
         ...
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> WeightSyncResult:

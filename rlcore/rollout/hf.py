@@ -125,8 +125,7 @@ class HfEngine(RolloutEngine):
         next_position = mask.sum(dim=1)
 
         draws = torch.from_numpy(_uniforms(requests, max_response_tokens)).to(device)
-        limits = [request.limit(max_response_tokens) for request in requests]
-        answers = [_Response(limit, cut_at=limit) for limit in limits]
+        answers = [_Response(request.limit(max_response_tokens), max_response_tokens) for request in requests]
         live = np.arange(len(requests))  # the request of each row in the batch
         for index in range(max_response_tokens):
             if cut is not None and index % ROUND_TOKENS == 0:
@@ -143,8 +142,6 @@ class HfEngine(RolloutEngine):
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
             logits = self._policy.decode(tokens[:, None], mask, next_position[:, None], cache)
             next_position = next_position + 1
-        if cut is not None:
-            _record_ends(cut, requests, answers)
         return [self._rollout(request, answer) for request, answer in zip(requests, answers, strict=True)]
 
     def _append(self, answers: list[_Response], live: np.ndarray, tokens: Tensor, logprobs: Tensor) -> np.ndarray:
@@ -176,17 +173,13 @@ class HfEngine(RolloutEngine):
 
 def _agree(cut: TailCut, requests: Sequence[SamplingRequest], answers: Sequence[_Response]) -> None:
     """Exchange the lengths of finished responses with the other ranks, and end further responses at the bound."""
-    _record_ends(cut, requests, answers)
+    for request, answer in zip(requests, answers, strict=True):
+        if answer.is_finished:
+            cut.end(request.group, request.sample_index, len(answer.token_ids))
     cut.agree()
     for request, answer in zip(requests, answers, strict=True):
         if request.group >= 0:
             answer.cut_at = cut.bound
-
-
-def _record_ends(cut: TailCut, requests: Sequence[SamplingRequest], answers: Sequence[_Response]) -> None:
-    for request, answer in zip(requests, answers, strict=True):
-        if answer.is_finished:
-            cut.end(request.group, request.sample_index, len(answer.token_ids))
 
 
 def sample(

@@ -20,15 +20,12 @@ class TailCut:
     """The bound of the length L for one rank. `groups`: the group of each request of this rank, or -1 for a request
     that has to finish. `wanted`: the number of groups to finish on all ranks. `longest`: the limit of a response."""
 
-    def __init__(
-        self, groups: Iterable[int], wanted: int, longest: int, *, world_size: int, device: torch.device
-    ) -> None:
+    def __init__(self, groups: Iterable[int], wanted: int, longest: int, world_size: int, device: torch.device) -> None:
         self._sizes = Counter(groups)
         self._ended: defaultdict[int, dict[int, int]] = defaultdict(dict)
-        self._wanted, self._world_size, self._device = wanted, world_size, device
+        self._wanted, self._longest, self._world_size, self._device = wanted, longest, world_size, device
         self.bound = longest
         """The length at which unfinished responses end, at least L. It never rises."""
-        self._longest = longest
 
     def end(self, group: int, sample_index: int, length: int) -> None:
         """Record the length of a finished response. Repeated records of a response change nothing."""

@@ -16,7 +16,7 @@ from rlcore.errors import UnscoredError
 from rlcore.models.tokenizer import Decode
 from rlcore.rollout.engine import TRAINING_STREAM, SamplingRequest, make_requests
 from rlcore.rollout.scoring import ScoringJob, ScoringPool
-from rlcore.trainer.carry import CarriedGroup, GroupsInProgress, StepGroups, from_text
+from rlcore.trainer.carry import Carried, GroupsInProgress, from_text
 from rlcore.trainer.clock import PhaseClock
 from rlcore.trainer.episodes import Episodes
 from rlcore.trainer.generate import generate, split_requests
@@ -107,14 +107,14 @@ class ResponseSampler:
 
     def sample_and_carry(
         self,
-        carried: Sequence[CarriedGroup],
+        carried: Sequence[Carried],
         requests: Sequence[SamplingRequest],
         *,
         policy_version: int,
         clock: PhaseClock,
         shares: Sequence[Sequence[int]] | None,
-    ) -> tuple[list[ScoredResponse], StepGroups]:
-        """Return the scored responses of the groups that the step trains, and all groups of the step. A group is scored
+    ) -> tuple[list[ScoredResponse], tuple[Carried, ...], int]:
+        """Return the scored responses to train on, the carried responses, and the length of the cut. A group is scored
         when its last response ends. See `GroupsInProgress`."""
         config = self.config
         groups = GroupsInProgress(carried, requests, config.rollout.samples_per_prompt, policy_version)
@@ -125,7 +125,7 @@ class ResponseSampler:
             if scorer is not None and whole:
                 scorer.submit(whole)
 
-        count = config.trainer.batch_size - len(carried)
+        count = config.trainer.batch_size - len(carried) // config.rollout.samples_per_prompt
         with clock.phase("gen"):
             if scorer is not None and (finished := groups.finished()):
                 scorer.submit(finished)
@@ -139,8 +139,8 @@ class ResponseSampler:
                 shares=shares,
                 num_finished=count,
             )
-            step = groups.settle(count)
-        return self._scored(step.trained, scorer, clock), step
+            trained, after, cut_length = groups.settle(count)
+        return self._scored(trained, scorer, clock), after, cut_length
 
     def _stream_scorer(self) -> StreamScorer | None:
         return StreamScorer(self.scoring, self.decode) if self.config.reward.num_processes else None
@@ -175,10 +175,10 @@ class Experience:
     pass_counts: str = ""
     """The pass counts of all rows after this step (`PassCounts.text`), or '' if rows are not drawn by them."""
     pass_metrics: Mapping[str, float] = field(default_factory=dict)
-    carried: tuple[CarriedGroup, ...] = ()
-    """The groups that the next step continues."""
+    carried: tuple[Carried, ...] = ()
+    """The responses of the groups that the next step continues."""
     cut_length: int = 0
-    """The length at which the responses of these groups were cut, or 0 without a tail cut."""
+    """The length at which these responses were cut, or 0 without a tail cut."""
 
     @property
     def num_response_tokens(self) -> int:
@@ -192,8 +192,8 @@ class Experience:
 
     @property
     def num_carried_tokens(self) -> int:
-        """The number of response tokens in the groups that the next step continues."""
-        return sum(each.num_tokens for group in self.carried for each in group.responses)
+        """The number of tokens so far in the responses that the next step continues."""
+        return sum(len(each.ids) for each in self.carried)
 
     @property
     def num_generated_tokens(self) -> int:
@@ -224,8 +224,9 @@ class ExperienceCollector:
         if self._counted is not None:
             self._stream.set_weights(self._counted.weights(state.pass_counts))
         carried, longest = from_text(state.carried), self._config.rollout.max_response_tokens
-        requests = [request for group in carried for request in group.requests(longest)]
-        return requests + self._requests(state, 0, self._config.prompts_in_progress - len(carried))
+        continued = [each.request(longest) for each in carried if each.is_cut]
+        num_carried = len(carried) // self._config.rollout.samples_per_prompt
+        return continued + self._requests(state, 0, self._config.prompts_in_progress - num_carried)
 
     def _requests(self, state: LoopState, num_drawn: int, count: int) -> list[SamplingRequest]:
         """Return requests for the next `count` prompts. `num_drawn`: the number of prompts already drawn in this
@@ -253,22 +254,22 @@ class ExperienceCollector:
         kept: list[ScoredResponse] = []
         rest: list[ScoredResponse] = []
         num_drawn = 0
-        carried, step = from_text(state.carried), StepGroups({}, (), 0)
+        before, carried, cut_length = from_text(state.carried), tuple[Carried, ...](), 0
         tally: dict[int, tuple[int, int]] = {}
         for refill in range(1 + dynamic.max_refills):
             if refill:
                 missing = (num_wanted - len(kept)) // group_size
                 requests, shares = self._requests(state, num_drawn, missing), None
             if config.rollout.finish_share < 1:
-                responses, step = self._sampler.sample_and_carry(
-                    carried, requests, policy_version=state.policy_version, clock=clock, shares=shares
+                responses, carried, cut_length = self._sampler.sample_and_carry(
+                    before, requests, policy_version=state.policy_version, clock=clock, shares=shares
                 )
             else:
                 responses = self._sampler.sample(
                     requests, config.rollout.sampling, policy_version=state.policy_version, clock=clock, shares=shares
                 )
             count_solved(responses, tally)  # counts all groups, before the length penalty
-            num_drawn += len(responses) // group_size + len(step.carried) - len(carried)
+            num_drawn += (len(responses) + len(carried) - len(before)) // group_size
             has_signal = self._has_signal(responses) if dynamic.enabled else [True] * len(responses)
             kept += [response for response, good in zip(responses, has_signal, strict=True) if good]
             rest += [response for response, good in zip(responses, has_signal, strict=True) if not good]
@@ -293,8 +294,8 @@ class ExperienceCollector:
             num_tokens_dropped=sum(len(rollout.response_ids) for rollout, _, _ in dropped),
             pass_counts=pass_counts,
             pass_metrics=metrics,
-            carried=step.carried,
-            cut_length=step.cut_length,
+            carried=carried,
+            cut_length=cut_length,
         )
 
     def _greedy_scores(self, prompts: Sequence[Prompt], version: int, clock: PhaseClock) -> tuple[float, ...] | None:

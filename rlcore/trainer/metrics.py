@@ -38,7 +38,7 @@ def step_metrics(config: RunConfig, experience: Experience, estimated: Estimate,
     if estimated.kl_in_reward is not None:
         metrics["actor/reward_kl_penalty"] = estimated.kl_in_reward
     metrics |= reward_metrics(estimated) | length_metrics(config, experience) | group_metrics(packed, experience)
-    metrics |= carry_metrics(experience)
+    metrics |= carry_metrics(config, experience)
     if update.logprobs_before is not None:
         weights = None if config.algo.importance.mode == "off" else batch.importance_weights
         # A separate forward pass computes masked tokens too, the update does not.
@@ -156,13 +156,13 @@ def group_metrics(packed: PackedBatch, experience: Experience) -> Metrics:
     return metrics
 
 
-def carry_metrics(experience: Experience) -> Metrics:
+def carry_metrics(config: RunConfig, experience: Experience) -> Metrics:
     """Return the size of the carried groups and the share of stale tokens, or {} without a tail cut."""
     if not experience.cut_length:
         return {}
     return {
         "rollout/cut_length": float(experience.cut_length),
-        "rollout/carried_groups": float(len(experience.carried)),
+        "rollout/carried_groups": float(len(experience.carried) // config.rollout.samples_per_prompt),
         "rollout/carried_tokens": float(experience.num_carried_tokens),
         "rollout/stale_token_share": experience.num_stale_tokens / experience.num_response_tokens,
     }

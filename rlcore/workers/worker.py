@@ -182,17 +182,13 @@ class Worker:
         cut = None
         if num_finished:
             groups = [request.group for request in requests]
-            cut = TailCut(
-                groups,
-                num_finished,
-                max_response_tokens,
-                world_size=self._world_size,
-                device=self._placement.device,
-            )
+            cut = TailCut(groups, num_finished, max_response_tokens, self._world_size, self._placement.device)
         finished: list[tuple[int, Rollout]] = []
         num_missing = len(requests)
-        for pair in self.engine.stream(requests, sampling, max_response_tokens, cut):
-            finished.append(pair)
+        for index, rollout in self.engine.stream(requests, sampling, max_response_tokens, cut):
+            if cut is not None and not rollout.is_cut:
+                cut.end(requests[index].group, rollout.sample_index, len(rollout.response_ids))
+            finished.append((index, rollout))
             if len(finished) >= max(MIN_STREAM_BATCH, num_missing // STREAM_FRACTION):
                 num_missing -= len(finished)
                 yield finished

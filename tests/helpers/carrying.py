@@ -56,8 +56,7 @@ def step_facts(run: SmallRun, group: WorkerGroup, count: int) -> list[list[Any]]
     return [
         [
             [facts_of(rollout) for rollout in experience.rollouts],
-            [facts_of(rollout) for each in experience.carried for rollout in each.rollouts(state.policy_version)],
-            [each.seed for one in experience.carried for each in one.responses],
+            [[*facts_of(each.rollout(state.policy_version)), each.seed] for each in experience.carried],
             experience.cut_length,
         ]
         for state, experience in collect_steps(run, group, count)

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 def generate(groups: dict[int, list[int]], wanted: int, longest: int, *, world_size: int = 1) -> list[int]:
     """Return the bound after each round, until all ranks are done. Groups below 0 have to finish."""
     names = [group for group, lengths in groups.items() for _ in lengths]
-    cut = TailCut(names, wanted, longest, world_size=world_size, device=CPU)
+    cut = TailCut(names, wanted, longest, world_size, CPU)
     places = [(group, sample, length) for group, lengths in groups.items() for sample, length in enumerate(lengths)]
     written, bounds, busy = 0, [cut.bound], True
     while busy:

@@ -42,7 +42,7 @@ def test_responses_end_within_a_round_of_the_cut() -> None:
 
 
 def test_repeated_ends_count_once() -> None:
-    cut = TailCut([0, 0, 1, -1], 1, LONGEST, world_size=1, device=CPU)
+    cut = TailCut([0, 0, 1, -1], 1, LONGEST, 1, CPU)
     for _ in range(2):  # a batch that ran out of memory is repeated
         cut.end(0, 1, 7)
         cut.end(-1, 0, 2)

@@ -244,8 +244,12 @@ def cut_facts(
 ) -> dict[str, Any]:
     """Generate with a tail cut, and compare with the whole responses."""
     groups = [request.group for request in requests]
-    cut = TailCut(groups, wanted, CUT_TOKENS, world_size=world_size, device=CPU)
-    found = dict(engine.stream(requests, SamplingConfig(), CUT_TOKENS, cut))
+    cut = TailCut(groups, wanted, CUT_TOKENS, world_size, CPU)
+    found: dict[int, Rollout] = {}
+    for index, rollout in engine.stream(requests, SamplingConfig(), CUT_TOKENS, cut):
+        found[index] = rollout
+        if not rollout.is_cut:
+            cut.end(groups[index], rollout.sample_index, len(rollout.response_ids))
     while cut.agree(busy=False):
         pass
     pairs = [(found[index], rollout) for index, rollout in enumerate(whole)]

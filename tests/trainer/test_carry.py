@@ -11,7 +11,7 @@ from rlcore.batching.pack import pack
 from rlcore.rollout.engine import TRAINING_STREAM, SamplingRequest, response_seed, turn_seed
 from rlcore.run.problems import Problems
 from rlcore.runtime.local import LocalGroup
-from rlcore.trainer.carry import CarriedGroup, CarriedResponse, GroupsInProgress, first_finished, from_text, to_text
+from rlcore.trainer.carry import Carried, GroupsInProgress, first_finished, from_text, to_text
 from rlcore.trainer.generate import generate
 from rlcore.types import Prompt, Rollout
 from rlcore.workers.worker import Worker
@@ -82,9 +82,13 @@ def test_steps_match_whole_responses(run: SmallRun, group: LocalGroup) -> None:
             [pair[0].prompt.prompt_id, [(r.response_ids.tolist(), r.finish_reason, r.num_stale) for r in pair]]
             for pair in zip(rollouts[::2], rollouts[1::2], strict=True)
         ]
+        parts = [each.rollout(state.policy_version) for each in experience.carried]
         carried = [
-            (one.prompt.prompt_id, [(r.response_ids.tolist(), "cut" if r.is_cut else r.finish_reason) for r in parts])
-            for one, parts in ((one, one.rollouts(state.policy_version)) for one in experience.carried)
+            (
+                pair[0].prompt.prompt_id,
+                [(r.response_ids.tolist(), "cut" if r.is_cut else r.finish_reason) for r in pair],
+            )
+            for pair in zip(parts[::2], parts[1::2], strict=True)
         ]
         found.append([trained, carried, experience.cut_length])
         assert not any(rollout.is_cut for rollout in rollouts)
@@ -129,26 +133,26 @@ def test_first_finished_groups_in_order_of_equal_lengths() -> None:
 
 
 def test_text_keeps_every_bit() -> None:
-    groups = (
-        CarriedGroup(PROMPT, tuple(CarriedResponse.of(written(4, i, is_cut=i == 1), 2**62 + i) for i in range(2))),
-    )
-    assert from_text(to_text(groups)) == groups
+    carried = tuple(Carried.of(written(4, sample), 2**62 + sample, 3 + sample) for sample in range(2))
+    assert from_text(to_text(carried)) == carried
     assert (from_text(""), to_text(())) == ((), "")
-    first, second = groups[0].rollouts(9)
-    assert first.response_ids.tolist() == [0, 1, 2, 3]
-    assert first.behavior_logprobs.tobytes() == written(4).behavior_logprobs.tobytes()
-    assert (first.policy_version, first.num_stale, first.is_cut, second.is_cut) == (9, 4, False, True)
-    (request,) = groups[0].requests(10)
-    assert request.prompt.token_ids == (5, 6, 0, 1, 2, 3)
-    assert (request.sample_index, request.seed, request.max_tokens) == (1, turn_seed(2**62 + 1, 1), 6)
+    first, second = (each.rollout(9) for each in carried)
+    assert (first.response_ids.tolist(), second.response_ids.tolist()) == ([0, 1, 2], [0, 1, 2, 3])
+    assert second.behavior_logprobs.tobytes() == written(4).behavior_logprobs.tobytes()
+    assert [(r.policy_version, r.num_stale, r.is_cut, r.finish_reason) for r in (first, second)] == [
+        (9, 3, True, "length"), (9, 4, False, "stop")
+    ]  # fmt: skip
+    request = carried[0].request(10)
+    assert request.prompt.token_ids == (5, 6, 0, 1, 2)
+    assert (request.sample_index, request.seed, request.max_tokens) == (0, turn_seed(2**62, 1), 7)
     assert request.group == -1, "it may not be cut again"
 
 
 def test_finished_carried_group_needs_no_token() -> None:
-    parts = tuple(CarriedResponse.of(written(4, sample), sample) for sample in range(2))
-    groups = GroupsInProgress([CarriedGroup(PROMPT, parts)], [SamplingRequest(PROMPT, i, i) for i in range(2)], 2, 7)
+    carried = [Carried.of(written(4, sample), sample, 4) for sample in range(2)]
+    groups = GroupsInProgress(carried, [SamplingRequest(PROMPT, i, i) for i in range(2)], 2, 7)
     assert [place for place, _ in groups.finished()] == [0, 1]
     assert groups.add(0, written(3)) == []
     assert [place for place, _ in groups.add(1, written(2, 1))] == [2, 3]
-    step = groups.settle(1)
-    assert (sorted(step.trained), step.carried, step.cut_length) == ([0, 1, 2, 3], (), 3)
+    trained, left, cut_length = groups.settle(1)
+    assert (sorted(trained), left, cut_length) == ([0, 1, 2, 3], (), 3)

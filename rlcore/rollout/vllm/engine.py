@@ -137,10 +137,7 @@ class VllmEngine(RolloutEngine):
                         if answer.index in mine:
                             index = answer.index - mine.start
                             request, reason = requests[index], str(output.finish_reason)
-                            rollout = self._rollout(request, answer, reason, request.limit(max_response_tokens))
-                            if cut is not None and not rollout.is_cut:
-                                cut.end(request.group, request.sample_index, len(rollout.response_ids))
-                            yield index, rollout
+                            yield index, self._rollout(request, answer, reason, request.limit(max_response_tokens))
         finally:
             if writing:  # the caller stopped, or a step failed
                 core.abort_requests(list(writing))
