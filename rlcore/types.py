@@ -42,6 +42,11 @@ class Rollout(FastPickle):
     log-probability or advantage. If it is None, all tokens were sampled.
 
     `turn_rewards`: for each rewarded turn, the index of the turn's last token in `response_ids`, and the reward.
+
+    `is_cut`: whether the response is unfinished, because the tail cut ended its step (`rollout.finish_share`).
+
+    `num_stale`: the number of first tokens that policy version `policy_version - 1` sampled, in the step before. The
+    other tokens were sampled by `policy_version`.
     """
 
     prompt: Prompt
@@ -52,6 +57,8 @@ class Rollout(FastPickle):
     policy_version: int
     is_sampled: np.ndarray | None = None
     turn_rewards: tuple[tuple[int, float], ...] = ()
+    is_cut: bool = False
+    num_stale: int = 0
 
 
 @dataclass(frozen=True, slots=True)

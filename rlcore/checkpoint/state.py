@@ -36,6 +36,8 @@ class LoopState:
     """The amount that the entropy target has added to the weight of the entropy bonus."""
     pass_counts: str = ""
     """The right and scored responses of each training row, as base64 of float32 (`rlcore.batching.loader`)."""
+    carried: str = ""
+    """The groups of responses that the next step continues, as JSON (`rlcore.trainer.carry`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

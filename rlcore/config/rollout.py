@@ -49,6 +49,10 @@ class RolloutConfig(Section):
     """Responses to each prompt: the group size of GRPO."""
     max_response_tokens: int = Field(default=1_024, ge=1)
     """The length of the longest response, in tokens."""
+    finish_share: float = Field(default=1.0, gt=0.5, le=1)
+    """The share of groups that a step finishes, where a group is all responses to a prompt. The other groups are cut
+    and finish in the next step. A step trains trainer.batch_size groups and has trainer.batch_size / finish_share
+    groups in progress. With 1, no group is cut."""
     sampling: SamplingConfig = SamplingConfig()
     """The sampling of training responses. A temperature of 1 and a top_p of 1 keep the policy gradient unbiased."""
     skip_special_tokens: bool = True
@@ -97,6 +101,19 @@ class RolloutConfig(Section):
              lambda own, _: own.sampling.temperature > 0, "Use 1, which is unbiased"),
         rule(".engine", "", "must be hf or vllm: training needs responses",
              lambda own, _: own.engine != "none", "Set rollout.engine=vllm, or hf where there is no vLLM"),
+        rule(".finish_share", "trainer.batch_size", "must be 1, or leave a group to carry",
+             lambda own, run: own.finish_share == 1 or run.prompts_in_progress > run.trainer.batch_size,
+             "Set it to trainer.batch_size / (trainer.batch_size + 1) or less, or to 1"),
+        rule(".finish_share", "data.environment algo.advantage algo.dynamic_sampling.enabled",
+             "must be 1 with an environment, remax or dynamic sampling, which need all responses of a step",
+             lambda own, run: own.finish_share == 1
+             or not (run.data.environment or run.algo.advantage == "remax" or run.algo.dynamic_sampling.enabled),
+             "Leave it out"),
+        rule(".finish_share", "algo.importance.mode trainer.old_logprobs",
+             "must be 1 without an importance correction, since the policy before sampled the carried tokens",
+             lambda own, run: own.finish_share == 1
+             or (run.algo.importance.mode != "off" and run.trainer.old_logprobs != "behavior"),
+             "Set algo.importance.mode=truncate and trainer.old_logprobs=auto"),
         rule(".tensor_parallel_size", ".engine", "must be 1 without vLLM",
              lambda own, _: own.engine == "vllm" or own.tensor_parallel_size == 1, "Set rollout.engine=vllm, or 1"),
         # vLLM gives log-probabilities before temperature, or after temperature and top_p; the trainer needs those

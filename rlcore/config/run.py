@@ -1,6 +1,7 @@
 """The class `RunConfig` with all settings of a run, typed and validated, and functions for its dotted keys."""
 
 from collections.abc import Mapping
+from fractions import Fraction
 from functools import cache
 from typing import Annotated, get_origin
 
@@ -77,10 +78,16 @@ class RunConfig(Section):
     )  # fmt: skip
 
     @property
+    def prompts_in_progress(self) -> int:
+        """The number of prompts whose responses a step generates. With a tail cut, `trainer.batch_size` of them are
+        trained, and the others are carried to the next step."""
+        return int(self.trainer.batch_size / Fraction(str(self.rollout.finish_share)))
+
+    @property
     def concurrent_responses(self) -> int:
         """The number of responses that an engine generates concurrently, for all ranks that share the engine."""
         num_engines = self.runtime.num_workers // self.rollout.tensor_parallel_size
-        responses = -(-self.trainer.batch_size * self.rollout.samples_per_prompt // num_engines)
+        responses = -(-self.prompts_in_progress * self.rollout.samples_per_prompt // num_engines)
         return min(self.rollout.max_num_seqs, responses)
 
 

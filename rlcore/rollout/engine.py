@@ -11,6 +11,7 @@ from torch import Tensor
 from rlcore.config import RunConfig
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import EngineError
+from rlcore.rollout.tail_cut import TailCut
 from rlcore.types import FastPickle, Prompt, Rollout
 
 TRAINING_STREAM, VALIDATION_STREAM, WARM_START_STREAM, PASS_RATE_STREAM = 1, 2, 3, 4
@@ -25,7 +26,7 @@ class SamplingRequest(FastPickle):
 
     All randomness of the response comes from `seed`. Other requests and the rank have no effect. `max_tokens`: a limit
     below the run's limit, or 0 for none. `environment_seed`: the seed of an environment, equal for all responses to a
-    prompt.
+    prompt. `group`: the number of the prompt in the step if the tail cut may end the response, otherwise -1.
     """
 
     prompt: Prompt
@@ -33,6 +34,7 @@ class SamplingRequest(FastPickle):
     seed: int
     max_tokens: int = 0
     environment_seed: int = 0
+    group: int = -1
 
     def limit(self, max_response_tokens: int) -> int:
         """Return the maximum length of the response in tokens."""
@@ -111,9 +113,14 @@ class RolloutEngine(Protocol):
         return [found[index] for index in range(len(requests))]
 
     def stream(
-        self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
+        self,
+        requests: Sequence[SamplingRequest],
+        sampling: SamplingConfig,
+        max_response_tokens: int,
+        cut: TailCut | None = None,
     ) -> Iterator[tuple[int, Rollout]]:
-        """Yield each rollout with the index of its request when the response ends."""
+        """Yield each rollout with the index of its request when the response ends. With `cut`, call `cut.agree` after
+        every `ROUND_TOKENS` tokens, and end responses at `cut.bound` tokens or later. The caller records their ends."""
         ...
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> WeightSyncResult:
@@ -139,7 +146,11 @@ class NoEngine(RolloutEngine):
     policy_version = -1
 
     def stream(
-        self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
+        self,
+        requests: Sequence[SamplingRequest],
+        sampling: SamplingConfig,
+        max_response_tokens: int,
+        cut: TailCut | None = None,
     ) -> Iterator[tuple[int, Rollout]]:
         """Raise EngineError, because no engine exists."""
         raise EngineError("rollout.engine: is none, so these workers generate no responses")

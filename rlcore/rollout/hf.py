@@ -22,6 +22,7 @@ from rlcore.errors import DeviceMemoryError, EngineError
 from rlcore.models.memory import OutOfMemory, catch_out_of_memory, release_cached_memory
 from rlcore.models.policy import CausalPolicy
 from rlcore.rollout.engine import RolloutEngine, SamplingRequest, WeightSyncResult, require_all_weights
+from rlcore.rollout.tail_cut import ROUND_TOKENS, TailCut
 from rlcore.types import FinishReason, Rollout
 
 log = logging.getLogger(__name__)
@@ -31,16 +32,21 @@ COMPACT_BELOW = 0.75
 
 @dataclass(slots=True)
 class _Response:
-    """An unfinished response of at most `limit` tokens."""
+    """A response of at most `limit` tokens. The tail cut ends it at `cut_at` tokens."""
 
     limit: int
+    cut_at: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason = "length"
 
     @property
-    def is_unfinished(self) -> bool:
-        return self.finish_reason == "length" and len(self.token_ids) < self.limit
+    def is_finished(self) -> bool:
+        return self.finish_reason == "stop" or len(self.token_ids) >= self.limit
+
+    @property
+    def continues(self) -> bool:
+        return not self.is_finished and len(self.token_ids) < self.cut_at
 
 
 class HfEngine(RolloutEngine):
@@ -63,7 +69,11 @@ class HfEngine(RolloutEngine):
         return WeightSyncResult()
 
     def stream(
-        self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
+        self,
+        requests: Sequence[SamplingRequest],
+        sampling: SamplingConfig,
+        max_response_tokens: int,
+        cut: TailCut | None = None,
     ) -> Iterator[tuple[int, Rollout]]:
         """Yield each rollout with the index of its request, batch by batch."""
         if self.policy_version < 0:
@@ -71,7 +81,7 @@ class HfEngine(RolloutEngine):
         start = 0
         while start < len(requests):
             batch = requests[start : start + self._batch_size]
-            answers = catch_out_of_memory(partial(self._generate_batch, batch, sampling, max_response_tokens))
+            answers = catch_out_of_memory(partial(self._generate_batch, batch, sampling, max_response_tokens, cut))
             if isinstance(answers, OutOfMemory):
                 self._reduce_batch_size(len(batch), answers)
                 continue
@@ -96,7 +106,11 @@ class HfEngine(RolloutEngine):
 
     @torch.no_grad()
     def _generate_batch(
-        self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
+        self,
+        requests: Sequence[SamplingRequest],
+        sampling: SamplingConfig,
+        max_response_tokens: int,
+        cut: TailCut | None,
     ) -> list[Rollout]:
         device = next(self._policy.parameters()).device
         prompts = list({request.prompt.token_ids: None for request in requests})
@@ -111,9 +125,11 @@ class HfEngine(RolloutEngine):
         next_position = mask.sum(dim=1)
 
         draws = torch.from_numpy(_uniforms(requests, max_response_tokens)).to(device)
-        answers = [_Response(request.limit(max_response_tokens)) for request in requests]
+        answers = [_Response(request.limit(max_response_tokens), max_response_tokens) for request in requests]
         live = np.arange(len(requests))  # the request of each row in the batch
         for index in range(max_response_tokens):
+            if cut is not None and index % ROUND_TOKENS == 0:
+                _agree(cut, requests, answers)
             tokens, logprobs = sample(logits, draws[torch.from_numpy(live).to(device), index], sampling)
             going = self._append(answers, live, tokens, logprobs)
             if not going.any():
@@ -135,12 +151,12 @@ class HfEngine(RolloutEngine):
             zip(live.tolist(), tokens.tolist(), logprobs.tolist(), strict=True)
         ):
             answer = answers[request]
-            if answer.is_unfinished:  # finished rows may stay until the batch is rebuilt
+            if answer.continues:  # finished rows may stay until the batch is rebuilt
                 answer.token_ids.append(token)
                 answer.logprobs.append(logprob)
                 if token in self._eos_token_ids:
                     answer.finish_reason = "stop"
-            going[row] = answer.is_unfinished
+            going[row] = answer.continues
         return going
 
     def _rollout(self, request: SamplingRequest, answer: _Response) -> Rollout:
@@ -151,7 +167,19 @@ class HfEngine(RolloutEngine):
             behavior_logprobs=np.array(answer.logprobs, dtype=np.float32),
             finish_reason=answer.finish_reason,
             policy_version=self.policy_version,
+            is_cut=not answer.is_finished,
         )
+
+
+def _agree(cut: TailCut, requests: Sequence[SamplingRequest], answers: Sequence[_Response]) -> None:
+    """Exchange the lengths of finished responses with the other ranks, and end further responses at the bound."""
+    for request, answer in zip(requests, answers, strict=True):
+        if answer.is_finished:
+            cut.end(request.group, request.sample_index, len(answer.token_ids))
+    cut.agree()
+    for request, answer in zip(requests, answers, strict=True):
+        if request.group >= 0:
+            answer.cut_at = cut.bound
 
 
 def sample(

@@ -16,6 +16,7 @@ from rlcore.errors import UnscoredError
 from rlcore.models.tokenizer import Decode
 from rlcore.rollout.engine import TRAINING_STREAM, SamplingRequest, make_requests
 from rlcore.rollout.scoring import ScoringJob, ScoringPool
+from rlcore.trainer.carry import Carried, GroupsInProgress, from_text
 from rlcore.trainer.clock import PhaseClock
 from rlcore.trainer.episodes import Episodes
 from rlcore.trainer.generate import generate, split_requests
@@ -42,15 +43,14 @@ class StreamScorer:
         texts = self._decode([rollout.response_ids for rollout in rollouts])
         return texts, self._scoring.submit(texts, [rollout.prompt.ground_truth_json for rollout in rollouts])
 
-    def collect(self) -> tuple[list[Score], list[str]]:
-        """Wait for all scores. Return the scores and the texts in the order of the requests."""
+    def collect(self) -> dict[int, tuple[Score, str]]:
+        """Wait for all scores. Return the score and the text of each submitted response."""
         scored: dict[int, tuple[Score, str]] = {}
         for indices, future in self._jobs:
             texts, job = future.result()
             scored.update(zip(indices, zip(self._scoring.collect(job), texts, strict=True), strict=True))
         self._thread.shutdown()
-        ordered = [scored[index] for index in sorted(scored)]
-        return [score for score, _ in ordered], [text for _, text in ordered]
+        return scored
 
 
 ScoredResponse = tuple[Rollout, Score, str]
@@ -92,7 +92,7 @@ class ResponseSampler:
         if self._episodes is not None:
             played = self._episodes.play(self.group, requests, sampling, policy_version=policy_version, clock=clock)
             return list(zip(*played, strict=True))
-        scorer = StreamScorer(self.scoring, self.decode) if self.config.reward.num_processes else None
+        scorer = self._stream_scorer()
         with clock.phase("gen"):
             rollouts = generate(
                 self.group,
@@ -103,12 +103,58 @@ class ResponseSampler:
                 on_finished=None if scorer is None else scorer.submit,
                 shares=shares,
             )
+        return self._scored(dict(enumerate(rollouts)), scorer, clock)
+
+    def sample_and_carry(
+        self,
+        carried: Sequence[Carried],
+        requests: Sequence[SamplingRequest],
+        *,
+        policy_version: int,
+        clock: PhaseClock,
+        shares: Sequence[Sequence[int]] | None,
+    ) -> tuple[list[ScoredResponse], tuple[Carried, ...], int]:
+        """Return the scored responses to train on, the carried responses, and the length of the cut. A group is scored
+        when its last response ends. See `GroupsInProgress`."""
+        config = self.config
+        groups = GroupsInProgress(carried, requests, config.rollout.samples_per_prompt, policy_version)
+        scorer = self._stream_scorer()
+
+        def on_finished(finished: Sequence[tuple[int, Rollout]]) -> None:
+            whole = [pair for index, rollout in finished for pair in groups.add(index, rollout)]
+            if scorer is not None and whole:
+                scorer.submit(whole)
+
+        count = config.trainer.batch_size - len(carried) // config.rollout.samples_per_prompt
+        with clock.phase("gen"):
+            if scorer is not None and (finished := groups.finished()):
+                scorer.submit(finished)
+            generate(
+                self.group,
+                requests,
+                config.rollout.sampling,
+                config.rollout.max_response_tokens,
+                policy_version=policy_version,
+                on_finished=on_finished,
+                shares=shares,
+                num_finished=count,
+            )
+            trained, after, cut_length = groups.settle(count)
+        return self._scored(trained, scorer, clock), after, cut_length
+
+    def _stream_scorer(self) -> StreamScorer | None:
+        return StreamScorer(self.scoring, self.decode) if self.config.reward.num_processes else None
+
+    def _scored(
+        self, rollouts: Mapping[int, Rollout], scorer: StreamScorer | None, clock: PhaseClock
+    ) -> list[ScoredResponse]:
         with clock.phase("reward"):
             if scorer is not None:
-                return list(zip(rollouts, *scorer.collect(), strict=True))
-            texts = self.decode([rollout.response_ids for rollout in rollouts])
-            scores = self.scoring.score(texts, [rollout.prompt.ground_truth_json for rollout in rollouts])
-            return list(zip(rollouts, scores, texts, strict=True))
+                scored = scorer.collect()
+                return [(rollout, *scored[index]) for index, rollout in rollouts.items()]
+            texts = self.decode([rollout.response_ids for rollout in rollouts.values()])
+            scores = self.scoring.score(texts, [rollout.prompt.ground_truth_json for rollout in rollouts.values()])
+            return list(zip(rollouts.values(), scores, texts, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +175,10 @@ class Experience:
     pass_counts: str = ""
     """The pass counts of all rows after this step (`PassCounts.text`), or '' if rows are not drawn by them."""
     pass_metrics: Mapping[str, float] = field(default_factory=dict)
+    carried: tuple[Carried, ...] = ()
+    """The responses of the groups that the next step continues."""
+    cut_length: int = 0
+    """The length at which these responses were cut, or 0 without a tail cut."""
 
     @property
     def num_response_tokens(self) -> int:
@@ -136,9 +186,19 @@ class Experience:
         return sum(len(rollout.response_ids) for rollout in self.rollouts)
 
     @property
+    def num_stale_tokens(self) -> int:
+        """The number of tokens in all responses that the step before has sampled."""
+        return sum(rollout.num_stale for rollout in self.rollouts)
+
+    @property
+    def num_carried_tokens(self) -> int:
+        """The number of tokens so far in the responses that the next step continues."""
+        return sum(len(each.ids) for each in self.carried)
+
+    @property
     def num_generated_tokens(self) -> int:
-        """The number of tokens in all responses, including the responses of dropped groups."""
-        return self.num_response_tokens + self.num_tokens_dropped
+        """The number of tokens that the step has sampled, including the tokens of dropped and carried groups."""
+        return self.num_response_tokens - self.num_stale_tokens + self.num_tokens_dropped + self.num_carried_tokens
 
 
 class ExperienceCollector:
@@ -163,12 +223,15 @@ class ExperienceCollector:
     def _first_requests(self, state: LoopState) -> list[SamplingRequest]:
         if self._counted is not None:
             self._stream.set_weights(self._counted.weights(state.pass_counts))
-        return self._requests(state, 0, self._config.trainer.batch_size)
+        carried, longest = from_text(state.carried), self._config.rollout.max_response_tokens
+        continued = [each.request(longest) for each in carried if each.is_cut]
+        num_carried = len(carried) // self._config.rollout.samples_per_prompt
+        return continued + self._requests(state, 0, self._config.prompts_in_progress - num_carried)
 
     def _requests(self, state: LoopState, num_drawn: int, count: int) -> list[SamplingRequest]:
         """Return requests for the next `count` prompts. `num_drawn`: the number of prompts already drawn in this
         step."""
-        return make_requests(
+        requests = make_requests(
             self._stream.take(state.num_prompts_drawn + num_drawn, count),
             self._config.rollout.samples_per_prompt,
             run_seed=self._config.seed,
@@ -176,6 +239,10 @@ class ExperienceCollector:
             step=state.step + 1,
             first_group=num_drawn,
         )
+        if self._config.rollout.finish_share == 1:
+            return requests
+        size = self._config.rollout.samples_per_prompt
+        return [replace(request, group=index // size) for index, request in enumerate(requests)]
 
     def collect(self, state: LoopState, clock: PhaseClock) -> Experience:
         """Collect the responses of the step after `state`. Raises UnscoredError if no response has a score."""
@@ -187,16 +254,22 @@ class ExperienceCollector:
         kept: list[ScoredResponse] = []
         rest: list[ScoredResponse] = []
         num_drawn = 0
+        before, carried, cut_length = from_text(state.carried), tuple[Carried, ...](), 0
         tally: dict[int, tuple[int, int]] = {}
         for refill in range(1 + dynamic.max_refills):
             if refill:
                 missing = (num_wanted - len(kept)) // group_size
                 requests, shares = self._requests(state, num_drawn, missing), None
-            responses = self._sampler.sample(
-                requests, config.rollout.sampling, policy_version=state.policy_version, clock=clock, shares=shares
-            )
+            if config.rollout.finish_share < 1:
+                responses, carried, cut_length = self._sampler.sample_and_carry(
+                    before, requests, policy_version=state.policy_version, clock=clock, shares=shares
+                )
+            else:
+                responses = self._sampler.sample(
+                    requests, config.rollout.sampling, policy_version=state.policy_version, clock=clock, shares=shares
+                )
             count_solved(responses, tally)  # counts all groups, before the length penalty
-            num_drawn += len(requests) // group_size
+            num_drawn += (len(responses) + len(carried) - len(before)) // group_size
             has_signal = self._has_signal(responses) if dynamic.enabled else [True] * len(responses)
             kept += [response for response, good in zip(responses, has_signal, strict=True) if good]
             rest += [response for response, good in zip(responses, has_signal, strict=True) if not good]
@@ -216,11 +289,13 @@ class ExperienceCollector:
             group_ids=tuple(index // group_size for index in range(len(batch))),
             texts=tuple(text for _, _, text in batch),
             num_prompts_drawn=num_drawn,
-            num_groups_dropped=num_drawn - len(batch) // group_size,
+            num_groups_dropped=len(dropped) // group_size,
             greedy_scores=self._greedy_scores([rollout.prompt for rollout, _, _ in batch], state.policy_version, clock),
             num_tokens_dropped=sum(len(rollout.response_ids) for rollout, _, _ in dropped),
             pass_counts=pass_counts,
             pass_metrics=metrics,
+            carried=carried,
+            cut_length=cut_length,
         )
 
     def _greedy_scores(self, prompts: Sequence[Prompt], version: int, clock: PhaseClock) -> tuple[float, ...] | None:

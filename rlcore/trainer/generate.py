@@ -24,11 +24,13 @@ def generate(
     policy_version: int,
     on_finished: OnFinished | None = None,
     shares: Sequence[Sequence[int]] | None = None,
+    num_finished: int = 0,
 ) -> list[Rollout]:
     """Generate responses in the order of the requests. `shares`: the request indices of each rank, by default from
-    `split_requests`. Raises EngineError if an engine used a policy version other than `policy_version`."""
+    `split_requests`. With `num_finished`, unfinished responses are cut when so many groups are finished. Raises
+    EngineError if an engine used a policy version other than `policy_version`."""
     indices = split_requests(requests, group.world_size) if shares is None else shares
-    arguments = [([requests[i] for i in mine], sampling, max_response_tokens) for mine in indices]
+    arguments = [([requests[i] for i in mine], sampling, max_response_tokens, num_finished) for mine in indices]
     rollouts: dict[int, Rollout] = {}
 
     def receive(rank: int, finished: Sequence[tuple[int, Rollout]]) -> None:

@@ -41,6 +41,7 @@ def step_metrics(config: RunConfig, experience: Experience, estimated: Estimate,
     if estimated.teacher_kl is not None:
         metrics["actor/teacher_kl"] = estimated.teacher_kl
     metrics |= length_metrics(config, experience) | group_metrics(packed, experience)
+    metrics |= carry_metrics(config, experience)
     if update.logprobs_before is not None:
         weights = None if config.algo.importance.mode == "off" else batch.importance_weights
         # A separate forward pass computes masked tokens too, the update does not.
@@ -159,6 +160,18 @@ def group_metrics(packed: PackedBatch, experience: Experience) -> Metrics:
         parts = [score.parts[name] for score in experience.scores if name in score.parts]
         metrics[f"reward/{name}/mean"] = sum(parts) / len(parts)
     return metrics
+
+
+def carry_metrics(config: RunConfig, experience: Experience) -> Metrics:
+    """Return the size of the carried groups and the share of stale tokens, or {} without a tail cut."""
+    if not experience.cut_length:
+        return {}
+    return {
+        "rollout/cut_length": float(experience.cut_length),
+        "rollout/carried_groups": float(len(experience.carried) // config.rollout.samples_per_prompt),
+        "rollout/carried_tokens": float(experience.num_carried_tokens),
+        "rollout/stale_token_share": experience.num_stale_tokens / experience.num_response_tokens,
+    }
 
 
 def balance_metrics(packed: PackedBatch, sequences: Sequence[Sequence[int]]) -> Metrics:

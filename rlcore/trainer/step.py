@@ -17,6 +17,7 @@ from rlcore.checkpoint.state import LoopState
 from rlcore.config import RunConfig
 from rlcore.errors import NonFiniteError
 from rlcore.trainer.alarms import Alarm, batch_alarms, save_failed_batch, step_alarms
+from rlcore.trainer.carry import to_text
 from rlcore.trainer.clock import EnterPhase, PhaseClock
 from rlcore.trainer.estimate import Estimate, ForwardResults, ScoreParts, estimate
 from rlcore.trainer.experience import Experience, ExperienceCollector
@@ -246,4 +247,5 @@ class Trainer(GroupTrainer):
             kl_coef=kl_coef,
             entropy_added=entropy_added,
             pass_counts=experience.pass_counts,
+            carried=to_text(experience.carried),
         )

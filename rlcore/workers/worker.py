@@ -27,6 +27,7 @@ from rlcore.models.parallel import adapter_state
 from rlcore.models.shape import ModelShape, peak_flops, shape_from_config
 from rlcore.rollout.build import build_engine
 from rlcore.rollout.engine import RolloutEngine, SamplingRequest, engine_dtype
+from rlcore.rollout.tail_cut import TailCut
 from rlcore.tracking.cost import GpuUse
 from rlcore.types import PackedBatch, Prompt, Rollout, TrainBatch
 from rlcore.workers.actor import Actor, FrozenPolicy
@@ -168,23 +169,35 @@ class Worker:
         )
 
     def generate(
-        self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
+        self,
+        requests: Sequence[SamplingRequest],
+        sampling: SamplingConfig,
+        max_response_tokens: int,
+        num_finished: int = 0,
     ) -> Iterator[list[tuple[int, Rollout]]]:
         """Yield batches of (index of a request, rollout) while responses finish. The engine has the last synced
-        weights."""
-        if not requests and self._config.rollout.tensor_parallel_size == 1:  # no other rank shares the engine
-            return
+        weights. With `num_finished`, unfinished responses are cut when so many groups are finished on all ranks."""
+        if not requests and self._config.rollout.tensor_parallel_size == 1 and not num_finished:
+            return  # no other rank shares the engine
         self._wake_engine()
+        cut = None
+        if num_finished:
+            groups = [request.group for request in requests]
+            cut = TailCut(groups, num_finished, max_response_tokens, self._world_size, self._placement.device)
         finished: list[tuple[int, Rollout]] = []
         num_missing = len(requests)
-        for pair in self.engine.stream(requests, sampling, max_response_tokens):
-            finished.append(pair)
+        for index, rollout in self.engine.stream(requests, sampling, max_response_tokens, cut):
+            if cut is not None and not rollout.is_cut:
+                cut.end(requests[index].group, rollout.sample_index, len(rollout.response_ids))
+            finished.append((index, rollout))
             if len(finished) >= max(MIN_STREAM_BATCH, num_missing // STREAM_FRACTION):
                 num_missing -= len(finished)
                 yield finished
                 finished = []
         if finished:
             yield finished
+        while cut is not None and cut.agree(busy=False):
+            pass
 
     def old_logprobs(
         self, batch: PackedBatch, num_micro: int, with_entropy: bool = False

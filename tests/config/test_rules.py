@@ -95,6 +95,14 @@ optim.warmup_steps: trainer.total_steps=1 + optim.warmup_steps=2 | optim.warmup_
 optim.warmup_ratio: optim.warmup_ratio=0.1 + optim.warmup_steps=5 |
 critic.optim.warmup_steps: algo.advantage=gae + critic.optim.warmup_steps=100 | critic.optim.warmup_steps=99
 rollout.samples_per_prompt: algo.advantage=grpo + rollout.samples_per_prompt=1 | rollout.samples_per_prompt=2
+rollout.finish_share: algo.importance.mode=truncate trainer.batch_size=256 + rollout.finish_share=0.997 |
+    rollout.finish_share=0.996
+rollout.finish_share: rollout.finish_share=0.9 + | algo.importance.mode=mask
+rollout.finish_share: rollout.finish_share=0.9 algo.importance.mode=truncate + trainer.old_logprobs=behavior |
+    trainer.old_logprobs=recompute
+rollout.finish_share: rollout.finish_share=0.9 algo.importance.mode=truncate + data.environment=a:B |
+rollout.finish_share: rollout.finish_share=0.9 algo.importance.mode=truncate + algo.advantage=remax |
+rollout.finish_share: rollout.finish_share=0.9 algo.importance.mode=truncate + algo.dynamic_sampling.enabled=true |
 algo.dynamic_sampling.enabled: algo.advantage=json:dumps algo.dynamic_sampling.enabled=true +
     rollout.samples_per_prompt=1 |
 algo.dynamic_sampling.enabled: algo.advantage=gae critic={} + algo.dynamic_sampling.enabled=true |
@@ -302,6 +310,9 @@ WORDS = [
     ("runtime.backend=ray runtime.num_workers=4 rollout.samples_per_prompt=5 trainer.mini_batch_size=2",
      "must divide trainer.mini_batch_size x rollout.samples_per_prompt",
      "4 with mini_batch_size 2, samples_per_prompt 5", "Use one of 1, 2, 5, 10"),
+    ("rollout.finish_share=0.9 algo.importance.mode=truncate trainer.batch_size=8 trainer.mini_batch_size=8",
+     "must be 1, or leave a group to carry", "0.9 with batch_size 8",
+     "Set it to trainer.batch_size / (trainer.batch_size + 1) or less, or to 1"),
     ("trainer.max_tokens_per_micro_batch=39", "must be at least filter.max_prompt_tokens + rollout.max_response_tokens",
      "39 with max_prompt_tokens 32, max_response_tokens 8",
      "Set it to 40 or more; the gradient does not depend on it"),

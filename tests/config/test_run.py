@@ -25,6 +25,8 @@ from rlcore.config.trainer import DeadlineConfig, PathsConfig
             8,
         ),
         ({"trainer": {"batch_size": 5}, "rollout": {"samples_per_prompt": 3, "max_num_seqs": 7}}, 7),
+        ({"trainer": {"batch_size": 9}, "rollout": {"samples_per_prompt": 3, "finish_share": 0.9}}, 30),
+        ({"trainer": {"batch_size": 128}, "rollout": {"samples_per_prompt": 1, "finish_share": 0.9}}, 142),
     ],
 )  # fmt: skip
 def test_concurrent_responses_of_engine(settings: dict[str, Any], answers: int) -> None:

@@ -77,7 +77,7 @@ def other_value(key: str, value: Any) -> list[Any]:
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int | float):
-        return [value + 1, value / 2, value - 1, value + 0.5]
+        return [value + 1, value / 2, value - 1, value + 0.5, 0.75 * value]
     if isinstance(value, tuple | list):
         return [["a.b:c"]]
     return ["other"] if "str" in str(annotation) else [3.5, 100_000, 0.5]

@@ -201,6 +201,31 @@ def test_training_on_multi_turn_episodes(folder: Path) -> None:
         assert metrics["reward/correct/mean"] > 0
 
 
+@pytest.mark.parametrize("case", ["short", "own", "many"])
+def test_tail_cut_ends_the_longest_responses(folder: Path, case: str) -> None:
+    facts = facts_of(folder, "tail_cut")[case]
+    whole, groups = facts["whole"], facts["groups"]
+    longest = [max(whole[i : i + 4]) for i in range(0, groups.index(-1), 4)]
+    assert facts["bound"] == sorted(longest)[3] < max(longest)
+    for group, length, full, is_cut in zip(groups, facts["lengths"], whole, facts["is_cut"], strict=True):
+        assert is_cut == (length < full)
+        assert length >= (full if group < 0 else min(full, facts["bound"]))
+    assert any(facts["is_cut"])
+    assert all(facts["prefixes"])
+    assert facts["logprobs_off"] < 1e-5
+    assert facts["left"] == 0
+
+
+def test_training_with_carried_groups_repeats(folder: Path) -> None:
+    facts = facts_of(folder, "carrying")
+    assert facts["responses"][0] == facts["responses"][1]
+    for metrics in facts["steps"]:
+        assert metrics["rollout/carried_groups"] == 2.0
+        assert metrics["training/rollout_probs_diff_mean"] < 1e-2, "stale tokens are one update old"
+    assert facts["steps"][0]["training/rollout_probs_diff_mean"] < 1e-4
+    assert [metrics["rollout/stale_token_share"] > 0 for metrics in facts["steps"]] == [False, True, True]
+
+
 def test_unsupported_settings_are_reported(folder: Path) -> None:
     refusals = facts_of(folder, "refusals")
     assert refusals["no_cache"].startswith("rollout.memory_share: 1e-09")

@@ -60,6 +60,20 @@ def test_response_is_independent_of_rank(ranks: dict[str, list[Any]], kind: str)
     assert second["first rank alone"] == first["second rank alone"] == first["no rank"] == second["no rank"] == []
 
 
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+def test_ranks_of_an_engine_cut_at_the_same_tokens(ranks: dict[str, list[Any]], kind: str) -> None:
+    cuts = [rank["cut"] for rank in ranks[kind]]
+    whole = [length for cut in cuts for length in cut["whole"]]
+    bound = sorted(max(whole[i : i + 4]) for i in range(0, 32, 4))[3]
+    assert [cut["bound"] for cut in cuts] == [bound, bound]
+    assert sum(any(cut["is_cut"]) for cut in cuts) >= 1
+    for cut in cuts:
+        assert all(cut["prefixes"])
+        assert cut["logprobs_off"] < 1e-5
+        for length, full in zip(cut["lengths"], cut["whole"], strict=True):
+            assert length >= min(full, bound)
+
+
 def test_killed_worker_leaves_no_shared_memory(ranks: dict[str, list[Any]]) -> None:
     assert [rank["shared_memory"] for rank in ranks["tied"]] == [[], []]
 

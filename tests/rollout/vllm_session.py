@@ -25,6 +25,7 @@ from rlcore.config.rollout import RolloutConfig
 from rlcore.errors import EngineError, WorkerLostError
 from rlcore.models.load import load_policy
 from rlcore.rollout.engine import SamplingRequest, make_requests
+from rlcore.rollout.tail_cut import TailCut
 from rlcore.rollout.vllm import short_steps as short_scheduler
 from rlcore.rollout.vllm.engine import VllmEngine
 from rlcore.rollout.vllm.start import EngineShape, allow_sleep_on_shared_gpu
@@ -36,6 +37,7 @@ VOCAB, END = 96, 1
 SETTINGS = RolloutConfig(engine="vllm", max_num_seqs=32, memory_share=0.3)
 SAMPLING = SamplingConfig(temperature=0.7)
 MAX_TOKENS = 12
+CUT_TOKENS = 200
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -220,6 +222,50 @@ def short_steps_facts(engine: VllmEngine) -> dict[str, Any]:
     return facts
 
 
+def tail_cut_facts(folder: Path) -> dict[str, Any]:
+    """Compare a stream with a tail cut with whole responses, with and without short steps, and with few places."""
+    engine = build(write_model("tied", folder / "seventh", 1))
+    engine.update_weights(weights_of(folder / "seventh"), version=0)
+    scheduler = engine._engine.engine_core.engine_core.scheduler
+    facts: dict[str, Any] = {}
+    for case in ("short", "own", "many"):
+        scheduler.short_steps_allowed = case != "own"
+        found = some_requests(16 if case == "many" else 7, 4, 20)
+        requests = [replace(request, group=index // 4) for index, request in enumerate(found)]
+        requests += [replace(request, seed=request.seed ^ 1) for request in found[:4]]  # these have to finish
+        whole = engine.generate(requests, SamplingConfig(), CUT_TOKENS)
+        facts[case] = cut_facts(engine, requests, whole, wanted=4) | {"left": len(scheduler.requests)}
+    engine.close()
+    return facts
+
+
+def cut_facts(
+    engine: VllmEngine, requests: list[SamplingRequest], whole: list[Rollout], *, wanted: int, world_size: int = 1
+) -> dict[str, Any]:
+    """Generate with a tail cut, and compare with the whole responses."""
+    groups = [request.group for request in requests]
+    cut = TailCut(groups, wanted, CUT_TOKENS, world_size, CPU)
+    found: dict[int, Rollout] = {}
+    for index, rollout in engine.stream(requests, SamplingConfig(), CUT_TOKENS, cut):
+        found[index] = rollout
+        if not rollout.is_cut:
+            cut.end(groups[index], rollout.sample_index, len(rollout.response_ids))
+    while cut.agree(busy=False):
+        pass
+    pairs = [(found[index], rollout) for index, rollout in enumerate(whole)]
+    return {
+        "bound": cut.bound,
+        "groups": groups,
+        "whole": [len(rollout.response_ids) for rollout in whole],
+        "lengths": [len(rollout.response_ids) for rollout, _ in pairs],
+        "is_cut": [rollout.is_cut for rollout, _ in pairs],
+        "prefixes": [r.response_ids.tolist() == w.response_ids[: len(r.response_ids)].tolist() for r, w in pairs],
+        "logprobs_off": max(
+            float(np.abs(r.behavior_logprobs - w.behavior_logprobs[: len(r.behavior_logprobs)]).max()) for r, w in pairs
+        ),
+    }
+
+
 def untied_facts(folder: Path) -> dict[str, Any]:
     """Load and sync a model with an untied head and grouped heads."""
     first, second = write_model("untied", folder / "third", 3), write_model("untied", folder / "fourth", 4)
@@ -338,9 +384,11 @@ def main(folder: Path) -> None:
     parts = {
         "engine": engine_facts,
         "untied": untied_facts,
+        "tail_cut": tail_cut_facts,
         "training": vllm_training.training_facts,
         "adapters": vllm_training.adapter_facts,
         "episodes": vllm_training.episode_facts,
+        "carrying": vllm_training.carrying_facts,
         "bfloat16": vllm_training.bfloat16_facts,
         "refusals": refusal_facts,
     }

@@ -9,6 +9,7 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlcore.config import RunConfig
+from rlcore.config import RunConfig, SamplingConfig
 from rlcore.errors import EngineError
 from rlcore.rollout.vllm import weights as weight_sync
 from rlcore.runtime.local import start_workers
@@ -28,11 +29,13 @@ from rlcore.workers.worker import Worker
 from tests.helpers.small_run import SmallRun, prepare, train
 from tests.rollout.vllm_session import (
     CPU,
+    CUT_TOKENS,
     MAX_TOKENS,
     SAMPLING,
     SETTINGS,
     answers,
     build,
+    cut_facts,
     differing,
     keep_frozen,
     mean_difference,
@@ -84,6 +87,10 @@ def engine_facts(folder: Path, kind: str, rank: int) -> dict[str, Any]:
             facts["versions"] = sorted({rollout.policy_version for rollout in rollouts})
             facts["difference"] = mean_difference(right, rollouts, SAMPLING.temperature)
             facts["in_order"] = _in_order(rollouts, mine)
+    grouped = [replace(request, group=index // 4) for index, request in enumerate(requests)]
+    mine = grouped[:12] if rank == 0 else grouped[12:]
+    whole = engine.generate(mine, SamplingConfig(), CUT_TOKENS)
+    facts["cut"] = cut_facts(engine, mine, whole, wanted=4, world_size=NUM_RANKS)
     facts["differing_when_right"] = differing(engine, weights_of(right))
     facts["differing_when_wrong"] = differing(engine, weights_of(other))
     facts["sent"] = [name for name, _ in weights_of(right)]

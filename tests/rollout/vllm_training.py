@@ -14,6 +14,7 @@ from rlcore.trainer.metrics import Metrics
 from rlcore.workers.actor import Actor
 from rlcore.workers.canary import WeightSync
 from rlcore.workers.worker import Worker
+from tests.helpers.carrying import CARRYING, step_facts
 from tests.helpers.small_run import SmallRun, prepare, train
 from tests.rollout.vllm_session import differing
 
@@ -77,6 +78,17 @@ def adapter_facts(folder: Path) -> dict[str, Any]:
     difference = group.each(Worker.sync_weights, 9)[0].difference
     group.close()
     return {"steps": steps, "difference": difference}
+
+
+def carrying_facts(folder: Path) -> dict[str, Any]:
+    """Run steps that cut and carry groups, and collect responses twice."""
+    run = _run(folder, *CARRYING)
+    group = _group(run)
+    steps = train(run, group, 3)
+    group.each(Worker.reset)
+    facts = {"steps": steps, "responses": [step_facts(run, group, 2) for _ in range(2)]}
+    group.close()
+    return facts
 
 
 def episode_facts(folder: Path) -> list[Metrics]:

@@ -26,6 +26,7 @@ from rlcore.runtime.local import start_workers
 from rlcore.trainer.metrics import Metrics
 from rlcore.workers.group import WorkerGroup
 from rlcore.workers.worker import Worker
+from tests.helpers.carrying import step_facts
 from tests.helpers.small_run import SmallRun, prepare, train
 
 STEPS = 3
@@ -57,6 +58,15 @@ def private_cluster(run: SmallRun) -> dict[str, Any]:
             except grpc.RpcError as error:
                 found["stranger"] = error.code().name
         return found
+    finally:
+        group.close()
+
+
+def carried_groups(run: SmallRun) -> dict[str, Any]:
+    """Return the responses of steps with a tail cut, and the metrics of a training."""
+    group = start_workers(run.config, str(run.model_directory))
+    try:
+        return {"steps": step_facts(run, group, STEPS), "metrics": train(run, group, STEPS)}
     finally:
         group.close()
 
@@ -183,6 +193,7 @@ def main() -> None:
     scenarios: dict[str, Callable[[], Any]] = {
         "metrics": lambda: metrics_of(run),
         "private": lambda: private_cluster(run),
+        "carried": lambda: carried_groups(run),
         "stop": lambda: stopped_at_the_start(run),
         "stream": lambda: killed_in_a_stream(run),
         "rendezvous": lambda: rendezvous_in_a_cluster(run),

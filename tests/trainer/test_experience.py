@@ -204,14 +204,15 @@ def test_streamed_scores_equal_batch_scores(run: SmallRun, group: LocalGroup) ->
     with ScoringPool(run.config.data.scorer, run.config.reward) as scoring:
         early = StreamScorer(scoring, problems.decode)
         streamed = generate(group, requests, sampling, limit, policy_version=3, on_finished=early.submit)
-        scores, texts = early.collect()
+        scored = early.collect()
         assert [r.response_ids.tolist() for r in streamed] == [r.response_ids.tolist() for r in plain]
-        assert texts == problems.decode([r.response_ids for r in plain])
-        assert scores == scoring.score(texts, [r.prompt.ground_truth_json for r in plain])
+        texts = problems.decode([r.response_ids for r in plain])
+        scores = scoring.score(texts, [r.prompt.ground_truth_json for r in plain])
+        assert scored == dict(enumerate(zip(scores, texts, strict=True)))
         late_first = StreamScorer(scoring, problems.decode)
         for pair in reversed(list(enumerate(plain))):
             late_first.submit([pair])
-        assert late_first.collect() == (scores, texts), "in the order of the requests"
+        assert late_first.collect() == scored
 
 
 def test_stale_rollout_raises_before_scoring(run: SmallRun, group: LocalGroup) -> None:

@@ -23,6 +23,7 @@ from rlcore.errors import EngineError
 from rlcore.models.load import parameter_names
 from rlcore.models.memory import release_cached_memory
 from rlcore.rollout.engine import RolloutEngine, SamplingRequest, WeightSyncResult
+from rlcore.rollout.tail_cut import ROUND_TOKENS, TailCut
 from rlcore.rollout.vllm import weights as sync
 from rlcore.rollout.vllm.start import EngineShape, give_float32_logits, start_vllm
 from rlcore.types import Rollout
@@ -95,7 +96,11 @@ class VllmEngine(RolloutEngine):
         return model
 
     def stream(
-        self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
+        self,
+        requests: Sequence[SamplingRequest],
+        sampling: SamplingConfig,
+        max_response_tokens: int,
+        cut: TailCut | None = None,
     ) -> Iterator[tuple[int, Rollout]]:
         """Yield each rollout with the index of its request when the response ends. All ranks of a shared engine must
         consume the stream to the end."""
@@ -108,13 +113,16 @@ class VllmEngine(RolloutEngine):
         # Bypasses `LLMEngine.step`, which creates text, statistics and log-probability objects for every token.
         core = self._engine.engine_core
         writing: dict[str, _Response] = {}
-        num_idle = 0
+        num_idle = num_steps = 0
         most_idle = _MAX_IDLE_STEPS + max_response_tokens  # the scheduler keeps tokens until a response ends
         try:
             for index, prepared in enumerate(self._prepare_requests(everyones, sampling, max_response_tokens)):
                 core.add_request(prepared)
                 writing[prepared.request_id] = _Response(index, [], [])
             while writing:
+                if cut is not None and num_steps % ROUND_TOKENS == 0:
+                    self._agree(cut, [name for name, one in writing.items() if everyones[one.index].group >= 0])
+                num_steps += 1
                 outputs = core.get_output().outputs
                 num_idle = 0 if outputs else num_idle + 1
                 if num_idle > most_idle:
@@ -128,10 +136,19 @@ class VllmEngine(RolloutEngine):
                         del writing[output.request_id]
                         if answer.index in mine:
                             index = answer.index - mine.start
-                            yield index, self._rollout(requests[index], answer, str(output.finish_reason))
+                            request, reason = requests[index], str(output.finish_reason)
+                            yield index, self._rollout(request, answer, reason, request.limit(max_response_tokens))
         finally:
             if writing:  # the caller stopped, or a step failed
                 core.abort_requests(list(writing))
+
+    def _agree(self, cut: TailCut, names: Sequence[str]) -> None:
+        """Exchange the lengths of finished responses with the other ranks. If the bound has fallen, lower the limits of
+        the running requests `names`."""
+        before = cut.bound
+        cut.agree()
+        if cut.bound < before:
+            self._engine.engine_core.engine_core.scheduler.lower_limits(names, cut.bound)
 
     def _prepare_requests(
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
@@ -173,7 +190,7 @@ class VllmEngine(RolloutEngine):
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    def _rollout(self, request: SamplingRequest, answer: "_Response", reason: str) -> Rollout:
+    def _rollout(self, request: SamplingRequest, answer: "_Response", reason: str, limit: int) -> Rollout:
         token_ids = np.array(answer.token_ids, dtype=np.int32)
         logprobs = np.array(answer.logprobs, dtype=np.float32)
         if reason not in ("stop", "length") or len(logprobs) != len(token_ids):
@@ -188,6 +205,7 @@ class VllmEngine(RolloutEngine):
             behavior_logprobs=logprobs,
             finish_reason="stop" if reason == "stop" else "length",
             policy_version=self.policy_version,
+            is_cut=reason == "length" and len(token_ids) < limit,
         )
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> WeightSyncResult:

@@ -11,7 +11,7 @@ creates the next output of their response.
 
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -130,6 +130,13 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         for request_id in (request_ids,) if isinstance(request_ids, str) else request_ids or list(self._kept):
             self._kept.pop(request_id, None)
         return super().finish_requests(request_ids, *args, **kwargs)
+
+    def lower_limits(self, request_ids: Iterable[str], limit: int) -> None:
+        """End responses at `limit` tokens. A longer response ends with its next token."""
+        self._end_short_steps()
+        for request in [self.requests[name] for name in request_ids if name in self.requests]:
+            written = request.num_output_tokens + request.num_output_placeholders
+            request.max_tokens = min(request.max_tokens, max(limit, written + 1))
 
     def _admits_waiting(self) -> bool:
         """Return whether waiting requests start now. They start when half of the slots are free.
