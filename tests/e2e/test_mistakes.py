@@ -56,13 +56,13 @@ NO_TOKENIZER = ["model.path=no_tokenizer", "warm_start.enabled=false", "filter.m
 MAPPED = ["data=mapped", "data.question=q", "data.answer=a", "reward.num_processes=1", *READS]
 MISTAKES: list[tuple[str, list[str]]] = [
     # the command
-    ("rum experiment=debug", ["No such command 'rum'. Did you mean 'run'?"]),
+    ("rum experiment=debug", ["millrace: no such command rum; got rum experiment=debug. Did you mean run?"]),
     ("train debug", ["'debug'", "Did you mean experiment=debug?"]),
     ("train mine.yaml", ["Did you mean experiment=mine.yaml?"]),
     ("train --lr 1e-4", ["--lr: is no option", "Did you mean optim.lr=1e-4?"]),
     ("train --dry-rnu", ["--dry-run"]),
-    ("train -m seed=1,2 experiment=debug", ["-m: is an option of millrace run only", "run -m KEY=VALUE,VALUE"]),
-    ("train exprmnt=debug", ["1 problem", "got 'exprmnt=debug'. Did you mean experiment=debug?"]),
+    ("train -m seed=1,2 experiment=debug", ["-m: is no option of millrace train", "run -m KEY=VALUE,VALUE"]),
+    ("train exprmnt=debug", ["exprmnt: there is", "got 'exprmnt=debug'. Did you mean experiment=debug?"]),
     ("train alg=dapo", ["1 problem", "alg: there is no such setting", "Did you mean algo=dapo?"]),
     ("train algo=[grpo]", ["1 problem", "algo: must name a file in conf/algo; got [grpo]. Did you mean grpo?"]),
     ("rollouts absent --text x", ["--text: is no option", "There are --help", "--search"]),
