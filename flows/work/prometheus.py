@@ -14,7 +14,7 @@ _LIVING = ("running", "waiting", "stopping")
 
 
 def prometheus_text(root: Path) -> str:
-    """Return the current metrics of a root. Only runs with a living process have metrics of their own."""
+    """Return the current metrics of a root. Only runs with a living process have separate metrics."""
     registry = CollectorRegistry()
 
     def gauge(name: str, meaning: str, *labels: str) -> Gauge:

@@ -28,8 +28,8 @@ def test_a_living_run_and_slots_are_metrics(bare: Millrace) -> None:
     assert found["millrace_run_last_journal_timestamp_seconds", run] >= journal(bare.run_dir())[0]["time"]
     assert (found["millrace_slots", "taken"], found["millrace_slots", "free"]) == (1, 1)
     assert found["millrace_disk_free_bytes",] > 0
-    assert bare("stop", run).code == 0
+    assert bare("stop", str(bare.run_dir())).code == 0
     assert ended(working).code == 75
     after = prometheus_text(bare.root)
     assert 'millrace_runs{state="stopped"} 1.0' in after
-    assert run not in after, "only living runs have metrics of their own"
+    assert run not in after, "only living runs have separate metrics"
