@@ -45,7 +45,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "report": run.report, "checkpoints": checkpoints, "runs": runs.runs, "logs": runs.logs, "stop": runs.stop,
     "doctor": stack.doctor, "new": new, "rollouts": rollouts, "audit": audit,
     "compare": tracking.compare, "sync": tracking.sync, "ui": tracking.ui, "slots": runs.slots,
-    "up": stack.up, "deploy": stack.deploy, "down": stack.down, "status": stack.status,
+    "up": stack.up, "deploy": stack.deploy, "down": stack.down, "status": stack.status, "metrics": stack.metrics,
 }  # fmt: skip
 DATA_COMMANDS: dict[str, Callable[..., None]] = {"make": data.make, "pass-rates": data.pass_rates}
 app = command_group(

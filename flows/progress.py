@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 from unicodedata import category
@@ -211,6 +212,22 @@ def console_for_tables() -> "Console":
 
     width = None if sys.stdout.isatty() else PIPED_WIDTH
     return Console(highlight=False, markup=False, soft_wrap=True, width=width)
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str | None] = ()) -> None:
+    """Print rows as a table. Outside a terminal, print each row as a line with tabs between the cells."""
+    if not sys.stdout.isatty():
+        for row in rows:
+            print(printable("\t".join(" ".join(cell.split()) for cell in row)))
+        return
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in columns:
+        table.add_column(name, no_wrap=name != columns[-1], overflow="fold")
+    for row, style in zip_longest(rows, styles):
+        table.add_row(*map(printable, row), style=style)
+    console_for_tables().print(table, soft_wrap=False)
 
 
 def printable(text: str) -> str:

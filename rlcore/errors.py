@@ -44,6 +44,10 @@ class DataError(MillraceError, ValueError):
     failure_kind = "data"
 
 
+class NotFoundError(DataError, ConfigError):
+    """The command names a run, file or folder that does not exist. Nothing was started."""
+
+
 class UnscoredError(DataError):
     """The scorer or the environment failed on every response of a step or every problem of a validation."""
 

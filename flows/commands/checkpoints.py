@@ -1,6 +1,7 @@
 """The command `millrace checkpoints`, which lists, verifies, exports and prunes the checkpoints of a run."""
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -89,20 +90,16 @@ def _json_rows(rows: "Sequence[CheckpointInfo]") -> list[dict[str, Any]]:
 
 
 def _show(layout: "RunLayout", rows: "Sequence[CheckpointInfo]") -> None:
-    from rich.table import Table
-
-    from flows.progress import console_for_tables
+    from flows.progress import print_table
     from rlcore.storage.disk import size
 
-    console = console_for_tables()
     if not rows:
-        console.print(f"{layout.checkpoints}: no checkpoint yet")
+        print(f"{layout.checkpoints}: no checkpoint yet")
         return
-    marks = _marks(rows)
-    table = Table("step", "size", "held-out", "reward", "written", "", "state", box=None, pad_edge=False)
+    marks, cells = _marks(rows), []
     for row in rows:
         reward = row.metrics.get("critic/score/mean")
-        table.add_row(
+        cells.append((
             str(row.step),
             size(row.size_bytes),
             "" if row.score is None else f"{row.score:.3f}",
@@ -110,11 +107,10 @@ def _show(layout: "RunLayout", rows: "Sequence[CheckpointInfo]") -> None:
             row.created[:19].replace("T", " "),
             ", ".join(marks.get(row.step, ())),
             row.verdict if row.verdict != "not verified" else "sizes fit",
-        )
-    console.print(f"run {layout.run_dir.name} in {layout.run_dir}")
-    console.print(table, soft_wrap=False)
-    if any(row.verdict == "not verified" for row in rows):
-        console.print("--verify reads every byte")
+        ))  # fmt: skip
+    if sys.stdout.isatty():
+        print(f"run {layout.run_dir.name} in {layout.run_dir}")
+    print_table(("step", "size", "held-out", "reward", "written", "", "state"), cells)
     for row in rows:
         if row.verdict == "broken":
-            console.print(row.reason)
+            print(row.reason, file=sys.stderr)

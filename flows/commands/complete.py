@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import typer
+from typer._completion_shared import _completion_scripts
 
 from flows import SOURCE_FOLDER
 
@@ -16,7 +17,17 @@ CONF = SOURCE_FOLDER / "conf"
 OWN_CONF = "MILLRACE_CONFIG_DIR"
 """`rlcore.config.base.CONFIG_DIR_VARIABLE`, whose module would take as long to import as all completion."""
 PAGE = SOURCE_FOLDER / "docs" / "settings.md"
-_ROW = re.compile(r"^\| `([a-z0-9_.]+)` \| ([^|]*)", re.MULTILINE)
+_ROW = re.compile(r"^\| `([a-z0-9_.]+)` \| ([^|]*)\|[^|]*\| (.*)", re.MULTILINE)
+_NAMES = re.compile(r": ([\w, ]+), or a custom `module:function`")
+_completion_scripts["bash"] = _completion_scripts["bash"].replace(
+    "return 0", "[[ $COMPREPLY == *= ]] && compopt -o nospace  # the value follows\n    return 0"
+)
+_completion_scripts["zsh"] = _completion_scripts["zsh"].replace("eval $(", "local out=$(").replace(
+    "\n}", r"""
+  out=${out//$'\n'/ }
+  [[ $out == *'="'* ]] && out="compadd -S '' -- ${${out#*\(\(}%%\)\)*}"  # no space, since the value follows
+  eval $out
+}""")  # fmt: skip
 _NOT_GROUPS = ("suite", "sweep")
 _SETTINGS_PARAMETERS = ("settings", "overrides", "run", "words")
 """The names of the command parameters that hold settings."""
@@ -81,4 +92,9 @@ def _values_by_key() -> dict[str, list[str]]:
         return {key: [] for key in all_keys()}
     rows = _ROW.findall(PAGE.read_text(encoding="utf-8").partition("\n## The run itself\n")[2])
     booleans = ["true", "false"]
-    return {key: re.findall(r"`(\w+)`", kind) or booleans * kind.startswith("true or false") for key, kind in rows}
+    values: dict[str, list[str]] = {}
+    for key, kind, meaning in rows:  # a key of several tasks has several rows
+        names = [name for found in _NAMES.findall(meaning) for name in found.split(", ")]
+        found = re.findall(r"`([\w-]+)`", kind) or booleans * kind.startswith("true or false") or names
+        values[key] = [*dict.fromkeys(values.get(key, []) + found)]
+    return values

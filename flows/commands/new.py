@@ -4,17 +4,17 @@ import keyword
 import re
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from flows import SOURCE_FOLDER
-from flows.commands import complete
 from rlcore.errors import ConfigError
 
 TEMPLATES = Path(__file__).with_name("templates")
 """Files in which NAME and COMMAND are replaced. A task and an environment are those of `data/` with another name."""
-COMMANDS = {
+Kind = Literal["task", "scorer", "loss", "advantage", "environment", "experiment", "suite", "sweep", "project"]
+COMMANDS: dict[Kind, str] = {
     "task": "millrace run experiment=debug data=custom data.build={name}:build data.scorer={name}:score",
     "scorer": "millrace run experiment=debug data.scorer={name}:score",
     "loss": "millrace run experiment=debug algo.policy_loss={name}:loss",
@@ -40,10 +40,7 @@ PROJECT = {
 
 
 def new(
-    kind: Annotated[
-        str,
-        typer.Argument(metavar="|".join(COMMANDS), help="What to write.", autocompletion=complete.choices(*COMMANDS)),
-    ],
+    kind: Annotated[Kind, typer.Argument(metavar="KIND", help="What to write.")],
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the file without its suffix, or of the folder.")],
 ) -> None:
     """Write a first custom file, or a project's folder, into the working directory. The result runs unchanged.
@@ -54,10 +51,8 @@ def new(
       millrace new project my_research
 
     Raises:
-        ConfigError: unknown kind, invalid name, or an existing file.
+        ConfigError: invalid name, or an existing file.
     """
-    if kind not in COMMANDS:
-        raise ConfigError(f"KIND: must be one of {', '.join(COMMANDS)}; got {kind}")
     target = Path(f"{name}{SUFFIXES.get(kind, '.py')}")
     _require_free(name, target, is_module=target.suffix in ("", ".py"))
     if kind == "project":
@@ -76,7 +71,7 @@ def _write_project(name: str, folder: Path) -> None:
     print(f"{folder.absolute()} is written; it runs unchanged:\n  cd {name} && git init && {COMMANDS['project']}")
 
 
-def _text(kind: str, name: str, command: str, suffix: str) -> str:
+def _text(kind: Kind, name: str, command: str, suffix: str) -> str:
     if kind not in COPIED:
         text = (TEMPLATES / f"{kind}{suffix}").read_text(encoding="utf-8")
         return text.replace("COMMAND", command).replace("NAME", name)

@@ -1,7 +1,7 @@
 """The arguments and options that several commands share."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -56,10 +56,17 @@ Fork = Annotated[
     ),
 ]
 Cfg = Annotated[
-    str | None,
-    typer.Option("--cfg", metavar="job", help="Print the composed settings as YAML, and stop.", show_default=False),
+    Literal["job"] | None,
+    typer.Option("--cfg", "-c", help="Print the composed and resolved settings as YAML, and stop."),
 ]
-Info = Annotated[bool, typer.Option("--info", help="Print the sources of the settings, and stop.")]
+Package = Annotated[
+    str | None,
+    typer.Option("--package", "-p", metavar="KEY", help="With --cfg: only this section.", show_default=False),
+]
+Info = Annotated[
+    Literal["all", "defaults", "searchpath"] | None,
+    typer.Option("--info", "-i", help="Print the sources of the settings, and stop."),
+]
 Multirun = Annotated[
     bool,
     typer.Option("--multirun", "-m", help="Run every combination of settings with several values: seed=1,2,3."),

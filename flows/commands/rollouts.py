@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -22,15 +22,12 @@ if TYPE_CHECKING:
 EXIT_FINDINGS = 1
 NUM_CASES = 32
 """The maximum number of problems that `millrace audit` tries."""
-KINDS = ("all", "training", "validation")
 SORTS = ("step", "score", "advantage", "num_tokens", "logprob", "gap", "prompt_id", "change")
 Step = Annotated[str, typer.Option(metavar="N|LOW..HIGH", help="Only responses of these steps.")]
 Prompt = Annotated[int | None, typer.Option(help="Only responses to this prompt (prompt_id).")]
 ScoreRange = Annotated[str, typer.Option("--score", metavar="X|LOW..HIGH", help="Only responses with such a score.")]
 Search = Annotated[str, typer.Option(help="Only responses that contain this text.")]
-Kind = Annotated[
-    str, typer.Option(help="all, training or validation.", metavar="KIND", autocompletion=complete.choices(*KINDS))
-]
+Kind = Annotated[Literal["all", "training", "validation"], typer.Option(help="Only responses of this kind.")]
 
 
 def rollouts(
@@ -94,14 +91,15 @@ def audit(
       millrace audit my-run --scorer my_scorer:score
 
     Raises:
-        DataError: if the run has an environment, or if the scorer fails on some responses and does not reward the rest.
+        ConfigError: if the run has an environment.
+        DataError: if the scorer fails on some responses and does not reward the rest.
     """
     from flows.stages.trials import judge_failure_message
     from rlcore.responses.audit import audit_reward, cases_of
 
     config, layout, _ = _recorded_responses(run, root)
     if config.data.environment:
-        raise DataError(
+        raise ConfigError(
             f"audit: a run with an environment has no scorer to audit; got data.environment={config.data.environment}. "
             "Its rewards come from its turns: test the environment itself"
         )

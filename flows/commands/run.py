@@ -16,6 +16,7 @@ from flows.commands.options import (
     Info,
     Multirun,
     OptionalRoot,
+    Package,
     PlanAsJson,
     Run,
     Settings,
@@ -29,6 +30,7 @@ from flows.commands.settings import (
     show_settings,
     with_program_path,
 )
+from rlcore.errors import ConfigError
 
 if TYPE_CHECKING:
     from flows.chain import PipelineResult
@@ -46,7 +48,8 @@ def run(
     dry_run: DryRun = False,
     as_json: PlanAsJson = False,
     cfg: Cfg = None,
-    info: Info = False,
+    package: Package = None,
+    info: Info = None,
     multirun: Multirun = False,
     verbose: Verbose = False,
 ) -> None:
@@ -61,12 +64,14 @@ def run(
     if multirun:
         from flows.sweep.command import run_multirun
 
-        given = {"--fork": fork is not None, "--cfg": cfg is not None, "--info": info}
-        if refused := [option for option, is_given in given.items() if is_given]:
-            raise typer.BadParameter("is for one run, not for several", param_hint=refused[0])
+        for option, value in {"--fork": fork, "--cfg": cfg, "--info": info}.items():
+            if value is not None:
+                raise ConfigError(f"{option}: is for one run, not for several. Leave out {option} or -m")
         run_multirun(settings or (), root, dry_run=dry_run, as_json=as_json, verbose=verbose)
         return
-    planned = _compose_and_plan(settings, root, fork, dry_run=dry_run, as_json=as_json, cfg=cfg, info=info)
+    planned = _compose_and_plan(
+        settings, root, fork, dry_run=dry_run, as_json=as_json, cfg=cfg, package=package, info=info
+    )
     if planned is None:
         return
     from flows import chain
@@ -101,7 +106,8 @@ def train(
     dry_run: DryRun = False,
     as_json: PlanAsJson = False,
     cfg: Cfg = None,
-    info: Info = False,
+    package: Package = None,
+    info: Info = None,
     verbose: Verbose = False,
 ) -> None:
     """Run the stages of `millrace run` without Prefect and without the report.
@@ -109,7 +115,9 @@ def train(
     Examples:
       millrace train experiment=countdown_demo trainer.total_steps=40
     """
-    planned = _compose_and_plan(settings, root, fork, dry_run=dry_run, as_json=as_json, cfg=cfg, info=info)
+    planned = _compose_and_plan(
+        settings, root, fork, dry_run=dry_run, as_json=as_json, cfg=cfg, package=package, info=info
+    )
     if planned is None:
         return
     from flows import chain
@@ -132,13 +140,16 @@ def _compose_and_plan(
     dry_run: bool,
     as_json: bool,
     cfg: str | None,
-    info: bool,
+    package: str | None,
+    info: str | None,
 ) -> "tuple[RunSettings, RunPlan] | None":
     """Compose, check and plan a run. Return None after `--cfg`, `--info` or `--dry-run`, which only print."""
     require_dry_run(as_json=as_json, dry_run=dry_run)
-    composed = compose_arguments(settings, root, fork=fork, dry_run=dry_run or info or cfg is not None)
-    if cfg is not None or info:
-        show_settings(composed, cfg)
+    if package is not None and cfg is None:
+        raise ConfigError(f"--package: goes with --cfg job alone; got {package}. Add --cfg job")
+    composed = compose_arguments(settings, root, fork=fork, dry_run=dry_run or (cfg, info) != (None, None))
+    if (cfg, info) != (None, None):
+        show_settings(composed, cfg, package, info)
         return None
     from flows.plan.checks import check_dry_run, plan_run
     from flows.plan.plan import show_plan

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 POLL_S = 0.2
 MAX_SLOTS = 1_024
 """The maximum number of slots of a root. Each slot is a lock on a file."""
+STATES = ("running", "waiting", "stopping", "finished", "stopped", "failed", "lost", "not begun")
+"""The values of `flows.work.status.State`, whose module would take longer to import than most commands."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 AGES = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min"), (1.0, "s"))
 """The units of an age with their lengths in seconds. The largest unit is first."""
@@ -41,9 +43,7 @@ def runs(
     ] = None,
     states: Annotated[
         list[str] | None,
-        typer.Option(
-            "--state", help="Only running, waiting, stopping, finished, stopped, failed, lost or 'not begun' runs."
-        ),
+        typer.Option("--state", help=f"Only {', '.join(STATES)} runs.", autocompletion=complete.choices(*STATES)),
     ] = None,
     as_json: AsJson = False,
     root: Root = ARTIFACTS,
@@ -53,21 +53,16 @@ def runs(
     Examples:
       millrace runs
       millrace runs countdown --state failed --state lost
-
-    Raises:
-        ConfigError: if a state is unknown.
     """
-    from rich.table import Table
-
-    from flows.progress import console_for_tables
+    from flows.progress import print_table
     from flows.work.open_run import EVALUATION
     from flows.work.runs import all_runs
-    from flows.work.status import STATES, status_of
+    from flows.work.status import status_of
     from rlcore.storage.disk import size
 
     for state in states or ():
         if state not in STATES:
-            raise ConfigError(f"--state: must be one of {', '.join(STATES)}; got {state}")
+            raise typer.BadParameter(f"{state} is not one of {', '.join(STATES)}", param_hint="--state")
     root = root.resolve()
     chosen = [path for path in all_runs(root) if not names or any(text in path.name for text in names)]
     found = sorted(map(status_of, chosen), key=lambda one: -one.changed)
@@ -78,20 +73,15 @@ def runs(
     if not found:
         print(f"{root / 'runs'}: no {'such ' if names or states else ''}run; --root names another root")
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("run", "state"):
-        table.add_column(name, no_wrap=True)
-    for name in ("step", "held-out", "reward", "age", "size"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("what for")
+    rows = []
     for one in found:
         steps = f"{one.step}/{'?' if one.total_steps is None else one.total_steps}"
         if one.name == EVALUATION and not one.step:
             steps = "-"  # an evaluation has no steps
         figures = ("" if figure is None else f"{figure:.3f}" for figure in (one.score, one.reward))
         age = format_age(time.time() - one.changed)
-        table.add_row(one.run_id, one.state, steps, *figures, age, size(one.size_bytes), one.note)
-    console_for_tables().print(table, soft_wrap=False)
+        rows.append((one.run_id, one.state, steps, *figures, age, size(one.size_bytes), one.note))
+    print_table(("run", "state", "step", "held-out", "reward", "age", "size", "what for"), rows)
 
 
 def format_age(seconds: float) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -19,10 +19,40 @@ if TYPE_CHECKING:
     from flows.parameters import RunSettings
 
 ROOT = "paths.root="
+WORDS = "millrace.words"
+"""The key of typer's context under which the arguments of the command line are kept for messages."""
+_CFG = "Write millrace run KEY=VALUE ... --cfg job; its values are always resolved"
+_NAME = "Name your file by experiment=NAME and --config-dir DIR, or by experiment=FILE.yaml"
+_HYDRA = {
+    **dict.fromkeys(("-m", "--multirun"), "Write millrace run -m KEY=VALUE,VALUE ..., or a file for millrace sweep"),
+    **dict.fromkeys(("-c", "--cfg", "-p", "--package", "--resolve"), _CFG),
+    **dict.fromkeys(("-i", "--info"), "Write millrace run KEY=VALUE ... --info"),
+    **dict.fromkeys(("-cn", "--config-name", "-cp", "--config-path"), _NAME),
+    **dict.fromkeys(
+        ("hydra", "all", "--hydra-help"), "Hydra's launchers, sweepers, loggers and output folders are unused"
+    ),
+    **dict.fromkeys(("config", "plugins", "defaults-tree"), "--cfg job prints the settings; there are no plugins"),
+    "--experimental-rerun": "The command of a run is in its run.json and its report; it resumes the run",
+    **dict.fromkeys(("-sc", "--shell-completion"), "Write millrace --install-completion"),
+}
+"""The remedies for options and values of Hydra that a command does not have."""
 
 
 class CommandGroup(TyperGroup):
-    """A group of commands that accept `paths.root=DIR` in place of `--root`. Unknown options get a suggestion."""
+    """A group of commands that take Hydra's options, and `paths.root=DIR` for `--root`. All errors have one form."""
+
+    def main(self, *args: Any, **more: Any) -> NoReturn:
+        """Run a command and exit with its code. Raises ConfigError for a mistake in the arguments."""
+        try:
+            code = super().main(*args, **{"prog_name": "millrace", **more, "standalone_mode": False})
+        except typer.TyperException as error:
+            raise _usage_error(error) from None
+        sys.exit(code or 0)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments of the group. Without arguments, its help is printed."""
+        ctx.meta.setdefault(WORDS, list(args))
+        return super().parse_args(ctx, args or ["--help"])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Find the command by typer's rules, check its arguments, and translate `paths.root=DIR` to `--root`."""
@@ -30,18 +60,39 @@ class CommandGroup(TyperGroup):
         taken = {option: parameter.name for parameter in getattr(command, "params", ()) for option in parameter.opts}
         if not isinstance(command, TyperGroup) and not ctx.resilient_parsing:  # no errors during tab completion
             _require_text([*words, _working_folder()])
-            if taken.keys() & {"settings", "overrides", "run"}:
-                _refuse_settings_as_options(words, {"--help", *taken})
+            if "--info" in taken:
+                given = [word for word in words if word != "--resolve" or not {"-c", "--cfg"} & {*words}]
+                words = ["--info=all" if word in ("-i", "--info") and re.match("-|.*=|$", following) else word
+                         for word, following in pairwise([*given, ""])]  # fmt: skip
+            _refuse_unknown_options(f"{ctx.command_path} {name}", words, taken)
             if "--root" in taken and "settings" not in taken:
                 words = [f"--root={root_value(word)}" if word.startswith(ROOT) else word for word in words]
             _refuse_empty_options(words, command)
         return name, command, words
 
 
+def _usage_error(error: Any) -> ConfigError:
+    """Return typer's error in the form of all errors: place, rule, value and remedy."""
+    from rlcore.config.problems import Problem, format_value, nearest, settings_error
+
+    command, parameter = error.ctx.command_path, getattr(error, "param", None)
+    place = getattr(error, "param_hint", None) or (parameter.get_error_hint() if parameter else command)
+    message = (error.message or "is missing").removeprefix("Value error, ").replace("Input should be", "must be")
+    rule, _, remedy = message.partition(". ")
+    got, rule = format_value(" ".join(error.ctx.meta[WORDS])), rule.rstrip(".").replace("'", "")
+    near = next(iter(getattr(error, "possibilities", None) or ()), "")
+    if " is not one of " in rule:
+        got, _, choices = rule.partition(" is not one of ")
+        rule, near = f"must be {'one of ' * (', ' in choices)}{choices}", nearest(got, choices.split(", ")) or ""
+    help = f"{command} --help describes the arguments and options"
+    remedy = _HYDRA.get(got) or remedy.replace("'", "") or (f"Did you mean {near}?" if near else help)
+    return settings_error([Problem(place.replace("'", ""), rule[0].lower() + rule[1:], got, remedy)])
+
+
 def command_group(commands: Mapping[str, Callable[..., None]], description: str, **more: Any) -> typer.Typer:
     """Return a group of commands by name. The help of a command is its docstring up to `Raises:`. The lines of its
     examples are not wrapped."""
-    group = typer.Typer(cls=CommandGroup, help=description, no_args_is_help=True, rich_markup_mode=None, **more)
+    group = typer.Typer(cls=CommandGroup, help=description, rich_markup_mode=None, **more)
     for name, command in commands.items():
         text = inspect.cleandoc(command.__doc__ or "").partition("\n\nRaises:")[0]
         short, _, examples = text.partition("\n\nExamples:\n")
@@ -64,16 +115,13 @@ def _require_text(words: Sequence[str]) -> None:
 
 
 def _refuse_empty_options(words: Sequence[str], command: Any) -> None:
-    """Refuse an empty value of an option, unless its default is empty. The cause may be an unset shell variable."""
-    takes = {
-        option
-        for one in command.params
-        if not getattr(one, "is_flag", True) and one.default != ""
-        for option in one.opts
-    }
-    for word, following in pairwise([*words, "-"]):
-        if (word in takes and not following) or (word.endswith("=") and word[:-1] in takes):
-            option = word.rstrip("=")
+    """Refuse an option without a value, or with an empty one, perhaps of an unset shell variable, unless its default is
+    empty."""
+    takes = {option: one.default for one in command.params if not getattr(one, "is_flag", True) for option in one.opts}
+    for word, following in pairwise([*words, None]):
+        option = str(word).rstrip("=")
+        is_empty = takes.get(option) != "" and (word != option or following == "")
+        if option in takes and (is_empty or (word == option and following is None)):
             raise ConfigError(f"{option}: must not be empty; is a shell variable unset? Give a value, or no {option}")
 
 
@@ -115,57 +163,53 @@ def root_folder(given: str | Path) -> Path:
 
 
 def use_config_dir(given: Path | None) -> Path | None:
-    """Make the folder of `--config-dir` known to this process and its children.
-
-    Raises:
-        typer.BadParameter: the folder does not exist.
-    """
+    """Make the folder of `--config-dir` known to this process and its children. Raises ConfigError if it is absent."""
     if given is not None:
-        from rlcore.config.base import CONFIG_DIR_VARIABLE
+        from rlcore.config.base import CONFIG_DIR_VARIABLE, conf_dirs
 
-        if not given.is_dir():
-            raise typer.BadParameter(
-                f"must be an existing folder; got {given} in {Path.cwd()}. Create it, or name another"
-            )
-        os.environ[CONFIG_DIR_VARIABLE] = str(given.resolve())
+        os.environ[CONFIG_DIR_VARIABLE] = str(given.absolute())
+        conf_dirs()
     return given
 
 
-def _refuse_settings_as_options(words: Sequence[str], options: set[str]) -> None:
-    """Refuse an unknown option and suggest a setting. An option that resembles an existing one is left to typer."""
-    from rlcore.config.problems import Problem, settings_error
-
-    if "-m" not in options and (sweep := next((word for word in words if word in ("-m", "--multirun")), None)):
-        remedy = "Write millrace run -m KEY=VALUE,VALUE ..., or a file for millrace sweep; docs/sweeps.md"
-        raise settings_error([Problem(sweep, "is an option of millrace run only", sweep, remedy)])
-    unknown = [at for at, word in enumerate(words) if word.startswith("--") and word.partition("=")[0] not in options]
+def _refuse_unknown_options(command: str, words: Sequence[str], taken: Mapping[str, str]) -> None:
+    """Refuse unknown options. The remedy is the most similar option or setting, or the list of options."""
+    words = words[: words.index("--")] if "--" in words else words
+    unknown = [
+        at
+        for at, word in enumerate(words)
+        if word.startswith("-")
+        and (word[1:2] == "-" or word in _HYDRA)
+        and word.partition("=")[0] not in {"--help", *taken}
+    ]
     if not unknown:
         return
     from flows.parameters import FIELDS
     from rlcore.config.compose import GROUPS
-    from rlcore.config.problems import nearest
+    from rlcore.config.problems import Problem, nearest, settings_error
     from rlcore.config.run import all_keys
 
-    own_options = [option for option in options if option.startswith("--")]
-    own = {option.removeprefix("--").replace("-", "_") for option in own_options}
+    own = {option.removeprefix("--").replace("-", "_"): option for option in taken if option.startswith("--")}
+    keys = {*all_keys(), *GROUPS, "experiment"} if taken.keys() & {"settings", "overrides", "run"} else set()
     problems = []
     for at in unknown:
         option, _, value = words[at].partition("=")
         written = option.removeprefix("--").replace("-", "_")
-        key = FIELDS.get(written) or nearest(written, {*own, *all_keys(), *GROUPS, "experiment"})
-        if key in own:
-            return
+        exact = FIELDS.get(written, written)
+        key = exact if exact in keys else nearest(written, own) or nearest(written, keys)
         following = words[at + 1] if at + 1 < len(words) and "=" not in words[at + 1] else "VALUE"
-        listed = f"There are {', '.join(sorted(own_options))}; docs/settings.md lists every setting"
-        remedy = f"Did you mean {key}={value or following}?" if key else listed
-        problems.append(Problem(option, "is no option; a setting is written KEY=VALUE", words[at], remedy))
+        remedy = f"There are {', '.join(sorted(own.values()))}"
+        if key:
+            remedy = f"Did you mean {own.get(key) or f'{key}={value or following}'}?"
+        rule = f"is no option of {command}{'; a setting is written KEY=VALUE' if key in keys else ''}"
+        problems.append(Problem(option, rule, words[at], _HYDRA.get(option, remedy)))
     raise settings_error(problems)
 
 
 def require_dry_run(*, as_json: bool, dry_run: bool) -> None:
     """Refuse `--json` without `--dry-run`, because the command would start a run instead of printing a plan."""
     if as_json and not dry_run:
-        raise typer.BadParameter("goes with --dry-run alone; nothing was started", param_hint="--json")
+        raise ConfigError("--json: goes with --dry-run alone; nothing was started. Add --dry-run")
 
 
 def require_only_settings(words: Sequence[str] | None) -> None:
@@ -207,25 +251,33 @@ def print_warnings(lines: Iterable[str]) -> None:
         print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
-def show_settings(settings: "RunSettings", part: str | None) -> None:
-    """Print the settings as YAML if `part` (the value of `--cfg`) is `job`. Print their sources if `part` is None."""
-    from rlcore.config.base import conf_dirs
+def show_settings(settings: "RunSettings", cfg: str | None, package: str | None, info: str | None) -> None:
+    """Print the settings as YAML (`--cfg job`), only the section `package` of them, or their sources (`--info`)."""
+    from rlcore.config.base import Section, conf_dirs, value_at
     from rlcore.config.compose import compose
     from rlcore.config.documents import to_yaml
     from rlcore.config.fingerprint import run_id
-    from rlcore.config.problems import mask_secrets
+    from rlcore.config.problems import Problem, did_you_mean, mask_secrets, settings_error
+    from rlcore.config.run import section_names
 
-    if part == "job":
-        print(to_yaml(settings.config), end="")
+    if cfg is not None:
+        if package is not None and package not in section_names():
+            remedy = did_you_mean(package, section_names()) or "docs/settings.md lists the sections"
+            raise settings_error([Problem("--package", "must be a section of the settings", package, remedy)])
+        section = settings.config if package is None else value_at(settings.config, package)
+        header = f"# @package {package}\n" if package else ""
+        print(header + (to_yaml(section) if isinstance(section, Section) else "null\n"), end="")
         return
-    if part is not None:
-        raise ConfigError(f"--cfg: must be job, the composed settings; got {part}. --info prints their files")
     composition = compose(settings.overrides, experiment=settings.experiment)
-    print(f"run        {run_id(settings.config)} in {settings.config.paths.root}")
-    print(f"conf       {' '.join(map(str, conf_dirs()))}")
-    print(f"experiment {', '.join(composition.files) or 'none: the defaults'}")
-    print(f"groups     {' '.join(f'{group}={member}' for group, member in composition.members.items())}")
-    print(f"overrides  {' '.join(map(mask_secrets, settings.overrides)) or 'none'}")
+    groups = " ".join(f"{group}={member}" for group, member in composition.members.items())
+    if info == "all":
+        print(f"run        {run_id(settings.config)} in {settings.config.paths.root}")
+    if info != "defaults":
+        print(f"conf       {' '.join(map(str, conf_dirs()))}")
+    if info != "searchpath":
+        print(f"experiment {', '.join(composition.files) or 'none: the defaults'}\ngroups     {groups}")
+    if info == "all":
+        print(f"overrides  {' '.join(map(mask_secrets, settings.overrides)) or 'none'}")
 
 
 def with_program_path(command: str) -> str:

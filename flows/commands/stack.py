@@ -1,8 +1,9 @@
-"""The commands `millrace up`, `down`, `status`, `deploy` and `doctor` for this machine and its services."""
+"""The commands `millrace up`, `down`, `status`, `metrics`, `deploy` and `doctor` for this machine and its services."""
 
 import json
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -63,6 +64,29 @@ def status(root: Root = ARTIFACTS) -> None:
     from flows.stack import control
 
     control.status(root)
+
+
+def metrics(
+    root: Root = ARTIFACTS,
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Replace this file, for node_exporter's textfile collector."),
+    ] = None,
+) -> None:
+    """Print runs by state, steps, speed, slots, services and free disk space of a root in Prometheus's text format.
+
+    Examples:
+      millrace metrics
+      millrace metrics --output /var/lib/node_exporter/millrace.prom
+    """
+    from flows.work.prometheus import prometheus_text
+    from rlcore.storage.publish import write_text_atomically
+
+    text = prometheus_text(root.resolve())
+    if output is None:
+        print(text, end="")
+    else:
+        write_text_atomically(output, text)
 
 
 def deploy(

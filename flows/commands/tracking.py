@@ -12,7 +12,7 @@ import typer
 
 from flows.commands.options import ARTIFACTS, Root, Runs, Uri
 from flows.commands.settings import with_program_path
-from rlcore.errors import MillraceError
+from rlcore.errors import ConfigError, MillraceError
 
 if TYPE_CHECKING:
     from flows.stack.state import Service
@@ -121,10 +121,10 @@ def ui(
         print(f"Responses: {running.url}/answers/\nLog in with {login_hint(root)}")
         return
     if port is not None and not is_free_port(port):
-        raise MillraceError(f"--port {port}: is in use on this machine. Name another one, or leave it out.")
+        raise ConfigError(f"--port {port}: is in use on this machine. Name another one, or leave it out.")
     database = mlflow_database(root)
     if not has_store(database):
-        raise MillraceError(f"--root {root}: holds no MLflow store. Run an experiment there, or name another root.")
+        raise ConfigError(f"--root {root}: holds no MLflow store. Run an experiment there, or name another root.")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     server = start_mlflow(root, port, StackState(), tether=True)
     process = server.process()

@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 
 from flows import SOURCE_FOLDER
 from flows.plan.checks import GPU_FILES
-from flows.progress import console_for_tables
+from flows.progress import print_table
 from rlcore.models.shape import has_code_for
 from rlcore.runtime.devices import Devices, find_devices, output_of
 from rlcore.runtime.interpreter import Environment, this_environment, trainer_environment, trainer_process
@@ -74,16 +74,9 @@ def check_machine(python: str | None = None) -> list[CheckResult]:
 
 def show(lines: list[CheckResult]) -> None:
     """Print the results of checks as a table."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("what", "is", "found"):
-        table.add_column(name, no_wrap=name != "found", overflow="fold")
-    colours: Mapping[Level, str] = {"ok": "green", "warning": "yellow", "error": "red"}
-    for line in lines:
-        text = f"{line.found}. {line.remedy}" if line.remedy else line.found
-        table.add_row(line.name, line.level, text, style=None if line.level == "ok" else colours[line.level])
-    console_for_tables().print(table, soft_wrap=False)
+    colours: Mapping[Level, str] = {"warning": "yellow", "error": "red"}
+    rows = [(one.name, one.level, f"{one.found}. {one.remedy}" if one.remedy else one.found) for one in lines]
+    print_table(("what", "is", "found"), rows, [colours.get(line.level) for line in lines])
 
 
 def _requirements(extras: Sequence[str]) -> list[Requirement]:

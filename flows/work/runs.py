@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from flows.stack.state import set_mlflow_login, stack_tracking_uri
 from rlcore.config import PathsConfig, RunConfig, TrackingConfig
 from rlcore.config.fingerprint import RUN_FILE
-from rlcore.errors import ConfigError, DataError, MillraceError, RunInUseError, TrackingError
+from rlcore.errors import ConfigError, DataError, MillraceError, NotFoundError, RunInUseError, TrackingError
 from rlcore.run.layout import RunLayout
 from rlcore.storage.documents import files_of, sqlite_file
 from rlcore.tracking.attempts import Destination, read_attempts
@@ -34,7 +34,7 @@ def all_runs(root: Path) -> list[Path]:
 
 def find_named_runs(names: Sequence[str], root: Path) -> list[Path]:
     """Return the folders of the runs with these names. A name is a path, an id or a unique prefix of an id. Raises
-    DataError if a name matches no run or several runs.
+    NotFoundError if a name matches no run or several runs.
     """
     return [_find_folder(name, root) for name in names]
 
@@ -53,15 +53,15 @@ def _find_folder(name: str, root: Path) -> Path:
     if len(meant) > MAX_NAMES:
         names += f" and {len(meant) - MAX_NAMES} more (millrace runs lists them)"
     problem = "is a prefix of several run ids" if found else "is neither the folder nor the id of a run"
-    raise DataError(
+    raise NotFoundError(
         f"{name}: {problem}; {root / 'runs'} has: {names}. Name one of them, or another root (--root or paths.root)."
     )
 
 
 def find_run(words: Sequence[str], root: Path | None) -> tuple[RunConfig, RunLayout]:
     """Return the settings and the layout of one run. `words` is either one folder, id or unique prefix of an id, or the
-    run's settings as KEY=VALUE. Raises ConfigError if the settings are invalid. Raises DataError if there is no
-    matching run, or its settings cannot be read.
+    run's settings as KEY=VALUE. Raises ConfigError if the settings are invalid. Raises NotFoundError if there is
+    no matching run, and DataError if its settings cannot be read.
     """
     named = [word for word in words if "=" not in word or (Path(word) / RUN_FILE).is_file()]
     if named and len(words) > 1:
@@ -79,7 +79,7 @@ def find_run(words: Sequence[str], root: Path | None) -> tuple[RunConfig, RunLay
         config = load_config(all_overrides(words, root=root))
         layout = RunLayout.of(config)
         if not layout.run_dir.is_dir():
-            raise DataError(
+            raise NotFoundError(
                 f"{layout.run_dir}: there is no such run with these settings. "
                 "Give the settings of the run, its id, or its folder."
             )

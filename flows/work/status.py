@@ -41,6 +41,7 @@ class RunStatus:
     `score` is the mean held-out reward of the newest checkpoint that has one. `reward` is the mean reward of the last
     step. `changed` is the time of the last step or event in seconds since the epoch. `note` explains the state, for
     example by the reason for a wait or failure. `gpu_seconds` is the cost so far, or None without a GPU.
+    `tokens_per_s` is the speed of each device in the last step.
     """
 
     run_id: str
@@ -55,6 +56,7 @@ class RunStatus:
     size_bytes: int
     note: str
     gpu_seconds: float | None = None
+    tokens_per_s: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the status as JSON values, with the seconds since the last change."""
@@ -63,7 +65,8 @@ class RunStatus:
 
 def status_of(run_dir: Path) -> RunStatus:
     """Return the status of one run, read from its folder. Unreadable files count as absent."""
-    step, reward, pause, changed, gpu_seconds = _read_journal_end(RunLayout(run_dir.parents[1], run_dir).journal)
+    layout = RunLayout(run_dir.parents[1], run_dir)
+    step, reward, pause, changed, gpu_seconds, tokens_per_s = _read_journal_end(layout.journal)
     with suppress(OSError):  # deleted during the call
         changed = changed or (run_dir / RUN_FILE).stat().st_mtime
     found = _read_json(run_dir / RUN_FILE).get("settings")
@@ -83,6 +86,7 @@ def status_of(run_dir: Path) -> RunStatus:
         size_bytes=size_of(run_dir),
         note=note,
         gpu_seconds=gpu_seconds,
+        tokens_per_s=tokens_per_s,
     )
 
 
@@ -143,11 +147,11 @@ def _state(run_dir: Path, pause: str) -> tuple[State, str]:
     return ("failed" if status == "FAILED" else "lost"), why or f"its process has ended; {resume_hint(run_dir)}"
 
 
-def _read_journal_end(journal: Path) -> tuple[int, float | None, str, float, float | None]:
-    """Return the last step, its reward, the reason of a wait, the time of the last line and the GPU-seconds. Only the
-    end of the file is read.
+def _read_journal_end(journal: Path) -> tuple[int, float | None, str, float, float | None, float | None]:
+    """Return the last step, its reward, the reason of a wait, the time of the last line, the GPU-seconds and the tokens
+    per second of each device. Only the end of the file is read.
     """
-    step, reward, pause, changed, gpu_seconds = 0, None, "", 0.0, None
+    step, reward, pause, changed, gpu_seconds, tokens_per_s = 0, None, "", 0.0, None, None
     with suppress(OSError, DataError), open_ordinary(journal) as file:
         size = os.fstat(file.fileno()).st_size
         for record, _ in iter_lines(file.fileno(), max(0, size - READ_BLOCK_BYTES)):
@@ -156,12 +160,13 @@ def _read_journal_end(journal: Path) -> tuple[int, float | None, str, float, flo
                     step, pause = record.step, ""
                     reward = next((record.metrics[name] for name in REWARD_NAMES if name in record.metrics), reward)
                     gpu_seconds = record.metrics.get(GPU_SECONDS, gpu_seconds)
+                    tokens_per_s = record.metrics.get("perf/throughput", tokens_per_s)
                 case EventRecord(name=name, data=data):
                     pause = str(data.get("text", "")) if name == PAUSED else "" if name == RESUMED else pause
                 case None:
                     continue
             changed = record.time
-    return step, reward, pause, changed, gpu_seconds
+    return step, reward, pause, changed, gpu_seconds, tokens_per_s
 
 
 def _score(run_dir: Path) -> float | None:

@@ -9,6 +9,8 @@ from typing import Any, ClassVar, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 
+from rlcore.errors import ConfigError
+
 Run = Any
 """A stand-in for the type `RunConfig` in the modules of its sections, which `RunConfig` itself imports."""
 FILE_ENDINGS = (".yaml", ".yml")
@@ -23,7 +25,11 @@ CONFIG_DIR_VARIABLE = "MILLRACE_CONFIG_DIR"
 def conf_dirs() -> list[Path]:
     """Return the folders of groups, experiments, suites and sweeps: the user's, if there is one, then `CONF_DIR`."""
     own = os.environ.get(CONFIG_DIR_VARIABLE)
-    return [*([Path(own)] if own else []), CONF_DIR]
+    if own and not Path(own).is_dir():
+        raise ConfigError(
+            f"--config-dir or {CONFIG_DIR_VARIABLE}: must be an existing folder; got {own}. Create it first"
+        )
+    return [*([Path(own).resolve()] if own else []), CONF_DIR]
 
 
 def group_members(group: str) -> tuple[str, ...]:

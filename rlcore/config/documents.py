@@ -20,8 +20,8 @@ NOT_WRITTEN = {"run_id", "tags", "paths", "tracking"}
 """The settings that are left out of an experiment's file because they belong to one machine."""
 
 
-def to_yaml(config: RunConfig) -> str:
-    """Return the complete settings as YAML, readable by YAML 1.1 readers and by OmegaConf."""
+def to_yaml(config: Section) -> str:
+    """Return the complete settings of a run or section as YAML, readable by YAML 1.1 readers and by OmegaConf."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=120, default_flow_style=False)
 
 

@@ -25,7 +25,7 @@ class Problem:
     remedy: str
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.rule}; got {mask_secrets(self.got)}. {self.remedy}"
+        return f"{self.key}: {self.rule}; got {mask_secrets(self.got)}. {self.remedy}".rstrip()
 
 
 @dataclass
@@ -43,9 +43,11 @@ class Findings:
 
 
 def settings_error(problems: Sequence[Problem]) -> ConfigError:
-    """Return all problems as one error with a numbered list."""
-    title = "1 problem in the settings:" if len(problems) == 1 else f"{len(problems)} problems in the settings:"
-    return ConfigError("\n".join([title, *(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))]))
+    """Return one problem as an error of one line, and several as a numbered list."""
+    if len(problems) == 1:
+        return ConfigError(str(problems[0]))
+    lines = (f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
+    return ConfigError("\n".join([f"{len(problems)} problems in the settings:", *lines]))
 
 
 def format_value(value: Any) -> str:

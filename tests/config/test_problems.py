@@ -15,7 +15,7 @@ KEYS = sorted(all_keys())
 
 def test_settings_error_numbers_problems():
     first, second = Problem("a.b", "must be 1", "2", "Set it to 1"), Problem("c", "must be 3", "4", "Set it to 3")
-    assert str(settings_error([first])) == "1 problem in the settings:\n  1. a.b: must be 1; got 2. Set it to 1"
+    assert str(settings_error([first])) == "a.b: must be 1; got 2. Set it to 1"
     assert str(settings_error([first, second])).splitlines()[::2] == [
         "2 problems in the settings:",
         "  2. c: must be 3; got 4. Set it to 3",

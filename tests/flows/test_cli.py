@@ -2,18 +2,22 @@
 
 import json
 import os
+import pty
+import signal
 import subprocess
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
 
 from flows.cli import app, exit_code, extend_module_path
-from flows.commands import complete, rollouts
+from flows.commands import complete, rollouts, runs
 from flows.commands.settings import root_path
+from flows.work import status
 from rlcore.config import RunConfig
 from rlcore.config.base import CONFIG_DIR_VARIABLE
 from rlcore.config.compose import GROUPS, load_config
@@ -136,7 +140,7 @@ def test_json_without_dry_run_is_refused(here: Here, verb: str) -> None:
 
 def test_a_fork_is_searched_under_the_root(here: Here) -> None:
     done = here("run", "experiment=debug", "--fork", "absent")
-    assert done.code == 1
+    assert done.code == 2
     assert f"{here.root / 'runs'} has: none" in done.err
 
 
@@ -183,7 +187,7 @@ def test_every_command_takes_the_root_as_option_or_setting(
     lists = (["report", "absent"], ["checkpoints", "absent"], ["compare", "absent"], ["sync", "absent"])
     for words in (*lists, ["report", "experiment=debug"], ["status"], ["ui"]):
         code, said = run_command(capsys, *words, where)
-        assert (code, str(root) in said) == (1, True), said
+        assert (code, str(root) in said) == (1 if words == ["status"] else 2, True), said
     assert run_command(capsys, "down", where)[0] == 0
 
 
@@ -316,7 +320,133 @@ def test_tab_completes_words_without_heavy_imports(tmp_path: Path) -> None:
 
 
 def test_tab_completes_every_setting_group_and_sort_key() -> None:
-    assert (rollouts.KINDS, rollouts.SORTS) == (query.KINDS, query.SORTS)
+    assert rollouts.SORTS == query.SORTS
+    assert get_args(get_args(rollouts.Kind)[0]) == query.KINDS
+    assert runs.STATES == status.STATES
     assert complete.OWN_CONF == CONFIG_DIR_VARIABLE
     assert complete._values_by_key().keys() == all_keys().keys()
     assert set(complete._groups()) == {*GROUPS, "experiment"}
+
+
+@pytest.fixture
+def tab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[str], str]:
+    """Return a function that types a line and a tab into an interactive bash, and returns the completed line."""
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+    with pytest.raises(SystemExit):
+        app(["--show-completion", "bash"], prog_name="millrace")
+    (tmp_path / "complete.sh").write_text(capsys.readouterr().out)
+    code = f"import sys; sys.path.append({str(REPOSITORY)!r}); from flows.cli import app; app(prog_name='millrace')"
+    (tmp_path / "millrace").write_text(f'#!/bin/sh\nexec {sys.executable} -c "{code}" "$@"\n')
+    (tmp_path / "millrace").chmod(0o755)
+
+    def read_until(terminal: int, end: bytes) -> str:
+        text = b""
+        while end not in text:
+            text += os.read(terminal, 4096)
+        return text.partition(end)[0].decode()
+
+    def type_line(line: str) -> str:
+        path = f"{tmp_path}:{os.environ['PATH']}"
+        words = [
+            "env",
+            f"PATH={path}",
+            "PS1=ready> ",
+            "INPUTRC=/dev/null",
+            "TERM=dumb",
+            "bash",
+            "--norc",
+            "--noprofile",
+            "-i",
+        ]
+        child, terminal = pty.fork()
+        if child == 0:
+            os.chdir(tmp_path)
+            os.execvp("env", words)
+        try:
+            os.write(terminal, b"source complete.sh; echo be''gin\n")
+            read_until(terminal, b"begin\r\nready> ")
+            os.write(terminal, f"{line}\t|end".encode())  # the line is never run
+            return read_until(terminal, b"|end")
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            os.close(terminal)
+
+    return type_line
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("millrace run exper", "millrace run experiment="),
+        ("millrace run experiment=deb", "millrace run experiment=debug "),
+        ("millrace run trainer.total", "millrace run trainer.total_steps="),
+        ("millrace run algo.aggregation=token", "millrace run algo.aggregation=token-mean "),
+        ("millrace run algo.policy_loss=gm", "millrace run algo.policy_loss=gmpo "),
+        ("millrace runs --state fai", "millrace runs --state failed "),
+        ("millrace run --cfg j", "millrace run --cfg job "),
+        ("millrace new los", "millrace new loss "),
+    ],
+)
+def test_bash_completes_without_a_space_after_an_equals_sign(
+    tab: Callable[[str], str], typed: str, completed: str
+) -> None:
+    assert tab(typed) == completed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("rnus", "millrace: no such command rnus; got rnus. Did you mean runs?"),
+        ("stop", "RUN: is missing; got stop. millrace stop --help describes the arguments and options"),
+        ("runs --stat failed", "--stat: is no option of millrace runs; got --stat. Did you mean --state?"),
+        ("up --workers x", "--workers: must be a valid integer"),
+        ("status x", "millrace status: got unexpected extra argument"),
+        ("runs --root", "--root: must not be empty"),
+        ("run --cfg hydra", "--cfg / -c: must be job; got hydra. Hydra's launchers"),
+        ("run --info plugins", "--info / -i: must be one of all, defaults, searchpath; got plugins. --cfg job"),
+        (
+            "run --resolve",
+            "--resolve: is no option of millrace run; got --resolve. Write millrace run KEY=VALUE ... --cfg",
+        ),
+        ("run -cn mine", "-cn: is no option of millrace run; got -cn. Name your file by experiment=NAME"),
+        ("run -p algo experiment=debug", "--package: goes with --cfg job alone; got algo"),
+        (
+            "run experiment=debug --cfg job -p agol",
+            "--package: must be a section of the settings; got agol. Did you mean",
+        ),
+    ],
+)
+def test_every_mistake_in_the_arguments_has_one_form(
+    capsys: pytest.CaptureFixture[str], words: str, message: str
+) -> None:
+    code, said = run_command(capsys, *words.split())
+    assert (code, said.count("\n")) == (2, 1)
+    assert said.startswith(message), said
+
+
+def test_a_section_of_the_settings_is_printed_as_hydra_does(capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = run_command(capsys, "run", "experiment=debug", "-c", "job", "--resolve", "-p", "optim", "optim.lr=0.5")
+    assert code == 0
+    assert said.startswith("# @package optim\n")
+    assert yaml.safe_load(said)["lr"] == 0.5
+    _, sources = run_command(capsys, "run", "--info", "defaults", "experiment=debug")
+    assert sources.startswith("experiment experiment/debug.yaml\ngroups     data=countdown model=scratch")
+
+
+def test_an_own_experiment_extends_another_own_experiment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(CONFIG_DIR_VARIABLE, "conf")  # relative
+    own = tmp_path / "conf" / "experiment"
+    own.mkdir(parents=True)
+    (own / "first.yaml").write_text("defaults: [debug, _self_]\nname: first\noptim: {lr: 0.5}\n")
+    (own / "second.yaml").write_text("defaults: [first, _self_]\nname: second\n")
+    (own / "third.yaml").write_text("defaults: [second.yaml, _self_]\nname: third\n")
+    code, said = run_command(capsys, "run", "experiment=third", "--cfg", "job")
+    assert code == 0, said
+    assert (yaml.safe_load(said)["name"], yaml.safe_load(said)["optim"]["lr"]) == ("third", 0.5)
+    monkeypatch.setenv(CONFIG_DIR_VARIABLE, "absent")
+    code, said = run_command(capsys, "run", "experiment=third", "--cfg", "job")
+    assert (code, "MILLRACE_CONFIG_DIR: must be an existing folder; got absent" in said) == (2, True)

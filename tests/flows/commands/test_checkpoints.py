@@ -161,4 +161,4 @@ def test_broken_ones_are_named_and_the_rest_is_pruned(run: SmallRun, bare: Millr
     pruned = bare("checkpoints", folder, "--prune", "--json")
     assert pruned.code == 0, pruned.err
     assert json.loads(pruned.out)["deleted"] == ["step-000001", "step-000002", "step-000003"]
-    assert bare("checkpoints", "absent").code == 1
+    assert bare("checkpoints", "absent").code == 2

@@ -65,7 +65,6 @@ def test_a_task_and_a_scorer_are_trained_on(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("kind", "name", "reported"),
     [
-        ("tasks", "sums", "KIND: must be one of task, scorer, .* project; got tasks"),
         ("task", "Two-words", "NAME: must be small letters"),
         ("task", "class", "NAME: must not be a Python keyword; got 'class'. Choose another, such as my_class"),
         (
