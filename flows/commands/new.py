@@ -13,7 +13,7 @@ from rlcore.errors import ConfigError
 
 TEMPLATES = Path(__file__).with_name("templates")
 """Files in which NAME and COMMAND are replaced. A task and an environment are those of `data/` with another name."""
-Kind = Literal["task", "scorer", "loss", "advantage", "environment", "experiment", "suite", "sweep", "project"]
+Kind = Literal["task", "scorer", "loss", "advantage", "environment", "experiment", "suite", "sweep", "slurm", "project"]
 COMMANDS: dict[Kind, str] = {
     "task": "millrace run experiment=debug data=custom data.build={name}:build data.scorer={name}:score",
     "scorer": "millrace run experiment=debug data.scorer={name}:score",

@@ -26,7 +26,7 @@ SETTINGS = (
     "validation.every_steps=30", "runtime.stop_deadline_s=200", f"trainer.total_steps={STEPS}",
     f"trainer.steps_per_chunk={CHUNK}",
 )  # fmt: skip
-STAND_IN = """#!/bin/bash
+SCRIPTS = """#!/bin/bash
 # srun: start the command as two tasks
 while [[ $1 == --* ]]; do shift; done
 SLURM_PROCID=0 "$@" & SLURM_PROCID=1 "$@" & wait
@@ -97,7 +97,7 @@ def assert_equal(job: Job, undisturbed: Job) -> None:
 def test_script_without_slurm_saves_and_resumes(job: Job, undisturbed: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """The script's own commands, with srun on this host alone."""
     (job.folder / "bin").mkdir()
-    for name, text in {"srun": STAND_IN, "scontrol": '#!/bin/bash\necho "$@" >> requeued\n'}.items():
+    for name, text in {"srun": SCRIPTS, "scontrol": '#!/bin/bash\necho "$@" >> requeued\n'}.items():
         (job.folder / "bin" / name).write_text(text)
         (job.folder / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{job.folder / 'bin'}{os.pathsep}{os.environ['PATH']}")
