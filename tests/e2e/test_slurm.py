@@ -118,6 +118,7 @@ def test_script_without_slurm_saves_and_resumes(job: Job, undisturbed: Job, monk
     assert_equal(job, undisturbed)
 
 
+@pytest.mark.lengthy
 @pytest.mark.program("slurmd")
 def test_job_that_slurm_preempts_twice_resumes(
     job: Job, undisturbed: Job, tmp_path_factory: pytest.TempPathFactory

@@ -53,7 +53,7 @@ def saved_bytes(*, recompute: bool = False, offload: bool = False, compiled: boo
     feed_forward = 2 * H + (3 if compiled else 4) * 2 * INNER
     layer = norms + attention + feed_forward
     of_layers = 2 * H if offload else LAYERS * 2 * H
-    inputs = of_layers + layer if recompute else LAYERS * layer
+    inputs = of_layers + layer + 3 * 2 * INNER if recompute else LAYERS * layer
     return round(ACTIVATION_FACTOR * (inputs + 4 * H + 2 * 2 * H))
 
 

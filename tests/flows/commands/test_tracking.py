@@ -170,7 +170,7 @@ def test_a_comparison_has_the_numbers_that_mlflow_has(synced: Path, reference: R
 
 def test_names_and_searches_without_a_match_are_reported(synced: Path) -> None:
     unknown = millrace(synced, "compare", "absent", SECOND)
-    assert unknown.code == 1
+    assert unknown.code == 2
     assert "absent: is neither the folder nor the id of a run" in unknown.err
     assert SECOND in unknown.err
     wrong = millrace(synced, "compare", "--search", "nonsense ~ 3")
@@ -181,7 +181,7 @@ def test_names_and_searches_without_a_match_are_reported(synced: Path) -> None:
 
 def test_a_root_without_a_store_is_reported_and_left_empty(tmp_path: Path) -> None:
     ui, compare = (millrace(tmp_path / "typo", *line.split()) for line in ("ui", "compare --search x"))
-    assert (ui.code, compare.code) == (1, 1)
+    assert (ui.code, compare.code) == (2, 1)
     assert "holds no MLflow store" in ui.err
     assert "there is no MLflow store" in compare.err
     assert not (tmp_path / "typo").exists()
