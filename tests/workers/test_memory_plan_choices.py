@@ -1,7 +1,5 @@
 """Settings chosen by memory plans, and messages."""
 
-from pathlib import Path
-
 import pytest
 
 from rlcore.errors import ConfigError
@@ -185,7 +183,7 @@ def test_last_variant_if_none_fits() -> None:
     assert planning.fit_settings(config, SHAPE, UNKNOWN)[0] is config
 
 
-def test_fit_run_writes_and_reports_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fit_run_reports_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     config = settings("model.path=Qwen/Qwen2.5-0.5B", "runtime.fit_memory=off")
     expected: list[dict[str, object]] = []
     for gpu in (None, ("a card", None)):
