@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -141,6 +142,13 @@ def journal(run_dir: Path) -> list[dict[str, Any]]:
 def numbers(run_dir: Path) -> dict[int, dict[str, float]]:
     """Return the reproducible metrics of each step."""
     return {record["step"]: repeatable(record["metrics"]) for record in journal(run_dir)}
+
+
+def mlflow_rows(root: Path, query: str) -> list[tuple[str, ...]]:
+    with sqlite3.connect(root / "mlflow.db") as database:
+        rows = database.execute(query).fetchall()
+    database.close()
+    return rows
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:

@@ -20,7 +20,18 @@ from mlflow import MlflowClient
 from rlcore.evaluation.result import ValidationResult
 from rlcore.run.failures import read_failures
 from rlcore.tracking.journal import load_journal
-from tests.flows.conftest import SMALL, Api, Millrace, Reference, ended, journal, numbers, start, wait_until
+from tests.flows.conftest import (
+    SMALL,
+    Api,
+    Millrace,
+    Reference,
+    ended,
+    journal,
+    mlflow_rows,
+    numbers,
+    start,
+    wait_until,
+)
 from tests.helpers.harmful import HARM
 from tests.storage.small_disk import fill, mounted
 
@@ -50,13 +61,6 @@ def wait_for_step(millrace: Millrace, step: int) -> None:
         return bool(journals) and any(record["step"] >= step for record in journal(journals[0].parent))
 
     wait_until(is_there, f"step {step}")
-
-
-def mlflow_rows(root: Path, query: str) -> list[tuple[str, ...]]:
-    with sqlite3.connect(root / "mlflow.db") as database:
-        rows = database.execute(query).fetchall()
-    database.close()
-    return rows
 
 
 def own_run(reference: Reference) -> str:

@@ -16,8 +16,7 @@ from flows.work.trainer import trainer_variables
 from rlcore.errors import ConfigError
 from rlcore.runtime.interpreter import trainer_environment
 from rlcore.tracking.lineage import read_origin
-from tests.flows.conftest import SMALL, Millrace, Reference, in_this_process, numbers
-from tests.flows.test_pipeline import mlflow_rows
+from tests.flows.conftest import SMALL, Millrace, Reference, in_this_process, mlflow_rows, numbers
 
 FLOWS_ALONE = ("prefect", "mlflow", "fastapi", "hydra", "optuna", "sqlalchemy", "matplotlib", "datasets")
 
