@@ -28,7 +28,7 @@ from tests.helpers.settings import changed
 FULL: dict[str, Any] = {
     "critic": {"optim": {"schedule": "cosine"}},
     "model": {"lora": {}},
-    "algo": {"advantage": "gae"},
+    "algo": {"advantage": "gae", "teacher": {"path": "a/teacher"}},
     "tags": {"owner": "me"},
 }
 DATA_TASKS = ("countdown", "custom", "gsm8k", "mapped", "mixture", "parquet", "reasoning_gym")

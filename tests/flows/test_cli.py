@@ -311,7 +311,7 @@ def test_tab_completes_words_without_heavy_imports(tmp_path: Path) -> None:
         ("eval", "--suite", "gs"): ["gsm8k"],
         ("rollouts", "--kind", ""): ["all", "training", "validation"],
         ("rollouts", "--sort", "s"): ["step", "score"],
-        ("new", "s"): ["scorer", "suite", "sweep"],
+        ("new", "s"): ["scorer", "suite", "sweep", "slurm"],
         ("run", "--totl", "x", "optim.l"): ["optim.lr="],  # and refuses nothing
     }
     sandboxes, *found = completions([("data", "make", "sandbox."), *expected], tmp_path)

@@ -172,7 +172,7 @@ def test_wrong_names_are_reported(run: SmallRun, suites: list[str], tmp_path: Pa
     wrong.write_text("data: {task: countdown, trian_size: 3}")
     with pytest.raises(ConfigError, match=r"suites: wrong: data.trian_size: there is no such setting"):
         load_config([f"validation.suites=[{wrong}]"])
-    with pytest.raises(ConfigError, match=r"1\. --suite: wrong: data.trian_size: there is no such setting"):
+    with pytest.raises(ConfigError, match=r"--suite: wrong: data.trian_size: there is no such setting"):
         evaluation_settings(str(run.layout.run_dir), [str(wrong)], [], None)
     with pytest.raises(ConfigError, match=r"cannot be chosen over settings"):
         evaluation_settings(str(run.layout.run_dir), suites, ["algo=ppo"], None)

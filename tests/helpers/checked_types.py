@@ -10,7 +10,10 @@ from typing import Any, get_args
 
 import jaxtyping
 
-PACKAGES = ["rlcore.algos", "rlcore.batching", "rlcore.models", "rlcore.trainer", "rlcore.types", "rlcore.workers"]
+PACKAGES = [
+    "rlcore.algos", "rlcore.batching", "rlcore.models", "rlcore.prompt", "rlcore.trainer", "rlcore.types",
+    "rlcore.workers",
+]  # fmt: skip
 
 
 def check_types() -> None:

@@ -38,7 +38,7 @@ def engine() -> Any:
 )
 def test_incomplete_response_is_rejected(engine: Any, reason: str, logprobs: list[float], message: str) -> None:
     with pytest.raises(EngineError) as caught:
-        engine._rollout(REQUESTS[0], _Response(0, [5, 6], logprobs), reason)
+        engine._rollout(REQUESTS[0], _Response(0, [5, 6], logprobs), reason, 2)
     assert str(caught.value) == f"vLLM's response to prompt 4 ended by {message}"
 
 

@@ -188,14 +188,13 @@ def test_smollm2_needs_its_package_and_reader(
 ) -> None:
     file = tmp_path / "m.gguf"
     file.write_bytes(b"GGUF")
-    monkeypatch.setattr(run_inputs, "find_spec", lambda name: object() if has_reader else None)
     monkeypatch.setattr(run_inputs, "smollm2_file", lambda: file if has_file else None)
     with pytest.raises(ModelError) as caught:
-        require_smollm2(tmp_path / "folder")
+        require_smollm2(tmp_path / "folder", lambda name: has_reader)
     rule = f"{file} must have the sha256 {SMOLLM2_SHA256[:16]}...; got {hashlib.sha256(b'GGUF').hexdigest()[:16]}...."
     if not (has_file and has_reader):
         what = "the package gguf, with which it is read, is" if has_file else "it is"
         rule = f"must be on this machine; got {SMOLLM2}, and {what} not installed."
     assert str(caught.value) == f"model.path: {rule} {INSTALL_SMOLLM2}"
     (tmp_path / "folder").mkdir()
-    require_smollm2(tmp_path / "folder")
+    require_smollm2(tmp_path / "folder", lambda name: has_reader)

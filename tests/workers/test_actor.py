@@ -59,7 +59,7 @@ def test_lora_reference_is_policy_without_adapters(
     opened: Open, batch: TrainBatch, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
     loaded: list[Any] = []
-    monkeypatch.setattr(module, "Reference", lambda *args: loaded.append(args))
+    monkeypatch.setattr(module.FrozenPolicy, "reference", lambda *args: loaded.append(args))
     worker = opened("algo.kl.where=loss", *f"model.dtype={dtype}".split())
     worker.sync_weights(0)
     first = worker.old_logprobs(batch.packed, 2)

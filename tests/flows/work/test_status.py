@@ -59,6 +59,7 @@ def test_status_of_new_run(layout: RunLayout, config: RunConfig) -> None:
         "total_steps": 50,
         "score": None,
         "reward": None,
+        "tokens_per_s": None,
         "changed": 1_000.5,
         "size_bytes": size,
         "note": "",
