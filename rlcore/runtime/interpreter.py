@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
+from rlcore import SOURCE_FOLDER
 from rlcore.errors import ConfigError, MillraceError
 from rlcore.user_code import SITE_PACKAGES
 
-SOURCE_FOLDER = Path(__file__).resolve().parents[2]
 SHARED_CODE = ("rlcore", "data")
 """The packages that a trainer process imports. Two environments of a run need the same files of them."""
 PACKAGES = (

@@ -20,12 +20,13 @@ from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from rlcore import SOURCE_FOLDER
 from rlcore.config import RunConfig, TrackingConfig
 from rlcore.storage.documents import open_ordinary
 from rlcore.storage.line_file import LineFile, iter_json
 from rlcore.storage.locks import Holder
 from rlcore.tracking.connection import resolve_uri
-from rlcore.tracking.lineage import RUN_ID_TAG, SOURCE_FOLDER, lineage_tags
+from rlcore.tracking.lineage import RUN_ID_TAG, lineage_tags
 
 log = logging.getLogger(__name__)
 ATTEMPTS_FILE = "attempts.jsonl"

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import psutil
 from pydantic import TypeAdapter
 
+from rlcore import SOURCE_FOLDER
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import RUN_FILE, settings_fingerprint
 from rlcore.config.problems import mask_secrets
@@ -34,8 +35,6 @@ KEY_TAG = "millrace.key"
 """The tag of an MLflow run that holds a random key, since names may repeat in a store."""
 TRAINED_FOR_TAG = "millrace.trained_for"
 """The tag of a warm start's MLflow run that holds the id of the run that trained it."""
-SOURCE_FOLDER = Path(__file__).parents[2]
-"""The folder that contains `rlcore`, which is a git checkout or the parent of an installed package."""
 PASS_RATES_STAGE = "pass rates"
 """The name of the stage with the table of pass rates. Its fact `rows_by_passes` is the histogram."""
 Fact = str | int | float | bool | None
