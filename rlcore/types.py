@@ -117,6 +117,7 @@ class TrainBatch:
     `old_logprobs` is None if a batch gets one update. `ref_logprobs` is needed for a KL penalty in the loss.
     `old_values` and `returns` are needed for a critic. `importance_weights` is 1 without a correction, and 0 where a
     token has no policy loss. `covariance_rank`: the share of tokens with a larger covariance, or 1 outside the mask.
+    `teacher_top_ids` and `teacher_top_logprobs` [T, k]: the teacher's likeliest tokens with `algo.teacher.top_k`.
     """
 
     packed: PackedBatch
@@ -127,3 +128,5 @@ class TrainBatch:
     returns: Float[Tensor, "T"] | None
     importance_weights: Float[Tensor, "T"]
     covariance_rank: Float[Tensor, "T"] | None = None
+    teacher_top_ids: Int[Tensor, "T k"] | None = None
+    teacher_top_logprobs: Float[Tensor, "T k"] | None = None

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Annotated, assert_never
 
 import torch
+from jaxtyping import Float
 from pydantic import Field
+from torch import Tensor
 
 from rlcore.algos.aggregation import Floats, Ids, Mask, masked, segment_sum, token_counts
 from rlcore.algos.named import find_function
@@ -16,6 +18,8 @@ from rlcore.config.algo import POLICY_LOSSES, AlgoConfig, KlEstimator
 MAX_LOG_RATIO = 20.0
 # k3 grows with the ratio itself: one token far from the reference must not outweigh a batch
 MAX_K3 = 10.0
+# the rounding of a sum of float32 probabilities: a smaller rest is noise
+MIN_REST = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +243,22 @@ def value_loss(values: Floats, old_values: Floats, returns: Floats, mask: Mask, 
     free_error = (values - returns).square()
     near_error = (near - returns).square()
     return 0.5 * torch.maximum(free_error, near_error), near_error > free_error
+
+
+def top_k_forward_kl(teacher_logprobs: Float[Tensor, "T k"], policy_logprobs: Float[Tensor, "T k"]) -> Floats:
+    """Return KL(teacher || policy) at each token over k + 1 outcomes: the teacher's k likeliest tokens, and all other
+    tokens together.
+
+        sum_i p_i (log p_i - log q_i) + p_rest (log p_rest - log q_rest)
+
+    It is 0 for equal policies, and at most the divergence over the whole vocabulary (log-sum inequality).
+    """
+    teacher = teacher_logprobs.exp()
+    teacher_rest, policy_rest = (
+        (1 - probabilities.sum(dim=1)).clamp(min=MIN_REST) for probabilities in (teacher, policy_logprobs.exp())
+    )
+    of_top = (teacher * (teacher_logprobs - policy_logprobs)).sum(dim=1)
+    return of_top + teacher_rest * (teacher_rest.log() - policy_rest.log())
 
 
 def kl_estimate(policy_logprobs: Floats, ref_logprobs: Floats, *, estimator: KlEstimator) -> Floats:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlcore.algos.aggregation import Denominator, Floats, Mask, aggregate, masked, masked_sum
 from rlcore.algos.loss_call import bind_policy_loss, check_results, loss_problem
-from rlcore.algos.losses import kl_estimate, value_loss
+from rlcore.algos.losses import kl_estimate, top_k_forward_kl, value_loss
 from rlcore.algos.off_policy import off_policy_mask
 from rlcore.config.algo import AlgoConfig
 from rlcore.types import TrainBatch
@@ -50,8 +50,8 @@ class Statistics:
 class PolicyStatistics(Statistics):
     """Sums over a micro-batch of a policy update. `pg_loss`, `entropy`, `kl_loss`: the micro-batch's shares of the
     mini-batch's aggregated values (see `aggregate`). Sums over response tokens are `ppo_kl` (old minus policy
-    log-probability), `ref_kl` (the KL estimate in the loss) and `entropy_sum`. `num_clipped`, `num_clipped_lower`:
-    numbers of response tokens."""
+    log-probability), `ref_kl` (the KL estimate in the loss), `entropy_sum` and `teacher_kl` (the KL of
+    `algo.teacher.top_k`). `num_clipped`, `num_clipped_lower`: numbers of response tokens."""
 
     pg_loss: Float[Tensor, ""]
     entropy: Float[Tensor, ""]
@@ -61,6 +61,7 @@ class PolicyStatistics(Statistics):
     entropy_sum: Float[Tensor, ""]
     num_clipped: Float[Tensor, ""]
     num_clipped_lower: Float[Tensor, ""]
+    teacher_kl: Float[Tensor, ""]
 
     def metrics(self, num_updates: int = 1) -> dict[str, float]:
         """Return the `actor/*` metrics over `num_updates` mini-batches. The call synchronizes with the device."""
@@ -80,6 +81,10 @@ class PolicyStatistics(Statistics):
     def mean_ref_kl(self) -> float:
         """Return the KL to the reference in nats per token. It is 0 if no token has a loss."""
         return self.per_token({"": self.ref_kl}).get("", 0.0)
+
+    def mean_teacher_kl(self) -> float:
+        """Return the KL from the teacher in nats per token. It is 0 if no token has a loss."""
+        return self.per_token({"": self.teacher_kl}).get("", 0.0)
 
     def mean_entropy(self) -> float:
         """Return the mean entropy in nats per token, or 0 if no token has a loss."""
@@ -124,13 +129,16 @@ def policy_objective(
     denominator: Denominator,
     kl_coef: float,
     entropy_added: float = 0.0,
+    candidate_logprobs: Float[Tensor, "T k"] | None = None,
 ) -> tuple[Float[Tensor, ""], PolicyStatistics]:
     """Return the share of a micro-batch in the policy loss, which is to be differentiated, and its statistics.
 
         J = agg(w l) + kl_coef agg(kl) [kl.where = loss] - (entropy_coef + entropy_added) agg(H)
+            + teacher.coef agg(D) [teacher.top_k]
 
     `l`: the policy loss that the settings name, or 0 where `off_policy_mask` is True. `w`: the importance weights.
     `agg`: the aggregation. `H`: the policy's entropy at each token, which needs a gradient only if its weight is not 0.
+    `D`: `top_k_forward_kl` of `candidate_logprobs`, the policy's log-probabilities of the teacher's likeliest tokens.
     A batch without `old_logprobs` uses the log-probabilities of the policy instead. `kl_coef` comes from
     `next_kl_coef`, and `entropy_added` from `next_entropy_bonus`.
     """
@@ -167,6 +175,12 @@ def policy_objective(
         assert batch.ref_logprobs is not None, "a KL in the loss needs the reference's log-probabilities"
         kl = kl_estimate(policy_logprobs, batch.ref_logprobs, estimator=settings.kl.estimator_in_use)
         loss = loss + kl_coef * share(kl)
+    teacher_kl = torch.zeros_like(policy_logprobs)
+    if candidate_logprobs is not None:
+        assert settings.teacher is not None, "candidates are the tokens of a teacher"
+        assert batch.teacher_top_logprobs is not None, "the divergence needs the teacher's log-probabilities"
+        teacher_kl = top_k_forward_kl(batch.teacher_top_logprobs, candidate_logprobs)
+        loss = loss + settings.teacher.coef * share(teacher_kl)
     statistics = PolicyStatistics(
         pg_loss=pg_loss.detach().double(),
         entropy=entropy_share.detach().double(),
@@ -176,6 +190,7 @@ def policy_objective(
         entropy_sum=masked_sum(entropy.detach().double(), mask),
         num_clipped=(policy_loss.clipped & mask).sum().double(),
         num_clipped_lower=(policy_loss.clipped_lower & mask).sum().double(),
+        teacher_kl=masked_sum(teacher_kl.detach().double(), mask),
         num_tokens=mask.sum().double(),
     )
     return loss, statistics

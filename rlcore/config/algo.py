@@ -115,20 +115,34 @@ class RejectionConfig(Section):
 
 
 class TeacherConfig(Section):
-    """A frozen teacher that gives each token an advantage (on-policy distillation)."""
+    """A frozen teacher that the policy learns from at each token of its own responses (on-policy distillation)."""
 
     path: str
     """The directory or hub id of the teacher. Its tokenizer must give the policy's token ids."""
+    by_source: dict[str, str] = Field(default_factory=dict)
+    """Other teachers, by the data source of the prompts they teach, as in `{gsm8k: FOLDER}`."""
+    top_k: int = Field(default=0, ge=0)
+    """The number of the teacher's likeliest tokens in the divergence KL(teacher || policy), which is added to the loss.
+    If 0, the teacher gives each sampled token the advantage `log p_teacher - log p_old` instead."""
     coef: float = Field(default=1.0, gt=0)
-    """The weight of the teacher's advantage, which is `log p_teacher - log p_old` at each token."""
+    """The weight of the teacher's advantage, or of the divergence."""
     with_reward: bool = False
-    """Add the teacher's advantage to the advantage by rewards. If false, rewards do not affect the update."""
+    """Learn from rewards too. If false, rewards do not affect the update."""
     base: Literal["native", "nf4"] = "native"
     """The storage of the teacher's weights: in the compute type, or in 4 bits as with `model.lora.base`."""
     offload: Annotated[bool, MayChange] = False
     """Keep the teacher's weights in host memory between its forward passes."""
 
     _expanded = field_validator("path")(expand_home)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The directories or hub ids of all teachers. `path` is the first one."""
+        return (self.path, *self.by_source.values())
+
+    def index_of(self, data_source: str) -> int:
+        """Return the index in `paths` of the teacher of a data source."""
+        return list(self.by_source).index(data_source) + 1 if data_source in self.by_source else 0
 
 
 class ClipCovConfig(Section):

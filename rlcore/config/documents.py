@@ -92,10 +92,11 @@ def _section(name: str, section: type[Section], title: str = "") -> Iterator[str
 
 
 def _row(key: str, field: FieldInfo) -> str:
-    default = format_value(field.get_default(call_default_factory=True, validated_data={})).replace("\n", r"\n")
+    value = field.get_default(call_default_factory=True, validated_data={})
+    default = "required" if field.is_required() else f"`{format_value(value)}`".replace("\n", r"\n")
     meaning = " ".join((field.description or "").split())
     kind = ", ".join([_type_text(field.annotation), *_range_text(field)])
-    cells = (f"`{key}`", kind, f"`{default}`", meaning)
+    cells = (f"`{key}`", kind, default, meaning)
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 

@@ -152,13 +152,34 @@ def _fits_context(model: "ModelConfig", run: Run) -> Problem | None:
     )
 
 
+def _top_k_fits_vocabulary(_: Any, run: Run) -> Problem | None:
+    """Check that each teacher has more tokens than `algo.teacher.top_k`."""
+    teacher = run.algo.teacher
+    for path in teacher.paths if teacher is not None else ():
+        size = shape_at(path).get("vocab_size")
+        if isinstance(size, int) and teacher.top_k >= size:
+            got = f"{teacher.top_k} with the {size} tokens of {path}"
+            return Problem(
+                "algo.teacher.top_k", "must be less than the size of the teacher's vocabulary", got, "Lower it"
+            )
+    return None
+
+
 def _model_exists(key: str, *others: str) -> Rule:
     """Return the rule that the setting `key` must be a transformers directory, a possible hub id, or a value in
     `others`. Without this rule, a critic would fail only after the policy and the engine have been loaded."""
 
     def check(_: Any, run: Run) -> Problem | None:
-        path = value_at(run, key)
-        if path is None or path in others or (expand_path(path) / "config.json").is_file():
+        found = value_at(run, key)
+        named = found if isinstance(found, dict) else {} if found is None else {"": found}
+        for name, path in named.items():
+            problem = check_path(f"{key}.{name}" if name else key, path)
+            if problem is not None:
+                return problem
+        return None
+
+    def check_path(key: str, path: str) -> Problem | None:
+        if path in others or (expand_path(path) / "config.json").is_file():
             return None
         # A hub id is a name, or an owner and a name.
         if not (path.startswith(("/", ".", "~")) or ":" in path or path.count("/") > 1 or Path(path).exists()):
@@ -281,6 +302,8 @@ class ModelConfig(Section):
         _model_exists("model.path", SMOLLM2),  # its package is not needed for a plan
         _model_exists("critic.path"),
         _model_exists("algo.teacher.path"),
+        _model_exists("algo.teacher.by_source"),
+        Rule(("algo.teacher.top_k", "algo.teacher.path"), _top_k_fits_vocabulary),
         Rule((".path", ".scratch.max_position_embeddings", "filter.max_prompt_tokens", "rollout.max_response_tokens"),
              _fits_context),
         rule(".attention", "runtime.device", "must be auto or sdpa on a CPU",

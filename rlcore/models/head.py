@@ -24,11 +24,12 @@ _GPU_BLOCK_ELEMENTS = 1 << 25
 class TokenLogprobs:
     """The results of the head for n tokens, each Float32[n]. `logprobs`: the log-probability of the target in nats.
     `entropy`: the entropy in nats. `is_top`: 1 where no other token has a higher probability. Results that were not
-    computed are 0."""
+    computed are 0. `candidates` Float32[n, k]: the log-probabilities of the given candidates, if there are any."""
 
     logprobs: Float[Tensor, "n"]
     entropy: Float[Tensor, "n"]
     is_top: Float[Tensor, "n"]
+    candidates: Float[Tensor, "n k"] | None = None
 
 
 def token_logprobs_and_entropy(
@@ -41,6 +42,7 @@ def token_logprobs_and_entropy(
     entropy: EntropyMode,
     with_top: bool = False,
     compiled: bool = False,
+    candidates: Int[Tensor, "M k"] | None = None,
 ) -> TokenLogprobs:
     """Compute log-probabilities and entropies of softmax(hidden weight^T / temperature), in float32.
 
@@ -48,14 +50,33 @@ def token_logprobs_and_entropy(
 
     At most `chunk_tokens` rows of logits exist at a time, in the forward and the backward pass. Gradients flow to
     `hidden` and `weight`. The gradient of `weight` is summed in float32 over chunks. With `entropy="value"`, the
-    entropy has no gradient. `compiled` fuses the operations after the matrix products (CUDA).
+    entropy has no gradient. `compiled` fuses the operations after the matrix products (CUDA). `candidates`: further
+    tokens whose log-probabilities are needed.
     """
     if temperature <= 0:
         raise ValueError(f"temperature: must be above 0 for log-probabilities, got {temperature}")
     apply = cast(Callable[..., tuple[Tensor, Tensor, Tensor]], _ChunkedHead.apply)
     settings = _Settings(temperature, chunk_tokens, entropy, with_top, compiled)
-    logprobs, entropies, is_top = apply(hidden, weight, targets, settings)
-    return TokenLogprobs(logprobs, entropies if entropy == "grad" else entropies.detach(), is_top)
+    columns = targets[:, None] if candidates is None else torch.cat([targets[:, None], candidates], dim=1)
+    logprobs, entropies, is_top = apply(hidden, weight, columns, settings)
+    if entropy != "grad":
+        entropies = entropies.detach()
+    return TokenLogprobs(logprobs[:, 0], entropies, is_top, None if candidates is None else logprobs[:, 1:])
+
+
+@torch.no_grad()
+def likeliest_tokens(
+    hidden: Float[Tensor, "M H"], weight: Float[Tensor, "V H"], *, k: int, temperature: float, chunk_tokens: int
+) -> tuple[Int[Tensor, "M k"], Float[Tensor, "M k"]]:
+    """Return the `k` likeliest tokens of each row in descending order, and their log-probabilities in float32."""
+    ids = torch.empty(len(hidden), k, dtype=torch.int64, device=hidden.device)
+    logprobs = torch.empty(len(hidden), k, dtype=torch.float32, device=hidden.device)
+    for rows in _slices(len(hidden), chunk_tokens):
+        logits = _logits(hidden[rows], weight, temperature)
+        log_norms, _ = _statistics(logits, with_entropy=False)
+        values, ids[rows] = logits.topk(k, dim=1)
+        logprobs[rows] = values - log_norms[:, None]
+    return ids, logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +94,17 @@ class _ChunkedHead(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, settings: _Settings
     ) -> tuple[Tensor, Tensor, Tensor]:
         statistics = _compiled(_fused_statistics) if settings.compiled else _statistics
-        logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        log_norms = torch.empty_like(logprobs)
-        entropies, is_top = torch.zeros_like(logprobs), torch.zeros_like(logprobs)
+        logprobs = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
+        log_norms = logprobs.new_empty(len(hidden))
+        entropies, is_top = torch.zeros_like(log_norms), torch.zeros_like(log_norms)
         for rows in _slices(len(hidden), settings.chunk_tokens):
             logits = _logits(hidden[rows], weight, settings.temperature)
-            logprobs[rows] = logits.gather(1, targets[rows, None])[:, 0]
+            logprobs[rows] = logits.gather(1, targets[rows])
             if settings.with_top:
-                is_top[rows] = (logprobs[rows] >= logits.amax(dim=1)).float()
+                is_top[rows] = (logprobs[rows, 0] >= logits.amax(dim=1)).float()
             log_norms[rows], entropies[rows] = statistics(logits, settings.mode != "none")
             del logits  # before the next chunk allocates
-        logprobs -= log_norms
+        logprobs -= log_norms[:, None]
         ctx.save_for_backward(hidden, weight, targets, log_norms, entropies)
         ctx.settings = settings
         ctx.mark_non_differentiable(is_top)
@@ -165,18 +186,19 @@ def _gradient(
 
     d logprob / d z_j = 1[j = target] - p_j d entropy / d z_j = -p_j (log p_j + entropy)
     """
+    pull = grad_logprobs.sum(dim=1, keepdim=True)
     # A shorter type fills the same memory from the front: row r overwrites only rows up to r.
     packed = logits.view(-1).view(dtype)[: logits.numel()].view(logits.shape)
     for rows in _blocks(logits):
         log_probs = logits[rows].sub_(log_norms[rows, None])
         block = log_probs.exp()
         if grad_entropies is None:
-            block.mul_(-grad_logprobs[rows, None])
+            block.mul_(-pull[rows])
         else:
-            log_probs.add_(entropies[rows, None]).mul_(grad_entropies[rows, None]).add_(grad_logprobs[rows, None])
+            log_probs.add_(entropies[rows, None]).mul_(grad_entropies[rows, None]).add_(pull[rows])
             block.mul_(log_probs).neg_()
         # Still in float32: in half precision 1 - p of a likely token would vanish.
-        packed[rows] = block.scatter_add_(1, targets[rows, None], grad_logprobs[rows, None])
+        packed[rows] = block.scatter_add_(1, targets[rows], grad_logprobs[rows])
     return packed
 
 
@@ -205,11 +227,15 @@ def _fused_gradient(
 ) -> Tensor:
     """Compute `_gradient` as one expression for the compiler, without a change of `logits`."""
     log_probs = logits - log_norms[:, None]
-    is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
-    pull = grad_logprobs[:, None]
+    pull = grad_logprobs.sum(dim=1, keepdim=True)
+    if targets.shape[1] == 1:  # a comparison is fused, a scatter is not
+        is_target = torch.arange(logits.shape[1], device=logits.device) == targets
+        at_targets = torch.where(is_target, grad_logprobs, 0.0)
+    else:
+        at_targets = torch.zeros_like(logits).scatter_add(1, targets, grad_logprobs)
     if grad_entropies is not None:
         pull = pull + grad_entropies[:, None] * (log_probs + entropies[:, None])
-    return (torch.where(is_target, grad_logprobs[:, None], 0.0) - pull * log_probs.exp()).to(dtype)
+    return (at_targets - pull * log_probs.exp()).to(dtype)
 
 
 def _slices(num_rows: int, size: int) -> Iterator[slice]:

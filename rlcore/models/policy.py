@@ -12,7 +12,7 @@ from torch.autograd.graph import save_on_cpu
 from transformers import DynamicCache, PreTrainedModel
 
 from rlcore.models.attention import AttentionChoice, causal_band, choose_attention
-from rlcore.models.head import EntropyMode, TokenLogprobs, float32_logits, token_logprobs_and_entropy
+from rlcore.models.head import EntropyMode, TokenLogprobs, float32_logits, likeliest_tokens, token_logprobs_and_entropy
 from rlcore.models.layout import Array, IntArray, PackedLayout, build_layout
 from rlcore.models.memory import to_device
 
@@ -107,6 +107,11 @@ class PackedTrunk(nn.Module):
         return torch.autocast(self.device.type, self.compute_dtype)
 
 
+def _at(positions: Tensor, values: Tensor, length: int) -> Tensor:
+    """Return a tensor of `length` rows that is 0 except for `values` at `positions`."""
+    return values.new_zeros(length, *values.shape[1:]).index_copy(0, positions, values)
+
+
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -162,31 +167,63 @@ class CausalPolicy(PackedTrunk):
         temperature: float,
         entropy: EntropyMode,
         with_top: bool = False,
+        candidates: Int[Tensor, "T k"] | None = None,
     ) -> TokenLogprobs:
         """Return the log-probability, entropy and top-1 flag of each target, Float32[T], with 0 outside `loss_mask`.
 
         For `shared`, see `build_layout`. Shared tokens must have no loss. The head runs in chunks, only where
         `loss_mask` is True. Temperature 0 (greedy) counts as 1, which is also the convention of the engines. Host
-        arrays for `cu_seqlens` and `loss_mask` avoid synchronization.
+        arrays for `cu_seqlens` and `loss_mask` avoid synchronization. `candidates`: further tokens at each position
+        whose log-probabilities are needed.
         """
-        positions = to_device(torch.as_tensor(loss_mask).nonzero()[:, 0], token_ids.device)
-        layout = self.layout(cu_seqlens, shared)
-        hidden = self.hidden_states(token_ids, position_ids, layout).index_select(0, layout.computed_index[positions])
-        weight = self.head.weight
+        positions, hidden, weight = self._head_inputs(token_ids, position_ids, cu_seqlens, loss_mask, shared)
         found = token_logprobs_and_entropy(
-            hidden.to(self.compute_dtype),
-            weight.to(self.compute_dtype),
+            hidden,
+            weight,
             target_ids[positions],
             temperature=temperature or 1.0,
             chunk_tokens=self.head_chunk_tokens,
             entropy=entropy,
             with_top=with_top,
             compiled=self._compiled_head,
+            candidates=None if candidates is None else candidates[positions],
         )
-        empty = torch.zeros(len(token_ids), dtype=torch.float32, device=token_ids.device)
-        return TokenLogprobs(
-            *(empty.index_copy(0, positions, each) for each in (found.logprobs, found.entropy, found.is_top))
+        tokens = [found.logprobs, found.entropy, found.is_top]
+        tokens += [] if found.candidates is None else [found.candidates]
+        return TokenLogprobs(*(_at(positions, each, len(token_ids)) for each in tokens))
+
+    def likeliest(
+        self,
+        token_ids: Int[Tensor, "T"],
+        position_ids: Int[Tensor, "T"],
+        cu_seqlens: Int[Array, "N_plus_1"],
+        loss_mask: Bool[Array, "T"],
+        shared: IntArray | None = None,
+        *,
+        k: int,
+        temperature: float,
+    ) -> tuple[Int[Tensor, "T k"], Float[Tensor, "T k"]]:
+        """Return the `k` likeliest next tokens and their log-probabilities at each token, with 0 outside `loss_mask`.
+        The other arguments are those of `forward`. FSDP must not shard the model."""
+        positions, hidden, weight = self._head_inputs(token_ids, position_ids, cu_seqlens, loss_mask, shared)
+        ids, logprobs = likeliest_tokens(
+            hidden, weight, k=k, temperature=temperature or 1.0, chunk_tokens=self.head_chunk_tokens
         )
+        return _at(positions, ids, len(token_ids)), _at(positions, logprobs, len(token_ids))
+
+    def _head_inputs(
+        self,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        cu_seqlens: Int[Array, "N_plus_1"],
+        loss_mask: Bool[Array, "T"],
+        shared: IntArray | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the positions with a loss, their last hidden states, and the weight of the head."""
+        positions = to_device(torch.as_tensor(loss_mask).nonzero()[:, 0], token_ids.device)
+        layout = self.layout(cu_seqlens, shared)
+        hidden = self.hidden_states(token_ids, position_ids, layout).index_select(0, layout.computed_index[positions])
+        return positions, hidden.to(self.compute_dtype), self.head.weight.to(self.compute_dtype)
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:

@@ -275,11 +275,10 @@ def critic_shape(config: RunConfig, shape: ModelShape) -> ModelShape:
     return shape if path is None else shape_from_config(_read_config(path)) or shape
 
 
-def teacher_shape(config: RunConfig, shape: ModelShape) -> ModelShape | None:
-    """Return the shape of the teacher, or None if there is no teacher. If it is unavailable, return the policy's
-    `shape`."""
+def teacher_shapes(config: RunConfig, shape: ModelShape) -> list[ModelShape]:
+    """Return the shape of each teacher. It is the policy's `shape` for a teacher that is unavailable."""
     teacher = config.algo.teacher
-    return None if teacher is None else shape_from_config(_read_config(teacher.path)) or shape
+    return [shape_from_config(_read_config(path)) or shape for path in teacher.paths] if teacher else []
 
 
 def _read_config(path: str) -> object:

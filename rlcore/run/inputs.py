@@ -313,10 +313,12 @@ def require_whole_model(key: str, path: str | None) -> Manifest | None:
 def model_paths(config: RunConfig) -> dict[str, str | None]:
     """Return the paths or hub ids of the models in the settings, by settings key. A value is None if it is not set."""
     critic, teacher = config.critic, config.algo.teacher
+    others = teacher.by_source if teacher else {}
     return {
         "model.path": config.model.path,
         "critic.path": critic.path if critic else None,
         "algo.teacher.path": teacher.path if teacher else None,
+        **{f"algo.teacher.by_source.{source}": path for source, path in others.items()},
     }
 
 

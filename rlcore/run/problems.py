@@ -111,8 +111,8 @@ class Problems(HeldOutProblems):
     def read(cls, config: RunConfig, inputs: RunInputs) -> "Problems":
         """Read the filtered rows of a run.
 
-        Raises DataError if a file is invalid or empty, if the data sources cannot be mixed, or if a suite and a data
-        source share a name.
+        Raises DataError if a file is invalid or empty, if the data sources cannot be mixed, if a suite and a data
+        source share a name, or if a teacher's data source has no rows.
         """
         held_out = HeldOutProblems.of_run(config, inputs)
         own = {prompt.data_source for prompt in held_out.validation}
@@ -122,6 +122,13 @@ class Problems(HeldOutProblems):
                 "metrics would be merged; write another `name` into the suite's file"
             )
         train = tuple(map(tuple, read_parts(config, inputs.train_parquets)))
+        teachers = config.algo.teacher.by_source if config.algo.teacher is not None else {}
+        sources = {prompt.data_source for part in train for prompt in part}
+        if unknown := sorted(set(teachers) - sources):
+            raise DataError(
+                f"algo.teacher.by_source: must name data sources of the training rows; got {unknown[0]!r}, but the "
+                f"rows are of {', '.join(sorted(sources))}"
+            )
         if isinstance(config.data, MixtureData):  # checks the weights
             MixedStream(train, [part.weight for part in config.data.parts], seed=config.seed)
         return cls(config=config, validation=held_out.validation, decode=held_out.decode, inputs=inputs, train=train)

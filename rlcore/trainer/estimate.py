@@ -92,6 +92,7 @@ def estimate(
 
     With a teacher, each token's advantage is `coef (log p_teacher - log p_old)`, alone or added to the advantage by
     rewards. Its mean is minus the KL divergence from the teacher to the policy (Agarwal et al. 2024, arXiv:2306.13649).
+    With `teacher.top_k`, the loss has a divergence instead, so the teacher gives no advantage.
 
     Args:
         greedy_scores: the score of the greedy response to the same prompt, only for remax.
@@ -125,12 +126,14 @@ def estimate(
         advantages = returns = broadcast_to_tokens(sequence_level, mask, sequence_ids)
     teacher_kl = None
     if algo.teacher is not None:
-        assert old_logprobs is not None, "a teacher is compared with the old policy"
-        assert forward.teacher_logprobs is not None, "distillation needs the teacher's log-probabilities"
-        closer = torch.where(mask, forward.teacher_logprobs - old_logprobs, 0.0)
-        advantages = (advantages if algo.teacher.with_reward else 0.0) + algo.teacher.coef * closer
-        if mask.any():
-            teacher_kl = (-masked_sum(closer, mask) / mask.sum()).item()
+        if not algo.teacher.with_reward:
+            advantages = torch.zeros_like(advantages)
+        if not algo.teacher.top_k:
+            assert old_logprobs is not None, "a teacher is compared with the old policy"
+            assert forward.teacher_logprobs is not None, "distillation needs the teacher's log-probabilities"
+            closer = torch.where(mask, forward.teacher_logprobs - old_logprobs, 0.0)
+            advantages = advantages + algo.teacher.coef * closer
+            teacher_kl = (-masked_sum(closer, mask) / mask.sum()).item() if mask.any() else None
     weights = mask.float()
     if algo.importance.mode != "off":
         assert old_logprobs is not None, "an importance weight is a ratio to the old policy"

@@ -1,6 +1,6 @@
 """The training step of reinforcement learning: sampling, scoring, advantage estimates, update, and weight sync."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -104,13 +104,16 @@ class Trainer(GroupTrainer):
         experience = self._collector.collect(state, clock)
         packed = pack(experience.rollouts, experience.scores, experience.group_ids)
         assignment = self._assign(packed, config.trainer.mini_batch_size)
-        forward = self._forward_passes(packed, assignment.whole, clock)
+        teachers = self._teachers_of(experience)
+        forward = self._forward_passes(packed, assignment.whole, clock, teachers)
         with clock.phase("adv"):
             estimated = self._estimate(packed, forward, experience, state.kl_coef)
             batch = apply_selection(config, estimated.batch, forward.entropy, num_finished=state.step)
             shared = self._share_batch(batch, packed, assignment)
         if config.algo.kl.where == "loss":
             shared = self._add_ref_logprobs(shared, clock)
+        if config.algo.teacher is not None and config.algo.teacher.top_k:
+            self._cache_teacher_tokens(shared, clock, teachers)
         alarms = batch_alarms(config, experience)
         update = self._update(state, experience, shared, alarms, clock)
         with clock.phase("update_weights"):
@@ -141,8 +144,16 @@ class Trainer(GroupTrainer):
         peaks, shortages = collect_memory(memory)
         return StepResult(after, metrics | peaks, experience, used, update.logprobs_before, alarms, shortages)
 
-    def _forward_passes(self, packed: PackedBatch, shares: RankShares, clock: PhaseClock) -> ForwardResults:
-        """Compute the log-probabilities, entropies and values that the algorithm needs before the update."""
+    def _teachers_of(self, experience: Experience) -> Sequence[int]:
+        """Return the index of each response's teacher, or nothing without a teacher."""
+        teacher = self._config.algo.teacher
+        return [] if teacher is None else [teacher.index_of(each.prompt.data_source) for each in experience.rollouts]
+
+    def _forward_passes(
+        self, packed: PackedBatch, shares: RankShares, clock: PhaseClock, teachers: Sequence[int]
+    ) -> ForwardResults:
+        """Compute the log-probabilities, entropies and values that the algorithm needs before the update. `teachers`:
+        the index of each response's teacher."""
         config = self._config
         old: Tensor | None = None
         entropy: Tensor | None = None
@@ -157,8 +168,9 @@ class Trainer(GroupTrainer):
         in_reward = config.algo.kl.where == "reward"
         ref = self._run_forward(Worker.ref_logprobs, "ref", packed, shares, clock) if in_reward else None
         teacher = None
-        if config.algo.teacher is not None:
-            teacher = self._run_forward(Worker.teacher_logprobs, "teacher", packed, shares, clock)
+        if config.algo.teacher is not None and not config.algo.teacher.top_k:
+            verb = Worker.teacher_logprobs
+            teacher = self._run_forward(verb, "teacher", packed, shares, clock, of_sequence=teachers)
         return ForwardResults(old, ref, values, entropy, teacher)
 
     def _run_forward(
@@ -169,9 +181,14 @@ class Trainer(GroupTrainer):
         shares: RankShares,
         clock: PhaseClock,
         *more: bool,
+        of_sequence: Sequence[int] = (),
     ) -> Float[Tensor, "T ..."]:
+        """Call `verb` on all ranks. `of_sequence`: a value for each sequence, which replaces `more`."""
         with clock.phase(phase):
-            arguments = [(select(packed, mine), shares.num_micro, *more) for mine in shares.sequences]
+            own = [([of_sequence[i] for i in mine],) if of_sequence else more for mine in shares.sequences]
+            arguments = [
+                (select(packed, mine), shares.num_micro, *its) for mine, its in zip(shares.sequences, own, strict=True)
+            ]
             return scatter_tokens(self._group.begin(verb, arguments).result(), packed.cu_seqlens, shares.sequences)
 
     def _estimate(
@@ -205,6 +222,15 @@ class Trainer(GroupTrainer):
             by_rank = self._group.begin(Worker.cache_ref_logprobs, arguments).result()
             whole = scatter_tokens(by_rank, shared.batch.packed.cu_seqlens, shared.sequences)
         return replace(shared, batch=replace(shared.batch, ref_logprobs=whole))
+
+    def _cache_teacher_tokens(self, shared: SharedBatch, clock: PhaseClock, teachers: Sequence[int]) -> None:
+        """Let each rank cache its teachers' likeliest tokens for the update."""
+        with clock.phase("teacher"):
+            arguments = [
+                (part, shared.assignment.whole.num_micro, [teachers[i] for i in mine])
+                for part, mine in zip(shared.parts, shared.sequences, strict=True)
+            ]
+            self._group.begin(Worker.cache_teacher_tokens, arguments).result()
 
     def _update(
         self,

@@ -74,6 +74,8 @@ class Update:
             metrics.pop("actor/kl_loss")
         if algo.entropy_control.target is not None:
             metrics["actor/entropy_coef"] = self.entropy_coef
+        if algo.teacher is not None and algo.teacher.top_k:
+            metrics["actor/teacher_kl"] = policy.stats.mean_teacher_kl()
         if algo.aggregation != "token-mean":
             metrics["actor/token_entropy"] = policy.stats.mean_entropy()
         return metrics | {"actor/grad_norm": policy.grad_norm, "actor/lr": policy.lr, "actor/kl_coef": self.kl_coef}
@@ -96,7 +98,8 @@ def needs_old_logprobs(config: RunConfig) -> bool:
     if config.trainer.old_logprobs != "auto":
         return config.trainer.old_logprobs == "recompute"
     algo = config.algo
-    is_compared = algo.importance.mode != "off" or algo.rejection.level != "off" or algo.teacher is not None
+    gives_advantage = algo.teacher is not None and not algo.teacher.top_k
+    is_compared = algo.importance.mode != "off" or algo.rejection.level != "off" or gives_advantage
     return num_optimizer_steps(config) > 1 or is_compared or algo.kl.where == "reward" or _needs_selection(algo)
 
 

@@ -1,18 +1,19 @@
-"""The policy on one rank (log-probabilities, updates, weights), and the frozen reference and teacher."""
+"""The policy on one rank (log-probabilities, updates, weights), and the frozen reference and teachers."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rlcore.algos.aggregation import Denominator
 from rlcore.algos.objective import PolicyStatistics, SupervisedStatistics, policy_objective, supervised_objective
-from rlcore.batching.pack import shared_prompts
+from rlcore.batching.pack import scatter_tokens, select, shared_prompts
 from rlcore.config import RunConfig
 from rlcore.config.algo import TeacherConfig
 from rlcore.config.model import LoraConfig
@@ -149,6 +150,7 @@ class Actor(TrainedModel[CausalPolicy]):
             MicroBatch(micro.host.packed, micro.device.packed),
             temperature=self._config.rollout.sampling.temperature,
             entropy="grad" if algo.entropy_coef + entropy_added > 0 else "value",
+            candidates=micro.device.teacher_top_ids,
         )
         loss, statistics = policy_objective(
             output.logprobs,
@@ -158,6 +160,7 @@ class Actor(TrainedModel[CausalPolicy]):
             denominator=denominator,
             kl_coef=kl_coef,
             entropy_added=entropy_added,
+            candidate_logprobs=output.candidates,
         )
         return loss, statistics, output.logprobs.detach()
 
@@ -198,13 +201,16 @@ class Actor(TrainedModel[CausalPolicy]):
 
 def token_logprobs(policy: CausalPolicy, micro: MicroBatch[PackedBatch], **options: Any) -> TokenLogprobs:
     """Run the policy on a micro-batch and return the results of its head. For `options`, see `CausalPolicy.forward`."""
-    device, host = micro.device, micro.host
-    cu_seqlens, loss_mask = host.cu_seqlens.numpy(), host.loss_mask.numpy()
-    shared = shared_prompts(host) if policy.share_prompts else None
-    output: TokenLogprobs = policy(
-        device.token_ids, device.position_ids, cu_seqlens, device.target_ids, loss_mask, shared, **options
-    )
+    tokens, layout = _inputs(policy, micro)
+    output: TokenLogprobs = policy(*tokens, target_ids=micro.device.target_ids, **layout, **options)
     return output
+
+
+def _inputs(policy: CausalPolicy, micro: MicroBatch[PackedBatch]) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
+    device, host = micro.device, micro.host
+    shared = shared_prompts(host) if policy.share_prompts else None
+    layout = {"cu_seqlens": host.cu_seqlens.numpy(), "loss_mask": host.loss_mask.numpy(), "shared": shared}
+    return (device.token_ids, device.position_ids), layout
 
 
 def policy_logprobs(
@@ -231,7 +237,7 @@ def policy_logprobs(
 
 
 class FrozenPolicy:
-    """A frozen policy in the compute type: the reference or the teacher. It is not sharded, since each step would
+    """A frozen policy in the compute type: the reference or a teacher. It is not sharded, since each step would
     gather all shards for one pass. With `offload`, it is in host memory between passes."""
 
     def __init__(self, config: RunConfig, policy: CausalPolicy, placement: Placement, name: str, *, offload: bool):
@@ -255,21 +261,67 @@ class FrozenPolicy:
         )
 
     @classmethod
-    def teacher(cls, config: RunConfig, teacher: TeacherConfig, placement: Placement) -> "FrozenPolicy":
-        """Load the teacher. It is stored like the base of a LoRA model: in the compute type, or in 4 bits."""
+    def teacher(cls, config: RunConfig, teacher: TeacherConfig, path: str, placement: Placement) -> "FrozenPolicy":
+        """Load a teacher. It is stored like the base of a LoRA model: in the compute type, or in 4 bits."""
         model = config.model.model_copy(update={"lora": LoraConfig(base=teacher.base)})
-        policy = load_policy(teacher.path, model=model, device=placement.device)
+        policy = load_policy(path, model=model, device=placement.device)
         return cls(config, policy, placement, "teacher", offload=teacher.offload)
 
     @torch.no_grad()
     def logprobs(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
         """Return the log-probability of each response token, and 0 elsewhere, on the CPU."""
+        policy, device = self._policy, self._placement.device
+        return self._run(lambda parts: policy_logprobs(policy, batch, parts, self._config, device), batch, num_micro)
+
+    @torch.no_grad()
+    def likeliest(self, batch: PackedBatch, num_micro: int, k: int) -> Float[Tensor, "T two_k"]:
+        """Return the ids of the `k` likeliest tokens at each response token, then their log-probabilities, and 0
+        elsewhere, on the CPU. Float32 represents ids below 2^24 exactly."""
+        temperature = self._config.rollout.sampling.temperature
+
+        def work(parts: Parts) -> Tensor:
+            values = []
+            for part in parts:
+                tokens, layout = _inputs(self._policy, to_device(batch, part, self._placement.device))
+                values.append(torch.cat(self._policy.likeliest(*tokens, **layout, k=k, temperature=temperature), dim=1))
+            return restore_order(values, batch.cu_seqlens, parts)
+
+        return self._run(work, batch, num_micro)
+
+    def _run(self, work: Callable[[Parts], Tensor], batch: PackedBatch, num_micro: int) -> Tensor:
         self._weights.reload()
         try:
-            return self.forward_pass.run(
-                lambda parts: policy_logprobs(self._policy, batch, parts, self._config, self._placement.device),
-                batch,
-                num_micro,
-            )
+            return self.forward_pass.run(work, batch, num_micro)
         finally:
             self._weights.offload()
+
+
+class Teachers:
+    """The teachers of one rank. `policies` has them in the order of `TeacherConfig.paths`."""
+
+    def __init__(self, config: RunConfig, settings: TeacherConfig, placement: Placement) -> None:
+        self._k = settings.top_k
+        self.policies = [FrozenPolicy.teacher(config, settings, path, placement) for path in settings.paths]
+
+    def logprobs(self, batch: PackedBatch, num_micro: int, chosen: Sequence[int]) -> Float[Tensor, "T"]:
+        """Return the log-probability of each response token under the teacher of its response, and 0 elsewhere.
+        `chosen`: the teacher of each response."""
+        return self._each(FrozenPolicy.logprobs, batch, num_micro, chosen)
+
+    def likeliest(
+        self, batch: PackedBatch, num_micro: int, chosen: Sequence[int]
+    ) -> tuple[Int[Tensor, "T k"], Float[Tensor, "T k"]]:
+        """Return the ids and log-probabilities of the `top_k` likeliest tokens of each response's teacher."""
+        found = self._each(partial(FrozenPolicy.likeliest, k=self._k), batch, num_micro, chosen)
+        ids, logprobs = found.split(self._k, dim=1)
+        return ids.long(), logprobs
+
+    def _each(
+        self, run: Callable[..., Tensor], batch: PackedBatch, num_micro: int, chosen: Sequence[int]
+    ) -> Float[Tensor, "T ..."]:
+        """Call `run` with each teacher and its responses, and return the values in batch order."""
+        pupils = [[i for i, teacher in enumerate(chosen) if teacher == index] for index in range(len(self.policies))]
+        values = [
+            run(self.policies[index], select(batch, mine), num_micro) for index, mine in enumerate(pupils) if mine
+        ]
+        return scatter_tokens(values, batch.cu_seqlens, [mine for mine in pupils if mine])

@@ -12,7 +12,7 @@ from rlcore.config import RunConfig
 from rlcore.config.base import Section, leaves
 from rlcore.config.problems import format_value
 from rlcore.errors import ConfigError
-from rlcore.models.shape import ModelShape, critic_shape, shape_of, teacher_shape
+from rlcore.models.shape import ModelShape, critic_shape, shape_of, teacher_shapes
 from rlcore.rollout.vllm import ENGINE_FIXED_BYTES
 from rlcore.tracking.lineage import first_gpu
 
@@ -273,17 +273,18 @@ def resident_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> dict[
     if _has_reference(config) and not config.algo.kl.offload:
         held["reference"] = itemsize * shape.policy_parameters
     if config.algo.teacher is not None and not config.algo.teacher.offload:
-        held["teacher"] = teacher_bytes(config, shape, itemsize)
+        held["teacher"] = sum(teacher_bytes(config, shape, itemsize))
     return held
 
 
-def teacher_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> int:
-    """Return the bytes of the teacher's weights, or 0 if there is no teacher."""
-    teacher, teaching = config.algo.teacher, teacher_shape(config, shape)
-    if teacher is None or teaching is None:
-        return 0
-    in_4_bits = teaching.layers * teaching.layer_weights if teacher.base == "nf4" else 0
-    return round(NF4 * in_4_bits) + itemsize * (teaching.policy_parameters - in_4_bits)
+def teacher_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> list[int]:
+    """Return the bytes of the weights of each teacher."""
+    is_in_4_bits = config.algo.teacher is not None and config.algo.teacher.base == "nf4"
+    found = []
+    for teaching in teacher_shapes(config, shape):
+        in_4_bits = teaching.layers * teaching.layer_weights if is_in_4_bits else 0
+        found.append(round(NF4 * in_4_bits) + itemsize * (teaching.policy_parameters - in_4_bits))
+    return found
 
 
 def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -> dict[str, dict[str, int]]:
@@ -297,7 +298,7 @@ def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -
     head = partial(head_bytes, shape, itemsize, model.head_chunk_tokens, tokens, compiled=compiled)
     is_reloaded = _has_reference(config) and config.algo.kl.offload
     brings_teacher = config.algo.teacher is not None and config.algo.teacher.offload
-    widest = [shape, teacher_shape(config, shape) or shape]
+    widest = [shape, *teacher_shapes(config, shape)]
     layer = tokens * max(forward_activation_bytes(each, itemsize) for each in widest)
     whole = FULL * shape.embedding
     if lora is not None:  # or a merged matrix, its float32 sum and its terms
@@ -308,7 +309,7 @@ def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -
             **held,
             **asleep,
             **({"reference, brought back": itemsize * shape.policy_parameters} if is_reloaded else {}),
-            **({"teacher, brought back": teacher_bytes(config, shape, itemsize)} if brings_teacher else {}),
+            **({"teacher, brought back": max(teacher_bytes(config, shape, itemsize))} if brings_teacher else {}),
             "gathered weights": models[0].gathered,
             # Without gradients the layers' tensors are freed before the head.
             "the head, or a layer": max(layer, head(gradient="none")),

@@ -1,4 +1,4 @@
-"""The worker of one rank: policy, reference, teacher, critic and rollout engine. `rlcore.runtime` calls this plain
+"""The worker of one rank: policy, reference, teachers, critic and rollout engine. `rlcore.runtime` calls this plain
 class in the same process or as a Ray actor, with the same results."""
 
 import gc
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from rlcore.rollout.engine import RolloutEngine, SamplingRequest, engine_dtype
 from rlcore.rollout.tail_cut import TailCut
 from rlcore.tracking.cost import GpuUse
 from rlcore.types import PackedBatch, Prompt, Rollout, TrainBatch
-from rlcore.workers.actor import Actor, FrozenPolicy
+from rlcore.workers.actor import Actor, FrozenPolicy, Teachers
 from rlcore.workers.canary import Canary, WeightSync, probe_difference
 from rlcore.workers.critic import Critic
 from rlcore.workers.device import (
@@ -78,7 +78,7 @@ class Worker:
         self._placement: Placement
         self._mesh: DeviceMesh | None = None
         self.reference: FrozenPolicy | None = None
-        self.teacher: FrozenPolicy | None = None
+        self.teachers: Teachers | None = None
         self.critic: Critic | None = None
         self.actor: Actor
         self._saver = RankSaver(self._saved_models, num_ranks=world_size)  # as if all ranks were on this host
@@ -86,7 +86,8 @@ class Worker:
         self._meter = MemoryMeter()
         self._num_splits = 0
         self._probe: tuple[Prompt, ...] = ()
-        self._ref_logprobs: Float[Tensor, T] | None = None
+        self._cached: dict[str, Any] = {}
+        """The fields of the next update's batch that this rank has computed."""
 
     def setup(self, rendezvous: str) -> None:
         """Join the other ranks, load the models and start the engine, which sleeps until the first weight sync."""
@@ -115,7 +116,7 @@ class Worker:
         if config.algo.kl.where != "off" and config.model.lora is None:
             self.reference = FrozenPolicy.reference(config, self._model_directory, placement)
         if config.algo.teacher is not None:
-            self.teacher = FrozenPolicy.teacher(config, config.algo.teacher, placement)
+            self.teachers = Teachers(config, config.algo.teacher, placement)
 
     def reset(self) -> None:
         """Rebuild the policy and the critic of step 0. The old models are freed first, since the memory may not hold
@@ -144,7 +145,9 @@ class Worker:
     def _passes(self) -> list[MicroBatchRunner]:
         trained = [model for model in (self.actor, self.critic) if model is not None]
         passes = [runner for model in trained for runner in (model.update_pass, model.forward_pass)]
-        return passes + [frozen.forward_pass for frozen in (self.reference, self.teacher) if frozen is not None]
+        frozen = [] if self.reference is None else [self.reference]
+        frozen += [] if self.teachers is None else self.teachers.policies
+        return passes + [policy.forward_pass for policy in frozen]
 
     def info(self) -> WorkerInfo:
         """Return a description of this rank's device and models."""
@@ -214,16 +217,25 @@ class Worker:
         assert self.reference is not None, "algo.kl.where is off: there is no reference"
         return self.reference.logprobs(batch, num_micro)
 
-    def teacher_logprobs(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
-        """Return the log-probabilities of the responses under the teacher."""
+    def teacher_logprobs(self, batch: PackedBatch, num_micro: int, chosen: Sequence[int]) -> Float[Tensor, "T"]:
+        """Return the log-probabilities of the responses. `chosen`: the index of each response's teacher."""
         self._sleep_engine()
-        assert self.teacher is not None, "algo.teacher is null: there is no teacher"
-        return self.teacher.logprobs(batch, num_micro)
+        assert self.teachers is not None, "algo.teacher is null: there is no teacher"
+        return self.teachers.logprobs(batch, num_micro, chosen)
+
+    def cache_teacher_tokens(self, batch: TrainBatch, num_micro: int, chosen: Sequence[int]) -> None:
+        """Keep the likeliest tokens of the teachers for the next update, which must have the same batch. `chosen`: the
+        teacher of each response."""
+        self._sleep_engine()
+        assert self.teachers is not None, "algo.teacher is null: there is no teacher"
+        ids, logprobs = self.teachers.likeliest(batch.packed, num_micro, chosen)
+        self._cached |= {"teacher_top_ids": ids, "teacher_top_logprobs": logprobs}
 
     def cache_ref_logprobs(self, batch: TrainBatch, num_micro: int) -> Float[Tensor, "T"]:
         """Return `ref_logprobs`, and keep them for the next update, which must have the same batch."""
-        self._ref_logprobs = self.ref_logprobs(batch.packed, num_micro)
-        return self._ref_logprobs
+        found = self.ref_logprobs(batch.packed, num_micro)
+        self._cached["ref_logprobs"] = found
+        return found
 
     def values(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
         """Return the critic's values of a batch."""
@@ -239,10 +251,9 @@ class Worker:
         kl_coef: float,
         entropy_added: float = 0.0,
     ) -> ModelUpdates[PolicyStatistics]:
-        """Take one optimizer step of the policy on each mini-batch. Cached reference log-probabilities are used."""
+        """Take one optimizer step of the policy on each mini-batch. Cached results of frozen policies are used."""
         self._sleep_engine()
-        if self._ref_logprobs is not None:
-            batch, self._ref_logprobs = replace(batch, ref_logprobs=self._ref_logprobs), None
+        batch, self._cached = replace(batch, **self._cached), {}
 
         def step(batch: TrainBatch, num_micro: int, denominator: Denominator) -> ModelUpdate[PolicyStatistics]:
             return self.actor.update(

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rlcore.algos.losses import kl_estimate
+from rlcore.algos.losses import MIN_REST, kl_estimate, top_k_forward_kl
 from rlcore.algos.schedules import next_kl_coef
 from rlcore.config.algo import KlConfig
 from rlcore.errors import NonFiniteError
@@ -42,6 +42,46 @@ def test_kl_estimate_expectation_is_divergence(estimator: str) -> None:
     exact = (policy.exp() * (policy - ref)).sum()
     expected = (policy.exp() * kl_estimate(policy, ref, estimator=estimator)).sum()
     assert expected.item() == pytest.approx(exact.item(), rel=1e-12)
+
+
+def naive_top_k_kl(teacher: list[float], policy: list[float], k: int) -> float:
+    """KL over the teacher's k likeliest of all probabilities, and the rest as one outcome."""
+    top = sorted(range(len(teacher)), key=lambda token: -teacher[token])[:k]
+    outcomes = [(teacher[token], policy[token]) for token in top]
+    outcomes.append((1 - sum(p for p, _ in outcomes), 1 - sum(q for _, q in outcomes)))
+    return math.fsum(p * math.log(p / q) for p, q in outcomes)
+
+
+@pytest.mark.parametrize("k", [1, 4, 10])
+def test_top_k_forward_kl_equals_naive_twin(k: int) -> None:
+    logits, teacher = distributions()
+    top = teacher.topk(k)
+
+    def divergence(logits: torch.Tensor) -> torch.Tensor:
+        return top_k_forward_kl(top.values[None], torch.log_softmax(logits, 0)[top.indices][None])[0]
+
+    found = divergence(logits)
+    found.backward()
+    probabilities = torch.log_softmax(logits, 0).exp().tolist()
+    assert found.item() == pytest.approx(naive_top_k_kl(teacher.exp().tolist(), probabilities, k), rel=1e-9)
+    full = (teacher.exp() * (teacher - torch.log_softmax(logits, 0))).sum().item()
+    assert 0 < found.item() <= full + 1e-12
+    for token in range(len(logits)):
+        step = torch.zeros_like(logits)
+        step[token] = 1e-6
+        slope = (divergence(logits + step) - divergence(logits - step)).item() / 2e-6
+        assert grad_of(logits)[token].item() == pytest.approx(slope, abs=1e-8)
+
+
+def test_top_k_forward_kl_of_equal_policies_is_0() -> None:
+    _, teacher = distributions()
+    top = teacher.topk(4).values.float()[None]
+    assert top_k_forward_kl(top, top).tolist() == [0.0]
+    certain = torch.tensor([[0.0, -200.0]])  # no rest: its logarithm must stay finite
+    assert top_k_forward_kl(certain, certain).tolist() == [0.0]
+    assert top_k_forward_kl(certain, torch.tensor([[-200.0, -200.0]])).item() == pytest.approx(
+        200 + MIN_REST * math.log(MIN_REST), rel=1e-4
+    )
 
 
 def test_k2_in_loss_has_gradient_of_divergence() -> None:

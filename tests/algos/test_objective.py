@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from rlcore.algos.advantages import broadcast_to_tokens, gae, reinforce_pp, token_rewards, whiten
-from rlcore.algos.aggregation import Denominator, rank_share, token_covariance
+from rlcore.algos.aggregation import Denominator, aggregate, rank_share, token_covariance
+from rlcore.algos.losses import top_k_forward_kl
 from rlcore.algos.objective import (
     PolicyStatistics,
     ValueStatistics,
@@ -20,7 +21,15 @@ from rlcore.algos.objective import (
     value_objective,
 )
 from rlcore.algos.off_policy import importance_weights, off_policy_mask, rejection_mask
-from rlcore.config.algo import POLICY_LOSSES, Aggregation, AlgoConfig, ImportanceConfig, KlConfig, RejectionConfig
+from rlcore.config.algo import (
+    POLICY_LOSSES,
+    Aggregation,
+    AlgoConfig,
+    ImportanceConfig,
+    KlConfig,
+    RejectionConfig,
+    TeacherConfig,
+)
 from rlcore.types import PackedBatch, TrainBatch
 from tests.algos import naive
 from tests.algos.compare import assert_tokens
@@ -340,9 +349,51 @@ def test_explained_variance_of_one_token(num_tokens: int, expected: float) -> No
     assert explained_variance(values, returns, mask).item() == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize("aggregation", get_args(Aggregation))
+def test_divergence_from_teacher_is_added_to_loss(aggregation: Aggregation) -> None:
+    """The loss grows by `coef` times the aggregated divergence, for any split into micro-batches."""
+    inputs, counts = Inputs.random(RAGGED), denominator(RAGGED)
+    settings = algo(aggregation=aggregation, teacher=TeacherConfig(path="a/b", top_k=3, coef=0.7))
+    generator = torch.Generator().manual_seed(4)
+    teacher, policy = (
+        torch.log_softmax(torch.randn(len(RAGGED.mask), 5, generator=generator, dtype=torch.float64), 1)[:, :3]
+        for _ in range(2)
+    )
+
+    def with_teacher(rows: Rows, index: Tensor) -> tuple[Tensor, PolicyStatistics]:
+        values = inputs.pick(index)
+        batch = train_batch(
+            rows,
+            values.advantages,
+            old_logprobs=values.old,
+            ref_logprobs=values.ref,
+            importance_weights=values.weights,
+            covariance_rank=values.rank,
+            teacher_top_logprobs=teacher[index],
+        )
+        more = {"settings": settings, "denominator": counts, "kl_coef": 0.3, "candidate_logprobs": policy[index]}
+        return policy_objective(values.policy, values.entropy, batch, **more)
+
+    plain, _ = call(inputs, RAGGED, settings, counts)
+    whole, statistics = with_teacher(RAGGED, torch.arange(len(RAGGED.mask)))
+    divergence = top_k_forward_kl(teacher, policy)
+    added = aggregate(
+        divergence,
+        RAGGED.mask,
+        RAGGED.sequence_ids,
+        mode=aggregation,
+        denominator=counts,
+        num_sequences=RAGGED.num_sequences,
+    )
+    assert (whole - plain).item() == pytest.approx(0.7 * added.item(), rel=1e-9)
+    assert statistics.mean_teacher_kl() == pytest.approx(divergence[RAGGED.mask].mean().item(), rel=1e-9)
+    shares = [with_teacher(*RAGGED.select(sequences))[0].item() for sequences in partitions(RAGGED.num_sequences, 3)]
+    assert sum(shares) == pytest.approx(whole.item(), rel=1e-9)
+
+
 def test_statistics_without_tokens_are_empty() -> None:
-    nothing = PolicyStatistics.unstack(torch.zeros(9, dtype=torch.float64))
-    assert (nothing.mean_ref_kl(), nothing.mean_entropy()) == (0.0, 0.0)
+    nothing = PolicyStatistics.unstack(torch.zeros(10, dtype=torch.float64))
+    assert (nothing.mean_ref_kl(), nothing.mean_entropy(), nothing.mean_teacher_kl()) == (0.0, 0.0, 0.0)
 
 
 T, N = 50, 4

