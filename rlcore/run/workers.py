@@ -21,14 +21,14 @@ from rlcore.rollout.engine import PASS_RATE_STREAM, make_requests
 from rlcore.run.inputs import RunInputs, planned_initial_policy
 from rlcore.run.problems import HeldOutProblems, Problems
 from rlcore.run.record import RunRecord
-from rlcore.runtime.local import start_workers
+from rlcore.runtime.cluster import restrict_ray
 from rlcore.tracking.cost import GpuUse
 from rlcore.trainer.experience import ExperienceCollector, ResponseSampler, ScoredResponse
 from rlcore.trainer.step import StepResult, Trainer
 from rlcore.trainer.validate import response_results, validate
 from rlcore.types import Prompt
 from rlcore.workers.canary import NUM_PROMPTS
-from rlcore.workers.group import P, R, WorkerGroup
+from rlcore.workers.group import LocalGroup, P, R, WorkerGroup
 from rlcore.workers.memory_plan import fit_run
 from rlcore.workers.worker import Worker
 
@@ -37,6 +37,16 @@ MID_STEP = "in the middle of a step"
 SHORT_RANK = "one of several ranks ran out of memory before"
 NUM_AUDITED = 8
 """The number of problems in the reward audit before the first step. The audit needs about a hundred scores."""
+
+
+def start_workers(config: RunConfig, model_directory: str) -> WorkerGroup:
+    """Start all ranks of a run with the model in `model_directory`."""
+    if config.runtime.backend != "ray":
+        return LocalGroup(config, model_directory)
+    restrict_ray(config.runtime.ray_address)
+    from rlcore.runtime.ray import RayGroup
+
+    return RayGroup(config, model_directory)
 
 
 class ProfileWindow:

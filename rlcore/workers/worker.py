@@ -26,8 +26,7 @@ from rlcore.models.nf4 import num_parameters
 from rlcore.models.parallel import adapter_state
 from rlcore.models.shape import ModelShape, peak_flops, shape_from_config
 from rlcore.rollout.build import build_engine
-from rlcore.rollout.engine import RolloutEngine, SamplingRequest, engine_dtype
-from rlcore.rollout.tail_cut import TailCut
+from rlcore.rollout.engine import RolloutEngine, SamplingRequest, TailCut, engine_dtype
 from rlcore.tracking.cost import GpuUse
 from rlcore.types import PackedBatch, Prompt, Rollout, TrainBatch
 from rlcore.workers.actor import Actor, FrozenPolicy

@@ -14,9 +14,9 @@ from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import EngineError
 from rlcore.models.shape import ModelShape
 from rlcore.rollout.engine import WeightSyncResult
-from rlcore.runtime.local import LocalGroup
 from rlcore.types import TrainBatch
 from rlcore.workers import worker as module
+from rlcore.workers.group import LocalGroup
 from rlcore.workers.measure import MemoryPeak
 from rlcore.workers.trained_model import MiniBatch
 from rlcore.workers.worker import Worker
