@@ -260,7 +260,7 @@ class RunTraining(Training[RunWorkers]):
     def _write_responses(self, result: StepResult) -> None:
         step = result.state.step
         if self.record.answers.stores_step(step):
-            self.record.write_responses(step, self.workers.responses_of(result))
+            self.record.answers.add(self.workers.responses_of(result))
 
     def _check_responses(self) -> None:
         file = self.file_of(name_of(0))
@@ -279,7 +279,7 @@ class RunTraining(Training[RunWorkers]):
         if suite is None:
             result, responses = self.workers.validate(name, step)
             self._require_metrics(result, None)
-            self.record.write_validation(name, responses)
+            self.record.answers.write_validation(name, responses)
             self.record.report({"event": "validated", "name": name, "step": step, "summary": dict(result.metrics())})
             self._events.unscored(step, *self.workers.unscored)
         else:

@@ -340,9 +340,9 @@ class Worker:
         """Start to record this rank's operators."""
         self._profiler.start()
 
-    def stop_profile(self, folder: str, step: int, max_mb: float) -> float:
-        """Stop recording and write the trace unless it exceeds `max_mb`. Return its size in MB of 1e6 bytes."""
-        return self._profiler.stop(Path(folder) / f"step-{step}-rank-{self._rank}.json.gz", max_mb)
+    def stop_profile(self, folder: str, step: int) -> None:
+        """Stop recording and write the trace."""
+        self._profiler.stop(Path(folder) / f"step-{step}-rank-{self._rank}.json.gz")
 
     def memory_peak(self) -> MemoryPeak:
         """Return the peak memory since the start of the process, and the out-of-memory retries."""
