@@ -136,18 +136,9 @@ class RunRecord:
 
     # ------------------------------------------------------------------ journal
 
-    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of a step to the journal. Raises DiskSpaceError if the disk is full."""
-        self.journal.append_step(step, metrics)
-        self.journal.require_written()
-
-    def log_event(self, name: str, step: int, data: Mapping[str, object]) -> None:
-        """Record an event in the journal only."""
-        self.journal.append_event(name, step, data)
-
     def record_event(self, name: str, step: int, data: Mapping[str, object]) -> None:
         """Record an event in the journal, log it and report it to the flow. `text` in the data is shown to the user."""
-        self.log_event(name, step, data)
+        self.journal.append_event(name, step, data)
         log.warning("%s", data["text"])
         self.report({"event": name, "step": step, **data})
 
@@ -276,7 +267,7 @@ class RunEvents:
         known = {event.data.get("time") for event in events if event.name == "fault"}
         for failure in failures:
             if failure.time not in known:
-                self._record.log_event("fault", step, asdict(failure))
+                self._record.journal.append_event("fault", step, asdict(failure))
         self.num_failures = len(failures)
 
     def resumed(self, step: int, found: FoundCheckpoint) -> None:
