@@ -20,7 +20,7 @@ from rlcore.models.tokenizer import Decode, load_tokenizer, text_decoder
 from rlcore.rollout.engine import SamplingRequest
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.rollout.turns import TurnTokens
-from rlcore.runtime.local import start_workers
+from rlcore.run.workers import start_workers
 from rlcore.trainer.episodes import Episodes
 from rlcore.trainer.experience import ExperienceCollector, ResponseSampler
 from rlcore.trainer.step import StepResult, Trainer

@@ -19,6 +19,7 @@ from data.rows import SPLITS, PromptForm
 from data.schema import ground_truth_json, open_parquet, provenance
 from data.sources import require_scorers
 from data.tasks import dataset_directory, dataset_fingerprint, task_of
+from rlcore import python_path
 from rlcore.config.data import (
     BY_ROW,
     CountdownData,
@@ -32,7 +33,6 @@ from rlcore.config.data import (
 )
 from rlcore.errors import DataError, MillraceError
 from rlcore.rollout.by_part import with_scorer
-from rlcore.start import python_path
 from rlcore.storage.manifest import read_manifest
 
 BUILD_DEADLINE_S = 20.0

@@ -26,9 +26,9 @@ from flows.commands.new import new
 from flows.commands.rollouts import audit, rollouts
 from flows.commands.settings import command_group
 from flows.sweep.command import sweep
+from rlcore import tune_garbage_collection
 from rlcore.errors import EXIT_RESUMABLE, RESUMABLE, ConfigError, MillraceError
 from rlcore.run.stop import SAME_REQUEST_S
-from rlcore.start import tune_garbage_collection
 
 EXIT_FAILED, EXIT_WRONG_SETTINGS = 1, 2
 CLICK_INTERRUPTED = 130

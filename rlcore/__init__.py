@@ -1,6 +1,21 @@
 """Reinforcement learning of language models: settings, algorithms, models, rollout, training and storage."""
 
+import gc
+import os
+import sys
 from pathlib import Path
 
 SOURCE_FOLDER = Path(__file__).resolve().parents[1]
 """The folder that contains `rlcore`, which is a git checkout or the parent of an installed package."""
+
+
+def python_path() -> str:
+    """Return a `PYTHONPATH` with the import path of this process. Python ignores entries that are not text."""
+    return os.pathsep.join(place or str(Path.cwd()) for place in sys.path if isinstance(place, str))
+
+
+def tune_garbage_collection() -> None:
+    """Collect garbage less often. With Python's default threshold (700 objects), garbage collection takes two fifths of
+    the import time of MLflow, Prefect or vLLM.
+    """
+    gc.set_threshold(50_000, 20, 50)

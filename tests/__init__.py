@@ -1,6 +1,6 @@
 """The tests, and what their processes share."""
 
-from rlcore.start import tune_garbage_collection
+from rlcore import tune_garbage_collection
 
 tune_garbage_collection()  # many of our processes live for an import and a few seconds of work
 

@@ -17,10 +17,10 @@ from benchmarks.vs_trl.ours import as_prompts, settings
 from rlcore.models.load import load_policy
 from rlcore.models.tokenizer import load_tokenizer, text_decoder
 from rlcore.rollout.scoring import ScoringPool
-from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.experience import ResponseSampler
 from rlcore.trainer.validate import validate
 from rlcore.workers.canary import NUM_PROMPTS
+from rlcore.workers.group import LocalGroup
 from rlcore.workers.worker import Worker
 
 

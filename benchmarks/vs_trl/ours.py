@@ -20,11 +20,11 @@ from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.models.tokenizer import load_tokenizer, text_decoder
 from rlcore.rollout.scoring import ScoringPool
-from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.experience import ExperienceCollector, ResponseSampler
 from rlcore.trainer.step import StepResult, Trainer
 from rlcore.types import Prompt
 from rlcore.workers.canary import NUM_PROMPTS
+from rlcore.workers.group import LocalGroup
 from rlcore.workers.worker import Worker
 
 

@@ -24,9 +24,9 @@ from urllib.error import HTTPError
 
 from flows.parameters import MLFLOW_PAGE
 from flows.server.launch import log_tail, python_path, start_process
-from flows.stack.serve import ONE_COMMAND
 from flows.stack.state import (
     CLIENT_LOGIN,
+    ONE_COMMAND,
     PREFECT_DATABASE,
     SERVER_LOGIN,
     new_login,

@@ -8,32 +8,151 @@ up, so they need not poll. `mlflow server` finds `guarded_mlflow` by its name in
 the environment, because every user of the machine can see a command line.
 """
 
+import asyncio
+import hmac
 import logging
 import os
 import socket
 import sys
+from base64 import b64decode
 from pathlib import Path
-from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
-if TYPE_CHECKING:
-    from flows.server.guard import Guard
+import httpx
+from starlette.datastructures import Headers
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-ONE_COMMAND = "one-command"
-MLFLOW_APP = "millrace"
-"""The name of our application in the option `--app-name` of `mlflow server`."""
-MLFLOW_LOGIN = "MILLRACE_MLFLOW_LOGIN"
-RESPONSES_ROOT = "MILLRACE_ANSWERS_ROOT"
-"""The environment variable with the root whose responses are shown on MLflow's server. See `flows.stack.responses`."""
+from flows.stack.state import LOOPBACK, MLFLOW_LOGIN, RESPONSES_ROOT, SERVER_LOGIN, STACK_ROOT
+from flows.work.slots import Slots
+
+LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
+"""The host names of the loopback interface. Any port is allowed, because an SSH tunnel may end at another port."""
+HEALTH = "/health"
+FOREIGN_SITES = ("cross-site", "same-site")
+"""The values of the header Sec-Fetch-Site for a request that was caused by a page of another host or port."""
+LIMIT = "millrace-slots"
+LIMITS = "/api/v2/concurrency_limits"
+
+log = logging.getLogger(__name__)
+
+
+class Guard:
+    """An ASGI application that passes the requests of our own clients and pages to another application.
+
+    It refuses a request whose Host header does not name the loopback interface, which prevents DNS rebinding. It
+    refuses requests of pages of another origin. If `login` is set, it also refuses requests without that login.
+
+    Args:
+        app: The application that receives the allowed requests.
+        login: The `user:password` of HTTP's basic authentication, which all paths except `/health` require. None if the
+            application checks logins itself.
+    """
+
+    def __init__(self, app: ASGIApp, login: str | None = None) -> None:
+        self._app = app
+        self._login = login
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse the request, or pass it to the guarded application."""
+        refusal = self._refusal(scope) if scope["type"] in ("http", "websocket") else None
+        if refusal is None:
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})  # not accepted yet, so the client gets a 403
+        else:
+            await refusal(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> PlainTextResponse | None:
+        headers = Headers(scope=scope)
+        hosts = headers.getlist("host")
+        if len(hosts) != 1 or not is_loopback_name(hosts[0]):
+            return PlainTextResponse("This server has no such name; use 127.0.0.1 or localhost.\n", 403)
+        if _is_cross_origin(headers, hosts[0]):
+            return PlainTextResponse("Pages of other origins may not use this server.\n", 403)
+        is_health = scope["path"] == HEALTH and scope.get("method") == "GET"
+        if self._login is not None and not is_health and not _has_login(headers.get("authorization", ""), self._login):
+            challenge = {"WWW-Authenticate": 'Basic realm="millrace", charset="UTF-8"'}
+            return PlainTextResponse("This server requires the login that `millrace up` names.\n", 401, challenge)
+        return None
+
+
+def is_loopback_name(host: str) -> bool:
+    """Return whether a Host header names the loopback interface.
+
+    >>> [is_loopback_name(host) for host in ("127.0.0.1:4200", "LOCALHOST", "[::1]:80")]
+    [True, True, True]
+    >>> [is_loopback_name(host) for host in ("evil.example:4200", "127.0.0.1.evil.example", "10.1", "localhost@evil")]
+    [False, False, False, False]
+    >>> [is_loopback_name(host) for host in ("", "[")]
+    [False, False]
+    """
+    try:
+        return urlsplit(f"//{host}").hostname in LOOPBACK_NAMES
+    except ValueError:
+        return False
+
+
+def _is_cross_origin(headers: Headers, host: str) -> bool:
+    """Return whether the request was caused by a page of another origin. A link that a user follows is allowed."""
+    if any(origin not in (f"http://{host}", f"https://{host}") for origin in headers.getlist("origin")):
+        return True
+    return headers.get("sec-fetch-site") in FOREIGN_SITES and headers.get("sec-fetch-mode") != "navigate"
+
+
+def _has_login(authorization: str, login: str) -> bool:
+    """Return whether an Authorization header contains the login.
+
+    >>> [_has_login(given, "a:b") for given in ("Basic YTpi", "Basic YTpj", "Basic YTp", "Basic é", "Bearer YTpi", "")]
+    [True, False, False, False, False, False]
+    """
+    scheme, _, given = authorization.partition(" ")
+    try:
+        return scheme.lower() == "basic" and hmac.compare_digest(b64decode(given, validate=True), login.encode())
+    except ValueError:  # not base64 or not ASCII
+        return False
+
+
+class SlotsLimit:
+    """An ASGI application that passes requests to Prefect's server.
+
+    Before a client reads the concurrency limits, it sets the limit `millrace-slots` to the number of the root's slots
+    and the number of slots in use. The locks of the slots decide who runs, and the limit shows their state.
+    """
+
+    def __init__(self, app: ASGIApp, root: Path) -> None:
+        self._app = app
+        self._slots = Slots(root)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, after an update of the limit if the request reads limits."""
+        path = scope.get("path", "")
+        if path.startswith(LIMITS) and (scope.get("method") == "GET" or path.endswith("/filter")):
+            try:
+                await self._update()
+            except Exception as error:  # the page shows the last known state
+                log.warning("the concurrency limit %s is not up to date: %s", LIMIT, error)
+        await self._app(scope, receive, send)
+
+    async def _update(self) -> None:
+        state = await asyncio.to_thread(self._slots.read_state)
+        shown = {"limit": len(state.devices), "active_slots": len(state.holders)}
+        user, _, password = os.environ[SERVER_LOGIN].partition(":")
+        prefect = httpx.ASGITransport(self._app)
+        async with httpx.AsyncClient(transport=prefect, base_url="http://localhost", auth=(user, password)) as client:
+            known = await client.get(f"{LIMITS}/{LIMIT}")
+            if known.is_success and not state.devices:
+                await client.delete(f"{LIMITS}/{LIMIT}")
+            elif known.is_success and not shown.items() <= known.json().items():
+                await client.patch(f"{LIMITS}/{LIMIT}", json=shown)
+            elif known.status_code == httpx.codes.NOT_FOUND and state.devices:
+                await client.post(f"{LIMITS}/", json={"name": LIMIT, **shown})
 
 
 def main() -> None:
     """Serve Prefect until SIGTERM. The server of one command has no pages, but it records runs and events."""
     import uvicorn
     from prefect.server.api.server import create_app
-
-    from flows.server.guard import Guard
-    from flows.stack.limit import SlotsLimit
-    from flows.stack.state import LOOPBACK, STACK_ROOT
 
     logging.getLogger("prefect.server.utilities.messaging.memory").addFilter(hide_address)
     *one_command, place = sys.argv[1:]
@@ -48,8 +167,6 @@ def main() -> None:
 
 def hide_address(record: logging.LogRecord) -> bool:
     """Remove the text of httpx's errors from a log record. This text has the secret address of a notification block."""
-    import httpx
-
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, httpx.HTTPError | httpx.InvalidURL):
         status = f" {error.response.status_code}" if isinstance(error, httpx.HTTPStatusError) else ""
@@ -57,12 +174,11 @@ def hide_address(record: logging.LogRecord) -> bool:
     return True
 
 
-def guarded_mlflow() -> "Guard":
+def guarded_mlflow() -> Guard:
     """Return MLflow's application and the page of responses, both behind a login.
 
     MLflow's own logins are not used. They need a second database, and they hash a password for each request.
     """
-    from flows.server.guard import Guard
     from flows.stack.responses import with_responses
     from rlcore.tracking.connection import mlflow_app
 

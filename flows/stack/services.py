@@ -18,14 +18,16 @@ from flows import SOURCE_FOLDER
 from flows.parameters import MLFLOW_PAGE
 from flows.server.api import PREFECT_ENVIRONMENT
 from flows.server.launch import log_tail, python_path, start_process
-from flows.stack.serve import MLFLOW_APP, MLFLOW_LOGIN, RESPONSES_ROOT
 from flows.stack.state import (
     CLIENT_LOGIN,
     FLOW_RUN_COMMAND,
     LOOPBACK,
+    MLFLOW_APP,
     MLFLOW_DATABASE,
+    MLFLOW_LOGIN,
     PREFECT_DATABASE,
     PREFECT_SERVER_DATABASE,
+    RESPONSES_ROOT,
     SERVER_LOGIN,
     STACK_ROOT,
     Service,

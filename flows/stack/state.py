@@ -199,6 +199,13 @@ def with_stack_tracking(config: RunConfig) -> RunConfig:
     return config if tracking is config.tracking else config.model_copy(update={"tracking": tracking})
 
 
+ONE_COMMAND = "one-command"
+MLFLOW_APP = "millrace"
+"""The name of our application in the option `--app-name` of `mlflow server`."""
+MLFLOW_LOGIN = "MILLRACE_MLFLOW_LOGIN"
+RESPONSES_ROOT = "MILLRACE_ANSWERS_ROOT"
+"""The environment variable with the root whose responses are shown on MLflow's server. See `flows.stack.responses`."""
+
 SECRET_FILE = "stack-secret"
 USER = "millrace"
 CLIENT_LOGIN = "PREFECT_API_AUTH_STRING"

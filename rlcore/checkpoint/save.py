@@ -36,14 +36,6 @@ class SavingRanks(Protocol):
         ...
 
 
-class WaitsForRoom(Protocol):
-    """The interface of `rlcore.run.disk.DiskRoom`, which waits for disk space."""
-
-    def wait(self, needed_bytes: int, *, step: int, path: Path) -> None:
-        """Return when the disk has room for `needed_bytes`."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Saved:
     """A committed checkpoint and the metrics of its step."""
@@ -67,16 +59,17 @@ class _Save:
 class CheckpointSaver:
     """The saves of one run, one at a time.
 
-    `room` waits for disk space before a checkpoint. `phase` limits the time of all other waits for the disk.
+    `wait_for_room`: a function of the bytes and the step, which waits for disk space before a checkpoint. `phase`
+    limits the time of all other waits for the disk.
     """
 
     def __init__(
         self,
         store: CheckpointStore,
-        room: WaitsForRoom,
+        wait_for_room: Callable[[int, int], None],
         phase: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self.store, self.room, self.phase = store, room, phase
+        self.store, self.wait_for_room, self.phase = store, wait_for_room, phase
         self.at = ""
         """The stage of the current save with its path, or '' between saves. Any thread may read it."""
         self._save: _Save | None = None
@@ -94,7 +87,7 @@ class CheckpointSaver:
         sizes = ranks.each(RankSaver.copy)
         num_bytes = sum(size.num_bytes for size in sizes)
         needed_bytes = int(num_bytes * (1 + CHECKPOINT_SLACK_SHARE)) + CHECKPOINT_SLACK_BYTES
-        self.room.wait(needed_bytes, step=step, path=self.store.directory)
+        self.wait_for_room(needed_bytes, step)
 
         def at(what: str) -> None:
             self.at = f"checkpoint of step {step}: {what}"

@@ -116,8 +116,10 @@ class ProfileConfig(Section):
     """The first recorded step. If null, no step is recorded."""
     num_steps: Annotated[int, _PROFILED] = Field(default=1, ge=1, le=10)
     """The number of recorded steps. Each step has separate files."""
-    max_mb: Annotated[float, _PROFILED] = Field(default=200.0, gt=0)
-    """The largest trace of a step and rank, in MB of 1e6 bytes. A larger one is not kept and ends the recording."""
+
+    def has_step(self, step: int) -> bool:
+        """Return whether a step is recorded."""
+        return self.first_step is not None and 0 <= step - self.first_step < self.num_steps
 
 
 class DeadlineConfig(Section):

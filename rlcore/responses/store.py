@@ -120,13 +120,10 @@ class ResponseWriter:
         return bool(every) and step % every == 0
 
     def add(self, table: pa.Table) -> None:
-        """Store the responses of the next training step in memory."""
+        """Collect the responses of the next training step in memory. Start to write them if they are large."""
         self._tables.append(table)
-
-    @property
-    def is_full(self) -> bool:
-        """Return whether the responses in memory are so large that they should be written before the chunk ends."""
-        return bool(sum(table.nbytes for table in self._tables) >= PART_BYTES)
+        if sum(each.nbytes for each in self._tables) >= PART_BYTES:
+            self.start_part()
 
     def start_part(self) -> None:
         """Wait for the previous part, and start to write the responses collected since then. Raises DiskSpaceError if

@@ -21,8 +21,14 @@ from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import DeviceMemoryError, EngineError
 from rlcore.models.memory import OutOfMemory, catch_out_of_memory, release_cached_memory
 from rlcore.models.policy import CausalPolicy
-from rlcore.rollout.engine import RolloutEngine, SamplingRequest, WeightSyncResult, require_all_weights
-from rlcore.rollout.tail_cut import ROUND_TOKENS, TailCut
+from rlcore.rollout.engine import (
+    ROUND_TOKENS,
+    RolloutEngine,
+    SamplingRequest,
+    TailCut,
+    WeightSyncResult,
+    require_all_weights,
+)
 from rlcore.types import FinishReason, Rollout
 
 log = logging.getLogger(__name__)

@@ -24,12 +24,12 @@ from typing import Any, TypeVar
 
 import psutil
 
+from rlcore import python_path
 from rlcore.config.rollout import RewardConfig
 from rlcore.errors import ConfigError, EngineError, missing_object_remedy
 from rlcore.rollout.environment import resolve_environment
 from rlcore.rollout.scoring_worker import JUDGE_VARIABLE, describe, encode_line, resolve_scorer, score_one
 from rlcore.score import Score, Scorer
-from rlcore.start import python_path
 
 R = TypeVar("R")
 log = logging.getLogger(__name__)

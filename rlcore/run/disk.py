@@ -41,35 +41,38 @@ EventSink = Callable[[str, int, Mapping[str, object]], None]
 
 @dataclass(frozen=True, slots=True)
 class DiskRoom:
-    """A guard that waits for disk space before each chunk and each checkpoint. `prune` deletes old checkpoints."""
+    """A guard that waits for disk space at `path` before each chunk and checkpoint. `prune` deletes old checkpoints."""
 
+    path: Path
     config: CheckpointConfig
     log_event: EventSink
     stop: Callable[[], bool]
     prune: Callable[[], object]
 
-    def wait(self, needed_bytes: int, *, step: int, path: Path) -> None:
-        """Wait until the disk of `path` has room for `needed_bytes` and the reserve.
+    def wait(self, needed_bytes: int, step: int) -> None:
+        """Wait until the disk has room for `needed_bytes` and the reserve.
 
         If the room is not enough, old checkpoints are deleted first. Raises DiskSpaceError if there is still no room
         after `checkpoint.wait_for_room_s`. Raises StopRequestedError if a stop is requested during the wait. Committed
         data is kept.
         """
-        report = self.check(path, needed_bytes)
+        report = self.check(needed_bytes)
         if not report.enough:
             self.prune()
-            report = self.check(path, needed_bytes)
+            report = self.check(needed_bytes)
         if report.enough:
             return
         deadline = time.monotonic() + self.config.wait_for_room_s
         self.log_event(PAUSED, step, _as_event(report))
-        while not (report := self.check(path, needed_bytes)).enough:
+        while not (report := self.check(needed_bytes)).enough:
             self._wait(deadline, report)
-        self.log_event(RESUMED, step, {"text": f"{path}: there is room again, the run continues", "path": str(path)})
+        self.log_event(
+            RESUMED, step, {"text": f"{self.path}: there is room again, the run continues", "path": str(self.path)}
+        )
 
-    def check(self, path: Path, needed_bytes: int) -> RoomReport:
-        """Return a report on whether the disk of `path` has room for `needed_bytes` and the reserve."""
-        return check_room(path, needed_bytes, reserve_bytes(self.config))
+    def check(self, needed_bytes: int) -> RoomReport:
+        """Return a report on whether the disk has room for `needed_bytes` and the reserve."""
+        return check_room(self.path, needed_bytes, reserve_bytes(self.config))
 
     def _wait(self, deadline: float, report: RoomReport) -> None:
         if self.stop():

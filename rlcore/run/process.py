@@ -152,7 +152,7 @@ class Session:
         summary: dict[str, float] = {}
         for suite in self._config.validation.suites:
             summary |= self._training.evaluate_checkpoint("start", "before", suite).metrics()
-        self._record.log_step(0, summary)
+        self._record.journal.append_step(0, summary)
         return {"summary": summary}
 
     def export(self, checkpoint: str) -> Mapping[str, object]:

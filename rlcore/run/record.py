@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
 
-import pyarrow as pa
-
 from rlcore.checkpoint.catalog import CheckpointInfo, name_of
 from rlcore.checkpoint.save import CheckpointSaver, Saved, SavingRanks, prune
 from rlcore.checkpoint.state import LoopState, TrainerState
@@ -56,9 +54,13 @@ class RunRecord:
         self.store = CheckpointStore(layout.checkpoints, config.checkpoint, config, journal=layout.journal)
         self.journal = RunJournal(layout.run_dir, config, tags={**config.tags, **(tags or {})})
         self.room = DiskRoom(
-            config.checkpoint, log_event=self.record_event, stop=guard.stop, prune=lambda: prune(self.store)
+            layout.checkpoints,
+            config.checkpoint,
+            log_event=self.record_event,
+            stop=guard.stop,
+            prune=lambda: prune(self.store),
         )
-        self.saves = CheckpointSaver(self.store, self.room, partial(guard.phase, "commit"))
+        self.saves = CheckpointSaver(self.store, self.room.wait, partial(guard.phase, "commit"))
         self.answers = ResponseWriter(layout.answers, config.answers)
         self._first_save_bytes = 0
 
@@ -90,7 +92,7 @@ class RunRecord:
 
     def room_metrics(self) -> dict[str, float]:
         """Return `disk/free_gb` and `disk/needed_gb` (the next checkpoint plus `checkpoint.reserve_gb`)."""
-        return self.room.check(self.layout.checkpoints, self._next_save_bytes).metrics
+        return self.room.check(self._next_save_bytes).metrics
 
     def wait_for_room(self, step: int, settle: Callable[[], None]) -> None:
         """Wait until the disk has room for the next checkpoint.
@@ -99,9 +101,9 @@ class RunRecord:
         DiskSpaceError if there is no room after `checkpoint.wait_for_room_s`. Raises StopRequestedError if a stop is
         requested meanwhile.
         """
-        if not self.room.check(self.layout.checkpoints, self._next_save_bytes).enough:
+        if not self.room.check(self._next_save_bytes).enough:
             settle()
-        self.room.wait(self._next_save_bytes, step=step, path=self.layout.checkpoints)
+        self.room.wait(self._next_save_bytes, step)
 
     # ------------------------------------------------------------------ resume
 
@@ -134,28 +136,9 @@ class RunRecord:
 
     # ------------------------------------------------------------------ journal
 
-    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of a step to the journal. Raises DiskSpaceError if the disk is full."""
-        self.journal.append_step(step, metrics)
-        self.journal.require_written()
-
-    def write_responses(self, step: int, table: pa.Table) -> None:
-        """Collect the responses of a step and write them in parts. Raises DiskSpaceError if the disk is full."""
-        self.answers.add(table)
-        if self.answers.is_full:
-            self.answers.start_part()
-
-    def write_validation(self, name: str, table: pa.Table) -> None:
-        """Write the responses of a validation. Raises DiskSpaceError if the disk is full."""
-        self.answers.write_validation(name, table)
-
-    def log_event(self, name: str, step: int, data: Mapping[str, object]) -> None:
-        """Record an event in the journal only."""
-        self.journal.append_event(name, step, data)
-
     def record_event(self, name: str, step: int, data: Mapping[str, object]) -> None:
         """Record an event in the journal, log it and report it to the flow. `text` in the data is shown to the user."""
-        self.log_event(name, step, data)
+        self.journal.append_event(name, step, data)
         log.warning("%s", data["text"])
         self.report({"event": name, "step": step, **data})
 
@@ -284,7 +267,7 @@ class RunEvents:
         known = {event.data.get("time") for event in events if event.name == "fault"}
         for failure in failures:
             if failure.time not in known:
-                self._record.log_event("fault", step, asdict(failure))
+                self._record.journal.append_event("fault", step, asdict(failure))
         self.num_failures = len(failures)
 
     def resumed(self, step: int, found: FoundCheckpoint) -> None:

@@ -115,7 +115,7 @@ class Training(Generic[W]):
         self._events.failures(state.step)
         self.workers.load("start" if newest is None else newest.name)
         self._events.resumed(state.step, found)
-        self.record.log_event(WORKERS, state.step, self.workers.found)
+        self.record.journal.append_event(WORKERS, state.step, self.workers.found)
         self._saved_step = state.step
         self._state = self._record_start(state) if newest is None else state
         return self._state
@@ -123,7 +123,7 @@ class Training(Generic[W]):
     def _record_start(self, state: LoopState) -> LoopState:
         metrics, state = self._evaluate(state)
         self._check_responses()
-        self.record.log_step(0, {**metrics, **self._cost()})
+        self.record.journal.append_step(0, {**metrics, **self._cost()})
         return state
 
     def _cost(self) -> dict[str, float]:
@@ -185,7 +185,7 @@ class Training(Generic[W]):
         if self._seconds_for_saves:
             metrics["timing_s/save_checkpoint"] = self._seconds_for_saves
             self._seconds_for_saves = 0.0
-        self.record.log_step(step, metrics)
+        self.record.journal.append_step(step, metrics)
         self.workers.holds = name_of(step)
         return metrics, after
 
@@ -260,7 +260,7 @@ class RunTraining(Training[RunWorkers]):
     def _write_responses(self, result: StepResult) -> None:
         step = result.state.step
         if self.record.answers.stores_step(step):
-            self.record.write_responses(step, self.workers.responses_of(result))
+            self.record.answers.add(self.workers.responses_of(result))
 
     def _check_responses(self) -> None:
         file = self.file_of(name_of(0))
@@ -279,7 +279,7 @@ class RunTraining(Training[RunWorkers]):
         if suite is None:
             result, responses = self.workers.validate(name, step)
             self._require_metrics(result, None)
-            self.record.write_validation(name, responses)
+            self.record.answers.write_validation(name, responses)
             self.record.report({"event": "validated", "name": name, "step": step, "summary": dict(result.metrics())})
             self._events.unscored(step, *self.workers.unscored)
         else:

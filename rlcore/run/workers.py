@@ -1,7 +1,7 @@
 """The workers of a run, their data, and the checkpoint whose weights they hold."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from typing import Concatenate, Self
@@ -21,14 +21,14 @@ from rlcore.rollout.engine import PASS_RATE_STREAM, make_requests
 from rlcore.run.inputs import RunInputs, planned_initial_policy
 from rlcore.run.problems import HeldOutProblems, Problems
 from rlcore.run.record import RunRecord
-from rlcore.runtime.local import start_workers
+from rlcore.runtime.cluster import restrict_ray
 from rlcore.tracking.cost import GpuUse
 from rlcore.trainer.experience import ExperienceCollector, ResponseSampler, ScoredResponse
 from rlcore.trainer.step import StepResult, Trainer
 from rlcore.trainer.validate import response_results, validate
 from rlcore.types import Prompt
 from rlcore.workers.canary import NUM_PROMPTS
-from rlcore.workers.group import P, R, WorkerGroup
+from rlcore.workers.group import LocalGroup, P, R, WorkerGroup
 from rlcore.workers.memory_plan import fit_run
 from rlcore.workers.worker import Worker
 
@@ -39,35 +39,14 @@ NUM_AUDITED = 8
 """The number of problems in the reward audit before the first step. The audit needs about a hundred scores."""
 
 
-class ProfileWindow:
-    """The steps for which every rank writes a trace. A trace that is too large ends the window."""
+def start_workers(config: RunConfig, model_directory: str) -> WorkerGroup:
+    """Start all ranks of a run with the model in `model_directory`."""
+    if config.runtime.backend != "ray":
+        return LocalGroup(config, model_directory)
+    restrict_ray(config.runtime.ray_address)
+    from rlcore.runtime.ray import RayGroup
 
-    def __init__(self, record: RunRecord, group: WorkerGroup) -> None:
-        self._settings, self._folder = record.config.runtime.profile, record.layout.profile
-        self._guard = record.guard
-        self._group = group
-        first = self._settings.first_step
-        self._steps = range(0) if first is None else range(first, first + self._settings.num_steps)
-
-    @contextmanager
-    def around(self, step: int) -> Iterator[None]:
-        """Profile the `with` block if the step is in the window. The block executes this step."""
-        if step not in self._steps:
-            yield
-            return
-        self._group.each(Worker.start_profile)
-        yield
-        limit = self._settings.max_mb
-        with self._guard.phase("profile"):
-            sizes = self._group.each(Worker.stop_profile, str(self._folder), step, limit)
-        text = f"profile of step {step}: {max(sizes):.1f} MB a rank, in {self._folder}"
-        if max(sizes) > limit:
-            self._steps = range(0)
-            text = (
-                f"profile of step {step}: {max(sizes):.1f} MB is over runtime.profile.max_mb={limit:g}: the trace is "
-                "deleted and no further step is profiled. Raise it, or profile a run with fewer or shorter responses"
-            )
-        self._guard.report({"event": "note", "text": text})
+    return RayGroup(config, model_directory)
 
 
 class TrainingWorkers:
@@ -79,7 +58,6 @@ class TrainingWorkers:
     config: RunConfig
     """The settings of the training, fitted to the memory of this host."""
     group: WorkerGroup
-    _profile: ProfileWindow
 
     def __init__(self, record: RunRecord, initial_policy: Path) -> None:
         self._config, self._layout, self._report = record.config, record.layout, record.report
@@ -153,8 +131,15 @@ class TrainingWorkers:
         """Run one training step. The caller records the result, then sets `holds` to the step's checkpoint name."""
         self.start()
         self.holds = MID_STEP
-        with self._profile.around(state.step + 1):
-            result = self._take_step(state)
+        is_profiled = self.config.runtime.profile.has_step(state.step + 1)
+        if is_profiled:
+            self.group.each(Worker.start_profile)
+        result = self._take_step(state)
+        if is_profiled:
+            folder = self._layout.profile
+            with self._guard.phase("profile"):
+                self.group.each(Worker.stop_profile, str(folder), result.state.step)
+            self._report({"event": "note", "text": f"profile of step {result.state.step} in {folder}"})
         self._version = result.state.policy_version
         return result
 
@@ -195,7 +180,6 @@ class TrainingWorkers:
         self._report({"event": "note", "text": text})
         names = ("device_name", "num_parameters", "dtype", "attention")
         self.found = {"num_workers": group.world_size, **{name: getattr(info, name) for name in names}}
-        self._profile = ProfileWindow(self._record, group)
 
 
 class RunWorkers(TrainingWorkers):

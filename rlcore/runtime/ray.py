@@ -17,7 +17,7 @@ from ray.exceptions import GetTimeoutError, NodeDiedError, OutOfMemoryError, Ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlcore import SOURCE_FOLDER, stacks, user_code
+from rlcore import SOURCE_FOLDER, stacks, tune_garbage_collection, user_code
 from rlcore.config import RunConfig
 from rlcore.config.problems import mask_secrets
 from rlcore.errors import HangError, HostMemoryError, MillraceError, StopRequestedError, WorkerLostError
@@ -29,7 +29,6 @@ from rlcore.runtime.cluster import (
     store_bytes,
     unreachable,
 )
-from rlcore.start import tune_garbage_collection
 from rlcore.workers.device import free_address, raise_malloc_thresholds
 from rlcore.workers.group import P, R
 from rlcore.workers.worker import Worker

@@ -12,8 +12,8 @@ import sys
 import time
 from pathlib import Path
 
+from rlcore import tune_garbage_collection
 from rlcore.errors import RunInUseError, TrackingError
-from rlcore.start import tune_garbage_collection
 from rlcore.tracking.attempts import PREFIX
 from rlcore.tracking.connection import explain_error
 from rlcore.tracking.delivery import Delivery, delivery_lock

@@ -124,10 +124,11 @@ class RunJournal(Journal):
     def append_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the metrics of a step, and start an attempt if needed.
 
-        Raises TypeError or ValueError if a value is not a number.
+        Raises TypeError or ValueError if a value is not a number, and DiskSpaceError if the disk is full.
         """
         self._begin_attempt(step)
         super().append_step(step, metrics)
+        self.require_written()
 
     def append_event(self, name: str, step: int, data: Mapping[str, object]) -> None:
         """Append an event, and start an attempt if needed."""

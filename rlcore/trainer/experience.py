@@ -18,8 +18,7 @@ from rlcore.rollout.engine import TRAINING_STREAM, SamplingRequest, make_request
 from rlcore.rollout.scoring import ScoringJob, ScoringPool
 from rlcore.trainer.carry import Carried, GroupsInProgress, from_text
 from rlcore.trainer.clock import PhaseClock
-from rlcore.trainer.episodes import Episodes
-from rlcore.trainer.generate import generate, split_requests
+from rlcore.trainer.episodes import Episodes, generate, split_requests
 from rlcore.types import Prompt, Rollout, Score
 from rlcore.workers.group import WorkerGroup
 

@@ -1,9 +1,10 @@
-"""The interface of a group of workers. Each call reaches all ranks, and ends when all ranks have returned."""
+"""The interface of a group of workers, and a group of one rank inside the trainer's process."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, runtime_checkable
 
+from rlcore.config import RunConfig
 from rlcore.workers.worker import Worker
 
 P = ParamSpec("P")
@@ -32,8 +33,10 @@ class Completed(Generic[R]):
 
 @runtime_checkable
 class WorkerGroup(Protocol):
-    """All ranks of a run. A verb is an unbound method of `Worker`. If one rank fails or is lost, the call raises an
-    error, and the group is unusable."""
+    """All ranks of a run. Each call reaches all ranks, and ends when all ranks have returned.
+
+    A verb is an unbound method of `Worker`. If one rank fails or is lost, the call raises an error, and the group is
+    unusable."""
 
     world_size: int
 
@@ -59,3 +62,38 @@ class WorkerGroup(Protocol):
     def close(self) -> None:
         """End all workers. This may be called twice."""
         ...
+
+
+class LocalGroup:
+    """A `WorkerGroup` of one rank without Ray, for laptops, tests and debuggers."""
+
+    world_size = 1
+
+    def __init__(self, config: RunConfig, model_directory: str) -> None:
+        self._worker = Worker(config, model_directory, rank=0, world_size=1)
+        self._worker.setup("")
+
+    def each(self, verb: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """Call the method on the only worker."""
+        return [verb(self._worker, *args, **kwargs)]
+
+    def begin(self, verb: Callable[..., R], arguments: Sequence[tuple[Any, ...]]) -> Completed[R]:
+        """Call the method with the only tuple of arguments."""
+        (only,) = arguments
+        return Completed([verb(self._worker, *only)])
+
+    def send(self, values: Sequence[object]) -> Sequence[Any]:
+        """Return the values unchanged."""
+        return values
+
+    def stream(
+        self, verb: Callable[..., Iterator[R]], arguments: Sequence[tuple[Any, ...]], take: Callable[[int, R], None]
+    ) -> None:
+        """Call the generator method with the only tuple of arguments, and `take(0, item)` for each item."""
+        (only,) = arguments
+        for item in verb(self._worker, *only):
+            take(0, item)
+
+    def close(self) -> None:
+        """Release the engine."""
+        self._worker.close()

@@ -72,9 +72,6 @@ class MemoryMeter:
         return self._max
 
 
-BYTES_PER_MB = 1_000_000
-
-
 class RankProfiler:
     """A recorder of the operators of this process and the kernels of its GPU, from `start` to `stop`."""
 
@@ -91,18 +88,10 @@ class RankProfiler:
         self._profile = profile(activities=activities)
         self._profile.start()
 
-    def stop(self, file: Path, max_mb: float) -> float:
-        """Write `file` (`*.json.gz`) atomically unless it exceeds `max_mb`. Return its size in MB of 1e6 bytes."""
+    def stop(self, file: Path) -> None:
+        """Write the recording to `file` (`*.json.gz`)."""
         assert self._profile is not None, "start comes first"
         running, self._profile = self._profile, None
         running.stop()
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_name(f".{file.name}.part.gz")  # torch compresses by the suffix
-        try:
-            running.export_chrome_trace(str(partial))
-            size_mb = partial.stat().st_size / BYTES_PER_MB
-            if size_mb <= max_mb:
-                partial.replace(file)
-        finally:
-            partial.unlink(missing_ok=True)
-        return size_mb
+        running.export_chrome_trace(str(file))  # torch compresses by the suffix

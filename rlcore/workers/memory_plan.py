@@ -24,8 +24,6 @@ ACTIVATION_FACTOR = 1.05
 """The factor from counted to planned activations. 14,744 packed tokens of Llama-3.2-1B in bfloat16 took 26.2 GB, where
 25.9 GB were counted. 24,711 tokens with compiled layers (`model.compile`) took 29.7 to 31.2 GB, where 30.4 GB were
 counted (the step of `benchmarks/baselines/NVIDIA_H200.json`)."""
-HEAD_TEMPORARIES_BYTES = 3 * 134_217_728
-"""Temporaries of the chunked head (`rlcore.models.head`) in addition to its logits. A compiled head has none."""
 PREFETCHED_LAYERS = 2
 """The number of layers with gathered weights under FSDP2: the current layer and the prefetched one."""
 SAMPLING_BYTES = 24
@@ -163,25 +161,18 @@ def forward_activation_bytes(shape: ModelShape, itemsize: int) -> int:
 
 
 def head_bytes(
-    shape: ModelShape,
-    itemsize: int,
-    chunk_tokens: int,
-    tokens: int,
-    *,
-    gradient: Literal["none", "hidden", "all"],
-    compiled: bool = False,
+    shape: ModelShape, itemsize: int, chunk_tokens: int, tokens: int, *, gradient: Literal["none", "hidden", "all"]
 ) -> int:
     """Return the bytes of the chunked head, which has one chunk of float32 logits. A gradient adds the logits'
     gradient. The gradient `all` also adds two float32 matrices: the weight's gradient so far and the current product.
     """
     rows = min(chunk_tokens, tokens)
     logits = rows * shape.vocab * FULL
-    temporaries = 0 if compiled else min(HEAD_TEMPORARIES_BYTES, logits)
     hidden = tokens * shape.hidden * itemsize
     if gradient == "none":
-        return logits + temporaries + hidden
-    own = rows * shape.vocab * itemsize if compiled else 0  # uncompiled it is in the logits' memory
-    return logits + temporaries + own + 2 * hidden + (2 * FULL * shape.embedding if gradient == "all" else 0)
+        return logits + hidden
+    own = rows * shape.vocab * itemsize
+    return logits + own + 2 * hidden + (2 * FULL * shape.embedding if gradient == "all" else 0)
 
 
 def engine_bytes(config: RunConfig, shape: ModelShape, device: Device) -> int:
@@ -247,8 +238,6 @@ class _TrainedModel:
 def _trained_models(config: RunConfig, shape: ModelShape, itemsize: int) -> list[_TrainedModel]:
     lora, in_4_bits = config.model.lora, _layer_weights_in_4_bits(config, shape)
     gathered = itemsize * (shape.root_parameters + PREFETCHED_LAYERS * (shape.layer_parameters - in_4_bits))
-    if in_4_bits:  # not gathered, but dequantized one by one
-        gathered += itemsize * shape.hidden * shape.intermediate
     whole = itemsize * (shape.policy_parameters - shape.layers * in_4_bits)
     parameters = shape.policy_parameters if lora is None else shape.adapter_parameters(lora)
     policy = _TrainedModel("policy", shape, parameters, config.optim.offload, gathered, whole)
@@ -295,7 +284,7 @@ def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -
     asleep = {"engine asleep": asleep_bytes(config, shape, device)}
     offloads_base = lora is not None and lora.offload
     with_engine = {name: size for name, size in held.items() if not (offloads_base and name == FROZEN_BASE)}
-    head = partial(head_bytes, shape, itemsize, model.head_chunk_tokens, tokens, compiled=compiled)
+    head = partial(head_bytes, shape, itemsize, model.head_chunk_tokens, tokens)
     is_reloaded = _has_reference(config) and config.algo.kl.offload
     brings_teacher = config.algo.teacher is not None and config.algo.teacher.offload
     widest = [shape, *teacher_shapes(config, shape)]
@@ -322,7 +311,7 @@ def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -
             recompute=model.gradient_checkpointing,
             offload=model.offload_activations,
             compiled=compiled,
-        ) + (_adapter_activation_bytes(config, shape, itemsize) if each is models[0] else 0)
+        )
         update = {**held, **each.gradients(ranks), **asleep, "gathered weights": each.gathered}
         if model.zero_stage == 1 and ranks > 1:
             update["gathered weights"] = max(each.gathered, each.whole)
@@ -354,13 +343,6 @@ def _has_reference(config: RunConfig) -> bool:
     return config.algo.kl.where != "off" and config.model.lora is None
 
 
-def _adapter_activation_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> int:
-    """Return the bytes per token that autograd keeps for adapters. They are the inputs of the LoRA matrices B."""
-    lora = config.model.lora
-    layers = 1 if config.model.gradient_checkpointing else shape.layers
-    return 0 if lora is None else layers * itemsize * lora.rank * len(lora.target_modules)
-
-
 def detect_device(config: RunConfig) -> Device:
     """Return this host's GPU. If there is none, return a device of unknown size with the compute type of a GPU."""
     itemsize = 4 if config.model.dtype == "float32" else 2
@@ -386,12 +368,14 @@ def require_fit(config: RunConfig, plan: MemoryPlan) -> None:
     missing = plan.floor_bytes - plan.usable_bytes
     parts = sorted(plan.phases[plan.peak_phase].items(), key=lambda entry: -entry[1])[:3]
     largest = ", ".join([plan.peak_phase, *(f"{name} {size / GB:.1f} GB" for name, size in parts)])
+    chosen = "" if config.runtime.fit_memory == "auto" else "runtime.fit_memory=auto, which chooses by the plan, "
+    lora = config.model.lora
+    fewer = "" if lora and lora.base == "nf4" else "LoRA over 4 bits (model.lora.rank=32 model.lora.base=nf4) "
     raise ConfigError(
         f"runtime.fit_memory: the run cannot fit {plan.device.name}: {plan.floor_bytes / GB:.1f} GB are needed with "
         f"one longest sequence in each micro-batch, {plan.usable_bytes / GB:.1f} GB are there ({missing / GB:.1f} GB "
-        f"missing, most of it in: {largest}). {suggestion(config)} "
-        + ("runtime.fit_memory=auto chooses by the plan. " if config.runtime.fit_memory == "check" else "")
-        + "runtime.fit_memory=off tries it anyway."
+        f"missing, most of it in: {largest}). Set {chosen}more workers (runtime.num_workers), {fewer}or a "
+        "smaller model. runtime.fit_memory=off tries it anyway."
     )
 
 
@@ -424,20 +408,6 @@ def chosen_settings(before: RunConfig, after: RunConfig) -> str:
     """Return the settings that `fit_settings` changed, as overrides, or '' if there are none."""
     old, new = (leaves(config.model_dump(mode="json")) for config in (before, after))
     return " ".join(f"{name}={format_value(value)}" for name, value in new.items() if old.get(name) != value)
-
-
-def suggestion(config: RunConfig) -> str:
-    """Return a text that suggests settings with a lower peak. It omits settings that the run already has."""
-    *_, (smallest, _) = variants(config)
-    found = [setting for setting in chosen_settings(config, smallest).split() if not setting.endswith("=false")]
-    if config.rollout.engine == "vllm":
-        found.append(f"a rollout.memory_share below {config.rollout.memory_share:g}")
-    elif config.rollout.engine == "hf":
-        found.append(f"a rollout.max_num_seqs below {config.rollout.max_num_seqs}")
-    lora, fewer = config.model.lora, "LoRA (model.lora.rank=32) "
-    if lora is not None:
-        fewer = "" if lora.base == "nf4" else "a base in 4 bits (model.lora.base=nf4) "
-    return f"Set {', '.join(found)}, more workers (runtime.num_workers), {fewer}or a smaller model."
 
 
 def _choose_settings(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:

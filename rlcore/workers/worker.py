@@ -26,8 +26,7 @@ from rlcore.models.nf4 import num_parameters
 from rlcore.models.parallel import adapter_state
 from rlcore.models.shape import ModelShape, peak_flops, shape_from_config
 from rlcore.rollout.build import build_engine
-from rlcore.rollout.engine import RolloutEngine, SamplingRequest, engine_dtype
-from rlcore.rollout.tail_cut import TailCut
+from rlcore.rollout.engine import RolloutEngine, SamplingRequest, TailCut, engine_dtype
 from rlcore.tracking.cost import GpuUse
 from rlcore.types import PackedBatch, Prompt, Rollout, TrainBatch
 from rlcore.workers.actor import Actor, FrozenPolicy, Teachers
@@ -352,9 +351,9 @@ class Worker:
         """Start to record this rank's operators."""
         self._profiler.start()
 
-    def stop_profile(self, folder: str, step: int, max_mb: float) -> float:
-        """Stop recording and write the trace unless it exceeds `max_mb`. Return its size in MB of 1e6 bytes."""
-        return self._profiler.stop(Path(folder) / f"step-{step}-rank-{self._rank}.json.gz", max_mb)
+    def stop_profile(self, folder: str, step: int) -> None:
+        """Stop recording and write the trace."""
+        self._profiler.stop(Path(folder) / f"step-{step}-rank-{self._rank}.json.gz")
 
     def memory_peak(self) -> MemoryPeak:
         """Return the peak memory since the start of the process, and the out-of-memory retries."""

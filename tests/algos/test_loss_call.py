@@ -24,7 +24,7 @@ from rlcore.algos.losses import PolicyLoss
 from rlcore.config.algo import POLICY_LOSSES, AlgoConfig
 from rlcore.errors import ConfigError, UserCodeError
 from rlcore.models.memory import OutOfMemory, catch_out_of_memory
-from rlcore.runtime.local import LocalGroup
+from rlcore.workers.group import LocalGroup
 from tests.helpers.small_run import prepare, train
 
 HEAD = """

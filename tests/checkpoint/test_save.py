@@ -14,13 +14,13 @@ from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import CheckpointConfig
 from rlcore.errors import CheckpointError, DiskSpaceError
 from tests.checkpoint.small import SmallModel, assert_same, build, state_of, train
-from tests.helpers.checkpoints import SETTINGS, NoWaiting, Ranks, save, state_at, steps
+from tests.helpers.checkpoints import SETTINGS, Ranks, save, state_at, steps
 from tests.storage.small_disk import fill
 
 
 def parts(folder: Path, full: Path | None = None) -> tuple[Ranks, CheckpointStore, CheckpointSaver]:
     store = CheckpointStore(folder / "checkpoints", CheckpointConfig(), SETTINGS)
-    return Ranks(full), store, CheckpointSaver(store, NoWaiting())
+    return Ranks(full), store, CheckpointSaver(store, lambda needed_bytes, step: None)
 
 
 def begin(saver: CheckpointSaver, step: int, ranks: Ranks) -> None:
@@ -156,10 +156,6 @@ def test_save_reports_stages_and_needs_room_for_all_ranks(tmp_path):
     seen: list[str] = []
     store = CheckpointStore(tmp_path / "checkpoints", CheckpointConfig(), SETTINGS)
 
-    class RecordingRoom(NoWaiting):
-        def wait(self, needed_bytes: int, *, step: int, path: Path) -> None:
-            waits.append((step, path, needed_bytes))
-
     class TwoRanks(Ranks):
         def each(self, verb: Callable[..., Any], *arguments: Any, **named: Any) -> list[Any]:
             seen.append(saver.at)
@@ -167,7 +163,7 @@ def test_save_reports_stages_and_needs_room_for_all_ranks(tmp_path):
             return found * 2 if verb is RankSaver.copy else found
 
     ranks = TwoRanks()
-    saver = CheckpointSaver(store, RecordingRoom())
+    saver = CheckpointSaver(store, lambda *asked: waits.append(asked))
     size = sum(
         part.local.numel() * part.local.element_size() for part in rank_shards(ranks.model, ranks.optimizer).parts
     )
@@ -181,7 +177,7 @@ def test_save_reports_stages_and_needs_room_for_all_ranks(tmp_path):
     folder = at.removeprefix("checkpoint of step 3: writing shards to ")
     assert Path(folder).parent == store.directory
     assert seen == ["", f"checkpoint of step 3: opening a folder for {store.path_of(3)}", at]
-    assert waits == [(3, store.directory, int(2 * size * 1.01) + 4 * 2**20)]
+    assert waits == [(int(2 * size * 1.01) + 4 * 2**20, 3)]
     assert saver.settle() == Saved(3, store.path_of(3), {"a": 1.0})
     assert (saver.at, ranks.saver._copies) == ("", {})
 
@@ -210,7 +206,7 @@ def test_save_without_memory_for_a_copy_is_synchronous(tmp_path, monkeypatch):
 
 def test_save_prunes_old_checkpoints(tmp_path):
     store = CheckpointStore(tmp_path / "checkpoints", CheckpointConfig(keep_last=1, keep_best=0), SETTINGS)
-    ranks, saver = Ranks(), CheckpointSaver(store, NoWaiting())
+    ranks, saver = Ranks(), CheckpointSaver(store, lambda needed_bytes, step: None)
     for step in (1, 2):
         begin(saver, step, ranks)
         assert ended(saver, "settle").step == step

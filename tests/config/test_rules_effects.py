@@ -83,7 +83,7 @@ CASES = [
     ("", "alarms.length=stop", "alarms.length_share=0.5"),
     ("", "runtime.backend=ray", "runtime.ray_address=auto"),
     ("runtime.device=cpu", "", "runtime.fit_memory=auto"),
-    ("", "runtime.profile.first_step=2", "runtime.profile.max_mb=1"),
+    ("", "runtime.profile.first_step=2", "runtime.profile.num_steps=3"),
     ("tracking.enabled=false", "", "tracking.log_best=true"),
 ]  # fmt: skip
 

@@ -7,7 +7,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from rlcore.runtime.local import LocalGroup
+from rlcore.workers.group import LocalGroup
 from tests.helpers.share_of_digits import LEARNING
 from tests.helpers.small_run import prepare, train
 

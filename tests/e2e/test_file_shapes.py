@@ -13,7 +13,7 @@ from flows.work.open_run import OpenRun
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.run.inputs import RunInputs, ensure_tokenizer
-from rlcore.runtime.local import LocalGroup
+from rlcore.workers.group import LocalGroup
 from tests.flows.conftest import in_this_process, journal
 from tests.helpers.file_shapes import DEMONSTRATIONS, PROBLEMS, write_files, write_model
 from tests.helpers.small_run import SmallRun, train, warm_start

@@ -15,7 +15,7 @@ import pytest
 from rlcore.config.rollout import JudgeConfig, RewardConfig
 from rlcore.errors import UnscoredError
 from rlcore.rollout.scoring import ScoringPool
-from rlcore.runtime.local import LocalGroup
+from rlcore.workers.group import LocalGroup
 from tests.helpers.small_run import prepare, train
 from tests.rollout.real_vllm import real_vllm
 

@@ -22,8 +22,8 @@ from rlcore.models.parallel import full_state
 from rlcore.models.policy import CausalPolicy
 from rlcore.models.shape import shape_of
 from rlcore.models.tokenizer import load_tokenizer
-from rlcore.runtime.local import LocalGroup
 from rlcore.types import PackedBatch, Prompt, Rollout, Score, TrainBatch
+from rlcore.workers.group import LocalGroup
 from rlcore.workers.worker import Worker
 from tests.helpers.share_of_digits import LEARNING
 from tests.helpers.small_run import prepare, train

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.carry import from_text
+from rlcore.workers.group import LocalGroup
 from tests.helpers.carrying import CARRYING, step_facts
 from tests.helpers.forked import run_module
 from tests.helpers.running import answers_of, disturb, output_of, small, steps_of, weights_of

@@ -59,10 +59,3 @@ class Ranks:
         if verb is RankSaver.write and self.full is not None:
             fill(self.full, leave_bytes=50_000)
         return [verb(self.saver, *arguments, **named)]
-
-
-class NoWaiting:
-    """A run that does not wait for room."""
-
-    def wait(self, needed_bytes: int, *, step: int, path: Path) -> None:
-        """There is room."""

@@ -18,9 +18,9 @@ from rlcore.models.layout import SharedOrder
 from rlcore.models.load import load_policy, load_value_model
 from rlcore.models.lora import add_adapters
 from rlcore.models.shape import ModelShape
-from rlcore.runtime.local import LocalGroup
 from rlcore.types import PackedBatch
 from rlcore.workers.actor import token_logprobs
+from rlcore.workers.group import LocalGroup
 from rlcore.workers.trained_model import MicroBatch
 from tests.helpers.small_run import prepare, train
 from tests.models.tiny import CONFIGS, CPU, answers, assert_close_gradients, gradients, plain_model, write_model

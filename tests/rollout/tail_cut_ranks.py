@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from rlcore.rollout.tail_cut import ROUND_TOKENS, TailCut
+from rlcore.rollout.engine import ROUND_TOKENS, TailCut
 from rlcore.workers.device import join_ranks
 
 CPU = torch.device("cpu")

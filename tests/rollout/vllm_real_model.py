@@ -16,8 +16,8 @@ from rlcore.config.compose import load_config
 from rlcore.errors import EngineError
 from rlcore.models.tokenizer import load_tokenizer
 from rlcore.rollout.vllm import weights as sync
-from rlcore.runtime.local import LocalGroup
 from rlcore.types import Prompt
+from rlcore.workers.group import LocalGroup
 from rlcore.workers.worker import Worker
 
 LAYER, MATRIX = "model.layers.17.", "model.layers.12.mlp.gate_proj.weight"

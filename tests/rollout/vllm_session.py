@@ -24,8 +24,7 @@ from rlcore.config import ModelConfig, SamplingConfig
 from rlcore.config.rollout import RolloutConfig
 from rlcore.errors import EngineError, WorkerLostError
 from rlcore.models.load import load_policy
-from rlcore.rollout.engine import SamplingRequest, make_requests
-from rlcore.rollout.tail_cut import TailCut
+from rlcore.rollout.engine import SamplingRequest, TailCut, make_requests
 from rlcore.rollout.vllm import short_steps as short_scheduler
 from rlcore.rollout.vllm.engine import VllmEngine
 from rlcore.rollout.vllm.start import EngineShape, allow_sleep_on_shared_gpu

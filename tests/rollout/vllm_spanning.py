@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from rlcore.config import RunConfig, SamplingConfig
 from rlcore.errors import EngineError
 from rlcore.rollout.vllm import weights as weight_sync
-from rlcore.runtime.local import start_workers
+from rlcore.run.workers import start_workers
 from rlcore.trainer.metrics import Metrics
 from rlcore.types import Prompt, Rollout
 from rlcore.workers.canary import NUM_PROMPTS

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from rlcore.errors import EngineError
 from rlcore.rollout.vllm import weights as weight_sync
-from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.metrics import Metrics
 from rlcore.workers.actor import Actor
 from rlcore.workers.canary import WeightSync
+from rlcore.workers.group import LocalGroup
 from rlcore.workers.worker import Worker
 from tests.helpers.carrying import CARRYING, step_facts
 from tests.helpers.small_run import SmallRun, prepare, train

@@ -95,6 +95,7 @@ Events = list[tuple[str, int, Mapping[str, object]]]
 
 
 def room_of(
+    path: Path,
     events: Events,
     *,
     stop: Callable[[], bool] = lambda: False,
@@ -103,15 +104,15 @@ def room_of(
     reserve_gb: float = 0.0,
 ) -> DiskRoom:
     config = CheckpointConfig(reserve_gb=reserve_gb, wait_for_room_s=wait_for_room_s)
-    return DiskRoom(config, log_event=lambda *one: events.append(one), stop=stop, prune=prune)
+    return DiskRoom(path, config, log_event=lambda *one: events.append(one), stop=stop, prune=prune)
 
 
 def test_pause_names_missing_bytes_with_the_reserve(small_disk: Path) -> None:
     events: Events = []
     fill(small_disk, leave_bytes=8192)
-    room = room_of(events, reserve_gb=0.001, stop=lambda: bool(events))
+    room = room_of(small_disk, events, reserve_gb=0.001, stop=lambda: bool(events))
     with pytest.raises(StopRequestedError) as stopped:
-        room.wait(5_000, step=3, path=small_disk)
+        room.wait(5_000, 3)
     ((name, step, data),) = events
     assert (name, step, data["path"]) == ("paused_for_disk", 3, str(small_disk))
     lacks = f"{small_disk}: 1.0 MB are missing: 5.0 kB to write and 1.0 MB in reserve (checkpoint.reserve_gb)"
@@ -125,7 +126,7 @@ def test_pause_names_missing_inodes(tmp_path: Path) -> None:
     events: Events = []
     with mounted(tmp_path / "few", options="nr_inodes=1") as folder:
         with pytest.raises(StopRequestedError):
-            room_of(events, stop=lambda: bool(events)).wait(5, step=3, path=folder)
+            room_of(folder, events, stop=lambda: bool(events)).wait(5, 3)
         assert str(events[0][2]["text"]).startswith(
             f"paused: inodes are missing at {folder}: {folder}: that file system"
         )
@@ -134,7 +135,7 @@ def test_pause_names_missing_inodes(tmp_path: Path) -> None:
 def test_wait_prunes_before_a_pause(small_disk: Path) -> None:
     events: Events = []
     ballast = fill(small_disk, leave_bytes=8192)
-    room_of(events, prune=ballast.unlink, stop=lambda: bool(events)).wait(8193, step=3, path=small_disk)
+    room_of(small_disk, events, prune=ballast.unlink, stop=lambda: bool(events)).wait(8193, 3)
     assert free_bytes(small_disk) > 8192
     assert events == []
 
@@ -153,13 +154,13 @@ def test_pause_ends_when_there_is_room(small_disk: Path, sleeps: list[float], mo
     events: Events = []
     check = DiskRoom.check
 
-    def checked(room: DiskRoom, path: Path, needed_bytes: int) -> RoomReport:
+    def checked(room: DiskRoom, needed_bytes: int) -> RoomReport:
         if len(sleeps) == 3:
             ballast.unlink(missing_ok=True)
-        return check(room, path, needed_bytes)
+        return check(room, needed_bytes)
 
     monkeypatch.setattr(DiskRoom, "check", checked)
-    room_of(events).wait(8193, step=3, path=small_disk)
+    room_of(small_disk, events).wait(8193, 3)
     assert sleeps == [1, 1, 1]
     assert [(name, step) for name, step, _ in events] == [("paused_for_disk", 3), ("disk_room", 3)]
     assert events[1][2] == {"text": f"{small_disk}: there is room again, the run continues", "path": str(small_disk)}
@@ -172,7 +173,7 @@ def test_pause_without_room_in_time_is_an_error(
     fill(small_disk, leave_bytes=8192)
     events: Events = []
     with pytest.raises(DiskSpaceError, match=" are missing") as failed:
-        room_of(events, wait_for_room_s=wait_for_room_s).wait(8193, step=3, path=small_disk)
+        room_of(small_disk, events, wait_for_room_s=wait_for_room_s).wait(8193, 3)
     assert str(failed.value).endswith(
         f" Waited {wait_for_room_s:.0f} s for room (checkpoint.wait_for_room_s). Committed data stays; the same "
         "command resumes the run."

@@ -21,8 +21,8 @@ from rlcore import stacks
 from rlcore.config import RunConfig
 from rlcore.errors import StopRequestedError, WorkerLostError
 from rlcore.run.stop import StopFlag
+from rlcore.run.workers import start_workers
 from rlcore.runtime.cluster import loopback_environment, restrict_ray
-from rlcore.runtime.local import start_workers
 from rlcore.trainer.metrics import Metrics
 from rlcore.workers.group import WorkerGroup
 from rlcore.workers.worker import Worker

@@ -21,10 +21,10 @@ from rlcore.config.compose import load_config
 from rlcore.rollout.engine import SamplingRequest
 from rlcore.runtime import cluster
 from rlcore.runtime.cluster import private_folder, spilled_bytes, store_bytes
-from rlcore.runtime.local import LocalGroup
 from rlcore.runtime.ray import as_array, as_tensor
 from rlcore.trainer.metrics import Metrics
 from rlcore.types import Prompt, Rollout, TrainBatch
+from rlcore.workers.group import LocalGroup
 from tests.helpers.forked import run_module
 from tests.helpers.small_run import other_model, prepare, train
 from tests.runtime.driver import STEPS

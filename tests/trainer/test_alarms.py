@@ -15,13 +15,13 @@ from rlcore.checkpoint.state import LoopState
 from rlcore.config.compose import load_config
 from rlcore.errors import NonFiniteError
 from rlcore.run.problems import Problems
-from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.alarms import SKIPPED, Alarm, batch_alarms, save_failed_batch, step_alarms
 from rlcore.trainer.experience import Experience, ExperienceCollector, ResponseSampler
 from rlcore.trainer.step import StepResult, Trainer
 from rlcore.trainer.update import OptimizerSteps, Update
 from rlcore.types import FinishReason, PackedBatch, Prompt, Rollout, Score, TrainBatch
 from rlcore.workers.canary import WeightSync
+from rlcore.workers.group import LocalGroup
 from rlcore.workers.worker import Worker
 from tests.batching.rows import packed as packed_batch
 from tests.helpers.share_of_digits import LEARNING

@@ -10,10 +10,10 @@ import pytest
 from rlcore.batching.pack import pack
 from rlcore.rollout.engine import TRAINING_STREAM, SamplingRequest, response_seed, turn_seed
 from rlcore.run.problems import Problems
-from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.carry import Carried, GroupsInProgress, first_finished, from_text, to_text
-from rlcore.trainer.generate import generate
+from rlcore.trainer.episodes import generate
 from rlcore.types import Prompt, Rollout
+from rlcore.workers.group import LocalGroup
 from rlcore.workers.worker import Worker
 from tests.helpers.carrying import CARRYING, collect_steps, step_facts
 from tests.helpers.small_run import SmallRun, prepare

@@ -24,12 +24,12 @@ from rlcore.rollout.environment import Episode
 from rlcore.rollout.hf import HfEngine
 from rlcore.rollout.turns import TurnTokens
 from rlcore.run.problems import Problems
-from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.clock import PhaseClock
 from rlcore.trainer.episodes import _OpenEpisode
 from rlcore.trainer.estimate import Estimate, ForwardResults, estimate
 from rlcore.trainer.metrics import Metrics
 from rlcore.types import Prompt, Rollout, Score
+from rlcore.workers.group import LocalGroup
 from rlcore.workers.worker import Worker
 from tests.helpers.forked import run_module
 from tests.helpers.running import small, steps_of, write_record

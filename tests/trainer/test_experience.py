@@ -25,8 +25,8 @@ from rlcore.rollout.engine import TRAINING_STREAM, SamplingRequest, make_request
 from rlcore.rollout.hf import HfEngine
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.run.problems import Problems
-from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.clock import PhaseClock
+from rlcore.trainer.episodes import generate, split_requests
 from rlcore.trainer.experience import (
     ExperienceCollector,
     ResponseSampler,
@@ -34,8 +34,8 @@ from rlcore.trainer.experience import (
     all_unscored_error,
     count_solved,
 )
-from rlcore.trainer.generate import generate, split_requests
 from rlcore.types import Rollout
+from rlcore.workers.group import LocalGroup
 from rlcore.workers.worker import Worker
 from tests.helpers.small_run import SmallRun, prepare, train
 from tests.helpers.tagged_tokenizer import tagged

@@ -11,9 +11,9 @@ from torch import Tensor
 from rlcore.batching.pack import pack
 from rlcore.config.algo import GROUP_ADVANTAGES, AlgoConfig, KlConfig
 from rlcore.errors import UnscoredError
-from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.estimate import Estimate, ForwardResults, estimate
 from rlcore.types import Prompt, Rollout, Score
+from rlcore.workers.group import LocalGroup
 from rlcore.workers.worker import Worker
 from tests.helpers.small_run import prepare, train
 

@@ -20,13 +20,13 @@ from rlcore.config import RunConfig, ScratchModel
 from rlcore.config.compose import load_config
 from rlcore.errors import DataError, NonFiniteError
 from rlcore.models.shape import ModelShape
-from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.alarms import Alarm
 from rlcore.trainer.clock import PhaseClock
 from rlcore.trainer.experience import ExperienceCollector
 from rlcore.trainer.metrics import mfu_metrics
 from rlcore.trainer.step import StepResult, Trainer
 from rlcore.trainer.update import SharedBatch, Update
+from rlcore.workers.group import LocalGroup
 from rlcore.workers.worker import Worker
 from tests.helpers.small_run import SmallRun, other_model, prepare, train
 from tests.trainer.batches import (

@@ -16,11 +16,11 @@ from rlcore.evaluation.result import Response
 from rlcore.rollout.engine import VALIDATION_STREAM, SamplingRequest, response_seed
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.run.problems import Problems
-from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.clock import PhaseClock
 from rlcore.trainer.experience import ResponseSampler, ScoredResponse
 from rlcore.trainer.validate import response_results, validate
 from rlcore.types import Prompt, Rollout, Score
+from rlcore.workers.group import LocalGroup
 from rlcore.workers.worker import Worker
 from tests.helpers.small_run import prepare
 

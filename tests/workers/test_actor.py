@@ -12,9 +12,9 @@ from rlcore.algos.aggregation import Denominator
 from rlcore.batching.pack import select_train
 from rlcore.checkpoint.shards import RankSaver
 from rlcore.models.lora import AdaptedLinear
-from rlcore.runtime.local import LocalGroup
 from rlcore.types import TrainBatch
 from rlcore.workers import worker as module
+from rlcore.workers.group import LocalGroup
 from rlcore.workers.trained_model import MiniBatch
 from rlcore.workers.worker import Worker
 from tests.helpers.nf4 import nearest_levels

@@ -26,7 +26,6 @@ from rlcore.workers.memory_plan import (
     Device,
     chosen_settings,
     fit_settings,
-    head_bytes,
     plan_memory,
     resident_bytes,
 )
@@ -190,13 +189,6 @@ def test_plan_matches_measured_compiled_step() -> None:
     plan = plan_memory(config, LLAMA_1B, Device("H200", 2, 150_100_000_000), tokens=24_711)
     assert plan.peak_phase == planning.POLICY_UPDATE
     assert plan.peak_bytes == pytest.approx(1e9 * baseline["peak_allocated_gb"], rel=0.03)
-
-
-def test_uncompiled_head_temporaries() -> None:
-    for rows, temporaries in ((64, 64 * LLAMA_1B.vocab * 4), (4096, planning.HEAD_TEMPORARIES_BYTES)):
-        compiled = head_bytes(LLAMA_1B, 2, rows, 8192, gradient="none", compiled=True)
-        assert compiled == rows * LLAMA_1B.vocab * 4 + 8192 * LLAMA_1B.hidden * 2
-        assert head_bytes(LLAMA_1B, 2, rows, 8192, gradient="none") == compiled + temporaries
 
 
 def test_uncompiled_layers_are_counted_plain() -> None:

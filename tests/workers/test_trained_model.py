@@ -16,8 +16,8 @@ from rlcore.algos.objective import ValueStatistics
 from rlcore.errors import DeviceMemoryError, NonFiniteError, RankMemoryError
 from rlcore.models.memory import is_out_of_memory
 from rlcore.models.policy import CausalPolicy, PackedTrunk, ValueModel
-from rlcore.runtime.local import LocalGroup
 from rlcore.types import TrainBatch
+from rlcore.workers.group import LocalGroup
 from rlcore.workers.trained_model import (
     GROW_AFTER,
     MicroBatchRunner,

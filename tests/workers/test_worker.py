@@ -14,9 +14,9 @@ from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import EngineError
 from rlcore.models.shape import ModelShape
 from rlcore.rollout.engine import WeightSyncResult
-from rlcore.runtime.local import LocalGroup
 from rlcore.types import TrainBatch
 from rlcore.workers import worker as module
+from rlcore.workers.group import LocalGroup
 from rlcore.workers.measure import MemoryPeak
 from rlcore.workers.trained_model import MiniBatch
 from rlcore.workers.worker import Worker
@@ -95,17 +95,14 @@ def test_old_logprobs_with_entropy(worker: Worker) -> None:
     assert not values[~batch.loss_mask].any()
 
 
-def test_profile_file_name_and_limit(worker: Worker, tmp_path: Path) -> None:
+def test_profile_file_name(worker: Worker, tmp_path: Path) -> None:
     worker.start_profile()
     worker.start_profile()  # discards the first recording
     torch.ones(3).sum()
-    assert 0 < worker.stop_profile(str(tmp_path / "profile"), 7, 50.0) < 50.0
+    worker.stop_profile(str(tmp_path / "profile"), 7)
     (file,) = (tmp_path / "profile").iterdir()
     assert file.name == "step-7-rank-0.json.gz"
-    worker.start_profile()
-    size = worker.stop_profile(str(tmp_path / "other"), 8, 0.0)
-    assert size > 0
-    assert list((tmp_path / "other").iterdir()) == []
+    assert file.stat().st_size > 0
 
 
 def test_likelihood_at_temperature_1(worker: Worker) -> None:

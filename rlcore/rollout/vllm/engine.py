@@ -22,8 +22,7 @@ from rlcore.config.rollout import RolloutConfig, SamplingConfig
 from rlcore.errors import EngineError
 from rlcore.models.load import parameter_names
 from rlcore.models.memory import release_cached_memory
-from rlcore.rollout.engine import RolloutEngine, SamplingRequest, WeightSyncResult
-from rlcore.rollout.tail_cut import ROUND_TOKENS, TailCut
+from rlcore.rollout.engine import ROUND_TOKENS, RolloutEngine, SamplingRequest, TailCut, WeightSyncResult
 from rlcore.rollout.vllm import weights as sync
 from rlcore.rollout.vllm.start import EngineShape, give_float32_logits, start_vllm
 from rlcore.types import Rollout

@@ -14,8 +14,8 @@ from starlette.testclient import TestClient
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from flows.server.guard import Guard
 from flows.stack.responses import with_responses
+from flows.stack.serve import Guard
 from rlcore.config import AnswersConfig, RunConfig
 from rlcore.responses.store import SCHEMA, ResponseWriter
 from rlcore.tracking.lineage import Origin, Stage

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlcore.rollout.tail_cut import ROUND_TOKENS, TailCut
+from rlcore.rollout.engine import ROUND_TOKENS, TailCut
 from tests.helpers.side_by_side import run_side_by_side
 from tests.rollout.tail_cut_ranks import CPU, generate
 

@@ -4,7 +4,7 @@ import time
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from flows.work.prometheus import prometheus_text
+from flows.commands.stack import prometheus_text
 from flows.work.slots import Slots
 from tests.flows.conftest import SMALL, Millrace, ended, journal
 
