@@ -146,7 +146,8 @@ class Session:
         step, summary = None, dict[str, float]()
         if self._config.is_supervised:
             model = self._stage.base() if checkpoint == "start" else self._stage.result()
-            self._workers.initial_policy, step, checkpoint = model.directory, model.steps, "start"
+            self._workers.use(model.directory)
+            step, checkpoint = model.steps, "start"
         for suite in (None, *self._config.validation.suites):
             summary |= self._training.evaluate_checkpoint(checkpoint, name, suite, step=step).metrics()
         return {"summary": summary, "file": str(self._training.file_of(name))}

@@ -213,6 +213,11 @@ class RunWorkers(TrainingWorkers):
                 model = model.model_copy(update={"lora": model.lora.model_copy(update={"base": "native"})})
             self._config = record.config.model_copy(update={"model": model, "algo": AlgoConfig(), "critic": None})
 
+    def use(self, model: Path) -> None:
+        """Evaluate this model in place of the initial policy. The ranks must not have started with another one."""
+        assert model == self.initial_policy or not self._is_started, "the ranks hold another model"
+        self.initial_policy = model
+
     @property
     def unscored(self) -> tuple[int, str]:
         """The number of responses without a score, and the last error of the scorer or the environment."""
