@@ -107,8 +107,8 @@ def sft(settings: Settings = None, **options: Any) -> None:
     """Fine-tune a model on demonstrations, from the dataset to the report: `millrace run` without other steps.
 
     Examples:
-      millrace sft experiment=smollm2_gsm8k
-      millrace sft experiment=smollm2_gsm8k warm_start.demonstrations=talks.jsonl warm_start.epochs=3
+      millrace sft experiment=smollm2_countdown
+      millrace sft experiment=smollm2_countdown warm_start.demonstrations=talks.jsonl warm_start.epochs=3
     """
     run([*(settings or ()), *SUPERVISED_ONLY], **options)
 

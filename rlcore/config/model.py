@@ -319,7 +319,7 @@ def _has_demonstrations(warm: "WarmStartConfig", run: Run) -> Problem | None:
 
 class WarmStartConfig(Section):
     """Supervised steps on demonstrations before the reinforcement learning. They train all weights, with or without
-    adapters."""
+    adapters. If no other steps follow (`trainer.total_steps=0`), they train the adapters."""
 
     enabled: bool = False
     """Run the warm start. If false, training starts from `model.path`."""
