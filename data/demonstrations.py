@@ -137,6 +137,17 @@ def tokenize_demonstrations(
     return StageResult(directory, digest, cached=False, counts=facts["counts"])
 
 
+def check_first_row(config: WarmStartConfig) -> None:
+    """Check the form of the first row without its tokens. Raises DataError if there is no row, or the form is wrong."""
+    file = Path(config.demonstrations or "").expanduser()
+    if (first := next(records_of(file), None)) is None:
+        raise DataError(f"warm_start.demonstrations: {file} must have rows, and is empty. Name another file")
+    if _is_conversation(first.values):
+        _conversation(first)
+    else:
+        _require_completion(first)
+
+
 def _rows_that_fit(
     file: Path, encoder: Callable[[Record], Encode], max_tokens: int, counts: Counter[str]
 ) -> list[Tokenized]:
@@ -275,14 +286,18 @@ def _encoder(tokenizer_dir: Path, chat_template_kwargs: Mapping[str, Any] | None
     """Return a function that tokenizes the rows of a file. The form of the first row selects the function."""
     if _is_conversation(first.values):
         return _Conversations(tokenizer_dir, chat_template_kwargs).encode
-    if {"prompt", "completion"} <= first.values.keys():
-        tokenizer = PromptTokenizer(tokenizer_dir, chat=False, fast_path=False)
-        return lambda rows: _completions(rows, tokenizer)
-    columns = ", ".join(map(str, first.values)) or "none"
-    raise DataError(
-        f"{first.where}: must have messages, or prompt and completion, got the columns {columns}; rename or convert "
-        "them (docs/data.md)"
-    )
+    _require_completion(first)
+    tokenizer = PromptTokenizer(tokenizer_dir, chat=False, fast_path=False)
+    return lambda rows: _completions(rows, tokenizer)
+
+
+def _require_completion(first: Record) -> None:
+    if not {"prompt", "completion"} <= first.values.keys():
+        columns = ", ".join(map(str, first.values)) or "none"
+        raise DataError(
+            f"{first.where}: must have messages, or prompt and completion, got the columns {columns}; rename or "
+            "convert them (docs/data.md)"
+        )
 
 
 def _completions(rows: Sequence[Record], tokenizer: PromptTokenizer) -> list[Tokenized | None]:

@@ -23,22 +23,32 @@ from flows.stages.validate import Evaluate, Validate
 from flows.stages.warm_start import WarmStart
 from flows.work.mlflow_record import MlflowContents, MlflowRecord
 from flows.work.open_run import OpenRun, open_run, with_absolute_paths
+from rlcore.checkpoint.catalog import HELD_OUT_LOSS
 from rlcore.config import RunConfig
 from rlcore.errors import WorkerLostError
 from rlcore.evaluation.result import ValidationResult
 from rlcore.run.inputs import RunInputs
+from rlcore.tracking.journal import JOURNAL_FILE, read_journal
 
 R = TypeVar("R")
 
 
 def stages_of(config: RunConfig, to_step: int | None = None) -> list[Stage[Any]]:
-    """Return the stages of a run in order. The training ends at `to_step`, by default at the run's last step."""
+    """Return the stages of a run in order. The training ends at `to_step`, by default at the run's last step.
+
+    A run that ends after its supervised stage validates the models before and after this stage.
+    """
     warm = config.warm_start
-    return [
+    rows: list[Stage[Any]] = [
         Dataset(),
         *(Suite(suite) for suite in config.validation.suites),
         *([Demonstrations()] if warm.enabled and warm.demonstrations is not None else []),
         Filter(),
+    ]
+    if config.is_supervised:
+        return [*rows, Validate("start"), WarmStart(), Validate("last"), Export(), ExportBest(), Report()]
+    return [
+        *rows,
         WarmStart(),
         *([PassRates()] if config.pass_rates.is_enabled else []),
         *Train.chunks(config, to_step),
@@ -59,18 +69,25 @@ class StageRunner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PipelineResult:
-    """The result of a run. `report` is None if no report was requested."""
+    """The result of a run after `steps` steps. `report` is None if no report was requested."""
 
     run_id: str
     run_dir: Path
+    steps: int
     validations: list[ValidationSummary]
     report: Path | None
     weights: Path
     mlflow: MlflowContents
 
     def outcome(self, config: RunConfig) -> str:
-        """Return the held-out reward before and after training, and the number of steps, as one line."""
-        return ", ".join([*reward_changes(self.validations), f"{config.trainer.total_steps} steps"])
+        """Return held-out metrics before and after training, and the number of steps, as one line."""
+        losses = self._loss_change() if config.is_supervised else []
+        return ", ".join([*reward_changes(self.validations), *losses, f"{self.steps} steps"])
+
+    def _loss_change(self) -> list[str]:
+        known = {record.step: record.metrics.get(HELD_OUT_LOSS) for record in read_journal(self.run_dir / JOURNAL_FILE)}
+        first, last = known.get(0), known.get(self.steps)
+        return [] if first is None or last is None else [f"held-out loss {first:.2f} -> {last:.2f}"]
 
 
 class StageResults(list[tuple[Stage[Any], Any]]):
@@ -115,7 +132,7 @@ def run_chain(run: OpenRun, run_stage: StageRunner, record: MlflowRecord, *, wit
     recorded = record.finish(report, last, best)
     validations = [made.of(Validate(checkpoint)) for checkpoint in ("start", "last")]
     html = None if report is None else report.html
-    return PipelineResult(run.run_id, run.layout.run_dir, validations, html, last.directory, recorded)
+    return PipelineResult(run.run_id, run.layout.run_dir, last.step, validations, html, last.directory, recorded)
 
 
 def run_evaluation(run: OpenRun, run_stage: StageRunner) -> list[ValidationResult]:
@@ -140,7 +157,7 @@ def finished_result(run: OpenRun) -> PipelineResult | None:
     if run.config.tracking.enabled and not recorded.is_complete(run.config, run.layout, last, best):
         return None
     known = [one for one in validations if one is not None]
-    return PipelineResult(run.run_id, run.layout.run_dir, known, report.html, last.directory, recorded)
+    return PipelineResult(run.run_id, run.layout.run_dir, last.step, known, report.html, last.directory, recorded)
 
 
 @contextmanager

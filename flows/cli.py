@@ -41,7 +41,7 @@ EXPECTED_OS_ERRORS = frozenset({
 INTERRUPTED = "interrupted; the same command resumes"
 
 COMMANDS: dict[str, Callable[..., None]] = {
-    "run": run.run, "train": run.train, "sweep": sweep, "validate": run.validate, "eval": run.evaluate,
+    "run": run.run, "sft": run.sft, "train": run.train, "sweep": sweep, "validate": run.validate, "eval": run.evaluate,
     "report": run.report, "checkpoints": checkpoints, "runs": runs.runs, "logs": runs.logs, "stop": runs.stop,
     "doctor": stack.doctor, "new": new, "rollouts": rollouts, "audit": audit,
     "compare": tracking.compare, "sync": tracking.sync, "ui": tracking.ui, "slots": runs.slots,

@@ -35,6 +35,7 @@ Experiment = Annotated[str | None, WithJsonSchema({"anyOf": [_EXPERIMENT_SCHEMA,
 NO_STRINGS: list[str] = []  # default of list parameters; no flow changes it
 Seed = Annotated[int | None, Field(ge=0, lt=2**31)]
 Count = Annotated[int | None, Field(ge=1)]
+Steps = Annotated[int | None, Field(ge=0)]
 Positive = Annotated[float | None, Field(gt=0)]
 Root = str | None
 MLFLOW_PAGE = "MILLRACE_MLFLOW_PAGE"  # environment variable of flows under a stack: address of its MLflow server

@@ -18,6 +18,7 @@ from flows.parameters import (
     Root,
     RunSettings,
     Seed,
+    Steps,
     compose_settings,
     flow_root,
     split_experiment,
@@ -60,7 +61,7 @@ def pipeline(
     experiment: Experiment = None,
     overrides: list[str] = NO_STRINGS,
     seed: Seed = None,
-    total_steps: Count = None,
+    total_steps: Steps = None,
     learning_rate: Positive = None,
     batch_size: Count = None,
     samples_per_prompt: Count = None,
@@ -73,7 +74,8 @@ def pipeline(
         experiment: A name in conf/experiment, or the path of a file on the worker's machine. The default is none.
         overrides: Settings as on the command line, such as algo.clip_high=0.28.
         seed: The seed of the initial weights, the order of prompts and every sampled token. data.seed fixes the rows.
-        total_steps: The number of training steps. A step samples, scores and trains on one batch of prompts.
+        total_steps: The number of training steps. A step samples, scores and trains on one batch of prompts. With 0,
+            the run ends after its supervised stage.
         learning_rate: The learning rate of the policy, such as 0.0003 or 1e-6.
         batch_size: The number of prompts per step.
         samples_per_prompt: The number of responses to each prompt. They form a group for GRPO.

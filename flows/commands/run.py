@@ -1,9 +1,10 @@
 """The commands `millrace run`, `train`, `validate`, `eval` and `report`."""
 
 import json
+from functools import wraps
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -31,6 +32,9 @@ from flows.commands.settings import (
     with_program_path,
 )
 from rlcore.errors import ConfigError
+
+SUPERVISED_ONLY = ("trainer.total_steps=0", "warm_start.enabled=true")
+"""The settings of a run that ends after its supervised stage."""
 
 if TYPE_CHECKING:
     from flows.chain import PipelineResult
@@ -96,6 +100,17 @@ def run(
     with command_flow(api, verbose=verbose):
         result = run_checked(composed)
     print("\n".join(summary_lines(config, result, api)), flush=True)
+
+
+@wraps(run, assigned=("__module__", "__annotations__"))
+def sft(settings: Settings = None, **options: Any) -> None:
+    """Fine-tune a model on demonstrations, from the dataset to the report: `millrace run` without other steps.
+
+    Examples:
+      millrace sft experiment=smollm2_countdown
+      millrace sft experiment=smollm2_countdown warm_start.demonstrations=talks.jsonl warm_start.epochs=3
+    """
+    run([*(settings or ()), *SUPERVISED_ONLY], **options)
 
 
 def train(
@@ -248,7 +263,7 @@ def report(run: Run, root: OptionalRoot = None) -> None:
 def summary_lines(config: "RunConfig", result: "PipelineResult", api: "PrefectApi | None") -> list[str]:
     """Return the last output lines of `millrace run`. `api` (the Prefect server) is None if no stage had to run."""
     root = result.run_dir.parents[1]
-    lines = ["", f"{result.run_id}: {config.trainer.total_steps} steps"]
+    lines = ["", f"{result.run_id}: {result.outcome(config) if config.is_supervised else f'{result.steps} steps'}"]
     lines += [f"  {one.headline()}" for one in result.validations]
     lines += [f"  report   {result.report}", f"  weights  {result.weights}"]
     if result.mlflow.ui_command:

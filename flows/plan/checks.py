@@ -178,7 +178,8 @@ def check_before_start(config: RunConfig, plan: RunPlan) -> None:
 
 
 def _require_memory(config: RunConfig, plan: RunPlan) -> None:
-    for settings, memory in ((config, plan.memory), (stage_settings(config), plan.warm_start_memory)):
+    main = stage_settings(config) if config.is_supervised else config
+    for settings, memory in ((main, plan.memory), (stage_settings(config), plan.warm_start_memory)):
         if memory is not None:
             require_fit(settings, memory)
 

@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 from flows.chain import stages_of
 from flows.progress import console_for_tables
 from flows.stages.stage import StageStatus
+from flows.stages.train import Train
 from flows.stages.warm_start import WarmStart
 from flows.work.open_run import OpenRun
 from flows.work.origin import require_same_inputs
@@ -124,7 +125,7 @@ def make_plan(config: RunConfig, *, planning_config: RunConfig | None = None) ->
     require_same_inputs(config, run.layout)
     stages = tuple(stage.status(run) for stage in stages_of(config))
     has_initial_policy = next(stage.cached for stage in stages if stage.name == WarmStart.name)
-    has_warm_start = planning_config.warm_start.enabled and not has_initial_policy
+    has_warm_start = planning_config.warm_start.enabled and not has_initial_policy and not config.is_supervised
     return RunPlan(
         run_id=run.run_id,
         run_dir=run.layout.run_dir,
@@ -132,9 +133,9 @@ def make_plan(config: RunConfig, *, planning_config: RunConfig | None = None) ->
         code_fingerprint=code_for_run(config).fingerprint,
         stages=stages,
         committed_step=committed,
-        total_steps=config.trainer.total_steps,
+        total_steps=config.total_steps,
         disk=_disk(config, run.layout, count_parameters(planning_config), has_initial_policy=has_initial_policy),
-        memory=plan_memory_here(planning_config),
+        memory=plan_memory_here(stage_settings(planning_config) if config.is_supervised else planning_config),
         warm_start_memory=plan_memory_here(stage_settings(planning_config)) if has_warm_start else None,
         published_model=published_model_path(planning_config),
         versions=run_versions(config.runtime.python),
@@ -205,7 +206,8 @@ def show_plan(plan: RunPlan, *, as_json: bool) -> None:
         if plan.published_model == SMOLLM2:
             text += f". {INSTALL_SMOLLM2}"
         console.print(text)
-    console.print(f"training: committed step {plan.committed_step} of {plan.total_steps}")
+    if any(stage.name == Train.name for stage in plan.stages):
+        console.print(f"training: committed step {plan.committed_step} of {plan.total_steps}")
     disk = plan.disk
     one = "unknown before the first" if disk.checkpoint_bytes is None else size(disk.checkpoint_bytes)
     console.print(

@@ -129,6 +129,12 @@ class Demonstrations(Stage[StageResult]):
     def status(self, run: OpenRun) -> StageStatus:
         return status_of_rows(self.name, run.planning_config, planned_demonstrations)
 
+    def check(self, trial: Trial) -> list[str]:
+        from data.demonstrations import check_first_row
+
+        check_first_row(trial.config.warm_start)
+        return []
+
     def make(self, run: OpenRun) -> StageResult:
         from data.demonstrations import tokenize_demonstrations
 

@@ -4,10 +4,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flows.progress import skipped_suffix
-from flows.stages.inputs import call_trainer
+from flows.stages.inputs import call_trainer, last_step
 from flows.stages.stage import Stage, StageStatus, remake_note
 from flows.work.open_run import OpenRun
-from flows.work.origin import committed_step
 from rlcore.checkpoint.catalog import by_score, is_exported, scan
 from rlcore.config import RunConfig
 from rlcore.errors import CheckpointError
@@ -36,13 +35,13 @@ class Export(Stage[ExportedWeights]):
     in_trainer = True
 
     def status(self, run: OpenRun) -> StageStatus:
-        return _status(self.name, run, run.layout.exported_model, run.committed)
+        return _status(self.name, run, run.layout.exported_model, last_step(run))
 
     def asset(self, run: OpenRun) -> Path | None:
         return run.layout.exported_model
 
     def find(self, run: OpenRun) -> ExportedWeights | None:
-        return find_weights(run.layout.exported_model, committed_step(run.config))
+        return find_weights(run.layout.exported_model, last_step(run))
 
     def make(self, run: OpenRun) -> ExportedWeights:
         return _export(run, "last")
@@ -66,13 +65,13 @@ class ExportBest(Stage[ExportedWeights]):
         return f"export {run.title} best"
 
     def status(self, run: OpenRun) -> StageStatus:
-        step = best_step_to_export(run.config, run.layout, run.committed)
+        step = best_step_to_export(run.config, run.layout, last_step(run))
         if step is None:
-            return _status(self.name, run, run.layout.exported_model, run.committed)
+            return _status(self.name, run, run.layout.exported_model, last_step(run))
         return _status(self.name, run, run.layout.exported_best, step)
 
     def find(self, run: OpenRun) -> ExportedWeights | None:
-        last = committed_step(run.config)
+        last = last_step(run)
         step = best_step_to_export(run.config, run.layout, last)
         if step is None:
             return find_weights(run.layout.exported_model, last)

@@ -13,7 +13,7 @@ from data.tokenizer import tokenizer_fingerprint
 from flows.progress import display, skipped_suffix
 from flows.stages.stage import StageStatus, remake_note
 from flows.work.open_run import OpenRun
-from flows.work.origin import require_same_inputs
+from flows.work.origin import committed_step, require_same_inputs
 from flows.work.protocol import Progress
 from rlcore.config import RunConfig
 from rlcore.config.check import suite_settings
@@ -102,6 +102,18 @@ def inputs_of(run: OpenRun) -> RunInputs:
     return run.inputs
 
 
+def last_step(run: OpenRun) -> int:
+    """Return the step of the newest complete checkpoint. In a run that ends after its supervised stage, return the
+    number of supervised steps, or 0 before the end of the stage."""
+    config = run.config
+    if not config.is_supervised:
+        return committed_step(config)
+    if not has_tokenizer(config):
+        return 0
+    manifest, _ = read_finished_or_reason(planned_initial_policy(config, planned_rows(config)))
+    return 0 if manifest is None else int(manifest.values["steps"])
+
+
 def has_tokenizer(config: RunConfig) -> bool:
     """Return whether the tokenizer exists and is undamaged."""
     tokenizer = planned_tokenizer(config)
@@ -130,7 +142,7 @@ def describe_rows(result: StageResult) -> str:
 
 def warn_of_few_rows(config: RunConfig, rows: int | None, where: str) -> str:
     """Return a warning if there are fewer training rows than prompts in a batch, otherwise ''."""
-    if rows is None or rows >= config.trainer.batch_size:
+    if rows is None or config.is_supervised or rows >= config.trainer.batch_size:
         return ""
     return (
         f"warning: trainer.batch_size={config.trainer.batch_size:,} is more than the {rows:,} training rows {where}, "

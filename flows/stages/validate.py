@@ -4,8 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flows.progress import ValidationSummary
-from flows.stages.inputs import call_trainer, inputs_of
+from flows.stages.inputs import call_trainer, inputs_of, last_step
 from flows.stages.stage import Stage, StageStatus
+from flows.stages.train import record_start
+from flows.stages.trials import Trial
 from flows.work.open_run import OpenRun
 from flows.work.origin import checkpoint_store
 from rlcore.config import EvaluationConfig, RunConfig
@@ -40,23 +42,35 @@ class Validate(Stage[ValidationSummary]):
 
     def status(self, run: OpenRun) -> StageStatus:
         config, name = run.config, self.result_name(run.config)
-        step = 0 if self.checkpoint == "start" else run.committed
+        step = 0 if self.checkpoint == "start" else last_step(run)
         is_known = find_validation(config, run.layout, name, step) is not None
         digest = fingerprint("validate", {"run": run.settings_fingerprint, "settings": config.validation})
         return StageStatus(self.name, digest, run.layout.validation, is_known and run.is_trained, name)
+
+    def check(self, trial: Trial) -> list[str]:
+        if trial.config.is_supervised and self.checkpoint == "start":  # other runs check this with their first chunk
+            trial.try_scorers()
+        return []
 
     def find(self, run: OpenRun) -> ValidationSummary | None:
         return find_validation(run.config, run.layout, self.result_name(run.config), self._step(run))
 
     def make(self, run: OpenRun) -> ValidationSummary:
         name, step = self.result_name(run.config), self._step(run)
+        is_base = run.config.is_supervised and self.checkpoint == "start"
+        if is_base:
+            record_start(run)
         result = call_trainer(run, "validate", checkpoint=self.checkpoint, name=name)
+        if is_base:  # the next stage loads the model after it
+            run.trainer.close()
         return ValidationSummary(name, step, Path(result["file"]), cached=False, summary=result["summary"])
 
     def describe(self, result: ValidationSummary) -> str:
         return f"validation: {result}"
 
     def _step(self, run: OpenRun) -> int:
+        if run.config.is_supervised:
+            return 0 if self.checkpoint == "start" else last_step(run)
         return checkpoint_store(run.config).step_of(self.checkpoint, verify=False)
 
 

@@ -71,7 +71,10 @@ def status_of(run_dir: Path) -> RunStatus:
         changed = changed or (run_dir / RUN_FILE).stat().st_mtime
     found = _read_json(run_dir / RUN_FILE).get("settings")
     settings = found if isinstance(found, dict) else {}
-    trainer = settings.get("trainer")
+    trainer, warm = settings.get("trainer"), settings.get("warm_start")
+    total = trainer.get("total_steps") if isinstance(trainer, dict) else None
+    if total == 0 and isinstance(warm, dict):  # only supervised steps
+        total = warm.get("max_steps")
     state, note = _state(run_dir, pause or Slots(run_dir.parents[1]).wait_reason(run_dir.name))
     return RunStatus(
         run_id=run_dir.name,
@@ -79,7 +82,7 @@ def status_of(run_dir: Path) -> RunStatus:
         name=str(settings.get("name", "")),
         state=state,
         step=step,
-        total_steps=trainer.get("total_steps") if isinstance(trainer, dict) else None,
+        total_steps=total,
         score=_score(run_dir),
         reward=reward,
         changed=changed,

@@ -6,7 +6,7 @@ from pathlib import Path
 from flows.parameters import RunSettings, compose_settings
 from flows.work.runs import find_run
 from rlcore.checkpoint.catalog import find_checkpoint
-from rlcore.config import RunConfig
+from rlcore.config import RunConfig, WarmStartConfig
 from rlcore.config.fingerprint import RUN_FILE, fingerprint
 from rlcore.config.problems import override_value
 from rlcore.errors import CheckpointError, DataError
@@ -39,6 +39,8 @@ def find_initial_policy(config: RunConfig, layout: RunLayout) -> Path:
     """Return the run's initial policy, a folder or a hub id as a `Path`. Raises DataError if the folder is missing.
     Raises ModelError if the model of the hub is neither cached nor reachable.
     """
+    if config.is_supervised:
+        config = config.model_copy(update={"warm_start": WarmStartConfig()})
     with run_code(layout.code):
         start = planned_initial_policy(config, RunInputs.read(layout).filtered_directory)
     if not start.is_absolute():
@@ -84,6 +86,8 @@ def find_weights(source: str, root: Path | None) -> CheckpointWeights:
     config, layout = find_run([name], root)
     if checkpoint == START:
         return CheckpointWeights(config, layout, START, find_initial_policy(config, layout))
+    if config.is_supervised and checkpoint in ("", "last", "best"):  # it has no checkpoints
+        return CheckpointWeights(config, layout, "last", layout.exported_model)
     info = find_checkpoint(layout.checkpoints, checkpoint or "last")
     digest = fingerprint("fork", {"run": layout.run_dir.name, "step": info.step, "created": info.created})
     return CheckpointWeights(config, layout, info.name, layout.root / "models" / f"fork-{digest}")
@@ -105,7 +109,7 @@ def compose_fork(settings: list[str], source: str, root: Path | None = None, *, 
     model = find_initial_policy(weights.config, weights.layout) if is_missing else target
     more = [
         f"model.path={override_value(str(model))}",
-        "warm_start.enabled=false",
+        *([] if "warm_start.enabled=true" in settings else ["warm_start.enabled=false"]),
         f"tags.forked_from={override_value(weights.label)}",
     ]
     composed = compose_settings([*settings, *more])

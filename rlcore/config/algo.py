@@ -343,9 +343,10 @@ class CriticConfig(Section):
     """The path of the initial weights. If null, the initial weights are those of the policy."""
     optim: OptimConfig = OptimConfig(lr=1e-5)
     """The optimizer of the critic."""
-    warmup_steps: Annotated[int, Bound("be under", "trainer.total_steps", "Lower it, or train for longer")] = Field(
-        default=0, ge=0
-    )
+    warmup_steps: Annotated[
+        int,
+        Bound("be under", "trainer.total_steps", "Lower it, or train for longer", only_with="trainer.total_steps"),
+    ] = Field(default=0, ge=0)
     """The number of first steps in which only the critic is trained."""
     checks = (
         rule("critic", "algo.advantage", "has no use except with algo.advantage=gae",

@@ -48,9 +48,11 @@ def may_change() -> frozenset[str]:
 
 
 def total_steps_may_change(config: RunConfig) -> bool:
-    """Return whether no learning rate depends on the number of steps, so that a finished run can be extended."""
+    """Return whether no learning rate depends on the number of steps, so that a finished run can be extended. A run of
+    supervised steps alone is another run."""
     optims = [config.optim] if config.critic is None else [config.optim, config.critic.optim]
-    return all(optim.schedule == "constant" and (optim.warmup_steps > 0 or optim.warmup_ratio == 0) for optim in optims)
+    is_fixed = (each.schedule == "constant" and (each.warmup_steps > 0 or each.warmup_ratio == 0) for each in optims)
+    return not config.is_supervised and all(is_fixed)
 
 
 def fixed_settings(config: RunConfig) -> dict[str, Any]:

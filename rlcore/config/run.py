@@ -13,7 +13,7 @@ from rlcore.config.base import MayChange, Section, keys_of, value_at
 from rlcore.config.data import CountdownData, DataConfig, FilterConfig, PassRatesConfig
 from rlcore.config.model import ModelConfig, WarmStartConfig
 from rlcore.config.rollout import EpisodeConfig, RewardConfig, RolloutConfig, SandboxConfig, ValidationConfig
-from rlcore.config.rules import Rule, rule
+from rlcore.config.rules import EffectiveWhen, Rule, rule
 from rlcore.config.trainer import (
     AlarmConfig,
     AnswersConfig,
@@ -30,11 +30,14 @@ def _warmup_fits(optim: str, total: str) -> Rule:
 
     def holds(run: "RunConfig", _: "RunConfig") -> bool:
         steps, total_steps = value_at(run, f"{optim}.warmup_steps"), value_at(run, total)
-        if steps is None or (optim.startswith("warm_start") and not run.warm_start.enabled):
+        if steps is None or not total_steps or (optim.startswith("warm_start") and not run.warm_start.enabled):
             return True
         return bool(steps < total_steps or steps == total_steps == 1)
 
     return rule(f"{optim}.warmup_steps", total, f"must be under {total}", holds, "Warm up for fewer steps")
+
+
+_IN_STEPS = EffectiveWhen("trainer.total_steps")
 
 
 class RunConfig(Section):
@@ -54,9 +57,9 @@ class RunConfig(Section):
     model: ModelConfig = ModelConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
     pass_rates: PassRatesConfig = PassRatesConfig()
-    algo: AlgoConfig = AlgoConfig()
-    optim: OptimConfig = OptimConfig()
-    critic: CriticConfig | None = None
+    algo: Annotated[AlgoConfig, _IN_STEPS] = AlgoConfig()
+    optim: Annotated[OptimConfig, EffectiveWhen("trainer.total_steps", remedy="Set warm_start.optim")] = OptimConfig()
+    critic: Annotated[CriticConfig | None, _IN_STEPS] = None
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     episode: EpisodeConfig = EpisodeConfig()
@@ -76,6 +79,16 @@ class RunConfig(Section):
         _warmup_fits("critic.optim", "trainer.total_steps"),
         _warmup_fits("warm_start.optim", "warm_start.max_steps"),
     )  # fmt: skip
+
+    @property
+    def is_supervised(self) -> bool:
+        """True if the run ends after its supervised stage, without reinforcement learning."""
+        return self.trainer.total_steps == 0
+
+    @property
+    def total_steps(self) -> int:
+        """The largest number of steps of the run, which are supervised if `trainer.total_steps` is 0."""
+        return self.trainer.total_steps or self.warm_start.max_steps
 
     @property
     def prompts_in_progress(self) -> int:

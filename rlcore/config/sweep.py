@@ -436,6 +436,9 @@ def _metric_problems(spec: SweepSpec, configs: Iterable[RunConfig]) -> Iterable[
 
 def _rung_problems(found: Sweep, configs: Iterable[RunConfig]) -> Iterable[Problem]:
     """Check that each step at which points are compared has a checkpoint and a validation."""
+    configs = list(configs)
+    if any(config.is_supervised for config in configs):
+        yield Problem("trainer.total_steps", "must be 1 or more in a sweep", "0", "Start millrace sft for each run")
     if (pruning := found.spec.pruning) is None:
         return
     first, key = pruning.every_steps, "pruning.every_steps"

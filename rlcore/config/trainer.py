@@ -11,20 +11,22 @@ _ON_GPUS = EffectiveWhen("runtime.device", unless="cpu")
 _UNDER_RAY = EffectiveWhen(".backend", "ray")
 _TRACKED = EffectiveWhen(".enabled")
 _PROFILED = EffectiveWhen(".first_step")
+_IN_STEPS = EffectiveWhen(".total_steps", remedy="Set the key of this name in warm_start")
 
 
 class TrainerConfig(Section):
     """The training loop."""
 
-    total_steps: int = Field(default=100, ge=1, le=10_000_000)
-    """Steps of the run; a step samples, scores and trains on one batch of prompts."""
-    steps_per_chunk: Annotated[int, MayChange] = Field(default=20, ge=1)
+    total_steps: int = Field(default=100, ge=0, le=10_000_000)
+    """Steps of the run; a step samples, scores and trains on one batch of prompts. With 0, the run ends after its
+    supervised stage (`warm_start`)."""
+    steps_per_chunk: Annotated[int, MayChange, _IN_STEPS] = Field(default=20, ge=1)
     """The number of steps between two checkpoints. A chunk is the unit that Prefect retries."""
-    batch_size: int = Field(default=256, ge=1, le=10_000_000)
+    batch_size: Annotated[int, _IN_STEPS] = Field(default=256, ge=1, le=10_000_000)
     """The number of prompts per step."""
-    mini_batch_size: Annotated[int, Bound("divide", "trainer.batch_size")] = Field(default=256, ge=1)
+    mini_batch_size: Annotated[int, Bound("divide", "trainer.batch_size"), _IN_STEPS] = Field(default=256, ge=1)
     """The number of prompts per optimizer step."""
-    epochs_per_batch: int = Field(default=1, ge=1)
+    epochs_per_batch: Annotated[int, _IN_STEPS] = Field(default=1, ge=1)
     """The number of passes over each batch."""
     max_tokens_per_micro_batch: Annotated[
         int,
@@ -40,6 +42,14 @@ class TrainerConfig(Section):
     """The log-probabilities before the update. `recompute` computes them in a forward pass. `behavior` uses those of
     the sampler. `auto` recomputes them only if a batch gets more than one update, or if the algorithm compares or ranks
     them."""
+    checks = (
+        rule(".total_steps", "warm_start.enabled", "must be 1 or more without a supervised stage",
+             lambda own, run: own.total_steps or run.warm_start.enabled,
+             "Set warm_start.enabled=true (millrace sft does), or train for some steps"),
+        rule(".total_steps", "pass_rates.samples", "must be 1 or more with pass rates, which no supervised stage uses",
+             lambda own, run: own.total_steps or not run.pass_rates.is_enabled,
+             "Set pass_rates.samples=0, or train for some steps"),
+    )  # fmt: skip
 
 
 StateAction = Literal["off", "tell", "stop"]

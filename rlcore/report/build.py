@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
+from rlcore.checkpoint.catalog import HELD_OUT_LOSS
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
 from rlcore.evaluation.result import Comparison
@@ -120,7 +121,7 @@ def _json_of(report: Report) -> dict[str, JsonValue]:
 
 
 def _sections_of(runs: Runs, groups: Groups, draw: Draw) -> Iterator[Section]:
-    (first, *others), charts = runs.values(), panels.charts_of(groups, panels.LEARNING)
+    (first, *others), charts = runs.values(), panels.charts_of(groups, panels.learning_panels(runs))
     how, on_time = "", [run_sections.phase_table(first)]
     if others:
         yield Section("runs", "Runs", (compare.run_table(runs, groups), compare.settings_table(runs)))
@@ -137,7 +138,8 @@ def _sections_of(runs: Runs, groups: Groups, draw: Draw) -> Iterator[Section]:
             "answers", "Responses", (sample_table(first),), "The first of each kind by id, not the best ones."
         )
     yield Section("convergence", "Convergence", (
-        panels.measure_table("convergence", runs), *([] if others else [check_table(first)])))  # fmt: skip
+        panels.measure_table("convergence", runs),
+        *([] if others or first.config.is_supervised else [check_table(first)])))  # fmt: skip
     yield Section("performance", "Performance", (
         draw(panels.charts_of(groups, panels.SPEED)), *on_time, panels.measure_table("performance", runs),
         panels.measure_table("memory_peak", runs)))  # fmt: skip
@@ -170,18 +172,21 @@ def _comparison_head(runs: Runs, groups: Groups, sections: tuple[Section, ...]) 
 
 
 def _run_head(record: RunRecord, failure: str, sections: tuple[Section, ...]) -> Report:
-    total, config = record.config.trainer.total_steps, record.config
+    total, config = record.config.total_steps, record.config
     workers = config.runtime.num_workers
+    batch = f"{config.trainer.batch_size} prompts × {config.rollout.samples_per_prompt} responses per step"
+    done = f"all {total} steps"
+    if config.is_supervised:
+        batch, done = f"{config.warm_start.batch_size} demonstrations per step", f"{record.last_step} supervised steps"
     return Report(
         genre="run report",
         title=record.run_id,
         subtitle=(
             f"{run_sections.algorithm_of(config)} · {config.data.task} · {run_sections.model_of(config)} · "
             f"seed {config.seed} "
-            f"· {config.trainer.batch_size} prompts × {config.rollout.samples_per_prompt} responses per step · "
-            f"{workers} worker{'s' if workers > 1 else ''} ({config.runtime.backend})"
+            f"· {batch} · {workers} worker{'s' if workers > 1 else ''} ({config.runtime.backend})"
         ),
-        state=f"all {total} steps" if record.is_complete else f"step {record.last_step} of {total}",
+        state=done if record.is_complete else f"step {record.last_step} of {total}",
         state_tone="bad" if failure else "good" if record.is_complete else "watch",
         failure=failure,
         sections=sections,
@@ -219,6 +224,9 @@ def _tiles_of(record: RunRecord) -> Iterator[Tile]:
     elif reward is not None:
         shown = f"{fixed(first_tenth(reward))} → {fixed(last_tenth(reward))}"
         yield Tile("Training reward", shown, "first and last tenth of the steps")
+    if record.config.is_supervised and (loss := record.series(HELD_OUT_LOSS)) is not None and len(loss):
+        at = record.after.step if record.after is not None else loss.index[-1]
+        yield Tile("Held-out loss", f"{fixed(loss.iloc[0])} → {fixed(loss.get(at))}", f"nats/token, step {at}")
     if record.seconds is not None:
         detail = f"{short(record.tokens.iloc[-1])} tokens" if record.tokens is not None else ""
         count = len(record.training_steps)

@@ -189,7 +189,7 @@ def run_table(runs: Runs, groups: Groups) -> Table:
     rows = []
     for label, run in runs.items():
         held_out: list[Interval | None] = [found for _, found in run.held_out(run.reward_statistic)] or [None]
-        steps = Cell(f"{run.last_step} of {run.config.trainer.total_steps}", run.last_step)
+        steps = Cell(f"{run.last_step} of {run.config.total_steps}", run.last_step)
         totals = (None if series is None else series.iloc[-1] for series in (run.tokens, run.seconds))
         rows.append(
             (

@@ -38,7 +38,10 @@ LARGEST_CUT_SHARE = 0.05  # of responses: truncated responses are scored as wron
 
 
 def findings_of(record: RunRecord) -> tuple[Finding, ...]:
-    """Return the findings about learning, convergence, stability, and the limits of learning and speed."""
+    """Return the findings about learning, convergence, stability, and the limits of learning and speed. Supervised
+    steps have no rewards, on which most findings depend."""
+    if record.config.is_supervised:
+        return (learning_finding(record), speed_limit(record))
     return (
         learning_finding(record),
         convergence_finding(record),

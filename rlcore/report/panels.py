@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import pandas as pd
 
+from rlcore.checkpoint.catalog import HELD_OUT_LOSS
 from rlcore.config import RunConfig
 from rlcore.report import run_sections
 from rlcore.report.document import Cell, Kind, Row, Table, Value, cell, compact, table
@@ -107,7 +108,7 @@ class Panel:
 
 def _supervised(record: RunRecord, panel: Panel, figure: "Figure") -> None:
     axes = figure.subplots()
-    for metric, colour, label in (("sft/loss", "grey", "training"), ("sft/held_out_loss", "blue", "held out")):
+    for metric, (colour, label) in SUPERVISED[0].lines.items():
         points = [(each.step, each.metrics[metric]) for each in record.supervised_steps if metric in each.metrics]
         if (series := series_of(points)) is not None:
             plot_series(axes, series, colour, label, smoothed=False)
@@ -118,6 +119,14 @@ def _has_critic(record: RunRecord) -> bool:
     return record.config.critic is not None
 
 
+SUPERVISED = (
+    Panel("supervised", "Loss", "Cross-entropy at the demonstrations' responses.", "nats/token",
+          {"sft/loss": ("grey", "training"), HELD_OUT_LOSS: ("blue", "held out")}, height_in=2.9),
+    Panel("accuracy", "Accuracy", "Share of response tokens to which the model gives the highest probability.", "share",
+          {"sft/accuracy": ("grey", "training"), "sft/held_out_accuracy": ("blue", "held out")}, height_in=2.9),
+    Panel("grad_norm", "Gradient norm", "Before clipping.", "global norm", {"sft/grad_norm": ("blue", "policy")},
+          limit=("clipped above", lambda config: config.warm_start.optim.grad_clip)),
+)  # fmt: skip
 LEARNING = (
     Panel("reward", "Reward", "Score of training responses, and of held-out responses with 95% intervals.",
           "score", {REWARD: ("grey", "training")}, held_out=1, height_in=2.9, flat="no response earned a score"),
@@ -164,6 +173,13 @@ _AXES: tuple[tuple[str, str, GetSeries], ...] = (
     ("tokens", "tokens trained on", lambda run: run.tokens),
     ("seconds", "seconds of training steps", lambda run: run.seconds),
 )
+
+
+def learning_panels(runs: Runs) -> Sequence[Panel]:
+    """Return the panels about learning. If no run has reinforcement learning, they are those of supervised steps."""
+    if not all(run.config.is_supervised for run in runs.values()):
+        return LEARNING
+    return (*SUPERVISED, *(panel for panel in LEARNING if panel.name == "validation"))
 
 
 def charts_of(groups: Groups, panels: Sequence[Panel]) -> list[Chart]:
@@ -302,6 +318,9 @@ TABLES: Mapping[str, tuple[str, Sequence[Measure]]] = {
                 of_run=_last_held_out),
         Measure("Training less held-out reward", "", _last, "signed", note="A large gap indicates overfitting.",
                 of_run=_gap),
+        Measure("Supervised loss, first → last tenth", "sft/loss", _change),
+        Measure("Held-out loss, first → last tenth", HELD_OUT_LOSS, _change),
+        Measure("Held-out accuracy, first → last tenth", "sft/held_out_accuracy", _change),
         Measure("Entropy, first → last tenth", "actor/entropy", _change),
         Measure("KL in the loss, first → last tenth", "actor/kl_loss", _change),
         Measure("KL in the reward, first → last tenth", "actor/reward_kl_penalty", _change),

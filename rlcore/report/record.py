@@ -68,8 +68,9 @@ class RunRecord:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether the journal has reached the last step of the settings."""
-        return self.last_step >= self.config.trainer.total_steps
+        """Return whether the journal has reached the last step of the settings. A run that ends after its supervised
+        stage has the steps of this stage in its journal at the end."""
+        return self.last_step >= max(1, self.config.trainer.total_steps)
 
     @cached_property
     def metrics(self) -> pd.DataFrame:
@@ -301,7 +302,7 @@ def _read_validation(file: Path, changed_ns: int, size: int) -> ValidationResult
 
 def _missing_parts(record: RunRecord) -> Iterable[str]:
     """Yield a sentence for each missing part that a complete run would have."""
-    total = record.config.trainer.total_steps
+    total = record.config.total_steps
     if not record.validations and record.data_source is None:
         yield "No validation on held-out problems yet, so the performance on new problems is unknown."
     elif record.before is None or record.after is None:

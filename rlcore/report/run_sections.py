@@ -106,6 +106,8 @@ ALGORITHMS = {
 
 def algorithm_of(config: RunConfig) -> str:
     """Return the common name of the algorithm, such as PPO."""
+    if config.is_supervised:
+        return "SFT"
     algo = config.algo
     name = ALGORITHMS.get(algo.advantage, algo.advantage)
     return name if algo.policy_loss == "ppo_clip" else f"{name} with {algo.policy_loss}"
@@ -131,6 +133,7 @@ PHASES: Mapping[str, tuple[str, str]] = {
     "adv": ("Advantages", "muted"),
     "update_critic": ("Critic update", "red"),
     "update_actor": ("Policy update", "green"),
+    "supervise": ("Supervised update", "green"),
     "update_weights": ("Weight sync", "sand"),
     "other": ("Between phases", "grey"),
 }

@@ -23,8 +23,6 @@ METRICS = ("sft/loss", "sft/accuracy", HELD_OUT_LOSS, "sft/held_out_accuracy", R
 """The metrics that are stored in the model's manifest, where their names lack the prefix `sft/`."""
 SHOWN = ("reward", "held_out_loss")
 """The metrics in the display line of a warm start."""
-UNTRAINED = "untaught"
-"""The name of the randomly initialized model's folder, which is inside the folder of the warm start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +64,7 @@ def known_initial_policy(config: RunConfig, inputs: RunInputs) -> InitialPolicy 
 def remove_leftovers(config: RunConfig, inputs: RunInputs) -> None:
     """Remove checkpoints of a warm start that was killed after it published its model. Checkpoints in use are kept."""
     stage = stage_layout(config, inputs.filtered_directory)
-    if not config.warm_start.enabled or not any(folder.is_dir() for folder in _temporary_folders(stage)):
+    if not config.warm_start.enabled or not stage.checkpoints.is_dir():
         return
     if known_initial_policy(config, inputs) is not None:
         with suppress(MillraceError), RunLock(stage.run_dir):
@@ -74,13 +72,8 @@ def remove_leftovers(config: RunConfig, inputs: RunInputs) -> None:
 
 
 def remove_checkpoints(stage: RunLayout) -> None:
-    """Remove the folders that a warm start needs only until its model is published. The journal is kept."""
-    for folder in _temporary_folders(stage):
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _temporary_folders(stage: RunLayout) -> tuple[Path, Path]:
-    return stage.checkpoints, stage.run_dir / UNTRAINED
+    """Remove the checkpoints, which a warm start needs only until its model is published. The journal is kept."""
+    shutil.rmtree(stage.checkpoints, ignore_errors=True)
 
 
 # ---------------------------------------------------------------- the warm start as a training
@@ -128,6 +121,7 @@ def stage_settings(config: RunConfig, num_demonstrations: int | None = None) -> 
         names = ("sampling", "skip_special_tokens", "max_num_seqs", "dtype")
         rollout = rollout.model_copy(update={"engine": "hf", **{name: getattr(config.rollout, name) for name in names}})
     scratch = config.model.scratch if config.model.path is None else usual.model.scratch
+    lora = config.model.lora if config.is_supervised else None  # before other steps, all weights are trained
     is_alone = config.runtime.num_workers == 1 and config.runtime.ray_address is None
     unused = ["run_id", "tags", "algo", "critic", "pass_rates", "episode", "validation"]
     unused += [] if samples else ["reward", "sandbox"]
@@ -136,7 +130,7 @@ def stage_settings(config: RunConfig, num_demonstrations: int | None = None) -> 
         "name": "warm-start",
         "data": data,
         "filter": filtered,
-        "model": config.model.model_copy(update={"lora": None, "share_prompts": False, "scratch": scratch}),
+        "model": config.model.model_copy(update={"lora": lora, "share_prompts": False, "scratch": scratch}),
         "optim": warm.optim,
         "rollout": rollout,
         "trainer": trainer,

@@ -269,6 +269,8 @@ def initial_policy_fingerprint(config: RunConfig, filtered_directory: Path) -> s
         payload["filtered"] = filtered_directory.name
         payload["dtype"] = config.model.dtype
         payload |= changed_settings(config, "data.seed")  # this seed splits demonstrations too
+        if config.is_supervised and config.model.lora is not None:
+            payload["lora"] = config.model.lora.model_dump(mode="json", exclude={"offload"})
     if warm.enabled and warm.demonstrations is not None:
         payload["demonstrations"] = content_digest(Path(warm.demonstrations))
     if warm.enabled and warm.stop_at_reward is not None:

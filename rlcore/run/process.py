@@ -41,6 +41,7 @@ from rlcore.run.measuring import PassRateMeasurement
 from rlcore.run.record import RunRecord
 from rlcore.run.stop import StopFlag, locked_run
 from rlcore.run.supervised import WarmStart
+from rlcore.run.supervised_run import SupervisedRun
 from rlcore.run.training import RunTraining, Training
 from rlcore.run.watchdog import Report, Watchdog, exit_immediately, report_and_exit
 from rlcore.run.workers import RunWorkers
@@ -101,6 +102,7 @@ class Session:
             self._workers = opened.enter_context(RunWorkers(self._record, self._inputs))
             self._measuring = PassRateMeasurement(self._record, self._inputs, self._workers)
             self._training = RunTraining(self._record, self._workers)
+            self._stage = SupervisedRun(self._record, self._inputs, self._warm_start)
             guard.aside = lambda: self._current.record.saves.at
             self._resources = opened.pop_all()
         return self
@@ -137,12 +139,17 @@ class Session:
     def validate(self, checkpoint: str, name: str) -> Mapping[str, object]:
         """Evaluate a checkpoint on all held-out problems and suites.
 
-        `checkpoint`: `start`, `last`, `best` or the name of a checkpoint folder.
+        `checkpoint`: `start`, `last`, `best` or the name of a checkpoint folder. A run that ends after its supervised
+        stage has no checkpoints. `start` is then the model before this stage, and any other name the model after it.
         """
         self._training.settle_save()
-        summary: dict[str, float] = {}
+        step, summary = None, dict[str, float]()
+        if self._config.is_supervised:
+            model = self._stage.base() if checkpoint == "start" else self._stage.result()
+            self._workers.use(model.directory)
+            step, checkpoint = model.steps, "start"
         for suite in (None, *self._config.validation.suites):
-            summary |= self._training.evaluate_checkpoint(checkpoint, name, suite).metrics()
+            summary |= self._training.evaluate_checkpoint(checkpoint, name, suite, step=step).metrics()
         return {"summary": summary, "file": str(self._training.file_of(name))}
 
     def evaluate(self) -> Mapping[str, object]:
@@ -157,6 +164,8 @@ class Session:
 
     def export(self, checkpoint: str) -> Mapping[str, object]:
         """Write a checkpoint's weights to the run's folder in the transformers format."""
+        if self._config.is_supervised:
+            return self._stage.export()
         self._training.settle_save()
         target = self._layout.exported_best if checkpoint == "best" else self._layout.exported_model
         step = self._record.store.step_of(checkpoint)

@@ -167,6 +167,8 @@ class RunRecord:
     @property
     def _is_finished(self) -> bool:
         """True if the last step is committed. A killed process may have committed it without recording the end."""
+        if self.config.is_supervised:
+            return self.layout.exported_model.is_dir()
         try:
             known = self.store.list()
         except (OSError, CheckpointError) as reason:

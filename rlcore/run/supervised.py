@@ -18,7 +18,7 @@ from rlcore.batching.loader import PromptStream
 from rlcore.batching.prompts import Demonstration, read_demonstrations, read_solutions
 from rlcore.checkpoint.catalog import HELD_OUT_LOSS, CheckpointInfo
 from rlcore.checkpoint.state import LoopState
-from rlcore.config import RunConfig
+from rlcore.config import RunConfig, WarmStartConfig
 from rlcore.errors import DataError
 from rlcore.models.memory import release_cached_memory
 from rlcore.models.scratch import build_scratch_model
@@ -27,7 +27,6 @@ from rlcore.rollout.engine import WARM_START_STREAM, make_requests
 from rlcore.run.initial_policy import (
     METRICS,
     REWARD,
-    UNTRAINED,
     InitialPolicy,
     known_initial_policy,
     remove_checkpoints,
@@ -36,7 +35,6 @@ from rlcore.run.initial_policy import (
 )
 from rlcore.run.inputs import (
     RunInputs,
-    configured_model,
     ensure_configured_model,
     planned_initial_policy,
 )
@@ -206,7 +204,6 @@ class WarmStart:
         self._config, self._inputs, self._guard, self._run_id = config, inputs, guard, run_id
         self._directory = planned_initial_policy(config, inputs.filtered_directory)
         self._layout = stage_layout(config, inputs.filtered_directory)
-        self._untrained = self._layout.run_dir / UNTRAINED
         self._open = ExitStack()
         self.training: SupervisedTraining | None = None
 
@@ -234,6 +231,11 @@ class WarmStart:
         gc.collect()
         release_cached_memory()  # the run's workers may be other processes
         return InitialPolicy.of(self._directory, read_finished_or_set_aside(self._directory), cached=False)
+
+    def base(self) -> InitialPolicy:
+        """Return the model before the supervised steps, and create it first if needed."""
+        config = self._config.model_copy(update={"warm_start": WarmStartConfig()})
+        return WarmStart(config, self._inputs, self._guard, self._run_id).make()
 
     def close(self, *, failed: bool, is_over: bool = False) -> None:
         """End the workers and release the lock of the folder."""
@@ -265,12 +267,7 @@ class WarmStart:
         return SupervisedTraining(record, workers)
 
     def _source(self) -> Path:
-        if self._config.model.path is not None:
-            return configured_model(self._config)
-        if read_finished_or_set_aside(self._untrained) is None:
-            with published_directory(self._untrained, {"kind": "model"}) as made:
-                build_model(self._config, made)
-        return self._untrained
+        return self.base().directory
 
     def _has_ended(self, record: RunRecord, newest: CheckpointInfo) -> bool:
         best = record.store.load_state(newest).best_step

@@ -299,9 +299,14 @@ class RunTraining(Training[RunWorkers]):
             where = f"validation {result.name}" if suite is None else f"suite {suite.name}"
             raise self._add_remedy(all_unscored_error(where, data.environment or data.scorer, result.failures))
 
-    def evaluate_checkpoint(self, checkpoint: str, name: str, suite: SuiteConfig | None = None) -> ValidationResult:
-        """Evaluate a checkpoint on all held-out problems or on a suite. Reuse a stored result with equal settings."""
-        step = self.record.store.step_of(checkpoint)
+    def evaluate_checkpoint(
+        self, checkpoint: str, name: str, suite: SuiteConfig | None = None, *, step: int | None = None
+    ) -> ValidationResult:
+        """Evaluate a checkpoint on all held-out problems or on a suite. Reuse a stored result with equal settings.
+
+        `step`: the step of the result, by default the step of the checkpoint.
+        """
+        step = self.record.store.step_of(checkpoint) if step is None else step
         result = (
             self._known_result(step, suite)
             if suite is None

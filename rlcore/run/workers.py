@@ -12,7 +12,7 @@ from pydantic import JsonValue
 from rlcore.checkpoint.export import export_transformers
 from rlcore.checkpoint.shards import RankSaver
 from rlcore.checkpoint.state import LoopState
-from rlcore.config import RunConfig, SuiteConfig
+from rlcore.config import AlgoConfig, RunConfig, SuiteConfig
 from rlcore.errors import DataError, RankMemoryError
 from rlcore.evaluation.result import Response, ValidationResult
 from rlcore.responses.audit import AuditFinding, Case, audit_reward
@@ -191,6 +191,16 @@ class RunWorkers(TrainingWorkers):
     def __init__(self, record: RunRecord, inputs: RunInputs) -> None:
         super().__init__(record, planned_initial_policy(record.config, inputs.filtered_directory))
         self.inputs = inputs
+        if record.config.is_supervised:  # these ranks only evaluate
+            model = record.config.model
+            if model.lora is not None:  # new adapters, which change nothing, on the weights of the export
+                model = model.model_copy(update={"lora": model.lora.model_copy(update={"base": "native"})})
+            self._config = record.config.model_copy(update={"model": model, "algo": AlgoConfig(), "critic": None})
+
+    def use(self, model: Path) -> None:
+        """Evaluate this model in place of the initial policy. The ranks must not have started with another one."""
+        assert model == self.initial_policy or not self._is_started, "the ranks hold another model"
+        self.initial_policy = model
 
     @property
     def unscored(self) -> tuple[int, str]:

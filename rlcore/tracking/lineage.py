@@ -135,7 +135,7 @@ def lineage_tags(
         RUN_ID_TAG: run_id,
         "stage": stage,
         "task": config.data.task,
-        "algorithm": config.algo.advantage,
+        "algorithm": "sft" if config.is_supervised else config.algo.advantage,
         "policy_loss": config.algo.policy_loss,
         "model": model,
         "seed": str(config.seed),

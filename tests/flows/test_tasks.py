@@ -206,7 +206,7 @@ def test_flow_uses_settings_of_its_command(
 
     def run_chain(run: OpenRun, do: StageRunner, record: MlflowRecord, *, with_report: bool) -> PipelineResult:
         assert run.config is settings.config
-        return PipelineResult(run.run_id, run.layout.run_dir, [], None, artifacts_root, MlflowContents())
+        return PipelineResult(run.run_id, run.layout.run_dir, 1, [], None, artifacts_root, MlflowContents())
 
     monkeypatch.setattr(pipeline.chain, "run_chain", run_chain)
     assert pipeline.run_checked(settings).run_id == run_id(settings.config)

@@ -33,8 +33,9 @@ class WholeRun:
         yield {"command": "warm_start"}
         if self._config.pass_rates.is_enabled:
             yield {"command": "measure_pass_rates"}
-        yield {"command": "train", "to_step": self._config.trainer.total_steps}
-        yield {"command": "validate", "checkpoint": "start", "name": "before"}
+        if not self._config.is_supervised:
+            yield {"command": "train", "to_step": self._config.trainer.total_steps}
+            yield {"command": "validate", "checkpoint": "start", "name": "before"}
         yield {"command": "validate", "checkpoint": "last", "name": "after"}
         yield {"command": "export", "checkpoint": "last"}
 

@@ -1,0 +1,188 @@
+"""A run that ends after its supervised stage: evaluations, journal, export, adapters, ranks and resumes."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlcore.config.compose import load_config
+from rlcore.errors import DataError
+from rlcore.evaluation.result import ValidationResult
+from rlcore.run.initial_policy import stage_layout
+from rlcore.tracking.attempts import read_attempts
+from rlcore.tracking.journal import load_journal, read_journal
+from tests.helpers.repeatable import repeatable
+from tests.helpers.running import WAIT_S, disturb, finish, output_of, weights_of, write_record
+from tests.helpers.sessions import session_of
+from tests.helpers.small_run import SmallRun, prepare
+
+STEPS = 8
+SFT = (
+    "trainer.total_steps=0", "tracking.enabled=false", "runtime.stop_deadline_s=200", f"warm_start.max_steps={STEPS}",
+    "warm_start.steps_per_chunk=4", "warm_start.check_every=4", "warm_start.stop_at_reward=null",
+)  # fmt: skip
+LORA = "+model.lora.rank=4"
+METRIC = "val-core/countdown/reward/greedy"
+
+
+def run_to_the_end(run: SmallRun) -> None:
+    """Run the commands of the flow, which closes the trainer process between the two models."""
+    with session_of(run) as session:
+        session.validate("start", "before")
+    with session_of(run) as session:
+        session.warm_start()
+        session.validate("last", "after")
+        session.export("last")
+
+
+def answers(run: SmallRun, name: str) -> list[str]:
+    result = ValidationResult.read(run.layout.validation / f"{name}.json")
+    return [problem.greedy.text for problem in result.problems if problem.greedy is not None]
+
+
+@pytest.mark.parametrize("more", [(), (LORA,)], ids=["whole", "lora"])
+def test_validations_are_of_the_models_before_and_after(tmp_path: Path, more: tuple[str, ...]) -> None:
+    run = prepare(tmp_path / "sft", *SFT, *more)
+    run_to_the_end(run)
+    base, trained = tmp_path / "sft" / "models", run.layout.exported_model
+    (base,) = [folder for folder in base.iterdir() if folder != run.model_directory]
+    expected = {}
+    for name, model in (("before", base), ("after", trained)):
+        other = prepare(tmp_path / "rl", "tracking.enabled=false", "warm_start.enabled=false", f"model.path={model}")
+        with session_of(other) as session:
+            session.validate("start", name)
+        expected[name] = answers(other, name)
+    assert {name: answers(run, name) for name in expected} == expected
+    assert expected["before"] != expected["after"]
+
+
+def test_journal_has_the_supervised_steps_and_both_validations(tmp_path: Path) -> None:
+    run = prepare(tmp_path, *SFT)
+    run_to_the_end(run)
+    stage = read_journal(stage_layout(run.config, run.inputs.filtered_directory).journal)
+    found = read_journal(run.layout.journal)
+    assert [record.step for record in found] == [record.step for record in stage] == [*range(STEPS + 1)]
+    for record, expected in zip(found, stage, strict=True):
+        assert record.time == expected.time
+        assert expected.metrics.items() <= record.metrics.items()
+    assert [record.step for record in found if METRIC in record.metrics] == [0, STEPS]
+    assert [end.status for _, end in read_attempts(run.layout.run_dir) if end is not None] == ["FINISHED"]
+
+    shutil.rmtree(run.layout.exported_model)  # as if the process had been killed before
+    with session_of(run) as session:
+        session.export("last")
+    assert read_journal(run.layout.journal) == found
+    assert len(load_journal(run.layout.journal).events) == len(
+        load_journal(stage_layout(run.config, run.inputs.filtered_directory).journal).events
+    )
+
+
+def test_exported_model_is_that_of_the_stage(tmp_path: Path) -> None:
+    run = prepare(tmp_path, *SFT)
+    run_to_the_end(run)
+    model = AutoModelForCausalLM.from_pretrained(run.layout.exported_model, dtype=torch.float32)
+    assert AutoTokenizer.from_pretrained(run.layout.exported_model).eos_token_id == model.config.eos_token_id
+    expected = load_file(run.model_directory / "model.safetensors")
+    for name, tensor in load_file(run.layout.exported_model / "model.safetensors").items():
+        assert torch.equal(tensor, expected[name])
+
+
+def test_adapters_are_trained_and_exported_merged_and_alone(tmp_path: Path) -> None:
+    run = prepare(tmp_path, *SFT, LORA)
+    run_to_the_end(run)
+    folder = run.layout.exported_model
+    settings = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    base = AutoModelForCausalLM.from_pretrained(settings["base_model_name_or_path"], dtype=torch.float32)
+    merged = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    before, after = dict(base.named_parameters()), dict(merged.named_parameters())
+    changed = {name for name, weight in after.items() if not torch.equal(weight, before[name])}
+    assert {name.split(".")[-2] for name in changed} == {*settings["target_modules"]}
+    ids = torch.arange(2, 22).reshape(2, 10)
+    with torch.no_grad():
+        adapted = PeftModel.from_pretrained(base, folder / "adapter")
+        torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, rtol=1e-5, atol=1e-5)
+    other = prepare(tmp_path, *SFT)
+    assert other.model_directory != run.model_directory, "adapters and whole weights are different results"
+
+
+def test_adapters_of_a_following_run_leave_the_warm_start_alone(tmp_path: Path) -> None:
+    words = [word for word in SFT if not word.startswith("trainer.")]
+    plain = prepare(tmp_path, *words)
+    assert prepare(tmp_path, *words, LORA).model_directory == plain.model_directory
+    assert prepare(tmp_path, *SFT).model_directory == plain.model_directory, "the next run continues from it"
+
+
+def test_missing_demonstrations_end_the_run_before_an_evaluation(tmp_path: Path) -> None:
+    words = ("warm_start.max_tokens=2", *SFT)
+    run = without_model(tmp_path, *words)
+    with (
+        pytest.raises(DataError, match=r"needs demonstrations.* longer than warm_start\.max_tokens=2"),
+        session_of(run) as session,
+    ):
+        session.validate("start", "before")
+    assert not run.layout.validation.exists()
+
+
+def without_model(root: Path, *words: str) -> SmallRun:
+    """Return the settings of a run with the rows of another, and without its model."""
+    made = prepare(root, "warm_start.enabled=false")
+    return replace(made, config=load_config(["experiment=debug", f"paths.root={root}", *words]))
+
+
+def restarted(run: SmallRun, *words: str) -> SmallRun:
+    """Remove the results of the stage and return the run with these further settings."""
+    shutil.rmtree(run.model_directory)
+    shutil.rmtree(stage_layout(run.config, run.inputs.filtered_directory).run_dir)
+    shutil.rmtree(run.layout.run_dir)
+    root = run.config.paths.root
+    return replace(run, config=load_config(["experiment=debug", f"paths.root={root}", *words]))
+
+
+def steps_of(run: SmallRun) -> list[dict[str, float]]:
+    return [repeatable(record.metrics) for record in read_journal(run.layout.journal)]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(WAIT_S + 40)
+@pytest.mark.parametrize("more", [(), (LORA,)], ids=["whole", "lora"])
+def test_killed_run_resumes_to_the_same_model(tmp_path: Path, more: tuple[str, ...]) -> None:
+    run = prepare(tmp_path, *SFT, *more)
+    finish(write_record(run), tmp_path / "out.log")
+    expected = steps_of(run), weights_of(run)
+    again = restarted(run, *SFT, *more)
+
+    def at(moment: str, signal: str, nth: int) -> dict[str, Any]:
+        return {"at": moment, "nth": nth, "signals": [signal]}
+
+    ends = disturb(
+        again, at("warm-start", "SIGKILL", 6), at("warm-start", "SIGTERM", 2), at("testing", "SIGKILL", 2), None
+    )
+    assert [one["code"] for one in ends] == [-9, 75, -9, 0], output_of(again)
+    assert (steps_of(again), weights_of(again)) == expected
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(WAIT_S)
+@pytest.mark.parametrize("more", [(), (LORA,)], ids=["whole", "lora"])
+def test_two_ranks_reproduce_one(tmp_path: Path, more: tuple[str, ...]) -> None:
+    run = prepare(tmp_path, *SFT, *more)
+    finish(write_record(run), tmp_path / "out.log")
+    expected = steps_of(run), load_file(run.layout.exported_model / "model.safetensors")
+    two = restarted(run, *SFT, *more, "runtime=ray", "runtime.num_workers=2")
+    finish(write_record(two), tmp_path / "out.log")
+    (workers,) = {
+        event.data["num_workers"] for event in load_journal(two.layout.journal).events if event.name == "workers"
+    }
+    assert workers == 2
+    for one, other in zip(expected[0], steps_of(two), strict=True):
+        names = [name for name in one if name.startswith("sft/")]
+        assert {name: other[name] for name in names} == pytest.approx({name: one[name] for name in names}, rel=1e-4)
+    for name, tensor in load_file(two.layout.exported_model / "model.safetensors").items():
+        torch.testing.assert_close(tensor, expected[1][name], rtol=1e-3, atol=1e-5)
