@@ -67,6 +67,11 @@ class Record:
             raise DataError(f"{self.where}: column {column}: must be UTF-8 ({error}); repair or remove it") from error
         return found
 
+    def text_or_json(self, column: str) -> str:
+        """Return a list or an object as JSON text, and any other column by `text`."""
+        found = self._at(column)
+        return json.dumps(found) if isinstance(found, list | Mapping) else self.text(column)
+
     def _at(self, column: str) -> Any:
         if column in self.values:
             return self.values[column]
