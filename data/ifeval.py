@@ -22,9 +22,7 @@ _HIGHLIGHTS = (re.compile(r"\*([^\n*]*)\*"), re.compile(r"\*\*([^\n*]*)\*\*"))
 _PLACEHOLDER = re.compile(r"\[[^\]\n]*(\]?)")  # without a closing bracket, the rest of the line is no second start
 _WORD = re.compile(r"\w+")
 _TOKEN = re.compile(r"\w[\w./-]*")
-_SENTENCE_END = re.compile(
-    r"(?<![\s(][A-Z])(?<!\b(?i:Mr|Ms|Dr|St|vs))(?<!\b(?i:Mrs|U\.S))[.!?]+[\"')\]*]*(?=\s)"
-)
+_SENTENCE_END = re.compile(r"(?<![\s(][A-Z])(?<!\b(?i:Mr|Ms|Dr|St|vs))(?<!\b(?i:Mrs|U\.S))[.!?]+[\"')\]*]*(?=\s)")
 _POSTSCRIPTS = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}
 _END_OF_WORD = re.compile("[.,?!'\"]")
 
@@ -130,8 +128,8 @@ RULES: Mapping[str, Callable[..., bool]] = {
     ),
     "detectable_format:title": _has_title,
     "keywords:existence": lambda text, keywords: all(_occurrences(word, text) for word in keywords),
-    "keywords:forbidden_words": lambda text, forbidden_words: not any(
-        re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) for word in forbidden_words
+    "keywords:forbidden_words": lambda text, forbidden_words: (
+        not any(re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) for word in forbidden_words)
     ),
     "keywords:frequency": lambda text, keyword, relation, frequency: _compare(
         _occurrences(keyword, text), relation, frequency
@@ -141,9 +139,7 @@ RULES: Mapping[str, Callable[..., bool]] = {
     ),
     "language:response_language": _is_in_language,
     "length_constraints:nth_paragraph_first_word": _first_word,
-    "length_constraints:number_paragraphs": lambda text, num_paragraphs: (
-        len(_separated(text, "***")) == num_paragraphs
-    ),
+    "length_constraints:number_paragraphs": lambda text, num_paragraphs: len(_separated(text, "***")) == num_paragraphs,
     "length_constraints:number_sentences": lambda text, relation, num_sentences: _compare(
         len(_SENTENCE_END.findall(text.strip())) + 1, relation, num_sentences
     ),
