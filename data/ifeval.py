@@ -43,7 +43,7 @@ def _follows(response: str, name: str, settings: Mapping[str, Any]) -> bool:
     given = {key: value for key, value in settings.items() if value is not None}
     try:
         return bool(response.strip()) and bool(RULES[name](response, **given))
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError) as error:
         raise DataError(
             f"instruction_id_list: must name instructions of IFEval, and kwargs their settings; got {name!r} with "
             f"{given} ({type(error).__name__}: {error}); repair or remove the row"
@@ -141,7 +141,7 @@ RULES: Mapping[str, Callable[..., bool]] = {
     "length_constraints:nth_paragraph_first_word": _first_word,
     "length_constraints:number_paragraphs": lambda text, num_paragraphs: len(_separated(text, "***")) == num_paragraphs,
     "length_constraints:number_sentences": lambda text, relation, num_sentences: _compare(
-        len(_SENTENCE_END.findall(text.strip())) + 1, relation, num_sentences
+        len(_SENTENCE_END.findall(f"\n{text.strip()}")) + 1, relation, num_sentences
     ),
     "length_constraints:number_words": lambda text, relation, num_words: _compare(
         len(_WORD.findall(text)), relation, num_words

@@ -1,15 +1,18 @@
 """The card of an export and its upload, with the real client against a hub on this machine."""
 
-import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, constants
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from flows.work.hub import push, require_pushable, write_card
+from flows.work.weights import export_to
+from rlcore.errors import CheckpointError, ConfigError
 from rlcore.report.record import read_run
 from tests.flows.conftest import Finished, Millrace, ended
 from tests.helpers.hub_server import Hub, Repository, serving, use_hub
@@ -80,8 +83,8 @@ def test_push_uploads_a_private_model_with_its_card(
 
 
 def test_card_has_the_scores_of_the_step_and_the_origin(run: SmallRun, tmp_path: Path) -> None:
-    done = export(run, tmp_path / "model", "--checkpoint", "1", port=NOBODY)
-    assert done.code == 0, done.err
+    export_to(run.config, run.layout, "1", tmp_path / "model")
+    write_card(run.layout, tmp_path / "model", "me/small", tmp_path)
     card = ModelCard.load(tmp_path / "model" / "README.md")
     record = read_run(run.layout.run_dir)
     expected = record.validations["step-000001"]
@@ -96,42 +99,72 @@ def test_card_has_the_scores_of_the_step_and_the_origin(run: SmallRun, tmp_path:
     assert card.data.get("base_model") is None
     for text in (f"`{record.run_id}`", "| step | 1 of 2 |", "A randomly initialized model", "trainer.total_steps: 2"):
         assert text in card.text
-    last = export(run, tmp_path / "last", port=NOBODY)
-    assert last.code == 0, last.err
+    export_to(run.config, run.layout, "last", tmp_path / "last")
+    write_card(run.layout, tmp_path / "last", "last", tmp_path)
     sets = {one.dataset_name for one in ModelCard.load(tmp_path / "last" / "README.md").data.eval_results}
     assert sets == {"countdown", "held"}
 
 
+@pytest.fixture
+def exported(run: SmallRun, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An export, with this process as the client of the hub."""
+    use_hub(monkeypatch, tmp_path, hub.port)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    shutil.copytree(run.layout.exported_model, tmp_path / "model")
+    return tmp_path / "model"
+
+
 @pytest.mark.parametrize(
-    ("repository", "token", "is_up", "message"),
+    ("repository", "token", "message"),
     [
-        ("me/small", "", True, r"--push me/small: needs a token that may write; got none. Run hf auth login"),
-        ("small", TOKEN, True, r"--push: must be OWNER/NAME, .*got 'small'"),
-        ("me/../../small", TOKEN, True, r"--push: must be OWNER/NAME"),
-        ("you/small", TOKEN, True, r"--push you/small: the hub must accept the upload.*403"),
-        ("me/small", "hf_wrong", True, r"--push me/small: the hub must accept the upload.*401"),
-        ("me/taken", TOKEN, True, r"--push me/taken: must be a new repository, and this one has files"),
-        ("me/small", TOKEN, False, r"--push me/small: the hub must accept the upload.*refused"),
+        ("you/small", TOKEN, r"--push you/small: the hub must accept the upload.*403.*the token's right to write"),
+        ("me/small", "hf_wrong", r"--push me/small: the hub must accept the upload.*401"),
+        ("me/taken", TOKEN, r"--push me/taken: must be a new repository, and this one has files"),
     ],
 )
 def test_refused_upload_is_one_error_and_the_folder_stays(
-    run: SmallRun, hub: Hub, tmp_path: Path, repository: str, token: str, is_up: bool, message: str
+    hub: Hub, exported: Path, monkeypatch: pytest.MonkeyPatch, repository: str, token: str, message: str
 ) -> None:
-    folder = tmp_path / "model"
-    assert export(run, folder, port=hub.port).code == 0
-    done = export(run, folder, "--push", repository, port=hub.port if is_up else NOBODY, token=token)
-    assert done.code in (1, 2)
-    assert re.search(message, done.err), done.err
-    assert "Traceback" not in done.err
-    assert len(done.err.strip().splitlines()) == 1
-    assert (folder / "model.safetensors").is_file()
+    monkeypatch.setenv("HF_TOKEN", token)
+    before = sorted(exported.iterdir())
+    with pytest.raises(CheckpointError, match=message) as caught:
+        push(exported, repository, private=True)
+    assert f"{exported} stays" in str(caught.value)
+    assert token not in str(caught.value)
+    assert sorted(exported.iterdir()) == before
     assert hub.repositories["me/taken"].refs == {"main": "1" * 40}
 
 
-def test_interrupted_upload_is_repeated_into_its_empty_repository(run: SmallRun, hub: Hub, tmp_path: Path) -> None:
-    done = export(run, tmp_path / "model", "--push", "me/empty", "--json", port=hub.port)
-    assert done.code == 0, done.err
-    assert "model.safetensors" in hub.repositories["me/empty"].commits[hub.repositories["me/empty"].refs["main"]]
+def test_missing_network_is_one_error(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{NOBODY}")
+    with pytest.raises(CheckpointError, match=r"--push me/small: .*\(ConnectError: .*refused\). .*the network"):
+        push(exported, "me/small", private=True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(CheckpointError, match=r"--push me/small: .*OfflineModeIsEnabled"):
+        push(exported, "me/small", private=True)
+    assert (exported / "model.safetensors").is_file()
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # the client's own call
+def test_interrupted_upload_is_repeated_into_its_empty_repository(hub: Hub, exported: Path) -> None:
+    assert push(exported, "me/empty", private=False) == f"{hub.endpoint}/me/empty"
+    repository = hub.repositories["me/empty"]
+    assert "model.safetensors" in repository.commits[repository.refs["main"]]
+
+
+@pytest.mark.parametrize("repository", ["small", "me/", "me/../../small", "me/a b", "https://hub/me/small"])
+def test_wrong_repository_ids_are_refused(exported: Path, repository: str) -> None:
+    with pytest.raises(ConfigError, match="--push: must be OWNER/NAME"):
+        require_pushable(repository)
+
+
+def test_missing_token_is_reported_before_the_export(run: SmallRun, tmp_path: Path) -> None:
+    done = export(run, tmp_path / "model", "--push", "me/small", port=NOBODY, token="")
+    assert done.code == 2
+    assert "--push me/small: needs a token that may write; got none. Run hf auth login, or set HF_TOKEN" in done.err
+    assert len(done.err.strip().splitlines()) == 1
+    assert not (tmp_path / "model").exists()
 
 
 @pytest.mark.parametrize("words", [("--push", "me/small"), ("--public",)])
