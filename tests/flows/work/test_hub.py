@@ -19,7 +19,7 @@ from tests.helpers.hub_server import Hub, Repository, serving, use_hub
 from tests.helpers.sessions import run_to_the_end
 from tests.helpers.small_run import SmallRun, prepare
 
-NOBODY = 9  # a port without a server
+CLOSED_PORT = 9  # no server listens there
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz"
 SUITE = (
     "name: held\ndata: {task: countdown, template: bare, train_size: 1, validation_size: 5, min_numbers: 3, "
@@ -137,7 +137,7 @@ def test_refused_upload_is_one_error_and_the_folder_stays(
 
 
 def test_missing_network_is_one_error(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{NOBODY}")
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{CLOSED_PORT}")
     with pytest.raises(CheckpointError, match=r"--push me/small: .*\(ConnectError: .*refused\). .*the network"):
         push(exported, "me/small", private=True)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -160,7 +160,7 @@ def test_wrong_repository_ids_are_refused(exported: Path, repository: str) -> No
 
 
 def test_missing_token_is_reported_before_the_export(run: SmallRun, tmp_path: Path) -> None:
-    done = export(run, tmp_path / "model", "--push", "me/small", port=NOBODY, token="")
+    done = export(run, tmp_path / "model", "--push", "me/small", port=CLOSED_PORT, token="")
     assert done.code == 2
     assert "--push me/small: needs a token that may write; got none. Run hf auth login, or set HF_TOKEN" in done.err
     assert len(done.err.strip().splitlines()) == 1
