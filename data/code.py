@@ -7,6 +7,10 @@ test may be the input and expected output of the program, such as `{"stdin": "3 
 ends of lines is then ignored. A test may also be Python code, such as `"assert add(3, 4) == 7"`, which runs after the
 program. The score is the share of passed tests.
 
+Problems of HumanEval's form have `prompt` (imports, signature and docstring of a function), `test` (a function `check`)
+and `entry_point` (the name of the function) in place of `tests`. The suites `humaneval` and `humaneval_base` read the
+published rows.
+
 A Python test fails if the program exits before the test runs. A program can find a Python test, because both run in one
 process. Therefore keep secret values in `stdin` and `stdout`. The program never sees the `stdout` of a test.
 """
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
 _INSTRUCTION = "Answer with one Python program in a block that begins with ```python and ends with ```."
 _BLOCK = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL)
 _BROKEN = re.compile(r"^(SyntaxError|IndentationError|TabError): ", re.MULTILINE)
+_AFTER_THE_FUNCTION = re.compile(r"\n(?:class|def|#|if|print)")
 _SPLITS = {"train": "train", "validation": "test"}
 
 
@@ -84,8 +89,11 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
 
     The score's part `passed` is 1 if all tests pass. The part `compiles` is 0 after a syntax error, otherwise 1.
     """
-    program = program_of(response)
-    tests = json.loads(str(ground_truth["tests"]))
+    if "entry_point" in ground_truth:
+        program = _completed(str(ground_truth["prompt"]), response, str(ground_truth["entry_point"]))
+        tests = [f"{ground_truth['test']}\ncheck({ground_truth['entry_point']})"]
+    else:
+        program, tests = program_of(response), json.loads(str(ground_truth["tests"]))
     passed, until = 0, time.monotonic() + current_limits().time_s
     compiles: bool | None = None  # None: not known yet
     for test in tests:
@@ -108,6 +116,23 @@ def program_of(response: str) -> str:
     """
     found = _BLOCK.findall(response)
     return str(found[-1]) if found else response
+
+
+def _completed(prompt: str, response: str, entry_point: str) -> str:
+    r"""Return the program of a prompt and a response, which continues the prompt's function or defines it again.
+
+    The last code block with a definition of the function counts, otherwise the last code block, otherwise the response.
+    A continuation ends where the evaluation of Codex ends it.
+
+    >>> _completed("def f():\n    'One.'\n", "    return 1\nprint(f())", "f")
+    "def f():\n    'One.'\n    return 1"
+    """
+    blocks = _BLOCK.findall(response) or [response]
+    definition = re.compile(rf"^(?:async )?def {re.escape(entry_point)}\b", re.MULTILINE)
+    code = next(filter(definition.search, reversed(blocks)), blocks[-1]).lstrip("\r\n")
+    if code[:1].isspace():
+        code = _AFTER_THE_FUNCTION.split(code, maxsplit=1)[0]
+    return f"{prompt.rstrip()}\n{code}"
 
 
 def _compiles(program: str, time_s: float) -> bool:

@@ -67,6 +67,11 @@ class Record:
             raise DataError(f"{self.where}: column {column}: must be UTF-8 ({error}); repair or remove it") from error
         return found
 
+    def text_or_json(self, column: str) -> str:
+        """Return a list or an object as JSON text, and any other column by `text`."""
+        found = self._at(column)
+        return json.dumps(found) if isinstance(found, list | Mapping) else self.text(column)
+
     def _at(self, column: str) -> Any:
         if column in self.values:
             return self.values[column]
@@ -102,7 +107,7 @@ def local_files(source: str, splits: Sequence[str]) -> dict[str, tuple[Path, ...
             return None
         raise DataError(
             f"data.source: must be a folder or a hub id (owner/name), got {source!r}, which is neither. Give the "
-            f"folder that holds {' and '.join(splits)} as {KINDS_OF_FILES}"
+            f"folder that holds {' and '.join(dict.fromkeys(splits))} as {KINDS_OF_FILES}"
         )
     found = {split: _files_of(folder, split) for split in splits}
     if missing := [split for split, files in found.items() if not files]:

@@ -144,9 +144,10 @@ def _mapped_rows(settings: MappedData, split: str) -> Iterator[Row]:
                 f"{record.where}: column {settings.answer}: must be a reference, got the text {answer!r} of a missing "
                 "value; repair or remove it, or name another column"
             )
+        more = {name: record.text_or_json(name) for name in settings.columns}
         yield Row(
             prompt=(Message("user", f"{question} {settings.instruction}".strip()),),
-            ground_truth=answer,
+            ground_truth=answer if not more else {**more, "answer": answer},
             solution=record.text(settings.solution) if settings.solution else "",
             where=record.where,
         )

@@ -28,6 +28,9 @@ from rlcore.evaluation.result import Comparison, ValidationResult, compare
 INHERITED_SECTIONS = ("filter", "rollout", "reward", "episode", "sandbox", "runtime", "tracking", "paths")
 """The sections of a run's settings that also apply to evaluations of its checkpoints."""
 
+NUM_SCORING_PROCESSES = 2
+"""The scoring processes of an evaluation if the settings have none, since scorers of mathematics and code need them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
@@ -54,6 +57,7 @@ def evaluation_settings(model: str, suites: Sequence[str], overrides: Sequence[s
     settings = base.model_dump(mode="json")
     settings["model"] |= {"path": path, "lora": None}
     settings["validation"]["suites"] = given
+    settings["reward"]["num_processes"] = settings["reward"]["num_processes"] or NUM_SCORING_PROCESSES
     if root is not None:
         settings["paths"]["root"] = str(root)
     lengths = {("filter", "max_prompt_tokens"), ("rollout", "max_response_tokens")}

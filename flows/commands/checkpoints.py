@@ -24,6 +24,10 @@ def checkpoints(
     checkpoint: Annotated[
         str | None, typer.Option(help="The one to export: last, best, or a step.", show_default="last")
     ] = None,
+    push: Annotated[
+        str | None, typer.Option(metavar="OWNER/NAME", help="Upload the export to a new repository of the hub.")
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="Everyone may read the repository of --push.")] = False,
     prune: Annotated[bool, typer.Option("--prune", help="Delete those that the retention rule does not keep.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="JSON, with all metrics of each.")] = False,
     root: OptionalRoot = None,
@@ -33,20 +37,29 @@ def checkpoints(
     Examples:
       millrace checkpoints experiment=countdown_demo --verify
       millrace checkpoints artifacts/runs/<run id> --export model --checkpoint best
+      millrace checkpoints artifacts/runs/<run id> --export model --push me/my-model
 
     Raises:
-        ConfigError: if `--checkpoint` is used without `--export`.
-        CheckpointError: if the export fails, or if `--verify` detects a broken checkpoint.
+        ConfigError: if an option of the export is used without `--export`, or if the hub's token is missing.
+        CheckpointError: if the export or its upload fails, or if `--verify` detects a broken checkpoint.
         RunInUseError: if `--prune` is used while another process uses the run.
     """
+    from flows.work.hub import push as upload
+    from flows.work.hub import require_pushable, write_card
     from flows.work.runs import find_run
-    from flows.work.weights import export_to
+    from flows.work.weights import export_to, find_weights
     from rlcore.checkpoint.catalog import list_checkpoints
     from rlcore.checkpoint.store import CheckpointStore
     from rlcore.storage.locks import RunLock
 
     if checkpoint is not None and export is None:
         raise ConfigError(f"--checkpoint {checkpoint}: names the one to export; add --export DIR, or leave it out")
+    if push is not None and export is None:
+        raise ConfigError(f"--push {push}: uploads an export; add --export DIR, or leave it out")
+    if public and push is None:
+        raise ConfigError("--public: concerns the repository of --push; add --push OWNER/NAME, or leave it out")
+    if push is not None:
+        require_pushable(push)
     config, layout = find_run(run, root)
     document: dict[str, Any] = {"run_id": layout.run_dir.name}
     lines = []
@@ -59,6 +72,11 @@ def checkpoints(
         exported = export_to(config, layout, checkpoint or "last", export.absolute())
         document["exported"] = str(exported)
         lines.append(f"exported {checkpoint or 'last'} to {exported}")
+        evaluated = find_weights(f"{layout.run_dir}@{checkpoint or 'last'}", root).folder
+        write_card(layout, exported, push or exported.name, evaluated)
+    if export is not None and push is not None:
+        document["pushed"] = upload(exported, push, private=not public)
+        lines.append(f"pushed to {document['pushed']}, {'public' if public else 'private'}")
     rows = list_checkpoints(layout.checkpoints, verify_hashes=verify)
     if as_json:
         print(json.dumps(document | {"checkpoints": _json_rows(rows)}, indent=2))

@@ -220,7 +220,7 @@ def evaluate(
         list[str],
         typer.Option(
             "--suite",
-            help="A name in conf/suite, or the path of a file. May be repeated.",
+            help="A name in conf/suite, NAME=FOLDER for other files of its form, or a suite's file. May be repeated.",
             autocompletion=complete.suites,
         ),
     ],
@@ -233,6 +233,7 @@ def evaluate(
     Examples:
       millrace eval artifacts/runs/<run id> --suite gsm8k
       millrace eval <run id>@start <run id>@best --suite gsm8k --suite my_suite.yaml
+      millrace eval <run id> --suite math500=/data/MATH-500 --suite humaneval
       millrace eval /models/SmolLM2-135M-Instruct --suite gsm8k rollout.engine=vllm
     """
     from flows.evaluation import eval_command, evaluate_all, evaluations_json, table_lines

@@ -283,9 +283,11 @@ def read_suites(named: Sequence[Any], findings: Findings) -> list[Any]:
     return [entry for entry in found if not isinstance(entry, Problem)]
 
 
-def _read(name: str) -> dict[str, Any] | Problem:
-    """Return the content of a suite's file, or a problem. The name of the file is the default of the suite's `name`."""
-    is_path = name.endswith(FILE_ENDINGS)
+def _read(entry: str) -> dict[str, Any] | Problem:
+    """Return the content of a suite's file, or a problem. The name of the file is the default of the suite's `name`.
+    In `NAME=SOURCE`, the source replaces `data.source` of a suite in conf/suite."""
+    is_path = entry.endswith(FILE_ENDINGS)
+    name, _, source = (entry, "", "") if is_path else entry.partition("=")
     file = expand_path(name) if is_path else member_file("suite", name)
     if not is_path and name not in (names := group_members("suite")):
         remedy = f"{did_you_mean(name, names)}There are {', '.join(names)}; a path ends in .yaml"
@@ -294,6 +296,8 @@ def _read(name: str) -> dict[str, Any] | Problem:
     if isinstance(content, str):
         got = name if Path(name).is_absolute() else f"{name} in {Path.cwd()}"
         return Problem(SUITES, content, got, "conf/suite/gsm8k.yaml shows the form")
+    if source and isinstance(content.get("data"), dict):
+        content["data"]["source"] = source
     return {"name": file.stem, **content}
 
 

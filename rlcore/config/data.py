@@ -202,6 +202,9 @@ class MappedData(Conversation):
     """The column of the question. `a.b` is field b of column a, `a.0` the first entry of a list, `a.-1` the last."""
     answer: str = "answer"
     """The column of the reference answer. The scorer receives it as `answer` in the ground truth."""
+    columns: tuple[str, ...] = ()
+    """Further columns that the scorer receives in the ground truth under their names. Lists and objects arrive as JSON
+    text."""
     solution: str = ""
     """The column of a worked solution that gets the full score, for a warm start. If '', there is none."""
     instruction: str = ""

@@ -3,8 +3,9 @@
 from typing import Any
 
 from rlcore.config import RunConfig
-from rlcore.config.check import suite_settings
+from rlcore.config.check import read_suites, suite_settings
 from rlcore.config.data import MappedData, ParquetData
+from rlcore.config.problems import Findings
 
 
 def suite_of(**settings: Any) -> tuple[RunConfig, RunConfig]:
@@ -41,3 +42,15 @@ def test_suite_needs_no_training_rows() -> None:
     _, seen = suite_of(data={"task": "mapped", "source": "a/b", "train_split": "t", "validation_split": "v"})
     assert isinstance(seen.data, MappedData)
     assert (seen.data.train_split, seen.data.validation_split) == ("v", "v")
+
+
+def test_source_after_a_name_replaces_the_source_of_the_suite() -> None:
+    findings = Findings()
+    published, own, generated = read_suites(["math500", "math500=/data/a=b", "gsm8k=me/gsm8k"], findings)
+    assert not findings.problems
+    assert published["data"]["source"] == "HuggingFaceH4/MATH-500"
+    assert own == {**published, "data": {**published["data"], "source": "/data/a=b"}}
+    assert generated["data"]["source"] == "me/gsm8k"
+    read_suites(["math501=/data"], findings)
+    (problem,) = findings.problems
+    assert "Did you mean math500?" in str(problem)

@@ -221,7 +221,7 @@ def test_one_mistake_is_one_problem(override, expected):
     ("~data.task", "data.task: follows from the group; got '~data.task'. Choose a task as a group: data=countdown"),
     ("validation.suites=[gsm9k]",
      "validation.suites: must name files in conf/suite, or paths; got gsm9k. Did you mean gsm8k? "
-     "There are countdown, gsm8k; a path ends in .yaml"),
+     "There are aime24, aime25, countdown, gsm8k, humaneval, humaneval_base, ifeval, math500; a path ends in .yaml"),
 ])  # fmt: skip
 def test_problem_text(override, line):
     assert the_problem(override) == line

@@ -30,6 +30,21 @@ def test_rows_are_named_after_their_folder(tmp_path: Path) -> None:
     assert list(more.splits["train"]) == [Row((Message("user", "What? Think."),), "2", solution="It is 2", where=train)]
 
 
+def test_further_columns_reach_the_scorer_as_text(tmp_path: Path, artifacts_root: Path) -> None:
+    line = {"question": "What?", "answer": 2, "unit": "m", "kinds": ["a", {"b": None}], "limit": 3.0, "none": None}
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps({**line, "question": split}) + "\n")
+    settings = MappedData(source=str(tmp_path), columns=("unit", "kinds", "kinds.0", "limit"), scorer="my_reward:score")
+    made = build_dataset(settings, seed=1, root=artifacts_root)
+    (row,) = pq.read_table(made.directory / "validation.parquet").to_pylist()
+    assert row["reward_model"]["ground_truth"] == {
+        "answer": "2", "unit": "m", "kinds": '["a", {"b": null}]', "kinds.0": "a", "limit": "3",
+    }  # fmt: skip
+    for column, message in (("none", "column none: must be a text"), ("kind", "there is no column kind ")):
+        with pytest.raises(DataError, match=rf"train.jsonl: line 1: {message}"):
+            list(build_mapped(settings.model_copy(update={"columns": (column,)}), 0).splits["train"])
+
+
 @pytest.mark.parametrize("text", ["NaN", "nan", "inf", "-Infinity", "None", "null", "<NA>"])
 def test_texts_of_missing_values_are_refused(text: str, tmp_path: Path) -> None:
     for split in ("train", "test"):

@@ -1,4 +1,5 @@
-"""A model hub on this machine, which speaks the hub's protocol: repositories, revisions, trees, files, redirects.
+"""A model hub on this machine, which speaks the hub's protocol: repositories, revisions, trees, files, redirects, and
+the upload of a folder as a commit, with large files by git's LFS.
 
 As on the hub, large files (`.parquet`, `.safetensors`) are answered by an absolute redirect to another host, all others
 by a relative one; both carry the commit, and the file's digest as ETag.
@@ -6,6 +7,7 @@ by a relative one; both carry the commit, and the file's digest as ETag.
 
 import hashlib
 import json
+from base64 import b64decode
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,11 +40,17 @@ class Repository:
 
 @dataclass
 class Hub:
-    """Repositories by their paths, `datasets/owner/name` or `owner/name`; what was asked for; its address."""
+    """Repositories by their paths, `datasets/owner/name` or `owner/name`; what was asked for; its address.
+
+    `writers`: the owner whose repositories a token may write.
+    """
 
     repositories: dict[str, Repository]
     asked: list[str] = field(default_factory=list)
     port: int = 0
+    writers: dict[str, str] = field(default_factory=dict)
+    uploads: dict[str, bytes] = field(default_factory=dict)
+    created: list[dict[str, object]] = field(default_factory=list)
 
     @property
     def endpoint(self) -> str:
@@ -60,6 +68,53 @@ class Hub:
         if first == "api":
             return self._about(rest.removeprefix("models/"), query)
         return self._file(path, token, redirect=True)
+
+    def change(self, url: str, token: str | None, body: bytes) -> Answer:
+        """Answer a POST or PUT. A large file is known by its digest until a commit names it."""
+        path = unquote(urlsplit(url).path).strip("/")
+        if path.startswith("uploads/"):
+            self.uploads[path.removeprefix("uploads/")] = body
+            return 200, {}, b""
+        owner = self.writers.get((token or "").removeprefix("Bearer "))
+        if owner is None:
+            return _missing("Unauthorized", 401)
+        if path == "api/validate-yaml":
+            return _json({"errors": [], "warnings": []})
+        if path == "api/repos/create":
+            return self._create(owner, json.loads(body))
+        if path.endswith(".git/info/lfs/objects/batch"):
+            objects = json.loads(body)["objects"]
+            uploads = [{"upload": {"href": f"{self.endpoint}/uploads/{one['oid']}"}} for one in objects]
+            return _json({"objects": [{**one, "actions": do} for one, do in zip(objects, uploads, strict=True)]})
+        name, repository, rest = self._find(path.removeprefix("api/models/"))
+        if repository is None or not name.startswith(f"{owner}/"):
+            return _missing("RepoNotFound", 404)
+        if rest.startswith("preupload/"):
+            modes = {
+                one["path"]: "lfs" if one["path"].endswith(LARGE) else "regular" for one in json.loads(body)["files"]
+            }
+            return _json(
+                {"files": [{"path": p, "uploadMode": mode, "shouldIgnore": False} for p, mode in modes.items()]}
+            )
+        commit = hashlib.sha1(body).hexdigest()
+        repository.commits[commit] = dict(repository.commits[repository.refs["main"]])
+        for line in map(json.loads, body.splitlines()):
+            if line["key"] in ("file", "lfsFile"):
+                value = line["value"]
+                content = b64decode(value["content"]) if line["key"] == "file" else self.uploads[value["oid"]]
+                repository.commits[commit][value["path"]] = content
+        repository.refs["main"] = commit
+        return _json({"commitUrl": f"{self.endpoint}/{name}/commit/{commit}", "commitOid": commit})
+
+    def _create(self, owner: str, asked: dict[str, object]) -> Answer:
+        name = f"{asked['organization']}/{asked['name']}"
+        if asked["organization"] != owner:
+            return _missing("You don't have the rights to create a model under this namespace", 403)
+        if name in self.repositories:
+            return _missing("You already created this model repo", 409)
+        self.repositories[name] = Repository({"0" * 40: {".gitattributes": b""}}, {"main": "0" * 40})
+        self.created.append(asked)
+        return _json({"url": f"{self.endpoint}/{name}", "name": name})
 
     def _blob(self, digest: str) -> bytes:
         every = (
@@ -156,7 +211,15 @@ def serving(repositories: dict[str, Repository]) -> Iterator[Hub]:
 
         def do_GET(self) -> None:
             hub.asked.append(f"{self.command} {self.path}")
-            status, headers, body = hub.answer(self.path, self.headers["Authorization"])
+            self._send(hub.answer(self.path, self.headers["Authorization"]))
+
+        def do_POST(self) -> None:
+            hub.asked.append(f"{self.command} {self.path}")
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            self._send(hub.change(self.path, self.headers["Authorization"], body))
+
+        def _send(self, answer: Answer) -> None:
+            status, headers, body = answer
             self.send_response(status)
             for name, value in {**headers, "Content-Length": str(len(body))}.items():
                 self.send_header(name, value)
@@ -165,6 +228,7 @@ def serving(repositories: dict[str, Repository]) -> Iterator[Hub]:
                 self.wfile.write(body)
 
         do_HEAD = do_GET  # noqa: N815
+        do_PUT = do_POST  # noqa: N815
 
         def log_message(self, format: str, *args: object) -> None:
             """Say nothing."""

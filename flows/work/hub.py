@@ -1,0 +1,78 @@
+"""The card of an export, and its upload to the Hugging Face hub."""
+
+import re
+from pathlib import Path
+
+from flows.work.runs import all_runs
+from rlcore.config.problems import mask_secrets
+from rlcore.errors import CheckpointError, ConfigError
+from rlcore.report.card import model_card
+from rlcore.report.record import read_run
+from rlcore.run.layout import RunLayout
+from rlcore.storage.manifest import MANIFEST, read_manifest
+
+_REPOSITORY = re.compile(r"[a-zA-Z0-9][\w.\-]{0,95}/[a-zA-Z0-9][\w.\-]{0,95}", re.ASCII)
+_EMPTY = {".gitattributes"}
+"""The files of a repository without an upload."""
+
+
+def require_pushable(repository: str) -> None:
+    """Check the name of a repository and that there is a token. Raises ConfigError if one of them is missing."""
+    from huggingface_hub import get_token
+
+    if _REPOSITORY.fullmatch(repository) is None:
+        raise ConfigError(f"--push: must be OWNER/NAME, each of letters, digits and -_. ; got {repository!r}")
+    if get_token() is None:
+        raise ConfigError(
+            f"--push {repository}: needs a token that may write; got none. Run hf auth login, or set HF_TOKEN"
+        )
+
+
+def write_card(layout: RunLayout, folder: Path, name: str, evaluated: Path) -> None:
+    """Write the README.md of an export. `evaluated`: the folder of the same weights in `millrace eval`."""
+    manifest = read_manifest(folder, error=CheckpointError)
+    step = int(manifest.values["step"]) if manifest is not None else 0
+    records = (read_run(run) for run in all_runs(layout.root) if run.name.startswith("eval-"))
+    results = [
+        result
+        for record in records
+        if record.config.model.path == str(evaluated)
+        for suite in record.suites.values()
+        for result in suite.values()
+    ]
+    model_card(read_run(layout.run_dir), step, name, results).save(folder / "README.md")
+
+
+def push(folder: Path, repository: str, *, private: bool) -> str:
+    """Upload an export in one commit to a new repository, and return its address.
+
+    Raises CheckpointError if the hub refuses, if the repository has other files, or if there is no network. The folder
+    stays.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    api = HfApi()
+    try:
+        try:
+            address = str(api.create_repo(repository, private=private))
+        except HfHubHTTPError as error:
+            if error.response.status_code != 409:
+                raise
+            address = f"{api.endpoint}/{repository}"
+            if not set(api.list_repo_files(repository)) <= _EMPTY:
+                raise CheckpointError(
+                    f"--push {repository}: must be a new repository, and this one has files. {folder} stays. Choose "
+                    f"another name, or replace the files by hf upload {repository} {folder}"
+                ) from error
+        api.upload_folder(repo_id=repository, folder_path=folder, ignore_patterns=[MANIFEST])
+    except CheckpointError:
+        raise
+    except Exception as error:  # classes of the client and of its HTTP library
+        reason = mask_secrets(" ".join(str(error).split()))[:300]
+        raise CheckpointError(
+            f"--push {repository}: the hub must accept the upload, it does not ({type(error).__name__}: {reason}). "
+            f"{folder} stays. Check the name, the token's right to write and the network, then repeat the command, or "
+            f"run hf upload {repository} {folder}"
+        ) from error
+    return address
