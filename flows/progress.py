@@ -65,10 +65,12 @@ class PlainDisplay(Display):
 
 
 class LabelledDisplay(Display):
-    """A display that prefixes each line with a label. The labels distinguish several runs in sequence."""
+    """A display that prefixes each line with a label. The labels distinguish several runs in sequence. `later_s` is the
+    number of seconds that the runs after this one will take, or None if that is not known.
+    """
 
-    def __init__(self, shown: Display, label: str) -> None:
-        self._shown, self._label = shown, label
+    def __init__(self, shown: Display, label: str, later_s: float | None = None) -> None:
+        self._shown, self._label, self._later_s = shown, label, later_s
 
     def line(self, text: str) -> None:
         """Print a line with the label."""
@@ -77,7 +79,10 @@ class LabelledDisplay(Display):
     def event(self, event: Event) -> None:
         """Show an event with the label."""
         if isinstance(event, Progress):
-            self._shown.event(replace(event, stage=f"{self._label}  {event.stage}"))
+            left = None
+            if self._later_s is not None and event.eta_s is not None and event.stage == "train":
+                left = event.eta_s + self._later_s
+            self._shown.event(replace(event, stage=f"{self._label}  {event.stage}", sweep_eta_s=left))
         else:
             self.line(describe(event))
 
@@ -147,6 +152,8 @@ def metrics_text(progress: Progress) -> str:
         parts.append(format_speed(progress.tokens_per_s, progress.num_devices))
     if progress.eta_s is not None:
         parts.append(f"ETA {'at most ' * progress.may_end_early}{format_duration(progress.eta_s)}")
+    if progress.sweep_eta_s is not None:
+        parts.append(f"sweep ETA {format_duration(progress.sweep_eta_s)}")
     return "  ".join(parts)
 
 
