@@ -65,10 +65,12 @@ class PlainDisplay(Display):
 
 
 class LabelledDisplay(Display):
-    """A display that prefixes each line with a label. The labels distinguish several runs in sequence."""
+    """A display that prefixes each line with a label. The labels distinguish several runs in sequence. `later_s` is the
+    number of seconds that the runs after this one will take, or None if that is not known.
+    """
 
-    def __init__(self, shown: Display, label: str) -> None:
-        self._shown, self._label = shown, label
+    def __init__(self, shown: Display, label: str, later_s: float | None = None) -> None:
+        self._shown, self._label, self._later_s = shown, label, later_s
 
     def line(self, text: str) -> None:
         """Print a line with the label."""
@@ -77,7 +79,10 @@ class LabelledDisplay(Display):
     def event(self, event: Event) -> None:
         """Show an event with the label."""
         if isinstance(event, Progress):
-            self._shown.event(replace(event, stage=f"{self._label}  {event.stage}"))
+            left = None
+            if self._later_s is not None and event.eta_s is not None and event.stage == "train":
+                left = event.eta_s + self._later_s
+            self._shown.event(replace(event, stage=f"{self._label}  {event.stage}", sweep_eta_s=left))
         else:
             self.line(describe(event))
 
@@ -126,11 +131,8 @@ def describe(event: Event) -> str:
         case CheckpointSaved(step, path):
             return f"checkpoint after step {step}: {path}"
         case Validated(name, step, summary):
-            found = {key.rpartition("/")[2]: value for key, value in summary.items() if HEADLINE_METRIC.search(key)}
-            # A weighted reward may exceed 1; pass_at_k is a share of problems.
-            rewards = ", ".join(f"{key} {value:.3f}" for key, value in found.items() if not key.startswith("pass_at_"))
-            shares = ", ".join(f"{key} {value:.3f}" for key, value in found.items() if key.startswith("pass_at_"))
-            return f"validation {name} (step {step}): reward {rewards}; share solved {shares}"
+            found = {key: f"{value:.3f}" for key, value in summary.items() if HEADLINE_METRIC.search(key)}
+            return f"validation {name} (step {step}): {_metrics_by_kind(found)}"
         case RunEvent(_, {"text": text}):
             return str(text)
         case RunEvent(name, data):
@@ -147,6 +149,8 @@ def metrics_text(progress: Progress) -> str:
         parts.append(format_speed(progress.tokens_per_s, progress.num_devices))
     if progress.eta_s is not None:
         parts.append(f"ETA {'at most ' * progress.may_end_early}{format_duration(progress.eta_s)}")
+    if progress.sweep_eta_s is not None:
+        parts.append(f"sweep ETA {format_duration(progress.sweep_eta_s)}")
     return "  ".join(parts)
 
 
@@ -258,8 +262,8 @@ class ValidationSummary:
     def headline(self) -> str:
         """Return the main metrics with their confidence intervals as text."""
         shown = [name for name in self.summary if HEADLINE_METRIC.search(name) and f"{name}/ci_low" in self.summary]
-        parts = (f"{label} {with_interval(self.summary, name)}" for name, label in _labels(shown).items())
-        return f"{self.name} (step {self.step}): {', '.join(parts)}"
+        found = {name: with_interval(self.summary, name) for name in shown}
+        return f"{self.name} (step {self.step}): {_metrics_by_kind(found)}"
 
 
 def reward_changes(validations: Sequence[ValidationSummary]) -> list[str]:
@@ -285,6 +289,15 @@ def with_interval(summary: Mapping[str, float], metric: str) -> str:
     low, high = (summary.get(f"{metric}{end}") for end in CI_SUFFIXES)
     interval = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
     return f"{summary[metric]:.3f}{interval}"
+
+
+def _metrics_by_kind(values: Mapping[str, str]) -> str:
+    """Return held-out metrics as text. Rewards are first, since a weighted reward may exceed 1 and a share may not."""
+    labels = _labels(list(values))
+    kinds = {"reward": [name for name in values if "/pass_at_" not in name]}
+    kinds["share solved"] = [name for name in values if name not in kinds["reward"]]
+    texts = {kind: ", ".join(f"{labels[name]} {values[name]}" for name in names) for kind, names in kinds.items()}
+    return "; ".join(f"{kind} {text}" for kind, text in texts.items() if text)
 
 
 def _labels(names: Sequence[str]) -> dict[str, str]:

@@ -112,7 +112,7 @@ def _show(layout: "RunLayout", rows: "Sequence[CheckpointInfo]") -> None:
     from rlcore.storage.disk import size
 
     if not rows:
-        print(f"{layout.checkpoints}: no checkpoint yet")
+        print(f"{layout.checkpoints}: no checkpoint yet", file=sys.stderr)
         return
     marks, cells = _marks(rows), []
     for row in rows:

@@ -59,6 +59,7 @@ def rollouts(
         ConfigError: if `--tokens` is used without `--json`, or if an option cannot be parsed.
         DataError: if the run does not exist or has no recorded responses.
     """
+    from flows.progress import print_table
     from rlcore.responses.query import ALL_COLUMNS, READABLE, Query, find_responses
 
     if tokens and not as_json:
@@ -69,10 +70,16 @@ def rollouts(
     shown = range(len(found))[: limit or None]
     columns = ALL_COLUMNS if tokens else READABLE
     for begin in range(0, len(shown), 1_000):
-        for row in found.rows(shown[begin : begin + 1_000], columns):
-            print(json.dumps(_json_row(row), ensure_ascii=False, allow_nan=False) if as_json else _text_row(row))
+        rows = found.rows(shown[begin : begin + 1_000], columns)
+        if as_json:
+            print(*(json.dumps(_json_row(row), ensure_ascii=False, allow_nan=False) for row in rows), sep="\n")
+        elif sys.stdout.isatty():
+            print(*map(_text_row, rows), sep="\n")
+        else:
+            print_table((), [_cells(row) for row in rows])
     if not as_json:
-        print(f"{len(shown):,} shown of {len(found):,} responses that match, of {total:,} on record")
+        found_text = f"{len(shown):,} shown of {len(found):,} responses that match, of {total:,} on record"
+        print(found_text, file=sys.stderr)
 
 
 def audit(
@@ -175,6 +182,14 @@ def _json_row(row: dict[str, Any]) -> dict[str, Any]:
     parts = {name: value for name, value in row["parts"]}
     document: dict[str, Any] = to_finite_json({**row, "parts": parts, "ground_truth": json.loads(row["ground_truth"])})
     return document
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    """Return the cells of a response's row in a pipe. The texts are last."""
+    figures = ("" if row[name] is None else f"{row[name]:.6g}" for name in ("score", "advantage"))
+    names = ("num_tokens", "finish_reason", "prompt", "answer")
+    place = [row["step"], row["validation"] or "", row["prompt_id"], row["sample_index"]]
+    return [*map(str, place), *figures, *(str(row[name]) for name in names)]
 
 
 def _text_row(row: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import socket
+import sys
 import time
 from collections import deque
 from contextlib import suppress
@@ -71,7 +72,8 @@ def runs(
         print(json.dumps([one.to_json() for one in found], indent=2))
         return
     if not found:
-        print(f"{root / 'runs'}: no {'such ' if names or states else ''}run; --root names another root")
+        such = "such " if names or states else ""
+        print(f"{root / 'runs'}: no {such}run; --root names another root", file=sys.stderr)
         return
     rows = []
     for one in found:
@@ -260,7 +262,7 @@ def slots(
         found.set_devices(devices)
     state = found.read_state()
     if not as_json:
-        print("\n".join(_slot_lines(state, root)))
+        _show_slots(state, root)
         return
     holders = {str(number): asdict(holder) for number, holder in state.holders.items()}
     waiting = [asdict(request) | {"reason": state.wait_reason(request)} for request in state.waiting]
@@ -276,17 +278,24 @@ def _gpu_indices(gpus: str) -> list[str]:
     return parts
 
 
-def _slot_lines(state: "SlotState", root: Path) -> list[str]:
+def _show_slots(state: "SlotState", root: Path) -> None:
+    """Print a row for each slot, then a row for each request that waits."""
+    from flows.progress import print_table
+
     if not state.devices:
-        return [f"{root}: no slots, so any number of runs train concurrently; --set N or --gpus I,J makes some"]
-    from flows.progress import format_duration
+        print(
+            f"{root}: no slots, so any number of runs train concurrently; --set N or --gpus I,J makes some",
+            file=sys.stderr,
+        )
+        return
 
-    def ago(request: "SlotRequest") -> str:
-        return f"{format_duration(max(0.0, time.time() - request.since))} ago"
+    def cells(request: "SlotRequest") -> tuple[str, str, str]:
+        return request.run_id, str(request.priority), format_age(time.time() - request.since)
 
-    lines = []
+    rows = []
     for number, device in enumerate(state.devices):
-        name = f"slot {number}" + (f", GPU {device}" if device else "")
         holder = state.holders.get(number)
-        lines.append(f"{name}: {'free' if holder is None else f'{holder}, requested {ago(holder)}'}")
-    return lines + [f"waiting: {one.run_id} {state.wait_reason(one)}, since {ago(one)}" for one in state.waiting]
+        taken = ("free", "", "", "") if holder is None else ("taken", *cells(holder))
+        rows.append((str(number), device, *taken, ""))
+    rows += [("", "", "waiting", *cells(one), state.wait_reason(one)) for one in state.waiting]
+    print_table(("slot", "GPU", "state", "run", "priority", "age", "what for"), rows)

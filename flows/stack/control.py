@@ -12,6 +12,7 @@ from shlex import quote
 
 from flows import SOURCE_FOLDER
 from flows.commands.settings import with_program_path
+from flows.progress import print_table
 from flows.stack import services
 from flows.stack.profile import keep_profile, remove_profile
 from flows.stack.services import print_line
@@ -98,13 +99,13 @@ def down(root: Path) -> None:
 
 
 def status(root: Path) -> None:
-    """Print a line for each service. Exits with code 0 if all services are up, otherwise with code 1."""
+    """Print a row for each service. Exits with code 0 if all services are up, otherwise with code 1."""
     stack, states = read_stack(root), service_states(root)
-    for service, state in states:
-        print(f"{service.name:<10} {state:<16} {service.url or f'process {service.pid}':<28} {service.log}")
+    rows = [(one.name, state, one.url or f"process {one.pid}", str(one.log)) for one, state in states]
     if not states:
-        print(f"nothing was started under {root.resolve()}; `millrace up` starts it")
-    elif stack.prefect_api_url:
+        print(f"nothing was started under {root.resolve()}; `millrace up` starts it", file=sys.stderr)
+    print_table(("service", "state", "where", "log"), rows)
+    if stack.prefect_api_url and sys.stdout.isatty():
         print(f"\nFor Prefect's own commands, in each new shell:\n{shell_export(root.resolve(), stack)}")
     sys.exit(0 if states and all(state == "up" for _, state in states) else 1)
 

@@ -27,7 +27,7 @@ from flows import chain
 from flows.artifacts import show_artifact
 from flows.parameters import NO_STRINGS, Count, Positive, Root, all_overrides, experiment_name, flow_root
 from flows.plan.checks import check_run
-from flows.progress import LabelledDisplay, display, use_display
+from flows.progress import LabelledDisplay, display, format_duration, use_display
 from flows.server.watch import end_if_cancelled, end_if_suspended, limit_retries, watch_flow_run
 from flows.stages.train import Train
 from flows.sweep.points import Member, load_checked_sweep, members_of, problem_scores_of
@@ -59,8 +59,8 @@ from rlcore.errors import MillraceError, StopRequestedError
 from rlcore.tracking.mlflow_store import PARENT_TAG
 
 POLL_S = 1.0
-TrainFunction = Callable[[Member, int, str, str], object]
-"""A function that trains a run to a step. The two texts are the run's name in the sweep and its settings."""
+TrainFunction = Callable[[Member, int, str], object]
+"""A function that trains a run to a step. The text is the run's point and seed."""
 
 
 def wait_for_others() -> None:
@@ -112,10 +112,10 @@ class SweepWorker:
         number, settings = trial.user_attrs[POINT], trial.user_attrs[SETTINGS]
         members, problems = members_of(self._sweep, settings)
         metric, rungs = self._sweep.metric_of(members[0].config), self._sweep.rungs(members[0].config)
-        label, study = format_point(settings), self.study.optuna
+        study = self.study.optuna
         error = "; ".join(map(str, problems))  # only points of a search: listed points were checked before
         for step in () if error else rungs:
-            has_room = all([self._train_to(member, step, metric, number, label) for member in members])
+            has_room = all([self._train_to(members, at, step, trial) for at in range(len(members))])
             trial.set_user_attr(RUNS, [member.to_json() for member in members])
             error = next((member.error for member in members if member.error), "")
             if error or not has_room:
@@ -127,22 +127,31 @@ class SweepWorker:
                 study.tell(trial, score)
             elif trial.should_prune():
                 study.tell(trial, state=TrialState.PRUNED)
-                log_and_print(f"point {number} stops at step {step}: {label}")
+                log_and_print(f"point {number} stops at step {step}: {format_point(settings)}")
                 break
         if error:
             trial.set_user_attr(ERROR, error)
             study.tell(trial, state=TrialState.FAIL)
         return error
 
-    def _train_to(self, member: Member, step: int, metric: str, number: int, label: str) -> bool:
-        """Train a run to a step unless it has a score at that step. Return False if the budget is used up."""
+    def _train_to(self, members: list[Member], at: int, step: int, trial: Trial) -> bool:
+        """Train the run at an index to a step unless it has a score there. Return False if the budget is used up."""
+        member, number, num_points = members[at], trial.user_attrs[POINT], self._sweep.num_points
+        metric, total = self._sweep.metric_of(member.config), member.config.trainer.total_steps
         if member.refresh(metric, step):
             return True
-        if not self.spending.reserve(member.run_id, max(0, step - member.step)):
+        steps = max(0, step - member.step)
+        if not self.spending.reserve(member.run_id, steps):
             return False
-        name, member.error = f"point {number} seed {member.seed}", ""
+        num_runs = len(members)
+        run = f"run {(number - 1) * num_runs + at + 1}/{num_points * num_runs}"
+        name, member.error = f"point {number}/{num_points} seed {member.seed} ({run})", ""
+        others = sum(one.step for one in members if one is not member)
+        later_s = self.spending.estimate_s((self.study.num_left() * num_runs - 1) * total - others, steps)
+        settings = f"{format_point(trial.user_attrs[SETTINGS])} seed={member.seed}"
         try:
-            self._train(member, step, name, f"{label} seed={member.seed}")
+            with use_display(LabelledDisplay(display(), name, later_s)):
+                self._train(member, step, settings)
         except StopRequestedError:
             raise
         except Exception as error:
@@ -155,8 +164,7 @@ class SweepWorker:
                 "the sweep's runs another name: name=..."
             )
         outcome = member.error.splitlines()[0] if member.error else f"{metric} {member.score:.4g}"
-        left = f"{self.study.num_left()} of {self._sweep.num_points} points left"
-        log_and_print(f"{name} step {member.step}: {outcome}; {left}")
+        log_and_print(f"{name} step {member.step}: {outcome}")
         return True
 
     def _problem_scores(self, members: list[Member], metric: str, step: int) -> dict[str, float]:
@@ -258,7 +266,7 @@ def _sweep(checked: Sweep, spec: str, overrides: list[str], *, on_workers: bool)
     return result
 
 
-def train_member(mlflow_parent: str | None, member: Member, to_step: int, name: str, label: str) -> None:
+def train_member(mlflow_parent: str | None, member: Member, to_step: int, label: str) -> None:
     """Train one run of a sweep from its last checkpoint to a step, as one task of the current flow run."""
     end_if_cancelled()
     end_if_suspended()
@@ -269,7 +277,7 @@ def train_member(mlflow_parent: str | None, member: Member, to_step: int, name: 
         config = config.model_copy(update={"tags": {**config.tags, PARENT_TAG: mlflow_parent}})
     command, title = settings.command("train"), f"{experiment_name(settings.experiment)} {label}"
     log_command(join(command))
-    with use_display(LabelledDisplay(display(), name)), open_run(config, command, title) as run:
+    with open_run(config, command, title) as run:
         run_as_one_task(chain.stages_until(config, Train.name, to_step), run, f"train/{title} to step {to_step}")
 
 
@@ -306,8 +314,14 @@ def work_on_workers(drive: SweepWorker, sweep: Sweep, parameters: dict[str, Any]
                 "applies the deployments and starts a worker; without on_workers this process trains the runs."
             ) from None
         num_lost_before = sum(_is_lost(child) for child in _children(client, us))
+        last_reported = -1
         while True:
             num_left = 0 if drive.spending.read()["ended_by"] else drive.study.num_left()
+            if num_left != last_reported:
+                last_reported = num_left
+                seconds = drive.spending.estimate_s(num_left * len(sweep.spec.seeds) * sweep.base.trainer.total_steps)
+                about = "" if seconds is None else f", about {format_duration(seconds)}"
+                log_and_print(f"{num_left} of {sweep.num_points} points left{about}")
             children = _children(client, us)
             num_alive = sum(_is_alive(child) for child in children)
             lost = [child for child in children if _is_lost(child)]

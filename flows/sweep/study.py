@@ -189,6 +189,14 @@ class BudgetTracker:
             self._write(new)
             return not over
 
+    def estimate_s(self, steps: int, unfinished: int = 0) -> float | None:
+        """Return the seconds that `steps` steps take at the mean speed of this call, or None before its first step.
+        `unfinished` is the number of reserved steps that are not done.
+        """
+        known = self.read()
+        done = known["steps"] - unfinished
+        return (time.time() - known["begun"]) / done * steps if done > 0 else None
+
     def refund(self, steps: int) -> None:
         """Give back to the budget the reserved steps that a run has not done."""
         with sweep_lock(self._sweep):

@@ -21,8 +21,8 @@ class Progress:
     """The progress of a stage.
 
     `to_step` is the last step of the current chunk (`trainer.steps_per_chunk`). `eta_s` is the number of seconds to the
-    last step of the stage. The stage may end earlier if `may_end_early` is true. `tokens_per_s` is the speed of each of
-    the `num_devices` devices. None means that a value is not known.
+    last step of the stage, and `sweep_eta_s` to the end of the sweep. The stage may end earlier if `may_end_early` is
+    true. `tokens_per_s` is the speed of each of the `num_devices` devices. None means that a value is not known.
     """
 
     stage: str
@@ -34,6 +34,7 @@ class Progress:
     tokens_per_s: float | None = None
     num_devices: int = 1
     may_end_early: bool = False
+    sweep_eta_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

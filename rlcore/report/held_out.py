@@ -18,11 +18,13 @@ if TYPE_CHECKING:
 ValidationPair = Mapping[str, ValidationResult]
 """Validation results by label. The labels are `before` and `after`, or the names of the runs."""
 _MEANING: Mapping[str, str] = {
-    "mean": "mean score of {k} sampled responses",
-    "pass": "at least one of {k} samples is correct (unbiased)",
-    "pass_all": "all of {k} samples are correct (unbiased)",
-    "maj": "the most frequent of {k} final answers is correct",
-    "greedy": "score of the greedy response",
+    "reward/mean": "mean score of {k} sampled responses",
+    "reward/pass": "at least one of {k} samples is correct (unbiased)",
+    "reward/pass_all": "all of {k} samples are correct (unbiased)",
+    "reward/maj": "the most frequent of {k} final answers is correct",
+    "reward/greedy": "score of the greedy response",
+    "acc/mean": "share of {k} sampled responses that are correct",
+    "acc/greedy": "the greedy response is correct",
 }
 
 
@@ -80,7 +82,7 @@ def _result_table(record: RunRecord) -> Table:
     rows = [(*row, _meaning(str(row[0]))) for row in _rows(record.before_and_after, record.paired)]
     count = max(len(result.scored_only.problems) for result in record.before_and_after.values())
     note = f"{record.paired[0].num_problems if record.paired else count} held-out problems"
-    note += "; paired differences have bootstrap intervals. reward: the scorer's total; acc: share of full scores."
+    note += "; paired differences have bootstrap intervals. correct: the part `correct` or the total is 1."
     return table("held_out", "Held-out problems", {**_COMPARED, "Meaning": "text"}, rows, note)
 
 
@@ -132,7 +134,7 @@ def paired_runs(first: RunRecord, second: RunRecord) -> tuple[tuple[Comparison, 
 
 
 def _meaning(statistic: str) -> str:
-    kind, _, k = statistic.partition("/")[2].partition("_at_")
+    kind, _, k = statistic.partition("_at_")
     return _MEANING.get(kind, "").format(k=k)
 
 

@@ -13,7 +13,7 @@ from rlcore.config import CriticConfig, LoraConfig, RunConfig
 from rlcore.config.base import leaves
 from rlcore.config.problems import mask_secrets, plain_text
 from rlcore.config.run import all_keys
-from rlcore.report.document import Block, Cell, Kind, Prose, Row, Table, table
+from rlcore.report.document import Block, Cell, Kind, Prose, Row, Table, compact, table
 from rlcore.report.plots import LIGHT, MAX_POINTS, Series, format_axes, thin
 from rlcore.report.record import RunRecord
 
@@ -83,13 +83,17 @@ def origin(record: RunRecord) -> Iterator[Block]:
     if found.stages:
         rows = [
             (stage.name, stage.fingerprint, stage.path,
-             Cell(", ".join(f"{key} {value}" for key, value in stage.facts.items()), dict(stage.facts)))
+             Cell(", ".join(f"{key} {_fact(value)}" for key, value in stage.facts.items()), dict(stage.facts)))
             for stage in found.stages
         ]  # fmt: skip
         yield table("stages", "Stages", {"Stage": "text", "Fingerprint": "code", "Path": "code", "Facts": "text"}, rows)
     commit = found.git_commit + (" + changes" if found.git_dirty else "")
     if facts := {**({"git commit": commit} if commit else {}), **found.environment}:
         yield table("environment", "Code and packages", {"Component": "text", "Version": "code"}, list(facts.items()))
+
+
+def _fact(value: JsonValue) -> str:
+    return compact(value) if isinstance(value, float) else str(value)
 
 
 ALGORITHMS = {

@@ -193,7 +193,7 @@ def test_every_command_takes_the_root_as_option_or_setting(
 
 @pytest.mark.parametrize(
     ("redirected", "code", "words"),
-    [("", 0, r"a\xfc/runs: no run"), (">&-", 0, ""), ("2>&-", 0, r"a\xfc/runs: no run"), (">/dev/full", 1, "No space")],
+    [("", 0, r"root: a\xfc"), (">&-", 0, ""), ("2>&-", 0, r"root: a\xfc"), (">/dev/full", 1, "No space")],
 )
 def test_an_unusable_output_gives_no_traceback(tmp_path: Path, redirected: str, code: int, words: str) -> None:
     done = subprocess.run(

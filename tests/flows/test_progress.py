@@ -4,6 +4,7 @@ import io
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,12 +37,14 @@ def test_events_as_lines() -> None:
 
 def test_labelled_display_prefixes_lines(capsys: pytest.CaptureFixture[str]) -> None:
     plain = PlainDisplay()
-    with use_display(plain), use_display(LabelledDisplay(display(), "point 2 seed 1")):
-        display().event(step(20))
+    with use_display(plain), use_display(LabelledDisplay(display(), "point 2 seed 1", later_s=600.0)):
+        display().event(step(20, eta_s=25.0))
+        display().event(replace(step(20, eta_s=25.0), stage="warm-start"))
         display().event(CheckpointSaved(20, "/x"))
         display().line("done")
     assert capsys.readouterr().out.splitlines() == [
-        "point 2 seed 1  train: step 20/40  reward 0.250",
+        "point 2 seed 1  train: step 20/40  reward 0.250  ETA 25 s  sweep ETA 10:25",
+        "point 2 seed 1  warm-start: step 20/40  reward 0.250  ETA 25 s",
         "point 2 seed 1  checkpoint after step 20: /x",
         "point 2 seed 1  done",
     ]

@@ -42,7 +42,7 @@ def main(root: Path, name: str) -> None:
         with (root / "log.jsonl").open("ab", buffering=0) as file:
             file.write(json.dumps({"what": what, "run": run_id, "by": name}).encode() + b"\n")
 
-    def train(member: Member, to_step: int, place: str, label: str) -> None:
+    def train(member: Member, to_step: int, label: str) -> None:
         with open_run(member.config) as run:
             log("begun", run.run_id)
             chain.run_stages(run, chain.run_on_console, Train.name, to_step)

@@ -77,7 +77,7 @@ class RunWriter:
         """Labels of runs, and the steps that they were trained to."""
         self._fails = dict(fails or {})
 
-    def __call__(self, member: Member, to_step: int, name: str, label: str) -> None:
+    def __call__(self, member: Member, to_step: int, label: str) -> None:
         self.trained.append((label, to_step))
         if (error := self._fails.pop(len(self.trained), None)) is not None:
             raise error

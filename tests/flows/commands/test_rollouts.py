@@ -24,12 +24,22 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
     return run
 
 
-def test_answers_are_shown_as_a_page_and_as_json(run: SmallRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_answers_are_shown_as_a_page_as_rows_and_as_json(
+    run: SmallRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = [str(run.layout.run_dir)]
     rollouts.rollouts(words, kind="training", sort="-score", limit=3)
+    lines, said = capsys.readouterr()
+    assert said == "3 shown of 64 responses that match, of 256 on record\n"
+    with monkeypatch.context() as terminal:
+        terminal.setattr(sys.stdout, "isatty", lambda: True)
+        rollouts.rollouts(words, kind="training", sort="-score", limit=3)
     page = capsys.readouterr().out
     assert page.count("-- step ") == page.count("\n=> ") == 3
-    assert page.endswith("3 shown of 64 responses that match, of 256 on record\n")
+    for line in lines.splitlines():
+        step, validation, prompt, response, score, _, _, _, _, answer = line.split("\t")
+        assert f"-- step {step} · prompt {prompt} · response {response} · score {score} " in page
+        assert (validation, answer in " ".join(page.split())) == ("", True)
     rollouts.rollouts(words, step="2", kind="training", limit=0, tokens=True, as_json=True)
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["step"] for row in rows] == [2] * 32

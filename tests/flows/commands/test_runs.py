@@ -289,7 +289,7 @@ def test_what_may_not_be_read_is_not_taken_for_absent(layout: RunLayout, monkeyp
 
 def test_wrong_states_and_wrong_names(bare: Millrace) -> None:
     assert "--state: must be one of running" in bare("runs", "--state", "gone").err
-    assert bare("runs", f"--root={bare.root}").out == f"{bare.root / 'runs'}: no run; --root names another root\n"
+    assert bare("runs", f"--root={bare.root}").err == f"{bare.root / 'runs'}: no run; --root names another root\n"
 
 
 def test_a_message_says_how_many_runs_it_leaves_out(tmp_path: Path) -> None:

@@ -87,12 +87,18 @@ def test_a_copied_or_moved_root_has_no_stack(tmp_path: Path, capsys: pytest.Capt
     assert (service_states(moved), stack_tracking_uri(moved)) == ([], None)
 
 
-def test_status_has_the_line_for_a_new_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_has_rows_and_in_a_terminal_the_line_for_a_new_shell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_stack(tmp_path, StackState(services=(service("prefect"),)))
     with pytest.raises(SystemExit):
         status(tmp_path)
-    line = capsys.readouterr().out.splitlines()[-1]
-    assert line == (
+    (row,) = capsys.readouterr().out.splitlines()
+    assert row.split("\t")[:3] == ["prefect", "does not answer", "http://here"]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    with pytest.raises(SystemExit):
+        status(tmp_path)
+    assert capsys.readouterr().out.splitlines()[-1] == (
         f'export PREFECT_API_URL=http://here/api PREFECT_API_AUTH_STRING="$(cat {tmp_path.resolve()}/stack-secret)"'
     )
 

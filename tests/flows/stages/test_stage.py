@@ -83,10 +83,11 @@ def test_validation_names_several_sources() -> None:
         "val-core/openai/gsm8k/reward/pass_at_4": 0.5,
     }
     message = ValidationSummary("after", 40, HERE, cached=False, summary=one)
-    assert str(message) == message.headline() == "after (step 40): mean_at_4 0.250 [0.200, 0.300]"
+    assert str(message) == message.headline() == "after (step 40): reward mean_at_4 0.250 [0.200, 0.300]"
     two = one | {"val-core/countdown/reward/greedy": 0.5, "val-core/countdown/reward/greedy/ci_low": 0.4}
     message = ValidationSummary("before", 0, HERE, cached=True, summary=two)
-    assert message.headline() == "before (step 0): openai/gsm8k mean_at_4 0.250 [0.200, 0.300], countdown greedy 0.500"
+    rewards = "reward openai/gsm8k mean_at_4 0.250 [0.200, 0.300], countdown greedy 0.500"
+    assert message.headline() == f"before (step 0): {rewards}"
     assert str(message) == f"{message.headline()}, skipped: done before"
 
 

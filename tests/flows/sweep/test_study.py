@@ -238,5 +238,10 @@ def test_refunded_steps_may_be_reserved(load):
     sweep = load(GRID, budget=Budget(steps=10))
     spending = BudgetTracker(SweepStudy(sweep), sweep, "call")
     assert spending.reserve("one", 10)
+    assert spending.estimate_s(30, unfinished=10) is None
+    ten, twenty = spending.estimate_s(10), spending.estimate_s(20, unfinished=5)
+    assert ten is not None
+    assert twenty is not None
+    assert 0 < 4 * ten <= twenty
     spending.refund(10)
     assert spending.reserve("two", 10)

@@ -225,8 +225,13 @@ def test_waiting_run_is_listed_with_reason(tmp_path: Path) -> None:
 def test_wrong_slot_settings_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     slots_command(tmp_path, gpus="1,3", per_gpu=2, as_json=True)
     assert json.loads(capsys.readouterr().out)["devices"] == ["1", "1", "3", "3"]
+    holder = Slots(tmp_path).acquire(request("first"), fail_on_wait)
     slots_command(tmp_path)
-    assert "slot 2, GPU 3: free" in capsys.readouterr().out
+    rows = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert rows == [["0", "1", "taken", "first", "0", rows[0][5], ""]] + [
+        [str(number), gpu, "free", "", "", "", ""] for number, gpu in ((1, "1"), (2, "3"), (3, "3"))
+    ]
+    holder.release()
     for gpus in ("all", "0,0", "-1", ""):
         with pytest.raises(ConfigError, match="--gpus: must be different numbers"):
             slots_command(tmp_path, gpus=gpus, per_gpu=1)
