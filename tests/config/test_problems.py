@@ -86,7 +86,7 @@ def test_keys_and_sections():
     assert not is_key("algo.kl")
     assert not is_key("algo.kl.nothing")
     options = {"data.chat_template_kwargs", "algo.policy_loss_options", "algo.advantage_options", "reward.weights"}
-    assert free_mappings() == {"tags", *options}
+    assert free_mappings() == {"tags", "algo.teacher.by_source", *options}
     assert {"algo", "algo.kl", "critic.optim", "model.lora"} <= section_names()
     assert "seed" not in section_names()
     assert len(all_keys()["data.scorer"]) == len(TASKS)

@@ -31,6 +31,7 @@ LITERALS = {
     "data.chat_template_kwargs": {"enable_thinking": False},
     "algo.policy_loss_options": {"width": 1.0},
     "reward.weights": {"correct": 1.0},
+    "algo.teacher.by_source": {"gsm8k": "a/b"},
     "algo.advantage_options": {"k": 2},
     "pass_rates.keep": [0.1, 0.9],
     "pass_rates.band": [0.2, 0.8],
