@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 _INSTRUCTION = "Answer with one Python program in a block that begins with ```python and ends with ```."
 _BLOCK = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL)
 _BROKEN = re.compile(r"^(SyntaxError|IndentationError|TabError): ", re.MULTILINE)
-_AFTER_THE_FUNCTION = re.compile(r"\n(?:class|def|#|if|print)")
+_CONTINUES = re.compile(r"[\r\n]*(?: {2}|\t)")
+_AFTER_THE_FUNCTION = re.compile(r"\n(?:class|def|#|if|print|@|```)")  # the usual stop sequences of HumanEval
 _SPLITS = {"train": "train", "validation": "test"}
 
 
@@ -121,18 +122,19 @@ def program_of(response: str) -> str:
 def _completed(prompt: str, response: str, entry_point: str) -> str:
     r"""Return the program of a prompt and a response, which continues the prompt's function or defines it again.
 
-    The last code block with a definition of the function counts, otherwise the last code block, otherwise the response.
-    A continuation ends where the evaluation of Codex ends it.
+    An indented response is a continuation, which ends at the usual stop sequences. Otherwise the last code block with a
+    definition of the function counts, then the last code block, then the response.
 
     >>> _completed("def f():\n    'One.'\n", "    return 1\nprint(f())", "f")
     "def f():\n    'One.'\n    return 1"
     """
-    blocks = _BLOCK.findall(response) or [response]
-    definition = re.compile(rf"^(?:async )?def {re.escape(entry_point)}\b", re.MULTILINE)
-    code = next(filter(definition.search, reversed(blocks)), blocks[-1]).lstrip("\r\n")
-    if code[:1].isspace():
-        code = _AFTER_THE_FUNCTION.split(code, maxsplit=1)[0]
-    return f"{prompt.rstrip()}\n{code}"
+    if not _CONTINUES.match(response):
+        definition = re.compile(rf"^(?:async )?def {re.escape(entry_point)}\b", re.MULTILINE)
+        blocks = _BLOCK.findall(response) or [response]
+        response = next(filter(definition.search, reversed(blocks)), blocks[-1])
+    if _CONTINUES.match(response):
+        response = _AFTER_THE_FUNCTION.split(response.lstrip("\r\n"), maxsplit=1)[0]
+    return f"{prompt.rstrip()}\n{response}"
 
 
 def _compiles(program: str, time_s: float) -> bool:

@@ -1,15 +1,20 @@
 """The card of an export, and its upload to the Hugging Face hub."""
 
 import re
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+from flows.work.open_run import EVALUATION
 from flows.work.runs import all_runs
 from rlcore.config.problems import mask_secrets
-from rlcore.errors import CheckpointError, ConfigError
+from rlcore.errors import CheckpointError, ConfigError, DataError
+from rlcore.evaluation.result import ValidationResult
 from rlcore.report.card import model_card
 from rlcore.report.record import read_run
 from rlcore.run.layout import RunLayout
 from rlcore.storage.manifest import MANIFEST, read_manifest
+from rlcore.tracking.lineage import read_origin
 
 _REPOSITORY = re.compile(r"[a-zA-Z0-9][\w.\-]{0,95}/[a-zA-Z0-9][\w.\-]{0,95}", re.ASCII)
 _EMPTY = {".gitattributes"}
@@ -32,15 +37,16 @@ def write_card(layout: RunLayout, folder: Path, name: str, evaluated: Path) -> N
     """Write the README.md of an export. `evaluated`: the folder of the same weights in `millrace eval`."""
     manifest = read_manifest(folder, error=CheckpointError)
     step = int(manifest.values["step"]) if manifest is not None else 0
-    records = (read_run(run) for run in all_runs(layout.root) if run.name.startswith("eval-"))
-    results = [
-        result
-        for record in records
-        if record.config.model.path == str(evaluated)
-        for suite in record.suites.values()
-        for result in suite.values()
-    ]
+    results = tuple(_evaluations(layout.root, str(evaluated)))
     model_card(read_run(layout.run_dir), step, name, results).save(folder / "README.md")
+
+
+def _evaluations(root: Path, model: str) -> Iterator[ValidationResult]:
+    for run in all_runs(root):
+        with suppress(DataError):  # a damaged run has no results
+            origin = read_origin(run)
+            if origin is not None and (origin.settings.name, origin.settings.model.path) == (EVALUATION, model):
+                yield from (result for suite in read_run(run).suites.values() for result in suite.values())
 
 
 def push(folder: Path, repository: str, *, private: bool) -> str:

@@ -12,7 +12,6 @@ from rlcore.config.model import SMOLLM2
 from rlcore.config.problems import mask_secrets
 from rlcore.evaluation.result import ValidationResult
 from rlcore.evaluation.stats import Interval
-from rlcore.models.hub import cached_config
 from rlcore.report.record import RunRecord
 from rlcore.report.run_sections import defaults_of, settings_of
 
@@ -54,7 +53,7 @@ def model_card(record: RunRecord, step: int, name: str, evaluations: Sequence[Va
         "run": f"`{record.run_id}`",
         "step": f"{step:,} of {config.trainer.total_steps:,}",
         "base model": base,
-        "license of the base model": license_name or "not stated in its files",
+        "license of the base model": license_name or ("not stated in its files" if config.model.path else "none"),
         "task": f"`{config.data.task}`",
         "code": f"Millrace, commit {origin.git_commit or 'unknown'}{' with changes' * origin.git_dirty}",
     }
@@ -87,10 +86,12 @@ def _base_model(path: str | None) -> tuple[str | None, str, str | None]:
         base, license_name = _PUBLISHED[path]
         return base, base, license_name
     folder = expand_path(path)
-    is_local = folder.is_dir()
-    card = folder / "README.md" if is_local else cached_config(path, "README.md")
-    stated = ModelCard.load(card, ignore_metadata_errors=True).data.license if card and card.is_file() else None
-    return (None, folder.name, stated) if is_local else (path, path, stated)
+    base_id, base = (None, folder.name) if folder.is_dir() else (path, path)
+    try:
+        card = ModelCard.load(base_id or folder / "README.md", ignore_metadata_errors=True)
+    except Exception:  # no card or no network: classes of the client and of its HTTP library
+        return base_id, base, None
+    return base_id, base, card.data.license
 
 
 def _results_of(record: RunRecord, step: int) -> Iterator[ValidationResult]:
@@ -131,13 +132,13 @@ def _is_shown(record: RunRecord, key: str, value: Any) -> bool:
 def _public(value: Any) -> Any:
     """Return a setting without the folders of absolute paths, and without the secrets of URLs.
 
-    >>> _public([{"source": "/home/me/problems"}, "https://me:key@host/v1", "openai/gsm8k", 0.5])
-    [{'source': 'problems'}, 'https://me:***@host/v1', 'openai/gsm8k', 0.5]
+    >>> _public([{"source": "/home/me/problems"}, "https://me:key@host/v1", "openai/gsm8k", "/", 0.5])
+    [{'source': 'problems'}, 'https://me:***@host/v1', 'openai/gsm8k', '/', 0.5]
     """
     if isinstance(value, dict):
         return {key: _public(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_public(each) for each in value]
-    return (
-        (Path(value).name if value.startswith(("/", "~")) else mask_secrets(value)) if isinstance(value, str) else value
-    )
+    if not isinstance(value, str):
+        return value
+    return (Path(value).name or value) if value.startswith(("/", "~")) else mask_secrets(value)

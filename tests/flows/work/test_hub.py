@@ -1,5 +1,6 @@
 """The card of an export and its upload, with the real client against a hub on this machine."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from flows.work.hub import push, require_pushable, write_card
 from flows.work.weights import export_to
 from rlcore.errors import CheckpointError, ConfigError
 from rlcore.report.record import read_run
-from tests.flows.conftest import Finished, Millrace, ended
+from tests.flows.conftest import Finished, Millrace, ended, in_this_process
 from tests.helpers.hub_server import Hub, Repository, serving, use_hub
 from tests.helpers.sessions import run_to_the_end
 from tests.helpers.small_run import SmallRun, prepare
@@ -103,6 +104,22 @@ def test_card_has_the_scores_of_the_step_and_the_origin(run: SmallRun, tmp_path:
     write_card(run.layout, tmp_path / "last", "last", tmp_path)
     sets = {one.dataset_name for one in ModelCard.load(tmp_path / "last" / "README.md").data.eval_results}
     assert sets == {"countdown", "held"}
+
+
+def test_card_has_evaluations_of_the_checkpoint(
+    run: SmallRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = Path(run.config.paths.root)
+    folder = str(run.layout.run_dir)
+    done = in_this_process(capsys, "eval", f"{folder}@1", "--suite", str(root / "held.yaml"), "--json")
+    assert done.code == 0, done.err
+    (evaluated,) = json.loads(done.out)["evaluations"]
+    done = in_this_process(capsys, "checkpoints", folder, "--export", str(tmp_path / "model"), "--checkpoint", "1")
+    assert done.code == 0, done.err
+    card = ModelCard.load(tmp_path / "model" / "README.md")
+    found = {one.metric_type: one.metric_value for one in card.data.eval_results if one.dataset_name == "held"}
+    figures = evaluated["suites"]["held"]["figures"]
+    assert found == {name: pytest.approx(one["value"], abs=1e-6) for name, one in figures.items()}
 
 
 @pytest.fixture
