@@ -115,14 +115,19 @@ def _rows(summaries: Mapping[str, Mapping[str, float]]) -> list[dict[str, str]]:
     """Return a table with a row for each metric and a column for each validation."""
     metrics = sorted({metric for one in summaries.values() for metric in one if not metric.endswith(CI_SUFFIXES)})
     return [
-        {"figure": metric} | {name: with_interval(one, metric) for name, one in summaries.items()} for metric in metrics
+        {"metric": metric} | {name: with_interval(one, metric) for name, one in summaries.items()} for metric in metrics
     ]
 
 
 def show_checkpoints(run: OpenRun) -> None:
     """Show a table of the checkpoints on disk."""
     rows = [
-        {"step": info.step, "MB": round(info.size_bytes / 1e6, 1), "score": info.score, "path": str(info.path)}
+        {
+            "step": info.step,
+            "MB": round(info.size_bytes / 1e6, 1),
+            "score": None if info.score is None else round(info.score, 3),
+            "path": str(info.path),
+        }
         for info in scan(run.layout.checkpoints).checkpoints
     ]
     _update(run, "checkpoints", f"{run.run_id}: checkpoints on disk", lambda: json.dumps(rows), "table")

@@ -17,6 +17,7 @@ from flows.work.protocol import CheckpointSaved, Event, Note, Progress, RunEvent
 if TYPE_CHECKING:
     from rich.console import Console
 
+BAR_WIDTH = 24  # columns of the live line's bar, if the terminal has room for them
 PLAIN_EVERY_S = 10.0  # seconds between two progress lines in a log
 REWARD_NAMES = ("critic/score/mean", "sft/reward")  # reward of a training step, and of a measurement in the warm start
 LOSS_NAMES = {"sft/loss": "loss", "sft/held_out_loss": "held-out loss"}  # losses of supervised steps by metric name
@@ -91,14 +92,13 @@ class LiveDisplay(Display):
     """A display with a live line at the bottom of the terminal and permanent lines above it."""
 
     def __init__(self, console: "Console") -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+        from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as Bars
 
-        name, metrics = TextColumn("[bold]{task.description}"), TextColumn("{task.fields[metrics]}")
-        columns = (name, BarColumn(bar_width=24), MofNCompleteColumn(), metrics)
-        self._bars = Bars(*columns, console=console, transient=True)
+        self._bar, text = BarColumn(), TextColumn("{task.description}", markup=False)
+        self._bars = Bars(self._bar, text, console=console, transient=True)
         self._bars.start()
-        self._task = self._bars.add_task("", visible=False, metrics="")
+        self._task = self._bars.add_task("", visible=False)
         if "prefect" in sys.modules:
             for handler in logging.getLogger("prefect").handlers + logging.getLogger().handlers:
                 if hasattr(handler, "console"):  # print Prefect's warnings above the live line
@@ -113,8 +113,12 @@ class LiveDisplay(Display):
         if not isinstance(event, Progress):
             self.line(describe(event))
             return
-        step, total, text = event.step, event.total_steps, metrics_text(event)
-        self._bars.update(self._task, visible=True, description=event.stage, completed=step, total=total, metrics=text)
+        step, total, width = event.step, event.total_steps, self._bars.console.width - 2
+        texts = [metrics_text(one) for one in (event, replace(event, tokens_per_s=None))]
+        lines = [f"{event.stage} {step}/{total}  {text}" for text in texts]
+        line = next((one for one in lines if len(one) < width), lines[-1])
+        self._bar.bar_width = max(1, min(BAR_WIDTH, width - len(line)))
+        self._bars.update(self._task, visible=True, description=line, completed=step, total=total)
 
     def close(self) -> None:
         """Erase the live line."""
@@ -148,9 +152,8 @@ def metrics_text(progress: Progress) -> str:
     if progress.tokens_per_s is not None:
         parts.append(format_speed(progress.tokens_per_s, progress.num_devices))
     if progress.eta_s is not None:
-        parts.append(f"ETA {'at most ' * progress.may_end_early}{format_duration(progress.eta_s)}")
-    if progress.sweep_eta_s is not None:
-        parts.append(f"sweep ETA {format_duration(progress.sweep_eta_s)}")
+        whole = "" if progress.sweep_eta_s is None else f", sweep {format_duration(progress.sweep_eta_s)}"
+        parts.append(f"ETA {'at most ' * progress.may_end_early}{format_duration(progress.eta_s)}{whole}")
     return "  ".join(parts)
 
 

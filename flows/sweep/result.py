@@ -160,7 +160,10 @@ def summary_lines(result: SweepResult) -> list[str]:
     if result.ended_by:
         lines.append(f"the budget is used up: {result.ended_by}; the same command resumes the sweep")
     if result.best is not None:
-        lines.append(f"best: point {result.best['point']}, {result.best['label']}: {result.best['score']:.4g}")
+        number, label, score = (result.best[key] for key in ("point", "label", "score"))
+        finished = [row for row in result.points[1:] if row["state"] == "finished"]
+        ties = ", ".join(str(row["point"]) for row in finished if row["score"] == score)
+        lines.append(f"best: point {number}, {label}: {score:.4g}{f'; equal to point {ties}' if ties else ''}")
         lines.append(f"best settings: {result.best_experiment}")
     if result.comparison is not None:
         lines.append(f"comparison: {result.comparison}")

@@ -196,5 +196,5 @@ class Companion:
                 self._process.kill()
                 self._process.wait()
         if not delivered:
-            log.warning("MLflow does not have all of this run yet. To deliver it: millrace sync %s", self._run_dir)
+            log.warning("not every tracker has all of this run yet. To deliver it: millrace sync %s", self._run_dir)
         return delivered

@@ -6,7 +6,7 @@ again with new times, and MLflow shows the last value of a step.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +19,15 @@ from rlcore.errors import DataError, RunInUseError, TrackingError
 from rlcore.storage.documents import open_ordinary, read_document
 from rlcore.storage.locks import HeldLock
 from rlcore.storage.publish import remove_stale_temporaries, write_text_atomically
-from rlcore.tracking.attempts import ATTEMPTS_FILE, Destination, End, FinalStatus, destination_of, read_attempts
+from rlcore.tracking.attempts import (
+    ATTEMPTS_FILE,
+    Attempt,
+    Destination,
+    End,
+    FinalStatus,
+    destination_of,
+    read_attempts,
+)
 from rlcore.tracking.connection import accepted_values, explain_error, resolve_uri
 from rlcore.tracking.journal import JOURNAL_FILE, WORKERS, EventRecord, StepRecord, iter_lines
 from rlcore.tracking.lineage import KEY_TAG, TRAINED_FOR_TAG
@@ -158,9 +166,14 @@ class Delivery(MlflowRun):
         """
         self._attempts_bytes = (self._run_dir / ATTEMPTS_FILE).stat().st_size
         attempts = read_attempts(self._run_dir)
+        try:
+            return self._catch_up_mlflow(attempts)
+        finally:
+            self._sinks.catch_up(attempts[-1][0])  # after MLflow, since an unreachable tracker takes seconds
+
+    def _catch_up_mlflow(self, attempts: Sequence[tuple[Attempt, End | None]]) -> FinalStatus | None:
         attempt, end = attempts[-1]
         is_lost = attempt.is_lost()  # before its lines are sent, since the process may write more
-        self._sinks.catch_up(attempt)  # before MLflow, which may fail
         self.create(attempts[0][0].time)
         known = [place for place, (one, _) in enumerate(attempts, 1) if one.time == self.state.attempt_time]
         if new := attempts[known[-1] if known else 0 :]:

@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 TENSORBOARD_FOLDER = "tensorboard"
 """Folder of event files in the run's folder."""
 
+INIT_TIMEOUT_S = 10.0
+"""The seconds for W&B's server to accept a run. MLflow receives nothing in this time."""
+
 
 class Sink(Protocol):
     """A tracker that receives the steps of one run in the order of the journal."""
@@ -83,7 +86,12 @@ class WandbSink:
             group=str(where.settings["name"]),
             resume="allow",
             settings=wandb.Settings(
-                console="off", silent=True, x_disable_stats=True, disable_git=True, save_code=False
+                console="off",
+                silent=True,
+                x_disable_stats=True,
+                disable_git=True,
+                save_code=False,
+                init_timeout=INIT_TIMEOUT_S,
             ),
         )
 

@@ -109,9 +109,9 @@ def test_prefect_shows_progress_validation_checkpoints_report_and_link(
     assert artifacts["progress-train"] == artifacts["progress-warm-start"] == 100.0
     measured, reward = numbers(reference.run_dir), "val-core/countdown/reward/mean_at_2"
 
-    figures = {row["figure"]: row for row in json.loads(artifacts["validation"])}
-    assert set(figures["val-core/countdown/reward/greedy"]) == {"figure", "before", "after"}
-    latest = {row["figure"]: row for row in json.loads(artifacts["latest-validation"])}
+    figures = {row["metric"]: row for row in json.loads(artifacts["validation"])}
+    assert set(figures["val-core/countdown/reward/greedy"]) == {"metric", "before", "after"}
+    latest = {row["metric"]: row for row in json.loads(artifacts["latest-validation"])}
     for step in (0, 20, 40, 60):
         low, high = (measured[step][f"{reward}/{end}"] for end in ("ci_low", "ci_high"))
         assert latest[reward][f"step {step}"] == f"{measured[step][reward]:.3f} [{low:.3f}, {high:.3f}]"

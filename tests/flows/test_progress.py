@@ -43,7 +43,7 @@ def test_labelled_display_prefixes_lines(capsys: pytest.CaptureFixture[str]) -> 
         display().event(CheckpointSaved(20, "/x"))
         display().line("done")
     assert capsys.readouterr().out.splitlines() == [
-        "point 2 seed 1  train: step 20/40  reward 0.250  ETA 25 s  sweep ETA 10:25",
+        "point 2 seed 1  train: step 20/40  reward 0.250  ETA 25 s, sweep 10:25",
         "point 2 seed 1  warm-start: step 20/40  reward 0.250  ETA 25 s",
         "point 2 seed 1  checkpoint after step 20: /x",
         "point 2 seed 1  done",
@@ -102,6 +102,15 @@ def test_terminal_has_live_and_permanent_lines() -> None:
     assert "dataset: [4,767 rows]\n" in text.replace("\x1b[2K", "").replace("\r", "")
     assert "a note" in text
     assert text.endswith("\x1b[?25h") or "\x1b[?25h" in text[-40:]
+
+
+@pytest.mark.parametrize(("width", "speed"), [(80, ""), (120, "  9,000 tokens/s")])
+def test_live_line_of_a_sweep_fits_the_terminal(width: int, speed: str) -> None:
+    screen, label = io.StringIO(), "point 1/2 seed 1 (run 1/4)"
+    console = Console(file=screen, force_terminal=True, width=width)
+    with use_display(LiveDisplay(console)), use_display(LabelledDisplay(display(), label, 600.0)):
+        display().event(step(12, eta_s=95.0, tokens_per_s=9_000.4))
+    assert f" {label}  train 12/40  reward 0.250{speed}  ETA 1:35, sweep 11:35" in screen.getvalue()
 
 
 def test_filter_reports_progress(capsys: pytest.CaptureFixture[str]) -> None:

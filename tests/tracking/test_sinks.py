@@ -8,8 +8,10 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto.wandb_internal_pb2 import Record
 
@@ -54,6 +56,7 @@ def wandb_records(content: bytes) -> Iterator[Record]:
 
 def wandb_values(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
     """Values of all offline files in the order of their creation."""
+    wandb.teardown()  # its own process has written the files
     found = defaultdict(list)
     for file in sorted(run_dir.glob("wandb/offline-run-*/*.wandb")):
         for record in wandb_records(file.read_bytes()):
@@ -105,6 +108,28 @@ def test_failing_tracker_is_reported_once_and_stops_no_other(
     assert wandb_values(run_dir) == {"reward": [(1, 1.0), (2, 2.0)]}
     client = client_of(Path(offline.paths.root))
     assert points(client, main_run(client), "reward") == [(1, 1.0), (2, 2.0)]
+
+
+def test_unreachable_tracker_is_reported_after_mlflow_has_the_run(
+    offline: RunConfig, run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sinks, "INIT_TIMEOUT_S", 1.0)
+    for name, value in (("MODE", "online"), ("BASE_URL", "http://127.0.0.1:9"), ("API_KEY", "0" * 40)):
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    journal = begin(offline, run_dir, "wandb")
+    journal.append_step(1, {"reward": 1.0})
+    journal.finish("FINISHED")
+    client, seen, init = client_of(Path(offline.paths.root)), [], sinks.WandbSink.__init__
+
+    def look(*arguments: Any) -> None:
+        seen.append((main_run(client).info.status, points(client, main_run(client), "reward")))
+        init(*arguments)
+
+    monkeypatch.setattr(sinks.WandbSink, "__init__", look)
+    sync_run(run_dir)
+    assert seen == [("FINISHED", [(1, 1.0)])]
+    (warning,) = [line for line in caplog.messages if "receives no more metrics" in line]
+    assert warning.startswith("wandb receives")
 
 
 def test_missing_login_is_refused(tmp_path: Path) -> None:

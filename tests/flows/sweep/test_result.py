@@ -62,12 +62,12 @@ def with_scores(sweep: Sweep, *scores: float | None) -> SweepStudy:
 
 
 def test_summary_counts_points_and_names_the_best(tmp_path: Path) -> None:
-    sweep = load(tmp_path)
-    study = with_scores(sweep, 0.1, 0.3)
+    sweep = load(tmp_path, text="grid: {optim.lr: [1e-4, 2e-4, 3e-4, 4e-4]}\n")
+    study = with_scores(sweep, 0.1, 0.3, 0.3)
     result = write_result(sweep, study.points(), BudgetTracker(study, sweep, "call").read(), None)
     assert summary_lines(result) == [
-        "2 of 3 points finished, 1 not finished, 0 runs worked on, 0 steps",
-        "best: point 2, optim.lr=0.0002: 0.3",
+        "3 of 4 points finished, 1 not finished, 0 runs worked on, 0 steps",
+        "best: point 2, optim.lr=0.0002: 0.3; equal to point 3",
         f"best settings: {sweep.folder / 'best.yaml'}",
     ]
     assert result.comparison is None
