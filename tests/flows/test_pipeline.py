@@ -479,7 +479,8 @@ def test_sft_evaluates_exports_and_reports(millrace: Millrace, api: Api) -> None
     run_dir = millrace.run_dir()
     flow_run = next(run for run in api.flow_runs(["pipeline"]) if run["name"] == run_dir.name)
     changed_loss = r"held-out loss \d\.\d\d -> \d\.\d\d, 8 steps"
-    assert re.fullmatch(rf"mean_at_2 0\.\d{{3}} -> 0\.\d{{3}}.*, {changed_loss}, \d+ s", flow_run["state"]["message"])
+    rewards = r"countdown mean_at_2 0\.\d{3} -> 0\.\d{3}, sums mean_at_4 0\.\d{3} -> 0\.\d{3}"
+    assert re.fullmatch(rf"{rewards}, {changed_loss}, \d+ s", flow_run["state"]["message"])
     assert re.search(changed_loss, done.out)
     tasks = api.filter("task_runs", flow_runs={"id": {"any_": [flow_run["id"]]}}, sort="EXPECTED_START_TIME_ASC")
     assert [task["name"] for task in tasks] == [
@@ -495,7 +496,7 @@ def test_sft_evaluates_exports_and_reports(millrace: Millrace, api: Api) -> None
     assert mlflow_rows(millrace.root, f"select status from runs where run_uuid in ({own})") == [("FINISHED",)]
     sent = mlflow_rows(millrace.root, f"select key, step from metrics where run_uuid in ({own})")
     assert {("sft/loss", 8), ("sft/held_out_loss", 0), ("sft/held_out_loss", 8)} <= {*sent}
-    suite = {step for key, step in sent if key == "val-core/sums/reward/mean_at_2"}
+    suite = {step for key, step in sent if key == "val-core/sums/reward/mean_at_4"}
     assert suite == {0, 8}
     model = AutoModelForCausalLM.from_pretrained(run_dir / "model")
     assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(run_dir / "model"))
