@@ -66,7 +66,7 @@ class Damage:
 
     def apply(self, root: Path) -> None:
         """Damage the only path that matches the pattern."""
-        (path,) = root.glob(self.path)
+        path = max(root.glob(self.path), key=lambda path: path.stat().st_mtime)  # models: the older one is its base
         self.action(path)
 
 

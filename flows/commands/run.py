@@ -199,7 +199,8 @@ def validate(
 
     check_before_plan(composed.config)
     checkpoint = checkpoint_name(checkpoint)
-    checkpoint_store(composed.config).step_of(checkpoint, verify=False)  # raises if it does not exist
+    if not composed.config.is_supervised:
+        checkpoint_store(composed.config).step_of(checkpoint, verify=False)  # raises if it does not exist
     with chain.open_on_console(composed, "validate", verbose=verbose) as run:
         chain.make_rows(run, chain.run_quietly)
         validation = chain.run_on_console(Validate(checkpoint), run)

@@ -5,8 +5,10 @@ from pathlib import Path
 
 from flows.stages.inputs import call_trainer, has_tokenizer, inputs_of, planned_rows
 from flows.stages.stage import Stage, StageStatus, remake_note
+from flows.stages.trials import Trial
 from flows.work.open_run import OpenRun
-from rlcore.config import WarmStartConfig
+from rlcore.config import MappedData, WarmStartConfig
+from rlcore.errors import ConfigError
 from rlcore.run.initial_policy import InitialPolicy, known_initial_policy
 from rlcore.run.inputs import configured_model, has_configured_model, planned_initial_policy
 from rlcore.storage.manifest import read_finished_or_reason
@@ -31,6 +33,17 @@ class WarmStart(Stage[InitialPolicy]):
         manifest, damage = read_finished_or_reason(place)
         detail = remake_note(damage) or (_stop_rule(config.warm_start) if config.warm_start.enabled else "model only")
         return StageStatus(self.name, place.name, place, manifest is not None, detail)
+
+    def check(self, trial: Trial) -> list[str]:
+        warm = trial.config.warm_start
+        # The rows of other tasks may have solutions, which are counted when the trainer starts.
+        has_none = all(isinstance(task, MappedData) and not task.solution for task in trial.tasks)
+        if warm.enabled and warm.demonstrations is None and has_none:
+            raise ConfigError(
+                "warm_start.enabled: must be false without demonstrations; got true with an empty data.solution. Name "
+                "the column data.solution or a file (warm_start.demonstrations), or set warm_start.enabled=false"
+            )
+        return []
 
     def find(self, run: OpenRun) -> InitialPolicy | None:
         return known_initial_policy(run.config, inputs_of(run))

@@ -343,5 +343,6 @@ def _single_datasets(run: RunConfig) -> Iterator[tuple[str, str, RunConfig]]:
     for index, part in enumerate(run.data.parts if isinstance(run.data, MixtureData) else ()):
         yield "data.parts", f"entry {index} ({part.data.task})", run.model_copy(update={"data": part.data})
     for suite in run.validation.suites:  # the warm start learns from the run's own data
-        alone = suite_settings(run, suite).model_copy(update={"warm_start": WarmStartConfig()})
+        trainer = run.trainer.model_copy(update={"total_steps": run.total_steps})
+        alone = suite_settings(run, suite).model_copy(update={"warm_start": WarmStartConfig(), "trainer": trainer})
         yield "validation.suites", suite.name, alone

@@ -10,15 +10,7 @@ from pydantic import Field, field_validator
 
 from rlcore.config.algo import OptimConfig
 from rlcore.config.base import MayChange, Run, Section, expand_home, expand_path, value_at
-from rlcore.config.data import (
-    DATA_FILE,
-    KINDS_OF_FILES,
-    CountdownData,
-    CustomData,
-    MappedData,
-    MixtureData,
-    parts_of,
-)
+from rlcore.config.data import DATA_FILE, KINDS_OF_FILES, CountdownData, CustomData, MixtureData
 from rlcore.config.problems import Problem
 from rlcore.config.rules import Bound, EffectiveWhen, Rule, rule
 
@@ -331,15 +323,6 @@ class ModelConfig(Section):
         return found if isinstance(found, int) else None
 
 
-def _has_demonstrations(warm: "WarmStartConfig", run: Run) -> Problem | None:
-    """Check that the task has solutions. A task whose rows may have some is checked when they are filtered."""
-    tasks = [part.data for part in parts_of(run.data)]
-    if not warm.enabled or warm.demonstrations or not all(isinstance(t, MappedData) and not t.solution for t in tasks):
-        return None
-    remedy = "Name the column data.solution or a file (warm_start.demonstrations), or set warm_start.enabled=false"
-    return Problem(".enabled", "must be false without demonstrations", "true with an empty data.solution", remedy)
-
-
 class WarmStartConfig(Section):
     """Supervised steps on demonstrations before the reinforcement learning. They train all weights, with or without
     adapters. If no other steps follow (`trainer.total_steps=0`), they train the adapters."""
@@ -394,5 +377,4 @@ class WarmStartConfig(Section):
              or (DATA_FILE.fullmatch(Path(own.demonstrations).name) is not None
                  and expand_path(own.demonstrations).is_file()),
              "Give its path, or leave it out: a task's own solutions are shown then"),
-        Rule((".enabled", ".demonstrations", "data"), _has_demonstrations),
     )  # fmt: skip

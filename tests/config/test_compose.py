@@ -207,9 +207,9 @@ def test_one_mistake_is_one_problem(override, expected):
 
 
 @pytest.mark.parametrize(("override", "line"), [
-    ("trainer.total_steps=0",
-     "trainer.total_steps: must be greater than or equal to 1; got 0. Steps of the run; a step samples, "
-     "scores and trains on one batch of prompts (default 100)"),
+    ("trainer.total_steps=-1",
+     "trainer.total_steps: must be greater than or equal to 0; got -1. Steps of the run; a step samples, scores and "
+     "trains on one batch of prompts. With 0, the run ends after its supervised stage (`warm_start`) (default 100)"),
     ("warm_start.stop_at_reward=x",
      "warm_start.stop_at_reward: must be a valid number; got x. Sampled reward on training problems at which "
      "the stage ends, with the last weights. None: none is sampled (default null)"),
@@ -295,7 +295,7 @@ def test_unresolved_interpolation_under_dotted_name_is_reported(key):
 
 
 def test_unknown_experiment_hides_no_mistake():
-    lines = problems("sed=1", "trainer.total_steps=0", "trainer.mini_batch_size=48", experiment="nothing")
+    lines = problems("sed=1", "trainer.total_steps=-1", "trainer.mini_batch_size=48", experiment="nothing")
     assert [line.partition(":")[0] for line in lines] == ["experiment", "trainer.total_steps", "sed"]
 
 
@@ -317,7 +317,7 @@ def test_rules_about_wrong_values_are_skipped():
 
 def test_every_kind_of_mistake_is_reported_together():
     lines = problems(
-        "algo=grppo", "a b=3", "seed=1,2", "sed=1", "trainer.total_steps=0", "rollout.engine=vlm",
+        "algo=grppo", "a b=3", "seed=1,2", "sed=1", "trainer.total_steps=-1", "rollout.engine=vlm",
         "model.path=./no/where", "trainer.mini_batch_size=48", "paths.root=${foo}", "tracking=off",
     )  # fmt: skip
     keys = ["algo", "override", "seed", "paths.root", "rollout.engine", "trainer.total_steps", "tracking", "sed"]

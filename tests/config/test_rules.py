@@ -25,6 +25,8 @@ data.parts: data.task=mixture data.parts=[] | $MIXTURE
 data.parts: data.task=mixture + data.parts=[{data:{task:countdown}},{data:{task:custom},name:all}] |
     data.parts=[{data:{task:countdown}},{data:{task:custom},name:mine}]
 data.scorer: $MIXTURE + data.scorer=a.b:c |
+trainer.total_steps: trainer.total_steps=0 | trainer.total_steps=1
+trainer.total_steps: warm_start.enabled=true + trainer.total_steps=0 pass_rates.samples=2 | trainer.total_steps=0
 data.parts: data.task=mixture + data.parts=[{data:{task:countdown,min_numbers:5}},{data:{task:custom}}] |
     data.parts=[{data:{task:countdown,min_numbers:4}},{data:{task:custom}}]
 reward.num_processes: data.task=reasoning_gym data.scorer=data.reasoning_gym:score + | reward.num_processes=1

@@ -84,6 +84,7 @@ CASES = [
     ("", "runtime.backend=ray", "runtime.ray_address=auto"),
     ("runtime.device=cpu", "", "runtime.fit_memory=auto"),
     ("", "runtime.profile.first_step=2", "runtime.profile.num_steps=3"),
+    *[("trainer.total_steps=0", "", word) for word in ("trainer.batch_size=9", "optim.lr=0.1", "algo.clip_low=0.1")],
     ("tracking.enabled=false", "", "tracking.log_best=true"),
 ]  # fmt: skip
 

@@ -66,6 +66,15 @@ def test_each_stage_runs_alone(stack: Stack) -> None:
     assert {"before.json", "after.json", "report.html"} <= files
 
 
+def test_sft_ends_after_the_supervised_stage(stack: Stack) -> None:
+    given = ["name=alone", "warm_start.enabled=true", "warm_start.max_steps=4", "warm_start.stop_at_reward=null"]
+    run = stack.wait(stack.start("pipeline/sft", overrides=[*given, *UNTRACKED]), "COMPLETED")
+    assert re.search(r"held-out loss \d\.\d\d -> \d\.\d\d, 4 steps, \d+ s", run["state"]["message"])
+    files = {path.name for path in stack.run_dir("alone").rglob("*")}
+    assert {"before.json", "after.json", "report.html", "model.safetensors"} <= files
+    assert "checkpoints" not in files
+
+
 # ---------------------------------------------------------------------- sweeps on workers
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 from mlflow import MlflowClient
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlcore.evaluation.result import ValidationResult
 from rlcore.run.failures import read_failures
@@ -461,3 +462,79 @@ def test_full_disk_pauses_the_flow_run(millrace: Millrace, api: Api, reference: 
         assert str(runs) in wait_for_event(api, millrace, "paused_for_disk")["text"]
         assert "there is room again" in wait_for_event(api, millrace, "disk_room")["text"]
         assert numbers(millrace.run_dir()) == numbers(reference.run_dir)
+
+
+# ---------------------------------------------------------------------- supervised steps alone
+
+SFT = (
+    "experiment=debug", "warm_start.max_steps=8", "warm_start.steps_per_chunk=4", "warm_start.check_every=4",
+    "warm_start.stop_at_reward=null", "runtime.stop_deadline_s=200",
+    "validation.suites=[{name:sums,data:{task:countdown,train_size:8,validation_size:8,min_numbers:3,max_numbers:3,"
+    "number_high:20,target_high:40,operations:[+,-],template:bare},seed:9}]",
+)  # fmt: skip
+
+
+def test_sft_evaluates_exports_and_reports(millrace: Millrace, api: Api) -> None:
+    done = millrace("sft", *SFT, code=0)
+    run_dir = millrace.run_dir()
+    flow_run = next(run for run in api.flow_runs(["pipeline"]) if run["name"] == run_dir.name)
+    changed_loss = r"held-out loss \d\.\d\d -> \d\.\d\d, 8 steps"
+    rewards = r"countdown mean_at_2 0\.\d{3} -> 0\.\d{3}, sums mean_at_4 0\.\d{3} -> 0\.\d{3}"
+    assert re.fullmatch(rf"{rewards}, {changed_loss}, \d+ s", flow_run["state"]["message"])
+    assert re.search(changed_loss, done.out)
+    tasks = api.filter("task_runs", flow_runs={"id": {"any_": [flow_run["id"]]}}, sort="EXPECTED_START_TIME_ASC")
+    assert [task["name"] for task in tasks] == [
+        "dataset countdown", "suite sums", "filter to 32 tokens", "validate/debug before", "warm-start debug",
+        "validate/debug after", "export debug", "export debug best", "report/debug",
+    ]  # fmt: skip
+    for name in ("before", "after"):
+        assert ValidationResult.read(run_dir / "suites" / "sums" / f"{name}.json").problems
+    report = json.loads((run_dir / "report" / "report.json").read_text())
+    assert (report["state"], report["missing"]) == ("8 supervised steps", [])
+    assert {"supervised", "accuracy"} <= {file.stem for file in (run_dir / "report" / "figures").glob("*.svg")}
+    own = f"select run_uuid from tags where key = 'millrace.run_id' and value = '{run_dir.name}'"
+    assert mlflow_rows(millrace.root, f"select status from runs where run_uuid in ({own})") == [("FINISHED",)]
+    sent = mlflow_rows(millrace.root, f"select key, step from metrics where run_uuid in ({own})")
+    assert {("sft/loss", 8), ("sft/held_out_loss", 0), ("sft/held_out_loss", 8)} <= {*sent}
+    suite = {step for key, step in sent if key == "val-core/sums/reward/mean_at_4"}
+    assert suite == {0, 8}
+    model = AutoModelForCausalLM.from_pretrained(run_dir / "model")
+    assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(run_dir / "model"))
+
+    again = millrace("sft", *SFT, code=0)
+    assert "finished, there is nothing to do" in again.out
+    forked = millrace("sft", *SFT[:-1], "name=more", "--fork", run_dir.name, "--dry-run", code=0)
+    assert str(run_dir / "model") in millrace("sft", *SFT[:-1], "name=more", "--fork", run_dir.name, "--cfg", "job").out
+    assert "warm-start" in forked.out
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("trainer.total_steps=5",), r"trainer\.total_steps: is given more than once, .*got 5 and 0"),
+        (("pass_rates.samples=2",), r"trainer\.total_steps: must be 1 or more with pass rates"),
+        (("-m", "seed=1,2"), r"trainer\.total_steps: must be 1 or more in a sweep"),
+        (("warm_start.demonstrations=talks.jsonl",), r"warm_start\.demonstrations: must be a file that exists"),
+    ],
+)  # fmt: skip
+def test_sft_refuses_wrong_settings_before_a_start(bare: Millrace, words: tuple[str, ...], problem: str) -> None:
+    done = bare("sft", "experiment=debug", *words, code=2)
+    assert re.search(problem, done.err), done.err
+    assert not (bare.root / "runs").exists()
+
+
+def test_sft_refuses_a_task_without_solutions_before_a_start(bare: Millrace, tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps({"q": f"What is 1 and 1, {split}?", "a": "2"}))
+    rows = ("data=mapped", f"data.source={tmp_path}", "data.question=q", "data.answer=a", "data.scorer=data.math:score")
+    more = ("model.path=owner/name", "reward.num_processes=1", "filter.max_prompt_tokens=56")
+    done = bare("sft", "experiment=debug", *rows, *more, code=2)
+    assert done.err.startswith("warm_start.enabled: must be false without demonstrations"), done.err
+    assert not (bare.root / "runs").exists()
+
+
+def test_sft_refuses_an_empty_file_before_a_start(bare: Millrace, tmp_path: Path) -> None:
+    (tmp_path / "talks.jsonl").touch()
+    done = bare("sft", "experiment=debug", f"warm_start.demonstrations={tmp_path / 'talks.jsonl'}", code=1)
+    assert "talks.jsonl must have rows, and is empty" in done.err
+    assert not (bare.root / "runs").exists()

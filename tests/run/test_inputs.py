@@ -169,15 +169,15 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
         "filtered/*/train.parquet",
         "filtered/*/validation.parquet",
         "tokenizers/*/tokenizer.json",
-        "models/*/model.safetensors",
-        "models/*/config.json",
+        "models/{model}/model.safetensors",
+        "models/{model}/config.json",
     ],
 )
 def test_damaged_input_is_made_again(
     prepared: SmallRun, tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str
 ) -> None:
     shutil.copytree(prepared.config.paths.root, tmp_path / "root")
-    (damaged,) = (tmp_path / "root").glob(file)
+    (damaged,) = (tmp_path / "root").glob(file.format(model=prepared.model_directory.name))
     whole = damaged.read_bytes()
     flip(damaged)
     again = prepare(tmp_path / "root", "warm_start.max_steps=3")
