@@ -338,7 +338,7 @@ class WarmStartConfig(Section):
     misdirected_share: Annotated[
         float,
         EffectiveWhen(".demonstrations", "null"),
-        EffectiveWhen("data.task", unless="gsm8k mapped reasoning_gym",
+        EffectiveWhen("data.task", unless="gsm8k mapped reasoning_gym verifiers",
                       remedy="Choose a task whose rows have a distractor, such as data=countdown"),
     ] = Field(default=0.0, ge=0, lt=1)  # fmt: skip
     """The share of demonstrations whose equation reaches another target than the one in the prompt. The model learns

@@ -201,8 +201,10 @@ class RewardConfig(Section):
              lambda own, run: isinstance(run.data, MixtureData) or own.num_processes > 0
              or run.data.scorer not in ("data.math:score", BY_ROW), "Set reward.num_processes=2"),
         rule(".num_processes", "data.scorer",
-             "must be 1 or more with data.scorer=data.reasoning_gym:score, which calls another package on any response",
-             lambda own, run: run.data.scorer != "data.reasoning_gym:score" or own.num_processes > 0,
+             "must be 1 or more with data.scorer=data.reasoning_gym:score or data.verifiers:score, which call another "
+             "package on any response",
+             lambda own, run: run.data.scorer not in ("data.reasoning_gym:score", "data.verifiers:score")
+             or own.num_processes > 0,
              "Set reward.num_processes=2"),
         rule(".num_processes", "data.scorer",
              "must be 1 or more with a scorer data.judge:score: so many responses are scored concurrently",
