@@ -1,7 +1,7 @@
 """Tasks of the package verifiers: the prompts and rewards of a taskset, without a harness.
 
 The ground truth of a row is the taskset's name, its options and the task's data as JSON. A taskset whose tasks need
-tools, a runtime or an environment of their own is refused.
+tools, a runtime or a separate environment is refused.
 """
 
 import inspect
@@ -41,7 +41,7 @@ def inputs(settings: "VerifiersData") -> dict[str, str]:
             "data=verifiers: the package verifiers must be installed, and is not. In the checkout: "
             "pip install -e '.[verifiers]'"
         )
-    _taskset(settings.taskset, json.dumps(settings.options))
+    _taskset(settings.taskset, json.dumps(settings.taskset_options))
     digests = {source.name: source.sha256 for source in code_for(settings.taskset)}
     return {PACKAGE: metadata.version(PACKAGE), **digests}
 
@@ -51,8 +51,8 @@ def build(settings: "VerifiersData", seed: int) -> TaskRows:
 
     With `validation_options`, the held-out tasks are those of the taskset with these options.
     """
-    count, split = settings.validation_size, {**settings.options, **settings.validation_options}
-    rows = _rows(settings, settings.options, seed)
+    count, split = settings.validation_size, {**settings.taskset_options, **settings.validation_options}
+    rows = _rows(settings, settings.taskset_options, seed)
     held_out = list(islice(_rows(settings, split, seed) if settings.validation_options else rows, count))
     train = islice(rows, settings.train_size)
     name = settings.taskset.partition(":")[0]
@@ -120,7 +120,7 @@ def _taskset(name: str, options: str) -> Any:
         tasks: Any = kind(config.model_validate(json.loads(options)))
     except Exception as error:  # a user's module can raise anything
         raise DataError(
-            "data.taskset: must name a taskset as module:Class, with fields of its config in data.options; got "
+            "data.taskset: must name a taskset as module:Class, with fields of its config in data.taskset_options; got "
             f"{name!r} with {options} ({type(error).__name__}: {error}). {MODULE_REMEDY}."
         ) from error
     module = name.partition(":")[0]

@@ -254,10 +254,10 @@ class VerifiersData(Conversation):
     """The task in `data/` that creates the rows."""
     taskset: str = ""
     """The taskset as `module:Class`."""
-    options: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    taskset_options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Fields of the taskset's config, such as `split: train`."""
     validation_options: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    """Fields of the config for the held-out tasks, beyond `options`. If {}, held-out tasks are drawn from the same
+    """Fields of the config for the held-out tasks, beyond `taskset_options`. If {}, held-out tasks are drawn from the same
     taskset as the training tasks."""
     train_size: int = Field(default=10_000, ge=1)
     """The most rows in the training split."""
