@@ -68,7 +68,7 @@ def _rows(settings: "VerifiersData", options: Mapping[str, Any], seed: int) -> I
         truth = {
             "taskset": settings.taskset,
             "options": document,
-            "task": task.data.model_dump_json(exclude_defaults=True),
+            "task": task.data.model_dump_json(),
         }
         yield Row(tuple(_messages(settings.taskset, task.data)), truth)
 
