@@ -37,6 +37,7 @@ from rlcore.config.data import (
     ParquetData,
     ReasoningGymData,
     TaskData,
+    VerifiersData,
     has_default_scorer,
     parts_of,
     scorer_of_row,
@@ -146,7 +147,7 @@ class ReferenceReport:
 
 def is_checked(data: TaskData) -> bool:
     """Return whether references are checked. Environments, judges and generated problems are exempt."""
-    is_generated = isinstance(data, CountdownData | ReasoningGymData)
+    is_generated = isinstance(data, CountdownData | ReasoningGymData | VerifiersData)
     return not (data.environment or data.scorer == JUDGE or (is_generated and has_default_scorer(data)))
 
 

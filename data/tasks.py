@@ -29,7 +29,7 @@ _PLACES: Mapping[str, tuple[str, ...]] = {
     "mapped": ("revision",),  # `source` counts, because it may name the rows
 }
 """The settings with paths of files. The fingerprint has the digests of the files instead."""
-_GENERATED = ("countdown", "reasoning_gym", "custom")
+_GENERATED = ("countdown", "reasoning_gym", "verifiers", "custom")
 """The tasks with rows that depend on the seed."""
 
 

@@ -29,6 +29,7 @@ from rlcore.config.data import (
     ParquetData,
     ReasoningGymData,
     TaskData,
+    VerifiersData,
     scorer_of_row,
 )
 from rlcore.errors import DataError, MillraceError
@@ -58,7 +59,7 @@ def first_row(config: TaskData, seed: int, root: Path) -> FirstRow | None:
     dataset = dataset_directory(dataset_fingerprint(config, seed), root)
     if read_manifest(dataset) is not None:
         return _read_first_row(config, dataset / "train.parquet")
-    if isinstance(config, CustomData):
+    if isinstance(config, CustomData | VerifiersData):
         return _build_in_process(config, seed)
     if is_on_hub(config):
         return None  # files of the hub are fetched when the dataset is made
@@ -133,7 +134,7 @@ def _truth_json(config: TaskData, data_source: str, ground_truth: object) -> str
     return with_scorer(ground_truth_json(ground_truth), scorer)
 
 
-def _build_in_process(config: CustomData, seed: int) -> FirstRow | None:
+def _build_in_process(config: CustomData | VerifiersData, seed: int) -> FirstRow | None:
     request = json.dumps({"config": config.model_dump(mode="json"), "seed": seed})
     try:
         done = subprocess.run(
@@ -146,19 +147,24 @@ def _build_in_process(config: CustomData, seed: int) -> FirstRow | None:
     lines = [line for line in done.stdout.split("\n") if line.startswith(_MARK)]
     result: dict[str, Any] = json.loads(lines[-1].removeprefix(_MARK)) if lines else {}
     if "error" in result or not result:
-        raise DataError(result.get("error") or f"data.build: {config.build} ended its process ({done.returncode})")
+        raise DataError(result.get("error") or f"{_named(config)} ended its process ({done.returncode})")
     return FirstRow(**result)
+
+
+def _named(config: CustomData | VerifiersData) -> str:
+    return f"data.build: {config.build}" if isinstance(config, CustomData) else f"data.taskset: {config.taskset}"
 
 
 def _main() -> None:
     request = json.load(sys.stdin)
-    config = CustomData.model_validate(request["config"])
+    kind = CustomData if request["config"]["task"] == "custom" else VerifiersData
+    config = kind.model_validate(request["config"])
     try:
         result = asdict(_build_first_row(config, request["seed"]))
     except MillraceError as error:
         result = {"error": str(error)}
     except Exception as error:  # a user's build can raise anything
-        result = {"error": f"data.build: {config.build} failed to make its first row: {type(error).__name__}: {error}"}
+        result = {"error": f"{_named(config)} failed to make its first row: {type(error).__name__}: {error}"}
     sys.stdout.write(f"\n{_MARK}{json.dumps(result)}\n")
 
 

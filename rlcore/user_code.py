@@ -146,12 +146,13 @@ def _path_in_copy(folder: Path, name: str) -> Path:
 
 
 def named_functions(config: "RunConfig") -> tuple[str, ...]:
-    """Return every `module:function` of the settings: scorers, builders, environments, tools, loss and advantage."""
-    from rlcore.config.data import CustomData, parts_of, scorers_of
+    """Return every `module:function` of the settings, such as scorers, environments and losses, and every taskset."""
+    from rlcore.config.data import CustomData, VerifiersData, parts_of, scorers_of
 
     tasks = [part.data for part in parts_of(config.data)] + [suite.data for suite in config.validation.suites]
     named = [scorer for data in tasks for scorer in scorers_of(data)]
     named += [data.build for data in tasks if isinstance(data, CustomData)]
+    named += [data.taskset for data in tasks if isinstance(data, VerifiersData)]
     named += [config.data.environment, *(suite.data.environment for suite in config.validation.suites)]
     named += [*config.episode.tools, config.algo.policy_loss, config.algo.advantage, config.reward.judge.rules]
     return tuple(dict.fromkeys(name for name in named if ":" in name))

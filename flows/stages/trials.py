@@ -12,7 +12,7 @@ from rlcore import sandbox
 from rlcore.config import AlgoConfig, CountdownData, CustomData, Gsm8kData, RewardConfig, RunConfig
 from rlcore.config.data import TaskData, has_default_scorer, parts_of
 from rlcore.errors import ConfigError, EngineError, TrialError
-from rlcore.rollout.environment import PLAY, Episode, turn_from_score
+from rlcore.rollout.environment import PLAY, Episode, is_repeatable, resolve_environment, turn_from_score
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.rollout.scoring_worker import weights_problem
 from rlcore.rollout.tools import tool_schemas
@@ -115,7 +115,8 @@ def _try_scorer(scorer: str, row: "FirstRow", config: RunConfig) -> None:
     sandbox.set_limits(config.sandbox)
     responses = list(dict.fromkeys((row.solution or WRONG_RESPONSE, WRONG_RESPONSE, "")))
     settings = config.reward.model_copy(update={"num_processes": 1})
-    scores = _score_once(scorer, responses, row.ground_truth_json, settings, "reward")
+    with ScoringPool(scorer, settings, num_logged=0) as pool:
+        scores = _score_once(pool, responses, row.ground_truth_json, settings)
     for response, score in zip(responses, scores, strict=True):
         if score.failure:
             if problem := weights_problem(score.failure):
@@ -139,32 +140,41 @@ def judge_failure_message(failure: str) -> str:
 
 
 def _try_environment(row: "FirstRow", config: RunConfig) -> None:
-    settings = RewardConfig(num_processes=1, deadline_s=config.episode.deadline_s)
-    episode = Episode.start("tried", config, row.ground_truth_json, config.seed)
-    (score,) = _score_once(PLAY, [episode.to_json()], episode.truth, settings, "episode")
-    if not score.failure:
-        episode.replies.append(turn_from_score(score).reply)
-        episode.texts.append(WRONG_RESPONSE)
-        (score,) = _score_once(PLAY, [episode.to_json()], episode.truth, settings, "episode")
-    if score.failure:
+    """Play one turn. A repeatable environment plays it again in another process, with the same replies."""
+    name = config.data.environment
+    played = [_first_replies(row, config) for _ in range(1 + is_repeatable(resolve_environment(name)))]
+    if played[0] != played[-1]:
         raise TrialError(
-            f"data.environment: must begin with any row and reply to any text; got {config.data.environment}, which "
-            f"failed in {'step' if episode.texts else 'reset'} on the task's first row, {row.ground_truth_json[:200]}: "
-            f"{score.failure}. docs/environments.md describes their return values"
+            f"data.environment: must repeat its replies, or declare repeatable = False; got {name}, which replied "
+            f"{played[0]} and {played[-1]} to the same texts. Let it use the row's seed (docs/environments.md)"
         )
 
 
-def _score_once(
-    scorer: str, responses: Sequence[str], truth_json: str, settings: RewardConfig, section: str
-) -> list[Score]:
-    with ScoringPool(scorer, settings, section=section, num_logged=0) as pool:
-        job = pool.submit(responses, [truth_json] * len(responses))
-        if not job.done.wait(len(responses) * settings.deadline_s + FIRST_CALL_S):
-            return [Score(0.0, {}, failure="timed out")] * len(responses)
-        try:
-            return pool.collect(job)
-        except EngineError as error:
-            raise TrialError(str(error)) from error
+def _first_replies(row: "FirstRow", config: RunConfig) -> list[str]:
+    settings = RewardConfig(num_processes=1, deadline_s=config.episode.deadline_s)
+    episode = Episode.start("tried", config, row.ground_truth_json, config.seed)
+    with ScoringPool(PLAY, settings, section="episode", num_logged=0) as pool:
+        while len(episode.replies) < 2:
+            (score,) = _score_once(pool, [episode.to_json()], episode.truth, settings)
+            if score.failure:
+                raise TrialError(
+                    f"data.environment: must begin with any row and reply to any text; got {config.data.environment}, "
+                    f"which failed in {'step' if episode.texts else 'reset'} on the task's first row, "
+                    f"{row.ground_truth_json[:200]}: {score.failure}. docs/environments.md describes the return values"
+                )
+            episode.replies.append(turn_from_score(score).reply)
+            episode.texts.append(WRONG_RESPONSE)
+    return [reply[:80] for reply in episode.replies]
+
+
+def _score_once(pool: ScoringPool, responses: Sequence[str], truth_json: str, settings: RewardConfig) -> list[Score]:
+    job = pool.submit(responses, [truth_json] * len(responses))
+    if not job.done.wait(len(responses) * settings.deadline_s + FIRST_CALL_S):
+        return [Score(0.0, {}, failure="timed out")] * len(responses)
+    try:
+        return pool.collect(job)
+    except EngineError as error:
+        raise TrialError(str(error)) from error
 
 
 def try_tokenizer(directory: Path, rows: "list[FirstRow]", config: RunConfig) -> None:

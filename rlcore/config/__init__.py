@@ -13,6 +13,7 @@ from rlcore.config.data import (
     ParquetData,
     PassRatesConfig,
     ReasoningGymData,
+    VerifiersData,
 )
 from rlcore.config.model import LoraConfig, ModelConfig, ScratchModel, WarmStartConfig
 from rlcore.config.rollout import (

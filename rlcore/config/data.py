@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field
 
@@ -250,8 +250,34 @@ class ReasoningGymData(Conversation):
     scorer: Scorer = "data.reasoning_gym:score"
 
 
+class VerifiersData(Conversation):
+    """Tasks of a taskset of the package verifiers, with its rewards and without a harness."""
+
+    task: Literal["verifiers"] = "verifiers"
+    """The task in `data/` that creates the rows."""
+    taskset: str = ""
+    """The taskset as `module:Class`."""
+    taskset_options: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    """Fields of the taskset's config, such as `split: train`."""
+    validation_options: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    """Fields of the config for the held-out tasks, beyond `taskset_options`. If {}, held-out tasks are drawn from the same
+    taskset as the training tasks."""
+    train_size: int = Field(default=10_000, ge=1)
+    """The most rows in the training split."""
+    validation_size: int = Field(default=500, ge=1)
+    """The most rows in the validation split."""
+    template: Literal["chat", "text"] = "chat"
+    """`chat` applies the tokenizer's chat template. `text` is the prompt alone."""
+    scorer: Scorer = "data.verifiers:score"
+    checks = (
+        rule(".taskset", ".task", "must be `module:Class` with data=verifiers",
+             lambda own, _: is_function_name(own.taskset), "Such as my_tasks:MyTaskset"),
+    )  # fmt: skip
+
+
 TaskData = Annotated[
-    CountdownData | Gsm8kData | ParquetData | MappedData | CustomData | ReasoningGymData, Field(discriminator="task")
+    CountdownData | Gsm8kData | ParquetData | MappedData | CustomData | ReasoningGymData | VerifiersData,
+    Field(discriminator="task"),
 ]
 
 
@@ -299,13 +325,12 @@ class MixtureData(Conversation):
 
 
 DataConfig = Annotated[
-    CountdownData | Gsm8kData | ParquetData | MappedData | CustomData | ReasoningGymData | MixtureData,
+    CountdownData | Gsm8kData | ParquetData | MappedData | CustomData | ReasoningGymData | VerifiersData | MixtureData,
     Field(discriminator="task"),
 ]
 
 TASKS: Mapping[str, type[Section]] = {
-    section.model_fields["task"].default: section
-    for section in (CountdownData, Gsm8kData, ParquetData, MappedData, CustomData, ReasoningGymData, MixtureData)
+    section.model_fields["task"].default: section for section in get_args(get_args(DataConfig)[0])
 }
 """The settings class of each task, by the name of the task."""
 

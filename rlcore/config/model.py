@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 
 from rlcore.config.algo import OptimConfig
 from rlcore.config.base import MayChange, Run, Section, expand_home, expand_path, value_at
-from rlcore.config.data import DATA_FILE, KINDS_OF_FILES, CountdownData, CustomData, MixtureData
+from rlcore.config.data import DATA_FILE, KINDS_OF_FILES, CountdownData, CustomData, MixtureData, VerifiersData
 from rlcore.config.problems import Problem
 from rlcore.config.rules import Bound, EffectiveWhen, Rule, rule
 
@@ -94,8 +94,8 @@ def _has_tokenizer_for_prompts(model: "ModelConfig", run: Run) -> Problem | None
     """Check that the tokenizer of a randomly initialized model, which has only integers and operators, covers the
     prompts."""
     data, largest = run.data, model.scratch.max_integer
-    # The prompts of a custom task are not known here; the filter refuses words without a token.
-    if model.path is not None or isinstance(data, CustomData | MixtureData):
+    # The prompts of a user's task are not known here; the filter refuses words without a token.
+    if model.path is not None or isinstance(data, CustomData | VerifiersData | MixtureData):
         return None
     says = "is unset, and a randomly initialized model reads bare countdown prompts only"
     remedy = "Set model.path to a directory or hub id"
@@ -361,7 +361,7 @@ class WarmStartConfig(Section):
     misdirected_share: Annotated[
         float,
         EffectiveWhen(".demonstrations", "null"),
-        EffectiveWhen("data.task", unless="gsm8k mapped reasoning_gym",
+        EffectiveWhen("data.task", unless="gsm8k mapped reasoning_gym verifiers",
                       remedy="Choose a task whose rows have a distractor, such as data=countdown"),
     ] = Field(default=0.0, ge=0, lt=1)  # fmt: skip
     """The share of demonstrations whose equation reaches another target than the one in the prompt. The model learns

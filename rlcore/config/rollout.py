@@ -201,8 +201,10 @@ class RewardConfig(Section):
              lambda own, run: isinstance(run.data, MixtureData) or own.num_processes > 0
              or run.data.scorer not in ("data.math:score", BY_ROW), "Set reward.num_processes=2"),
         rule(".num_processes", "data.scorer",
-             "must be 1 or more with data.scorer=data.reasoning_gym:score, which calls another package on any response",
-             lambda own, run: run.data.scorer != "data.reasoning_gym:score" or own.num_processes > 0,
+             "must be 1 or more with data.scorer=data.reasoning_gym:score or data.verifiers:score, which call another "
+             "package on any response",
+             lambda own, run: run.data.scorer not in ("data.reasoning_gym:score", "data.verifiers:score")
+             or own.num_processes > 0,
              "Set reward.num_processes=2"),
         rule(".num_processes", "data.scorer",
              "must be 1 or more with a scorer data.judge:score: so many responses are scored concurrently",
@@ -258,6 +260,12 @@ class EpisodeConfig(Section):
     """The functions that the model may call, each as `module:function`, for
     data.environment=rlcore.rollout.tools:Tools. A chat template shows them to the model, so each needs type hints and a
     docstring with `Args:`."""
+    server: Annotated[str, MayChange] = ""
+    """The address of the server of data.environment=data.openenv:OpenEnv, such as `http://127.0.0.1:8000`. A key is not
+    part of the address."""
+    server_key_variable: Annotated[str, MayChange] = Field(default="", pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")
+    """The environment variable with the server's key, which is sent as a bearer token. '' is for a server without a
+    key."""
     max_turns: int = Field(default=8, ge=1)
     """The most turns of the model. The last turn is scored too, and the environment's reply to it is dropped."""
     max_turn_tokens: int = Field(default=0, ge=0)
@@ -284,6 +292,12 @@ class EpisodeConfig(Section):
              "must name a tool or more with data.environment=rlcore.rollout.tools:Tools, which calls them",
              lambda own, run: run.data.environment != "rlcore.rollout.tools:Tools" or bool(own.tools),
              "Such as [data.arithmetic:calculate]"),
+        rule(".server", "", "must be http:// or https:// with host and port, without user, password and query, or ''",
+             lambda own, _: not own.server or _is_endpoint(own.server),
+             "Such as http://127.0.0.1:8000, with a key in the variable that episode.server_key_variable names"),
+        rule(".server", "data.environment", "must name the server of data.environment=data.openenv:OpenEnv",
+             lambda own, run: not run.data.environment.startswith("data.openenv:") or bool(own.server),
+             "Such as http://127.0.0.1:8000"),
     )  # fmt: skip
 
 

@@ -3,10 +3,12 @@
 Turns run in the processes of the scoring pool (`rlcore.rollout.scoring`) with a deadline. A process that hangs or dies
 is replaced. An environment stays in one process between turns. If that process is lost, another process creates the
 environment again and repeats the turns. Replies must therefore depend only on the row and the texts, and a repeated
-turn with a different reply is an error. This module does not load torch.
+turn with a different reply is an error. An environment with `repeatable = False` is not created again, and its episode
+is lost. This module does not load torch.
 """
 
 import asyncio
+import contextlib
 import inspect
 import json
 from collections import OrderedDict
@@ -47,8 +49,12 @@ class Environment(Protocol):
     """The environment of one episode. A new object is created for every episode, and both methods may be `async`.
 
     With `episode.tools`, the class is called with the arguments `tools` and `scorer`, like
-    `rlcore.rollout.tools.Tools`. Otherwise the class is called without arguments.
+    `rlcore.rollout.tools.Tools`. With `episode.server`, it is called with `server`, `key_variable` and `deadline_s`,
+    like `data.openenv.OpenEnv`. Otherwise the class is called without arguments. A method `close`, if there is one, is
+    called when the environment is no longer used.
     """
+
+    # A class attribute `repeatable = False` declares that replies depend on more than the row, its seed and the texts.
 
     def reset(self, row: Mapping[str, Any]) -> str | Awaitable[str | None] | None:
         """Start the episode, and return an optional first message that follows the prompt.
@@ -86,7 +92,12 @@ class Episode:
         truth = json.loads(ground_truth_json)
         row = truth if isinstance(truth, dict) else {"answer": truth}
         own = {OWN_SEED: row["seed"]} if "seed" in row else {}
-        options = {"tools": config.episode.tools, "scorer": config.data.scorer} if config.episode.tools else {}
+        episode, options = config.episode, dict[str, Any]()
+        if episode.tools:
+            options |= {"tools": episode.tools, "scorer": config.data.scorer}
+        if episode.server:
+            key, limit_s = episode.server_key_variable, episode.deadline_s
+            options |= {"server": episode.server, "key_variable": key, "deadline_s": limit_s}
         asked = {"environment": config.data.environment, "options": options, "row": {**row, **own, "seed": seed}}
         limit = _CHARACTERS_PER_TOKEN * config.episode.max_tool_tokens
         return cls(name, json.dumps(asked), limit, max_kept=max_kept)
@@ -101,6 +112,11 @@ def turn_from_score(score: Score) -> Turn:
     """Return the turn that `play` encoded as a score."""
     reply, done = json.loads(score.said or '["", true]')
     return Turn(reply, done, score.total, score.parts)
+
+
+def is_repeatable(kind: type[Environment]) -> bool:
+    """Return whether the replies of an environment depend on the row, its seed and the texts alone."""
+    return bool(getattr(kind, "repeatable", True))
 
 
 def resolve_environment(name: str) -> type[Environment]:
@@ -130,6 +146,9 @@ def play(response: str, ground_truth: Mapping[str, object]) -> Score:
     texts, replies, limit = asked["texts"], asked["replies"], asked["max_characters"]
     environment, read = _environments.pop(asked["name"], (None, []))
     if environment is None or not texts or read != texts[:-1]:
+        _close(environment)
+        if texts and not is_repeatable(kind):
+            raise LookupError("the process of this episode was lost, and its turns are not repeated (repeatable=False)")
         environment = kind(**options)
         first = await_value(environment.reset(cast(Mapping[str, Any], ground_truth["row"])))
         turn = Turn(_clean_reply(first or "", limit))
@@ -139,11 +158,19 @@ def play(response: str, ground_truth: Mapping[str, object]) -> Score:
             turn = _step(environment, text, limit)
     else:
         turn = _step(environment, texts[-1], limit)
-    if not turn.done:
+    if turn.done:
+        _close(environment)
+    else:
         _environments[asked["name"]] = environment, texts
         while len(_environments) > asked["max_kept"]:
-            _environments.popitem(last=False)
+            _close(_environments.popitem(last=False)[1][0])
     return Score(turn.reward, turn.parts, json.dumps([turn.reply, turn.done]))
+
+
+def _close(environment: Environment | None) -> None:
+    if (close := getattr(environment, "close", None)) is not None:
+        with contextlib.suppress(Exception):  # the turn is finished
+            await_value(close())
 
 
 def _step(environment: Environment, text: str, limit: int) -> Turn:

@@ -35,7 +35,9 @@ def test_every_member_of_every_group_composes():
     needs = {
         ("critic", "default"): ["algo=ppo"],
         ("data", "mixture"): ["data.parts=[{data:{task:countdown}},{data:{task:custom}}]"],
+        ("data", "openenv"): ["episode.server=http://127.0.0.1:8000"],
         ("data", "parquet"): ["data.train_file=README.md", "data.validation_file=README.md"],
+        ("data", "verifiers"): ["data.taskset=a:B"],
         ("model", "scratch"): ["experiment=debug"],
     }
     for group in GROUPS:

@@ -31,7 +31,7 @@ FULL: dict[str, Any] = {
     "algo": {"advantage": "gae", "teacher": {"path": "a/teacher"}},
     "tags": {"owner": "me"},
 }
-DATA_TASKS = ("countdown", "custom", "gsm8k", "mapped", "mixture", "parquet", "reasoning_gym")
+DATA_TASKS = ("countdown", "custom", "gsm8k", "mapped", "mixture", "parquet", "reasoning_gym", "verifiers")
 TASKS: dict[str, dict[str, Any]] = {task: FULL | {"data": {"task": task}} for task in DATA_TASKS}
 COUNTS_WITH = {"warm_start.enabled": {"warm_start.steps_per_chunk"}}
 """Other settings that count only with a key."""

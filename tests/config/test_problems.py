@@ -86,6 +86,7 @@ def test_keys_and_sections():
     assert not is_key("algo.kl")
     assert not is_key("algo.kl.nothing")
     options = {"data.chat_template_kwargs", "algo.policy_loss_options", "algo.advantage_options", "reward.weights"}
+    options |= {"data.taskset_options", "data.validation_options"}
     assert free_mappings() == {"tags", "algo.teacher.by_source", *options}
     assert {"algo", "algo.kl", "critic.optim", "model.lora"} <= section_names()
     assert "seed" not in section_names()

@@ -57,6 +57,11 @@ data.scorer: data.scorer=a:c:d | data.scorer=b:c
 data.scorer: data.scorer=a..b:c | data.scorer=b:c
 reward.deadline_s: data.scorer=data.code:score + sandbox.time_s=5 |
 episode.tools: data.environment=rlcore.rollout.tools:Tools + | episode.tools=[data.arithmetic:calculate]
+episode.server: data.environment=data.openenv:OpenEnv + | episode.server=http://127.0.0.1:8000
+episode.server: data.environment=a:B + episode.server=http://me:secret@host:8000 | episode.server=http://host:8000
+episode.server: data.environment=a:B + episode.server=ws://host:8000 | episode.server=https://host/play
+data.taskset: data.task=verifiers reward.num_processes=1 + data.taskset=sums | data.taskset=sums:Sums
+reward.num_processes: data.task=verifiers data.taskset=a:B data.scorer=data.verifiers:score + | reward.num_processes=1
 episode.tools: data.environment=a:B + episode.tools=[a.b] | episode.tools=['a.b:c']
 data.environment: data.environment=a.b | data.environment=a.b:C
 data.parts: data.task=mixture data.parts=[{data:{task:countdown,environment:a::B}},{data:{task:custom}}] | $MIXTURE

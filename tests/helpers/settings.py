@@ -23,6 +23,8 @@ LITERALS = {
     "data.operations": ["*"],
     "tracking.report_to": ["wandb"],
     "data.options": ["x"],
+    "data.taskset_options": {"split": "train"},
+    "data.validation_options": {"split": "test"},
     "data.search_tries": 3,
     "validation.suites": [{"name": "x", "data": {"task": "countdown"}}],
     "data.parts": [{"data": {"task": "countdown"}}],
@@ -52,7 +54,7 @@ def settings(words: str, base: str = HELD) -> RunConfig:
         spaced = value.replace("::", "\0").replace(":", ": ").replace("\0", ":")
         inner[key.rpartition(".")[2]] = yaml.safe_load(spaced if "{" in value else value)
     if nested["data"]["task"] != "countdown":
-        own = ("task", "train_file", "validation_file", "parts", "scorer")
+        own = ("task", "train_file", "validation_file", "parts", "scorer", "taskset")
         nested["data"] = {name: value for name, value in nested["data"].items() if name in own}
     return RunConfig.model_validate(nested)
 

@@ -118,3 +118,9 @@ class KillsTheRun(Counting):
             mark.touch()
             os.kill(os.getppid(), 9)
         return turn
+
+
+class KilledForGood(KilledOnce):
+    """The same, without repetition."""
+
+    repeatable = False

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -40,6 +40,17 @@ class Wrong(Echo):
 
     async def step(self, text: str) -> Any:
         return Turn(3) if text == "number" else text  # type: ignore[arg-type]
+
+
+class Closing(Echo):
+    """Notes its end, and fails in it. It is not repeated."""
+
+    repeatable = False
+    closed: ClassVar[list[list[str]]] = []
+
+    def close(self) -> None:
+        self.closed.append(self.texts)
+        raise OSError("gone")
 
 
 class Silent:
@@ -111,6 +122,34 @@ def test_different_reply_of_repeated_turn_is_an_error(texts: list[str], replies:
     with pytest.raises(ValueError, match="must depend on its row, its seed and the texts alone") as caught:
         played(texts, replies)
     assert str(caught.value).startswith(f"a repeated turn {message}: replies of")
+
+
+def test_unrepeatable_environment_is_lost_and_not_repeated(environments: dict[str, Any]) -> None:
+    assert turn_from_score(played([], [], kind="Closing")).reply == ""
+    assert turn_from_score(played(["one"], [""], kind="Closing")).reply == "1: one"
+    environments.clear()
+    with pytest.raises(LookupError, match=r"was lost, and its turns are not repeated \(repeatable=False\)"):
+        played(["one", "two"], ["", "1: one"], kind="Closing")
+    assert len(made) == 1, "nothing is created again"
+
+
+def test_environment_is_closed_at_its_end() -> None:
+    Closing.closed.clear()
+    played([], [], kind="Closing")
+    played(["stop"], [""], kind="Closing")
+    assert Closing.closed == [["stop"]]
+    for name in ("b", "c"):
+        played([], [], kind="Closing", name=name, most=1)
+    assert Closing.closed == [["stop"], []], "the dropped one"
+    played([], [], kind="Closing", name="c", most=1)
+    assert Closing.closed == [["stop"], [], []], "the one that begins again"
+
+
+def test_server_of_settings_reaches_the_class() -> None:
+    asked = {"server": "http://127.0.0.1:1", "server_key_variable": "KEY", "deadline_s": 3.0}
+    config = RunConfig.model_validate({"data": {"task": "custom", "environment": "a:B"}, "episode": asked})
+    options = json.loads(Episode.start("a", config, "{}", 1).truth)["options"]
+    assert options == {"server": "http://127.0.0.1:1", "key_variable": "KEY", "deadline_s": 3.0}
 
 
 def test_replies_are_truncated_and_valid_utf8() -> None:

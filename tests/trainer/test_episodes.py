@@ -145,6 +145,25 @@ def test_episodes_are_independent_of_processes(
     assert (tmp_path / "killed").exists()
 
 
+def test_unrepeatable_episodes_of_killed_process_are_lost(
+    run: SmallRun, group: LocalGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = play(with_environment(run, "Counting", num_processes=2), group)
+    monkeypatch.setenv("KILLED_ONCE", str(tmp_path / "killed"))
+    found = play(with_environment(run, "KilledForGood", num_processes=2), group)
+    lost = [score.failure is not None for score in found[1]]
+    assert not all(lost)
+    assert {score.failure for score in found[1]} == {
+        None,
+        "LookupError: the process of this episode was lost, and its turns are not repeated (repeatable=False)",
+    }
+    assert {index % 2 for index, is_lost in enumerate(lost) if is_lost} in ({0}, {1}), "those of one process"
+    for rollout, score, whole, expected, is_lost in zip(*found[:2], *plain[:2], lost, strict=True):
+        if not is_lost:
+            np.testing.assert_array_equal(rollout.response_ids, whole.response_ids)
+            assert score == expected
+
+
 def test_nondeterministic_environment_has_no_score(
     run: SmallRun, group: LocalGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

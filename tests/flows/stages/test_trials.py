@@ -23,7 +23,8 @@ from rlcore.models.tokenizer import build_scratch_tokenizer
 from tests.flows.conftest import changed
 
 OWN = """
-import time
+import os, time
+from rlcore.rollout.environment import Turn
 from data.multiplication import Message, Row, TaskRows
 
 def right(response, truth):
@@ -44,6 +45,11 @@ class NoReset:
 class NoTurn(NoReset):
     def reset(self, row):
         return None
+class Other(NoTurn):
+    def step(self, text):
+        return Turn(str(os.getpid()))
+class OtherDeclared(Other):
+    repeatable = False
 
 def seven(settings, seed):
     rows = [Row((Message("user", "what"),), 7, 1, "7")]
@@ -109,11 +115,23 @@ THINKING = "data.chat_template_kwargs.enable_thinking=false"
         (["data.environment=tried_out:NoTurn", "warm_start.enabled=false"],
          r"data\.environment: must .* got tried_out:NoTurn, which failed in step on .*{\"target\".*TypeError: step "
          r"must return rlcore\.rollout\.environment\.Turn, got str"),
+        (["data.environment=tried_out:Other", "warm_start.enabled=false"],
+         r"data\.environment: must repeat its replies, or declare repeatable = False; got tried_out:Other, "),
+        (["data=openenv", "data.options=['{game}',text]", "warm_start.enabled=false",
+          "episode.server=http://127.0.0.1:9"],
+         r"data\.environment: .*episode\.server: .* got from http://127\.0\.0\.1:9 ConnectError: .* Start it, correct"),
+        (["data=custom", "data.build=tried_out:seven", "data.environment=data.openenv:OpenEnv", "episode.server=''",
+          "warm_start.enabled=false"],
+         r"episode\.server: must name the server of data\.environment=data\.openenv:OpenEnv"),
     ],
 )  # fmt: skip
 def test_failing_code_and_builds_are_refused(dry_run: Try, overrides: Sequence[str], message: str) -> None:
     with pytest.raises((ConfigError, DataError), match=message):
         dry_run(*overrides)
+
+
+def test_unrepeatable_environment_is_played_once(dry_run: Try) -> None:
+    dry_run("data.environment=tried_out:OtherDeclared", "warm_start.enabled=false")
 
 
 @pytest.mark.parametrize(
