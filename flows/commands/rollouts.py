@@ -197,7 +197,7 @@ def _print_pairs(config: "RunConfig", layout: "RunLayout", query: "Query", limit
 
     if query.kind == "validation":
         raise ConfigError(
-            "--pairs: are training responses, got --kind validation, whose problems are held out. Omit it"
+            "--pairs: takes training responses only, got --kind validation (held-out problems). Leave --kind out"
         )
     if config.data.environment:
         raise ConfigError(

@@ -16,6 +16,7 @@ from rlcore.batching.prompts import read_pairs, read_prompts
 from rlcore.config import WarmStartConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import ConfigError, DataError
+from rlcore.responses.query import Query
 from rlcore.rollout.by_part import with_scorer
 from tests.helpers.running import small
 from tests.helpers.sessions import run_to_the_end
@@ -83,7 +84,7 @@ def test_pairs_are_the_best_and_worst_of_each_group(
 @pytest.mark.parametrize(
     ("options", "error", "problem"),
     [
-        ({"kind": "validation"}, ConfigError, r"^--pairs: are training responses, got --kind validation"),
+        ({"kind": "validation"}, ConfigError, r"^--pairs: takes training responses only, got --kind validation"),
         ({"step": "9"}, DataError, r"no group has two finished responses with different scores among 0 responses"),
     ],
 )
@@ -92,6 +93,12 @@ def test_runs_without_pairs_are_reported(
 ) -> None:
     with pytest.raises(error, match=problem):
         rollouts.rollouts([str(run.layout.run_dir)], pairs=True, **options)
+
+
+def test_pairs_need_responses_of_one_turn(run: SmallRun) -> None:
+    game = load_config(["experiment=number_guessing", "model.path=some/model"])
+    with pytest.raises(ConfigError, match=r"^--pairs: needs responses of one turn, got a run with data\.environment="):
+        rollouts._print_pairs(game, run.layout, Query(), None)
 
 
 def test_a_models_text_does_nothing_to_a_terminal() -> None:
