@@ -3,7 +3,7 @@ r"""Compare TRL's DPOTrainer with our DPO stage on the same pairs and weights: t
     python -m venv TRL && TRL/bin/pip install trl==1.16.0
     python -m benchmarks.vs_trl_dpo --trl-python TRL/bin/python                         # CPU: equal losses, in float32
     python -m benchmarks.vs_trl_dpo --shape llama3.2-1b --pairs 64 --prompt-tokens 512 --mean 256 --longest 1024 \
-        --trl-python TRL/bin/python --out dpo.json                                      # GPU: bfloat16 products
+        --trl-micro 8 --trl-python TRL/bin/python --out dpo.json                        # GPU: bfloat16 products
     python -m benchmarks.vs_trl_dpo --trl-site FOLDER ...                               # trl from pip install --target
 
 The weights are random and in float32 on both sides. The sides run one after the other, each in a new process, with the
