@@ -6,6 +6,7 @@ Each row of the file has one of these forms:
     {"prompt": [messages], "completion": [messages]}                                                TRL
     {"prompt": "plain text", "completion": "plain text"}
 
+With `warm_start.loss=dpo`, each row is a preference pair (`data.preferences`), whose responses are two demonstrations.
 Content may be a list of text parts. A turn may have `tool_calls` and a row may have `tools`, both in the format of
 OpenAI's API.
 
@@ -17,12 +18,14 @@ must keep its tokens. Each split of the result has these columns:
 
     token_ids        list<int32>   the whole conversation
     answer_lengths   list<int32>   lengths of alternating runs of context and target tokens
+
+The same columns of the rejected responses of pairs are `rejected_ids` and `rejected_lengths`.
 """
 
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -31,6 +34,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from data.preferences import chosen_and_rejected
 from data.records import Record, records_of
 from data.schema import ROWS_PER_GROUP, parquet_writer, provenance_metadata
 from data.tasks import StageResult
@@ -48,19 +52,28 @@ ROLES = ("system", "user", "assistant", "tool")
 MOST_HELD_OUT = 10
 """The minimum ratio of all rows to held-out rows."""
 _IDS = pa.list_(pa.int32())
-_SCHEMA = pa.schema([("token_ids", _IDS), ("answer_lengths", _IDS)])
+_NAMES = ("token_ids", "answer_lengths", "rejected_ids", "rejected_lengths")
 
 
 @dataclass(frozen=True, slots=True)
 class Tokenized:
-    """A tokenized row: its token ids as bytes, and the run lengths for the column `answer_lengths`."""
+    """A tokenized row: its token ids as bytes, and the run lengths for the column `answer_lengths`. `rejected`: the
+    rejected response of a pair."""
 
     ids: bytes
     lengths: tuple[int, ...]
+    rejected: "Tokenized | None" = None
+
+    @property
+    def responses(self) -> "tuple[Tokenized, ...]":
+        """The tokenized conversations: one, or both of a pair."""
+        return (self,) if self.rejected is None else (self, self.rejected)
 
 
 Encode = Callable[[Sequence[Record]], list[Tokenized | None]]
 """A function that tokenizes rows. It returns None for each row without targets."""
+Encoder = Callable[[Record], Encode]
+"""A function that selects the tokenizing function of a file by the form of its first row."""
 
 
 def demonstrations_fingerprint(
@@ -75,6 +88,7 @@ def demonstrations_fingerprint(
         "held_out_rows": config.held_out_rows,
         "seed": seed,
         "chat_template_kwargs": chat_template_kwargs or {},
+        **({"loss": config.loss} if config.loss == "dpo" else {}),
     }
     return fingerprint("demonstrations", payload)
 
@@ -95,8 +109,8 @@ def tokenize_demonstrations(
     """Tokenize a file of demonstrations and hold out some rows. An existing result is reused.
 
     `chat_template_kwargs`: further variables for the chat template. The result counts the rows of `train` and
-    `validation`, and the omitted rows by reason. The reasons are `overlong`, `empty` (a turn without text) and
-    `duplicate`.
+    `validation`, and the omitted rows by reason. The reasons are `overlong`, `empty` (a turn without text),
+    `duplicate` and `identical` (a pair of equal responses).
 
     Raises DataError if a row has an invalid form, the template changes a response, or fewer than two rows remain.
     Raises DiskSpaceError if the disk is full. No partial result remains after an error.
@@ -107,7 +121,10 @@ def tokenize_demonstrations(
         return StageResult(directory, digest, cached=True, counts=manifest.values["counts"])
     file = Path(config.demonstrations or "").expanduser()
     counts: Counter[str] = Counter()
-    kept = _rows_that_fit(file, partial(_encoder, tokenizer_dir, chat_template_kwargs), config.max_tokens, counts)
+    encoder: Encoder = partial(_encoder, tokenizer_dir, chat_template_kwargs)
+    if config.loss == "dpo":
+        encoder = partial(_pair_encoder, encoder)
+    kept = _rows_that_fit(file, encoder, config.max_tokens, counts)
     if len(kept) < 2:
         reasons = ", ".join(f"{count:,} {name}" for name, count in counts.items()) or "the file has too few rows"
         raise DataError(
@@ -127,12 +144,14 @@ def tokenize_demonstrations(
     facts["counts"] = dict(sorted(counts.items()))
     with published_directory(directory, facts) as folder:
         for split, rows in splits.items():
-            with parquet_writer(folder / f"{split}.parquet", _SCHEMA) as writer:
+            schema = pa.schema([(name, _IDS) for name in _NAMES[: 2 * len(kept[0].responses)]])
+            with parquet_writer(folder / f"{split}.parquet", schema) as writer:
                 for start in range(0, len(rows), ROWS_PER_GROUP):
-                    batch = rows[start : start + ROWS_PER_GROUP]
-                    ids = [np.frombuffer(row.ids, dtype=np.int32) for row in batch]
-                    arrays = [pa.array(ids, _IDS), pa.array([list(row.lengths) for row in batch], _IDS)]
-                    writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=_SCHEMA))
+                    arrays = []
+                    for each in zip(*(row.responses for row in rows[start : start + ROWS_PER_GROUP]), strict=True):
+                        arrays.append(pa.array([np.frombuffer(one.ids, dtype=np.int32) for one in each], _IDS))
+                        arrays.append(pa.array([list(one.lengths) for one in each], _IDS))
+                    writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
                 writer.add_key_value_metadata(provenance_metadata({**facts, "split": split}))
     return StageResult(directory, digest, cached=False, counts=facts["counts"])
 
@@ -142,15 +161,14 @@ def check_first_row(config: WarmStartConfig) -> None:
     file = Path(config.demonstrations or "").expanduser()
     if (first := next(records_of(file), None)) is None:
         raise DataError(f"warm_start.demonstrations: {file} must have rows, and is empty. Name another file")
-    if _is_conversation(first.values):
-        _conversation(first)
-    else:
-        _require_completion(first)
+    for row in chosen_and_rejected(first) if config.loss == "dpo" else (first,):
+        if _is_conversation(row.values):
+            _conversation(row)
+        else:
+            _require_completion(row)
 
 
-def _rows_that_fit(
-    file: Path, encoder: Callable[[Record], Encode], max_tokens: int, counts: Counter[str]
-) -> list[Tokenized]:
+def _rows_that_fit(file: Path, encoder: Encoder, max_tokens: int, counts: Counter[str]) -> list[Tokenized]:
     """Return the selected rows in the order of the file, and count the omitted rows by reason in `counts`."""
     rows, kept, seen = records_of(file), [], set()
     encode: Encode | None = None
@@ -159,9 +177,11 @@ def _rows_that_fit(
         for found in encode(batch):
             if found is None:
                 counts["empty"] += 1
-            elif len(found.ids) > max_tokens * ID_BYTES:
+            elif max(len(one.ids) for one in found.responses) > max_tokens * ID_BYTES:
                 counts["overlong"] += 1
-            elif (key := hash((found.ids, found.lengths))) in seen:
+            elif found.rejected is not None and found.rejected.ids == found.ids:
+                counts["identical"] += 1
+            elif (key := hash(found)) in seen:
                 counts["duplicate"] += 1
             else:
                 seen.add(key)
@@ -294,10 +314,24 @@ def _encoder(tokenizer_dir: Path, chat_template_kwargs: Mapping[str, Any] | None
 def _require_completion(first: Record) -> None:
     if not {"prompt", "completion"} <= first.values.keys():
         columns = ", ".join(map(str, first.values)) or "none"
+        is_pair = {"chosen", "rejected"} <= first.values.keys()
+        pairs = "set warm_start.loss=dpo for preference pairs, or " if is_pair else ""
         raise DataError(
-            f"{first.where}: must have messages, or prompt and completion, got the columns {columns}; rename or "
+            f"{first.where}: must have messages, or prompt and completion, got the columns {columns}; {pairs}rename or "
             "convert them (docs/data.md)"
         )
+
+
+def _pair_encoder(encoder: Encoder, first: Record) -> Encode:
+    """Return a function that tokenizes preference pairs. `encoder`: the encoder of demonstrations."""
+    encode = encoder(chosen_and_rejected(first)[0])
+
+    def encode_pairs(rows: Sequence[Record]) -> list[Tokenized | None]:
+        found = encode([response for row in rows for response in chosen_and_rejected(row)])
+        pairs = zip(found[::2], found[1::2], strict=True)
+        return [chosen and rejected and replace(chosen, rejected=rejected) for chosen, rejected in pairs]
+
+    return encode_pairs
 
 
 def _completions(rows: Sequence[Record], tokenizer: PromptTokenizer) -> list[Tokenized | None]:

@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
+ROWS_PER_SOURCE = 1_000_000_000
+"""The range of prompt ids for one data source of a mixture, which is larger than any number of rows."""
+
 
 class FastPickle:
     """A base class for dataclasses with slots. It halves the time of pickling a frozen dataclass."""

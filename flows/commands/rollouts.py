@@ -16,6 +16,7 @@ from rlcore.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from rlcore.config import RunConfig
+    from rlcore.responses.query import Query
     from rlcore.rollout.scoring import ScoringPool
     from rlcore.run.layout import RunLayout
 
@@ -44,9 +45,17 @@ def rollouts(
             autocompletion=complete.choices(*SORTS),
         ),
     ] = "step",
-    limit: Annotated[int, typer.Option(min=0, help="Maximum number of responses; 0: all.")] = 20,
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            min=0, show_default=False, help="Maximum number of responses; 0: all. Default: 20, and all pairs."
+        ),
+    ] = None,
     tokens: Annotated[bool, typer.Option("--tokens", help="With --json: the columns of each token too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+    pairs: Annotated[
+        bool, typer.Option("--pairs", help="Preference pairs as JSON: best and worst training response of each group.")
+    ] = False,
     root: OptionalRoot = None,
 ) -> None:
     """Show the recorded responses of a run, from its training and its validations.
@@ -54,10 +63,11 @@ def rollouts(
     Examples:
       millrace rollouts countdown_demo-s1 --sort -score
       millrace rollouts countdown_demo-s1 --step 20..40 --score ..0 --search '<answer>' --json
+      millrace rollouts countdown_demo-s1 --pairs > pairs.jsonl
 
     Raises:
         ConfigError: if `--tokens` is used without `--json`, or if an option cannot be parsed.
-        DataError: if the run does not exist or has no recorded responses.
+        DataError: if the run does not exist or has no recorded responses, or if `--pairs` finds no pair.
     """
     from flows.progress import print_table
     from rlcore.responses.query import ALL_COLUMNS, READABLE, Query, find_responses
@@ -65,9 +75,12 @@ def rollouts(
     if tokens and not as_json:
         raise ConfigError("--tokens: must come with --json, since the text output has no token columns. Add --json")
     query = Query.parse(step=step, prompt=prompt, score=score, search=search, kind=kind, sort=sort)
-    _, layout, total = _recorded_responses(run, root)
+    config, layout, total = _recorded_responses(run, root)
+    if pairs:
+        _print_pairs(config, layout, query, limit)
+        return
     found = find_responses(layout.answers, query)
-    shown = range(len(found))[: limit or None]
+    shown = range(len(found))[: (20 if limit is None else limit) or None]
     columns = ALL_COLUMNS if tokens else READABLE
     for begin in range(0, len(shown), 1_000):
         rows = found.rows(shown[begin : begin + 1_000], columns)
@@ -190,6 +203,29 @@ def _cells(row: dict[str, Any]) -> list[str]:
     names = ("num_tokens", "finish_reason", "prompt", "answer")
     place = [row["step"], row["validation"] or "", row["prompt_id"], row["sample_index"]]
     return [*map(str, place), *figures, *(str(row[name]) for name in names)]
+def _print_pairs(config: "RunConfig", layout: "RunLayout", query: "Query", limit: int | None) -> None:
+    from data.preferences import recorded_pairs
+    from rlcore.responses.query import find_responses
+    from rlcore.run.inputs import RunInputs
+
+    if query.kind == "validation":
+        raise ConfigError(
+            "--pairs: takes training responses only, got --kind validation (held-out problems). Leave --kind out"
+        )
+    if config.data.environment:
+        raise ConfigError(
+            f"--pairs: needs responses of one turn, got a run with data.environment={config.data.environment}. Choose "
+            "another run"
+        )
+    found = find_responses(layout.answers, replace(query, kind="training"))
+    rows = recorded_pairs(found, RunInputs.read(layout).train_parquets, layout.run_dir.name)
+    if not rows:
+        raise DataError(
+            f"{layout.answers}: no group has two finished responses with different scores among {len(found):,} "
+            "responses that match; choose other steps, or another run"
+        )
+    for row in rows[: limit or None]:
+        print(json.dumps(row, ensure_ascii=False, allow_nan=False))
 
 
 def _text_row(row: dict[str, Any]) -> str:

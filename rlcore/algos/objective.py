@@ -7,13 +7,14 @@ from typing import TypeVar
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
-from rlcore.algos.aggregation import Denominator, Floats, Mask, aggregate, masked, masked_sum
+from rlcore.algos.aggregation import Denominator, Floats, Mask, aggregate, masked, masked_sum, segment_sum
 from rlcore.algos.loss_call import bind_policy_loss, check_results, loss_problem
 from rlcore.algos.losses import kl_estimate, top_k_forward_kl, value_loss
 from rlcore.algos.off_policy import off_policy_mask
 from rlcore.config.algo import AlgoConfig
-from rlcore.types import TrainBatch
+from rlcore.types import PackedBatch, TrainBatch
 
 # typing.Self would read better, but beartype cannot check it on a single method
 S = TypeVar("S", bound="Statistics")
@@ -93,15 +94,36 @@ class PolicyStatistics(Statistics):
 
 @dataclass(frozen=True, slots=True)
 class SupervisedStatistics(Statistics):
-    """Sums over target tokens. `nll`: the negative log-likelihood in nats. `num_correct`: the number of targets that
+    """Sums over target tokens. `loss`: the negative log-likelihood in nats. `num_correct`: the number of targets that
     are the model's likeliest token."""
 
-    nll: Float[Tensor, ""]
+    loss: Float[Tensor, ""]
     num_correct: Float[Tensor, ""]
 
     def means(self) -> dict[str, float]:
         """Return `loss` and `accuracy`, or {} if no token has a loss. The call synchronizes with the device."""
-        return self.per_token({"loss": self.nll, "accuracy": self.num_correct})
+        return self.per_token({"loss": self.loss, "accuracy": self.num_correct})
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceStatistics(SupervisedStatistics):
+    """Sums over pairs of a chosen and a rejected response. `num_correct`: the number of pairs whose chosen response has
+    the higher reward. Log-probabilities are those of whole responses."""
+
+    num_pairs: Float[Tensor, ""]
+    chosen_reward: Float[Tensor, ""]
+    rejected_reward: Float[Tensor, ""]
+    chosen_logprob: Float[Tensor, ""]
+    rejected_logprob: Float[Tensor, ""]
+
+    def means(self) -> dict[str, float]:
+        """Return the means over pairs, or {} if there is no pair. The call synchronizes with the device."""
+        found = {f.name: float(getattr(self, f.name)) for f in fields(self)}
+        num_pairs = found.pop("num_pairs")
+        del found["num_tokens"]
+        found["accuracy"] = found.pop("num_correct")
+        found["margin"] = found["chosen_reward"] - found["rejected_reward"]
+        return {name: value / num_pairs for name, value in found.items()} if num_pairs else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,3 +260,31 @@ def supervised_objective(
     with torch.no_grad():
         counts = (mask.sum(dtype=torch.float64), nll.double(), masked(is_top, mask).sum(dtype=torch.float64))
     return nll / num_tokens, SupervisedStatistics(*counts)
+
+
+def preference_objective(
+    logprobs: Floats, batch: PackedBatch, *, beta: float, num_pairs: int
+) -> tuple[Float[Tensor, ""], PreferenceStatistics]:
+    """Return `-1 / num_pairs sum_n log sigmoid(r_n(chosen) - r_n(rejected))`, the share of a micro-batch in the DPO
+    loss (Rafailov et al. 2023, arXiv:2305.18290), and its statistics.
+
+    The reward of a response is `r = beta sum_t (logprob_t - reference_t)` over its target tokens. `batch`: pairs (see
+    `pack_demonstrations`), with the reference as `behavior_logprobs`. Pairs without targets do not count. `num_pairs`
+    is the number of pairs of the whole batch on all ranks.
+    """
+    mask, responses = batch.loss_mask, (batch.position_ids == 0).cumsum(0) - 1
+
+    def by_pair(values: Floats) -> Float[Tensor, "N 2"]:
+        return segment_sum(masked(values, mask), responses, 2 * batch.num_sequences).view(-1, 2)
+
+    rewards = beta * by_pair(logprobs - batch.behavior_logprobs)
+    margins = rewards[:, 0] - rewards[:, 1]
+    is_pair = by_pair(mask.to(logprobs.dtype))[:, 0] > 0
+    losses = masked(-logsigmoid(margins), is_pair)
+    with torch.no_grad():
+        per_pair = torch.cat([rewards, by_pair(logprobs)], dim=1).sum(dim=0, dtype=torch.float64)
+        counts = ((margins > 0) & is_pair).sum().double()
+        statistics = PreferenceStatistics(
+            mask.sum().double(), losses.sum(dtype=torch.float64), counts, is_pair.sum().double(), *per_pair
+        )
+    return losses.sum(dtype=torch.float64).to(losses.dtype) / num_pairs, statistics

@@ -73,12 +73,14 @@ def place_turn_rewards(rollouts: Sequence[Rollout], packed: PackedBatch) -> Floa
 
 
 def pack_demonstrations(demonstrations: Sequence[Demonstration]) -> PackedBatch:
-    """Pack N demonstrations into a `PackedBatch` in order. Only the target tokens have a loss.
+    """Pack N demonstrations into a `PackedBatch` in order. Only the target tokens have a loss. A preference pair
+    becomes one sequence, so that its responses stay together. The positions of both start at 0 (see `split_pairs`).
 
     >>> batch = pack_demonstrations([Demonstration((7, 8, 1, 2), (False, False, True, True))])
     >>> batch.target_ids.tolist(), batch.loss_mask.int().tolist()
     ([8, 1, 2, 0], [0, 1, 1, 0])
     """
+    responses = [one for each in demonstrations for one in (each, each.rejected) if one is not None]
     rollouts = [
         Rollout(
             prompt=Prompt(index, tuple(each.token_ids[:1]), "", ""),
@@ -89,9 +91,30 @@ def pack_demonstrations(demonstrations: Sequence[Demonstration]) -> PackedBatch:
             policy_version=0,
             is_sampled=np.array(each.is_target[1:], dtype=bool),
         )
-        for index, each in enumerate(demonstrations)
+        for index, each in enumerate(responses)
     ]
-    return pack(rollouts, [Score(0.0, {})] * len(rollouts), range(len(rollouts)))
+    packed = pack(rollouts, [Score(0.0, {})] * len(rollouts), range(len(rollouts)))
+    if len(responses) == len(demonstrations):
+        return packed
+    reference = torch.from_numpy(np.concatenate([each.reference for each in demonstrations]))
+    return replace(
+        packed,
+        **{name: getattr(packed, name)[::2] for name in ("cu_seqlens", "scores", "score_mask", "group_ids")},
+        behavior_logprobs=packed.behavior_logprobs.masked_scatter(packed.loss_mask, reference),
+    )
+
+
+def split_pairs(batch: PackedBatch) -> PackedBatch:
+    """Return a batch of preference pairs with one sequence per response. Other batches are returned as they are. The
+    batch must be on the host."""
+    starts = (batch.position_ids == 0).nonzero()[:, 0]
+    if len(starts) == batch.num_sequences:
+        return batch
+    return replace(
+        batch,
+        **{name: getattr(batch, name).repeat_interleave(2) for name in ("scores", "score_mask", "group_ids")},
+        cu_seqlens=torch.cat([starts, batch.cu_seqlens[-1:]]),
+    )
 
 
 def token_indices(cu_seqlens: Tensor, sequences: Sequence[int]) -> Tensor:

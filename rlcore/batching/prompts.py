@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -19,17 +20,27 @@ _REMEDY = "Give a file that the filter has written (filtered/<fingerprint>/<spli
 @dataclass(frozen=True, slots=True)
 class Demonstration:
     """The tokens of a whole conversation. `is_target`: True for each token to learn, including the end token of each
-    response. `misdirected`: the same prompt with a response that solves another problem, or None."""
+    response. `misdirected`: the same prompt with a response that solves another problem, or None.
+
+    A preference pair is the chosen response with the `rejected` one. `reference`: the log-probability of each target of
+    both under the initial policy, chosen first. It is NaN until `SupervisedTrainer.fill_reference`."""
 
     token_ids: Sequence[int]
     is_target: Sequence[bool]
     misdirected: "Demonstration | None" = None
+    rejected: "Demonstration | None" = None
+    reference: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.float32), compare=False)
 
     @classmethod
     def of(cls, prompt: list[int], response: list[int], distractor: list[int] | None = None) -> "Demonstration":
         """Create a demonstration from token ids. `distractor`: the response of `misdirected`, or None."""
         wrong = cls.of(prompt, distractor) if distractor else None
         return cls(prompt + response, [False] * len(prompt) + [True] * len(response), wrong)
+
+    def without_targets(self) -> "Demonstration":
+        """Return the same tokens without a loss."""
+        rejected = None if self.rejected is None else self.rejected.without_targets()
+        return Demonstration(self.token_ids, [False] * len(self.token_ids), rejected=rejected)
 
 
 def read_prompts(parquet: Path) -> list[Prompt]:
@@ -70,8 +81,21 @@ def read_solutions(parquet: Path) -> list[Demonstration]:
 
 def read_demonstrations(parquet: Path) -> list[Demonstration]:
     """Read all rows of a file of tokenized demonstrations. Raises DataError if the file is missing or invalid."""
-    table = _read(parquet, {"token_ids": _INTEGERS, "answer_lengths": _INTEGERS})
-    rows = zip(table.column("token_ids").to_pylist(), table.column("answer_lengths").to_pylist(), strict=True)
+    return _read_demonstrations(parquet, "token_ids", "answer_lengths")
+
+
+def read_pairs(parquet: Path) -> list[Demonstration]:
+    """Read all rows of a file of tokenized preference pairs. Raises DataError if the file is missing or invalid."""
+    rejected = _read_demonstrations(parquet, "rejected_ids", "rejected_lengths")
+    return [
+        replace(one, rejected=other, reference=np.full(sum(one.is_target) + sum(other.is_target), np.nan, np.float32))
+        for one, other in zip(read_demonstrations(parquet), rejected, strict=True)
+    ]
+
+
+def _read_demonstrations(parquet: Path, ids: str, lengths: str) -> list[Demonstration]:
+    table = _read(parquet, {ids: _INTEGERS, lengths: _INTEGERS})
+    rows = zip(table.column(ids).to_pylist(), table.column(lengths).to_pylist(), strict=True)
     return [Demonstration(ids, _alternating_mask(lengths)) for ids, lengths in rows]
 
 

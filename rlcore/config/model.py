@@ -330,8 +330,13 @@ class WarmStartConfig(Section):
     enabled: bool = False
     """Run the warm start. If false, training starts from `model.path`."""
     demonstrations: str | None = None
-    """A file of conversations, or of prompts and completions, in one of the forms in docs/data.md. If null, the
-    demonstrations are the solutions of the task's rows."""
+    """A file of conversations, of prompts and completions, or of preference pairs, in one of the forms in docs/data.md.
+    If null, the demonstrations are the solutions of the task's rows."""
+    loss: Literal["nll", "dpo"] = "nll"
+    """`nll` is the negative log-likelihood of the demonstrations. `dpo` is direct preference optimization on pairs of a
+    chosen and a rejected response, with the model before the stage as the reference."""
+    dpo_beta: Annotated[float, EffectiveWhen(".loss", "dpo")] = Field(default=0.1, gt=0)
+    """The coefficient beta of DPO. A larger value keeps the policy closer to the reference."""
     max_tokens: int = Field(default=2_048, ge=2)
     """The longest demonstration in tokens, prompt and responses together. Longer ones are dropped and counted."""
     batch_size: int = Field(default=64, ge=1)
@@ -377,4 +382,7 @@ class WarmStartConfig(Section):
              or (DATA_FILE.fullmatch(Path(own.demonstrations).name) is not None
                  and expand_path(own.demonstrations).is_file()),
              "Give its path, or leave it out: a task's own solutions are shown then"),
+        rule(".loss", ".enabled .demonstrations", "must be nll without a file of preference pairs",
+             lambda own, _: not own.enabled or own.loss == "nll" or own.demonstrations is not None,
+             "Name a file of pairs in warm_start.demonstrations"),
     )  # fmt: skip

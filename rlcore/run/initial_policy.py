@@ -23,6 +23,9 @@ METRICS = ("sft/loss", "sft/accuracy", HELD_OUT_LOSS, "sft/held_out_accuracy", R
 """The metrics that are stored in the model's manifest, where their names lack the prefix `sft/`."""
 SHOWN = ("reward", "held_out_loss")
 """The metrics in the display line of a warm start."""
+REFERENCE = "reference"
+"""The folder inside the folder of the warm start with the log-probabilities of preference pairs under the model before the
+stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +75,13 @@ def remove_leftovers(config: RunConfig, inputs: RunInputs) -> None:
 
 
 def remove_checkpoints(stage: RunLayout) -> None:
-    """Remove the checkpoints, which a warm start needs only until its model is published. The journal is kept."""
-    shutil.rmtree(stage.checkpoints, ignore_errors=True)
+    """Remove the folders that a warm start needs only until its model is published. The journal is kept."""
+    for folder in _temporary_folders(stage):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _temporary_folders(stage: RunLayout) -> tuple[Path, ...]:
+    return stage.checkpoints, stage.run_dir / REFERENCE
 
 
 # ---------------------------------------------------------------- the warm start as a training
@@ -93,8 +101,8 @@ def stage_settings(config: RunConfig, num_demonstrations: int | None = None) -> 
     may change on a resume can differ within a folder.
     """
     usual, warm, data = RunConfig(), config.warm_start, config.data
-    samples = warm.stop_at_reward is not None
-    total = warm.max_steps
+    samples, is_dpo = warm.stop_at_reward is not None, warm.loss == "dpo"
+    total, most_tokens = warm.max_steps, warm.max_tokens * (2 if is_dpo else 1)  # a pair is in one micro-batch
     if warm.epochs is not None and num_demonstrations is not None:
         total = min(total, math.ceil(warm.epochs * num_demonstrations / warm.batch_size))
     if isinstance(data, MixtureData):  # all demonstrations are shown, so weights are unused
@@ -103,7 +111,7 @@ def stage_settings(config: RunConfig, num_demonstrations: int | None = None) -> 
         data = _without_responses(data)
     filtered = config.filter
     if samples and warm.demonstrations is not None:  # memory is planned by the sum of prompt and response lengths
-        longest = max(filtered.max_prompt_tokens, warm.max_tokens - config.rollout.max_response_tokens)
+        longest = max(filtered.max_prompt_tokens, most_tokens - config.rollout.max_response_tokens)
         filtered = filtered.model_copy(update={"max_prompt_tokens": longest})
     trainer = config.trainer.model_copy(
         update={
@@ -115,7 +123,7 @@ def stage_settings(config: RunConfig, num_demonstrations: int | None = None) -> 
             "old_logprobs": "auto",
         }
     )
-    length = config.rollout.max_response_tokens if samples else max(1, warm.max_tokens - filtered.max_prompt_tokens)
+    length = config.rollout.max_response_tokens if samples else max(1, most_tokens - filtered.max_prompt_tokens)
     rollout = RolloutConfig(engine="none", samples_per_prompt=1, max_response_tokens=length)
     if samples:
         names = ("sampling", "skip_special_tokens", "max_num_seqs", "dtype")
@@ -130,7 +138,7 @@ def stage_settings(config: RunConfig, num_demonstrations: int | None = None) -> 
         "name": "warm-start",
         "data": data,
         "filter": filtered,
-        "model": config.model.model_copy(update={"lora": lora, "share_prompts": False, "scratch": scratch}),
+        "model": config.model.model_copy(update={"lora": lora, "share_prompts": is_dpo, "scratch": scratch}),
         "optim": warm.optim,
         "rollout": rollout,
         "trainer": trainer,

@@ -15,7 +15,7 @@ from rlcore.config.check import suite_settings
 from rlcore.config.data import BY_ROW, TaskData, parts_of, scorer_of_row, scorers_of
 from rlcore.errors import DataError
 from rlcore.models.tokenizer import Decode, load_tokenizer, text_decoder
-from rlcore.prompt import Prompt
+from rlcore.prompt import ROWS_PER_SOURCE, Prompt
 from rlcore.rollout.by_part import with_scorer
 from rlcore.rollout.scoring import ScoringPool, require_scorer
 from rlcore.rollout.turns import TurnTokens
@@ -24,9 +24,6 @@ from rlcore.run.pass_rates import PassRates, find_pass_rates
 from rlcore.trainer.episodes import Episodes
 from rlcore.trainer.experience import ResponseSampler
 from rlcore.workers.group import WorkerGroup
-
-_ID_STEP = 1_000_000_000
-"""The range of prompt ids for one data source, which is larger than any number of rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +171,7 @@ class Problems(HeldOutProblems):
 
 
 def read_parts(config: RunConfig, files: Sequence[Path]) -> list[list[Prompt]]:
-    """Read the prompts of each data source. `prompt_id` is the row's index plus `_ID_STEP` for each earlier source.
+    """Read the prompts of each data source. `prompt_id` is the row's index, plus `ROWS_PER_SOURCE` per earlier one.
 
     Raises DataError if a file is invalid or empty, or if two data sources share a name in metrics.
     """
@@ -188,7 +185,7 @@ def read_parts(config: RunConfig, files: Sequence[Path]) -> list[list[Prompt]]:
         [
             replace(
                 prompt,
-                prompt_id=prompt.prompt_id + index * _ID_STEP,
+                prompt_id=prompt.prompt_id + index * ROWS_PER_SOURCE,
                 data_source=part.name or prompt.data_source,
                 ground_truth_json=_with_scorer(prompt, part.data),
             )

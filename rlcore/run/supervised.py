@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import JsonValue
 
 from rlcore.batching.loader import PromptStream
-from rlcore.batching.prompts import Demonstration, read_demonstrations, read_solutions
+from rlcore.batching.prompts import Demonstration, read_demonstrations, read_pairs, read_solutions
 from rlcore.checkpoint.catalog import HELD_OUT_LOSS, CheckpointInfo
 from rlcore.checkpoint.state import LoopState
 from rlcore.config import RunConfig, WarmStartConfig
@@ -26,6 +26,7 @@ from rlcore.models.tokenizer import build_scratch_tokenizer, load_tokenizer
 from rlcore.rollout.engine import WARM_START_STREAM, make_requests
 from rlcore.run.initial_policy import (
     METRICS,
+    REFERENCE,
     REWARD,
     InitialPolicy,
     known_initial_policy,
@@ -40,6 +41,7 @@ from rlcore.run.inputs import (
 )
 from rlcore.run.problems import Problems, spread
 from rlcore.run.record import RunRecord
+from rlcore.run.reference import add_reference
 from rlcore.run.stop import locked_run
 from rlcore.run.training import Training
 from rlcore.run.watchdog import Watchdog
@@ -72,7 +74,8 @@ class Demonstrations:
         """Read the tokenized demonstrations. Raises DataError if no demonstration fits into `warm_start.max_tokens`."""
         warm, folder = config.warm_start, inputs.demonstrations_directory
         if folder is not None:
-            rows, held_out = (read_demonstrations(folder / f"{split}.parquet") for split in ("train", "validation"))
+            read = read_pairs if warm.loss == "dpo" else read_demonstrations
+            rows, held_out = (read(folder / f"{split}.parquet") for split in ("train", "validation"))
         else:
             rows = [row for file in inputs.train_parquets for row in read_solutions(file)]
             held_out = [row for file in inputs.validation_parquets for row in read_solutions(file)]
@@ -159,6 +162,12 @@ class SupervisedWorkers(TrainingWorkers):
             enter_phase=self._guard.phase,
         )
         self._sampler = build_sampler and build_sampler(self.group)
+        if config.warm_start.loss == "dpo":
+            shown, held_out = demonstrations.shown, demonstrations.held_out
+            starts = range(0, min(len(shown), size * config.trainer.total_steps), size)
+            batches = [*(shown.take(start, size) for start in starts), *([held_out] if held_out else [])]
+            folder = self._layout.run_dir / REFERENCE
+            add_reference(folder, self._trainer, batches, [*shown.take(0, len(shown)), *held_out], self._report)
 
     def _take_step(self, state: LoopState) -> StepResult:
         return self._trainer.step(state, epoch=self._demonstrations.shown.epoch_at(state.num_prompts_drawn))

@@ -11,6 +11,7 @@ from torch import Tensor
 from rlcore.algos.advantages import score_range
 from rlcore.algos.objective import explained_variance
 from rlcore.batching.balance import Assignment
+from rlcore.batching.pack import split_pairs
 from rlcore.config import LoraConfig, RunConfig
 from rlcore.score import REWARD
 from rlcore.trainer.alarms import SKIPPED
@@ -67,7 +68,7 @@ def cost_metrics(
     devices."""
     sequences = assignment.whole.sequences
     num_devices = len(sequences)
-    lengths = packed.sequence_lengths().tolist()
+    lengths = split_pairs(packed).sequence_lengths().tolist()
     return {
         **balance_metrics(packed, sequences),
         **mfu_metrics(

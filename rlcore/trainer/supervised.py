@@ -1,4 +1,4 @@
-"""The supervised training step, which minimizes the negative log-likelihood of demonstrated responses."""
+"""The supervised training step on demonstrated responses (negative log-likelihood) or on preference pairs (DPO)."""
 
 import functools
 import operator
@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from rlcore.algos.objective import SupervisedStatistics
 from rlcore.algos.schedules import lr_at
-from rlcore.batching.pack import pack_demonstrations, select
+from rlcore.batching.pack import pack_demonstrations, scatter_tokens, select, shared_prompts, split_pairs
 from rlcore.batching.prompts import Demonstration
 from rlcore.checkpoint.state import LoopState
 from rlcore.config import RunConfig
@@ -16,6 +16,7 @@ from rlcore.errors import NonFiniteError
 from rlcore.trainer.clock import EnterPhase, PhaseClock
 from rlcore.trainer.metrics import Metrics, cost_metrics
 from rlcore.trainer.step import GroupTrainer, StepResult, collect_memory
+from rlcore.types import PackedBatch
 from rlcore.workers.group import WorkerGroup
 from rlcore.workers.worker import Worker
 
@@ -40,9 +41,12 @@ class SupervisedTrainer(GroupTrainer):
         assignment = self._assign(packed, packed.num_sequences)
         shares = assignment.whole
         lr = lr_at(state.step, optim=config.optim, total_steps=config.trainer.total_steps)
-        num_targets = packed.num_loss_tokens
+        num_targets, total = packed.num_loss_tokens, packed.num_loss_tokens
+        if config.warm_start.loss == "dpo":
+            total = packed.num_sequences
+            assignment = replace(assignment, num_shared=int(shared_prompts(split_pairs(packed)).sum()))
         with clock.phase("supervise"):
-            arguments = [(select(packed, mine), shares.num_micro, num_targets, lr) for mine in shares.sequences]
+            arguments = [(select(packed, mine), shares.num_micro, total, lr) for mine in shares.sequences]
             try:
                 updates = self._group.begin(Worker.supervise, arguments).result()
             except NonFiniteError as failure:
@@ -71,11 +75,24 @@ class SupervisedTrainer(GroupTrainer):
         """Return the loss and the accuracy on held-out demonstrations, or {} if there are none."""
         if not demonstrations:
             return {}
-        missing = -len(demonstrations) % self._group.world_size  # padding without a loss gives ranks equal numbers
-        last = demonstrations[-1]
-        padding = Demonstration(last.token_ids, [False] * len(last.token_ids))
-        packed = pack_demonstrations([*demonstrations, *[padding] * missing])
+        packed = self._pack_padded(demonstrations)
         shares = self._assign(packed, packed.num_sequences).whole
         arguments = [(select(packed, mine), shares.num_micro) for mine in shares.sequences]
         total = functools.reduce(operator.add, self._group.begin(Worker.likelihood, arguments).result())
         return {f"sft/held_out_{name}": value for name, value in total.means().items()}
+
+    def fill_reference(self, pairs: Sequence[Demonstration]) -> None:
+        """Write the current policy's log-probabilities into the `reference` of each pair."""
+        packed = self._pack_padded(pairs)
+        shares = self._assign(packed, packed.num_sequences).whole
+        arguments = [(select(packed, mine), shares.num_micro) for mine in shares.sequences]
+        with self._enter_phase("ref"):
+            found = self._group.begin(Worker.target_logprobs, arguments).result()
+        logprobs = scatter_tokens(found, packed.cu_seqlens, shares.sequences)[packed.loss_mask]
+        for pair, values in zip(pairs, logprobs.split(packed.loss_lengths().tolist()), strict=False):
+            pair.reference[:] = values.numpy()
+
+    def _pack_padded(self, demonstrations: Sequence[Demonstration]) -> PackedBatch:
+        """Pack demonstrations. Padding without a loss gives all ranks equal numbers."""
+        missing = -len(demonstrations) % self._group.world_size
+        return pack_demonstrations([*demonstrations, *[demonstrations[-1].without_targets()] * missing])

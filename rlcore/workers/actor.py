@@ -12,8 +12,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rlcore.algos.aggregation import Denominator
-from rlcore.algos.objective import PolicyStatistics, SupervisedStatistics, policy_objective, supervised_objective
-from rlcore.batching.pack import scatter_tokens, select, shared_prompts
+from rlcore.algos.objective import (
+    PolicyStatistics,
+    SupervisedStatistics,
+    policy_objective,
+    preference_objective,
+    supervised_objective,
+)
+from rlcore.batching.pack import scatter_tokens, select, shared_prompts, split_pairs
 from rlcore.config import RunConfig
 from rlcore.config.algo import TeacherConfig
 from rlcore.config.model import LoraConfig
@@ -67,13 +73,21 @@ class Actor(TrainedModel[CausalPolicy]):
 
     @torch.no_grad()
     def logprobs(
-        self, batch: PackedBatch, num_micro: int, *, adapters: bool = True, with_entropy: bool = False
+        self,
+        batch: PackedBatch,
+        num_micro: int,
+        *,
+        adapters: bool = True,
+        with_entropy: bool = False,
+        temperature: float | None = None,
     ) -> Float[Tensor, "T ..."]:
-        """Return `policy_logprobs`, without the LoRA adapters if `adapters` is false."""
+        """Return `policy_logprobs`, without the LoRA adapters if `adapters` is false. `temperature`: None for the
+        temperature of the sampling."""
+        options: dict[str, Any] = {"with_entropy": with_entropy, "temperature": temperature}
         with nullcontext() if adapters else without_adapters(self.model):
             return self.forward_pass.run(
                 lambda parts: policy_logprobs(
-                    self.model, batch, parts, self._config, self._placement.device, with_entropy=with_entropy
+                    self.model, batch, parts, self._config, self._placement.device, **options
                 ),
                 batch,
                 num_micro,
@@ -165,13 +179,14 @@ class Actor(TrainedModel[CausalPolicy]):
         return loss, statistics, output.logprobs.detach()
 
     def supervise(
-        self, batch: PackedBatch, num_micro: int, num_tokens: int, *, lr: float
+        self, batch: PackedBatch, num_micro: int, total: int, *, lr: float
     ) -> ModelUpdate[SupervisedStatistics]:
-        """Take one optimizer step on the negative log-likelihood, which is summed and divided by `num_tokens` of all
-        ranks. Raises NonFiniteError if the loss or the gradient is not finite. The weights are then unchanged."""
+        """Take one optimizer step on the loss that `warm_start.loss` names. It is summed and divided by `total`, the
+        number of targets or pairs of all ranks. Raises NonFiniteError if the loss or the gradient is not finite. The
+        weights are then unchanged."""
 
         def objective(micro: MicroBatch[PackedBatch]) -> tuple[Tensor, SupervisedStatistics]:
-            return self._likelihood(micro, num_tokens)
+            return self._supervised_objective(micro, total)
 
         summed = self.update_pass.run(lambda parts: self.accumulate(batch, parts, objective), batch, num_micro)
         remedy = ". A lower warm_start.optim.lr, or a longer warm-up, often helps."
@@ -181,17 +196,20 @@ class Actor(TrainedModel[CausalPolicy]):
 
     @torch.no_grad()
     def likelihood(self, batch: PackedBatch, num_micro: int) -> SupervisedStatistics:
-        """Return the likelihood statistics of the response tokens of a batch, without gradient."""
+        """Return the statistics of the supervised loss on a batch, without gradient."""
 
         def work(parts: Parts) -> SupervisedStatistics:
             micros = (to_device(batch, part, self._placement.device) for part in parts)
-            return sum_statistics([self._likelihood(micro, 1)[1] for micro in micros])
+            return sum_statistics([self._supervised_objective(micro, 1)[1] for micro in micros])
 
         return self.forward_pass.run(work, batch, num_micro)
 
-    def _likelihood(self, micro: MicroBatch[PackedBatch], num_tokens: int) -> tuple[Tensor, SupervisedStatistics]:
-        output = token_logprobs(self.model, micro, temperature=1.0, entropy="none", with_top=True)
-        return supervised_objective(output.logprobs, output.is_top, micro.device.loss_mask, num_tokens=num_tokens)
+    def _supervised_objective(self, micro: MicroBatch[PackedBatch], total: int) -> tuple[Tensor, SupervisedStatistics]:
+        warm = self._config.warm_start
+        output = token_logprobs(self.model, micro, temperature=1.0, entropy="none", with_top=warm.loss == "nll")
+        if warm.loss == "dpo":
+            return preference_objective(output.logprobs, micro.device, beta=warm.dpo_beta, num_pairs=total)
+        return supervised_objective(output.logprobs, output.is_top, micro.device.loss_mask, num_tokens=total)
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield all weights under the names of transformers. This is a collective. `dtype`: the type in which matrices
@@ -207,7 +225,7 @@ def token_logprobs(policy: CausalPolicy, micro: MicroBatch[PackedBatch], **optio
 
 
 def _inputs(policy: CausalPolicy, micro: MicroBatch[PackedBatch]) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
-    device, host = micro.device, micro.host
+    device, host = micro.device, split_pairs(micro.host)
     shared = shared_prompts(host) if policy.share_prompts else None
     layout = {"cu_seqlens": host.cu_seqlens.numpy(), "loss_mask": host.loss_mask.numpy(), "shared": shared}
     return (device.token_ids, device.position_ids), layout
@@ -221,6 +239,7 @@ def policy_logprobs(
     device: torch.device,
     *,
     with_entropy: bool = False,
+    temperature: float | None = None,
 ) -> Float[Tensor, "T ..."]:
     """Return the log-probability of each response token, and 0 elsewhere, on the CPU. The result is Float[T], or [T, 2]
     with the entropy. `parts`: the sequences of each micro-batch."""
@@ -229,7 +248,7 @@ def policy_logprobs(
         output = token_logprobs(
             policy,
             to_device(batch, part, device),
-            temperature=config.rollout.sampling.temperature,
+            temperature=config.rollout.sampling.temperature if temperature is None else temperature,
             entropy="value" if with_entropy else "none",
         )
         values.append(torch.stack([output.logprobs, output.entropy], dim=1) if with_entropy else output.logprobs)

@@ -275,15 +275,18 @@ class Worker:
         self._sleep_engine()
         return run_mini_batches(partial(self.critic.update, lr=lr), batch, mini_batches)
 
-    def supervise(
-        self, batch: PackedBatch, num_micro: int, num_tokens: int, lr: float
-    ) -> ModelUpdate[SupervisedStatistics]:
-        """Take one supervised optimizer step. `num_tokens`: the number of response tokens of the batch on all ranks."""
+    def supervise(self, batch: PackedBatch, num_micro: int, total: int, lr: float) -> ModelUpdate[SupervisedStatistics]:
+        """Take one supervised optimizer step. `total`: the number of targets or pairs of the batch on all ranks."""
         self._sleep_engine()
-        return self.actor.supervise(batch, num_micro, num_tokens, lr=lr)
+        return self.actor.supervise(batch, num_micro, total, lr=lr)
+
+    def target_logprobs(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
+        """Return the log-probabilities of demonstrated tokens under the current policy, at temperature 1."""
+        self._sleep_engine()
+        return self.actor.logprobs(batch, num_micro, temperature=1.0)
 
     def likelihood(self, batch: PackedBatch, num_micro: int) -> SupervisedStatistics:
-        """Return the likelihood statistics of responses under the current policy."""
+        """Return the statistics of the supervised loss under the current policy."""
         self._sleep_engine()
         return self.actor.likelihood(batch, num_micro)
 

@@ -13,6 +13,7 @@ from rlcore.batching.pack import (
     select,
     select_train,
     shared_prompts,
+    split_pairs,
 )
 from rlcore.batching.prompts import Demonstration
 from rlcore.types import PackedBatch, Prompt, Rollout, Score, TrainBatch
@@ -125,3 +126,30 @@ def test_demonstrations_have_loss_on_targets_only() -> None:
     assert packed.group_ids.tolist() == [0, 1, 2]
     assert packed.score_mask.all()
     assert not packed.behavior_logprobs.any()
+
+
+def test_pair_is_one_sequence_with_its_reference() -> None:
+    pairs = [
+        Demonstration(
+            (7, 8, 1), (False, False, True), rejected=Demonstration((7, 8, 2, 3), (False, False, True, True)),
+            reference=np.array([-1, -2, -3], dtype=np.float32),
+        ),
+        Demonstration(
+            (5, 6), (False, True), rejected=Demonstration((5, 9), (False, True)),
+            reference=np.array([-4, -5], dtype=np.float32),
+        ),
+    ]  # fmt: skip
+    packed = pack_demonstrations([*pairs, pairs[1].without_targets()])
+    assert packed.token_ids.tolist() == [7, 8, 1, 7, 8, 2, 3, 5, 6, 5, 9, 5, 6, 5, 9]
+    assert packed.position_ids.tolist() == [0, 1, 2, 0, 1, 2, 3, 0, 1, 0, 1, 0, 1, 0, 1]
+    assert packed.target_ids.tolist() == [8, 1, 0, 8, 2, 3, 0, 6, 0, 9, 0, 6, 0, 9, 0]
+    assert packed.behavior_logprobs.tolist() == [0, -1, 0, 0, -2, -3, 0, -4, 0, -5, 0, 0, 0, 0, 0]
+    assert packed.loss_mask.tolist() == [value != 0 for value in packed.behavior_logprobs.tolist()]
+    assert packed.cu_seqlens.tolist() == [0, 7, 11, 15]
+    assert packed.num_sequences == len(packed.group_ids) == len(set(packed.group_ids.tolist())) == 3
+    for batch, bounds in ((packed, [0, 3, 7, 9, 11, 13, 15]), (select(packed, [1, 0]), [0, 2, 4, 7, 11])):
+        responses = split_pairs(batch)
+        assert responses.cu_seqlens.tolist() == bounds
+        assert responses.group_ids.tolist() == [group for group in batch.group_ids.tolist() for _ in range(2)]
+        assert split_pairs(responses) is responses
+    assert shared_prompts(split_pairs(packed)).tolist() == [0, 1, 0, 0, 0, 0]

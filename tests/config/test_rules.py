@@ -85,6 +85,7 @@ reward.num_processes: data.scorer=data.math:score + | reward.num_processes=1
 warm_start.demonstrations: $WARM + warm_start.demonstrations=no/such.jsonl | warm_start.demonstrations=null
 warm_start.demonstrations: $WARM warm_start.demonstrations=pyproject.toml | warm_start.enabled=false
     warm_start.demonstrations=no/such.jsonl
+warm_start.loss: $WARM + warm_start.loss=dpo | warm_start.loss=nll
 warm_start.optim.warmup_steps: $WARM + warm_start.optim.warmup_steps=1200 | warm_start.optim.warmup_steps=1199
 warm_start.check_every: $WARM + warm_start.check_every=30 | warm_start.check_every=25
 rollout.engine: rollout.engine=none | rollout.engine=hf

@@ -45,6 +45,7 @@ CASES = [
     ("", "warm_start.enabled=true", "data.search_tries=3"),
     ("warm_start.enabled=true data.template=bare", "warm_start.enabled=true", "data.search_tries=3"),
     ("warm_start.enabled=true", "warm_start.enabled=true warm_start.stop_at_reward=0.5", "warm_start.check_problems=9"),
+    ("warm_start.enabled=true", "warm_start.enabled=true warm_start.loss=dpo", "warm_start.dpo_beta=0.3"),
     ("warm_start.enabled=true warm_start.held_out_rows=0", "warm_start.enabled=true", "warm_start.patience=2"),
     (
         "warm_start.enabled=true",

@@ -82,7 +82,7 @@ def test_two_steps_of_each_shape(words: list[str]) -> None:
     assert not any("reward/unscored_share" in step for step in steps), "the scorer fails on no answer"
 
 
-@pytest.mark.parametrize("name", ["verl_gsm8k", "calls.jsonl"])
+@pytest.mark.parametrize("name", ["verl_gsm8k", "calls.jsonl", "pairs.jsonl"])
 @pytest.mark.usefixtures("inside")
 def test_the_whole_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     (words,) = (words for words in COMMANDS if named(words) == name)

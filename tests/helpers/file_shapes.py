@@ -121,7 +121,10 @@ DEMONSTRATIONS: dict[str, Rows] = {
     "calls.jsonl": _called,
     "trl.parquet": lambda n: {"prompt": _messages(n)[:1], "completion": _messages(n)[1:]},
     "texts.jsonl": lambda n: {"prompt": f"Q: {_question(n)} A:", "completion": f" {n + 1}"},
-}
+    "pairs.jsonl": lambda n: {
+        "prompt": _messages(n)[:1], "chosen": _messages(n)[1:], "rejected": [{"role": "assistant", "content": "No."}]
+    },
+}  # fmt: skip
 """Files of demonstrations: the name, and a row by its number."""
 
 

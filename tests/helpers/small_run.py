@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from data.demonstrations import tokenize_demonstrations
 from data.filter import filter_dataset
 from data.tasks import build_dataset
 from flows.stages.dataset import make_suite
@@ -104,7 +105,10 @@ def make(root: Path, *overrides: str, experiment: str = "debug") -> SmallRun:
     tokenizer = ensure_tokenizer(config)
     filtered = filter_dataset(dataset.directory, tokenizer, config.filter, root=root, tools=config.episode.tools)
     suites = {suite.name: make_suite(config, suite).directory for suite in config.validation.suites}
-    inputs = RunInputs(filtered.directory, tokenizer, dataset.directory, suites=suites)
+    shown = None
+    if config.warm_start.demonstrations is not None:
+        shown = tokenize_demonstrations(config.warm_start, tokenizer, seed=config.data.seed, root=root).directory
+    inputs = RunInputs(filtered.directory, tokenizer, dataset.directory, shown, suites)
     return SmallRun(config, inputs, warm_start(config, inputs).directory)
 
 

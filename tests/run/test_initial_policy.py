@@ -6,7 +6,13 @@ from types import MappingProxyType
 import pytest
 
 from rlcore.config import ModelConfig, PathsConfig, RunConfig
-from rlcore.run.initial_policy import InitialPolicy, known_initial_policy, remove_leftovers, stage_layout
+from rlcore.run.initial_policy import (
+    REFERENCE,
+    InitialPolicy,
+    known_initial_policy,
+    remove_leftovers,
+    stage_layout,
+)
 from rlcore.run.inputs import RunInputs, planned_initial_policy
 from rlcore.storage.locks import RunLock
 from rlcore.storage.manifest import Manifest
@@ -60,10 +66,11 @@ def test_configured_and_built_policies_are_known(tmp_path: Path) -> None:
 def test_leftovers_of_a_warm_start_are_removed(tmp_path: Path) -> None:
     config, inputs = of_model(tmp_path, None, warm=True), RunInputs(tmp_path / "f", tmp_path / "t")
     stage = stage_layout(config, inputs.filtered_directory)
-    stage.checkpoints.mkdir(parents=True)
-    (stage.checkpoints / "file").touch()
-    remove_leftovers(config, inputs)
-    assert stage.checkpoints.is_dir()
+    for folder in (stage.checkpoints, stage.run_dir / REFERENCE):
+        folder.mkdir(parents=True)
+        (folder / "file").touch()
+        remove_leftovers(config, inputs)
+        assert folder.is_dir()
     stage.journal.touch()
     publish(planned_initial_policy(config, inputs.filtered_directory), steps=7)
     with RunLock(stage.run_dir):

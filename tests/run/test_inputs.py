@@ -41,6 +41,7 @@ def fingerprint_with(*overrides: str, filtered: Path = FILTERED) -> str:
         "model.scratch.num_layers=5",
         "model.dtype=bfloat16",
         "warm_start.optim.lr=0.5",
+        "warm_start.dpo_beta=0.5",
         "warm_start.stop_at_reward=0.77",
         "rollout.max_response_tokens=17",
         "rollout.sampling.temperature=0.5",

@@ -81,6 +81,12 @@ def batch_from(tensors: dict[str, Tensor]) -> TrainBatch:
     return TrainBatch(packed, **{name: tensors[name] for name in others})
 
 
+def as_pairs(packed: PackedBatch) -> PackedBatch:
+    """Return a batch whose neighbouring sequences are preference pairs, with their reference."""
+    names = ("cu_seqlens", "scores", "score_mask", "group_ids")
+    return replace(packed, **{name: getattr(packed, name)[::2] for name in names})
+
+
 def watch_gradients(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """Return a dict that receives whole gradients by parameter name at the optimizer's step; a collective."""
     found: dict[str, Tensor] = {}
@@ -137,6 +143,9 @@ def main() -> None:
             torch.nn.init.constant_(worker.critic.model.value_head.weight, 0.1)
         batch = batch_from(tensors)
         order = case["order"]
+        if config.warm_start.loss == "dpo":
+            batch = replace(batch, packed=as_pairs(batch.packed))
+            order = [index for index in order if index < batch.packed.num_sequences]
         dealer = Balancer(num_ranks=world_size, max_tokens=case["max_tokens"], shape=worker.info().shape)
         shares = dealer.shares(batch.packed, Sizes.from_batch(batch.packed, share_prompts=False), order)
         mine = select_train(batch, shares.sequences[rank])
@@ -144,7 +153,8 @@ def main() -> None:
         mini_batch = MiniBatch(range(mine.packed.num_sequences), shares.num_micro, denominator)
         seen = watch_gradients(worker.actor.optimizer, worker.actor.model)
         if case["supervised"]:
-            worker.supervise(mine.packed, shares.num_micro, denominator.num_tokens, LR)
+            total = denominator.num_tokens if config.warm_start.loss == "nll" else batch.packed.num_sequences
+            worker.supervise(mine.packed, shares.num_micro, total, LR)
         else:
             worker.update_policy(mine, [mini_batch], LR, 0.01)
         found = {f"policy.{name}": value for name, value in seen.items()}

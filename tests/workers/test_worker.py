@@ -109,7 +109,7 @@ def test_likelihood_at_temperature_1(worker: Worker) -> None:
     batch = answers(3)
     found = worker.likelihood(batch, 2)
     logprobs = worker.old_logprobs(batch, 1)  # the sampler's temperature is 1 too
-    assert float(found.nll) == pytest.approx(-float(logprobs.sum()), rel=1e-5)
+    assert float(found.loss) == pytest.approx(-float(logprobs.sum()), rel=1e-5)
     assert (float(found.num_tokens), worker._config.rollout.sampling.temperature) == (6.0, 1.0)
     likeliest = float((logprobs[batch.loss_mask] > math.log(0.5)).sum())
     assert likeliest <= float(found.num_correct) <= 6.0

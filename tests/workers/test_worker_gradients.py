@@ -18,11 +18,12 @@ ALGORITHMS = {
     "grpo": ["algo=grpo", "algo.kl.where=loss"],
     "ppo": ["algo=ppo"],
     "sft": ["algo=grpo"],
+    "dpo": ["algo=grpo", "warm_start.loss=dpo"],
     "kl_cov": [
         "algo=grpo", "algo.policy_loss=kl_cov", "algo.policy_loss_options.share=0.3", "trainer.mini_batch_size=4",
     ],
 }  # fmt: skip
-"""Settings of each; sft: the supervised loss on the same responses."""
+"""Settings of each; sft: the supervised loss on the same responses; dpo: on pairs of neighbouring responses."""
 OTHERS = {
     **{name: [f"algo.policy_loss={name}"] for name in POLICY_LOSSES if name not in ("ppo_clip", "kl_cov")},
     "off_policy_mask": ["algo.off_policy_mask=0.5"],
@@ -40,8 +41,10 @@ CASES = {
 }
 """Order of the sequences, maximum tokens of a micro-batch, gradient checkpointing."""
 ON_RANKS = {
-    1: [(algo, case) for algo in ALGORITHMS for case in CASES] + [(algo, "whole") for algo in OTHERS],
-    2: [(algo, case) for algo in ALGORITHMS for case in ("split", "scored-alone")]
+    1: [(algo, case) for algo in ALGORITHMS for case in CASES if (algo, case) != ("dpo", "scored-alone")]
+    + [(algo, "whole") for algo in OTHERS],
+    2: [(algo, "split") for algo in ALGORITHMS]
+    + [(algo, "scored-alone") for algo in ALGORITHMS if algo != "dpo"]
     + [("grpo", "checkpointed"), ("ppo", "zero-1")]
     + [(algo, "shuffled") for algo in OTHERS],
     4: [(algo, case) for algo in ALGORITHMS for case in ("single", "shuffled")],
@@ -93,7 +96,7 @@ def _case(folder: Path, algo: str, name: str) -> dict[str, object]:
     run = _run(folder, algo, checkpointing, 1 if name == "zero-1" else 3)
     return {
         "name": f"{algo}-{name}",
-        "supervised": algo == "sft",
+        "supervised": algo in ("sft", "dpo"),
         "config": run.config.model_dump(mode="json"),
         "model": str(run.model_directory),
         "order": order,

@@ -3,14 +3,20 @@
 import json
 import os
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from data.demonstrations import tokenize_demonstrations
 from flows.commands import rollouts
 from flows.progress import printable
+from rlcore.batching.prompts import read_pairs, read_prompts
+from rlcore.config import WarmStartConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import ConfigError, DataError
+from rlcore.responses.query import Query
 from rlcore.rollout.by_part import with_scorer
 from tests.helpers.running import small
 from tests.helpers.sessions import run_to_the_end
@@ -45,6 +51,64 @@ def test_answers_are_shown_as_a_page_as_rows_and_as_json(
     assert [row["step"] for row in rows] == [2] * 32
     assert all(len(row["token_ids"]) == len(row["behavior_logprobs"]) == row["num_tokens"] for row in rows)
     assert {"correct", "format"} == rows[0]["parts"].keys()
+
+
+def test_pairs_are_the_best_and_worst_of_each_group(
+    run: SmallRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(run.layout.run_dir)]
+    rollouts.rollouts(words, kind="training", limit=0, as_json=True)
+    groups: dict[tuple[int, int], list[Any]] = {}
+    for row in map(json.loads, capsys.readouterr().out.splitlines()):
+        if row["finish_reason"] == "stop":
+            groups.setdefault((row["step"], row["prompt_id"]), []).append(row)
+    expected = {
+        place: (max(row["score"] for row in rows), min(row["score"] for row in rows)) for place, rows in groups.items()
+    }
+    expected = {place: scores for place, scores in expected.items() if scores[0] > scores[1]}
+    assert expected
+    rollouts.rollouts(words, pairs=True)
+    text = capsys.readouterr().out
+    pairs = list(map(json.loads, text.splitlines()))
+    found = {(pair["step"], pair["prompt_id"]): (pair["chosen_score"], pair["rejected_score"]) for pair in pairs}
+    assert (found, {pair["run"] for pair in pairs}) == (expected, {run.layout.run_dir.name})
+    for pair in pairs:
+        answers = {row["answer"]: row["score"] for row in groups[pair["step"], pair["prompt_id"]]}
+        assert (answers[pair["chosen"]], answers[pair["rejected"]]) == (pair["chosen_score"], pair["rejected_score"])
+    rollouts.rollouts(words, pairs=True, limit=1)
+    assert capsys.readouterr().out == text.splitlines(keepends=True)[0]
+    (file := tmp_path / "pairs.jsonl").write_text(text)
+    warm = WarmStartConfig(loss="dpo", demonstrations=str(file), held_out_rows=0)
+    made = tokenize_demonstrations(warm, run.inputs.tokenizer_directory, seed=1, root=tmp_path)
+    prompts = {
+        prompt.prompt_id: prompt.token_ids for file in run.inputs.train_parquets for prompt in read_prompts(file)
+    }
+    whole = Counter(
+        tuple(one.token_ids)[: one.is_target.index(True)] for one in read_pairs(made.directory / "train.parquet")
+    )
+    assert whole <= Counter(prompts[pair["prompt_id"]] for pair in pairs), (
+        "prompts have the tokens that were sampled from"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "problem"),
+    [
+        ({"kind": "validation"}, ConfigError, r"^--pairs: takes training responses only, got --kind validation"),
+        ({"step": "9"}, DataError, r"no group has two finished responses with different scores among 0 responses"),
+    ],
+)
+def test_runs_without_pairs_are_reported(
+    run: SmallRun, options: dict[str, Any], error: type[Exception], problem: str
+) -> None:
+    with pytest.raises(error, match=problem):
+        rollouts.rollouts([str(run.layout.run_dir)], pairs=True, **options)
+
+
+def test_pairs_need_responses_of_one_turn(run: SmallRun) -> None:
+    game = load_config(["experiment=number_guessing", "model.path=some/model"])
+    with pytest.raises(ConfigError, match=r"^--pairs: needs responses of one turn, got a run with data\.environment="):
+        rollouts._print_pairs(game, run.layout, Query(), None)
 
 
 def test_a_models_text_does_nothing_to_a_terminal() -> None:
