@@ -56,7 +56,7 @@ PARTS = ("flow", *MARKS, *NAMES.values())
 
 @dataclass(frozen=True)
 class Kill:
-    """A killed process. `age_s` is its age, `step` the last step in the journal, and `run` the number of the run."""
+    """A killed process. `age_s` is its age, `step` the last step in the journal, and `run` the number of its run."""
 
     run: int
     part: str
@@ -66,7 +66,7 @@ class Kill:
 
 @dataclass
 class Findings:
-    """Findings about the killed runs. `codes` counts exit codes. `raw` has outputs with a traceback or unknown code."""
+    """Findings about the killed runs: counts of the exit `codes`, and `raw` outputs with a traceback or unknown code."""
 
     kills: list[Kill] = field(default_factory=list)
     codes: Counter[int] = field(default_factory=Counter)

@@ -37,7 +37,7 @@ CARRIED = ("rollout/cut_length", "rollout/carried_groups", "rollout/carried_toke
 
 
 class SeededLengths(FixedLengths):
-    """A `WorkerGroup` whose responses have geometric lengths by their seeds."""
+    """A `WorkerGroup` whose response lengths are geometric and determined by the seeds of the responses."""
 
     mean = 1.0
 

@@ -25,7 +25,7 @@ HEADLINE_METRIC = re.compile(r"/reward/(mean_at_\d+|pass_at_\d+|greedy)$")
 
 
 def skipped_suffix(cached: bool) -> str:
-    """Return the suffix of a line about a result: a note if the result existed before, otherwise ''."""
+    """Return the note for the end of an output line that a result existed before, or '' if it is new."""
     return ", skipped: done before" if cached else ""
 
 
@@ -65,7 +65,7 @@ class PlainDisplay(Display):
 
 
 class LabelledDisplay(Display):
-    """A display that prefixes each line with a label. The labels distinguish several runs in sequence."""
+    """A display that prefixes each line with a label, so that the lines of successive runs can be distinguished."""
 
     def __init__(self, shown: Display, label: str) -> None:
         self._shown, self._label = shown, label
@@ -138,7 +138,7 @@ def describe(event: Event) -> str:
 
 
 def metrics_text(progress: Progress) -> str:
-    """Return the losses, reward, speed and remaining time as text. Unknown values are left out."""
+    """Return the losses, reward, speed and remaining time as text, without the values that are unknown."""
     parts = [f"{word} {progress.metrics[name]:.3f}" for name, word in LOSS_NAMES.items() if name in progress.metrics]
     reward = next((progress.metrics[name] for name in REWARD_NAMES if name in progress.metrics), None)
     if reward is not None:
@@ -288,7 +288,7 @@ def with_interval(summary: Mapping[str, float], metric: str) -> str:
 
 
 def _labels(names: Sequence[str]) -> dict[str, str]:
-    """Return the label of each held-out metric: its last word, after its data source if there are several sources."""
+    """Return a label for each held-out metric: the end of its name, after its data source if there are several."""
     several = len({_source_of(name) for name in names}) > 1
     return {name: f"{_source_of(name)} " * several + name.rpartition("/")[2] for name in names}
 

@@ -27,7 +27,7 @@ OVER_CAP = 0.2
 
 
 def differences(rig: Rig) -> Verdict:
-    """Compare the log-probabilities of all responses of a step. In bfloat16, also measure both against float32."""
+    """Compare the log-probabilities of engine and trainer in a step. In bfloat16, also compare each with float32."""
     result = rig.step()
     rig.group.each(Worker.reset)
     rollouts = result.experience.rollouts

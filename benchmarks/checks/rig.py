@@ -27,7 +27,7 @@ GROUND_TRUTH = '{"answer": "18"}'
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score a response by its length. Random weights solve no problem, so scores by correctness would be equal."""
+    """Score a response by its length. Random weights solve no problem, so a score by correctness would always be 0."""
     return Score(len(response) / 1_000, {})
 
 

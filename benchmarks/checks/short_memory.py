@@ -102,7 +102,7 @@ def weights_norm(worker: Worker) -> float:
 
 @contextlib.contextmanager
 def short_of_memory(room: int, device: torch.device) -> Iterator[None]:
-    """Allow `room` more bytes inside the `with` block: for torch on a GPU, otherwise for the whole process."""
+    """Allow only `room` more bytes of memory inside the `with` block. On a GPU, the limit applies only to torch."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         _, total = torch.cuda.mem_get_info()
@@ -123,7 +123,7 @@ def short_of_memory(room: int, device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _logged(messages: list[str]) -> Iterator[None]:
-    """Append the log messages of the trained model to `messages` inside the `with` block."""
+    """Append the log messages of `rlcore.workers.trained_model` to `messages` inside the `with` block."""
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

@@ -1,4 +1,4 @@
-"""The job and the report of a side of `benchmarks.vs_trl`, which processes exchange as JSON."""
+"""The job and the report of one trainer in `benchmarks.vs_trl`. Processes exchange both as JSON."""
 
 import json
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ class Job:
         return self.warm_up + self.steps
 
     def weights(self, step: int) -> Path:
-        """Return the folder of the weights after a step. Step 0 is the start."""
+        """Return the folder of the weights after a step. At step 0 these are the initial weights."""
         return Path(self.folder) / f"step-{step}"
 
     def write(self) -> Path:

@@ -48,7 +48,7 @@ def runs(
     as_json: AsJson = False,
     root: Root = ARTIFACTS,
 ) -> None:
-    """List the runs of a root with state, step, score, age and size. A note says what a run waits for or why it failed.
+    """List the runs of a root with state, step, score, age and size. A note explains why a run waits or failed.
 
     Examples:
       millrace runs
@@ -145,7 +145,7 @@ def logs(
 
 
 def _print_line(line: str) -> None:
-    """Print a line without Ray's colours. Other control characters, for example from a response, are escaped."""
+    """Print a line without Ray's colours. Escape other control characters, which a response may contain."""
     from flows.progress import printable
 
     print(printable(_COLOUR.sub("", line)), flush=True)

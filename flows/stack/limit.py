@@ -1,4 +1,4 @@
-"""The slots of a root as a concurrency limit on the page of the stack's Prefect server."""
+"""The slots of a root, shown as a concurrency limit in the web page of the stack's Prefect server."""
 
 import asyncio
 import logging
@@ -29,7 +29,7 @@ class SlotsLimit:
         self._slots = Slots(root)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, after an update of the limit if the request reads limits."""
+        """Pass a request on to Prefect's server. If the request reads concurrency limits, update the limit first."""
         path = scope.get("path", "")
         if path.startswith(LIMITS) and (scope.get("method") == "GET" or path.endswith("/filter")):
             try:

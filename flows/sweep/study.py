@@ -138,11 +138,11 @@ class SweepStudy:
         return trial
 
     def release(self, trial: Trial) -> None:
-        """End this process's claim on a point. If the point has not ended, another process can continue it."""
+        """End this process's claim on a point. If the point has not ended, another process may continue it."""
         self._claims.pop(trial.number).release()
 
     def _claim(self, number: int) -> FileLock:
-        """Return the lock that a process holds while it trains a trial. The kernel frees it if the process dies."""
+        """Return the lock that a process holds while it trains a trial. The kernel frees the lock if the process dies."""
         return FileLock(self._sweep.folder / "claims" / f"{number}.lock")
 
     def _requeue_lost(self) -> None:
@@ -172,7 +172,7 @@ class BudgetTracker:
             self._write({"budget": budget, "begun": time.time(), "runs": [], "steps": 0, "ended_by": ""})
 
     def read(self) -> dict[str, Any]:
-        """Return `runs` (ids), `steps` (a number) and `ended_by`, which names the exhausted budget or is ''."""
+        """Return the used budget: `runs` (ids), `steps` (a number) and `ended_by`, the exhausted budget or ''."""
         found: dict[str, Any] = self._study.user_attrs[self._name]
         return found
 
@@ -190,7 +190,7 @@ class BudgetTracker:
             return not over
 
     def refund(self, steps: int) -> None:
-        """Give back to the budget the reserved steps that a run has not done."""
+        """Return to the budget the reserved steps that a run has not done."""
         with sweep_lock(self._sweep):
             known = self.read()
             self._write(known | {"steps": known["steps"] - steps})
