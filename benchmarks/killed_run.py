@@ -66,7 +66,7 @@ class Kill:
 
 @dataclass
 class Findings:
-    """Findings about the killed runs: counts of the exit `codes`, and `raw` outputs with a traceback or unknown code."""
+    """Findings about the killed runs: counts of the exit `codes`, and `raw` outputs with a traceback or other code."""
 
     kills: list[Kill] = field(default_factory=list)
     codes: Counter[int] = field(default_factory=Counter)

@@ -282,7 +282,9 @@ class _Filter:
         return rows
 
     def _rows_that_fit(self, rows: list[int], ids: list[bytes], start: int) -> Sequence[int]:
-        """Return the indices in `ids` of the prompts to keep. `rows` has the position of each prompt in the batch."""
+        """Return the indices in `ids` of prompts that fit or will be truncated. `rows` has their positions in the
+        batch.
+        """
         limit = self._config.max_prompt_tokens
         lengths = np.array([len(prompt) for prompt in ids], dtype=np.int64) // ID_BYTES
         fits = (lengths > 0) & (lengths <= limit)

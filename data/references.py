@@ -123,9 +123,7 @@ class ReferenceReport:
         return max((self.unmet[split] / self.rows[split] for split in self.unmet), default=0.0)
 
     def text(self, scorer: str) -> str:
-        """Describe the rows without a full score, and name the first ones by file and line. Return '' if there are
-        none.
-        """
+        """Describe the rows without a full score, the first ones with file and line, or return '' if there are none."""
         num_checked, num_unmet = sum(self.rows.values()), sum(self.unmet.values())
         if self.total and not num_checked:
             return f"data.scorer: {scorer} has scored no reference in {BUDGET_S:g} s, so none is checked"

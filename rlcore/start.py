@@ -12,7 +12,7 @@ def python_path() -> str:
 
 
 def tune_garbage_collection() -> None:
-    """Collect garbage less often. With Python's default threshold (700 objects), garbage collection takes two fifths of
-    the import time of MLflow, Prefect or vLLM.
+    """Make Python collect garbage less often. With Python's default threshold (700 objects), garbage collection takes
+    two fifths of the import time of MLflow, Prefect or vLLM.
     """
     gc.set_threshold(50_000, 20, 50)

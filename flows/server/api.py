@@ -157,10 +157,9 @@ def start_prefect(root: Path, *, verbose: bool = False) -> PrefectApi:
 
 
 def running_prefect(root: Path) -> PrefectApi | None:
-    """Return the server of `PREFECT_API_URL`, otherwise the running server recorded under the root, if any.
-
-    The address and login of a recorded server are set in the environment. Raises MillraceError if the server of
-    `PREFECT_API_URL` cannot be used.
+    """Return the server of `PREFECT_API_URL`, otherwise the running server recorded under the root, if any. The address
+    and login of a recorded server are set in the environment. Raises MillraceError if the server of `PREFECT_API_URL`
+    cannot be used.
     """
     url = os.environ.get("PREFECT_API_URL", "").rstrip("/")
     for home, server in _servers.items():

@@ -131,8 +131,6 @@ def _stack_lock(root: Path) -> HeldLock:
 def _require_compatible(root: Path, state: StackState, ports: Mapping[str, int | None]) -> None:
     """Check that requested ports are free, and that running servers have the installed version and requested port.
     Raises MillraceError if not.
-
-    Raises MillraceError if not.
     """
     down_first = f"`millrace down --root {quote(str(root))}`"
     for name, port in ports.items():

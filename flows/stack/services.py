@@ -162,9 +162,8 @@ def _start(
     ready_url: str = "",
     tether: bool = False,
 ) -> Service:
-    """Start a service with a log file under the root. Only the server of a database gets its secret address.
-
-    Raises MillraceError if the service ends immediately.
+    """Start a service with a log file under the root. Only the server of a database gets its secret address. Raises
+    MillraceError if the service ends immediately.
     """
     log = log_of(root, name)
     secret = (PREFECT_DATABASE, PREFECT_SERVER_DATABASE, MLFLOW_DATABASE)
@@ -200,8 +199,6 @@ def is_free_port(port: int) -> bool:
 def _choose_port(state: StackState, name: str, *, default: int | None = None, requested: int | None = None) -> int:
     """Return the first free port of these: the requested, the last used, the default and any other port. The last used
     port is preferred to the default so that a page keeps its address.
-
-    The last used port is preferred to the default so that a page keeps its address.
     """
     known = state.service(name)
     for port in (requested, None if known is None else known.port, default):

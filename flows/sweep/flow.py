@@ -293,9 +293,8 @@ def sweep_child(
 
 
 def work_on_workers(drive: SweepWorker, sweep: Sweep, parameters: dict[str, Any]) -> None:
-    """Start child flow runs until all points have ended or the budget is used up. Lost children are replaced.
-
-    Raises MillraceError if the deployment is missing, or if too many children end without work on a point.
+    """Start child flow runs until all points have ended or the budget is used up. Lost children are replaced. Raises
+    MillraceError if the deployment is missing, or if too many children end without work on a point.
     """
     max_children = MAX_CHILDREN if sweep.spec.optuna is None else sweep.spec.optuna.points_at_once
     with cancel_children_on_error() as us, get_client(sync_client=True) as client:

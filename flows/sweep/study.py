@@ -142,7 +142,7 @@ class SweepStudy:
         self._claims.pop(trial.number).release()
 
     def _claim(self, number: int) -> FileLock:
-        """Return the lock that a process holds while it trains a trial. The kernel frees the lock if the process dies."""
+        """Return the lock that a process holds while it trains a trial. The kernel frees it if the process dies."""
         return FileLock(self._sweep.folder / "claims" / f"{number}.lock")
 
     def _requeue_lost(self) -> None:

@@ -211,10 +211,8 @@ def sync(folder: Path, uri: str | None) -> Outcome:
 
 
 def _store_of_root(folder: Path, begun_with: Destination) -> str | None:
-    """Return the MLflow store of the root that now contains the run's folder.
-
-    Return None to keep the store that the run began with, for example if the settings name it. Raises TrackingError if
-    the file under the root is not a store.
+    """Return the MLflow store of the root that now contains the run's folder. Return None to keep the store that the
+    run began with, for example if the settings name it. Raises TrackingError if the file under the root is not a store.
     """
     root = folder.parents[1]
     try:

@@ -217,8 +217,6 @@ class HeldSlots:
 def _holder(file: Path) -> SlotRequest | None:
     """Return the request in a locked file, or None if the file is not locked. A placeholder is returned if the request
     is not written yet.
-
-    A placeholder is returned if the request is not written yet.
     """
     lock = FileLock(file)
     try:

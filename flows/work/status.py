@@ -148,8 +148,8 @@ def _state(run_dir: Path, pause: str) -> tuple[State, str]:
 
 
 def _read_journal_end(journal: Path) -> tuple[int, float | None, str, float, float | None, float | None]:
-    """Return facts from the end of the journal: the last step, its reward, the reason of a wait, the time of the last
-    line, the GPU-seconds and the tokens per second of each device.
+    """Return facts from the end of the journal, without reading the rest. These are the last step, its reward, the
+    reason of a wait, the time of the last line, the GPU-seconds, and the speed of each device.
     """
     step, reward, pause, changed, gpu_seconds, tokens_per_s = 0, None, "", 0.0, None, None
     with suppress(OSError, DataError), open_ordinary(journal) as file:

@@ -46,7 +46,7 @@ class WaitsForRoom(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A committed checkpoint and the metrics of its step."""
+    """A checkpoint that is completely saved, and the metrics of its step."""
 
     step: int
     path: Path
@@ -55,7 +55,7 @@ class Saved:
 
 @dataclass
 class _Save:
-    """A checkpoint whose folder is open for the ranks. `publication` starts when all ranks have written."""
+    """A checkpoint that is being saved. `publication` starts when all ranks have written their files."""
 
     step: int
     ranks: SavingRanks
@@ -65,10 +65,9 @@ class _Save:
 
 
 class CheckpointSaver:
-    """The saves of one run, one at a time.
+    """The object that saves a run's checkpoints, one at a time.
 
-    `room` waits for disk space before a checkpoint. `phase` limits the time of all other waits for the disk.
-    """
+    `room` waits for disk space before a checkpoint. `phase` limits the time of all other waits for the disk."""
 
     def __init__(
         self,
@@ -109,7 +108,7 @@ class CheckpointSaver:
         return None if all(size.is_copied for size in sizes) else self.settle()
 
     def poll(self) -> Saved | None:
-        """Return a newly committed checkpoint or None, without waiting. Raises the errors of `settle`."""
+        """Return a checkpoint that has just been committed, or None. Does not wait. Raises the errors of `settle`."""
         return self._advance(wait=False)
 
     def settle(self) -> Saved | None:
@@ -118,7 +117,7 @@ class CheckpointSaver:
         return self._advance(wait=True)
 
     def abandon(self) -> None:
-        """Remove the current save. A save that is being published is completed instead."""
+        """Cancel the current save and remove its files. If the save is already being published, complete it instead."""
         save, self._save = self._save, None
         if save is None:
             return

@@ -48,7 +48,7 @@ def may_change() -> frozenset[str]:
 
 
 def total_steps_may_change(config: RunConfig) -> bool:
-    """Return whether no learning rate depends on the number of steps, so that a finished run can be extended."""
+    """Return True if no learning rate depends on the number of steps, so that a finished run can be extended."""
     optims = [config.optim] if config.critic is None else [config.optim, config.critic.optim]
     return all(optim.schedule == "constant" and (optim.warmup_steps > 0 or optim.warmup_ratio == 0) for optim in optims)
 
@@ -80,7 +80,7 @@ def changed_settings(config: RunConfig, *names: str) -> dict[str, Any]:
 
 
 def settings_fingerprint(config: RunConfig) -> str:
-    """Return the fingerprint of all settings that must not change between a run's first step and its last."""
+    """Return a fingerprint of all settings that must stay the same from a run's first step to its last."""
     return fingerprint("settings", fixed_settings(config))
 
 

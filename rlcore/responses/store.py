@@ -76,7 +76,7 @@ _HEAVY = [name for name in TOKENS.names if name not in ("token_ids", "is_sampled
 
 
 def parts_of(folder: Path) -> list[Path]:
-    """Return the parts of a run, training parts first, sorted by step."""
+    """Return the stored parts of a run's responses: training parts first, sorted by step."""
     return sorted(files_of(folder, "*.parquet"))
 
 
@@ -125,12 +125,12 @@ class ResponseWriter:
 
     @property
     def is_full(self) -> bool:
-        """Return whether the responses in memory are so large that they should be written before the chunk ends."""
+        """Return whether the responses in memory are so many that they should be written before the chunk ends."""
         return bool(sum(table.nbytes for table in self._tables) >= PART_BYTES)
 
     def start_part(self) -> None:
-        """Wait for the previous part, and start to write the responses collected since then. Raises DiskSpaceError if
-        the disk has no room for the previous part. After this error, a new call tries again."""
+        """Wait until the previous part is written, and start to write the responses collected since then. Raises
+        DiskSpaceError if the disk has no room for the previous part. After this error, a new call tries again."""
         self.wait()
         if self._tables:
             self._part, self._tables = pa.concat_tables(self._tables), []
@@ -153,7 +153,7 @@ class ResponseWriter:
             write_part(self._folder / f"validation-{name}.parquet", table)
 
     def truncate(self, step: int) -> None:
-        """Discard the responses after this step, in memory and on disk."""
+        """Discard all responses of steps after this one, in memory and on disk."""
         self._tables = []
         if self._written is not None:
             self._written.exception()
@@ -190,7 +190,7 @@ def _training_name(table: pa.Table) -> str:
 
 
 def steps_of(path: Path) -> tuple[int, int]:
-    """Return the first and last step of a part, or (-1, -1) for a validation that was requested separately."""
+    """Return the first and last step of a part. A validation that a command requested has (-1, -1)."""
     found = _PART.fullmatch(path.name)
     if found is None:
         return -1, -1

@@ -17,8 +17,9 @@ ROUND_TOKENS = 16
 
 
 class TailCut:
-    """The bound of the length L for one rank. `groups`: the group of each request of this rank, or -1 for a request
-    that has to finish. `wanted`: the number of groups to finish on all ranks. `longest`: the limit of a response."""
+    """The bound of the length L for one rank, at which responses may be cut. `groups`: the group of each request of
+    this rank, or -1 for a request that has to finish. `wanted`: the number of groups to finish on all ranks. `longest`:
+    the limit of a response."""
 
     def __init__(self, groups: Iterable[int], wanted: int, longest: int, world_size: int, device: torch.device) -> None:
         self._sizes = Counter(groups)
@@ -28,7 +29,7 @@ class TailCut:
         """The length at which unfinished responses end, at least L. It never rises."""
 
     def end(self, group: int, sample_index: int, length: int) -> None:
-        """Record the length of a finished response. Repeated records of a response change nothing."""
+        """Record the length of a finished response. Recording the same response again changes nothing."""
         self._ended[group][sample_index] = length
 
     def agree(self, *, busy: bool = True) -> bool:

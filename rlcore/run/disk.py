@@ -68,7 +68,7 @@ class DiskRoom:
         self.log_event(RESUMED, step, {"text": f"{path}: there is room again, the run continues", "path": str(path)})
 
     def check(self, path: Path, needed_bytes: int) -> RoomReport:
-        """Return a report on whether the disk of `path` has room for `needed_bytes` and the reserve."""
+        """Report whether the disk of `path` has room for `needed_bytes` and the reserve."""
         return check_room(path, needed_bytes, reserve_bytes(self.config))
 
     def _wait(self, deadline: float, report: RoomReport) -> None:
@@ -103,7 +103,7 @@ def disk_needs(
     steps_left: int,
     has_initial_policy: bool,
 ) -> tuple[DiskNeed, ...]:
-    """Return the disk space that the run's large outputs will need, such as weights, checkpoints and stored responses.
+    """Return the disk space for the run's large future outputs, such as weights, checkpoints and stored responses.
 
     `checkpoint.reserve_gb` covers the journal and validations. `checkpoints_bytes`: the growth of the checkpoints.
     """

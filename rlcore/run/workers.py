@@ -40,7 +40,7 @@ NUM_AUDITED = 8
 
 
 class ProfileWindow:
-    """The steps for which every rank writes a trace. A trace that is too large ends the window."""
+    """The steps for which every rank writes a profiler trace. If a trace is too large, no further step is recorded."""
 
     def __init__(self, record: RunRecord, group: WorkerGroup) -> None:
         self._settings, self._folder = record.config.runtime.profile, record.layout.profile
@@ -51,7 +51,7 @@ class ProfileWindow:
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Profile the `with` block if the step is in the window. The block executes this step."""
+        """Profile the `with` block, in which a training step runs, if this step is in the window."""
         if step not in self._steps:
             yield
             return
@@ -150,7 +150,7 @@ class TrainingWorkers:
             return self.start().group.each(Worker.save, verb, *args, **kwargs)
 
     def step(self, state: LoopState) -> StepResult:
-        """Run one training step. The caller records the result, then sets `holds` to the step's checkpoint name."""
+        """Run one training step. The caller then records the result, and sets `holds` to the step's checkpoint name."""
         self.start()
         self.holds = MID_STEP
         with self._profile.around(state.step + 1):
@@ -159,7 +159,7 @@ class TrainingWorkers:
         return result
 
     def start(self) -> Self:
-        """Start the workers if needed."""
+        """Start the workers unless they are already running."""
         if not self._is_started:
             self.config = fit_run(self._config, self._report)
             self._start()
@@ -216,7 +216,7 @@ class RunWorkers(TrainingWorkers):
     def validate(self, name: str, step: int) -> tuple[ValidationResult, pa.Table]:
         """Evaluate the workers' weights on the held-out problems. Return the result and the table of responses.
 
-        Only the first `validation.max_problems` problems are used during training.
+        During training, only the first `validation.max_problems` problems are used.
         """
         sampler = self.start()._sampler
         tables: list[pa.Table] = []
@@ -231,7 +231,7 @@ class RunWorkers(TrainingWorkers):
         return result, pa.concat_tables(tables)
 
     def validate_suite(self, suite: SuiteConfig, name: str, step: int) -> tuple[ValidationResult, str]:
-        """Evaluate the weights on a suite's problems, with a separate scorer and environment.
+        """Evaluate the weights on the problems of a suite, which has its own scorer and environment.
 
         Return the result and the last scoring error.
         """

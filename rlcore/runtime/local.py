@@ -23,18 +23,18 @@ class LocalGroup:
         return [verb(self._worker, *args, **kwargs)]
 
     def begin(self, verb: Callable[..., R], arguments: Sequence[tuple[Any, ...]]) -> Completed[R]:
-        """Call the method with the only tuple of arguments."""
+        """Call the method on the only worker with the only tuple in `arguments`."""
         (only,) = arguments
         return Completed([verb(self._worker, *only)])
 
     def send(self, values: Sequence[object]) -> Sequence[Any]:
-        """Return the values unchanged."""
+        """Return the values unchanged, because the worker is in this process."""
         return values
 
     def stream(
         self, verb: Callable[..., Iterator[R]], arguments: Sequence[tuple[Any, ...]], take: Callable[[int, R], None]
     ) -> None:
-        """Call the generator method with the only tuple of arguments, and `take(0, item)` for each item."""
+        """Call the generator method on the only worker, and `take(0, item)` for each item."""
         (only,) = arguments
         for item in verb(self._worker, *only):
             take(0, item)

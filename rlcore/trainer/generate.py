@@ -26,9 +26,9 @@ def generate(
     shares: Sequence[Sequence[int]] | None = None,
     num_finished: int = 0,
 ) -> list[Rollout]:
-    """Generate responses in the order of the requests. `shares`: the request indices of each rank, by default from
-    `split_requests`. With `num_finished`, unfinished responses are cut when so many groups are finished. Raises
-    EngineError if an engine used a policy version other than `policy_version`."""
+    """Generate responses, and return them in the order of the requests. `shares`: the request indices of each rank, by
+    default from `split_requests`. With `num_finished`, unfinished responses are cut when so many groups are finished.
+    Raises EngineError if an engine used a policy version other than `policy_version`."""
     indices = split_requests(requests, group.world_size) if shares is None else shares
     arguments = [([requests[i] for i in mine], sampling, max_response_tokens, num_finished) for mine in indices]
     rollouts: dict[int, Rollout] = {}

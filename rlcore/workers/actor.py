@@ -1,4 +1,4 @@
-"""The policy on one rank (log-probabilities, updates, weights), and the frozen reference and teacher."""
+"""The policy on one rank, with its log-probabilities, updates and weights, and the frozen reference and teacher."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -68,7 +68,7 @@ class Actor(TrainedModel[CausalPolicy]):
     def logprobs(
         self, batch: PackedBatch, num_micro: int, *, adapters: bool = True, with_entropy: bool = False
     ) -> Float[Tensor, "T ..."]:
-        """Return `policy_logprobs`, without the LoRA adapters if `adapters` is false."""
+        """Return `policy_logprobs` of this policy. If `adapters` is false, the LoRA adapters are disabled."""
         with nullcontext() if adapters else without_adapters(self.model):
             return self.forward_pass.run(
                 lambda parts: policy_logprobs(
@@ -128,7 +128,7 @@ class Actor(TrainedModel[CausalPolicy]):
     def _non_finite_groups(
         self, batch: TrainBatch, denominator: Denominator, kl_coef: float, entropy_added: float
     ) -> list[int]:
-        """Return the numbers of the prompts, counted within the step, that have a non-finite loss on some rank."""
+        """Return the numbers, within the step, of the prompts whose responses have a non-finite loss on some rank."""
         groups: set[int] = set()
         for index in range(batch.packed.num_sequences):
             micro = to_device(batch, [index], self._placement.device)
@@ -164,7 +164,7 @@ class Actor(TrainedModel[CausalPolicy]):
     def supervise(
         self, batch: PackedBatch, num_micro: int, num_tokens: int, *, lr: float
     ) -> ModelUpdate[SupervisedStatistics]:
-        """Take one optimizer step on the negative log-likelihood, which is summed and divided by `num_tokens` of all
+        """Take one optimizer step on the negative log-likelihood, summed over tokens and divided by `num_tokens` of all
         ranks. Raises NonFiniteError if the loss or the gradient is not finite. The weights are then unchanged."""
 
         def objective(micro: MicroBatch[PackedBatch]) -> tuple[Tensor, SupervisedStatistics]:
@@ -231,8 +231,8 @@ def policy_logprobs(
 
 
 class FrozenPolicy:
-    """A frozen policy in the compute type: the reference or the teacher. It is not sharded, since each step would
-    gather all shards for one pass. With `offload`, it is in host memory between passes."""
+    """A policy that is not trained, in the compute type: the reference or the teacher. It is not sharded, since each
+    step would gather all shards for one pass. With `offload`, it is in host memory between passes."""
 
     def __init__(self, config: RunConfig, policy: CausalPolicy, placement: Placement, name: str, *, offload: bool):
         self._config = config

@@ -32,8 +32,8 @@ class Completed(Generic[R]):
 
 @runtime_checkable
 class WorkerGroup(Protocol):
-    """All ranks of a run. A verb is an unbound method of `Worker`. If one rank fails or is lost, the call raises an
-    error, and the group is unusable."""
+    """All ranks of a run. A verb is an unbound method of `Worker`, which is called on every rank. If one rank fails or
+    is lost, the call raises an error, and the group is unusable."""
 
     world_size: int
 
@@ -42,7 +42,7 @@ class WorkerGroup(Protocol):
         ...
 
     def begin(self, verb: Callable[..., R], arguments: Sequence[tuple[Any, ...]]) -> Pending[R]:
-        """Start the verb on each rank i with `arguments[i]`. Ranks in separate processes run concurrently."""
+        """Start the verb on each rank i with `arguments[i]`. If ranks are separate processes, they run concurrently."""
         ...
 
     def send(self, values: Sequence[object]) -> Sequence[Any]:
@@ -57,5 +57,5 @@ class WorkerGroup(Protocol):
         ...
 
     def close(self) -> None:
-        """End all workers. This may be called twice."""
+        """End all workers. A second call has no effect."""
         ...
