@@ -1,4 +1,4 @@
-"""Measure a step of vLLM by the number of unfinished responses: wall-clock milliseconds, and those of the GPU alone.
+"""Measure the wall-clock and GPU milliseconds of a vLLM step for different numbers of unfinished responses.
 
     python -m benchmarks.generation --out generation.json                             # on a GPU
     python -m benchmarks.generation --shape=tiny --prompts=8 --mean=12 --longest=32   # rehearsal on a CPU

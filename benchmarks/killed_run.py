@@ -165,7 +165,7 @@ class PartKiller:
         self._run = 0
 
     def run(self, root: Path, overrides: Sequence[str]) -> None:
-        """Start a run repeatedly, with kills, until it is finished."""
+        """Start a run, kill parts of it and start it again, until the run is finished."""
         self._run += 1
         for _ in range(MAX_STARTS + self.left):
             process = _start(root, overrides)

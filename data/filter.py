@@ -256,7 +256,7 @@ class _Filter:
         return prompts
 
     def _without_duplicates(self, texts: Sequence[str], numbers: Sequence[Multiset], start: int) -> list[int]:
-        """Return the positions of the rows to keep. Raises DataError for a held-out or a refused duplicate row."""
+        """Return the positions of the rows to keep. Raises DataError for a held-out row or a refused duplicate."""
         keys = [hash(text) for text in texts]
         if self._split == "validation":
             self._held_out.add(keys, range(start, start + len(keys)))

@@ -88,7 +88,7 @@ def reference_number(answer: str, where: str) -> str:
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score by the strict reading. The parts `strict`, `numeric` and `format` (a `####` number) are each 0 or 1."""
+    """Score a response by the strict reading. The parts `strict`, `numeric` and `format` (has `####`) are 0 or 1."""
     return _score(response, ground_truth, "strict")
 
 

@@ -81,7 +81,7 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
 
 
 def reference_problem(reference: str) -> str | None:
-    r"""Return the reason why a reference cannot be read as a whole. Return None if the same text in a box scores 1.
+    r"""Return the reason why a reference cannot be read as a whole, or None if a response with this answer scores 1.
 
     >>> reference_problem(r"12\frac12\%"), reference_problem(r"\approx 3")
     (None, 'the command \\approx is not known')

@@ -176,7 +176,7 @@ def check_references(
     *,
     is_taught: bool = False,
 ) -> str:
-    """Check the rows of a task whose dataset exists.
+    """Check the references of a task's rows with its scorer. The dataset must exist.
 
     `is_taught`: whether a warm start trains on the solutions. The result is stored for later starts. Return a warning
     about rows without a full score, or ''.

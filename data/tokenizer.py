@@ -59,7 +59,7 @@ class ResponseChangedError(Exception):
 
 
 class FastPathError(Exception):
-    """The fast path and the tokenizer give different results. The filter restarts without the fast path."""
+    """`PieceEncoder` and the tokenizer give different results. The filter restarts without `PieceEncoder`."""
 
 
 def tokenizer_fingerprint(directory: Path) -> str:
@@ -100,7 +100,7 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 class PromptTokenizer:
-    """A tokenizer that renders and tokenizes prompts and responses. A sample of the texts checks `PieceEncoder`.
+    """A tokenizer that renders and tokenizes prompts and responses. `PieceEncoder` is checked on a sample of the texts.
 
     `tools`: JSON schemas of functions for the chat template. `chat_template_kwargs`: further variables for the
     template.

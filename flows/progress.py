@@ -25,7 +25,7 @@ HEADLINE_METRIC = re.compile(r"/reward/(mean_at_\d+|pass_at_\d+|greedy)$")
 
 
 def skipped_suffix(cached: bool) -> str:
-    """Return the note for the end of an output line that a result existed before, or '' if it is new."""
+    """Return the end of an output line: a note if the result existed before, otherwise ''."""
     return ", skipped: done before" if cached else ""
 
 
@@ -275,7 +275,7 @@ def reward_changes(validations: Sequence[ValidationSummary]) -> list[str]:
 
 
 def with_interval(summary: Mapping[str, float], metric: str) -> str:
-    """Return a metric as text, with its confidence interval if that is known. Return '' if the metric is absent.
+    """Return a metric as text, with its confidence interval if there is one. Return '' if the metric is absent.
 
     >>> with_interval({"a": 0.5, "a/ci_low": 0.41, "a/ci_high": 0.59}, "a")
     '0.500 [0.410, 0.590]'
@@ -288,7 +288,7 @@ def with_interval(summary: Mapping[str, float], metric: str) -> str:
 
 
 def _labels(names: Sequence[str]) -> dict[str, str]:
-    """Return a label for each held-out metric: the end of its name, after its data source if there are several."""
+    """Return a label for each held-out metric: the end of its name, with the data source if there are several."""
     several = len({_source_of(name) for name in names}) > 1
     return {name: f"{_source_of(name)} " * several + name.rpartition("/")[2] for name in names}
 

@@ -171,8 +171,8 @@ def run_task(
     made_from: Sequence[str] = (),
 ) -> R:
     """Run a function as a Prefect task and print its result. `describe`: a function that returns the result as text, or
-    '' for no output. A result that existed before gives the task run the state Cached. `assets` are recorded as made
-    from the assets with the keys `made_from`. Raises Pause if the flow run was suspended before the task."""
+    '' for no output. A result that existed before gives the task run the state Cached. `made_from`: the keys of the
+    assets from which `assets` were made. Raises Pause if the flow run was suspended before the task."""
     watch.end_if_suspended()
     signals = watch.DeferredSignals()
 

@@ -192,7 +192,7 @@ def code_for(function: str) -> tuple[Source, ...]:
 
 
 def code_patch(before: Code, now: Code) -> str:
-    """Return the difference between two versions as a patch of at most `MAX_PATCH_LINES` lines."""
+    """Return the difference between two versions of the code as a patch of at most `MAX_PATCH_LINES` lines."""
     lines: list[str] = []
     for name in sorted(before.sources.keys() | now.sources.keys()):
         old, new = (

@@ -112,7 +112,7 @@ class Rig:
             return loop.step()
 
     def loop(self, *overrides: str, real_prompts: Sequence[Prompt] = ()) -> contextlib.AbstractContextManager[Loop]:
-        """Open a training loop that begins with the present weights."""
+        """Open a training loop that begins with the current weights."""
         return training_loop(
             self.settings(*overrides),
             self.directory,

@@ -1,4 +1,4 @@
-"""A check of an update that runs out of memory. Repeated in more micro-batches, it must give the same numbers."""
+"""A check that an update that runs out of memory is repeated in more micro-batches, with the same numbers."""
 
 import contextlib
 import ctypes
@@ -25,7 +25,7 @@ M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
 
 
 def prepare() -> None:
-    """Make the CPU allocator return freed memory, because kept memory would evade a limit. Do nothing with a GPU."""
+    """Make the CPU allocator return freed memory to the system, so that a memory limit works. On a GPU, do nothing."""
     if not torch.cuda.is_available():
         allocator = ctypes.CDLL(None)
         allocator.mallopt(M_MMAP_THRESHOLD, 1 << 16)

@@ -13,7 +13,7 @@ GRAD_CLIP = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The work of one side. `folder` has the prompts in the order of the steps, and may be moved. If there are
+    """The work of one trainer. `folder` has the prompts in the order of the steps, and may be moved. If there are
     `evaluated_steps`, `folder` also has the held-out problems, and the weights at the start and after these steps.
 
     `precision`: fp32 (float32 master weights, products in bfloat16 on a GPU) or bf16 (bfloat16 weights and optimizer,

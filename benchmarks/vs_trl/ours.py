@@ -1,4 +1,4 @@
-"""Our side of `benchmarks.vs_trl`, which runs in one process.
+"""Our trainer in the comparison `benchmarks.vs_trl`, which runs in one process.
 
 python -m benchmarks.vs_trl.ours JOB.json  # started by benchmarks.vs_trl
 """

@@ -85,7 +85,7 @@ def _values(key: str, typed: str) -> Iterator[str]:
 
 
 def _values_by_key() -> dict[str, list[str]]:
-    """Return the literal values of each setting. The lists are empty if docs/settings.md is missing, as in a wheel."""
+    """Return the literal values of each setting. There are none if docs/settings.md is not installed."""
     if not PAGE.is_file():
         from rlcore.config.run import all_keys
 

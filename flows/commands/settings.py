@@ -90,7 +90,7 @@ def _usage_error(error: Any) -> ConfigError:
 
 
 def command_group(commands: Mapping[str, Callable[..., None]], description: str, **more: Any) -> typer.Typer:
-    """Return a group of commands by name. The help of a command is its docstring up to `Raises:`. The lines of its
+    """Return a group of the commands, by name. The help of a command is its docstring up to `Raises:`. The lines of its
     examples are not wrapped."""
     group = typer.Typer(cls=CommandGroup, help=description, rich_markup_mode=None, **more)
     for name, command in commands.items():

@@ -164,7 +164,7 @@ def check_dry_run(config: RunConfig, plan: RunPlan) -> None:
 
 
 def check_before_start(config: RunConfig, plan: RunPlan) -> None:
-    """Check the requirements outside a plan: slots, engine, device, cluster, models, memory and disk space."""
+    """Check the requirements that no plan covers: slots, engine, device, cluster, models, memory and disk space."""
     if plan.is_done:
         return
     Slots(RunLayout.of(config).root).require(config.runtime.num_workers)
@@ -191,6 +191,6 @@ def check_evaluation(config: RunConfig) -> None:
 
 
 def run_stage_checks(run: OpenRun, stages: Sequence[Stage[Any]]) -> str:
-    """Check these stages and return their warnings, one per line."""
+    """Check the stages and return their warnings, one per line."""
     trial = Trial(run)
     return "\n".join(line for stage in stages for line in stage.check(trial) if line)

@@ -218,7 +218,7 @@ def set_flow_run_state(state: State[object]) -> None:
 
 
 def limit_retries(number: int = MAX_RETRIES) -> AbstractContextManager[object]:
-    """Limit retries of requests to an unreachable Prefect server inside a `with` block, which begins in 60 ms."""
+    """Return a context manager that limits retries of requests to an absent Prefect server. Entering it takes 60 ms."""
     return temporary_settings({PREFECT_CLIENT_MAX_RETRIES: number})
 
 

@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def hide_address(record: logging.LogRecord) -> bool:
-    """Remove the text of httpx's errors from a log record. It has the secret address of a notification block."""
+    """Remove httpx's error text, which has the secret address of a notification block, from a log record."""
     import httpx
 
     error = record.exc_info[1] if record.exc_info else None

@@ -162,8 +162,8 @@ def _start(
     ready_url: str = "",
     tether: bool = False,
 ) -> Service:
-    """Start a service with a log file under the root. Only the server of a database gets its secret address. Raises
-    MillraceError if the service ends immediately.
+    """Start a service with a log file under the root. Only the server of a database gets the database's secret address.
+    Raises MillraceError if the service ends immediately.
     """
     log = log_of(root, name)
     secret = (PREFECT_DATABASE, PREFECT_SERVER_DATABASE, MLFLOW_DATABASE)

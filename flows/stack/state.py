@@ -237,7 +237,7 @@ def root_login(root: Path) -> str:
 
 
 def login_hint(root: Path) -> str:
-    """Return the end of a sentence, which explains how to log in to the web pages."""
+    """Return the last part of a sentence, which explains how to log in to the web pages."""
     return f"the line in {root / SECRET_FILE}: Prefect takes it whole, MLflow as user and password around the colon"
 
 

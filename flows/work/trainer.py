@@ -91,7 +91,7 @@ class LogTail:
 
 
 def _text(line: bytes) -> str:
-    """Decode a line of the log. Of a progress bar, only the last state remains."""
+    """Decode a line of the log. A progress bar is reduced to its last state."""
     return line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
 
 

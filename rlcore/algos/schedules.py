@@ -11,7 +11,7 @@ MAX_RELATIVE_ERROR = 0.2
 
 
 def num_warmup_steps(*, optim: OptimConfig, total_steps: int) -> int:
-    """Return the number of warm-up steps: `warmup_steps`, or the share `warmup_ratio` of all steps if that is 0."""
+    """Return the number of warm-up steps: the share `warmup_ratio` of all steps if `warmup_steps` is 0."""
     # 0.29 of 100 steps is 28.999999999999996 as a product
     return optim.warmup_steps or int(optim.warmup_ratio * total_steps + 1e-9)
 

@@ -264,7 +264,7 @@ class Balancer:
         return [[i for prompt in part for i in prompts[prompt]] for part in parts]
 
     def _num_micro(self, batch: PackedBatch, sizes: Sizes, of_ranks: Sequence[Sequence[int]]) -> int:
-        """Return the number of micro-batches that the rank with the highest need requires."""
+        """Return the largest number of micro-batches that a rank needs."""
         return max(self._num_cut(sizes.select(batch, mine)) for mine in of_ranks)
 
     def _num_cut(self, sizes: Sizes) -> int:

@@ -130,7 +130,7 @@ class MixedStream:
         return self._streams[source].take(int(self._places[offset]), 1)[0]
 
     def _lay_out(self, block: int) -> None:
-        """Choose a data source and a position in the stream of that data source, for each position of a block."""
+        """Choose a data source for each position of a block of prompts, and a position in the stream of that source."""
         before, after = self._counts_before(block * BLOCK), self._counts_before((block + 1) * BLOCK)
         quotas = [end - start for start, end in zip(before, after, strict=True)]
         rng = np.random.default_rng((self._seed, block, len(quotas)))

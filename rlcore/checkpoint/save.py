@@ -108,7 +108,7 @@ class CheckpointSaver:
         return None if all(size.is_copied for size in sizes) else self.settle()
 
     def poll(self) -> Saved | None:
-        """Return a checkpoint that has just been committed, or None. Does not wait. Raises the errors of `settle`."""
+        """Return a newly committed checkpoint, otherwise None, without waiting. Raises the errors of `settle`."""
         return self._advance(wait=False)
 
     def settle(self) -> Saved | None:

@@ -270,7 +270,7 @@ class ShardReader:
         self._files.close()
 
     def fill(self, part: LocalPart) -> None:
-        """Copy the stored values of the part's box into its memory. Raises CheckpointError if the tensor is absent, has
+        """Copy the stored values of a part into the part's memory. Raises CheckpointError if the tensor is absent, has
         another shape or type, or is not covered by the files."""
         stored = self.tensors.get(part.name)
         if stored is None:

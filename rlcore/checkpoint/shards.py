@@ -164,7 +164,7 @@ class BaseRecord:
 
 
 def optimizer_record(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerRecord:
-    """Return the optimizer's current state besides its tensors."""
+    """Return the current state of the optimizer except for its tensors."""
     names = {parameter: name for name, parameter in named_parameters(model)}
     groups = []
     state_tensors: dict[str, tuple[str, ...]] = {}
@@ -193,8 +193,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def rank_shards(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> RankShards:
-    """Return the shards that this rank writes, not copied. Raises CheckpointError if a tensor has an unknown
-    placement."""
+    """Return the shards that this rank writes, without copying them. Raises CheckpointError for an unknown placement."""
     rank, world_size = rank_and_world_size()
     parts = tuple(part for part in local_parts(model, optimizer, rank=rank) if part.is_written_here)
     record = None if optimizer is None else optimizer_record(model, optimizer)

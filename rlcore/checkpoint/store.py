@@ -177,7 +177,8 @@ class CheckpointStore:
         return 0 if found is None else found.step
 
     def find_latest(self, *, verify: bool = True) -> FoundCheckpoint:
-        """Find the newest checkpoint that is intact and fits the journal. Newer ones that were refused are logged.
+        """Find the newest checkpoint that is intact and fits the journal. Newer checkpoints that are refused are
+        logged.
 
         If no intact checkpoint fits the journal, the newest intact one is returned. Without `verify`, only sizes are
         checked. Raises CheckpointError if all checkpoints are broken, or if the result has other settings than the run.

@@ -23,7 +23,7 @@ CONFIG_DIR_VARIABLE = "MILLRACE_CONFIG_DIR"
 
 
 def conf_dirs() -> list[Path]:
-    """Return the folders of groups, experiments, suites and sweeps: the user's, if there is one, then `CONF_DIR`."""
+    """Return the folders of groups, experiments, suites and sweeps. The user's folder, if any, precedes `CONF_DIR`."""
     own = os.environ.get(CONFIG_DIR_VARIABLE)
     if own and not Path(own).is_dir():
         raise ConfigError(

@@ -211,7 +211,7 @@ def unused_settings(
 
 
 def effects_in(config: Run) -> dict[tuple[EffectiveWhen, tuple[str, ...]], list[str]]:
-    """Group the settings and sections that declare a condition by the condition and the dotted keys in its `by`."""
+    """Return the settings and sections that declare each condition. Keys have the condition and the keys in `by`."""
     found: dict[tuple[EffectiveWhen, tuple[str, ...]], list[str]] = {}
     for prefix, section in sections_in(config):
         declared = [(prefix[:-1], section.effective)] if section.effective else []

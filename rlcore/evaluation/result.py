@@ -59,7 +59,7 @@ class Response:
 
     @property
     def solved(self) -> bool:
-        """True if the component `correct` of the score is 1. A score without this component must be 1 as a whole."""
+        """True if the component `correct` of the score is 1. If there is no such component, true if the total is 1."""
         return Score(self.score, self.parts).solved
 
 
@@ -110,7 +110,7 @@ def vote(text: str) -> str:
 
 
 def num_samples(problems: Sequence[ProblemResult]) -> int:
-    """Return k, the number of samples of each problem, or 0 without problems. Raises DataError if k differs."""
+    """Return k, the number of samples of each problem (0 without problems). Raises DataError if the numbers differ."""
     counts = {len(problem.samples) for problem in problems}
     if len(counts) > 1:
         raise DataError(f"problems of a validation: each needs the same number of samples, got {sorted(counts)}")

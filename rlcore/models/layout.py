@@ -33,7 +33,7 @@ IntArray: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class SharedPrompts:
-    """A mapping from the c computed tokens to the T tokens of a batch. Computed tokens represent one or more tokens.
+    """A mapping from the c computed tokens to the T tokens of a batch, each of which a computed token represents.
 
     Attributes:
         places: Int[T], the index of the computed token that represents each token, in attention order.
@@ -219,7 +219,7 @@ def build_layout(
 
 
 def _length_groups(lengths: Sequence[int], device: torch.device) -> tuple[LengthGroup, ...]:
-    """Group sequences, given in ascending length, by length. Too many different lengths are rounded up first."""
+    """Group sequences, sorted by length, by equal length. If there are too many lengths, lengths are rounded up."""
     exact = len(set(lengths)) <= _MAX_EXACT_LENGTHS
     groups: list[LengthGroup] = []
     start = 0

@@ -13,9 +13,9 @@ from rlcore.config.algo import OFFLOAD_PIECE_BYTES, OptimConfig
 
 
 def build_optimizer(model: nn.Module, optim: OptimConfig, *, device: torch.device) -> torch.optim.AdamW:
-    """Build AdamW over the trainable parameters. Weight decay applies to matrices, but not to norms and biases. It is
-    decoupled (Loshchilov and Hutter, 2019). The fused kernel is elementwise, so results do not depend on the number of
-    threads. With `optim.offload`, the moments are in host memory."""
+    """Build AdamW over the trainable parameters. Weight decay applies to matrices, but not to norms and biases. The
+    decay is decoupled (Loshchilov and Hutter, 2019). The fused kernel is elementwise, so results do not depend on the
+    number of threads. With `optim.offload`, the moments are in host memory."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": optim.weight_decay},
@@ -44,9 +44,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class OffloadedAdamW(torch.optim.AdamW):
-    """AdamW whose moments are in host memory (pinned for a GPU). The results equal those of AdamW bit by bit. It is
-    elementwise, so parameters are updated in pieces whose moments fit `piece_bytes`. A DTensor's moments are DTensors
-    too."""
+    """AdamW whose moments are in host memory (pinned for a GPU). The results equal those of AdamW bit by bit. The
+    update is elementwise, so parameters are updated in pieces whose moments fit `piece_bytes`. A DTensor's moments are
+    DTensors too."""
 
     piece_bytes = OFFLOAD_PIECE_BYTES
 

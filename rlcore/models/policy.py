@@ -190,7 +190,7 @@ class CausalPolicy(PackedTrunk):
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
-        """Put the model into evaluation mode inside the `with` block, because checkpointing discards the cache."""
+        """Use evaluation mode inside the `with` block. In training mode, checkpointing discards the cache."""
         if not self.training:
             yield
             return

@@ -30,7 +30,7 @@ def page(template: str, **values: Any) -> str:
 
 
 def responses_page() -> str:
-    """Return the page that shows a server's recorded responses. Its content security policy permits only its script."""
+    """Return the page that shows a server's recorded responses. The content security policy permits only its script."""
     script = _TEMPLATES.get_template("answers.js.j2").render()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return page("answers.html.j2", script=Markup(script), digest=digest)

@@ -167,7 +167,7 @@ _AXES: tuple[tuple[str, str, GetSeries], ...] = (
 
 
 def charts_of(groups: Groups, panels: Sequence[Panel]) -> list[Chart]:
-    """Return the charts of those panels that apply to the runs."""
+    """Return the charts of the panels that apply to the runs."""
     runs = [run for group in groups.values() for run in group]
     if len(runs) > 1:
         compared = [panel for panel in panels if panel.lines and not panel.held_out and any(map(panel.when, runs))]
@@ -242,7 +242,7 @@ class Measure(NamedTuple):
     of_run: Callable[[RunRecord], Value] | None = None
 
     def value_of(self, record: RunRecord) -> Value:
-        """Return the value of this row for a run, or None if the run has no value."""
+        """Return the value of this measure for a run, or None if the run has no value."""
         if self.of_run is not None:
             return self.of_run(record)
         series = record.series(self.metric)

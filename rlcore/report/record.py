@@ -101,7 +101,7 @@ class RunRecord:
 
     @property
     def reward_gain(self) -> float:
-        """Return the rise of the held-out reward from the first to the last validation, or 0 without any."""
+        """Return the rise of the held-out reward from the first to the last validation, or 0 if it is unknown."""
         found = self.held_out(self.reward_statistic)
         return found[-1][1].value - found[0][1].value if found else 0.0
 

@@ -17,9 +17,9 @@ ROUND_TOKENS = 16
 
 
 class TailCut:
-    """The bound of the length L for one rank, at which responses may be cut. `groups`: the group of each request of
-    this rank, or -1 for a request that has to finish. `wanted`: the number of groups to finish on all ranks. `longest`:
-    the limit of a response."""
+    """One rank's bound of the length L at which responses are cut. `groups`: the group of each request of this rank, or
+    -1 for a request that has to finish. `wanted`: the number of groups to finish on all ranks. `longest`: the limit of
+    a response."""
 
     def __init__(self, groups: Iterable[int], wanted: int, longest: int, world_size: int, device: torch.device) -> None:
         self._sizes = Counter(groups)

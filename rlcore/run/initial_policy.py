@@ -94,7 +94,7 @@ def stage_layout(config: RunConfig, filtered_directory: Path) -> RunLayout:
 
 
 def stage_settings(config: RunConfig, num_demonstrations: int | None = None) -> RunConfig:
-    """Return the settings of the warm start. All others have their defaults, so that different runs can share it.
+    """Return the settings of the warm start. Settings of other stages have their defaults, so that runs can share it.
 
     Warm starts with different settings have different folders (see `initial_policy_fingerprint`). Only settings that
     may change on a resume can differ within a folder.

@@ -54,7 +54,7 @@ class RunInputs:
 
     @property
     def folders(self) -> dict[str, Path]:
-        """The folders of these inputs, except None, by the names of their stages in the run's record."""
+        """The folders of these inputs that are not None, by the names of their stages in the run's record."""
         named = {"dataset": self.dataset_directory, "filtered": self.filtered_directory}
         named |= {"tokenizer": self.tokenizer_directory, "demonstrations": self.demonstrations_directory}
         named |= {f"{_SUITE}{name}": path for name, path in self.suites.items()}
@@ -309,7 +309,7 @@ def require_whole_model(key: str, path: str | None) -> Manifest | None:
 
 
 def model_paths(config: RunConfig) -> dict[str, str | None]:
-    """Return the path or hub id of each model in the settings by settings key, or None if it is not set."""
+    """Return the path or hub id of each model in the settings, by settings key. A value is None if it is not set."""
     critic, teacher = config.critic, config.algo.teacher
     return {
         "model.path": config.model.path,

@@ -53,7 +53,7 @@ cover all responses. `digest`: a hash of the prompt's tokens and the ground trut
 
 
 def planned_pass_rates(config: RunConfig, filtered_directory: Path) -> Path:
-    """Return the folder of the run's table, which is named by a fingerprint."""
+    """Return the folder of the run's pass-rate table, which is named by a fingerprint."""
     payload: dict[str, object] = {
         "format": PASS_RATES_FORMAT,
         "seed": config.seed,
@@ -76,7 +76,7 @@ def measured_elsewhere(directory: Path) -> Path:
 
 
 def _model_payload(folder: Path) -> object:
-    """Identify a model: one that Millrace built by its folder, any other by the digests of its files."""
+    """Return the folder of a model that Millrace built, or the digests of the files of any other model."""
     if (folder / MANIFEST).is_file() or not folder.is_dir():
         return folder.name if folder.parent.name == "models" else str(folder)
     return digests_in(folder)
@@ -156,7 +156,7 @@ def find_pass_rates(config: RunConfig, inputs: RunInputs) -> PassRates | None:
 
 
 def read_table(file: Path) -> pa.Table:
-    """Read a table, or a part saved during the measurement. Raises DataError if the file is no table of pass rates."""
+    """Read a pass-rate table, or a part saved during the measurement. Raises DataError if the file is no such table."""
     try:
         table = pq.read_table(file)
     except (pa.ArrowException, OSError) as error:

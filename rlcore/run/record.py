@@ -245,7 +245,7 @@ class RunEvents:
         )
 
     def alarms(self, step: int, alarms: Sequence[Alarm]) -> None:
-        """Record each alarm that was not raised in the previous step."""
+        """Record each alarm of the step, unless the previous step had the same alarm."""
         for alarm in alarms:
             if alarm.name not in self._alarms_on:
                 data = {"alarm": alarm.name, "action": alarm.action, "text": f"alarm at step {step}: {alarm.text}"}

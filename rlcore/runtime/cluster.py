@@ -36,7 +36,7 @@ SENT_BYTES_PER_TOKEN = 100
 
 
 def private_folder() -> Path:
-    """Return the folder of this user's clusters and of their token. Its path is short enough for sockets."""
+    """Return the folder that contains this user's clusters and token. The path is short enough for sockets."""
     return Path(tempfile.gettempdir()) / f"ray-{os.geteuid()}"
 
 

@@ -127,8 +127,8 @@ def _install(program: str) -> str:
 
 
 def run_versions(python: str | None) -> dict[str, str]:
-    """Return the versions in the trainer's environment, and with the prefix `flow.` those of this process that differ.
-    A version that the trainer's environment lacks has no prefix."""
+    """Return the versions in the trainer's environment. Other versions in this process get the prefix `flow.`. A
+    package that only this process has gets no prefix."""
     own = this_environment().versions
     trainer = own if python is None else trainer_environment(python).versions
     differ = {name: version for name, version in own.items() if trainer.get(name) != version}
@@ -163,7 +163,7 @@ def trainer_process(python: str | None) -> tuple[str, dict[str, str]]:
 
 
 def run_module(python: str, module: str, *arguments: str, error: type[MillraceError]) -> None:
-    """Run a module of Millrace in the trainer's environment. Raises `error` with its last line if it fails."""
+    """Run a module of Millrace in the trainer's environment. If it fails, raises `error` with the last output line."""
     program, environment = trainer_process(python)
     done = subprocess.run([program, "-P", "-m", module, *arguments], capture_output=True, text=True, env=environment)
     if done.returncode:

@@ -46,7 +46,7 @@ class LineFile:
 
     @property
     def size_bytes(self) -> int:
-        """The bytes on disk. Lines that are still in memory because the disk was full do not count."""
+        """The bytes on disk, without the lines that remain in memory after a full disk."""
         return os.fstat(self._fd).st_size
 
     def append(self, value: Mapping[str, object]) -> None:
@@ -57,7 +57,7 @@ class LineFile:
             self._write_pending()
 
     def require_written(self) -> None:
-        """Write the lines that are still in memory because the disk was full. Raises DiskSpaceError if it still is."""
+        """Write the lines that remain in memory after a full disk. Raises DiskSpaceError if some still remain."""
         with self._lock:
             self._write_pending()
             if self._pending:
@@ -78,7 +78,7 @@ class LineFile:
             return self.size_bytes
 
     def _write_pending(self) -> None:
-        """Write the lines that are still in memory. A failed or incomplete write leaves the file unchanged."""
+        """Write the lines that remain in memory. A failed or incomplete write leaves the file unchanged."""
         if not self._pending:
             return
         data, before = b"".join(self._pending), self.size_bytes

@@ -111,7 +111,7 @@ def code_revision(folder: Path = SOURCE_FOLDER) -> tuple[str, bool]:
 
 
 def code_diff(folder: Path = SOURCE_FOLDER) -> str:
-    """Return the changes of tracked files since the commit as a patch, or an empty text."""
+    """Return the changes of tracked files since the current git commit as a patch, or an empty text."""
     # Without a refresh, git writes no index. A kill during a write would leave the repository locked.
     diff = ("-c", "diff.autoRefreshIndex=false", "diff", "HEAD")
     return (_git(folder, *diff) if _is_tracked(folder) else None) or ""

@@ -132,7 +132,7 @@ class Sinks:
         self._cursor = 0
 
     def catch_up(self, attempt: Attempt) -> None:
-        """Send the new complete lines of the journal. A new attempt sends the journal from its start.
+        """Send the new complete lines of the journal. If a new attempt has begun, send the whole journal again.
 
         `attempt`: the newest attempt at the run. Raises OSError if the journal cannot be read, but no tracker's error.
         """

@@ -46,7 +46,7 @@ class Carried:
         return np.frombuffer(self.token_ids, dtype="<i4")
 
     def rollout(self, policy_version: int) -> Rollout:
-        """Return the response so far as a rollout of the step that continues it, which has `policy_version`."""
+        """Return the response so far as a rollout. `policy_version`: the version of the step that continues it."""
         logprobs = np.frombuffer(self.logprobs, dtype="<f4")
         given = (self.prompt, self.sample_index, self.ids, logprobs, self.finish_reason, policy_version)
         return Rollout(*given, is_cut=self.is_cut, num_stale=len(logprobs))

@@ -58,7 +58,7 @@ class MemoryMeter:
         self._max = Bytes(0, 0)
 
     def set_engine_asleep(self, is_asleep: bool) -> None:
-        """Record that the engine has gone to sleep, or that it will wake next."""
+        """Record that the engine sleeps now, or that it is about to wake."""
         if is_asleep != self._is_asleep:
             self.peak()
             self._is_asleep = is_asleep

@@ -171,9 +171,9 @@ def head_bytes(
     gradient: Literal["none", "hidden", "all"],
     compiled: bool = False,
 ) -> int:
-    """Return the bytes of the chunked head, which has one chunk of float32 logits. A gradient adds the logits'
-    gradient. The gradient `all` also adds two float32 matrices: the weight's gradient so far and the current product.
-    """
+    """Return the bytes of the chunked head, which has one chunk of float32 logits. With a gradient, the gradient of the
+    logits is added. With the gradient `all`, two float32 matrices are added too: the weight's gradient so far and the
+    current product."""
     rows = min(chunk_tokens, tokens)
     logits = rows * shape.vocab * FULL
     temporaries = 0 if compiled else min(HEAD_TEMPORARIES_BYTES, logits)

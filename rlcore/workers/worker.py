@@ -135,7 +135,7 @@ class Worker:
         self.split_micro_batches(self._num_splits)
 
     def split_micro_batches(self, times: int) -> None:
-        """Set `factor` of each `MicroBatchRunner` whose passes several ranks compute together to `2**times`."""
+        """Set `factor` to `2**times` in each `MicroBatchRunner` whose passes several ranks compute together."""
         self._num_splits = times
         for each in self._passes():
             if each.num_ranks > 1:
@@ -305,7 +305,7 @@ class Worker:
         return self.actor.logprobs(batch, num_micro)
 
     def save(self, verb: Callable[Concatenate[RankSaver, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call `verb` on this rank. It is a method of `RankSaver` and one step of a save."""
+        """Call the method `verb` of this rank's `RankSaver`, which is one step of a save."""
         return verb(self._saver, *args, **kwargs)
 
     def _saved_models(self) -> dict[str, tuple[nn.Module, torch.optim.Optimizer]]:

@@ -174,8 +174,7 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         return order
 
     def _all_decode(self, order: Any) -> bool:
-        """Return whether every running request is past its prompt, and has a token in this step or all its tokens
-        scheduled."""
+        """Return whether every running request is past its prompt, and has a token in this step or needs no more."""
         counts = order.num_scheduled_tokens
         return all(
             not request.is_prefill_chunk

@@ -180,7 +180,8 @@ def _local_shard(module: Any, leaf: str, tensor: Tensor) -> Tensor:
 
 
 def _engine_tensor(module: nn.Module, kind: str) -> Tensor | None:
-    """Return the weight or bias that a module's kernel uses. A packed matrix is multiplied by the identity."""
+    """Return the weight or bias that a module's kernel uses. A packed matrix is unpacked by a product with the
+    identity."""
     parameter = getattr(module, kind, None)
     method = getattr(module, "quant_method", None)
     on_cpu = isinstance(parameter, Tensor) and parameter.device.type == "cpu"
