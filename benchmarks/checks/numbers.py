@@ -63,9 +63,7 @@ def _in_float32(worker: Worker, batch: PackedBatch, num_micro: int) -> Tensor:
 
 
 def correction(rig: Rig) -> Verdict:
-    """Compare a step's loss in each correction mode with a hand-written sum. `truncate` and `mask` must change the
-    loss.
-    """
+    """Compare a step's loss in each correction mode with a naive sum. `truncate` and `mask` must change the loss."""
     if rig.group.kept is None:
         rig.step()
     kept = rig.group.kept

@@ -193,7 +193,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def rank_shards(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> RankShards:
-    """Return the shards that this rank writes, without copying them. Raises CheckpointError for an unknown placement."""
+    """Return the shards that this rank writes, not yet copied. Raises CheckpointError for an unknown placement."""
     rank, world_size = rank_and_world_size()
     parts = tuple(part for part in local_parts(model, optimizer, rank=rank) if part.is_written_here)
     record = None if optimizer is None else optimizer_record(model, optimizer)
