@@ -66,7 +66,7 @@ class Kill:
 
 @dataclass
 class Findings:
-    """Findings about the killed runs: counts of the exit `codes`, and `raw` outputs with a traceback or other code."""
+    """Findings about killed runs. `codes` counts exit codes. `raw` has outputs with a traceback or an unknown code."""
 
     kills: list[Kill] = field(default_factory=list)
     codes: Counter[int] = field(default_factory=Counter)

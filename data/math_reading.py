@@ -82,7 +82,7 @@ _UNREAD = (
 
 
 class Reading(NamedTuple):
-    """The parsed form of a statement. Only one of `number`, `words`, `based`, `entries` is set (none for expressions)."""
+    """The parsed form of a statement. One of `number`, `words`, `based` and `entries` is set (none for expressions)."""
 
     plain: str
     """The text without typesetting, and without a unit after a constant."""

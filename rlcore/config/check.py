@@ -315,7 +315,7 @@ def suite_settings(config: RunConfig, suite: SuiteConfig) -> RunConfig:
 
 
 def _held_out_only(data: TaskData) -> TaskData:
-    """Return a task's settings with its held-out split as training split, because a suite trains on nothing."""
+    """Return a task's settings in which the training split, which a suite does not read, is the held-out split."""
     if isinstance(data, ParquetData):
         return data.model_copy(update={"train_file": data.validation_file})
     if isinstance(data, MappedData):

@@ -373,7 +373,7 @@ def _search_problems(spec: SweepSpec) -> Iterable[Problem]:
 
 
 def _key_problems(spec: SweepSpec, shared: Sequence[str]) -> Iterable[Problem]:
-    """Check that every swept key may be swept, and is not also set for all points."""
+    """Check that each key of the sweep is allowed, and is not also set for all points."""
     keys = dict.fromkeys([*(spec.grid or ()), *(key for point in spec.list or () for key in point), *spec.space])
     for key in keys:
         owner = key.partition(".")[0]

@@ -155,7 +155,7 @@ class RayGroup:
                 take(streams[stream], pickle.loads(self.get([reference])[0]))
 
     def get(self, references: list[Any]) -> list[Any]:
-        """Return all results. If several calls failed, raise the error of a dead rank first.
+        """Return all results. If several calls failed, the error of a dead rank has priority.
 
         Raises a `MillraceError` if a rank raised one, was lost, or did not answer in time."""
         try:
