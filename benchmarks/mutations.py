@@ -223,7 +223,7 @@ def _failed_test(output: str, code: int | None) -> str | None:
 
 
 def write(out: Path, seed: int, mutations: list[Mutation]) -> None:
-    """Write the results. The file keeps the results of other folders and the reasons that a reader has written."""
+    """Write the results to a file. The results of other folders, and reasons that were added by hand, are kept."""
     before = [Mutation(**one) for one in json.loads(out.read_text())["mutations"]] if out.exists() else []
     remarks = {(one.file, one.old, one.new): one.equivalent for one in before}
     for one in mutations:

@@ -281,7 +281,7 @@ def _random_equations(
 def equations_for(
     numbers: NDArray[np.int64], targets: NDArray[np.int64], operations: tuple[str, ...]
 ) -> tuple[NDArray[np.int8], NDArray[np.bool_]]:
-    """Search for an equation for each of the `targets` [M, T] over the matching row of `numbers` [M, n].
+    """Search for an equation for each of the `targets` [M, T] of each row of `numbers` [M, n].
 
     Every row tries all equations in the order of `operations`: 6 of 2 numbers, 108 of 3 and 3,888 of 4. Return the
     merges [M, T, n-1, 3] of the first equation for each target. Also return which targets are solved (bool [M, T]).

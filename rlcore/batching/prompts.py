@@ -27,7 +27,7 @@ class Demonstration:
 
     @classmethod
     def of(cls, prompt: list[int], response: list[int], distractor: list[int] | None = None) -> "Demonstration":
-        """Create a demonstration from the ids of a prompt and its response. `distractor` becomes `misdirected`."""
+        """Create a demonstration from the token ids of a prompt, its response and optionally a distractor."""
         wrong = cls.of(prompt, distractor) if distractor else None
         return cls(prompt + response, [False] * len(prompt) + [True] * len(response), wrong)
 

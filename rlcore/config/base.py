@@ -80,8 +80,7 @@ class Section(BaseModel):
 
 
 def keys_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield the dotted name, which begins with `prefix`, and the field of each setting in a section and its
-    subsections."""
+    """Yield the dotted name (after `prefix`) and the field of each setting in a section and its subsections."""
     for name, field in section.model_fields.items():
         inner = sections_of(field.annotation)
         if not inner:

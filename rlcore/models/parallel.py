@@ -44,7 +44,7 @@ def full_state(
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield all parameters unsharded, under the names of transformers. A tied output head appears once, as the
-    embedding. Gathering is a collective, so all ranks must iterate to the end, in step. One bucket of gathered tensors
+    embedding. Gathering is a collective, so all ranks must iterate together to the end. One bucket of gathered tensors
     exists at a time. LoRA adapters are merged, so the names and shapes of the base model are used.
 
     Args:

@@ -68,7 +68,7 @@ class Actor(TrainedModel[CausalPolicy]):
     def logprobs(
         self, batch: PackedBatch, num_micro: int, *, adapters: bool = True, with_entropy: bool = False
     ) -> Float[Tensor, "T ..."]:
-        """Return `policy_logprobs` of this policy. If `adapters` is false, the LoRA adapters are disabled."""
+        """Return the result of `policy_logprobs` for this policy. `adapters`: whether to enable LoRA adapters."""
         with nullcontext() if adapters else without_adapters(self.model):
             return self.forward_pass.run(
                 lambda parts: policy_logprobs(
