@@ -27,7 +27,7 @@ RESPONSES_ROOT = "MILLRACE_ANSWERS_ROOT"
 
 
 def main() -> None:
-    """Serve Prefect until SIGTERM. The server of one command has no pages, but it records runs and events."""
+    """Serve Prefect until SIGTERM. The server of a single command has no pages, but it records runs and events."""
     import uvicorn
     from prefect.server.api.server import create_app
 
