@@ -66,7 +66,7 @@ def _evaluate_step(job: Job, group: LocalGroup, step: int) -> dict[str, float]:
 
 
 def saved_weights(out: Path, engine: str) -> list[Job]:
-    """Return the jobs that have saved weights in `out`. The engine of each returned job is `engine`."""
+    """Return the jobs with saved weights in the folder `out`, with their engine replaced by `engine`."""
     jobs = [Job.read(folder.parent / "job.json") for folder in sorted(out.glob("*/step-0"))]
     return [replace(job, engine=engine, model=str(job.weights(0))) for job in jobs]
 
