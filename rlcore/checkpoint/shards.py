@@ -262,7 +262,7 @@ class RankSaver:
         return True
 
     def abandon(self) -> None:
-        """Wait for the thread and ignore its result, so that its folder can be removed."""
+        """Wait until the thread has ended and ignore its result. The folder of the checkpoint can then be removed."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.exception()
