@@ -1,4 +1,4 @@
-"""The tests, and what their processes share."""
+"""The tests, and settings that all their processes share."""
 
 from rlcore.start import tune_garbage_collection
 

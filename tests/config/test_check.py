@@ -8,7 +8,7 @@ from rlcore.config.data import MappedData, ParquetData
 
 
 def suite_of(**settings: Any) -> tuple[RunConfig, RunConfig]:
-    """A run, and its settings as its one suite sees them."""
+    """Return a run, and its settings with its one suite."""
     suite = {"name": "x", "data": {"task": "countdown"}} | settings
     run = RunConfig.model_validate(
         {"seed": 5, "validation": {"suites": [suite], "samples_per_problem": 3}, "episode": {"max_turns": 7},

@@ -1,5 +1,4 @@
-"""A run logs every metric of the reference log that has a meaning here, and all that the docs promise, under GRPO and
-PPO."""
+"""GRPO and PPO runs log every metric of the reference log that has a meaning in Millrace, and all documented metrics."""
 
 from pathlib import Path
 

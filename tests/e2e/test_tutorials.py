@@ -1,4 +1,5 @@
-"""The tutorials as a new user goes through them: every file and command of a page in its order, in an empty folder.
+"""The tutorials as a new user follows them: every file and command of a page in order, in an empty folder. Runs have
+fewer steps and less to learn than on the page, and everything else is as on the page.
 
 Runs have fewer steps than on the page, and less to learn; everything else is as on the page.
 """

@@ -1,4 +1,6 @@
-"""The Prefect server of a command ends with the command, whatever ends it; another one is checked first."""
+"""The Prefect server of a command ends with the command, however the command ends. A server of another user is checked
+first.
+"""
 
 import os
 import signal
@@ -50,7 +52,7 @@ def test_a_killed_command_leaves_no_server(tmp_path: Path) -> None:
 
 @pytest.fixture
 def stranger() -> Iterator[str]:
-    """A server that answers every question with `answers`, by path; 404 to others."""
+    """A server that answers each path with its text in `answers`, and others with 404."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
