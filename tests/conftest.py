@@ -126,9 +126,7 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2(pytestconfig: pytest.Config) -> Path:
-    """Return SmolLM2-135M-Instruct as a model directory, made once per checkout and verified by its digests once per
-    process.
-    """
+    """Return SmolLM2-135M-Instruct's directory, made once per checkout and verified by digests once per process."""
     from rlcore.config.compose import load_config
     from rlcore.run.inputs import ensure_configured_model
 

@@ -46,7 +46,7 @@ class Rows:
         return positions
 
     def lengths(self) -> list[int]:
-        """Answer tokens of each sequence."""
+        """Return the number of response tokens of each sequence."""
         return [sum(row) for row in self.marks]
 
     def select(self, sequences: Sequence[int]) -> tuple["Rows", Tensor]:
@@ -57,7 +57,7 @@ class Rows:
 
 
 def row(num_prompt: int, num_answer: int) -> tuple[bool, ...]:
-    """Return the mask of a sequence as `pack` makes it. The mask is shifted by one, so the last token predicts nothing."""
+    """Return the mask of a sequence, shifted by one as in `pack`. The last token therefore predicts nothing."""
     return tuple([False] * (num_prompt - 1) + [True] * num_answer + [False])
 
 
@@ -117,7 +117,7 @@ def denominator(rows: Rows, norm_tokens: int = 8) -> Denominator:
 
 
 def partitions(num_sequences: int, seed: int) -> list[list[int]]:
-    """Yield partitions of the sequences, in random order and cut at random places."""
+    """Return the sequences in random order, cut at random places."""
     rng = random.Random(seed)
     order = rng.sample(range(num_sequences), num_sequences)
     cuts = sorted(rng.sample(range(1, num_sequences), rng.randint(0, num_sequences - 1)))

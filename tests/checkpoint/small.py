@@ -17,9 +17,7 @@ VOCAB = 41  # odd, so that the rows of the embedding are split unevenly
 
 
 class SmallModel(nn.Module):
-    """A Qwen2 model with tied embeddings, a head of one row and a persistent buffer. With several ranks, some have no
-    part of the head.
-    """
+    """Qwen2 with tied embeddings, a persistent buffer, and a head of one row, which only one rank holds."""
 
     def __init__(self, seed: int, *, hidden_size: int = 32, tied: bool = True) -> None:
         super().__init__()

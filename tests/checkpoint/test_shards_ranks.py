@@ -80,9 +80,7 @@ def test_offloaded_moments_are_readable_by_one(left_by_ranks):
 
 @pytest.mark.lengthy
 def test_eight_then_four_then_one_continue_bit_equal(tmp_path):
-    """Each group of ranks reads the weights and moments of the previous group. The training equals that of one process
-    up to rounding.
-    """
+    """Each reads the previous one's weights and moments. The training equals one process's up to rounding."""
     model, optimizer = build(seed=1)
     train(model, optimizer, 2)
     save_shards(tmp_path / "start", model=model, optimizer=optimizer)

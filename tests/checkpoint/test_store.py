@@ -487,8 +487,8 @@ def test_read_only_file_system_is_an_error(small_disk):
 
 
 def test_checkpoint_pruned_during_a_read_is_not_broken(tmp_path, monkeypatch):
-    """The next checkpoint is published and this checkpoint is pruned between the listing of the folder and the read of
-    the manifest.
+    """After the folder is listed, and before the manifest is read, the next checkpoint is published and this one
+    pruned.
     """
     store = store_at(tmp_path, keep_last=1, keep_best=0)
     save(store, 1)

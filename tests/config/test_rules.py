@@ -199,7 +199,7 @@ rollout.tensor_parallel_size: $GPUS model.scratch.num_heads=2 + model.scratch.hi
 
 
 def _cases() -> list[Any]:
-    """Yield a key, settings that break one rule, and settings that break no rule."""
+    """Return a key, settings that break one rule, and settings that break no rule, for each case."""
     found = []
     for text, base in ((CASES, HELD), (SCRATCH_CASES, SCRATCH)):
         for line in text.replace("\n    ", " ").strip().splitlines():
@@ -257,9 +257,7 @@ def test_every_rule_has_a_case_and_reads_settings_that_exist():
 
 @pytest.mark.parametrize(("key", "broken", "mended"), PAIRS)
 def test_rule_reads_only_declared_settings(key, broken, mended):
-    """If the declared settings are copied from the broken to the corrected settings, the rule must be broken. No other
-    setting may count.
-    """
+    """Corrected settings with only the declared ones of the broken settings break the rule. Others have no effect."""
     for rule, reads in broken_in(broken).items():
         merged, source = mended.model_dump(), broken.model_dump()
         for name in reads:

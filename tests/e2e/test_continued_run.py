@@ -1,6 +1,4 @@
-"""A resumed run gives the results of the uninterrupted run: at an epoch's end, after the last step, and with other
-ranks or allowed settings.
-"""
+"""A resumed run is the same run: at an epoch's end, after the last step, with other ranks or allowed settings."""
 
 import itertools
 import re
@@ -90,7 +88,7 @@ def test_an_unsettled_checkpoint_is_committed_later(undisturbed: SmallRun, tmp_p
 
 
 def test_a_run_with_its_last_checkpoint_is_finished(undisturbed: SmallRun, tmp_path: Path) -> None:
-    """A flow that sees the last checkpoint does not request it, and the trainer that wrote it may have been killed."""
+    """The trainer may have been killed after the last checkpoint. A flow that finds the checkpoint does not train."""
     run = elsewhere(undisturbed, tmp_path, *OVERRIDES)
     with session_of(run) as session:
         session.train(4)
@@ -154,9 +152,7 @@ def test_without_memory_for_a_copy_training_waits_for_the_save(
 @pytest.mark.needs_ray
 @pytest.mark.parametrize("ranks", [(1, 2, 1), pytest.param((8, 4, 1), marks=pytest.mark.lengthy)], ids=str)
 def test_run_resumes_with_other_ranks(undisturbed: SmallRun, tmp_path: Path, ranks: tuple[int, ...]) -> None:
-    """With prompts that are computed once, the numbers equal those of one rank that computes the prompt of each
-    response.
-    """
+    """The numbers equal those of one rank, which computes a prompt separately for each response."""
     for step, number in zip((2, 4, 6), ranks, strict=True):
         runtime = "runtime=local" if number == 1 else "runtime=ray"
         overrides = (QUIET, runtime, f"runtime.num_workers={number}", "model.share_prompts=true")

@@ -131,7 +131,7 @@ def test_a_sweep_on_workers_repeats_only_its_failed_child(stack: Stack) -> None:
 
 
 def hold_the_next(stack: Stack) -> None:
-    """Start something whose first trainer stays in its update. `wait_until_held` waits for the trainer."""
+    """Make the next trainer that comes to an update stay in it. `wait_until_held` waits for the trainer."""
     (stack.root / "held").unlink()
 
 

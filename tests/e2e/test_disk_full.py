@@ -1,6 +1,4 @@
-"""A small disk that becomes full at critical moments: the run pauses before a chunk or a checkpoint, or ends, and then
-resumes with unchanged results.
-"""
+"""A small disk becomes full: the run pauses before a chunk or a checkpoint, or ends, and resumes."""
 
 import os
 import time
@@ -116,7 +114,7 @@ class FullDisk:
 
 
 def run_to_the_end_in_spite(fault: FullDisk) -> list[tuple[str, list[int]]]:
-    """Restart the run whenever a full disk has ended it. Return the reasons, and the checkpoints that were intact then."""
+    """Restart the run after each end by a full disk. Return the reasons and the checkpoints intact at the ends."""
     ends: list[tuple[str, list[int]]] = []
     while True:
         try:
@@ -161,9 +159,7 @@ def test_a_full_disk_at_the_journal_and_in_saves(
 
 
 def test_no_room_in_the_middle_of_a_shard(undisturbed: SmallRun, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one case the disk stays full. In the other, as under a quota, the file system reports free space, but writes
-    fail.
-    """
+    """The disk stays full, or as under a quota, writes fail although the file system reports free space."""
     run = elsewhere(undisturbed, disk, *OVERRIDES)
     fault = FullDisk(run, disk)
     write_file = shard_files.save_file

@@ -132,7 +132,7 @@ def readers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def problems_counted_once() -> Iterator[None]:
-    """Cache the number of problems of a space, because counting is slow and many commands need the same number."""
+    """Require enough problems of a space only once, because counting is slow and many commands need it."""
     require, enough = countdown_problems.require_enough, set()
 
     def require_once(settings: CountdownData, seed: int) -> None:

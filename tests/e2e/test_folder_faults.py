@@ -58,9 +58,7 @@ def content_of(folder: Path) -> dict[str, bytes]:
 
 
 def test_checkpoints_of_a_newer_format_are_never_lost(undisturbed: SmallRun, tmp_path: Path) -> None:
-    """If all checkpoints are newer, no training begins. If an older one has our format, it is used, and the newer one
-    is kept.
-    """
+    """If all are newer, no training begins. If an older one has our format, it is used and newer ones are kept."""
     run = elsewhere(undisturbed, tmp_path, *OVERRIDES)
     train_to(4, undisturbed, tmp_path)
     older, newer = (run.layout.checkpoints / f"step-00000{step}" for step in (2, 4))

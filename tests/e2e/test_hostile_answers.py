@@ -39,9 +39,7 @@ HARMLESS = ["{}", "{}.", "{} dollars", "{} miles per hour", "${}", "**{}**", "{}
 
 
 def published_strict(response: str, reference: str) -> bool:
-    """Apply the strict rule of published scorers: the last `#### <number>` of the last 300 characters, compared as
-    text.
-    """
+    """Apply the published strict rule: the last `#### <number>` of the last 300 characters, as text."""
     found = re.findall(r"#### (-?[0-9.,]+)", response[-300:])
     return bool(found) and found[-1].replace(",", "").replace("$", "") == reference
 

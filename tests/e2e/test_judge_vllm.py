@@ -1,5 +1,5 @@
-"""A real vLLM server as judge. With structured output a small model gives verdicts, which are used in training. A text
-that is no verdict gives no score and is masked. A wrong key is refused.
+"""A real vLLM server as judge. A small model with structured output gives verdicts for training. A text that is no
+verdict gives no score and is masked. A wrong key is refused.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""After kill -9 at any moment of any process, MLflow has every value, and the status is correct."""
+"""MLflow has every value and the correct status after kill -9 of any process at any moment."""
 
 import os
 import random
@@ -65,9 +65,7 @@ def companion_of(trainer: Trainer) -> psutil.Process:
 
 
 def assert_every_step(root: Path, run_dir: Path, last: int) -> None:
-    """Assert that MLflow has every value of every step and no other value. Steps that a resume repeats have the new
-    time.
-    """
+    """Assert that MLflow has exactly the values of every step. Steps that a resume repeats have the new time."""
     client = client_of(root)
     run = main_run(client)
     for name in values(1, 20):

@@ -1,5 +1,4 @@
-"""Kill -9 of a rank under Ray: in a step, a save, a publication, a deletion, or a write to the journal.
-`tests/e2e/test_kill.py` kills the trainer and all processes.
+"""Kill -9 of a rank under Ray: in a step, save, publication, deletion or journal write. `test_kill.py` kills all.
 
 Of the trainer and of everything: `tests/e2e/test_kill.py`.
 """

@@ -1,4 +1,4 @@
-"""GRPO and PPO runs log every metric of the reference log that has a meaning in Millrace, and all documented metrics."""
+"""GRPO and PPO runs log all documented metrics, and the reference log's metrics that have a meaning in Millrace."""
 
 from pathlib import Path
 

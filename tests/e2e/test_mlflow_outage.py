@@ -61,7 +61,7 @@ def train(journal: RunJournal, first: int, last: int) -> None:
 
 
 def num_warnings(caplog: pytest.LogCaptureFixture) -> int:
-    """Return the number of warnings about failures of MLflow."""
+    """Return the number of warnings that MLflow rejects values."""
     return sum("MLflow rejects the values" in line for line in caplog.messages)
 
 
@@ -202,9 +202,7 @@ def test_a_slow_server_holds_up_nothing_and_doubles_nothing(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ):
-    """At first the server is slower than the client's timeout, so the client believes that executed requests have
-    failed.
-    """
+    """The server is first slower than the client's timeout, so executed requests count as failed."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     proxy.delay_s = 2.0
     journal = begin(f"http://127.0.0.1:{proxy.port}")

@@ -45,9 +45,7 @@ RESOURCE = {"prefect.resource.id": "millrace.run.x", "prefect.resource.name": "x
 
 @dataclass
 class Hook:
-    """A server outside the stack, which a notification block calls. It records messages and answers with the given
-    status.
-    """
+    """A server outside the stack that a notification block calls. It records messages and answers with a status."""
 
     url: str = ""
     messages: list[dict[str, str]] = field(default_factory=list)

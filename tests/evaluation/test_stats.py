@@ -32,7 +32,7 @@ def interval_of(values, **more):
 
 
 def subsets(n: int, c: int, k: int) -> list[tuple[bool, ...]]:
-    """Yield every way to draw k of n responses of which the first c are correct."""
+    """Return every way to draw k of n responses of which the first c are correct."""
     return list(itertools.combinations([index < c for index in range(n)], k))
 
 
@@ -154,9 +154,7 @@ def test_paired_interval_coverage():
 
 
 def naive_wilson(num_right: int, num_problems: int, z: float) -> tuple[float, float]:
-    """Return the lowest and the highest chance that the score test accepts, by bisection from the observed share to
-    each end.
-    """
+    """Return the lowest and the highest chance that the score test accepts, by bisection from the share."""
 
     def is_kept(chance: float) -> bool:
         return abs(num_right / num_problems - chance) <= z * (chance * (1 - chance) / num_problems) ** 0.5
@@ -180,9 +178,7 @@ def test_wilson_agrees_with_naive_twin(num_right, num_problems, confidence, z):
 
 
 def exact_coverage(chance: float, num_problems: int, intervals: Sequence[Interval]) -> float:
-    """Return the probability that the interval contains the true value. `intervals`: one for each number of correct
-    responses.
-    """
+    """Return the probability that the interval contains `chance`. `intervals`: by number of correct responses."""
     return sum(
         math.comb(num_problems, right) * chance**right * (1 - chance) ** (num_problems - right)
         for right, interval in enumerate(intervals)

@@ -61,7 +61,7 @@ def test_the_settings_of_a_run_name_the_same_store_everywhere(
 
 
 def begin(layout: RunLayout, *finish: str) -> None:
-    """Write the files that a trainer leaves after three steps, with the given end."""
+    """Write the files that a trainer leaves after three steps, with the given ends of the attempt."""
     with Journal(layout.journal) as journal, AttemptLog(layout.run_dir / ATTEMPTS_FILE) as attempts:
         attempts.add(Attempt(0, 0, 1.0, Holder.me(), Destination("", "", "", {}, {})))
         for step in (1, 2, 3):
@@ -139,7 +139,7 @@ def test_a_report_shows_a_failure_until_the_run_resumes(layout: RunLayout) -> No
 
 
 def test_a_run_of_the_stack_resumes_by_prefect(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
-    """Prefect starts the process by its environment, so the command line does not name the run."""
+    """Prefect starts the process by its environment, so its command line does not name the flow run."""
     holding = (
         "import sys, time; from pathlib import Path; from rlcore.storage.locks import HeldLock\n"
         "with HeldLock(Path(sys.argv[1]), what='the run'): time.sleep(600)\n"

@@ -189,8 +189,7 @@ def test_a_root_without_a_store_is_reported_and_left_empty(tmp_path: Path) -> No
 
 @pytest.fixture
 def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, MlflowClient]]:
-    """Return a root whose stack keeps its metrics in a separate database, as with PostgreSQL, and a client of its
-    server."""
+    """Return a root whose stack keeps metrics in a separate database, and a client of its server."""
     root, database = tmp_path / "root", f"sqlite:///{tmp_path / 'own.db'}"
     root.mkdir()
     with pytest.MonkeyPatch.context() as environment:
