@@ -487,9 +487,7 @@ def test_read_only_file_system_is_an_error(small_disk):
 
 
 def test_checkpoint_pruned_during_a_read_is_not_broken(tmp_path, monkeypatch):
-    """After the folder is listed, and before the manifest is read, the next checkpoint is published and this one
-    pruned.
-    """
+    """The checkpoint is pruned between the listing of the folder and the read of the manifest. A newer one exists."""
     store = store_at(tmp_path, keep_last=1, keep_best=0)
     save(store, 1)
     read = catalog.read_manifest

@@ -44,7 +44,9 @@ def steps(store: CheckpointStore) -> list[int]:
 
 
 class Ranks:
-    """One rank with a real model. With `full` that disk gets full as the rank begins to write; the rank can be lost."""
+    """One rank with a real model. With `full`, that disk becomes full when the rank begins to write. The rank can be
+    lost.
+    """
 
     def __init__(self, full: Path | None = None) -> None:
         self.model, self.optimizer = build(seed=1)
@@ -62,7 +64,7 @@ class Ranks:
 
 
 class NoWaiting:
-    """A run that does not wait for room."""
+    """A run that does not wait for free space."""
 
     def wait(self, needed_bytes: int, *, step: int, path: Path) -> None:
-        """There is room."""
+        """Do nothing, as if the disk had space."""
