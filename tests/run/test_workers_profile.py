@@ -1,4 +1,4 @@
-"""The steps that are profiled."""
+"""The selection of the profiled steps."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -13,7 +13,7 @@ from rlcore.workers.worker import Worker
 
 
 class Ranks:
-    """Two ranks whose traces are so large."""
+    """Two ranks whose traces have the given size."""
 
     def __init__(self, *sizes: float) -> None:
         self.sizes = sizes
