@@ -46,7 +46,7 @@ BY_COMMAND: Mapping[str, Callable[[argparse.Namespace, Path], Verdict]] = {
 
 
 def run(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    """Run the chosen checks and return their results. An error fails only its check."""
+    """Run the chosen checks and return their results. An error in one check does not affect the other checks."""
     short_memory.prepare()
     found: dict[str, Any] = {}
 

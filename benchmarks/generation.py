@@ -1,4 +1,4 @@
-"""Measure a step of vLLM by the number of unfinished responses: wall-clock milliseconds, and those of the GPU alone.
+"""Measure the wall-clock and GPU milliseconds of a vLLM step for different numbers of unfinished responses.
 
     python -m benchmarks.generation --out generation.json                             # on a GPU
     python -m benchmarks.generation --shape=tiny --prompts=8 --mean=12 --longest=32   # rehearsal on a CPU
@@ -36,7 +36,7 @@ PROFILED_STEPS = 30
 
 
 class Generation:
-    """One batch of requests on vLLM. `step` runs an engine step, and may be replaced by a function that measures it."""
+    """A batch of requests to vLLM. A caller may replace `step`, which runs one engine step, to measure it."""
 
     def __init__(self, arguments: argparse.Namespace, directory: Path) -> None:
         self._arguments, self._vocab = arguments, SHAPES[arguments.shape]["vocab_size"]
@@ -58,7 +58,7 @@ class Generation:
         return len(self._scheduler.running) + len(self._scheduler.waiting)
 
     def run(self, number: int) -> float:
-        """Generate all responses, with other prompts and lengths for each `number`. Return the seconds."""
+        """Generate all responses and return the seconds taken. `number` selects the prompts and response lengths."""
         arguments, rng = self._arguments, np.random.default_rng(number)
         prompts = [
             Prompt(index, tuple(rng.integers(4, self._vocab, PROMPT_TOKENS).tolist()), "random", "{}")
@@ -76,7 +76,7 @@ class Generation:
 
 
 def timed(step: Callable[[], Any], count: Callable[[], int], found: dict[int, list[float]]) -> Callable[[], Any]:
-    """Return a step that adds its milliseconds to `found`, by the number of unfinished responses after it."""
+    """Wrap `step` so that a call after which n responses are unfinished appends its milliseconds to `found[n]`."""
 
     def measured() -> Any:
         started = time.perf_counter()
@@ -88,7 +88,7 @@ def timed(step: Callable[[], Any], count: Callable[[], int], found: dict[int, li
 
 
 def gpu_ms(generation: Generation, low: int, high: int) -> float | None:
-    """Return the mean milliseconds of kernels per step with `low` to `high` unfinished responses, or None on a CPU."""
+    """Return the mean GPU milliseconds of a step with `low` to `high` unfinished responses, or None on a CPU."""
     if not torch.cuda.is_available():
         return None
     step, taken = generation.step, 0

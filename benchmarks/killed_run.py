@@ -56,7 +56,7 @@ PARTS = ("flow", *MARKS, *NAMES.values())
 
 @dataclass(frozen=True)
 class Kill:
-    """A killed process. `age_s` is its age, `step` the last step in the journal, and `run` the number of the run."""
+    """A killed process. `age_s` is its age, `step` the last step in the journal, and `run` the number of its run."""
 
     run: int
     part: str
@@ -66,7 +66,7 @@ class Kill:
 
 @dataclass
 class Findings:
-    """Findings about the killed runs. `codes` counts exit codes. `raw` has outputs with a traceback or unknown code."""
+    """Findings about killed runs. `codes` counts exit codes. `raw` has outputs with a traceback or an unknown code."""
 
     kills: list[Kill] = field(default_factory=list)
     codes: Counter[int] = field(default_factory=Counter)
@@ -165,7 +165,7 @@ class PartKiller:
         self._run = 0
 
     def run(self, root: Path, overrides: Sequence[str]) -> None:
-        """Start a run repeatedly, with kills, until it is finished."""
+        """Start a run, kill parts of it and start it again, until the run is finished."""
         self._run += 1
         for _ in range(MAX_STARTS + self.left):
             process = _start(root, overrides)

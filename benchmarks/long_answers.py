@@ -31,7 +31,7 @@ _LENGTHS = ["filter.max_prompt_tokens=120", "runtime.fit_memory=auto"]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A shape of `benchmarks.shapes`, the prompts of a step with five responses each, and the lengths of responses."""
+    """A model shape of `benchmarks.shapes`, a number of prompts with five responses each, and the response lengths."""
 
     shape: str
     prompts: int

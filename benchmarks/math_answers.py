@@ -41,7 +41,7 @@ class Answer(NamedTuple):
 
 @lru_cache(maxsize=1)
 def readings() -> dict[str, str]:
-    """Return the reading of each reference: `number 25/2%`, `words sunday`, `base 1011 2`, `expression`, `refused`."""
+    """Return how each reference must be read, such as `number 25/2%`, `words sunday`, `expression` or `refused`."""
     rows = (line.partition("\t") for line in REFERENCES.read_text().splitlines())
     return {reference: reading for reference, _, reading in rows}
 
@@ -125,7 +125,7 @@ def math_verify_pays(reference: str, answer: str) -> bool:
 
 
 def rule(reference: str, answer: str) -> str | None:
-    """Return the rule of docs/data.md that refuses an answer although math-verify accepts it, or None."""
+    """Return the rule of docs/data.md by which `data.math` refuses an answer that math-verify accepts, or None."""
     gold, reading = read(reference), read(answer)
     if gold.number is not None:
         return _number_rule(gold, reading)
@@ -155,8 +155,8 @@ def _has_letter_more(gold: Reading, reading: Reading) -> bool:
 
 
 def _paid_by(reference: str, answer: str) -> str | None:
-    """Return the rule that accepts an answer although math-verify refuses it, or None without such a rule. The rules
-    use the reference's reading from `readings` and a simple reading of the answer.
+    """Return the rule by which `data.math` accepts an answer that math-verify refuses, or None if there is no such
+    rule. The rules use the reference's reading from `readings` and a simple reading of the answer.
     """
     kind, _, reading = readings()[reference].partition(" ")
     same = answer.rstrip("\\% ") == reference.rstrip("\\% ")

@@ -211,7 +211,7 @@ def _environment(checkout: Path) -> dict[str, str]:
 
 
 def _pytest_arguments(tests: list[str]) -> list[str]:
-    """Return the arguments of pytest. The cache folder is that of this checkout, because it contains a real model."""
+    """Return the arguments of pytest. Tests use the original checkout's cache, which contains a real model."""
     return ["-x", "-q", "--tb=no", "-m", "not lengthy", "-o", f"cache_dir={ROOT / '.pytest_cache'}", *tests]
 
 
@@ -223,7 +223,7 @@ def _failed_test(output: str, code: int | None) -> str | None:
 
 
 def write(out: Path, seed: int, mutations: list[Mutation]) -> None:
-    """Write the results. The results of other folders and the remarks of a reader are kept."""
+    """Write the results to a file. The results of other folders, and reasons that were added by hand, are kept."""
     before = [Mutation(**one) for one in json.loads(out.read_text())["mutations"]] if out.exists() else []
     remarks = {(one.file, one.old, one.new): one.equivalent for one in before}
     for one in mutations:

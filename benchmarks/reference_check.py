@@ -22,7 +22,7 @@ FORMS = Path(__file__).parents[1] / "tests" / "data" / "math_references.txt"
 
 
 def main() -> None:
-    """Check each kind once, and once more from the stored result."""
+    """Check each kind of reference, and then once more with the stored result."""
     lines = FORMS.read_text(encoding="utf-8").splitlines()
     forms = [form for line in lines if not reference_problem(form := line.partition("\t")[0])]
     kinds = {

@@ -1,4 +1,4 @@
-"""The cost of a piece of work, and the files of results."""
+"""Functions that measure the cost of a benchmark and write its results to a file."""
 
 import json
 import os

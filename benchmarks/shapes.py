@@ -55,7 +55,7 @@ def make_model(shape: str, folder: Path, *, seed: int = 0) -> Path:
 
 
 def model_of(arguments: argparse.Namespace, scratch: Path) -> Path:
-    """Return the folder of `--model`, or a folder in `scratch`. An empty one gets a model with the shape `--shape`."""
+    """Return the folder of `--model`, or a folder in `scratch`. A missing model is created with the shape `--shape`."""
     folder: Path = arguments.model or scratch / "model"
     if not (folder / "config.json").exists():
         make_model(arguments.shape, folder)

@@ -1,4 +1,4 @@
-"""Measure a tail cut (`rollout.finish_share`): tokens per second, or held-out rewards and seconds per step.
+"""Measure the effect of a tail cut (`rollout.finish_share`) on the speed, or on held-out rewards and step times.
 
     python -m benchmarks.tail_cut --ranks 2 --prompts 128 --out speed.json               # on two GPUs
     python -m benchmarks.tail_cut --experiment smollm2_countdown --seeds 1 2 3 --out curves.json
@@ -37,7 +37,7 @@ CARRIED = ("rollout/cut_length", "rollout/carried_groups", "rollout/carried_toke
 
 
 class SeededLengths(FixedLengths):
-    """A `WorkerGroup` whose responses have geometric lengths by their seeds."""
+    """A `WorkerGroup` whose response lengths are geometric and determined by the seeds of the responses."""
 
     mean = 1.0
 
@@ -89,7 +89,7 @@ def speed(arguments: argparse.Namespace, directory: Path, share: float) -> dict[
 
 
 def curve(arguments: argparse.Namespace, seed: int, share: float) -> dict[str, Any]:
-    """Train one seed, and return its held-out rewards by step and its seconds per step."""
+    """Train a run with one seed, and return its held-out rewards by step and its seconds per step."""
     words = [f"experiment={arguments.experiment}", f"seed={seed}", CORRECTION, f"rollout.finish_share={share}"]
     words += arguments.overrides
     subprocess.run([sys.executable, "-m", "flows.cli", "train", *words], check=True)

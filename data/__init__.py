@@ -1,1 +1,1 @@
-"""Training data: one module per task, the row schema, the tokenization filter and dataset inspection."""
+"""Training data: one module per task, the row schema, and the tokenization filter."""

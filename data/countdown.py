@@ -72,7 +72,7 @@ def build(settings: "CountdownData", seed: int) -> TaskRows:
 
 
 def inputs(settings: "CountdownData") -> Mapping[str, str]:
-    """Return no digests, because the rows are generated."""
+    """Return an empty dict, because the rows are generated and have no input files."""
     return {}
 
 
@@ -99,7 +99,7 @@ def _rows(settings: "CountdownData", problems: "Iterable[Problem]", seed: int) -
 
 
 def _solution(settings: "CountdownData", problem: "Problem", equation: str, seed: int) -> str:
-    """Return the response that gives `equation` as its answer. Some templates show its value or a search first."""
+    """Return a response with the answer `equation`. In some templates, its value or a search precedes the answer."""
     last = evaluate(equation)
     assert last is not None
     if settings.search_tries is None:

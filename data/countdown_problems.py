@@ -57,7 +57,7 @@ class Problem:
         return len(self.numbers) - 1
 
     def wrong_tries(self, most: int, operations: Sequence[str], seed: int) -> list[str]:
-        """Return at most `most` equations over the numbers that miss the target. The nearest value comes last.
+        """Return at most `most` equations that use all numbers but miss the target. The nearest one comes last.
 
         Every intermediate value is a non-negative whole number.
         """
@@ -104,9 +104,9 @@ def generate(settings: CountdownData, seed: int) -> Mapping[str, list[Problem]]:
 
 
 def require_enough(settings: CountdownData, seed: int) -> None:
-    """Check that numbers do not overflow, and that a space small enough to enumerate has enough problems.
+    """Check that the numbers do not overflow. If all problems can be enumerated, also check that enough problems exist.
 
-    Raises DataError if not. A large space is exhausted only while the dataset is built.
+    Raises DataError if not. If there are too many to enumerate, a shortage is detected only while the dataset is built.
     """
     _check_range(settings)
     if _is_enumerated(settings):
@@ -131,13 +131,13 @@ def _check_range(settings: CountdownData) -> None:
 
 
 def _classes(settings: CountdownData) -> list[tuple[int, ...]]:
-    """Return the operand counts of each class. Balanced difficulties give a class for each count, others one class."""
+    """Return the operand counts of each difficulty class. Balanced difficulties have one class for each count."""
     counts = tuple(range(settings.min_numbers, settings.max_numbers + 1))
     return [(n,) for n in counts] if settings.balance_difficulty else [counts]
 
 
 def _quotas(settings: CountdownData) -> list[Mapping[str, int]]:
-    """Return the number of rows by split for each class of `_classes`. The classes differ by at most one row."""
+    """Return how many rows of each split belong to each class of `_classes`. These numbers differ by at most one."""
     parts, sizes = len(_classes(settings)), {_TRAIN: settings.train_size, _VALIDATION: settings.validation_size}
     return [{split: n // parts + (index < n % parts) for split, n in sizes.items()} for index in range(parts)]
 
@@ -190,7 +190,7 @@ def _problems_of(numbers: Multiset, settings: CountdownData, rng: np.random.Gene
 def _deal(
     groups: list[list[Problem]], num_held_out: int, rng: np.random.Generator
 ) -> tuple[list[Problem], list[Problem]]:
-    """Divide the groups at random into held-out problems and the rest. At most `num_held_out` problems are held out."""
+    """Divide groups of problems at random into held-out groups and others. Hold out at most `num_held_out` problems."""
     held_out: list[Problem] = []
     rest: list[Problem] = []
     for index in rng.permutation(len(groups)).tolist():
@@ -281,7 +281,7 @@ def _random_equations(
 def equations_for(
     numbers: NDArray[np.int64], targets: NDArray[np.int64], operations: tuple[str, ...]
 ) -> tuple[NDArray[np.int8], NDArray[np.bool_]]:
-    """Search for an equation for each of the `targets` [M, T] over the matching row of `numbers` [M, n].
+    """Search for an equation for each of the `targets` [M, T] of each row of `numbers` [M, n].
 
     Every row tries all equations in the order of `operations`: 6 of 2 numbers, 108 of 3 and 3,888 of 4. Return the
     merges [M, T, n-1, 3] of the first equation for each target. Also return which targets are solved (bool [M, T]).
@@ -465,7 +465,7 @@ class _Dealer:
 
 
 def _unit_hash(multiset: Multiset, seed: int) -> float:
-    """Return a number in [0, 1) that depends only on the multiset and the seed (splitmix64)."""
+    """Return a number in [0, 1) that depends only on a multiset of numbers and the seed (splitmix64)."""
     state = seed
     for number in multiset:
         state = (state * 1_000_003 + number + 1) & 0xFFFFFFFFFFFFFFFF

@@ -206,7 +206,7 @@ class _Filter:
             writer.add_key_value_metadata(provenance_metadata({**document, **facts}))
 
     def _filtered(self, batch: pa.RecordBatch, start: int, schema: pa.Schema) -> pa.RecordBatch:
-        """Return the selected rows of a batch with their token ids. `start` is the file index of the first row."""
+        """Return the selected rows of a batch with token ids. `start` is the index of the first row in the file."""
         prompts = self._prompts(batch, start)
         texts = self._tokenizer.texts(prompts, lambda place: f"{self._source}: row {start + place}: ")
         truths = pc.struct_field(batch.column("reward_model"), "ground_truth")
@@ -256,7 +256,7 @@ class _Filter:
         return prompts
 
     def _without_duplicates(self, texts: Sequence[str], numbers: Sequence[Multiset], start: int) -> list[int]:
-        """Return the positions of kept rows. Raises DataError for a held-out row in training or a refused duplicate."""
+        """Return the positions of the rows to keep. Raises DataError for a held-out row or a refused duplicate."""
         keys = [hash(text) for text in texts]
         if self._split == "validation":
             self._held_out.add(keys, range(start, start + len(keys)))
@@ -282,7 +282,9 @@ class _Filter:
         return rows
 
     def _rows_that_fit(self, rows: list[int], ids: list[bytes], start: int) -> Sequence[int]:
-        """Return indices of prompts that fit or will be truncated. `rows` are the positions of `ids` in the batch."""
+        """Return the indices in `ids` of prompts that fit or will be truncated. `rows` has their positions in the
+        batch.
+        """
         limit = self._config.max_prompt_tokens
         lengths = np.array([len(prompt) for prompt in ids], dtype=np.int64) // ID_BYTES
         fits = (lengths > 0) & (lengths <= limit)
@@ -314,7 +316,7 @@ def _as_lists(rows: list[bytes]) -> pa.ListArray:
 
 
 def _refuse_answer(where: str, words: str, solution: str, ground_truth: object) -> None:
-    """Raise DataError if the assistant's words at the end of a prompt end with the ground truth or the solution."""
+    """Raise DataError if the assistant's text at the end of a prompt ends with the solution or the ground truth."""
     for name, text in (("solution", solution), ("ground truth", str(ground_truth))):
         if text.strip() and re.search(rf"(?<!\w){re.escape(text.strip())}\W*\Z", words):
             raise DataError(
@@ -342,7 +344,7 @@ def multisets(ground_truths: pa.Array) -> list[Multiset]:
 
 
 class _HeldOut:
-    """An index of held-out rows by prompt or by multiset of numbers. `named` is the format of a row in messages."""
+    """An index of held-out rows by prompt or by multiset of numbers. `named` formats a row for error messages."""
 
     def __init__(self, named: str, remedy: str) -> None:
         self._named, self._remedy = named, remedy
@@ -353,7 +355,7 @@ class _HeldOut:
             self._places.setdefault(key, place)
 
     def refuse(self, path: Path, start: int, *keys_of_rows: Sequence[Any]) -> None:
-        """Raise DataError if a row of the training file `path` is in the index. `start` is the first row's index."""
+        """Raise DataError if a row of the training file `path` is held out. `start` is the index of its first row."""
         for keys in keys_of_rows:
             for position, key in enumerate(keys if not self._places.keys().isdisjoint(keys) else ()):
                 if key in self._places:

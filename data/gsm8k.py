@@ -88,7 +88,7 @@ def reference_number(answer: str, where: str) -> str:
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score by the strict reading. The parts `strict`, `numeric` and `format` (a `####` number) are each 0 or 1."""
+    """Score a response by the strict reading. The parts `strict`, `numeric` and `format` (has `####`) are 0 or 1."""
     return _score(response, ground_truth, "strict")
 
 
@@ -128,7 +128,7 @@ def _reference_value(reference: str) -> tuple[Fraction | None, tuple[str, ...]]:
 
 
 def last_number(response: str) -> Fraction | None:
-    """Return the number in the line after the last `####`. Without `####`, return the last number of the text.
+    """Return the number that follows the last `####` on its line. Without `####`, return the last number of the text.
 
     >>> last_number("18 eggs a day, so #### $18.00 a day"), last_number("9 * 2 = **18** eggs.")
     (Fraction(18, 1), Fraction(18, 1))
@@ -193,7 +193,7 @@ def _number_at(words: list[str], place: int, context: list[str]) -> Fraction | N
 
 
 def _joins(before: list[str]) -> bool:
-    """Return whether the words before a number extend it to an expression. Examples are `9 *`, `9*`, `9` and `= -`."""
+    """Return whether the words before a number make an expression with it, such as `9 *`, `9*`, `9` and `= -`."""
     if _has_digit(before[-1]):
         return before[-1][-1].isalnum() or before[-1][-1] in _OPERATORS
     if before[-1].strip(_OPERATORS):

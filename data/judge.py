@@ -47,7 +47,7 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
 
 
 def judge_response(settings: JudgeConfig, response: str, truth: str) -> float:
-    """Return the verdict on a response. A process sends equal requests once. Raises JudgeError without a verdict."""
+    """Return the verdict on a response. Equal requests are sent only once. Raises JudgeError without a verdict."""
     # one pass over the template, so that a response is never taken for a placeholder
     words = {"{response}": response, "{ground_truth}": truth}
     text = re.sub(r"\{response\}|\{ground_truth\}", lambda found: words[found[0]], settings.prompt)
@@ -64,7 +64,7 @@ def _verdict(settings: JudgeConfig, request: str) -> float:
 
 
 def _response_format(settings: JudgeConfig) -> Mapping[str, object]:
-    """Return a response format with a list of all scores, which bounds their digits. Return {} if `levels` is None."""
+    """Return a response format that lists all allowed scores, or {} if `levels` is None."""
     if settings.levels is None:
         return {}
     evenly = (settings.highest * level / (settings.levels - 1) for level in range(settings.levels))

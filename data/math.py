@@ -81,7 +81,7 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
 
 
 def reference_problem(reference: str) -> str | None:
-    r"""Return the reason why a reference cannot be read as a whole. Return None if the same text in a box scores 1.
+    r"""Return the reason why a reference cannot be read as a whole, or None if a response with this answer scores 1.
 
     >>> reference_problem(r"12\frac12\%"), reference_problem(r"\approx 3")
     (None, 'the command \\approx is not known')
@@ -197,7 +197,7 @@ def _names_each(entries: Sequence[Reading]) -> bool:
 
 
 def _states_number(wanted: Number, names: tuple[str, ...], answer: Reading) -> bool:
-    """Return whether the response states the number under the same name and in a correct chain (`x = 9 + 9 = 18`)."""
+    """Return whether the response states the number, under the same name, in a correct chain (`x = 9 + 9 = 18`)."""
     number = answer.number or number_in_words(answer.plain)
     if number is None or not wanted.matches(number):
         return False
@@ -229,7 +229,7 @@ def _same_words(wanted: tuple[str, ...], stated: tuple[str, ...] | None) -> bool
 
 
 def _equal_expressions(gold: Reading, answer: Reading) -> bool:
-    """Return whether the response, and each number in a chain of equations, equals the reference for math-verify."""
+    """Return whether math-verify accepts the response, and each number in a chain of equations, for the reference."""
     text = answer.plain
     if answer.number is not None and answer.number.value.denominator == 1 and not answer.left:
         text = str(answer.number)

@@ -82,7 +82,7 @@ _UNREAD = (
 
 
 class Reading(NamedTuple):
-    """The reading of a statement. Except for expressions, one of `number`, `words`, `based` and `entries` is set."""
+    """The parsed form of a statement. One of `number`, `words`, `based` and `entries` is set (none for expressions)."""
 
     plain: str
     """The text without typesetting, and without a unit after a constant."""

@@ -129,7 +129,7 @@ def is_on_hub(config: TaskData) -> bool:
 
 
 def _files_of(folder: Path, split: str) -> tuple[Path, ...]:
-    """Return the files of a split in order, or () without files."""
+    """Return the files of a split in order, or () if there are none."""
     looks = re.compile(rf"{re.escape(split)}(?:[-. ].*|_?[0-9].*)?")
     names = (path.name for path in sorted(folder.iterdir()) if path.is_file())
     found = [name for name in names if (match := DATA_FILE.fullmatch(name)) and looks.fullmatch(match[1])]

@@ -124,7 +124,7 @@ class ReferenceReport:
         return max((self.unmet[split] / self.rows[split] for split in self.unmet), default=0.0)
 
     def text(self, scorer: str) -> str:
-        """Describe the rows without a full score, with file and line of the first rows. Return '' without such rows."""
+        """Describe the rows without a full score, the first ones with file and line, or return '' if there are none."""
         num_checked, num_unmet = sum(self.rows.values()), sum(self.unmet.values())
         if self.total and not num_checked:
             return f"data.scorer: {scorer} has scored no reference in {BUDGET_S:g} s, so none is checked"
@@ -177,7 +177,7 @@ def check_references(
     *,
     is_taught: bool = False,
 ) -> str:
-    """Check the rows of a task whose dataset exists.
+    """Check the references of a task's rows with its scorer. The dataset must exist.
 
     `is_taught`: whether a warm start trains on the solutions. The result is stored for later starts. Return a warning
     about rows without a full score, or ''.
@@ -213,7 +213,7 @@ def _saved_result(root: Path, dataset: str, data: TaskData, reward: RewardConfig
 
 
 def _rows(data: TaskData, seed: int, root: Path, dataset: str, splits: Sequence[str]) -> list[RowReference]:
-    """Read the rows of local files, for messages with their lines, otherwise those of the dataset."""
+    """Read the rows from local files if possible, because messages can then name lines, otherwise from the dataset."""
     rows = []
     if isinstance(data, ParquetData | Gsm8kData | MappedData) and not is_on_hub(data):
         made = task_of(data).build(data, seed)
@@ -287,7 +287,7 @@ class _Checker:
         )
 
     def _find_form(self, references: Sequence[tuple[RowReference, str]]) -> Form | None:
-        """Return the form with the most full scores. Return None if fewer than half of the references get one."""
+        """Return the form in which most references get a full score, or None if fewer than half of them do."""
         counts: dict[Form, int] = {}
         for before, after in USUAL_FORMS:
             scores = self._scores([(f"{before}{text}{after}", row.truth_json) for row, text in references])
@@ -296,7 +296,7 @@ class _Checker:
         return best if 2 * counts[best] >= len(references) else None
 
     def mismatches(self, rows: Sequence[RowReference]) -> list[Mismatch]:
-        """Return the rows with a correct response below the full score, and the rows on which the scorer fails."""
+        """Return the rows with a correct response that misses the full score, and rows on which the scorer fails."""
         cases: list[tuple[RowReference, str, bool]] = []  # row, response, whether it is correct
         for row in rows:
             if row.solution:

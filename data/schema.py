@@ -202,7 +202,7 @@ def read_batches(
 
 
 def provenance(path: Path) -> dict[str, Any]:
-    """Return the provenance document of a file, or {} without one. Raises DataError if the file cannot be read."""
+    """Return the provenance document of a file, or {} if it has none. Raises DataError if the file cannot be read."""
     raw = (open_parquet(path).metadata.metadata or {}).get(PROVENANCE_KEY)
     try:
         found = json.loads(raw) if raw else {}

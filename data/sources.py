@@ -64,7 +64,7 @@ def _parquet_inputs(settings: ParquetData) -> dict[str, str]:
 
 
 def require_scorers(settings: ParquetData, splits: Sequence[str]) -> None:
-    """Check that every row of these splits has a known scorer.
+    """Check that every row of the splits has a known scorer.
 
     Raises DataError if a row's data source has no known scorer, or if a file cannot be read.
     """

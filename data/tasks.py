@@ -48,7 +48,7 @@ class Task(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StageResult:
-    """A published directory. `cached` is true if the directory existed before.
+    """The published directory of a stage. `cached` is true if the directory existed before.
 
     `counts` has the rows of each split, and the omitted rows by reason. `warning` is a remark about the rows, or ''.
     """

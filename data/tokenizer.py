@@ -59,7 +59,7 @@ class ResponseChangedError(Exception):
 
 
 class FastPathError(Exception):
-    """The fast path and the tokenizer give different results. The filter restarts without the fast path."""
+    """`PieceEncoder` and the tokenizer give different results. The filter restarts without `PieceEncoder`."""
 
 
 def tokenizer_fingerprint(directory: Path) -> str:
@@ -80,7 +80,7 @@ def tokenizer_fingerprint(directory: Path) -> str:
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """Load the transformers tokenizer of a directory. Raises DataError if loading fails or no fast form exists."""
+    """Load the transformers tokenizer of a directory. Raises DataError if this fails or there is no fast tokenizer."""
     # AutoTokenizer ignores the tokenizer's own class for some config.json files.
     from rlcore.models.tokenizer import load_tokenizer as load_as_its_file_says
 
@@ -100,7 +100,7 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 class PromptTokenizer:
-    """A tokenizer that renders and tokenizes prompts and responses. A sample of the texts checks `PieceEncoder`.
+    """A tokenizer that renders and tokenizes prompts and responses. `PieceEncoder` is checked on a sample of the texts.
 
     `tools`: JSON schemas of functions for the chat template. `chat_template_kwargs`: further variables for the
     template.
@@ -307,7 +307,7 @@ class PromptTokenizer:
 
     @cached_property
     def _closing(self) -> tuple[str, bytes]:
-        """The text that the template writes after a response, and the text's ids beginning with the first stop id."""
+        """The text that the template writes after a response, and the ids of this text from the first stop id on."""
         answered = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
         text = self.render(answered, opened=False).rpartition(_MARK)[2]
         [ids] = encode_whole(self.backend, [text])
@@ -367,7 +367,7 @@ class PromptTokenizer:
         return found
 
     def _require_read(self, names: Collection[str]) -> None:
-        """Raise DataError if the template does not read all variables `names`, because transformers ignores others."""
+        """Raise DataError if the chat template does not read a variable in `names`, which transformers would ignore."""
         try:
             template = self._tokenizer.get_chat_template(tools=self._tools)
             # The extension parses tags of chat templates.
@@ -383,7 +383,7 @@ class PromptTokenizer:
             )
 
     def _find_special_tokens(self) -> tuple[bytes, bytes]:
-        """Return the special tokens before and after plain text, without a final end-of-sequence token."""
+        """Return the special tokens that plain text gets before and after it, without a final end-of-sequence token."""
         [plain] = encode_whole(self.backend, ["a"])
         [full] = encode_whole(self.backend, ["a"], add_special_tokens=True)
         for start in range(0, len(full) - len(plain) + 1, ID_BYTES):

@@ -82,10 +82,9 @@ class Run:
         return ValidationResult.read(file)
 
     def responses(self, name: str = "after") -> "pd.DataFrame":
-        """Return a table with a row for each sampled response of a validation. See `validation` for the names.
+        """Return a table with a row for each sampled response of a validation, which is named as in `Run.validation`.
 
-        If the scorer failed on a response, the score of the response is NaN and `failure` has the reason.
-        """
+        If the scorer failed on a response, the score of the response is NaN and `failure` has the reason."""
         import pandas as pd
 
         rows = [

@@ -89,7 +89,7 @@ def _name_suite_option(error: ConfigError) -> ConfigError:
 
 
 def _resolve_model(model: str, root: Path | None) -> tuple[str, str, RunConfig]:
-    """Return the value of `model.path`, a name for the model, and the settings to start from."""
+    """Return the value of `model.path`, a name for the model, and the settings that the evaluation is based on."""
     folder = expand_path(model)
     if model == SMOLLM2 or (folder / "config.json").is_file():
         return model, _file_name(folder.resolve().name), RunConfig()
@@ -148,7 +148,7 @@ def evaluate_all(
 
 
 def evaluations_json(found: Sequence[Evaluation]) -> dict[str, Any]:
-    """Return all metrics as JSON values, and the paired differences between the first model and each other model."""
+    """Return all metrics as JSON values, and the paired differences between the first model and every other model."""
     evaluations, differences = [], []
     for one in found:
         metrics = {each.data_source: _metrics_json(each) for each in one.results}

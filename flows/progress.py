@@ -26,7 +26,7 @@ HEADLINE_METRIC = re.compile(r"/reward/(mean_at_\d+|pass_at_\d+|greedy)$")
 
 
 def skipped_suffix(cached: bool) -> str:
-    """Return the suffix of a line about a result: a note if the result existed before, otherwise ''."""
+    """Return the end of an output line: a note if the result existed before, otherwise ''."""
     return ", skipped: done before" if cached else ""
 
 
@@ -144,7 +144,7 @@ def describe(event: Event) -> str:
 
 
 def metrics_text(progress: Progress) -> str:
-    """Return the losses, reward, speed and remaining time as text. Unknown values are left out."""
+    """Return the losses, reward, speed and remaining time as text, without the values that are unknown."""
     parts = [f"{word} {progress.metrics[name]:.3f}" for name, word in LOSS_NAMES.items() if name in progress.metrics]
     reward = next((progress.metrics[name] for name in REWARD_NAMES if name in progress.metrics), None)
     if reward is not None:
@@ -282,7 +282,7 @@ def reward_changes(validations: Sequence[ValidationSummary]) -> list[str]:
 
 
 def with_interval(summary: Mapping[str, float], metric: str) -> str:
-    """Return a metric as text, with its confidence interval if that is known. Return '' if the metric is absent.
+    """Return a metric as text, with its confidence interval if there is one. Return '' if the metric is absent.
 
     >>> with_interval({"a": 0.5, "a/ci_low": 0.41, "a/ci_high": 0.59}, "a")
     '0.500 [0.410, 0.590]'
@@ -304,7 +304,7 @@ def _metrics_by_kind(values: Mapping[str, str]) -> str:
 
 
 def _labels(names: Sequence[str]) -> dict[str, str]:
-    """Return the label of each held-out metric: its last word, after its data source if there are several sources."""
+    """Return a label for each held-out metric: the end of its name, with the data source if there are several."""
     several = len({_source_of(name) for name in names}) > 1
     return {name: f"{_source_of(name)} " * several + name.rpartition("/")[2] for name in names}
 

@@ -40,7 +40,7 @@ LAST_STAGE: Final = "report"  # last stage of a whole run
 
 
 def flow_run_name() -> str:
-    """Return a name such as `train/countdown_demo seed=2`: the last stage (or flow), experiment and seed of the run."""
+    """Return a name such as `train/countdown_demo seed=2`: a run's last stage or flow, its experiment and its seed."""
     given = flow_run.parameters
     seed = [f"seed={given['seed']}"] if given.get("seed") is not None else []
     seed += [override for override in given.get("overrides") or [] if override.startswith("seed=")]
@@ -78,7 +78,7 @@ def call_flow(checked: object, call: Callable[[], R]) -> R:
 
 
 def keep_outcome(work: Callable[[], R]) -> R:
-    """Do the work of a flow and store its result or error for `call_flow`."""
+    """Execute `work`, store its result or error so that `call_flow` can read it, and return the result."""
     outcome = _OUTCOME.get(Future())
     try:
         outcome.set_result(work())
@@ -171,8 +171,8 @@ def run_task(
     made_from: Sequence[str] = (),
 ) -> R:
     """Run a function as a Prefect task and print its result. `describe`: a function that returns the result as text, or
-    '' for no output. A result that existed before gives the task run the state Cached. `assets` are recorded as made
-    from the assets with the keys `made_from`. Raises Pause if the flow run was suspended before the task."""
+    '' for no output. A result that existed before gives the task run the state Cached. `made_from`: the keys of the
+    assets from which `assets` were made. Raises Pause if the flow run was suspended before the task."""
     watch.end_if_suspended()
     signals = watch.DeferredSignals()
 
@@ -234,7 +234,7 @@ class RunReporter:
                 emit(name, "run", self._run.run_id, dict(data))
 
     def _show_pause(self, event: Event) -> None:
-        """Set the flow run to Paused if the run waits for disk space or slots. Any other event resumes it."""
+        """Set the flow run to Paused while the run waits for disk space or slots, and otherwise to Running."""
         if isinstance(event, RunEvent) and event.name in (PAUSED, WAITS_FOR_SLOTS):
             self._is_paused = True
             artifacts.log_failure(lambda: watch.set_flow_run_state(Paused(message=str(event.data.get("text")))))
@@ -315,7 +315,7 @@ def log_and_print(text: str) -> None:
 
 
 def log_unused_settings(lines: Iterable[str]) -> None:
-    """Log the settings that have no effect. Only the outermost flow run logs them, so that each is logged once."""
+    """Log the settings that have no effect, once for the whole flow: only the outermost flow run logs them."""
     if flow_run.parent_flow_run_id is None:
         for line in lines:
             get_run_logger().warning("%s", line)

@@ -13,7 +13,7 @@ MODULE_REMEDY = "A module is found in the working directory, next to the experim
 
 
 def missing_object_remedy(name: str) -> str:
-    """Return the remedy for a missing `module:object`. Another module of the same name may hide the user's file."""
+    """Return the remedy for a missing `module:object`. A different module of the same name may hide the user's file."""
     top = name.partition(":")[0].partition(".")[0]
     if (module := sys.modules.get(top)) is not None:
         loaded = Path(getattr(module, "__file__", None) or "a module that is built into Python")
@@ -45,7 +45,7 @@ class DataError(MillraceError, ValueError):
 
 
 class NotFoundError(DataError, ConfigError):
-    """The command names a run, file or folder that does not exist. Nothing was started."""
+    """The command names a run, file or folder that does not exist. No work was started."""
 
 
 class UnscoredError(DataError):

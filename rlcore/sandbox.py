@@ -37,7 +37,7 @@ _AF_UNIX = 1
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """The output and exit code of a program. `stop_reason` is '' unless the sandbox ended the program."""
+    """The output and exit code of a program. `stop_reason` explains why the sandbox ended the program, or is ''."""
 
     stdout: str
     stderr: str
@@ -46,12 +46,12 @@ class ProgramResult:
 
 
 def set_limits(settings: SandboxConfig) -> None:
-    """Set the limits for programs of this process and its children."""
+    """Set the limits for programs that this process and its children run in the sandbox."""
     os.environ[_VARIABLE] = settings.model_dump_json()
 
 
 def current_limits() -> SandboxConfig:
-    """Return the limits that this process or a parent process has set, otherwise the defaults."""
+    """Return the limits that this process or a parent process has set, or the defaults if none has."""
     return SandboxConfig.model_validate_json(os.environ.get(_VARIABLE, "{}"))
 
 
@@ -149,7 +149,7 @@ def _sandbox_command(settings: SandboxConfig, source: int, rules: int) -> list[s
 
 @cache
 def _missing_requirement() -> str:
-    """Return the requirement that this machine lacks, or '' if the sandbox works. The test program runs only once."""
+    """Return the requirement that this machine lacks, or '' if the sandbox works. A test program is run once."""
     if shutil.which("bwrap") is None:
         return "bubblewrap is not installed (apt-get install bubblewrap)"
     try:

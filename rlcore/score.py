@@ -30,17 +30,17 @@ class Score:
 
     @property
     def solved(self) -> bool:
-        """True if the part `correct` is 1. Without this part, true if the response has a full score (1)."""
+        """True if the part `correct` is 1. If there is no such part, True if the total is 1."""
         return self.parts.get("correct", self.total) >= FULL_SCORE - _ROUNDING
 
 
 def renew_deadline() -> None:
-    """Restart the deadline for the current response. This function does nothing, but a scoring process replaces it."""
+    """Restart the deadline for the current response. This has an effect only in a scoring process."""
 
 
 class Scorer(Protocol):
     """A pure and deterministic function that scores one response against a ground truth and never raises an error."""
 
     def __call__(self, response: str, ground_truth: Mapping[str, object]) -> Score | float:
-        """Score one response. A plain number is a score without parts."""
+        """Score one response. A scorer may return a plain number, which is a score without parts."""
         ...

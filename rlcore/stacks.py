@@ -26,7 +26,7 @@ _file: TextIOWrapper | None = None
 
 
 def register(name: str) -> None:
-    """Install the signal handler. `name` is the role of the process, such as `rank-0`. Never raises an error."""
+    """Install the signal handler for stacks. `name` is the role of the process (`rank-0`). Never raises an error."""
     global _file
     folder = os.environ.get(FOLDER_VARIABLE)
     if not folder:
@@ -39,7 +39,7 @@ def register(name: str) -> None:
 
 
 def open_folder(folder: Path) -> None:
-    """Empty the folder and make new processes register in the folder."""
+    """Empty the folder for stacks, and make processes that start from now on register in it."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob("*.txt"):  # left by a killed trainer
         path.unlink(missing_ok=True)
@@ -47,13 +47,13 @@ def open_folder(folder: Path) -> None:
 
 
 def close_folder(folder: Path) -> None:
-    """Delete the folder and its files."""
+    """Delete the folder for stacks and its files."""
     os.environ.pop(FOLDER_VARIABLE, None)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def report(folder: Path) -> str:
-    """Return the stacks and states of this and all registered processes, and only the states of other descendants."""
+    """Return the stacks and states of this and all registered processes. Other descendants have only their states."""
     import psutil
 
     registered = {int(path.stem.rpartition("-")[2]): path for path in sorted(folder.glob("*.txt"))}
@@ -78,7 +78,7 @@ def _own_stacks() -> str:
 
 
 def _stack(pid: int, path: Path) -> str:
-    """Return the stacks that a registered process writes on the signal, or the reason why nothing is written."""
+    """Return the stacks that a registered process writes when it gets the signal, or the reason why it writes none."""
     state = _state(pid)
     if state == _ENDED:
         return path.read_text()
@@ -106,7 +106,7 @@ def _stack(pid: int, path: Path) -> str:
 
 
 def _holds_open(pid: int, path: Path) -> bool:
-    """Return whether the process has the file open, which proves that this process registered."""
+    """Return whether the process has the file open. This proves that the process, and no later one, has registered."""
     import psutil
 
     try:

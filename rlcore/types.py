@@ -90,7 +90,7 @@ class PackedBatch:
 
     @property
     def num_loss_tokens(self) -> int:
-        """The number of response tokens, which is the denominator of a token mean over this batch."""
+        """The number of tokens with a loss, by which a token mean over this batch is divided."""
         return int(self.loss_mask.sum())
 
     def sequence_lengths(self) -> Int[Tensor, "N"]:

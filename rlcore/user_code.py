@@ -1,4 +1,4 @@
-"""The code that settings name as `module:function`: its source files, its copy for a run, and imports from the copy.
+"""The code that settings name as `module:function`: its source files, a copy for each run, and imports from this copy.
 
 The code of a function is the file of its module, and all files in the same import folder that this file imports,
 directly or indirectly. The import folder contains the module or its outermost package. A data file belongs to the code
@@ -72,7 +72,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """The source files of each function (`module:function`)."""
+    """The source files of each function that the settings name (`module:function`)."""
 
     by_function: Mapping[str, tuple[Source, ...]]
 
@@ -94,7 +94,7 @@ class Code:
         return fingerprint("code", self.digests)
 
     def shared_with(self, other: "Code") -> "Code":
-        """Return the code of the functions that are also in `other`."""
+        """Return only the code of those functions that are also in `other`."""
         return Code({name: sources for name, sources in self.by_function.items() if name in other.by_function})
 
     def save(self, folder: Path) -> None:
@@ -116,7 +116,7 @@ class Code:
                 shutil.copyfile(path, written / name)
 
     def _other_sources(self) -> Iterator[tuple[str, Path]]:
-        """Yield the source files of the packages that no file imports, so that computed imports work in the copy."""
+        """Yield the packages' files that no source file imports, so that computed imports work in the copy."""
         for name, source in self.sources.items():
             top, _, file = name.partition("/")
             if file == "__init__.py" and top not in MILLRACE_PACKAGES:
@@ -129,7 +129,7 @@ class Code:
 
 
 def read_code(folder: Path) -> Code | None:
-    """Read the copy that `Code.save` wrote, or return None without a copy. Raises DataError if the copy is damaged."""
+    """Read the copy that `Code.save` wrote, or return None if there is none. Raises DataError if it is damaged."""
     from rlcore.storage.manifest import read_manifest, verify_directory
 
     if read_manifest(folder) is None:
@@ -159,7 +159,7 @@ def named_functions(config: "RunConfig") -> tuple[str, ...]:
 
 
 def code_for_run(config: "RunConfig") -> Code:
-    """Return the code that the settings name. Inside `run_code` the copy is used, otherwise the current files."""
+    """Return the code that the settings name: the run's copy inside a `run_code` block, otherwise the current files."""
     return Code({function: code_for(function) for function in named_functions(config)})
 
 
@@ -193,7 +193,7 @@ def code_for(function: str) -> tuple[Source, ...]:
 
 
 def code_patch(before: Code, now: Code) -> str:
-    """Return the difference between two versions as a patch of at most `MAX_PATCH_LINES` lines."""
+    """Return the difference between two versions of the code as a patch of at most `MAX_PATCH_LINES` lines."""
     lines: list[str] = []
     for name in sorted(before.sources.keys() | now.sources.keys()):
         old, new = (
@@ -207,7 +207,7 @@ def code_patch(before: Code, now: Code) -> str:
 
 
 def _roots(module: str) -> list[Path]:
-    """Return the import folders of a module's outermost package."""
+    """Return the import folders that contain a module's outermost package."""
     top = module.partition(".")[0]
     try:
         spec = None if top in sys.stdlib_module_names else importlib.util.find_spec(top)
@@ -266,7 +266,7 @@ _active = Code({})
 
 @contextmanager
 def run_code(folder: Path) -> Iterator[None]:
-    """Use a run's copy of the code, if there is one, for imports and fingerprints inside the `with` block."""
+    """Use a run's copy of the code for imports and fingerprints inside the `with` block, if there is a copy."""
     global _active
     before, code = _active, read_code(folder)
     _active = code or Code({})
@@ -279,8 +279,8 @@ def run_code(folder: Path) -> Iterator[None]:
 
 
 def import_from(folder: Path | None) -> None:
-    """Import modules from the copy in `folder`, here and in child processes. If `folder` is None, import the original
-    files. Modules of the copy are removed from `sys.modules`, so that their next import reads the right file.
+    """Import user modules from the copy in `folder`, or from the original files if `folder` is None, also in child
+    processes. Modules of the copy are removed from `sys.modules`, so that their next import reads the right file.
     """
     before = os.environ.pop(FOLDER_VARIABLE, None)
     for name in {*_modules_in(before), *_modules_in(folder)} & sys.modules.keys():

@@ -1,4 +1,4 @@
-"""The tests, and what their processes share."""
+"""The tests, and settings that all their processes share."""
 
 from rlcore import tune_garbage_collection
 

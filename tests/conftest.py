@@ -1,4 +1,4 @@
-"""Shared by every test: no telemetry, one thread, live shape checks, a folder for what a run writes."""
+"""Shared by all tests: no telemetry, one thread, checked array shapes, and a folder for the files of runs."""
 
 import gc
 import os
@@ -69,7 +69,7 @@ TAKE_LONG = ("slow", "prefect", "needs_ray", "multiprocess")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files whose tests start processes first, so that no worker ends with a long one alone."""
+    """Put files whose tests start processes first, so that no worker ends with only one long file."""
     skip_tests_without_programs(items)
     long = {item.path for item in items if any(item.get_closest_marker(name) for name in TAKE_LONG)}
     items.sort(key=lambda item: item.path not in long)
@@ -101,14 +101,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_finish() -> None:
-    """Exempt what is imported from garbage collection."""
+    """Exempt imported objects from garbage collection."""
     gc.freeze()
     gc.enable()
 
 
 @pytest.fixture
 def artifacts_root(tmp_path: Path) -> Path:
-    """An empty folder to use as `paths.root`."""
+    """Return an empty folder for `paths.root`."""
     root = tmp_path / "artifacts"
     root.mkdir()
     return root
@@ -116,7 +116,7 @@ def artifacts_root(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sqlite file with MLflow's tables. Making them takes seconds; a copy takes none."""
+    """Return a sqlite file with MLflow's tables, copied because making the tables takes seconds."""
     from rlcore.tracking.connection import connect
 
     database = tmp_path_factory.mktemp("store") / "mlflow.db"
@@ -126,7 +126,7 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2(pytestconfig: pytest.Config) -> Path:
-    """SmolLM2-135M-Instruct as a model directory, made once a checkout and verified by its digests once a process."""
+    """Return SmolLM2-135M-Instruct's directory, made once per checkout and verified by digests once per process."""
     from rlcore.config.compose import load_config
     from rlcore.run.inputs import ensure_configured_model
 

@@ -1,4 +1,4 @@
-"""While tests run, a wrong type and a wrong shape are refused where they are passed, with and without arrays."""
+"""While tests run, wrong types and wrong shapes of arguments are refused."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Examples in docstrings are true."""
+"""The examples in docstrings give the shown results."""
 
 import doctest
 import importlib

@@ -1,4 +1,4 @@
-"""The modules that an import may load. The one-way rules between packages are import-linter's (make imports)."""
+"""The modules that an import may load. `make imports` checks the layers of packages."""
 
 import ast
 from graphlib import CycleError, TopologicalSorter

@@ -1,4 +1,4 @@
-"""The code that settings name: which files it is, where it counts as the same, and that a run works by its own copy."""
+"""The code that settings name: its files, when it counts as unchanged, and the copy with which a run works."""
 
 import importlib
 import sys
@@ -62,7 +62,7 @@ def config_of(**more: str) -> RunConfig:
 
 
 def test_code_is_module_and_its_imports(folder: Path) -> None:
-    """And the data files that it names; not installed packages, not Millrace."""
+    """Data files that the code names count too. Installed packages and Millrace do not count."""
     assert [source.name for source in code_for("their_reward:score")] == COUNTED
     assert "their_reward" not in sys.modules, "nothing is executed"
 
@@ -113,7 +113,7 @@ def test_millrace_function_counts_with_package() -> None:
 
 
 def test_training_function_counts_alone() -> None:
-    """Else a run with tools could not go on after a change of the settings' docstrings."""
+    """Otherwise a run with tools could not resume after a change of the settings' docstrings."""
     names = {source.name for source in code_for("rlcore.rollout.tools:Tools")}
     assert names == {"rlcore/__init__.py", "rlcore/rollout/__init__.py", "rlcore/rollout/tools.py"}
 
@@ -145,7 +145,7 @@ def test_run_imports_its_copy_after_edit(folder: Path, tmp_path: Path) -> None:
 
 
 def test_module_of_another_run_is_reimported(folder: Path, tmp_path: Path) -> None:
-    """A trainer that serves one run after another."""
+    """One trainer serves several runs in sequence."""
     for weight in ("0.25", "0.5"):
         (folder / "their_kit/weights.py").write_text(f"WEIGHT = {weight}\n")
         code_for_run(config_of()).save(tmp_path / weight)
@@ -155,7 +155,7 @@ def test_module_of_another_run_is_reimported(folder: Path, tmp_path: Path) -> No
 
 
 def test_module_of_namespace_package_is_reimported(folder: Path, tmp_path: Path) -> None:
-    """The folder stays imported, and had the old module as a member."""
+    """The folder stays imported, with the old module as a member."""
     (folder / "their_plain").mkdir()
     (folder / "their_plain/reward.py").write_text(
         "from their_plain import weights\n\ndef score(response, truth):\n    return weights.WEIGHT\n"

@@ -1,4 +1,4 @@
-"""Checks that run the product's own stages: the countdown demo with vLLM, and the warm start of a model."""
+"""Checks that run Millrace's own stages: the countdown demo with vLLM, and the warm start of a model."""
 
 import argparse
 import os

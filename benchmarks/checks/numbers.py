@@ -27,7 +27,7 @@ OVER_CAP = 0.2
 
 
 def differences(rig: Rig) -> Verdict:
-    """Compare the log-probabilities of all responses of a step. In bfloat16, also measure both against float32."""
+    """Compare the log-probabilities of engine and trainer in a step. In bfloat16, also compare each with float32."""
     result = rig.step()
     rig.group.each(Worker.reset)
     rollouts = result.experience.rollouts
@@ -63,7 +63,7 @@ def _in_float32(worker: Worker, batch: PackedBatch, num_micro: int) -> Tensor:
 
 
 def correction(rig: Rig) -> Verdict:
-    """Compare a step's loss in each correction mode with a sum by hand. `truncate` and `mask` must change the loss."""
+    """Compare a step's loss in each correction mode with a naive sum. `truncate` and `mask` must change the loss."""
     if rig.group.kept is None:
         rig.step()
     kept = rig.group.kept

@@ -27,7 +27,7 @@ TOLERANCE = 0.15
 
 
 def check(rig: Rig) -> Verdict:
-    """Compare the plan with the memory of a second step, when optimizer moments exist. A CPU only computes the plan."""
+    """Compare the planned memory with the memory measured in a second step. On a CPU, only the plan is computed."""
     shape = shape_of(rig.config.model)
     assert shape is not None, "the rig's model has a config.json"
     rollouts = rig.step().experience.rollouts

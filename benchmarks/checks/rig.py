@@ -27,7 +27,7 @@ GROUND_TRUTH = '{"answer": "18"}'
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score a response by its length. Random weights solve no problem, so scores by correctness would be equal."""
+    """Score a response by its length. Random weights solve no problem, so a score by correctness would always be 0."""
     return Score(len(response) / 1_000, {})
 
 
@@ -112,7 +112,7 @@ class Rig:
             return loop.step()
 
     def loop(self, *overrides: str, real_prompts: Sequence[Prompt] = ()) -> contextlib.AbstractContextManager[Loop]:
-        """Open a training loop that begins with the present weights."""
+        """Open a training loop that begins with the current weights."""
         return training_loop(
             self.settings(*overrides),
             self.directory,

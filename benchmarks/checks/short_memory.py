@@ -1,4 +1,4 @@
-"""A check of an update that runs out of memory. Repeated in more micro-batches, it must give the same numbers."""
+"""A check that an update that runs out of memory is repeated in more micro-batches, with the same numbers."""
 
 import contextlib
 import ctypes
@@ -25,7 +25,7 @@ M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
 
 
 def prepare() -> None:
-    """Make the CPU allocator return freed memory, because kept memory would evade a limit. Do nothing with a GPU."""
+    """Make the CPU allocator return freed memory to the system, so that a memory limit works. On a GPU, do nothing."""
     if not torch.cuda.is_available():
         allocator = ctypes.CDLL(None)
         allocator.mallopt(M_MMAP_THRESHOLD, 1 << 16)
@@ -102,7 +102,7 @@ def weights_norm(worker: Worker) -> float:
 
 @contextlib.contextmanager
 def short_of_memory(room: int, device: torch.device) -> Iterator[None]:
-    """Allow `room` more bytes inside the `with` block: for torch on a GPU, otherwise for the whole process."""
+    """Allow only `room` more bytes of memory inside the `with` block. On a GPU, the limit applies only to torch."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         _, total = torch.cuda.mem_get_info()
@@ -123,7 +123,7 @@ def short_of_memory(room: int, device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _logged(messages: list[str]) -> Iterator[None]:
-    """Append the log messages of the trained model to `messages` inside the `with` block."""
+    """Append the log messages of `rlcore.workers.trained_model` to `messages` inside the `with` block."""
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

@@ -20,7 +20,7 @@ RATE = "optim.lr=1e-5"
 
 
 def check(rig: Rig) -> Verdict:
-    """Run 30 correct weight syncs, then a sync in which the middle layer is one step old."""
+    """Run 30 correct weight syncs, and then one in which the middle layer has the weights of an earlier step."""
     rig.group.each(Worker.reset)
     with rig.loop(RATE, real_prompts=rig.real_prompts()) as loop:
         steps = []

@@ -1,1 +1,1 @@
-"""A comparison of TRL's GRPOTrainer with our trainer. `python -m benchmarks.vs_trl` starts a process for each side."""
+"""A comparison of TRL's GRPOTrainer with our trainer. `python -m benchmarks.vs_trl` runs each in its own process."""

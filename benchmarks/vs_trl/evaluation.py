@@ -1,4 +1,4 @@
-"""The held-out rewards of the saved weights of all sides of `benchmarks.vs_trl`, evaluated with one engine.
+"""An evaluation of the saved weights of all trainers in `benchmarks.vs_trl` on held-out problems, with one engine.
 
 python -m benchmarks.vs_trl.evaluation DIR vllm  # started by benchmarks.vs_trl
 """
@@ -25,7 +25,7 @@ from rlcore.workers.worker import Worker
 
 
 def evaluate(jobs: Sequence[Job]) -> None:
-    """Evaluate the saved weights of each side, and add the held-out rewards of each step to the side's report."""
+    """Evaluate each trainer's saved weights, and add the held-out rewards of each step to that trainer's report."""
     group = LocalGroup(settings(jobs[0]), jobs[0].model)
     try:
         for job in jobs:
@@ -66,7 +66,7 @@ def _evaluate_step(job: Job, group: LocalGroup, step: int) -> dict[str, float]:
 
 
 def saved_weights(out: Path, engine: str) -> list[Job]:
-    """Return the jobs that have saved weights in `out`, with their engine replaced by `engine`."""
+    """Return the jobs with saved weights in the folder `out`, with their engine replaced by `engine`."""
     jobs = [Job.read(folder.parent / "job.json") for folder in sorted(out.glob("*/step-0"))]
     return [replace(job, engine=engine, model=str(job.weights(0))) for job in jobs]
 

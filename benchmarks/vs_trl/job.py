@@ -1,4 +1,4 @@
-"""The job and the report of a side of `benchmarks.vs_trl`, which processes exchange as JSON."""
+"""The job and the report of one trainer in `benchmarks.vs_trl`. Processes exchange both as JSON."""
 
 import json
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ GRAD_CLIP = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The work of one side. `folder` has the prompts in the order of the steps, and may be moved. If there are
+    """The work of one trainer. `folder` has the prompts in the order of the steps, and may be moved. If there are
     `evaluated_steps`, `folder` also has the held-out problems, and the weights at the start and after these steps.
 
     `precision`: fp32 (float32 master weights, products in bfloat16 on a GPU) or bf16 (bfloat16 weights and optimizer,
@@ -56,7 +56,7 @@ class Job:
         return self.warm_up + self.steps
 
     def weights(self, step: int) -> Path:
-        """Return the folder of the weights after a step. Step 0 is the start."""
+        """Return the folder of the weights after a step. At step 0 these are the initial weights."""
         return Path(self.folder) / f"step-{step}"
 
     def write(self) -> Path:

@@ -1,4 +1,4 @@
-"""Our side of `benchmarks.vs_trl`, which runs in one process.
+"""Our trainer in the comparison `benchmarks.vs_trl`, which runs in one process.
 
 python -m benchmarks.vs_trl.ours JOB.json  # started by benchmarks.vs_trl
 """
@@ -29,7 +29,7 @@ from rlcore.workers.worker import Worker
 
 
 class InOrder:
-    """A stream of prompts in file order, so that both sides use the same prompts."""
+    """A stream of prompts in file order, so that all trainers in the comparison use the same prompts."""
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
         self._prompts = prompts

@@ -1,4 +1,4 @@
-"""The TRL side of `benchmarks.vs_trl`: TRL's GRPOTrainer, timed by a callback.
+"""TRL's GRPOTrainer in the comparison `benchmarks.vs_trl`, timed by a callback.
 
 python -m benchmarks.vs_trl.peer JOB.json  # started by benchmarks.vs_trl, with trl on the path
 """

@@ -1,4 +1,4 @@
-"""The jobs of `benchmarks.vs_trl`. A job has random weights and forced lengths, or a warm-started experiment."""
+"""The jobs of `benchmarks.vs_trl`, which use random weights or the warm-started model of an experiment."""
 
 import argparse
 import shutil
@@ -34,7 +34,7 @@ MICRO_BATCH = 128
 
 
 def prepare_random(arguments: argparse.Namespace, side: str, folder: Path, *, seed: int, shared: Path) -> Job:
-    """Write the prompts and return the job of a side. All sides have the same model, prompts and lengths."""
+    """Write random prompts and return the job of the trainer `side`. All trainers get the same model and prompts."""
     model = arguments.model or shared / "model"
     if not (model / "config.json").exists():
         # A separate process makes the model, because a process that has used the GPU keeps some of its memory.
@@ -68,7 +68,7 @@ def prepare_random(arguments: argparse.Namespace, side: str, folder: Path, *, se
 
 
 def prepare_experiment(arguments: argparse.Namespace, side: str, folder: Path, *, seed: int, shared: Path) -> Job:
-    """Write the data and the warm-started model of a seed unless they exist, and return the job of a side."""
+    """Write the data and the warm-started model of a seed unless they exist. Return the job of the trainer `side`."""
     on_gpu = arguments.device == "cuda"
     root = arguments.root or shared / "root"
     overrides = [f"seed={seed}", f"paths.root={root}", "runtime=local", "tracking.enabled=false"]

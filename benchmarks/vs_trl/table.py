@@ -1,4 +1,4 @@
-"""The table of `benchmarks.vs_trl`, with the medians of each side, the ratios of the sides, and the required ratios."""
+"""The table of `benchmarks.vs_trl`, with the medians of each trainer, the speed ratios and the required ratios."""
 
 import statistics
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ MEMORY_BAR = 0.5
 
 
 def summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return a row for each side with medians over its runs, and the ratios of our side to every other side."""
+    """Return a row for each trainer with medians over its runs, and the ratios of our trainer to every other one."""
     if not reports:
         raise SystemExit("no side was measured")
     sides = {name: _row([one for one in reports if one["side"] == name]) for name in _in_order(reports)}
@@ -25,7 +25,7 @@ def _in_order(reports: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _row(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the row of one side. `peak_gb` is the memory of the GPU, or the resident memory on a CPU."""
+    """Return the row of one trainer. `peak_gb` is the memory of the GPU, or the resident memory on a CPU."""
     first = runs[0]
     on_gpu = first["device"] == "cuda"
     peaks = [one["device_gb"] or one["reserved_gb"] if on_gpu else one["rss_gb"] for one in runs]
@@ -51,7 +51,7 @@ def _row(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _rate(run: dict[str, Any], counts: Sequence[int]) -> float:
-    """Return the median rate over the batches. Batches that other work has delayed do not change it much."""
+    """Return the median rate over the batches. The median is robust against batches that other processes delayed."""
     return statistics.median(count / seconds for count, seconds in zip(counts, run["step_s"], strict=True))
 
 

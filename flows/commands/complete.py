@@ -60,7 +60,7 @@ def runs_and_settings(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def choices(*words: str) -> Callable[[str], list[str]]:
-    """Return a function that completes these words."""
+    """Return a completion function that offers the passed words that begin with the typed text."""
     return lambda incomplete: [word for word in words if word.startswith(incomplete)]
 
 
@@ -85,7 +85,7 @@ def _values(key: str, typed: str) -> Iterator[str]:
 
 
 def _values_by_key() -> dict[str, list[str]]:
-    """Return the literal values of each setting. The lists are empty without docs/settings.md, as in a wheel."""
+    """Return the literal values of each setting. There are none if docs/settings.md is not installed."""
     if not PAGE.is_file():
         from rlcore.config.run import all_keys
 

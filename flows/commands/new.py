@@ -43,7 +43,7 @@ def new(
     kind: Annotated[Kind, typer.Argument(metavar="KIND", help="What to write.")],
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the file without its suffix, or of the folder.")],
 ) -> None:
-    """Write a first custom file, or a project's folder, into the working directory. The result runs unchanged.
+    """Write a first custom file, or a project's folder, into the working directory. The written files run unchanged.
 
     Examples:
       millrace new task my_task

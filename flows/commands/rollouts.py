@@ -170,7 +170,7 @@ def _recorded_responses(run: Sequence[str], root: Path | None) -> "tuple[RunConf
 
 @contextmanager
 def _scoring_pool(config: "RunConfig", layout: "RunLayout", scorer: str | None) -> "Iterator[ScoringPool]":
-    """Yield a pool of processes that run `scorer`. If it is None, they run the scorer that is stored with the run.
+    """Yield a pool of processes that run `scorer`, or the scorer stored with the run if `scorer` is None.
 
     The run's `reward.weights` apply only to the run's scorer.
     """

@@ -49,7 +49,7 @@ def runs(
     as_json: AsJson = False,
     root: Root = ARTIFACTS,
 ) -> None:
-    """List the runs of a root with state, step, score, age and size. A note says what a run waits for or why it failed.
+    """List the runs of a root with state, step, score, age and size. A note explains why a run waits or failed.
 
     Examples:
       millrace runs
@@ -147,14 +147,15 @@ def logs(
 
 
 def _print_line(line: str) -> None:
-    """Print a line without Ray's colours. Other control characters, for example from a response, are escaped."""
+    """Print a line without Ray's colours. Escape other control characters, which a response may contain."""
     from flows.progress import printable
 
     print(printable(_COLOUR.sub("", line)), flush=True)
 
 
 def stop(run: Run, root: OptionalRoot = None) -> None:
-    """Request a run to stop, and wait until it stops. It finishes its step and saves. The same command resumes it.
+    """Request a run to stop, and wait until it stops. The run finishes its step and saves. Repeat its command to
+    resume.
 
     Examples:
       millrace stop countdown_demo-s1

@@ -39,7 +39,7 @@ _HYDRA = {
 
 
 class CommandGroup(TyperGroup):
-    """A group of commands that take Hydra's options, and `paths.root=DIR` for `--root`. All errors have one form."""
+    """A group of commands that accepts Hydra's options, and `paths.root=DIR` for `--root`. Errors have one form."""
 
     def main(self, *args: Any, **more: Any) -> NoReturn:
         """Run a command and exit with its code. Raises ConfigError for a mistake in the arguments."""
@@ -50,7 +50,7 @@ class CommandGroup(TyperGroup):
         sys.exit(code or 0)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments of the group. Without arguments, its help is printed."""
+        """Parse the arguments of the group. If there are none, print the help of the group."""
         ctx.meta.setdefault(WORDS, list(args))
         return super().parse_args(ctx, args or ["--help"])
 
@@ -90,7 +90,7 @@ def _usage_error(error: Any) -> ConfigError:
 
 
 def command_group(commands: Mapping[str, Callable[..., None]], description: str, **more: Any) -> typer.Typer:
-    """Return a group of commands by name. The help of a command is its docstring up to `Raises:`. The lines of its
+    """Return a group of the commands, by name. The help of a command is its docstring up to `Raises:`. The lines of its
     examples are not wrapped."""
     group = typer.Typer(cls=CommandGroup, help=description, rich_markup_mode=None, **more)
     for name, command in commands.items():
@@ -115,8 +115,7 @@ def _require_text(words: Sequence[str]) -> None:
 
 
 def _refuse_empty_options(words: Sequence[str], command: Any) -> None:
-    """Refuse an option without a value, or with an empty one, perhaps of an unset shell variable, unless its default is
-    empty."""
+    """Refuse an option with a missing or empty value, such as an unset shell variable, unless its default is empty."""
     takes = {option: one.default for one in command.params if not getattr(one, "is_flag", True) for option in one.opts}
     for word, following in pairwise([*words, None]):
         option = str(word).rstrip("=")
@@ -163,7 +162,7 @@ def root_folder(given: str | Path) -> Path:
 
 
 def use_config_dir(given: Path | None) -> Path | None:
-    """Make the folder of `--config-dir` known to this process and its children. Raises ConfigError if it is absent."""
+    """Set the folder of `--config-dir` for this process and its children. Raises ConfigError if it is absent."""
     if given is not None:
         from rlcore.config.base import CONFIG_DIR_VARIABLE, conf_dirs
 
@@ -225,7 +224,7 @@ def require_only_settings(words: Sequence[str] | None) -> None:
 def compose_arguments(
     settings: Sequence[str] | None, root: Path | None, *, fork: str | None = None, dry_run: bool = False
 ) -> "RunSettings":
-    """Compose the settings of a command. Print a warning for each setting without effect.
+    """Compose the settings of a command. Print a warning for each setting that has no effect.
 
     `fork` names the run to start from. With `dry_run`, no weights are written for the fork.
 
@@ -252,7 +251,7 @@ def print_warnings(lines: Iterable[str]) -> None:
 
 
 def show_settings(settings: "RunSettings", cfg: str | None, package: str | None, info: str | None) -> None:
-    """Print the settings as YAML (`--cfg job`), only the section `package` of them, or their sources (`--info`)."""
+    """Print the settings as YAML, only one section of them (`package`), or the sources of the settings (`--info`)."""
     from rlcore.config.base import Section, conf_dirs, value_at
     from rlcore.config.compose import compose
     from rlcore.config.documents import to_yaml
@@ -281,7 +280,7 @@ def show_settings(settings: "RunSettings", cfg: str | None, package: str | None,
 
 
 def with_program_path(command: str) -> str:
-    """Return a command, with the full path of its program if the program is in the interpreter's folder.
+    """Return the command line with the program's full path if the interpreter's folder contains the program.
 
     >>> with_program_path("no-such-program --flag")
     'no-such-program --flag'

@@ -1,1 +1,1 @@
-"""The plans and checks that precede any expensive work."""
+"""The plans and checks that run before any expensive work."""

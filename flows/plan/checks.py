@@ -72,7 +72,7 @@ def check_before_plan(config: RunConfig) -> None:
 
 
 def _tokens(config: RunConfig) -> dict[str, int]:
-    """Return the id of each token of the run's tokenizer, or {} if its file is not on this machine."""
+    """Return the id of each token of the run's tokenizer, or {} if the tokenizer's file is not on this machine."""
     if config.model.path is not None:
         return token_counts(str(configured_model(config)))
     if not any(model_paths(config).values()):
@@ -131,7 +131,7 @@ def _require_packages(config: RunConfig) -> None:
 
 
 def require_machine(config: RunConfig) -> None:
-    """Check the engine, device, cluster and models early. Otherwise a run would fail only after its data is built."""
+    """Check the engine, device, cluster and models early, so that a run does not fail after its data is built."""
     _require_packages(config)
     if config.runtime.backend == "ray":
         address = config.runtime.ray_address
@@ -157,14 +157,14 @@ def require_device(config: RunConfig) -> None:
 
 
 def check_dry_run(config: RunConfig, plan: RunPlan) -> None:
-    """Check the packages, the device and its memory for a dry run, whose plan does not check them."""
+    """Check the packages, the device and its memory for a dry run. The plan itself does not check them."""
     if not plan.is_done:
         _require_packages(config)
         _require_memory(config, plan)
 
 
 def check_before_start(config: RunConfig, plan: RunPlan) -> None:
-    """Check requirements that a plan leaves out: slots, engine, device, cluster, models, memory and disk space."""
+    """Check the requirements that no plan covers: slots, engine, device, cluster, models, memory and disk space."""
     if plan.is_done:
         return
     Slots(RunLayout.of(config).root).require(config.runtime.num_workers)
@@ -192,6 +192,6 @@ def check_evaluation(config: RunConfig) -> None:
 
 
 def run_stage_checks(run: OpenRun, stages: Sequence[Stage[Any]]) -> str:
-    """Check these stages and return their warnings, one per line."""
+    """Check the stages and return their warnings, one per line."""
     trial = Trial(run)
     return "\n".join(line for stage in stages for line in stage.check(trial) if line)

@@ -48,7 +48,7 @@ class CheckResult:
 
 
 def _line(is_ok: bool, name: str, found: str, remedy: str, level: Level = "warning") -> CheckResult:
-    """Return an ok result if `is_ok` is true, otherwise a result with `level` and `remedy`."""
+    """Return a result with the level `ok` if `is_ok` is true, otherwise a result with `level` and `remedy`."""
     return CheckResult(name, "ok", found) if is_ok else CheckResult(name, level, found, remedy)
 
 
@@ -90,7 +90,7 @@ def _names_of(extra: str) -> tuple[str, ...]:
 
 
 def _of(extras: Sequence[str]) -> str:
-    """Return what a name of a check ends with: nothing if there is one environment."""
+    """Return the suffix of a check's name that names its environment, or '' if there is only one environment."""
     return "" if len(extras) > 1 else f" of {extras[0]}"
 
 
@@ -172,7 +172,7 @@ def _devices(python: str | None) -> Iterator[CheckResult]:
 
 
 def check_gpus(found: Devices) -> Iterator[CheckResult]:
-    """Check for each GPU whether torch has code for it and whether its memory is free."""
+    """Check for each GPU whether the installed torch supports it and whether the GPU's memory is free."""
     for at, gpu in enumerate(found.gpus):
         name = f"GPU {at}"
         capability = ".".join(map(str, gpu.capability))

@@ -57,12 +57,13 @@ class DiskBudget:
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """The stages of a run with their status, and the requirements of the run.
+    """The stages of a run with their status, and the run's requirements.
 
     `memory` is the plan for one rank's GPU, or None if the model's shape is unknown. `warm_start_memory` is the plan
     for supervised steps, or None if no warm start has to run. `published_model` is the `model.path` of a model that is
-    not on this machine. In this case, the sizes come from the shape that Millrace knows for this model.
-    `versions` are those of the trainer's environment, and with the prefix `flow.` those of this process that differ.
+    not on this machine. In this case, the sizes come from the shape that Millrace knows for this model. `versions` has
+    the package versions of the trainer's environment. A key with the prefix `flow.` is a version of this process that
+    differs.
     """
 
     run_id: str
@@ -264,7 +265,7 @@ def memory_note(plan: MemoryPlan) -> str:
 
 
 def _cells(stages: Sequence[StageStatus]) -> tuple[str, str, str]:
-    """Return the cells of a table (fingerprint, state and details) for all stages that have the same name."""
+    """Return the fingerprint, state and details of stages with the same name, as the cells of one table row."""
     done = sum(stage.cached for stage in stages)
     fingerprint = stages[0].fingerprint or "not known yet"
     if len(stages) == 1:

@@ -157,9 +157,9 @@ def start_prefect(root: Path, *, verbose: bool = False) -> PrefectApi:
 
 
 def running_prefect(root: Path) -> PrefectApi | None:
-    """Return the server of `PREFECT_API_URL`, or the running server that is recorded under the root, or None. The
-    address and login of a recorded server are set in the environment. Raises MillraceError if the server of
-    `PREFECT_API_URL` cannot be used.
+    """Return the server of `PREFECT_API_URL`, otherwise the running server recorded under the root, if any. The address
+    and login of a recorded server are set in the environment. Raises MillraceError if the server of `PREFECT_API_URL`
+    cannot be used.
     """
     url = os.environ.get("PREFECT_API_URL", "").rstrip("/")
     for home, server in _servers.items():
@@ -194,7 +194,7 @@ def is_reachable(url: str) -> bool:
 
 def _require_prefect(url: str) -> None:
     """Check that a Prefect server answers at `url`, accepts our login, and has our major and minor version. Raises
-    MillraceError otherwise.
+    MillraceError if not.
     """
     what, remedy = f"PREFECT_API_URL: the server at {url}", "or unset PREFECT_API_URL to start one here."
     try:

@@ -64,7 +64,7 @@ def start_process(
 
 
 def python_path(*more: str) -> str:
-    """Return a `PYTHONPATH` for our code in a new process: our source folder, the current `PYTHONPATH` and `more`."""
+    """Return a `PYTHONPATH` for a new process: our source folder, the current `PYTHONPATH` and then `more`."""
     source = str(Path(__file__).resolve().parents[2])
     return os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"), *more)))
 
@@ -83,7 +83,7 @@ HINTS = {
 
 
 def log_tail(log: str) -> str:
-    """Return the last lines of a log file. If they contain known errors, the remedies come first."""
+    """Return the last lines of a log file. If they contain known errors, the remedies for these errors come first."""
     text = Path(log).read_text(errors="replace")
     hints = [hint for words, hint in HINTS.items() if words in text[-4_000:]]
     lines = [f"    {line}" for line in text.splitlines()[-NUM_LAST_LINES:]]

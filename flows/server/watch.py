@@ -45,7 +45,7 @@ class FlowCancelledError(Abort):
 
 
 class _FlowRunWatch:
-    """A thread that polls the state of a flow run. A server that does not answer blocks only this thread."""
+    """A thread that polls the state of a flow run. A server that does not respond blocks only this thread."""
 
     def __init__(self, flow_run_id: UUID, *, is_deployed: bool) -> None:
         self._flow_run_id = flow_run_id
@@ -130,7 +130,7 @@ def end_if_suspended() -> None:
 
 @contextmanager
 def stop_as_cancellation(is_stopped: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """Turn a signal inside the `with` block into a cancellation.
+    """Convert a stop signal inside the `with` block into a cancellation of the flow run.
 
     Prefect treats SIGINT as a crash. At SIGTERM, Prefect ends the process before it reports, or marks the task as
     crashed. A signal to a deployed run that was neither cancelled nor stopped is not changed. The worker of such a run

@@ -111,7 +111,7 @@ def status(root: Path) -> None:
 
 
 def service_states(root: Path) -> list[tuple[Service, str]]:
-    """Return each recorded service with its state: `up`, `does not answer`, or `gone`."""
+    """Return each recorded service with its state: `up`, `does not answer` or `gone`."""
 
     def state_of(service: Service) -> str:
         state = "up" if services.is_ready(service) else "does not answer"
@@ -130,8 +130,8 @@ def _stack_lock(root: Path) -> HeldLock:
 
 
 def _require_compatible(root: Path, state: StackState, ports: Mapping[str, int | None]) -> None:
-    """Check that requested ports are free, and that running servers have the installed version and the requested port.
-    Raises MillraceError otherwise.
+    """Check that requested ports are free, and that running servers have the installed version and requested port.
+    Raises MillraceError if not.
     """
     down_first = f"`millrace down --root {quote(str(root))}`"
     for name, port in ports.items():

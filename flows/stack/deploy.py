@@ -179,7 +179,7 @@ def set_up_notifications(client: SyncPrefectClient, block: str) -> None:
 
 
 def keep_automation(client: SyncPrefectClient, automation: AutomationCore) -> None:
-    """Create an automation, or update the one with its name."""
+    """Create an automation, or update the existing automation with the same name."""
     if known := client.read_automations_by_name(automation.name):
         client.update_automation(known[0].id, automation)
     else:
@@ -208,8 +208,7 @@ SUSPENDED = "Suspended"
 
 
 def recover_lost_runs(client: SyncPrefectClient, *, workers_are_up: bool) -> list[str]:
-    """Reschedule the runs that have lost their process, and return their names. Each run resumes from its last
-    checkpoint.
+    """Reschedule the runs whose process is lost, and return their names. Each run resumes from its last checkpoint.
 
     A lost run that was being cancelled is set to Cancelled. A process on another host counts as alive. If no worker is
     up, a pending run counts as lost, because no worker will start it.
@@ -234,7 +233,7 @@ def recover_lost_runs(client: SyncPrefectClient, *, workers_are_up: bool) -> lis
 
 
 def _is_lost(run: FlowRun) -> bool:
-    """Return whether the recorded process `<host>:<pid>` of a run has ended or now belongs to another run."""
+    """Return whether the process recorded for a flow run (`<host>:<pid>`) has ended or now belongs to another run."""
     host, _, pid = (run.infrastructure_pid or "").rpartition(":")
     if not pid.isdigit() or host not in ("", socket.gethostname()):
         return False

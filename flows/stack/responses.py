@@ -80,7 +80,7 @@ class Runs:
         self._root = root
 
     def newest_first(self) -> list[str]:
-        """Return the names of the runs that have recorded responses. The most recently written run is first."""
+        """Return the names of the runs that have recorded responses, most recently written run first."""
         newest: dict[str, float] = {}
         for file in (self._root / "runs").glob("*/answers/*.parquet"):
             name = file.relative_to(self._root / "runs").parts[0]
@@ -89,8 +89,8 @@ class Runs:
         return sorted(newest, key=lambda name: -newest[name])
 
     def _layout(self, name: str) -> RunLayout:
-        """Return the layout of the run with this name, or with this unique prefix of its name. Raises DataError if no
-        run of this root matches, or if several runs match.
+        """Return the layout of the run with this name or unique prefix. Raises DataError if no run or several runs
+        match.
         """
         folders = sorted((self._root / "runs").glob("*"))
         found = [folder for folder in folders if folder.name == name]

@@ -141,7 +141,7 @@ def start_worker(root: Path, name: str, state: StackState) -> Service:
 
 
 def prefect_environment(root: Path, api_url: str) -> dict[str, str]:
-    """Return Prefect's settings and the path of our code, as environment variables for every process of the stack."""
+    """Return the environment variables with Prefect's settings and our code path for all processes of the stack."""
     return {
         **PREFECT_ENVIRONMENT,
         "PREFECT_HOME": str(root / "prefect"),
@@ -165,7 +165,7 @@ def _start(
     tether: bool = False,
 ) -> Service:
     """Start a service with a log file under the root. Only the server of a database gets the database's secret address.
-    Raises MillraceError if the service has ended already.
+    Raises MillraceError if the service ends immediately.
     """
     log = log_of(root, name)
     secret = (PREFECT_DATABASE, PREFECT_SERVER_DATABASE, MLFLOW_DATABASE)
@@ -199,8 +199,8 @@ def is_free_port(port: int) -> bool:
 
 
 def _choose_port(state: StackState, name: str, *, default: int | None = None, requested: int | None = None) -> int:
-    """Return the first free port among the requested, the last used and the default port, otherwise any free port. The
-    last port is preferred so that a page keeps its address.
+    """Return the first free port of these: the requested, the last used, the default and any other port. The last used
+    port is preferred to the default so that a page keeps its address.
     """
     known = state.service(name)
     for port in (requested, None if known is None else known.port, default):
@@ -281,7 +281,7 @@ def stop_flows(flows: Sequence[psutil.Process]) -> None:
 
 
 def flow_runs(root: Path) -> list[psutil.Process]:
-    """Return the processes of all flow runs that workers of this root have started. The workers may have ended."""
+    """Return the processes of all flow runs that workers of this root have started, even if the workers have ended."""
     found, home = [], str(root / "prefect")
     for process in psutil.process_iter():
         with suppress(psutil.Error):

@@ -188,13 +188,13 @@ def set_mlflow_login(uri: str, root: Path) -> str:
 
 
 def with_stack_store(tracking: TrackingConfig, root: Path) -> TrackingConfig:
-    """Return the tracking settings. If they name no store, they get the store of the stack."""
+    """Return the tracking settings. If they name no MLflow store, the store of the stack is filled in."""
     uri = stack_tracking_uri(root) if tracking.uri is None else set_mlflow_login(tracking.uri, root)
     return tracking if uri == tracking.uri else tracking.model_copy(update={"uri": uri})
 
 
 def with_stack_tracking(config: RunConfig) -> RunConfig:
-    """Return the settings of a run. If they name no MLflow store, they get the store of the stack."""
+    """Return the settings of a run. If they name no MLflow store, the store of the stack is filled in."""
     tracking = with_stack_store(config.tracking, Path(config.paths.root))
     return config if tracking is config.tracking else config.model_copy(update={"tracking": tracking})
 
@@ -244,7 +244,7 @@ def root_login(root: Path) -> str:
 
 
 def login_hint(root: Path) -> str:
-    """Return the end of a sentence that explains how to log in to the web pages."""
+    """Return the last part of a sentence, which explains how to log in to the web pages."""
     return f"the line in {root / SECRET_FILE}: Prefect takes it whole, MLflow as user and password around the colon"
 
 

@@ -92,7 +92,7 @@ def _schedule(cron: str, timezone: str) -> "DeploymentScheduleCreate":
 
 
 def _apply(settings: RunSettings, name: str, schedule: "DeploymentScheduleCreate | None") -> UUID:
-    """Create or update the deployment `flow/name`, and return its id. Schedules that users have added stay."""
+    """Create or update the deployment `flow/name`, and return its id. Schedules that users have added are kept."""
     from prefect import Flow
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import DeploymentScheduleCreate

@@ -68,7 +68,7 @@ def write_report(layout: RunLayout) -> ReportPage:
 
 
 def report_fingerprint(layout: RunLayout, failure: str = "") -> str:
-    """Return the fingerprint of a report's inputs: the run's files, its failure, and the report's source code."""
+    """Return a fingerprint of all inputs of a report: the run's files, its failure, and the report's source code."""
     files = [layout.journal, layout.run_json]
     files += [*sorted(layout.validation.glob("*.json")), *sorted(layout.suites.glob("*/*.json"))]
     ours = {path.name: sha256_of(path) for path in sorted(REPORT_SOURCE.rglob("*")) if path.suffix in SOURCE_SUFFIXES}

@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class StageStatus:
-    """The status of a stage. `fingerprint` is None if it depends on an unfinished stage. `cached` means done."""
+    """The status of a stage. `cached` means done. `fingerprint` is None if an earlier stage must run first."""
 
     name: str
     fingerprint: str | None
@@ -23,7 +23,7 @@ class StageStatus:
 
 
 class Stage(ABC, Generic[R]):
-    """A stage of a run. A subclass is a frozen dataclass whose fields distinguish the stages of one kind."""
+    """A stage of a run. Each kind of stage is a subclass: a frozen dataclass whose fields distinguish its instances."""
 
     name: ClassVar[str]
     """The kind of stage, which is shown in plans and task names."""
@@ -72,5 +72,5 @@ class Stage(ABC, Generic[R]):
 
 
 def remake_note(damage: str) -> str:
-    """Return a note that a result will be built again because of `damage`, or '' without damage."""
+    """Return a note that a damaged result will be built again, or '' if `damage` is ''."""
     return damage and f"made again: {damage}"

@@ -24,7 +24,7 @@ MAX_DIFF_CHARACTERS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The training from the checkpoint at `start` to the one at `stop`. `cached` is true if it was already done."""
+    """The training between the checkpoints at `start` and `stop`. `cached` is true if it was already done."""
 
     start: int
     stop: int

@@ -73,7 +73,7 @@ class Trial:
                 _try_scorer(task.scorer, row, config)
 
     def try_functions(self) -> None:
-        """Try the loss and advantage functions on a few tokens if they are custom or have options."""
+        """Try the loss and the advantage on a few tokens, if they are custom functions or have options."""
         algo = self.config.algo
         if ":" in f"{algo.policy_loss}{algo.advantage}" or algo.policy_loss_options or algo.advantage_options:
             _try_functions(algo, self.config.runtime.python)
@@ -130,7 +130,7 @@ def _try_scorer(scorer: str, row: "FirstRow", config: RunConfig) -> None:
 
 
 def judge_failure_message(failure: str) -> str:
-    """Return a message if a scorer failed because of its judge, otherwise ''."""
+    """Return a message if a scorer failed because its judge model failed, otherwise ''."""
     if not failure.startswith(JUDGE_FAILURE):
         return ""
     return (

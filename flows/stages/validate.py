@@ -23,7 +23,7 @@ RESULT_NAMES = {"start": "before", "last": "after"}
 
 @dataclass(frozen=True)
 class Validate(Stage[ValidationSummary]):
-    """The stage that validates a checkpoint (`start`, `last`, `best` or a folder's name), unless the result exists."""
+    """The stage that validates a checkpoint (`start`, `last`, `best` or a folder's name) unless the result exists."""
 
     name = "validate"
     in_trainer = True
@@ -102,7 +102,7 @@ class Evaluate(Stage[list[ValidationResult]]):
 
 
 def find_validation(config: RunConfig, layout: RunLayout, name: str, step: int) -> ValidationSummary | None:
-    """Return the validation of this name if it has this step and these settings, otherwise None."""
+    """Return the validation called `name` if its step and settings match, otherwise None."""
     file = layout.validation / f"{name}.json"
     if (known := _find_result(file, step, config.validation)) is None:
         return None
@@ -122,7 +122,7 @@ def find_validation(config: RunConfig, layout: RunLayout, name: str, step: int) 
 def find_suite_results(
     config: RunConfig, layout: RunLayout, inputs: RunInputs, name: str, step: int
 ) -> list[ValidationResult] | None:
-    """Return the results of this name for all suites, or None if any is missing or has another step or settings."""
+    """Return the results called `name` for all suites, or None if one is missing or has another step or settings."""
     found = []
     for suite in config.validation.suites:
         if suite.name not in inputs.suites:

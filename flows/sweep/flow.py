@@ -86,10 +86,10 @@ class SweepWorker:
         self._train = train
 
     def run(self, *, whole: bool = True) -> str:
-        """Train points until all have ended or the budget is used up, and return the last error, or '' without an
-        error. If `whole` is false, train a single point.
+        """Train points until all have ended or the budget is used up. Return the last error, or '' if there was none.
 
-        The method waits for points that other processes train. If another process is killed, its points are taken over.
+        If `whole` is false, train a single point. The method waits for points that other processes train. If another
+        process is killed, its points are taken over.
         """
         error = ""
         while not self.spending.read()["ended_by"] and self.study.num_left():
@@ -168,8 +168,8 @@ class SweepWorker:
         return True
 
     def _problem_scores(self, members: list[Member], metric: str, step: int) -> dict[str, float]:
-        """Return the mean score over the seeds for each held-out problem that all runs have answered. Return {}
-        without pruning.
+        """Return the mean score over the seeds of each held-out problem that all runs have a score for. Return {} if
+        there is no pruning.
         """
         if self._sweep.spec.pruning is None:
             return {}
@@ -185,7 +185,7 @@ STOP_WAIT_S = 20.0  # seconds for children to save when the sweep stops, since P
 
 
 def run_checked(checked: Sweep, spec: str, overrides: list[str], *, on_workers: bool) -> SweepResult:
-    """Run a sweep that is already checked. Prefect records the parameters that the sweep was composed from."""
+    """Run a sweep whose settings are already checked. Prefect records the parameters that they came from."""
     most = checked.spec.budget
     result = call_flow(
         checked, lambda: sweep(spec, overrides, most.runs, most.steps, most.hours, on_workers=on_workers)

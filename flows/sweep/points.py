@@ -31,7 +31,7 @@ def load_checked_sweep(spec: str | Mapping[str, Any], overrides: list[str], budg
 
 @dataclass(slots=True)
 class Member:
-    """The run of a point with one seed, with the step of its newest checkpoint and its latest score."""
+    """The training run of one point with one seed. `step` is its newest checkpoint, and `score` its latest score."""
 
     seed: int
     settings: RunSettings
@@ -74,7 +74,7 @@ def members_of(sweep: Sweep, point: Point) -> tuple[list[Member], Sequence[Probl
 
 
 def committed_step_or_zero(config: RunConfig) -> int:
-    """Return the step of a run's newest checkpoint, or 0 after an error. The run's start raises that error again."""
+    """Return the step of a run's newest checkpoint, or 0 after an error. The run raises the error when it starts."""
     try:
         require_same_inputs(config, RunLayout.of(config))
         return committed_step(config)
@@ -83,7 +83,7 @@ def committed_step_or_zero(config: RunConfig) -> int:
 
 
 def score_at(config: RunConfig, metric: str, step: int) -> float | None:
-    """Return a held-out metric of a run at a step from its journal, or None if it is not recorded."""
+    """Return a held-out metric at a step, read from the run's journal, or None if the metric is not recorded."""
     try:
         records = read_journal(RunLayout.of(config).journal)
     except (MillraceError, OSError):

@@ -65,7 +65,7 @@ class SweepResult:
 
     @property
     def best(self) -> Row | None:
-        """The finished point with the best score, or None. Among equal scores it is the first point."""
+        """The finished point with the best score, or None. Of several best points, it is the first."""
         return self.points[0] if self.points and self.points[0]["state"] == "finished" else None
 
     @property
@@ -136,7 +136,7 @@ def write_best(sweep: Sweep, rows: list[Row]) -> Path | None:
 
 
 def write_comparison(sweep: Sweep, rows: list[Row]) -> Path | None:
-    """Write the comparison of all runs on disk that have a score. Return None if there are fewer than two."""
+    """Write a comparison of all runs on disk that have a score. Return None if fewer than two runs have a score."""
     runs = [Path(run["run_dir"]) for row in rows for run in row["runs"] if run["score"] is not None]
     there = [run_dir for run_dir in dict.fromkeys(runs) if (run_dir / JOURNAL_FILE).is_file()]
     if len(there) < MIN_RUNS_TO_COMPARE:

@@ -138,7 +138,7 @@ class SweepStudy:
         return trial
 
     def release(self, trial: Trial) -> None:
-        """End this process's claim on a point. If the point has not ended, another process can continue it."""
+        """End this process's claim on a point. If the point has not ended, another process may continue it."""
         self._claims.pop(trial.number).release()
 
     def _claim(self, number: int) -> FileLock:
@@ -172,7 +172,7 @@ class BudgetTracker:
             self._write({"budget": budget, "begun": time.time(), "runs": [], "steps": 0, "ended_by": ""})
 
     def read(self) -> dict[str, Any]:
-        """Return `runs` (ids), `steps` (a number) and `ended_by`, which names the exhausted budget or is ''."""
+        """Return the used budget: `runs` (ids), `steps` (a number) and `ended_by`, the exhausted budget or ''."""
         found: dict[str, Any] = self._study.user_attrs[self._name]
         return found
 
@@ -198,7 +198,7 @@ class BudgetTracker:
         return (time.time() - known["begun"]) / done * steps if done > 0 else None
 
     def refund(self, steps: int) -> None:
-        """Give back to the budget the reserved steps that a run has not done."""
+        """Return to the budget the reserved steps that a run has not done."""
         with sweep_lock(self._sweep):
             known = self.read()
             self._write(known | {"steps": known["steps"] - steps})

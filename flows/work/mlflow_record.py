@@ -48,7 +48,7 @@ RECORDED_FILE = "recorded.json"
 
 @dataclass(frozen=True, slots=True)
 class MlflowContents:
-    """A record of what MLflow has of a run, with digests of the settings, the report and the models."""
+    """A record of what MLflow already has for a run, with digests of the settings, the report and the models."""
 
     mlflow_run_id: str = ""
     url: str = ""
@@ -84,7 +84,7 @@ def settings_digest(config: RunConfig) -> str:
 
 
 def report_digest(layout: RunLayout, report: ReportPage | None) -> str:
-    """Return a digest of the report's inputs and of whether the report exists."""
+    """Return a digest that covers the report's inputs and whether the report exists."""
     return report_fingerprint(layout) if report is not None else f"{report_fingerprint(layout)} without the report"
 
 
@@ -131,7 +131,7 @@ def log_run_page(
 
 
 def with_page_address(known: MlflowContents, page: MlflowRun) -> MlflowContents:
-    """Return the record with the current address of the page. A resumed run may have changed the address."""
+    """Return the record with the current address of the MLflow page, which a resumed run may have changed."""
     stack = os.environ.get(MLFLOW_PAGE)
     url = page.store.run_url(page.id, stack) if stack else page.store.run_url(page.id)
     ui_command = "" if stack else page.store.ui_command() or ""

@@ -62,7 +62,7 @@ class PrefectView:
 
 
 class OpenRun:
-    """A run with its settings and folders, and with its trainer process.
+    """A run that is open in this process, with its settings, folders and trainer process.
 
     `command` is recorded with the run. `title` is the run's name in tasks. For `planning_config`, see `RunSettings`.
     """
@@ -206,7 +206,7 @@ def _keep_code(config: RunConfig, layout: RunLayout) -> None:
 
 
 def record_stop_request(run_dir: Path, worker: Holder) -> None:
-    """Record a stop request for the process `worker`, and its Prefect flow run if a Prefect worker started it."""
+    """Record a stop request for the process `worker`, and its flow run if a Prefect worker started the process."""
     request: dict[str, Any] = {"process": [worker.pid, worker.born], "time": round(time.time(), 3)}
     with suppress(psutil.Error):
         if (process := worker.process()) is not None and (flow_run := process.environ().get(FLOW_RUN_ID)):

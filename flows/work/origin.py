@@ -1,4 +1,4 @@
-"""The checkpoints of a run, and the comparison of its record with the current settings, code, data and models."""
+"""The checkpoints of a run, and the check that its code, data and models are still the recorded ones."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -80,7 +80,7 @@ def require_same_inputs(config: RunConfig, layout: RunLayout, inputs: RunInputs 
 
 
 def _changed_code(config: RunConfig, layout: RunLayout) -> list[str]:
-    """Return a patch from the recorded to the current code. An added or removed suite is ignored."""
+    """Return a patch from the recorded code to the current code. Suites that were added or removed are ignored."""
     now, then = code_for_run(config), read_code(layout.code)
     if then is None:
         return []

@@ -1,4 +1,4 @@
-"""Operations on the runs of a root: finding, comparing, and delivery of metrics."""
+"""Operations on the runs of a root, such as finding runs, comparing them and delivering their metrics."""
 
 import logging
 from collections.abc import Sequence
@@ -145,9 +145,9 @@ def compare(folders: Sequence[Path], root: Path) -> Comparison:
 
 
 def _upload(folders: Sequence[Path], files: "ReportFiles", root: Path) -> tuple[str, str]:
-    """Upload the files to the runs in MLflow. Failures are logged.
+    """Upload the files to the runs in MLflow. Return the URLs of MLflow's comparison and of the table of all runs.
 
-    Return the URLs of MLflow's comparison and of the table of all runs, or empty texts.
+    Failures are logged, and the URLs are then empty texts.
     """
     known = [(folder, run_id) for folder in folders if (run_id := _mlflow_run(folder)) is not None]
     configs = [read_settings(folder) for folder, _ in known]
@@ -211,8 +211,8 @@ def sync(folder: Path, uri: str | None) -> Outcome:
 
 
 def _store_of_root(folder: Path, begun_with: Destination) -> str | None:
-    """Return the store of the root that now contains the run's folder. Return None to keep the store that the run began
-    with, for example if the settings name it. Raises TrackingError if the file under the root is not a store.
+    """Return the MLflow store of the root that now contains the run's folder. Return None to keep the store that the
+    run began with, for example if the settings name it. Raises TrackingError if the file under the root is not a store.
     """
     root = folder.parents[1]
     try:

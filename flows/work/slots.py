@@ -72,7 +72,7 @@ class SlotState:
         return len(self.devices) - len(self.holders)
 
     def num_requested_before(self, request: SlotRequest) -> int:
-        """Return the number of slots that the waiting requests ahead of `request` need."""
+        """Return the number of slots that the requests ahead of `request` in the queue need."""
         return sum(other.number for other in self.waiting if other.order < request.order)
 
     def must_yield(self, request: SlotRequest) -> bool:
@@ -109,7 +109,7 @@ class Slots:
             raise DataError(f"{self._file}: is damaged. Write it again with `millrace slots --set N`.") from error
 
     def require(self, number: int) -> None:
-        """Raise ConfigError if a run needs more slots than the root has. The run would wait forever."""
+        """Raise ConfigError if a run needs more slots than the root has, because the run would wait forever."""
         devices = self.devices()
         if devices and number > len(devices):
             raise ConfigError(
@@ -215,8 +215,8 @@ class HeldSlots:
 
 
 def _holder(file: Path) -> SlotRequest | None:
-    """Return the request in a locked file, or None if the lock is free. A placeholder is returned if the request is not
-    written yet.
+    """Return the request in a locked file, or None if the file is not locked. A placeholder is returned if the request
+    is not written yet.
     """
     lock = FileLock(file)
     try:

@@ -94,7 +94,7 @@ def status_of(run_dir: Path) -> RunStatus:
 
 
 def failure_of(run_dir: Path) -> str:
-    """Return `failed: reason` or `lost: reason` if the run is in one of these states, otherwise ''."""
+    """Return `failed: reason` or `lost: reason` if the run is failed or lost, otherwise ''."""
     state, note = _state(run_dir, "")
     return f"{state}: {note}" if state in ("failed", "lost") else ""
 
@@ -151,8 +151,8 @@ def _state(run_dir: Path, pause: str) -> tuple[State, str]:
 
 
 def _read_journal_end(journal: Path) -> tuple[int, float | None, str, float, float | None, float | None]:
-    """Return the last step, its reward, the reason of a wait, the time of the last line, the GPU-seconds and the tokens
-    per second of each device. Only the end of the file is read.
+    """Return facts from the end of the journal, without reading the rest. These are the last step, its reward, the
+    reason of a wait, the time of the last line, the GPU-seconds, and the speed of each device.
     """
     step, reward, pause, changed, gpu_seconds, tokens_per_s = 0, None, "", 0.0, None, None
     with suppress(OSError, DataError), open_ordinary(journal) as file:

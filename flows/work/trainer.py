@@ -58,7 +58,7 @@ class LogTail:
         self._rest = b""
 
     def new_lines(self) -> Iterator[str]:
-        """Yield the lines completed since the last call, within `MAX_READ_BYTES`. A deleted file has no lines."""
+        """Yield the lines completed since the last call, within `MAX_READ_BYTES`. A deleted file gives no lines."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
@@ -80,7 +80,7 @@ class LogTail:
         return _text(self._rest)
 
     def last_lines(self, num_lines: int) -> list[str]:
-        """Return the last lines that are not empty. A deleted file has no lines."""
+        """Return the last lines that are not empty. The result is empty if the file was deleted."""
         try:
             with self.path.open("rb") as file:
                 file.seek(max(0, self.path.stat().st_size - MAX_READ_BYTES))
@@ -244,7 +244,7 @@ class TrainerProcess:
                 return False
 
     def _report(self, event: Event) -> None:
-        """Send an event of an ending process to `on_event`, and ignore errors, so that the process can save."""
+        """Send an event of an ending process to `on_event`. Errors are ignored so that the process can save."""
         with suppress(Exception):
             self.on_event(event)
 
@@ -366,7 +366,7 @@ class _Child:
         return gone is not None
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to this process only. The helper processes are needed to finish the step."""
+        """Send a signal to this process only, because the process needs its helper processes to finish the step."""
         if self.process.returncode is None:
             os.kill(self.process.pid, number)  # `send_signal` would poll
 

@@ -149,7 +149,7 @@ def pass_at_k(
 def _share_without_correct(
     total: Float[Tensor, "P"], wrong: Float[Tensor, "P"], chosen: Float[Tensor, "P"]
 ) -> Float[Tensor, "P"]:
-    """Return `C(wrong, chosen) / C(total, chosen)`, the share of sets of `chosen` responses without a correct one."""
+    """Return `C(wrong, chosen) / C(total, chosen)`, the chance that `chosen` responses of a group are all wrong."""
     logarithm = (
         torch.lgamma(wrong + 1) - torch.lgamma(wrong - chosen + 1)
         - torch.lgamma(total + 1) + torch.lgamma(total - chosen + 1)
@@ -246,7 +246,7 @@ def group_size(group_ids: Counts) -> Counts:
 
 
 def has_scored_peer(score_mask: Flags, group_ids: Counts) -> Flags:
-    """Return True for each scored response whose group has another scored response or consists of this response alone.
+    """Return True for each scored response whose group has another scored response or is only this response.
 
     >>> has_scored_peer(torch.tensor([True, False, True, True, True]), torch.tensor([0, 0, 1, 1, 2])).tolist()
     [False, False, True, True, True]
@@ -285,14 +285,14 @@ def same_sequence_follows(sequence_ids: Ids) -> Mask:
 
 
 def shift_left(values: Floats, distance: int) -> Floats:
-    """Return the values moved left by `distance` tokens, `v_{t + distance}`, with 0 beyond the end."""
+    """Return the values moved `distance` tokens to the left: position t has `v_{t + distance}`, or 0 beyond the end."""
     shifted = torch.zeros_like(values)
     shifted[: values.numel() - distance] = values[distance:]
     return shifted
 
 
 def backward_recurrence(decay: Floats, addend: Floats) -> Floats:
-    """Solve `x_t = addend_t + decay_t x_{t+1}` from the end, with `x_T = 0`.
+    """Compute `x_t = addend_t + decay_t x_{t+1}` backward from `x_T = 0`.
 
     A decay of 0 ends a sequence. The solution takes log2(T) steps over flat tensors. Each step doubles the number of
     tokens that are combined. This is a prefix sum by doubling (Hillis and Steele 1986, Blelloch 1990).

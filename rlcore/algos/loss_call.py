@@ -150,8 +150,8 @@ def gradient_problem(found: object, policy: Tensor) -> str:
 
 
 def main() -> None:
-    """Try the functions that the settings name, and print the problem. Exit with 1 if a function fails, and with 2 if
-    the settings are wrong."""
+    """Try the functions that the settings name, and print the error. Exit with code 1 if a function fails, and with
+    code 2 if the settings are wrong."""
     try:
         settings = AlgoConfig.model_validate_json(sys.stdin.read())
         require_policy_loss(settings)

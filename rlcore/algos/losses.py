@@ -24,9 +24,9 @@ MIN_REST = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """A policy loss for each token, with 0 and False where the mask is False. `clipped`: True where the clipped branch
-    was taken. `clipped_lower`: True where the dual-clip branch was taken. `log_ratio`: `log pi - log pi_old`, clamped
-    to +-20."""
+    """The loss and flags of each token, which are 0 and False where the mask is False. `clipped`: True where the
+    clipped branch was taken. `clipped_lower`: True where the dual-clip branch was taken. `log_ratio`: `log pi - log
+    pi_old`, clamped to +-20."""
 
     loss: Floats
     clipped: Mask

@@ -34,9 +34,9 @@ def find_function(key: str, name: str, known: Mapping[str, str]) -> Callable[...
 def bind(
     function: Callable[..., R], key: str, options: Options, given: Mapping[str, Any], *, always: tuple[str, ...] = ()
 ) -> Callable[..., R]:
-    """Return `function` with `options` bound, and with those values from `given` that it declares as keyword arguments.
-    `always`: names in `given` that are bound even if the signature hides them. Raises ConfigError, which names the
-    setting `key`, if an option is unknown, missing, or of a wrong type."""
+    """Return `function` with `options` bound, and with the values in `given` that the function declares as keyword
+    arguments. `always`: names in `given` that are bound even if the signature hides them. Raises ConfigError, which
+    names the setting `key`, if an option is unknown, missing, or of a wrong type."""
     asked, values = _own_arguments(function, key, tuple(options.items()), (*given,))
     return partial(function, **values, **{word: given[word] for word in given if word in asked or word in always})
 

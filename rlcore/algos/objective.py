@@ -80,7 +80,7 @@ class PolicyStatistics(Statistics):
         }
 
     def mean_ref_kl(self) -> float:
-        """Return the KL to the reference in nats per token. It is 0 if no token has a loss."""
+        """Return the KL to the reference in nats per token, or 0 if no token has a loss."""
         return self.per_token({"": self.ref_kl}).get("", 0.0)
 
     def mean_teacher_kl(self) -> float:
@@ -153,7 +153,7 @@ def policy_objective(
     entropy_added: float = 0.0,
     candidate_logprobs: Float[Tensor, "T k"] | None = None,
 ) -> tuple[Float[Tensor, ""], PolicyStatistics]:
-    """Return the share of a micro-batch in the policy loss, which is to be differentiated, and its statistics.
+    """Return a micro-batch's share of the policy loss, which the caller differentiates, and its statistics.
 
         J = agg(w l) + kl_coef agg(kl) [kl.where = loss] - (entropy_coef + entropy_added) agg(H)
             + teacher.coef agg(D) [teacher.top_k]
@@ -162,8 +162,7 @@ def policy_objective(
     `agg`: the aggregation. `H`: the policy's entropy at each token, which needs a gradient only if its weight is not 0.
     `D`: `top_k_forward_kl` of `candidate_logprobs`, the policy's log-probabilities of the teacher's likeliest tokens.
     A batch without `old_logprobs` uses the log-probabilities of the policy instead. `kl_coef` comes from
-    `next_kl_coef`, and `entropy_added` from `next_entropy_bonus`.
-    """
+    `next_kl_coef`, and `entropy_added` from `next_entropy_bonus`."""
     packed, mask = batch.packed, batch.packed.loss_mask
     sequence_ids, num_sequences = packed.sequence_ids(), packed.num_sequences
     old_logprobs = policy_logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
@@ -221,7 +220,7 @@ def policy_objective(
 def value_objective(
     values: Floats, batch: TrainBatch, *, settings: AlgoConfig, denominator: Denominator
 ) -> tuple[Float[Tensor, ""], ValueStatistics]:
-    """Return the share of a micro-batch in the critic loss (the token mean of `value_loss`), and its statistics."""
+    """Return a micro-batch's share of the critic loss (the token mean of `value_loss`), and its statistics."""
     assert batch.old_values is not None, "the critic's update needs its values before it"
     assert batch.returns is not None, "the critic's update needs returns"
     mask, sequence_ids, num_sequences = batch.packed.loss_mask, batch.packed.sequence_ids(), batch.packed.num_sequences
@@ -254,8 +253,8 @@ def explained_variance(values: Floats, returns: Floats, mask: Mask) -> Float[Ten
 def supervised_objective(
     logprobs: Floats, is_top: Floats, mask: Mask, *, num_tokens: int
 ) -> tuple[Float[Tensor, ""], SupervisedStatistics]:
-    """Return `-1 / num_tokens sum_t logprob_t`, the share of a micro-batch in the supervised loss, and its statistics.
-    The sum skips masked tokens. `num_tokens` is the number of target tokens of the whole batch on all ranks."""
+    """Return a micro-batch's share of the supervised loss, `-1 / num_tokens sum_t logprob_t`, and its statistics. The
+    sum skips masked tokens. `num_tokens` is the number of target tokens of the whole batch on all ranks."""
     nll = -masked_sum(logprobs, mask)
     with torch.no_grad():
         counts = (mask.sum(dtype=torch.float64), nll.double(), masked(is_top, mask).sum(dtype=torch.float64))

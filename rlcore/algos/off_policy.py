@@ -81,8 +81,7 @@ def off_policy_mask(
     policy_logprobs: Floats, behavior_logprobs: Floats, advantages: Floats, mask: Mask, sequence_ids: Ids,
     num_sequences: int, *, delta: float,
 ) -> Mask:  # fmt: skip
-    """Return True for tokens with a negative advantage in responses that the policy has moved away from. The condition
-    is:
+    """Return True for each token with a negative advantage in a response that has become too unlikely under the policy.
 
         A_t < 0 and (1 / |n|) sum_{t in n} (log pi_behavior(t) - log pi(t)) > delta
 

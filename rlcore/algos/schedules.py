@@ -11,13 +11,13 @@ MAX_RELATIVE_ERROR = 0.2
 
 
 def num_warmup_steps(*, optim: OptimConfig, total_steps: int) -> int:
-    """Return the number of warm-up steps: `warmup_steps`, or if that is 0, the share `warmup_ratio` of all steps."""
+    """Return the number of warm-up steps: the share `warmup_ratio` of all steps if `warmup_steps` is 0."""
     # 0.29 of 100 steps is 28.999999999999996 as a product
     return optim.warmup_steps or int(optim.warmup_ratio * total_steps + 1e-9)
 
 
 def lr_at(step: int, *, optim: OptimConfig, total_steps: int) -> float:
-    """Return the learning rate of the next step after `step` finished steps (0, 1, ...).
+    """Return the learning rate of the training step that follows `step` finished steps (0, 1, ...).
 
         step < W   lr (step + 1) / W
         constant   lr

@@ -22,13 +22,13 @@ from rlcore.models.shape import ModelShape
 from rlcore.types import PackedBatch
 
 _Part: TypeAlias = tuple[int, int, Any]
-"""A part: its negated sum, one of its indices, and all indices as nested pairs, which join faster than lists."""
+"""The indices of one part as nested pairs, which join faster than lists, after the part's negated sum and one index."""
 BALANCE_TOLERANCE = 1e-3
-"""The accepted relative excess of the heaviest part over the mean. Above this value, parts exchange sequences."""
+"""The accepted relative excess of the heaviest part over the mean. Above it, indices are exchanged between parts."""
 
 
 def partition(lengths: Sequence[int], num_parts: int, *, equal_counts: bool = False) -> list[list[int]]:
-    """Split the indices of `lengths` into `num_parts` parts of nearly equal sums. Each part is in ascending order.
+    """Split the indices of `lengths` into `num_parts` parts with nearly equal sums. Each part is in ascending order.
 
     With `equal_counts`, each part has the same number of indices. The differencing method then takes one of every
     `num_parts` neighbouring lengths, and exchanges of pairs correct skewed lengths. Without `equal_counts`, no part is
@@ -47,7 +47,7 @@ def partition(lengths: Sequence[int], num_parts: int, *, equal_counts: bool = Fa
 
 @functools.lru_cache(maxsize=16)
 def _partition(lengths: tuple[int, ...], num_parts: int, equal_counts: bool) -> list[list[int]]:
-    """Compute the parts. The result is cached, because one training step asks for the same parts several times."""
+    """Compute the parts of `partition`. The result is cached, because one training step needs it several times."""
     if num_parts == 1:
         return [[*range(len(lengths))]]
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
@@ -72,7 +72,7 @@ def _partition(lengths: tuple[int, ...], num_parts: int, equal_counts: bool) -> 
 
 
 def _spread(parts: Sequence[_Part], num_parts: int) -> int:
-    """Return the negated difference of the heaviest and the lightest sum. `parts` contains no empty parts."""
+    """Return the lightest sum minus the heaviest sum. `parts` leaves out empty parts, whose sum is 0."""
     return parts[0][0] - (parts[-1][0] if len(parts) == num_parts else 0)
 
 
@@ -108,7 +108,7 @@ def _exchange(parts: list[list[int]], lengths: Sequence[int]) -> list[list[int]]
 
 
 def _best_exchange(heavy: list[int], light: list[int], lengths: Sequence[int], gap: int) -> tuple[int, int] | None:
-    """Return the pair of indices whose exchange brings the two sums closest together, or None if none helps."""
+    """Return the pair of indices whose exchange makes the two sums most nearly equal, or None if no exchange helps."""
     candidates = sorted(light, key=lambda i: (lengths[i], i))
     values = [lengths[i] for i in candidates]
     best, closest = None, gap
@@ -124,7 +124,7 @@ def _best_exchange(heavy: list[int], light: list[int], lengths: Sequence[int], g
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """The token counts of n sequences. `lengths`: all tokens. `targets`: the tokens with a loss. `shared`: the leading
-    tokens that an earlier sequence with the same prompt computes."""
+    tokens that are already computed for an earlier sequence with the same prompt."""
 
     lengths: Int[Tensor, "n"]
     targets: Int[Tensor, "n"]
@@ -147,7 +147,7 @@ class Sizes:
         return Sizes(self.lengths[chosen], self.targets[chosen], shared)
 
     def without_sharing(self) -> "Sizes":
-        """Return the sizes without shared prompts."""
+        """Return the same sizes with `shared` set to 0, for a pass that computes every prompt again."""
         return replace(self, shared=torch.zeros_like(self.shared))
 
     def num_computed(self) -> int:
@@ -174,7 +174,7 @@ def micro_batches(
 
 
 def _cut(sizes: Sizes, num_micro: int, shape: ModelShape | None) -> tuple[list[list[int]], list[int]]:
-    """Return the sequences of each micro-batch, and the number of tokens that each micro-batch computes."""
+    """Split the sequences into micro-batches. Return the sequences and the number of computed tokens of each."""
     blocks, tokens = _blocks(sizes.lengths.tolist(), sizes.shared.tolist(), num_micro)
     if len(blocks) < num_micro:
         sizes = sizes.without_sharing()
@@ -187,8 +187,8 @@ def _cut(sizes: Sizes, num_micro: int, shape: ModelShape | None) -> tuple[list[l
 
 
 def _blocks(lengths: list[int], shared: list[int], num_micro: int) -> tuple[list[list[int]], list[int]]:
-    """Return blocks of neighbouring sequences that share a prompt, and the number of computed tokens of each block. A
-    block grows at most to the mean size of `num_micro` micro-batches."""
+    """Group neighbouring sequences that share a prompt into blocks. Return the blocks with their numbers of computed
+    tokens. A block grows at most to the mean size of `num_micro` micro-batches."""
     most = -(-(sum(lengths) - sum(shared)) // num_micro)
     blocks: list[list[int]] = []
     tokens: list[int] = []
@@ -204,8 +204,8 @@ def _blocks(lengths: list[int], shared: list[int], num_micro: int) -> tuple[list
 
 @dataclass(frozen=True, slots=True)
 class RankShares:
-    """The sequences of each rank, by index, and the number of micro-batches. Every rank has the same number, because
-    all ranks gather sharded parameters together."""
+    """The sequences of each rank, by index, and the number of micro-batches, which is the same on every rank. Ranks
+    must agree on this number because they gather sharded parameters together."""
 
     sequences: tuple[tuple[int, ...], ...]
     num_micro: int
@@ -264,7 +264,7 @@ class Balancer:
         return [[i for prompt in part for i in prompts[prompt]] for part in parts]
 
     def _num_micro(self, batch: PackedBatch, sizes: Sizes, of_ranks: Sequence[Sequence[int]]) -> int:
-        """Return the number of micro-batches of the rank that needs the most."""
+        """Return the largest number of micro-batches that a rank needs."""
         return max(self._num_cut(sizes.select(batch, mine)) for mine in of_ranks)
 
     def _num_cut(self, sizes: Sizes) -> int:
@@ -283,9 +283,9 @@ class Balancer:
 
 
 def _fewest_bins(lengths: Sequence[int], budget: int) -> int:
-    """Return a lower bound on the number of bins of size `budget` that hold the lengths. A length over the budget has a
-    bin for itself. The bound is L2 of Martello and Toth ("Lower bounds and reduction procedures for the bin packing
-    problem", 1990)."""
+    """Return a lower bound on the number of bins of size `budget` that can hold items of these lengths. A length over
+    the budget has a bin for itself. The bound is L2 of Martello and Toth ("Lower bounds and reduction procedures for
+    the bin packing problem", 1990)."""
     ordered = sorted(min(length, budget) for length in lengths)
     sums, half = [0, *accumulate(ordered)], bisect.bisect_right(ordered, budget // 2)
     found = 1
@@ -297,7 +297,7 @@ def _fewest_bins(lengths: Sequence[int], budget: int) -> int:
 
 
 def mini_batches(group_ids: Int[Tensor, "N"], groups_per_mini_batch: int) -> list[list[int]]:
-    """Return the sequences of each optimizer step. Each step has whole groups, in the order of the batch."""
+    """Return the sequences of each optimizer step. The groups of a batch stay whole and in order."""
     order: dict[int, list[int]] = {}
     for index, group in enumerate(group_ids.tolist()):
         order.setdefault(group, []).append(index)

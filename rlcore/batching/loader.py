@@ -115,7 +115,7 @@ class MixedStream:
         return sum(map(len, self._streams))
 
     def epoch_at(self, position: int) -> int:
-        """Return the epoch at `position`, counted from 0. An epoch has the length of all data sources together."""
+        """Return the epoch at `position`, counted from 0. An epoch has as many prompts as all data sources together."""
         return position // len(self)
 
     def take(self, position: int, count: int) -> tuple[Prompt, ...]:
@@ -130,7 +130,7 @@ class MixedStream:
         return self._streams[source].take(int(self._places[offset]), 1)[0]
 
     def _lay_out(self, block: int) -> None:
-        """Choose a data source, and a position in the stream of that source, for each position of a block."""
+        """Choose a data source for each position of a block of prompts, and a position in the stream of that source."""
         before, after = self._counts_before(block * BLOCK), self._counts_before((block + 1) * BLOCK)
         quotas = [end - start for start, end in zip(before, after, strict=True)]
         rng = np.random.default_rng((self._seed, block, len(quotas)))
@@ -204,7 +204,7 @@ class PassCounts:
         return PassCounts(*after)
 
     def in_band(self, settings: PassRatesConfig) -> Bool[Array, "R"]:
-        """Return True for each row whose pass rate is unknown or inside the band. The other rows are retired."""
+        """Return True for each row whose pass rate is unknown or inside the band. A row outside the band is retired."""
         low, high = settings.band
         rates = self.rates()
         inside: Array = np.isnan(rates) | ((rates >= low) & (rates <= high))

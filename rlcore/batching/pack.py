@@ -118,7 +118,7 @@ def split_pairs(batch: PackedBatch) -> PackedBatch:
 
 
 def token_indices(cu_seqlens: Tensor, sequences: Sequence[int]) -> Tensor:
-    """Return the flat positions of all tokens of `sequences`, in the order of `sequences`: Int[t]."""
+    """Return the positions in the batch of all tokens of `sequences`, in the order of `sequences`: Int[t]."""
     chosen = torch.tensor(list(sequences), dtype=torch.int64)
     first, lengths = cu_seqlens[chosen], cu_seqlens[chosen + 1] - cu_seqlens[chosen]
     shift = first - (lengths.cumsum(0) - lengths)  # from a position among the chosen tokens to one in the batch
@@ -126,7 +126,7 @@ def token_indices(cu_seqlens: Tensor, sequences: Sequence[int]) -> Tensor:
 
 
 def shared_prompts(batch: PackedBatch, sequences: Sequence[int] | None = None) -> npt.NDArray[np.int64]:
-    """Return Int[n]: the number of leading tokens that each sequence shares with an earlier sequence.
+    """Return how many leading tokens each sequence shares with an earlier sequence of the same prompt: Int[n].
 
     A sequence with the value 0 computes all its tokens, and the sequences after it may reuse its first tokens.
     Neighbours with the same prompt share the tokens before the first token with a loss. `sequences`: the sequences to
@@ -158,7 +158,7 @@ def shared_prompts(batch: PackedBatch, sequences: Sequence[int] | None = None) -
 
 
 def _gather_indices(batch: PackedBatch, sequences: Sequence[int]) -> tuple[Tensor | slice, Tensor | slice] | None:
-    """Return the indices of the sequences and of their tokens, or None if `sequences` are all sequences in order.
+    """Return the indices of these sequences and of their tokens, or None if `sequences` is the whole batch in order.
     Neighbouring sequences get slices, which need no copy."""
     first, stop = (sequences[0], sequences[-1] + 1) if len(sequences) else (0, 0)
     if list(sequences) != list(range(first, stop)):
@@ -169,7 +169,7 @@ def _gather_indices(batch: PackedBatch, sequences: Sequence[int]) -> tuple[Tenso
 
 
 def _at(values: Tensor, places: Tensor | slice) -> Tensor:
-    """Return `values[places]`. For single positions, `index_select` is three times faster than indexing."""
+    """Return `values[places]`. For a tensor of indices, `index_select` is three times faster than indexing."""
     return values[places] if isinstance(places, slice) else values.index_select(0, places)
 
 
@@ -210,7 +210,7 @@ def select_train(batch: TrainBatch, sequences: Sequence[int]) -> TrainBatch:
 def scatter_tokens(
     parts: Sequence[Float[Tensor, "..."]], cu_seqlens: Tensor, sequences: Sequence[Sequence[int]]
 ) -> Tensor:
-    """Return the values of all selections in the order of the whole batch, as [T, ...]. This inverts `select`."""
+    """Put the token values of all selections into the order of the whole batch, [T, ...]. This inverts `select`."""
     whole = torch.zeros(int(cu_seqlens[-1]), *parts[0].shape[1:], dtype=torch.float32)
     for part, chosen in zip(parts, sequences, strict=True):
         whole[token_indices(cu_seqlens, chosen)] = part

@@ -33,7 +33,7 @@ class Demonstration:
 
     @classmethod
     def of(cls, prompt: list[int], response: list[int], distractor: list[int] | None = None) -> "Demonstration":
-        """Create a demonstration from token ids. `distractor`: the response of `misdirected`, or None."""
+        """Create a demonstration from the token ids of a prompt, its response and optionally a distractor."""
         wrong = cls.of(prompt, distractor) if distractor else None
         return cls(prompt + response, [False] * len(prompt) + [True] * len(response), wrong)
 
@@ -136,7 +136,7 @@ def _matches_type(found: pa.DataType, kind: str) -> bool:
 
 
 def _field(extra: pa.StructArray, name: str, parquet: Path) -> list[Any]:
-    """Return a field of `extra_info` for each row, or None for a row without a value."""
+    """Return a field of `extra_info` for each row. A row without a value gets None."""
     if extra.type.get_field_index(name) < 0:
         raise DataError(f"{parquet}: column extra_info.{name}: expected integer, got nothing. {_REMEDY}")
     return list(extra.field(name).to_pylist())

@@ -58,7 +58,7 @@ class CheckpointInfo:
 
     @property
     def score(self) -> float | None:
-        """The held-out reward, or the negative held-out loss of a supervised step. None if the step has neither."""
+        """The held-out reward, or for a supervised step the negative held-out loss. None if neither was measured."""
         loss = self.metrics.get(HELD_OUT_LOSS)
         return self.metrics.get(HELD_OUT_REWARD) if loss is None else -loss
 
@@ -144,8 +144,8 @@ def _is_unreadable(file: Path) -> bool:
 
 
 def list_checkpoints(directory: Path, *, verify_hashes: bool = False) -> tuple[CheckpointInfo, ...]:
-    """Return every checkpoint folder by step, including broken ones. The presence and size of files are always checked,
-    and hashes are checked with `verify_hashes`."""
+    """Return every checkpoint folder by step, including broken ones. File sizes are always checked, hashes only on
+    request. `verify_hashes`: whether the hashes of the files are checked too."""
     catalog = scan(directory)
     verified = [_verified(info, verify_hashes) for info in catalog.checkpoints]
     return tuple(sorted([*verified, *catalog.refusals], key=lambda info: info.step))
@@ -166,7 +166,7 @@ def by_score(checkpoints: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
 
 
 def find_checkpoint(directory: Path, name: str) -> CheckpointInfo:
-    """Find a checkpoint, without verification, by its step (`20`), its folder's name, `last` or `best`. Raises
+    """Find a checkpoint by its step (`20`), its folder's name, `last` or `best`. Its files are not verified. Raises
     CheckpointError if its manifest cannot be read. If no name matches, the error lists all names."""
     catalog = scan(directory)
     known = catalog.checkpoints
@@ -189,7 +189,7 @@ def find_checkpoint(directory: Path, name: str) -> CheckpointInfo:
 
 
 def prunable(checkpoints: Sequence[CheckpointInfo], config: CheckpointConfig) -> list[CheckpointInfo]:
-    """Return the checkpoints that the retention rule does not keep. One with missing files is never deleted."""
+    """Return the checkpoints that may be deleted by the retention rule. Checkpoints with missing files are excluded."""
     whole = [info for info in checkpoints if not _verified(info, hashes=False).reason]
     kept = kept_steps(whole, config)
     return [info for info in whole if info.step not in kept]
@@ -199,8 +199,7 @@ def kept_steps(checkpoints: Sequence[CheckpointInfo], config: CheckpointConfig) 
     """Return the steps to keep: the newest `keep_last`, the best `keep_best`, and multiples of `keep_every_steps`.
 
     The best checkpoints have the highest scores. Of equal scores the later is better. A checkpoint without a score is
-    not among them.
-    """
+    not among them."""
     newest_first = sorted(checkpoints, key=lambda info: info.step, reverse=True)
     kept = {info.step for info in newest_first[: config.keep_last]}
     best_first = reversed(by_score(checkpoints))

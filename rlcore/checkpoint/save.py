@@ -38,7 +38,7 @@ class SavingRanks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A committed checkpoint and the metrics of its step."""
+    """A checkpoint that is completely saved, and the metrics of its step."""
 
     step: int
     path: Path
@@ -47,7 +47,7 @@ class Saved:
 
 @dataclass
 class _Save:
-    """A checkpoint whose folder is open for the ranks. `publication` starts when all ranks have written."""
+    """A checkpoint that is being saved. `publication` starts when all ranks have written their files."""
 
     step: int
     ranks: SavingRanks
@@ -57,7 +57,7 @@ class _Save:
 
 
 class CheckpointSaver:
-    """The saves of one run, one at a time.
+    """The object that saves a run's checkpoints, one at a time.
 
     `wait_for_room`: a function of the bytes and the step, which waits for disk space before a checkpoint. `phase`
     limits the time of all other waits for the disk.
@@ -102,7 +102,7 @@ class CheckpointSaver:
         return None if all(size.is_copied for size in sizes) else self.settle()
 
     def poll(self) -> Saved | None:
-        """Return a newly committed checkpoint or None, without waiting. Raises the errors of `settle`."""
+        """Return a newly committed checkpoint, otherwise None, without waiting. Raises the errors of `settle`."""
         return self._advance(wait=False)
 
     def settle(self) -> Saved | None:
@@ -111,7 +111,7 @@ class CheckpointSaver:
         return self._advance(wait=True)
 
     def abandon(self) -> None:
-        """Remove the current save. A save that is being published is completed instead."""
+        """Cancel the current save and remove its files. If the save is already being published, complete it instead."""
         save, self._save = self._save, None
         if save is None:
             return

@@ -1,8 +1,7 @@
-"""Parts of tensors in self-describing safetensors files.
+"""Storage of tensor parts in self-describing safetensors files.
 
-A file's header gives, for each tensor, the shape of the whole tensor and the offset of the part. So any number of ranks
-can read the files of any other number of ranks, without an index.
-"""
+For each tensor, the header of a file has the shape of the whole tensor and the offset of the part. So any number of
+ranks can read the files of any other number of ranks, without an index."""
 
 import json
 import math
@@ -119,7 +118,7 @@ def local_part(name: str, tensor: Tensor, *, rank: int) -> LocalPart:
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Return the rank and the number of ranks, or (0, 1) if no process group exists."""
+    """Return this process's rank and the number of ranks, or (0, 1) if no process group exists."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
@@ -129,7 +128,7 @@ def rank_and_world_size() -> tuple[int, int]:
 
 
 def local_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, rank: int) -> Iterator[LocalPart]:
-    """Yield this rank's parts of all tensors of the model and its optimizer."""
+    """Yield the parts of all tensors of the model and its optimizer that this rank stores."""
     for name, tensor in model_tensors(model):
         yield local_part(f"model.{name}", tensor, rank=rank)
     if optimizer is None:
@@ -271,7 +270,7 @@ class ShardReader:
         self._files.close()
 
     def fill(self, part: LocalPart) -> None:
-        """Copy the stored values of the part's box into its memory. Raises CheckpointError if the tensor is absent, has
+        """Copy the stored values of a part into the part's memory. Raises CheckpointError if the tensor is absent, has
         another shape or type, or is not covered by the files."""
         stored = self.tensors.get(part.name)
         if stored is None:

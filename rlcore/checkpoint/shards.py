@@ -70,7 +70,7 @@ class GroupRecord:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRecord:
-    """An optimizer's state besides tensors: the groups, and the keys and numbers of each parameter's state."""
+    """The state of an optimizer except for its tensors: the parameter groups, and each parameter's keys and numbers."""
 
     groups: tuple[GroupRecord, ...]
     state_tensors: Mapping[str, tuple[str, ...]]
@@ -164,7 +164,7 @@ class BaseRecord:
 
 
 def optimizer_record(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerRecord:
-    """Return the optimizer's current state besides its tensors."""
+    """Return the current state of the optimizer except for its tensors."""
     names = {parameter: name for name, parameter in named_parameters(model)}
     groups = []
     state_tensors: dict[str, tuple[str, ...]] = {}
@@ -179,7 +179,7 @@ def optimizer_record(model: nn.Module, optimizer: torch.optim.Optimizer) -> Opti
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numeric values. Switches (fused, foreach, capturable) are left out: the running code sets them."""
+    """Return the numeric options of a parameter group. The running code sets switches such as `fused`."""
 
     def is_number(value: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool)
@@ -193,8 +193,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def rank_shards(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> RankShards:
-    """Return the shards that this rank writes, not copied. Raises CheckpointError if a tensor has an unknown
-    placement."""
+    """Return the shards that this rank writes, not yet copied. Raises CheckpointError for an unknown placement."""
     rank, world_size = rank_and_world_size()
     parts = tuple(part for part in local_parts(model, optimizer, rank=rank) if part.is_written_here)
     record = None if optimizer is None else optimizer_record(model, optimizer)
@@ -203,7 +202,7 @@ def rank_shards(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Ra
 
 @dataclass(frozen=True, slots=True)
 class CopySize:
-    """The bytes of a rank's shards, and whether they are copied. Without a copy, training waits for the write."""
+    """The bytes of a rank's shards, and whether the shards are copied. Without a copy, training waits for the write."""
 
     num_bytes: int
     is_copied: bool
@@ -252,8 +251,8 @@ class RankSaver:
         self._writing = start_thread(write, "checkpoint-shards")
 
     def is_written(self, *, wait: bool) -> bool:
-        """Return whether the thread has ended. With `wait`, wait for its end. Raises DiskSpaceError or CheckpointError
-        once if the write failed."""
+        """Return whether the writing thread has ended. With `wait`, wait for its end first. Raises DiskSpaceError or
+        CheckpointError once if the write failed."""
         if self._writing is None:
             return True
         if not wait and not self._writing.done():
@@ -263,7 +262,7 @@ class RankSaver:
         return True
 
     def abandon(self) -> None:
-        """Wait for the thread and ignore its result, so that its folder can be removed."""
+        """Wait until the thread has ended and ignore its result. The folder of the checkpoint can then be removed."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.exception()
@@ -382,8 +381,7 @@ def load_optimizer(
 def _state_tensor(
     reader: ShardReader, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str, key: str, rank: int
 ) -> Tensor:
-    """Read one tensor of the state. It is sharded like its parameter if the shapes are equal, otherwise whole on every
-    rank."""
+    """Read one tensor of the optimizer state. It is sharded like its parameter if both have the same shape."""
     full_name = state_name(name, key)
     stored = reader.tensors.get(full_name)
     if stored is None:

@@ -84,7 +84,7 @@ _STATE = TypeAdapter(TrainerState)
 
 
 def journal_problem(state: TrainerState, journal: Path) -> str:
-    """Return the reason why the journal does not fit a checkpoint, or '' if it fits."""
+    """Return the reason why the journal on disk does not match a checkpoint, or '' if it matches."""
     wanted = state.journal_bytes
     if not wanted:
         return ""

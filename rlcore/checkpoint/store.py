@@ -50,7 +50,7 @@ class FoundCheckpoint:
 
 
 class CheckpointStore:
-    """The checkpoints of one run. The state is on disk, and the object remembers only what it has verified."""
+    """The checkpoints of one run. All state is on disk, except for the list of verified checkpoints."""
 
     def __init__(
         self, directory: Path, config: CheckpointConfig, settings: RunConfig, *, journal: Path | None = None
@@ -149,7 +149,7 @@ class CheckpointStore:
         return scan(self.directory).checkpoints
 
     def latest(self, *, verify: bool = True) -> CheckpointInfo | None:
-        """Return the checkpoint to resume from, or None. See `find_latest`."""
+        """Return the checkpoint from which the run resumes, or None. See `find_latest`."""
         return self.find_latest(verify=verify).checkpoint
 
     def find(self, name: str, *, verify: bool = True) -> CheckpointInfo | None:
@@ -177,7 +177,8 @@ class CheckpointStore:
         return 0 if found is None else found.step
 
     def find_latest(self, *, verify: bool = True) -> FoundCheckpoint:
-        """Find the newest checkpoint that is intact and fits the journal. Newer ones that were refused are logged.
+        """Find the newest checkpoint that is intact and fits the journal. Newer checkpoints that are refused are
+        logged.
 
         If no intact checkpoint fits the journal, the newest intact one is returned. Without `verify`, only sizes are
         checked. Raises CheckpointError if all checkpoints are broken, or if the result has other settings than the run.
@@ -201,15 +202,15 @@ class CheckpointStore:
         return found
 
     def best(self) -> CheckpointInfo | None:
-        """Return the intact checkpoint with the highest score, the later one of equal scores, or None."""
+        """Return the intact checkpoint with the highest score, or None. Of several best ones, it is the latest."""
         found = self._search(by_score(self.list()), hashes=True)
         for refusal in found.refusals:
             log.warning("checkpoint refused: %s", refusal.reason)
         return found.checkpoint
 
     def verify(self, info: CheckpointInfo, *, hashes: bool = True) -> None:
-        """Check the size and, with `hashes`, every byte of each file. Bytes are checked once in this process. Raises
-        CheckpointError if a check fails. The message names the file, the rule, the value and the remedy."""
+        """Check the size of each file of a checkpoint and, with `hashes`, every byte. Later calls skip what is checked.
+        Raises CheckpointError if a check fails. The message names the file, the rule, the value and the remedy."""
         known = (info.path, info.created)
         verify_directory(info.path, hashes=hashes and known not in self._verified, error=CheckpointError)
         if hashes:
@@ -240,7 +241,7 @@ class CheckpointStore:
         return replace(found, refusals=refusals)
 
     def _search(self, candidates: Sequence[CheckpointInfo], *, hashes: bool, journal: bool = False) -> FoundCheckpoint:
-        """Find the last candidate that is intact and, with `journal`, fits the journal."""
+        """Return the last of the candidates that is intact and, if `journal` is true, fits the journal."""
         refusals: tuple[CheckpointInfo, ...] = ()
         for info in reversed(candidates):
             try:

@@ -23,7 +23,7 @@ CONFIG_DIR_VARIABLE = "MILLRACE_CONFIG_DIR"
 
 
 def conf_dirs() -> list[Path]:
-    """Return the folders of groups, experiments, suites and sweeps: the user's, if there is one, then `CONF_DIR`."""
+    """Return the folders of groups, experiments, suites and sweeps. The user's folder, if any, precedes `CONF_DIR`."""
     own = os.environ.get(CONFIG_DIR_VARIABLE)
     if own and not Path(own).is_dir():
         raise ConfigError(
@@ -44,7 +44,7 @@ def member_file(group: str, name: str) -> Path:
 
 
 def expand_path(path: str) -> Path:
-    """Return a path with `~` expanded. The `~name` of an unknown user stays, though Path.expanduser rejects it."""
+    """Return a path with `~` expanded. A `~name` of an unknown user is kept. Path.expanduser would raise an error."""
     return Path(os.path.expanduser(path))  # noqa: PTH111
 
 
@@ -80,8 +80,7 @@ class Section(BaseModel):
 
 
 def keys_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield the dotted name, which begins with `prefix`, and the field of each setting in a section and its
-    subsections."""
+    """Yield the dotted name (after `prefix`) and the field of each setting in a section and its subsections."""
     for name, field in section.model_fields.items():
         inner = sections_of(field.annotation)
         if not inner:
@@ -91,7 +90,7 @@ def keys_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Fie
 
 
 def sections_of(annotation: Any) -> tuple[type[Section], ...]:
-    """Return the section classes that a field may hold. A plain value has none, and a union of tasks has several."""
+    """Return the section classes that a field may hold: none for a plain value, and several for a union of tasks."""
     if isinstance(annotation, type):
         return (annotation,) if issubclass(annotation, Section) else ()
     if get_origin(annotation) in (Union, UnionType):
@@ -120,7 +119,7 @@ def covers(name: str, key: str) -> bool:
 
 
 def value_at(section: Section, name: str, absent: Any = None) -> Any:
-    """Return the value of a dotted key. Return `absent` if a section is null or the task has no such key."""
+    """Return the value of a dotted key, or `absent` if a section on the way is null or lacks the key."""
     found: Any = section
     for part in name.split("."):
         found = getattr(found, part, absent)

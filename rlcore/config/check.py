@@ -152,8 +152,8 @@ def error_path(detail: ErrorDetails, content: Any) -> tuple[int | str, ...]:
 def _report_error(
     detail: ErrorDetails, given: Any, settings: dict[str, Any], findings: Findings, texts: Mapping[str, str]
 ) -> None:
-    """Add the mistake in the settings `given` to `findings`, and remove the wrong value from `settings`. A number that
-    must be a text is replaced by its text instead."""
+    """Add a validation error of the settings `given` to `findings`, and remove the wrong value from `settings`. A
+    number that must be a text is replaced by its text instead."""
     path = error_path(detail, given)
     at = next((number for number, part in enumerate(path) if isinstance(part, int)), len(path))
     key, inside = ".".join(map(str, path[:at])), path[at:]
@@ -182,7 +182,7 @@ def _report_error(
 
 
 def _list_problem(key: str, inside: Sequence[int | str], detail: ErrorDetails, given: Any) -> Problem:
-    """Return the problem of an entry in a list of sections. The problem names the entry or its number, as in `entry 0:
+    """Return the problem of an entry in a list of sections, which names the entry or its number: `entry 0:
     data.train_size`."""
     index, *rest = inside
     suite = suites_in(given)[int(index)] if key == SUITES else None
@@ -274,7 +274,7 @@ def suites_in(settings: Mapping[str, Any]) -> list[Any]:
 
 
 def read_suites(named: Sequence[Any], findings: Findings) -> list[Any]:
-    """Return suites as plain values, with file names replaced by the content of the files. A file that cannot be read
+    """Return suites as plain values. The name of a file is replaced by the file's content. A file that cannot be read
     becomes a problem."""
     found = [_read(entry) if isinstance(entry, str) else entry for entry in named]
     for problem in found:
@@ -319,7 +319,7 @@ def suite_settings(config: RunConfig, suite: SuiteConfig) -> RunConfig:
 
 
 def _held_out_only(data: TaskData) -> TaskData:
-    """Return a task's settings with the held-out split in place of the training split, which a suite does not read."""
+    """Return a task's settings in which the training split, which a suite does not read, is the held-out split."""
     if isinstance(data, ParquetData):
         return data.model_copy(update={"train_file": data.validation_file})
     if isinstance(data, MappedData):
@@ -328,7 +328,7 @@ def _held_out_only(data: TaskData) -> TaskData:
 
 
 def find_problems(run: RunConfig, unsound: Collection[str] = ()) -> list[Problem]:
-    """Return every broken rule of a run. Each dataset and suite is also checked as if it were the run's only dataset.
+    """Return all rules that a run breaks. Each dataset and suite is also checked as if it were the run's only dataset.
     Rules that read a key or section in `unsound` are skipped."""
     found = broken_rules(run, unsound)
     for key, name, alone in _single_datasets(run):
@@ -339,7 +339,7 @@ def find_problems(run: RunConfig, unsound: Collection[str] = ()) -> list[Problem
 
 
 def _single_datasets(run: RunConfig) -> Iterator[tuple[str, str, RunConfig]]:
-    """Yield each dataset of a mixture and each suite as the only dataset: its key, its name and the run's settings."""
+    """Yield each dataset of a mixture and each suite as a run's only dataset: the key, the name and the settings."""
     for index, part in enumerate(run.data.parts if isinstance(run.data, MixtureData) else ()):
         yield "data.parts", f"entry {index} ({part.data.task})", run.model_copy(update={"data": part.data})
     for suite in run.validation.suites:  # the warm start learns from the run's own data

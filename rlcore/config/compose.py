@@ -66,11 +66,10 @@ def experiment_names() -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """Composed settings without the wrong values, with all problems and the sources of the settings.
+    """Composed settings from which wrong values are removed, the problems, and the sources of the settings.
 
     `files`: the experiment's files in merge order. `members`: the chosen member of each group. `override_keys`: the
-    keys and groups that overrides set. `file_keys`: the other keys in the experiment's own file.
-    """
+    keys and groups that overrides set. `file_keys`: the other keys in the experiment's own file."""
 
     config: RunConfig
     problems: Sequence[Problem]
@@ -124,7 +123,7 @@ def compose(overrides: Sequence[str], *, experiment: str | None = None) -> Compo
 def compose_many(
     many: Sequence[Sequence[str]], *, experiment: str | None = None
 ) -> list[tuple[RunConfig, Sequence[Problem]]]:
-    """Compose the settings of each list of overrides. Return each config without the wrong values, and its problems."""
+    """Compose each list of overrides. Return the configs, from which wrong values are removed, with their problems."""
     found = [compose(overrides, experiment=experiment) for overrides in many]
     return [(each.config, each.problems) for each in found]
 
@@ -159,7 +158,7 @@ def override_config(settings: dict[str, Any], overrides: Sequence[str]) -> RunCo
 
 @dataclass(slots=True)
 class _Request:
-    """The experiment, the group choices and the values of the overrides that could be parsed."""
+    """The parsed overrides of a command: the experiment, the group members and the values of single settings."""
 
     experiment: str | None = None
     choices: dict[str, str] = field(default_factory=dict)
@@ -245,7 +244,7 @@ def _choose_member(request: _Request, group: str, value: Any, findings: Findings
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """An experiment's file. `name` is for messages. `members`: the members that the file and its bases choose."""
+    """One file of an experiment. `name` is for messages. `members`: the group members that it and its bases choose."""
 
     name: str
     keys: Mapping[str, Any]
@@ -253,8 +252,8 @@ class _File:
 
 
 def _experiment_files(named: str, findings: Findings, above: tuple[Path, ...] = ()) -> list[_File]:
-    """Return an experiment's base files and then the file itself, in merge order. A problem in one of them makes every
-    setting unreliable. The keys of readable files are still checked."""
+    """Return the files of an experiment in merge order: first its base files, then the file itself. A problem in one of
+    them makes every setting unreliable. The keys of readable files are still checked."""
 
     def wrong(rule: str, got: str, remedy: str) -> None:
         findings.add(Problem("experiment", rule, got, remedy), *RunConfig.model_fields)
@@ -294,7 +293,7 @@ def _experiment_files(named: str, findings: Findings, above: tuple[Path, ...] = 
 
 
 def _unknown_member_remedy(group: str, member: Any) -> str | None:
-    """Return None if the group has the member, otherwise a remedy with the known names and the nearest one."""
+    """Return a remedy with the known names and the nearest one if the group lacks the member, otherwise None."""
     groups = ("experiment", *GROUPS)
     if group not in groups:
         return f"{did_you_mean(group, groups)}There are {', '.join(groups)}"
@@ -303,7 +302,7 @@ def _unknown_member_remedy(group: str, member: Any) -> str | None:
 
 
 def _compose_groups(chosen: Mapping[str, str], findings: Findings) -> tuple[dict[str, Any], Mapping[str, str]]:
-    """Return the settings of the group members over the defaults as plain values, and the member of each group."""
+    """Merge the group members over the defaults. Return the plain settings and the chosen member of each group."""
     files = [file for folder in conf_dirs() for file in sorted(folder.glob("*/*.yaml"))]
     state = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files]
     try:

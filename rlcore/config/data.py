@@ -59,7 +59,7 @@ RENDERING_NAMES = frozenset((
 
 
 def reserved(names: Iterable[str]) -> str:
-    """Return the names that are repeated or equal to `ALL_SOURCES`, separated by commas."""
+    """Return the names that must not be used, separated by commas: repeated names and `ALL_SOURCES`."""
     return ", ".join(name for name, count in Counter(names).items() if count > 1 or name == ALL_SOURCES)
 
 
@@ -260,8 +260,8 @@ class VerifiersData(Conversation):
     taskset_options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Fields of the taskset's config, such as `split: train`."""
     validation_options: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    """Fields of the config for the held-out tasks, beyond `taskset_options`. If {}, held-out tasks are drawn from the same
-    taskset as the training tasks."""
+    """Fields of the config for the held-out tasks, beyond `taskset_options`. If {}, held-out tasks are drawn from the
+    same taskset as the training tasks."""
     train_size: int = Field(default=10_000, ge=1)
     """The most rows in the training split."""
     validation_size: int = Field(default=500, ge=1)
@@ -293,7 +293,7 @@ class MixturePart(Section):
 
 
 def _is_of_all_parts(name: str) -> Rule:
-    """Return the rule that the datasets of a mixture must not set `name`, which the mixture sets for all of them."""
+    """Return the rule that no dataset of a mixture sets `name` itself, because the mixture sets it for all."""
 
     def holds(mixture: Any, _: Any) -> bool:
         unset = Conversation.model_fields[name].get_default(call_default_factory=True, validated_data={})

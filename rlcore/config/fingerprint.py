@@ -82,7 +82,7 @@ def changed_settings(config: RunConfig, *names: str) -> dict[str, Any]:
 
 
 def settings_fingerprint(config: RunConfig) -> str:
-    """Return the fingerprint of all settings that must not change between a run's first step and its last."""
+    """Return a fingerprint of all settings that must stay the same from a run's first step to its last."""
     return fingerprint("settings", fixed_settings(config))
 
 

@@ -70,7 +70,7 @@ def _heads_divide_width(scratch: "ScratchModel", run: Run) -> Problem | None:
 
 
 def _heads_fit_vllm(model: "ModelConfig", run: Run) -> Problem | None:
-    """Check the width of heads: vLLM's attention has no kernel for narrow ones, and on a CPU only for some widths."""
+    """Check that vLLM has an attention kernel for this head width. It has none for narrow heads, and few for CPUs."""
     hidden, heads = model.scratch.hidden_size, model.scratch.num_heads
     all_widths, number = model.number("hidden_size", hidden), model.number("num_attention_heads", heads)
     width = model.number("head_dim", None) or (all_widths // number if all_widths and number else None)
@@ -91,8 +91,7 @@ def _heads_fit_vllm(model: "ModelConfig", run: Run) -> Problem | None:
 
 
 def _has_tokenizer_for_prompts(model: "ModelConfig", run: Run) -> Problem | None:
-    """Check that the tokenizer of a randomly initialized model, which has only integers and operators, covers the
-    prompts."""
+    """Check that the tokenizer of a scratch model, which has only integers and operators, covers the prompts."""
     data, largest = run.data, model.scratch.max_integer
     # The prompts of a user's task are not known here; the filter refuses words without a token.
     if model.path is not None or isinstance(data, CustomData | VerifiersData | MixtureData):
@@ -115,8 +114,8 @@ def _has_tokenizer_for_prompts(model: "ModelConfig", run: Run) -> Problem | None
 
 
 def _heads_divide_among_gpus(model: "ModelConfig", run: Run) -> Problem | None:
-    """Check that all ranks of an engine get equal parts of the heads and of the feed-forward layer. Several ranks may
-    share a head of keys and values."""
+    """Check that all ranks of an engine get equal parts of the attention heads and of the feed-forward layer. Several
+    ranks may share a head of keys and values."""
     size, scratch = run.rollout.tensor_parallel_size, model.scratch
     heads = model.number("num_attention_heads", scratch.num_heads)
     width = model.number("intermediate_size", scratch.intermediate_size) or 0
@@ -166,8 +165,8 @@ def _top_k_fits_vocabulary(_: Any, run: Run) -> Problem | None:
 
 
 def _model_exists(key: str, *others: str) -> Rule:
-    """Return the rule that the setting `key` must be a transformers directory, a possible hub id, or a value in
-    `others`. Without this rule, a critic would fail only after the policy and the engine have been loaded."""
+    """Return the rule that `key` must be a transformers directory, a possible hub id, or a value in `others`. Without
+    this rule, a critic would fail only after the policy and the engine have been loaded."""
 
     def check(_: Any, run: Run) -> Problem | None:
         found = value_at(run, key)
@@ -317,7 +316,7 @@ class ModelConfig(Section):
     _expanded = field_validator("path")(expand_home)
 
     def number(self, name: str, of_scratch: int | None) -> int | None:
-        """Return a number of the model's config.json, or None if the file has no such number. Without a `path`, return
+        """Return a number from the model's config.json, or None if the file lacks it. If `path` is null, return
         `of_scratch`."""
         found = of_scratch if self.path is None else shape_at(self.path).get(name)
         return found if isinstance(found, int) else None

@@ -30,7 +30,7 @@ class Problem:
 
 @dataclass
 class Findings:
-    """The problems so far, and the keys and sections with unreliable values. Rules that read them are not checked."""
+    """The problems so far, and the keys with unreliable values. Rules that read an unreliable key are not checked."""
 
     problems: list[Problem] = field(default_factory=list)
     unreliable: set[str] = field(default_factory=set)
@@ -61,7 +61,7 @@ def format_value(value: Any) -> str:
 
 
 def mask_secrets(text: str) -> str:
-    """Hide the secrets of URLs in a text: passwords, user names without a password over http (tokens), and queries.
+    """Hide the secrets of URLs in a text: passwords, queries, and user names without a password over http (tokens).
 
     >>> mask_secrets("postgresql+asyncpg://me:s3cr%40t@db.example:5432/prefect?ssl=require")
     'postgresql+asyncpg://me:***@db.example:5432/prefect'
@@ -74,7 +74,7 @@ def mask_secrets(text: str) -> str:
 
 
 def nearest(wrong: str, candidates: Iterable[str]) -> str | None:
-    """Return the candidate most similar to a mistyped dotted key or name, or None if no candidate is similar.
+    """Return the candidate that is most similar to a mistyped key or name, or None if no candidate is similar.
 
     The last part of a key counts most, so that a right name in the wrong section is recognized.
 
@@ -104,7 +104,7 @@ def did_you_mean(wrong: str, candidates: Iterable[str]) -> str:
 
 
 def _similarity(whole: float, last: float) -> float:
-    """Return the weighted similarity of two keys. If one of them lacks its dot, only the whole keys are compared."""
+    """Return the weighted similarity of two keys. If one of them has no dot, the keys are compared only as a whole."""
     return max(0.6 * last + 0.4 * whole, 0.8 * whole)
 
 

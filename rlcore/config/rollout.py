@@ -330,20 +330,20 @@ class EvaluationConfig(Section):
 
     @property
     def evaluation(self) -> "EvaluationConfig":
-        """The settings of the evaluation alone, without those of a subclass."""
+        """The settings of the evaluation alone, without the fields that a subclass adds."""
         return EvaluationConfig(**{name: getattr(self, name) for name in EvaluationConfig.model_fields})
 
     def evaluates_as(self, other: "EvaluationConfig") -> bool:
-        """Return whether `other` gives the same metrics for the same weights. Only `every_steps` may differ."""
+        """Return whether `other` gives the same metrics for the same weights. Only `every_steps` may be different."""
         return self.evaluation == other.evaluation.model_copy(update={"every_steps": self.every_steps})
 
     def is_due(self, step: int, total_steps: int) -> bool:
-        """Return whether a run of `total_steps` steps validates after this step. Step 0 means before training."""
+        """Return whether a run of `total_steps` steps validates after this step. Step 0 is before training."""
         return step in (0, total_steps) or (self.every_steps > 0 and step % self.every_steps == 0)
 
 
 class SuiteConfig(EvaluationConfig):
-    """A held-out set besides the run's data, with a separate task, scorer and sampling. No model is trained on it."""
+    """A held-out set in addition to the run's data, with a separate task, scorer and sampling, and without training."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.\-]{0,63}$")
     """The name in metrics: `val-core/<name>/...`."""
@@ -358,7 +358,7 @@ class SuiteConfig(EvaluationConfig):
 
 
 def _suites_have_names_and_room(validation: "ValidationConfig", run: Run) -> Problem | None:
-    """Check that the names of suites are unique, and that their prompts and responses fit into the run's limits."""
+    """Check that the names of suites differ, and that their prompts and responses fit into the run's limits."""
     if names := reserved(suite.name for suite in validation.suites):
         says = f"must have different names, and none {ALL_SOURCES}, the name of all held-out problems together"
         return Problem(".suites", says, names, "Write another `name` into the file")
@@ -386,6 +386,6 @@ class ValidationConfig(EvaluationConfig):
     )  # fmt: skip
 
     def is_of_suite(self, metric: str) -> bool:
-        """Return whether a metric belongs to a suite. Metrics of a data source `<suite>/hard` belong to no suite."""
+        """Return whether a metric belongs to a suite. A metric of the data source `<suite>/hard` does not."""
         kinds = ("reward", "acc")
         return metric.startswith(tuple(f"val-core/{suite.name}/{kind}/" for suite in self.suites for kind in kinds))

@@ -26,14 +26,14 @@ _ABSENT = object()
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A check of a section in a run, which returns a problem or None. `reads` are the settings that the check reads."""
+    """A check of a section of settings, which returns a problem or None. `reads` lists the settings that it reads."""
 
     reads: tuple[str, ...]
     check: Callable[[Any, Run], Problem | None]
 
 
 def rule(key: str, others: str, says: str, holds: Callable[[Any, Run], bool], remedy: str) -> Rule:
-    """Return a rule about the setting `key` and the settings in `others`. A problem shows the values of all of them."""
+    """Return a rule about the setting `key` that also reads the settings in `others`. A problem shows all values."""
 
     def check(section: Any, run: Run) -> Problem | None:
         return None if holds(section, run) else Problem(key, says, _values_text(section, run, key, *names), remedy)
@@ -127,7 +127,7 @@ def _values_text(section: Section, run: Run, key: str, *others: str) -> str:
 
 
 def _value_text(value: object) -> str:
-    """Return the value of a setting as text. A list of sections is shown as the number of sections."""
+    """Return the value of a setting as text. For a list of sections, the text is the number of sections."""
     if isinstance(value, Section):
         return "its settings"
     if isinstance(value, tuple) and value and all(isinstance(one, Section) for one in value):
@@ -137,7 +137,7 @@ def _value_text(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class EffectiveWhen:
-    """A condition under which a setting is read: one of the settings in `by` has one of the values in `values`.
+    """A condition under which a setting has an effect: a setting in `by` must have a value in `values`.
 
     `by`, `values`, `unless` and `of` are texts separated by spaces. `values` may also be a function. Without `values`
     and `unless`, a setting in `by` must be on. With `unless`, its value must not be in `unless`. `of`: the values of
@@ -153,7 +153,7 @@ class EffectiveWhen:
     remedy: str = ""
 
     def is_met(self, value: Any) -> bool:
-        """Return whether the setting is read if a setting in `by` has this value."""
+        """Return whether the condition holds if a setting in `by` has this value."""
         if callable(self.values):
             return self.values(value)
         if self.values or self.unless:
@@ -162,13 +162,13 @@ class EffectiveWhen:
         return value not in (None, False, 0, "off", "", ())
 
     def reason(self, by: dict[str, Any]) -> str | None:
-        """Return the settings in `by` that leave the setting unread, or None if the setting is read."""
+        """Return the settings in `by` that make the setting ineffective, or None if the setting has an effect."""
         if not by or any(map(self.is_met, by.values())):
             return None
         return self.why or ", ".join(f"{name}={format_value(value)}" for name, value in by.items())
 
     def fix(self, config: Run, name: str) -> str:
-        """Return the remedy for a setting without an effect: a change of the setting `name`, the first one in `by`."""
+        """Return a remedy for a setting without an effect, which is to change `name`, the first setting in `by`."""
         outer, _, last = name.rpartition(".")
         kind = type(value_at(config, outer) if outer else config).model_fields[last].annotation
         choices = get_args(kind) if get_origin(kind) is Literal else (True,) if kind is bool else ()
@@ -181,7 +181,7 @@ class EffectiveWhen:
 def unused_settings(
     config: Run, given: Collection[str], in_file: Collection[str] = (), swept: Collection[str] = ()
 ) -> list[str]:
-    """Return a warning for each group of settings without an effect. It contains keys and values, reason and remedy.
+    """Return a warning for each group of settings without an effect, with keys, values, reason and remedy.
 
     These settings are not mistakes, because shared sweeps and experiments contain them. A setting has only one warning.
     `given`: keys and groups of overrides. `in_file`: keys of an experiment's file. They cause no warning if an override
@@ -211,7 +211,7 @@ def unused_settings(
 
 
 def effects_in(config: Run) -> dict[tuple[EffectiveWhen, tuple[str, ...]], list[str]]:
-    """Return the settings and sections that declare each condition, by the condition and the dotted keys in `by`."""
+    """Return the settings and sections that declare each condition. Keys have the condition and the keys in `by`."""
     found: dict[tuple[EffectiveWhen, tuple[str, ...]], list[str]] = {}
     for prefix, section in sections_in(config):
         declared = [(prefix[:-1], section.effective)] if section.effective else []

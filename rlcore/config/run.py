@@ -26,7 +26,7 @@ from rlcore.config.trainer import (
 
 
 def _warmup_fits(optim: str, total: str) -> Rule:
-    """Return the rule that `warmup_steps` in the section `optim` is below the setting `total`."""
+    """Return the rule that `warmup_steps` in the section `optim` must be less than the setting `total`."""
 
     def holds(run: "RunConfig", _: "RunConfig") -> bool:
         steps, total_steps = value_at(run, f"{optim}.warmup_steps"), value_at(run, total)
@@ -98,7 +98,7 @@ class RunConfig(Section):
 
     @property
     def concurrent_responses(self) -> int:
-        """The number of responses that an engine generates concurrently, for all ranks that share the engine."""
+        """The number of responses that one engine generates at a time for all ranks that share it."""
         num_engines = self.runtime.num_workers // self.rollout.tensor_parallel_size
         responses = -(-self.prompts_in_progress * self.rollout.samples_per_prompt // num_engines)
         return min(self.rollout.max_num_seqs, responses)
@@ -106,7 +106,7 @@ class RunConfig(Section):
 
 @cache
 def all_keys() -> Mapping[str, tuple[FieldInfo, ...]]:
-    """Return the fields of every dotted key. A key that tasks share, such as `data.scorer`, has several fields."""
+    """Return the fields of each dotted key. A key of several tasks, such as `data.scorer`, has several fields."""
     found: dict[str, tuple[FieldInfo, ...]] = {}
     for name, field in keys_of(RunConfig):
         found[name] = (*found.get(name, ()), field)

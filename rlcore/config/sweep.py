@@ -81,11 +81,10 @@ class OptunaSearch(Section):
 
 
 class Pruning(Section):
-    """The early stopping of poor points. A point is compared with the points that reached the same step earlier.
+    """The early stopping of poor points, which compares a point with the points that reached the same step earlier.
 
     A point is dropped if the best point beats it on the same held-out problems, by the interval of the paired
-    difference. The best n / (k + 1) of n points continue after the k-th comparison.
-    """
+    difference. The best n / (k + 1) of n points continue after the k-th comparison."""
 
     every_steps: int = Field(ge=1)
     """The steps between two comparisons, a multiple of trainer.steps_per_chunk and of validation.every_steps."""
@@ -136,7 +135,7 @@ class SweepSpec(Section):
 
     @property
     def searches(self) -> tuple[str, ...]:
-        """The keys of the file that say how points are chosen, such as `grid`. A valid file has at most one of them."""
+        """The keys of the file that define the points, such as `grid`. A valid file has at most one of them."""
         return tuple(name for name in SEARCHES if getattr(self, name) is not None)
 
     @property
@@ -146,7 +145,7 @@ class SweepSpec(Section):
 
 
 def points_of(spec: SweepSpec) -> list[Point]:
-    """Return the points of a grid or a list, in order. A search has none, since it draws them during the sweep."""
+    """Return the points of a grid or list, in order. The result is empty for a search, which draws its points later."""
     if spec.grid is not None:
         return [dict(zip(spec.grid, values, strict=True)) for values in itertools.product(*spec.grid.values())]
     return list(spec.list or ([] if spec.searches else [{}]))
@@ -178,7 +177,7 @@ def multirun_content(overrides: Sequence[str]) -> dict[str, JsonValue]:
 
 
 def edge_points(space: Mapping[str, Values]) -> list[Point]:
-    """Return points for a check before the search. They contain both ends of each range and all values of each list."""
+    """Return points for a check of a search. Together they have the ends of each range and all values of each list."""
     ends = {
         key: [values.low, values.high] if isinstance(values, Range) else list(values) for key, values in space.items()
     }
@@ -247,11 +246,11 @@ class Sweep:
 
     @property
     def num_points(self) -> int:
-        """The number of requested points. The sweep's study may have more points from an earlier call."""
+        """The number of requested points. The study may have more points from an earlier call with a larger number."""
         return len(self.points) if self.spec.optuna is None else self.spec.optuna.num_points
 
     def rungs(self, config: RunConfig) -> tuple[int, ...]:
-        """Return the steps at which a point with these settings is compared, up to the last step of the run."""
+        """Return the steps at which points with these settings are compared, including the last step of the run."""
         total = config.trainer.total_steps
         every = total if self.spec.pruning is None else self.spec.pruning.every_steps
         return (*range(every, total, every), total)
@@ -353,7 +352,7 @@ def _form_problem(detail: ErrorDetails) -> Problem:
 
 
 def _search_problems(spec: SweepSpec) -> Iterable[Problem]:
-    """Check that the sweep has something to try, and at most one way to choose points."""
+    """Check that the sweep has at least one point, and at most one way to choose points."""
     said = spec.searches
     if not said and len(spec.seeds) < 2:
         remedy = f"Give several seeds, or use one of {', '.join(SEARCHES)}; docs/sweeps.md shows each"
@@ -374,7 +373,7 @@ def _search_problems(spec: SweepSpec) -> Iterable[Problem]:
 
 
 def _key_problems(spec: SweepSpec, shared: Sequence[str]) -> Iterable[Problem]:
-    """Check that every swept key may be swept, and is not also set for all points."""
+    """Check that each key of the sweep is allowed, and is not also set for all points."""
     keys = dict.fromkeys([*(spec.grid or ()), *(key for point in spec.list or () for key in point), *spec.space])
     for key in keys:
         owner = key.partition(".")[0]
@@ -400,7 +399,7 @@ def _seed_problems(spec: SweepSpec, shared: Sequence[str]) -> Iterable[Problem]:
 
 
 def _point_problems(points: Sequence[Point], found: Sequence[Sequence[Problem]]) -> Iterable[Problem]:
-    """Yield each problem once, with the points that have the problem."""
+    """Yield each different problem in the settings of the points, with the points that have it."""
     where: dict[Problem, list[Point]] = {}
     for point, problems in zip(points, found, strict=True):
         for problem in problems:

@@ -164,7 +164,7 @@ class DeadlineConfig(Section):
 
 
 class RuntimeConfig(Section):
-    """The placement of the workers. It changes the speed, not the numbers."""
+    """The placement of the workers, which changes the speed of a run but not its numbers."""
 
     backend: Literal["local", "ray"] = "local"
     """The place of the workers. `local` is one worker in the trainer's process. `ray` is one actor per rank."""
@@ -215,7 +215,7 @@ class RuntimeConfig(Section):
 
 
 class PathsConfig(Section):
-    """The output folders."""
+    """The folders to which Millrace writes."""
 
     root: str = "artifacts"
     """The folder of datasets, models, runs and the MLflow store, relative to the working directory. `~` is expanded."""

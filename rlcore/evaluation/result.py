@@ -36,11 +36,11 @@ _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 @dataclass(frozen=True)
 class Response:
-    """One response to a problem. `parts`: the components of its score. `num_tokens` includes the end token.
+    """One response to a problem.
 
-    `logprob`: the sum of the log-probabilities (nats) of the sampled tokens, or None if not recorded. `said`: the
-    answer that the scorer extracted, or None. `failure`: the reason why there is no score, or None. Metrics ignore
-    responses without a score.
+    `parts`: the components of its score. `num_tokens` includes the end token. `logprob`: the sum of the
+    log-probabilities (nats) of the sampled tokens, or None if not recorded. `said`: the answer that the scorer
+    extracted, or None. `failure`: the reason why there is no score, or None. Metrics ignore responses without a score.
     """
 
     text: str
@@ -59,7 +59,7 @@ class Response:
 
     @property
     def solved(self) -> bool:
-        """True if `correct`, a component of the score, is 1. Without it, true if the response has a full score (1)."""
+        """True if the component `correct` of the score is 1. If there is no such component, true if the total is 1."""
         return Score(self.score, self.parts).solved
 
 
@@ -82,7 +82,7 @@ class ProblemResult:
 
     @property
     def is_scored(self) -> bool:
-        """True if the greedy response and at least one sample are scored, as far as they were requested."""
+        """True if the greedy response, if requested, and at least one sample, if requested, have a score."""
         return (bool(self.scored_samples) or not self.samples) and (self.greedy is None or self.greedy.failure is None)
 
     @property
@@ -92,7 +92,7 @@ class ProblemResult:
 
     @property
     def mean_score(self) -> float:
-        """The mean score of the samples, or 0 without scored samples."""
+        """The mean score of the samples, or 0 if no sample has a score."""
         return sum(response.score for response in self.scored_samples) / max(1, len(self.scored_samples))
 
 
@@ -172,7 +172,7 @@ class ValidationResult:
 
     @property
     def reward_statistic(self) -> str:
-        """The name of the held-out reward: the mean score of the samples, or the greedy score without samples."""
+        """The name of the held-out reward: the mean sample score, or without samples the greedy score."""
         return f"reward/mean_at_{self.num_samples}" if self.num_samples else "reward/greedy"
 
     @property
@@ -181,7 +181,7 @@ class ValidationResult:
         return replace(self, problems=tuple(problem for problem in self.problems if problem.is_scored))
 
     def intervals_of(self, columns: Mapping[str, Array]) -> dict[str, Interval]:
-        """Return the mean and the interval of each column over problems. A column has the shape Float[P]."""
+        """Return the mean and the interval over problems of each column, whose shape is Float[P]."""
         if not columns:
             return {}
         table = np.stack(list(columns.values()), axis=1)
@@ -281,7 +281,7 @@ def pass_curve(result: ValidationResult) -> dict[int, Interval]:
 
 
 def compare(first: ValidationResult, second: ValidationResult) -> tuple[Comparison, ...]:
-    """Compare every common statistic of two validations, paired over their common problems. Raises DataError if the
+    """Compare every statistic that two validations share, paired over their common problems. Raises DataError if the
     validations share no scored problem, or if problems of the same id differ.
     """
     first, second = first.scored_only, second.scored_only

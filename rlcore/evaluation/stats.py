@@ -34,7 +34,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class PairedDifference:
-    """The difference `b - a` over the same problems. A win is a problem on which b is higher than a."""
+    """The mean difference `b - a` over the same problems. `b` wins a problem if its value there is higher."""
 
     difference: Interval
     wins: int
@@ -79,7 +79,7 @@ def _counts(num_responses: ArrayLike, num_correct: ArrayLike, k: ArrayLike) -> t
 
 
 def _all_of_k(total: Array, chosen: Array, k: Array) -> Array:
-    """Return `C(chosen, k) / C(total, k)`, the chance that k responses drawn without replacement are all chosen."""
+    """Return the chance that k of `total` items, drawn without replacement, all come from a set of `chosen` items."""
     before = np.arange(k.max(initial=0))  # responses drawn before the response of this factor
     left = np.maximum(total[:, None] - before, 1.0)
     factors = np.where(before < k[:, None], np.clip(chosen[:, None] - before, 0.0, None) / left, 1.0)
@@ -87,8 +87,8 @@ def _all_of_k(total: Array, chosen: Array, k: Array) -> Array:
 
 
 def majority(votes: Sequence[Hashable], values: Sequence[float]) -> float:
-    """Return the mean value of the most frequent answer in `votes`. `values` are 1 or 0, or scores. On a tie, return
-    the mean over the tied answers, which is the expectation of a random choice.
+    """Return the mean value of the most frequent answer in `votes`. `values` are scores, or 1 for right and 0 for
+    wrong. On a tie, return the mean over the tied answers, which is the expectation of a random choice.
 
     >>> majority(["7", "8", "7"], [1.0, 0.0, 1.0])
     1.0

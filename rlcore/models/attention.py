@@ -67,7 +67,7 @@ def choose_attention(
 
 
 def _flash_problem(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """Return the reason why no flash kernel runs with these arguments, or '' if one does."""
+    """Return the reason why no flash-attention kernel can run with these arguments, or '' if one can."""
     if device.type != "cuda":
         return f"needs CUDA, the device is {device.type}"
     if torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
@@ -95,7 +95,7 @@ _KERNELS: dict[Backend, _Kernel] = {}
 
 
 def _load_kernel(name: Backend) -> str:
-    """Import a kernel once. Return an error message if this fails, otherwise ''."""
+    """Import a kernel, only once in this process. Return an error message if the import fails, otherwise ''."""
     if name in _KERNELS:
         return ""
     try:

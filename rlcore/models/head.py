@@ -138,7 +138,7 @@ class _ChunkedHead(torch.autograd.Function):
 
 
 def float32_logits(hidden: Float[Tensor, "n H"], weight: Float[Tensor, "V H"]) -> Float[Tensor, "n V"]:
-    """Compute hidden weight^T in float32. On CUDA, it is taken from the float32 accumulators of the matrix unit."""
+    """Compute hidden weight^T in float32. On CUDA, the result comes from the matrix unit's float32 accumulators."""
     if hidden.dtype != torch.float32 and hidden.is_cuda:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     return torch.mm(hidden, weight.t()).float()
@@ -208,7 +208,7 @@ def _compiled(function: Callable[..., R]) -> Callable[..., R]:
 
 
 def _fused_statistics(logits: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor]:
-    """Compute `_statistics` as one expression, which the compiler fuses without temporaries."""
+    """Compute the results of `_statistics` in one expression, which the compiler fuses without temporary tensors."""
     top = logits.amax(dim=1)
     weights = (logits - top[:, None]).exp()
     norm = weights.sum(dim=1)
@@ -225,7 +225,7 @@ def _fused_gradient(
     grad_entropies: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Compute `_gradient` as one expression for the compiler, without a change of `logits`."""
+    """Compute the result of `_gradient` in one expression for the compiler. `logits` is not changed."""
     log_probs = logits - log_norms[:, None]
     pull = grad_logprobs.sum(dim=1, keepdim=True)
     if targets.shape[1] == 1:  # a comparison is fused, a scatter is not
@@ -243,6 +243,6 @@ def _slices(num_rows: int, size: int) -> Iterator[slice]:
 
 
 def _blocks(logits: Tensor) -> Iterator[slice]:
-    """Yield ranges of rows whose temporaries are small."""
+    """Yield ranges of rows that are so short that the temporary tensors of a range are small."""
     elements = _CPU_BLOCK_ELEMENTS if logits.device.type == "cpu" else _GPU_BLOCK_ELEMENTS
     return _slices(len(logits), max(1, elements // logits.shape[1]))

@@ -20,7 +20,7 @@ _HUB_TIMEOUT_S = 10.0
 
 @cache
 def is_hub_reachable() -> bool:
-    """Return whether the Hugging Face hub responds, checked once per process. If not, only the cache is read."""
+    """Return whether the Hugging Face hub responds, checked once per process. If not, only its local cache is read."""
     from huggingface_hub import constants, get_session
 
     try:
@@ -43,8 +43,7 @@ def cached_config(path: str, name: str = "config.json") -> Path | None:
 
 
 def require_reachable(key: str, path: str) -> None:
-    """Check that a model is a local directory, in the hub's cache, or accessible on the hub. Raises ModelError if it is
-    none of these."""
+    """Check that a model is a local directory, in the hub's cache, or on a reachable hub. Raises ModelError if not."""
     if Path(path).expanduser().is_dir() or cached_config(path) is not None:
         return
     if (refusal := _hub_problem(path)) is not None:
@@ -76,8 +75,8 @@ def _hub_problem(path: str) -> str | None:
 
 
 def resolve_model(path: str | Path, file_name: str) -> str:
-    """Return the model directory or the hub id `owner/name` of a path. Raises ModelError if the path is neither, or if
-    `file_name` is missing in the directory or damaged."""
+    """Return the directory or the hub id (`owner/name`) that a model path names. Raises ModelError if the path names
+    neither, or if `file_name` is missing in the directory or damaged."""
     text, directory = str(path), Path(path).expanduser()
     if directory.is_dir():
         file = directory / file_name
@@ -114,7 +113,7 @@ def read_stop_ids(files: Iterable[Path]) -> frozenset[int] | None:
 
 
 def read_pretrained(path: str, what: str, read: Callable[..., T]) -> T:
-    """Return the result of `read`, which loads `what` with transformers. Raises ModelError if this fails."""
+    """Call `read`, which loads `what` with transformers, and return the result. Raises ModelError if it fails."""
     try:
         return read(local_files_only=Path(path).is_dir() or not is_hub_reachable(), trust_remote_code=False)
     except SafetensorError as error:

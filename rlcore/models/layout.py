@@ -1,9 +1,8 @@
-"""The order in which the model computes packed tokens: by sequence length for sdpa, and each shared prompt once.
+"""The order in which a model computes packed tokens: sorted by sequence length for sdpa, each shared prompt once.
 
 The first response of a prompt in a micro-batch keeps the whole prompt. Each further response begins with the last token
 of the prompt, whose output predicts the first token of the response. Attention still uses whole sequences, so the keys
-and values of the prompt are copied to each response.
-"""
+and values of the prompt are copied to each response."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +33,7 @@ IntArray: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class SharedPrompts:
-    """A mapping from c computed tokens to the T tokens of a batch. A computed token represents one token or several.
+    """A mapping from the c computed tokens to the T tokens of a batch, each of which a computed token represents.
 
     Attributes:
         places: Int[T], the index of the computed token that represents each token, in attention order.
@@ -90,7 +89,7 @@ class SharedOrder:
 
     @classmethod
     def of(cls, bounds: IntArray, shared: IntArray) -> "SharedOrder":
-        """Build the order from the sequence `bounds` Int[N+1]. For `shared` Int[N], see `build_layout`.
+        """Build the order from the bounds of the sequences, Int[N+1]. For `shared` Int[N], see `build_layout`.
 
         >>> order = SharedOrder.of(np.array([0, 4, 7, 9]), np.array([0, 2, 0]))
         >>> order.computed.tolist(), order.places.tolist()
@@ -108,7 +107,7 @@ class SharedOrder:
         return cls(np.flatnonzero(~is_dropped), places, dropped, (sequence - first[sequence] - 1)[dropped])
 
     def on_device(self, cu_seqlens: IntArray, order: Int[Tensor, "T"] | None, device: torch.device) -> SharedPrompts:
-        """Build the device tensors. `order`: the token at each position of attention order, or None for batch order."""
+        """Copy the order to a device. `order`: the token at each attention position, or None for batch order."""
         at = np.arange(len(self.places))  # position of each token in attention order
         if order is not None:
             at[order.numpy()] = np.arange(len(self.places))
@@ -220,7 +219,7 @@ def build_layout(
 
 
 def _length_groups(lengths: Sequence[int], device: torch.device) -> tuple[LengthGroup, ...]:
-    """Group ascending lengths by equal length. Too many different lengths are grouped by `_round_up(length)`."""
+    """Group sequences, sorted by length, by equal length. If there are too many lengths, lengths are rounded up."""
     exact = len(set(lengths)) <= _MAX_EXACT_LENGTHS
     groups: list[LengthGroup] = []
     start = 0

@@ -49,7 +49,7 @@ def load_value_model(path: str | Path, *, model: ModelConfig, device: torch.devi
 
 
 def parameter_names(path: str | Path) -> frozenset[str]:
-    """Return the names of all parameters, without reading weights. A tied head has the name of the embedding."""
+    """Return the names of all parameters without reading weights. A tied output head has the name of the embedding."""
     config = _load_config(path)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
@@ -144,8 +144,8 @@ _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
 def require_faithful(model: PreTrainedModel, path: str) -> None:
-    """Check that three short sequences have the same log-probabilities when packed and when separate. Raises ModelError
-    if they differ. Tested architectures are not checked."""
+    """Check that three short sequences have the same log-probabilities whether they are packed or computed separately.
+    Raises ModelError if they differ. Tested architectures are not checked."""
     kind = model.config.model_type
     if kind in TESTED:
         return

@@ -60,12 +60,11 @@ class AdaptedLinear(nn.Module):
 
 
 def stochastic_round(exact: Float[Tensor, "M N"], dtype: torch.dtype) -> Float[Tensor, "M N"]:
-    """Cast a float32 tensor to `dtype`, with stochastic rounding for bfloat16. The call overwrites `exact`.
+    """Cast a float32 tensor to `dtype`. Rounding to bfloat16 is stochastic. The call overwrites `exact`.
 
     Rounding to nearest would lose changes below half a bfloat16 step, and most adapter updates are smaller. The engine
     would then keep the old policy. Instead, a fixed random number below one step is added, and the sum is truncated.
-    Changes are then correct on average. An unchanged weight stays equal, since it is already a bfloat16 number.
-    """
+    Changes are then correct on average. An unchanged weight stays equal, since it is already a bfloat16 number."""
     if dtype != torch.bfloat16:
         return exact.to(dtype)
     bits = exact.view(torch.int32).view(-1)
@@ -119,7 +118,7 @@ def frozen_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def base_digest(model: nn.Module) -> str:
-    """Return 16 hex digits that identify the names and values of all frozen tensors. They are equal on every device."""
+    """Return 16 hex digits that identify the names and values of all frozen tensors, and are equal on every device."""
     found = hashlib.sha256()
     for name, tensor in frozen_tensors(model):
         value = tensor.detach() + 0  # -0 as 0: `digest` takes them as one on a CPU

@@ -43,7 +43,7 @@ class Nf4Linear(nn.Module):
         return output
 
     def dequantized(self, gather: Callable[[Tensor], Tensor]) -> Float[Tensor, "M N"]:
-        """Return the weight in its original type. `gather`: a function that returns a buffer, even an offloaded one."""
+        """Return the weight in its original type. `gather`: a function that returns a buffer, offloaded or not."""
         return dequantize_weight(
             gather(self.packed), gather(self.scales), (self.out_features, self.in_features), self.dtype
         )
@@ -92,7 +92,7 @@ def quantize_weight(weight: Float[Tensor, "M N"]) -> tuple[UInt8[Tensor, "bytes"
 def dequantize_weight(
     packed: Tensor, scales: Tensor, shape: tuple[int, int], dtype: torch.dtype
 ) -> Float[Tensor, "M N"]:
-    """Return level x scale of each weight, computed in float32 and rounded once to `dtype`."""
+    """Return the weights, which are level x scale, computed in float32 and rounded once to `dtype`."""
     flat = torch.ops.bitsandbytes.dequantize_4bit.default(packed, scales, BLOCK, "nf4", [2 * len(packed)], dtype)
     return cast(Tensor, flat).view(-1)[: shape[0] * shape[1]].view(shape)
 
@@ -142,7 +142,7 @@ nf4_linear.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _have_bitsandbytes() -> None:
-    """Import bitsandbytes. `require_base` has already checked that it is installed."""
+    """Import bitsandbytes, after `require_base` has checked that it is installed."""
     if "bitsandbytes" in sys.modules:
         return
     # With the package `kernels` it would download and run code from the hub for some CPUs; without, it logs an error.

@@ -13,9 +13,9 @@ from rlcore.config.algo import OFFLOAD_PIECE_BYTES, OptimConfig
 
 
 def build_optimizer(model: nn.Module, optim: OptimConfig, *, device: torch.device) -> torch.optim.AdamW:
-    """Build AdamW over the trainable parameters. Weight decay applies to matrices, but not to norms and biases. It is
-    decoupled (Loshchilov and Hutter, 2019). The fused kernel is elementwise, so results do not depend on the number of
-    threads. With `optim.offload`, the moments are in host memory."""
+    """Build AdamW over the trainable parameters. Weight decay applies to matrices, but not to norms and biases. The
+    decay is decoupled (Loshchilov and Hutter, 2019). The fused kernel is elementwise, so results do not depend on the
+    number of threads. With `optim.offload`, the moments are in host memory."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": optim.weight_decay},
@@ -44,8 +44,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class OffloadedAdamW(torch.optim.AdamW):
-    """AdamW with bit-identical results, whose moments are in host memory (pinned for a GPU). It is elementwise, so
-    parameters are updated in pieces whose moments fit `piece_bytes`. A DTensor's moments are DTensors too."""
+    """AdamW whose moments are in host memory (pinned for a GPU). The results equal those of AdamW bit by bit. The
+    update is elementwise, so parameters are updated in pieces whose moments fit `piece_bytes`. A DTensor's moments are
+    DTensors too."""
 
     piece_bytes = OFFLOAD_PIECE_BYTES
 
@@ -106,7 +107,7 @@ class OffloadedAdamW(torch.optim.AdamW):
 
 
 def split_by_moments(parameters: Iterable[nn.Parameter], limit_bytes: int) -> Iterator[list[nn.Parameter]]:
-    """Yield the parameters in order, in pieces whose moments take at most `limit_bytes`.
+    """Split the parameters, in order, into pieces whose moments take at most `limit_bytes`.
 
     >>> [len(piece) for piece in split_by_moments([nn.Parameter(torch.zeros(n)) for n in (4, 4, 9, 1, 1)], 64)]
     [2, 1, 2]
@@ -130,21 +131,21 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def copy_like(parameter: Tensor, local: Tensor) -> Tensor:
-    """Return a copy of `local`, this rank's shard of a tensor, with the device and layout of `parameter`."""
+    """Return a copy of a tensor's shard on this rank (`local`) with the device and layout of `parameter`."""
     copy = torch.empty_like(parameter, dtype=local.dtype, requires_grad=False)
     local_tensor(copy).copy_(local, non_blocking=True)
     return copy
 
 
 def pinned_copy(tensor: Tensor) -> Tensor:
-    """Return a pinned copy of a host tensor, or the tensor itself if pinning fails."""
+    """Return a copy of a host tensor in pinned memory, or the tensor itself if memory cannot be pinned."""
     moved = host_memory(tensor, tensor.dtype, pinned=True)
     return moved.copy_(tensor) if moved.is_pinned() else tensor
 
 
 def host_memory(like: Tensor, dtype: torch.dtype, *, pinned: bool) -> Tensor:
-    """Allocate host memory with the shape and layout of `like`. It is pinned if requested and available. Containers may
-    limit pinned memory. Pageable memory is slower."""
+    """Allocate host memory with the shape and layout of `like`, in pinned memory if requested and available. Containers
+    may limit pinned memory. Pageable memory is slower."""
     if pinned:
         try:
             return torch.empty_like(like, dtype=dtype, device="cpu", pin_memory=True, requires_grad=False)

@@ -43,9 +43,9 @@ def full_state(
     value: Callable[[Tensor], Tensor] = Tensor.detach,
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole parameters under the names of transformers. A tied head appears once, as the embedding. Gathering is
-    a collective, so all ranks must iterate to the end, in step. One bucket of gathered tensors exists at a time. LoRA
-    adapters are merged, so the names and shapes of the base model are used.
+    """Yield all parameters unsharded, under the names of transformers. A tied output head appears once, as the
+    embedding. Gathering is a collective, so all ranks must iterate together to the end. One bucket of gathered tensors
+    exists at a time. LoRA adapters are merged, so the names and shapes of the base model are used.
 
     Args:
         value: a function that returns a parameter, even if it is offloaded.
@@ -56,7 +56,7 @@ def full_state(
 
 
 def adapter_state(model: CausalPolicy) -> Iterator[tuple[str, Tensor]]:
-    """Yield the whole LoRA adapters under PEFT's names. This is a collective, so all ranks must iterate."""
+    """Yield the LoRA adapters unsharded, under PEFT's names. This is a collective, so all ranks must iterate."""
     for name, parameter in model.model.named_parameters():
         if any(part in name for part in ADAPTERS):
             yield f"base_model.model.{name}", gather_parameter(parameter)
@@ -79,8 +79,9 @@ def gather(model: nn.Module, *, once: bool, is_last: bool = True) -> None:
 
 
 def reset_after_failed_pass(model: PackedTrunk) -> None:
-    """Reset FSDP2 after a pass that raised an error, and drop gradients. This is only for a model sharded on one rank.
-    FSDP2 has no public function for this. Its private functions at the end of a backward pass are called."""
+    """Reset FSDP2 after a forward or backward pass that raised an error, and drop the gradients. This is only for a
+    model sharded on one rank. FSDP2 has no public function for this. Its private functions at the end of a backward
+    pass are called."""
     if not isinstance(model, FSDPModule):
         return
     state = model._get_fsdp_state()
@@ -95,7 +96,7 @@ def reset_after_failed_pass(model: PackedTrunk) -> None:
 
 
 def gather_parameter(parameter: Tensor) -> Tensor:
-    """Return a whole, detached parameter on its device. This is a collective if the parameter is sharded."""
+    """Return an unsharded, detached parameter on its device. If it is sharded, this is a collective."""
     value = parameter.detach()
     if not isinstance(value, DTensor):
         return value
@@ -108,8 +109,9 @@ BUCKET_BYTES = 1 << 28
 
 
 class _Buckets:
-    """A callable that gathers sharded parameters in buckets. The order of requests must be equal on all ranks. The
-    first request of a bucket gathers the whole bucket, since a collective for each tensor would be slower."""
+    """A callable that returns whole parameters and gathers the sharded ones in buckets. The order of requests must be
+    equal on all ranks. The first request of a bucket gathers the whole bucket, since a collective for each tensor would
+    be slower."""
 
     def __init__(self, model: nn.Module, value: Callable[[Tensor], Tensor], dtype: torch.dtype | None) -> None:
         self._value = value
@@ -144,7 +146,7 @@ class _Buckets:
 
 
 def _gather_bucket(parameters: list[DTensor], shards: list[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
-    """Gather parameters of one type by one collective. The last ranks may have fewer rows than the others, or none."""
+    """Gather several parameters of one type in a single collective. The last ranks may have fewer rows, or none."""
     mesh, shapes = parameters[0].device_mesh, [parameter.shape for parameter in parameters]
     sizes = [-(-shape[0] // mesh.size()) * math.prod(shape[1:]) for shape in shapes]
     mine = shards[0].new_zeros(sum(sizes), dtype=dtype)

@@ -82,7 +82,7 @@ class PackedTrunk(nn.Module):
     def hidden_states(
         self, token_ids: Int[Tensor, "T"], position_ids: Int[Tensor, "T"], layout: PackedLayout
     ) -> Float[Tensor, "c H"]:
-        """Return the last hidden states in layout order, where token t is at `layout.computed_index[t]`."""
+        """Return the last hidden states in layout order: token t is at `layout.computed_index[t]`."""
         with self.precision(), self._saved_tensors():
             output = self.decoder(
                 input_ids=token_ids[layout.token_order][None],
@@ -93,14 +93,14 @@ class PackedTrunk(nn.Module):
         return cast(Tensor, output.last_hidden_state)[0]
 
     def _saved_tensors(self) -> AbstractContextManager[object]:
-        """Return a context that keeps tensors for the backward pass in host memory, or an empty one. Checkpointed
+        """Return a context that keeps tensors for the backward pass in host memory, or an empty context. Checkpointed
         layers save only their inputs."""
         if not self.offload_activations:
             return nullcontext()
         return save_on_cpu(pin_memory=self.device.type == "cuda")
 
     def precision(self) -> AbstractContextManager[object]:
-        """Return an autocast context, or an empty one if the weights have the compute type or FSDP casts them."""
+        """Return an autocast context, or an empty one if the weights need no cast or FSDP casts them."""
         stored = next(self.parameters()).dtype
         if self.sharded or stored == self.compute_dtype:
             return nullcontext()
@@ -227,7 +227,7 @@ class CausalPolicy(PackedTrunk):
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
-        """Switch to evaluation mode inside the `with` block. In training mode, checkpointing discards the cache."""
+        """Use evaluation mode inside the `with` block. In training mode, checkpointing discards the cache."""
         if not self.training:
             yield
             return
@@ -260,7 +260,7 @@ class CausalPolicy(PackedTrunk):
 
 
 def decode_mask(real: Bool[Tensor, "B S"], num_new: int) -> Bool[Tensor, "B 1 L S"]:
-    """Return the mask of the tokens, out of S, that each of the last `num_new` tokens may attend to."""
+    """Return a mask over S tokens for each of the last `num_new` tokens, True where that token may attend."""
     num_seen = real.shape[1]
     # A padding token attends to itself, since an empty row is NaN in some kernels.
     columns = torch.arange(num_seen, device=real.device)

@@ -52,7 +52,7 @@ def untrainable(config: Mapping[str, Any]) -> str | None:
 
 
 def require_trainable(key: str, path: str) -> None:
-    """Check that a model can be trained, if its `config.json` is on this machine. Raises ModelError if it cannot."""
+    """Check that a model can be trained. Raises ModelError if not. Without its `config.json`, nothing is checked."""
     config = _read_config(path)
     reason = untrainable(config) if isinstance(config, Mapping) else None
     if reason is not None:
@@ -60,8 +60,8 @@ def require_trainable(key: str, path: str) -> None:
 
 
 def require_embeddings(key: str, path: str, tokens: Mapping[str, int]) -> None:
-    """Check that the model has an embedding of each token, if its `config.json` is on this machine. Raises ModelError
-    if an embedding is missing."""
+    """Check that the model has an embedding of each token. Raises ModelError if one is missing. Without the model's
+    `config.json`, nothing is checked."""
     config, highest = _read_config(path), max(tokens.values(), default=-1)
     size = config.get("vocab_size") if isinstance(config, Mapping) else None
     if isinstance(size, int) and size <= highest:
@@ -84,8 +84,8 @@ def require_same_tokens(key: str, path: str, tokens: Mapping[str, int]) -> None:
 
 
 def token_counts(path: str) -> dict[str, int]:
-    """Return the id of each vocabulary token in `tokenizer.json`, or {} if it cannot be read on this machine. Added
-    tokens are excluded, since some models never embed them (Gemma 3: image tokens)."""
+    """Return the id of each vocabulary token in `tokenizer.json`, or {} if the file cannot be read on this machine.
+    Added tokens are excluded, since some models never embed them (Gemma 3: image tokens)."""
     file = config_file(path, "tokenizer.json")
     try:
         found = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
@@ -207,7 +207,7 @@ class ModelShape:
 
     @property
     def critic_parameters(self) -> int:
-        """The number of parameters of a value model, whose head is one linear unit with a bias."""
+        """The number of parameters of a value model, whose head is a linear unit with a bias."""
         return self.layers * self.layer_parameters + self.embedding + 2 * self.hidden + 1
 
     def adapter_parameters(self, lora: LoraConfig) -> int:
@@ -270,7 +270,7 @@ def shape_of(model: ModelConfig) -> ModelShape | None:
 
 
 def critic_shape(config: RunConfig, shape: ModelShape) -> ModelShape:
-    """Return the shape of the model in `critic.path`, or the policy's `shape` if that path is unset or unavailable."""
+    """Return the shape of the critic's model, or the policy's `shape` if `critic.path` is unset or unavailable."""
     path = None if config.critic is None else config.critic.path
     return shape if path is None else shape_from_config(_read_config(path)) or shape
 
@@ -298,7 +298,7 @@ def shape_from_config(config: object) -> ModelShape | None:
 
 
 def config_file(path: str, name: str = "config.json") -> Path | None:
-    """Return the path of a file of a model directory or a cached hub id, or None if there is none."""
+    """Return the path of a file in a model directory or of a cached hub model, or None if the file is missing."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         file = folder / name

@@ -65,15 +65,15 @@ def scratch_vocabulary(config: ScratchModel) -> dict[str, int]:
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model directory or hub id. Raises ModelError if there is none."""
+    """Load the tokenizer of a model directory or hub id. Raises ModelError if the model has no tokenizer."""
     where = resolve_model(path, "tokenizer_config.json")
     found = read_pretrained(where, "a tokenizer", lambda **kw: _tokenizer_class(where).from_pretrained(where, **kw))
     return cast(PreTrainedTokenizerBase, found)
 
 
 def end_of_text_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> frozenset[int]:
-    """Return the ids of the end-of-sequence tokens. They come from the first of generation config, model config and
-    tokenizer that defines any. Raises ModelError if none is defined, or a file is damaged."""
+    """Return the end-of-sequence ids of the generation config, otherwise of the model config, otherwise of the
+    tokenizer. Raises ModelError if none of them defines any, or if a file is damaged."""
     where = str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else resolve_model(path, "config.json")
     ids = read_stop_ids(file for name in MODEL_FILES if (file := _find_file(where, name)) is not None)
     if ids is None and (own := (tokenizer or load_tokenizer(path)).eos_token_id) is not None:
@@ -87,8 +87,8 @@ def end_of_text_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase | None 
 
 
 def response_tags(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the ids of special tokens that are tags in responses. A tag `</name>` always counts, and a tag `<name>`
-    counts if `</name>` is a token. Tokens with a special role, such as end and padding, are excluded."""
+    """Return the ids of special tokens that a response may contain as tags. A tag `</name>` always counts, and a tag
+    `<name>` counts if `</name>` is a token. Tokens with a special role, such as end and padding, are excluded."""
     named = {getattr(tokenizer, name) for name in tokenizer.SPECIAL_TOKENS_ATTRIBUTES}
     added = {token.content: (id, token.special) for id, token in tokenizer.added_tokens_decoder.items()}
     parts = [(_TAG.fullmatch(text), text, *found) for text, found in added.items()]

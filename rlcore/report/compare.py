@@ -38,10 +38,9 @@ class Spread:
 
 
 def differing_settings(runs: Sequence[RunRecord]) -> dict[str, tuple[JsonValue, ...]]:
-    """Return the settings that differ between runs, with the value of each run, or None where a setting is absent.
+    """Return the settings that differ between runs, with each run's value, or None if a run lacks the setting.
 
-    The key `code`, the fingerprint of the user's code, is included if all runs have it.
-    """
+    The key `code`, the fingerprint of the user's code, is included if all runs have it."""
     codes = [next((one.fingerprint for one in run.lineage.stages if one.name == CODE), None) for run in runs]
     known = zip(runs, codes if all(codes) else [None] * len(runs), strict=True)
     found = [{**settings_of(run.config), CODE: code} for run, code in known]
@@ -55,10 +54,9 @@ def differing_settings(runs: Sequence[RunRecord]) -> dict[str, tuple[JsonValue, 
 
 
 def groups_of(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
-    """Group runs that differ only by their seed, in the order of the first run of each group.
+    """Group the runs that differ only in their seed. The groups are in the order of their first runs.
 
-    The label of a group is one or two differing settings. If more settings differ, the label is a run's name or id.
-    """
+    The label of a group is one or two differing settings. If more settings differ, the label is a run's name or id."""
     differing = {key: row for key, row in differing_settings(runs).items() if key != "seed"}
     members: dict[str, list[int]] = {}
     for place in range(len(runs)):
@@ -108,7 +106,7 @@ def _reward_of(group: Sequence[RunRecord]) -> Spread | None:
 
 
 def title_of(groups: Groups) -> str:
-    """Return the title of the comparison in one line."""
+    """Return the title of the comparison, which is one line."""
     names = list(dict.fromkeys(run.config.name for group in groups.values() for run in group))
     if len(groups) == 1:
         (group,) = groups.values()

@@ -90,7 +90,7 @@ Block = Table | Gallery | Prose
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A section of a report. `name`: the anchor in the page."""
+    """A section of a report. `name` is its anchor in the page."""
 
     name: str
     title: str

@@ -123,7 +123,7 @@ def stability_finding(record: RunRecord) -> Finding:
 
 
 def learning_limit(record: RunRecord) -> Finding:
-    """Return a finding about what limits the reward, according to the metrics."""
+    """Return a finding about what limits the reward, such as equal scores, according to the metrics."""
     rule = (
         f"In the last third of the steps: over {LARGEST_EQUAL_SHARE:.0%} of groups with equal scores, over "
         f"{LARGEST_CUT_SHARE:.0%} of responses truncated, training reward above held-out reward by more than "
@@ -265,7 +265,7 @@ def _nonfinite(record: RunRecord) -> Check:
 
 
 def score_range(record: RunRecord) -> float:
-    """Return the difference between the highest and the lowest score in the run, or 1 if it is unknown or 0."""
+    """Return the difference between the highest and lowest score of the run, or 1 if the difference is unknown or 0."""
     high, low = record.series("critic/score/max"), record.series("critic/score/min")
     if high is None or low is None:
         return 1.0

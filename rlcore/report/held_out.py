@@ -29,7 +29,7 @@ _MEANING: Mapping[str, str] = {
 
 
 def section_of(runs: Runs, draw: Callable[[Iterable[Chart]], Block]) -> Section:
-    """Return the section on held-out problems. `draw`: a function that turns charts into a block."""
+    """Return the section on held-out problems. `draw`: a function that converts charts into a block of the report."""
     (first, *others), lead = runs.values(), ""
     if others:
         results = {label: run.after for label, run in runs.items() if run.after is not None}
@@ -67,7 +67,7 @@ _COMPARED: dict[str, Kind] = {"Metric": "code", "Before": "number", "After": "nu
 
 
 def _rows(results: ValidationPair, paired: Sequence[Comparison]) -> list[Row]:
-    """Return one row for each statistic. Without `paired`, the rows have no differences."""
+    """Return one row for each statistic. If `paired` is missing, the rows have no differences."""
     if paired:
         return [
             (row.statistic, row.first, row.second, row.paired.difference, row.paired.wins, row.paired.losses)
@@ -87,7 +87,7 @@ def _result_table(record: RunRecord) -> Table:
 
 
 def suite_table(record: RunRecord) -> Table | None:
-    """Return a table of every statistic of every suite before and after training, or None without suites."""
+    """Return a table of all statistics of all suites before and after training, or None if there are no suites."""
     rows: list[Row] = []
     for name, results in record.suites.items():
         both = [result for label in ("before", "after") if (result := results.get(label)) is not None]
@@ -124,7 +124,7 @@ def _paired_table(runs: Runs) -> Table:
 
 
 def paired_runs(first: RunRecord, second: RunRecord) -> tuple[tuple[Comparison, ...], str]:
-    """Return the paired statistics of two runs after training, or () and the reason why there are none."""
+    """Return the paired statistics of two runs after training, or () and the reason why they cannot be paired."""
     if first.after is None or second.after is None:
         return (), "no validation after training with its answers"
     try:
@@ -183,7 +183,7 @@ _BARS = 0.76
 
 
 def _solve_rates(results: ValidationPair, figure: "Figure") -> None:
-    """Draw the share of problems by the number of correct samples, with one bar per result."""
+    """Draw the distribution of problems over the number of correct samples, with one bar per result."""
     k = max(result.num_samples for result in results.values())
     axes = figure.subplots()
     colours, width = BEFORE_AND_AFTER if len(results) <= len(BEFORE_AND_AFTER) else CYCLE, _BARS / max(2, len(results))

@@ -30,7 +30,7 @@ def page(template: str, **values: Any) -> str:
 
 
 def responses_page() -> str:
-    """Return the page that shows the responses of a server. Its content security policy permits only its script."""
+    """Return the page that shows a server's recorded responses. The content security policy permits only its script."""
     script = _TEMPLATES.get_template("answers.js.j2").render()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return page("answers.html.j2", script=Markup(script), digest=digest)
@@ -51,7 +51,7 @@ def markdown_of(report: Report) -> str:
 
 
 def escape(text: str) -> str:
-    r"""Escape a text for one line of Markdown, so that nothing in it is markup, HTML or a link.
+    r"""Escape a text for one line of Markdown, so that it contains no markup, HTML or link.
 
     >>> escape("a|b\n<img src=x> ![x](y)")
     'a\\|b ⏎ &lt;img src=x&gt; \\!\\[x\\](y)'

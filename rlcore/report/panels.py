@@ -76,7 +76,7 @@ class Panel:
     flat: str = ""
 
     def draw_run(self, record: RunRecord, figure: "Figure") -> None:
-        """Draw the curves of one run into an empty figure. A line of zeros is omitted if there are other lines."""
+        """Draw the curves of one run into an empty figure. A curve of zeros is omitted if there are others."""
         if self.draw is not None:
             self.draw(record, self, figure)
             return
@@ -183,7 +183,7 @@ def learning_panels(runs: Runs) -> Sequence[Panel]:
 
 
 def charts_of(groups: Groups, panels: Sequence[Panel]) -> list[Chart]:
-    """Return the charts of these panels that apply to the runs."""
+    """Return the charts of the panels that apply to the runs."""
     runs = [run for group in groups.values() for run in group]
     if len(runs) > 1:
         compared = [panel for panel in panels if panel.lines and not panel.held_out and any(map(panel.when, runs))]
@@ -221,7 +221,7 @@ def _compared(groups: Groups, panel: Panel) -> Chart:
 
 
 def _metric(name: str, run: RunRecord) -> Series | None:
-    """Return the moving mean of a metric. Unsmoothed curves of several runs would hide each other."""
+    """Return a metric of a run as a moving mean, because unsmoothed curves of several runs would hide each other."""
     series = run.series(name)
     return series if series is None or len(series) <= FEW_POINTS else thin(smooth(series), MAX_POINTS)
 
@@ -244,11 +244,10 @@ def num_seeds(runs: Sequence[RunRecord]) -> int:
 
 
 class Measure(NamedTuple):
-    """A row of a table, which defines how the series of a metric is summarized and formatted.
+    """A row of a table, which defines how a metric's values over the steps are summarized and formatted.
 
     `note`: a text that replaces the metric's definition. `of_run`: a function for a value that needs more than one
-    metric.
-    """
+    metric."""
 
     label: str
     metric: str
@@ -259,7 +258,7 @@ class Measure(NamedTuple):
     of_run: Callable[[RunRecord], Value] | None = None
 
     def value_of(self, record: RunRecord) -> Value:
-        """Return the value of a run, or None if the run does not have it."""
+        """Return the value of this measure for a run, or None if the run has no value."""
         if self.of_run is not None:
             return self.of_run(record)
         series = record.series(self.metric)
@@ -360,8 +359,8 @@ TABLES: Mapping[str, tuple[str, Sequence[Measure]]] = {
 
 
 def measure_table(name: str, runs: Runs) -> Table:
-    """Return a table with a row for each measure that has a value, and a column for each run. The table of one run also
-    has the definitions."""
+    """Return a table with a row for each measure that has a value, and a column for each run. The table of a single run
+    also has the definitions."""
     title, measures = TABLES[name]
     rows: list[Row] = []
     for measure in measures:

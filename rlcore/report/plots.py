@@ -1,8 +1,7 @@
-"""Colours, series over steps, drawing functions, and the conversion of a chart into SVG for a page.
+"""Colours, series over steps, functions that draw charts, and the conversion of a chart into SVG for a page.
 
 matplotlib is imported inside functions, so that only drawing loads it. A chart is drawn once, in light colours. In a
-page each colour becomes a CSS variable, so that the dark mode changes it.
-"""
+page each colour becomes a CSS variable, so that the dark mode changes it."""
 
 import html
 import io
@@ -101,12 +100,12 @@ def series_of(points: Iterable[tuple[int, float]]) -> Series | None:
 
 
 def window_of(series: Series) -> int:
-    """Return the number of steps that `smooth` averages."""
+    """Return the number of steps that the moving mean in `smooth` covers."""
     return min(len(series), max(3, len(series) // SMOOTHING_SHARE) | 1)  # odd, so that it is centred
 
 
 def smooth(series: Series) -> Series:
-    """Return the centred moving mean. It covers fewer steps at the ends."""
+    """Return the centred moving mean of a series. At both ends, the mean covers fewer steps."""
     return series.rolling(window_of(series) // 2 * 2 + 1, center=True, min_periods=1).mean()
 
 
@@ -115,17 +114,17 @@ def _num_steps(series: Series, share: float) -> int:
 
 
 def first_tenth(series: Series) -> float:
-    """Return the mean over the first tenth of the run, at least one step."""
+    """Return the mean over the first tenth of the run, which is at least one step."""
     return float(series.iloc[: _num_steps(series, 0.1)].mean())
 
 
 def last_tenth(series: Series) -> float:
-    """Return the mean over the last tenth of the run, at least one step."""
+    """Return the mean over the last tenth of the run, which is at least one step."""
     return float(series.iloc[-_num_steps(series, 0.1) :].mean())
 
 
 def last_third(series: Series) -> Series:
-    """Return the last third of the run, at least one step."""
+    """Return the last third of the run, which is at least one step."""
     return series.iloc[-_num_steps(series, 1 / 3) :]
 
 
@@ -135,12 +134,12 @@ def late_mean(series: Series) -> float:
 
 
 def without_first_step(series: Series) -> Series:
-    """Return all steps except the first one, which is a warm-up. A single step is kept."""
+    """Return all steps except the first, which is a warm-up step. A series of one step is returned unchanged."""
     return series.iloc[min(1, len(series) - 1) :]
 
 
 def thin(series: Series, most: int) -> Series:
-    """Reduce a series to at most `most` points. If it is too long, each point is the mean of neighbouring steps."""
+    """Reduce a series to at most `most` points, each of which is the mean of neighbouring steps."""
     if len(series) <= most:
         return series
     stretch = np.arange(len(series)) * most // len(series)
@@ -149,16 +148,16 @@ def thin(series: Series, most: int) -> Series:
 
 
 def totals_at(totals: Series, steps: "pd.Index[int]") -> Series:
-    """Return the running total at each of these steps, or 0 at steps before the first total."""
+    """Return the running total at each of these steps. Before the first known total, it is 0."""
     return totals.reindex(steps, method="ffill").fillna(0.0)
 
 
 def trend_of(series: Series) -> Interval | None:
-    """Return the change of a least-squares line over the last third with a 95% interval. Return None for too few steps.
+    """Return the change of a least-squares line over the last third of the run, with a 95% interval, or None for too
+    few steps.
 
     The interval is Student's t for independent noise around the line. The noise is nearly independent, since each step
-    has other prompts.
-    """
+    has other prompts."""
     part = last_third(series)
     if len(part) < MIN_STEPS:
         return None
@@ -176,7 +175,7 @@ def series_over(series: Series, totals: Series | None) -> Series:
 
 
 def band_of(curves: Sequence[Series]) -> pd.DataFrame:
-    """Return `mean`, `min` and `max` of curves over their common range, interpolated."""
+    """Return `mean`, `min` and `max` over several curves, which are interpolated on their common range."""
     low, high = max(curve.index[0] for curve in curves), min(curve.index[-1] for curve in curves)
     grid = np.linspace(low, max(low, high), GRID_POINTS)
     values = np.array([np.interp(grid, curve.index, curve) for curve in curves])
@@ -197,7 +196,7 @@ class Chart:
 
 
 def gallery_of(charts: Iterable[Chart], folder: Path) -> Gallery:
-    """Draw charts and write them into `folder`. Charts without data, or with 0 everywhere, are only named."""
+    """Draw charts and write them into `folder`. A chart without data, or with 0 everywhere, is only named."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -231,8 +230,7 @@ def _write_chart(chart: Chart, figure: "Figure", folder: Path) -> Picture:
 
 
 def _inline_svg(svg: str, name: str, title: str) -> Markup:
-    """Convert matplotlib's SVG for a page, without prolog and links, with unique ids, and with the page's colours and
-    font."""
+    """Convert matplotlib's SVG for a page: without prolog and links, with unique ids, and with the page's style."""
     body = svg[svg.index("<svg") :]
     body = re.sub(r"\s+xmlns(:\w+)?=\"[^\"]*\"", "", body).replace("xlink:href", "href")
     body = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{name}-", body)
@@ -246,7 +244,7 @@ def _inline_svg(svg: str, name: str, title: str) -> Markup:
 
 
 def plot_series(axes: "Axes", series: Series, colour: str, label: str, *, smoothed: bool = True) -> None:
-    """Plot values and their moving mean. Only the values are plotted if they are few or `smoothed` is false."""
+    """Plot values and their moving mean. If `smoothed` is false or the values are few, plot only the values."""
     points = thin(series, MAX_POINTS)
     few = len(series) <= FEW_POINTS
     if few or not smoothed:

@@ -87,28 +87,28 @@ class RunRecord:
 
     @cached_property
     def tokens(self) -> Series | None:
-        """Return the cumulative number of prompt and response tokens."""
+        """Return the cumulative number of prompt and response tokens at each step."""
         return self._total("perf/total_num_tokens")
 
     @cached_property
     def seconds(self) -> Series | None:
-        """Return the cumulative seconds of training steps, without validations and checkpoints."""
+        """Return the cumulative seconds of the training steps, which exclude validations and checkpoints."""
         return self._total("timing_s/step" if "timing_s/step" in self.metrics else "perf/time_per_step")
 
     @cached_property
     def gpu_seconds(self) -> float | None:
-        """Return the GPU-seconds of all attempts, or None without a GPU."""
+        """Return the GPU-seconds of the run with all its attempts, or None if it used no GPU."""
         return gpu_seconds(self.run_dir / JOURNAL_FILE)
 
     @property
     def reward_gain(self) -> float:
-        """Return the rise of the held-out reward from the first validation to the last, or 0 without validations."""
+        """Return the rise of the held-out reward from the first to the last validation, or 0 if it is unknown."""
         found = self.held_out(self.reward_statistic)
         return found[-1][1].value - found[0][1].value if found else 0.0
 
     @cached_property
     def step_s(self) -> float | None:
-        """Return the mean seconds of a training step. The first step (warm-up) is excluded if there are others."""
+        """Return the mean seconds of a training step. The first step, a warm-up, is left out if there are others."""
         series = self.series("timing_s/step")
         return None if series is None else float(without_first_step(series).mean())
 
@@ -149,12 +149,12 @@ class RunRecord:
 
     @cached_property
     def before(self) -> ValidationResult | None:
-        """Return the validation named `before`, or the validation of step 0 if there is no validation of this name."""
+        """Return the validation named `before`, or the validation of step 0 if none has this name."""
         return self.validations.get("before") or self.validations.get("step-000000")
 
     @cached_property
     def after(self) -> ValidationResult | None:
-        """Return the newest validation after training. At the same step, the validation `after` is preferred."""
+        """Return the newest validation after training. Of several at the same step, prefer the one named `after`."""
         named = self.validations.get("after")
         later = [result for result in self.validations.values() if result.step > 0 and result is not self.before]
         newest = max(later, key=lambda result: result.step, default=named)
@@ -168,8 +168,7 @@ class RunRecord:
 
     @cached_property
     def paired(self) -> tuple[Comparison, ...]:
-        """Return the paired comparison before and after training, or () without two validations on the same
-        problems."""
+        """Return the paired comparison before and after training, or () if no problems were validated both times."""
         try:
             return compare(*self.before_and_after.values()) if len(self.before_and_after) == 2 else ()
         except DataError:
@@ -199,7 +198,7 @@ class RunRecord:
 
     @property
     def reward_statistic(self) -> str:
-        """Return the name of the statistic that serves as the held-out reward."""
+        """Return the name of the statistic that the report uses as the held-out reward."""
         return self.core_statistics[0]
 
     @property
@@ -258,7 +257,7 @@ def _read_journal(file: Path, missing: list[str]) -> JournalContents:
 
 
 def _journal_gaps(file: Path, journal: JournalContents, checkpoints: Sequence[CheckpointInfo]) -> Iterable[str]:
-    """Yield a sentence for missing steps, and for each difference between the journal and the newest checkpoint."""
+    """Yield a sentence for missing steps, and one for each difference between the journal and the newest checkpoint."""
     refused = {
         str(event.data.get("path")): datetime.fromtimestamp(event.time, UTC).isoformat("T", "microseconds")
         for event in journal.events
@@ -294,7 +293,7 @@ def _read_validations(folder: Path, missing: list[str]) -> dict[str, ValidationR
 
 @lru_cache(maxsize=MAX_CACHED_VALIDATIONS)
 def _read_validation(file: Path, changed_ns: int, size: int) -> ValidationResult:
-    """Read and cache a validation with its intervals. Computing them takes 0.1 s."""
+    """Read a validation and compute its intervals. The result is cached, because the computation takes 0.1 s."""
     result = ValidationResult.read(file)
     result.metrics()
     return result

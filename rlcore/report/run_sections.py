@@ -29,7 +29,7 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
 
 
 def defaults_of(config: RunConfig) -> dict[str, Any]:
-    """Return the default of each possible key, for the run's task and with optional sections enabled."""
+    """Return the default of each possible key for the run's task. Optional sections are included."""
     plain = RunConfig().model_dump(mode="json")
     found = leaves({**plain, "data": type(config.data)().model_dump(mode="json")})
     found["data.task"] = plain["data"]["task"]
@@ -53,7 +53,7 @@ def settings_table(config: RunConfig) -> Table:
 
 @cache
 def describe_setting(key: str) -> str:
-    """Return the first clause of a setting's documentation. It ends at a period, semicolon or colon.
+    """Return the first clause of a setting's documentation, up to a period, semicolon or colon.
 
     A colon after a single word, such as the name of a choice, does not end it. A name in a free mapping (`tags.owner`)
     has the documentation of the mapping.
@@ -75,7 +75,7 @@ def _cell(value: JsonValue) -> Cell:
 
 
 def origin(record: RunRecord) -> Iterator[Block]:
-    """Yield the command that started a run, and tables of its stages, its code and its packages."""
+    """Yield the command that started a run, and tables of its stages and of its code and packages."""
     found = record.lineage
     if found.command:
         yield Prose("Started with:")
@@ -146,7 +146,7 @@ time."""
 
 
 def phase_seconds(record: RunRecord) -> pd.DataFrame:
-    """Return the seconds of each phase (columns) at each step. The column `other` is the rest of the step."""
+    """Return a table with the seconds of each phase (columns) at each step (rows). `other` is the rest of the step."""
     whole = record.series("timing_s/step")
     if whole is None:
         return pd.DataFrame()
@@ -157,8 +157,8 @@ def phase_seconds(record: RunRecord) -> pd.DataFrame:
 
 
 def mean_phases(record: RunRecord) -> dict[str, float]:
-    """Return the mean seconds of each phase, without the first step if there are others. All phases add up to the mean
-    step."""
+    """Return the mean seconds of each phase, which add up to the mean step. The first step is left out if there are
+    others."""
     found = phase_seconds(record)
     means = found.iloc[min(1, len(found) - 1) :].mean()
     return {str(name): float(seconds) for name, seconds in means.items()}

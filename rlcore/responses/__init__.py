@@ -1,1 +1,1 @@
-"""The stored responses of a run: storage, search, audit and rescoring."""
+"""The stored responses of a run, with functions that store, search and audit them."""

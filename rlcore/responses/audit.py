@@ -16,7 +16,7 @@ _MAX_EXAMPLES = 3
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A problem with some of its stored responses, best first."""
+    """A problem with some of its stored responses, sorted from the best to the worst."""
 
     prompt: str
     ground_truth_json: str
@@ -61,7 +61,7 @@ _ZERO_SCORE_KINDS = (EMPTY, JUNK)
 
 
 def audit_reward(cases: Sequence[Case], pool: ScoringPool) -> tuple[AuditFinding, ...]:
-    """Score worthless responses to each problem, and return the kinds of responses that the scorer rewards.
+    """Score several kinds of worthless responses to each problem, and return the kinds that the scorer rewards.
 
     The kinds are empty text, junk, a copy of the prompt, an answer form without content, and responses to another
     problem. Empty text and junk are rewarded if they score above 0. The other kinds are rewarded from `HALF_MARKS` on.
@@ -87,7 +87,7 @@ def _is_rewarded(trial: Trial) -> bool:
 
 
 def cases_of(folder: Path, num_cases: int) -> list[Case]:
-    """Return the problems with the highest-scored stored responses. Raises DataError if no response is stored."""
+    """Return the problems whose stored responses have the highest scores. Raises DataError if no response is stored."""
     found = find_responses(folder, Query(sort="-score"))
     problems = found.light.select(["data_source", "prompt_id"]).to_pandas().groupby(
         ["data_source", "prompt_id"], sort=False, dropna=False

@@ -103,7 +103,7 @@ to_finite_json = partial(to_jsonable_python, inf_nan_mode="null")
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The selected responses in sorted order. `light`: the light columns, and each row's file number and row index."""
+    """The responses that match a search, sorted. `light`: the light columns with each row's file and row number."""
 
     parts: tuple[Path, ...]
     light: pa.Table
@@ -113,8 +113,8 @@ class SearchResult:
         return int(self.light.num_rows)
 
     def rows(self, numbers: Sequence[int], columns: Sequence[str] = READABLE) -> list[dict[str, Any]]:
-        """Return the `columns` of the responses at the indices `numbers`. Each row has a `key` for `read_response`.
-        Raises DataError if a part cannot be read.
+        """Return the `columns` of the responses at the indices `numbers`. The `key` in each row is for `read_response`.
+        Raises DataError if a file cannot be read.
         """
         chosen = self.light.take(pa.array(numbers, pa.int64()))
         parts, places = chosen["part"].to_numpy(), chosen["place"].to_numpy()
@@ -131,7 +131,7 @@ class SearchResult:
 
 
 def find_responses(folder: Path, query: Query) -> SearchResult:
-    """Search the responses that a run has stored so far. Raises DataError if a part cannot be read."""
+    """Search the responses that a run has stored so far. Raises DataError if a file cannot be read."""
     known = {}
     for path in parts_of(folder):
         with suppress(FileNotFoundError):  # a running trainer removes its oldest parts
@@ -168,7 +168,7 @@ def find_responses(folder: Path, query: Query) -> SearchResult:
 
 
 def count_responses(folder: Path) -> int:
-    """Return the number of stored responses of a run. Raises DataError if it is zero or a part cannot be read."""
+    """Return the number of stored responses of a run. Raises DataError if there are none or a file is unreadable."""
     if not (total := len(find_responses(folder, Query()))):
         raise DataError(
             f"{folder}: run {folder.parent.name} has no stored responses, either not yet or because of its settings "
@@ -178,7 +178,7 @@ def count_responses(folder: Path) -> int:
 
 
 def read_response(folder: Path, key: str) -> dict[str, Any]:
-    """Return all columns of a response by its key. Raises DataError if the response or its part cannot be read."""
+    """Return all columns of a response by its key. Raises DataError if the response or its file cannot be read."""
     name, _, place = key.rpartition(":")
     path = next((path for path in parts_of(folder) if path.name == name), None)
     if path is not None and place.isdecimal() and len(place) <= MAX_DIGITS and int(place) < _count_rows(path):
@@ -192,14 +192,14 @@ def _missing_response(key: str) -> DataError:
 
 @dataclass(frozen=True, slots=True)
 class PromptResponses:
-    """All responses to a prompt in one step or validation. `visits`: the mean scores in all steps and validations."""
+    """All responses to one prompt in one step or validation. `visits`: the prompt's mean scores over the run."""
 
     answers: list[dict[str, Any]]
     visits: list[dict[str, Any]]
 
 
 def responses_to_same_prompt(folder: Path, key: str) -> PromptResponses:
-    """Return the responses to the prompt of response `key`. Raises DataError if a response or part cannot be read."""
+    """Return the responses to the prompt of response `key`. Raises DataError if a response or file cannot be read."""
     chosen = read_response(folder, key)
     found = find_responses(folder, Query(prompt=chosen["prompt_id"]))
     rows = found.rows(range(len(found)), LIGHT.names)
@@ -238,7 +238,7 @@ def _read_light(parts: tuple[tuple[Path, int, int], ...]) -> pa.Table:
 
 
 def _changes(light: pa.Table) -> pa.Array:
-    """Return the column `change` (see `SORTS`). It is null for prompts without a scored validation."""
+    """Return the column `change` (see `SORTS`). The value is null for prompts without a scored validation."""
     if not light.num_rows:
         return pa.nulls(0, pa.float64())
     frame = light.select([*_PROMPT, "step", "validation", "greedy", "score"]).to_pandas()
@@ -249,7 +249,7 @@ def _changes(light: pa.Table) -> pa.Array:
 
 
 def _match_text(path: Path, places: np.ndarray, text: str, columns: list[str]) -> np.ndarray:
-    """Return for each row in `places` whether a column contains the text. No file is read if `places` is empty."""
+    """Return for each row index in `places` whether a column contains the text. Without indices, no file is read."""
     if not len(places):
         return np.zeros(0, dtype=bool)
     table = _read(path, columns)
@@ -258,7 +258,7 @@ def _match_text(path: Path, places: np.ndarray, text: str, columns: list[str]) -
 
 
 def _read_rows(path: Path, places: np.ndarray, columns: list[str]) -> list[dict[str, Any]]:
-    """Read columns of these rows of a part. Only the row groups of the rows are read."""
+    """Read columns of these rows from a file of responses. Only the row groups that contain the rows are read."""
     groups, at = np.unique(places // ROWS_PER_GROUP, return_inverse=True)
     table = _read(path, columns, groups.tolist())
     sizes = np.minimum(ROWS_PER_GROUP, _count_rows(path) - groups * ROWS_PER_GROUP)
@@ -292,7 +292,7 @@ def _translate_errors(path: Path) -> Iterator[None]:
 
 
 def load_decoder(run_json: Path) -> Decode | None:
-    """Return the decoder of the tokenizer in a run's record, or None if no `tokenizer.json` can be found there."""
+    """Return the decoder of the tokenizer that the run's record names, or None if its `tokenizer.json` is missing."""
     try:
         stages = json.loads(run_json.read_text(encoding="utf-8"))["stages"]
         file = Path(next(stage["path"] for stage in stages if stage["name"] == "tokenizer")) / "tokenizer.json"

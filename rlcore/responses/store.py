@@ -1,11 +1,10 @@
-"""The responses of a run as parquet parts in one folder.
+"""The responses of a run as parquet files (parts) in one folder.
 
 `train-000001-000020.parquet` contains the responses of training steps 1 to 20. `validation-step-000020.parquet`
 contains the responses of one validation.
 
 A training part is written before the checkpoint of its last step is published. A resume deletes the parts of later
-steps, so each response is stored once. Parts are written atomically. No torch is needed.
-"""
+steps, so each response is stored once. Parts are written atomically. No torch is needed."""
 
 import re
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -76,20 +75,19 @@ _HEAVY = [name for name in TOKENS.names if name not in ("token_ids", "is_sampled
 
 
 def parts_of(folder: Path) -> list[Path]:
-    """Return the parts of a run, training parts first, sorted by step."""
+    """Return the files with a run's stored responses: training files first, sorted by step."""
     return sorted(files_of(folder, "*.parquet"))
 
 
 def training_parts(folder: Path) -> list[Path]:
-    """Return the training parts, sorted by step."""
+    """Return the files with training responses, sorted by step."""
     return [path for path in parts_of(folder) if path.name.startswith("train-")]
 
 
 def write_part(path: Path, table: pa.Table) -> None:
-    """Write one part atomically. No partial file remains after an error.
+    """Write one file of responses atomically. No partial file remains after an error.
 
-    Raises DiskSpaceError if the disk is full, and UnwritableError if the folder cannot be written.
-    """
+    Raises DiskSpaceError if the disk is full, and UnwritableError if the folder cannot be written."""
     # dictionaries for repeated values, byte-stream split for log-probabilities
     plain = [f"{name}.list.element" for name in _HEAVY]
     repeats = [name for name in SCHEMA.names if name not in _HEAVY and name not in ("answer", "parts", "token_ids")]
@@ -126,15 +124,15 @@ class ResponseWriter:
             self.start_part()
 
     def start_part(self) -> None:
-        """Wait for the previous part, and start to write the responses collected since then. Raises DiskSpaceError if
-        the disk has no room for the previous part. After this error, a new call tries again."""
+        """Wait until the previous file is written, and start to write the responses collected since then. Raises
+        DiskSpaceError if the disk has no room for the previous file. After this error, a new call tries again."""
         self.wait()
         if self._tables:
             self._part, self._tables = pa.concat_tables(self._tables), []
             self._written = self._thread.submit(self._write, self._part)
 
     def wait(self) -> None:
-        """Wait until the current part is written. Raises DiskSpaceError if the disk is full. A new call tries again."""
+        """Wait until the current file is written. Raises DiskSpaceError if the disk is full. A new call tries again."""
         if self._part is None:
             return
         written, self._written = self._written, None
@@ -150,7 +148,7 @@ class ResponseWriter:
             write_part(self._folder / f"validation-{name}.parquet", table)
 
     def truncate(self, step: int) -> None:
-        """Discard the responses after this step, in memory and on disk."""
+        """Discard all responses of steps after this one, in memory and on disk."""
         self._tables = []
         if self._written is not None:
             self._written.exception()
@@ -171,7 +169,7 @@ class ResponseWriter:
         self._delete_oldest()
 
     def _delete_oldest(self) -> None:
-        """Delete old training parts until all parts fit into `answers.max_gb`. The newest training part is kept."""
+        """Delete old training files until all files fit into `answers.max_gb`. The newest training file is kept."""
         sizes = {path: path.stat().st_size for path in parts_of(self._folder)}
         too_many = sum(sizes.values()) - self._settings.max_gb * BYTES_PER_GB
         for path in training_parts(self._folder)[:-1]:
@@ -187,7 +185,7 @@ def _training_name(table: pa.Table) -> str:
 
 
 def steps_of(path: Path) -> tuple[int, int]:
-    """Return the first and last step of a part, or (-1, -1) for a validation that was requested separately."""
+    """Return the first and last step of a response file. A validation that a command requested has (-1, -1)."""
     found = _PART.fullmatch(path.name)
     if found is None:
         return -1, -1

@@ -29,7 +29,7 @@ def response_table(
     batch: TrainBatch | None = None,
     policy_logprobs: Float[Tensor, "T"] | None = None,
 ) -> pa.Table:
-    """Return a table with one row for each of the N responses of a training step or validation.
+    """Return a table with a row for each of the N responses of a training step or validation.
 
     `greedy`: whether a validation took the most likely tokens. `batch`: the training batch of the step, or None for a
     validation. `policy_logprobs`: the trainer's log-probabilities before the update in the layout of `batch`, or None.
@@ -103,13 +103,13 @@ class _Tokens:
         self.is_sampled = _concatenate(whole, np.bool_)
 
     def packed_indices(self, cu_seqlens: np.ndarray) -> np.ndarray:
-        """Return Int[R]: the positions in a packed batch that predict the response tokens."""
+        """Return the positions in a packed batch at which the response tokens are predicted, Int[R]."""
         prompts = np.array([len(rollout.prompt.token_ids) for rollout in self.rollouts], dtype=np.int64)
         first = cu_seqlens[:-1] + prompts - 1  # the position that predicts the first response token
         return np.repeat(first - self.starts, self.lengths) + np.arange(self.lengths.sum())
 
     def reduce(self, values: np.ndarray, function: np.ufunc = np.add) -> np.ndarray:
-        """Reduce the values of all tokens to one value per response. The value of an empty response is 0."""
+        """Reduce the token values of each response to one value. An empty response has the value 0."""
         found = np.zeros(len(self.lengths), dtype=np.float64)
         full = self.lengths > 0
         if full.any():
@@ -117,7 +117,7 @@ class _Tokens:
         return found
 
     def column(self, values: np.ndarray, present: np.ndarray | None = None) -> pa.Array:
-        """Return one list per response, or null where `present` is False."""
+        """Return the token values as one list per response. A response where `present` is False gets null."""
         if present is None:
             offsets = np.concatenate([np.zeros(1, dtype=np.int32), self.ends.astype(np.int32)])
             return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))

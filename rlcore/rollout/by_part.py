@@ -20,7 +20,7 @@ def with_scorer(ground_truth_json: str, scorer: str) -> str:
 
 
 def without_scorer(ground_truth_json: str) -> str:
-    """Return a ground truth without the scorer's name. This is the inverse of `with_scorer`.
+    """Remove the scorer's name from a ground truth. This is the inverse of `with_scorer`.
 
     >>> without_scorer('{"answer": "3", "scorer": "data.gsm8k:score"}')
     '{"answer": "3"}'
@@ -33,7 +33,7 @@ def _rest(ground_truth: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score | float:
-    """Score with the scorer that the ground truth names. That scorer receives the ground truth without the name."""
+    """Score a response with the scorer that the ground truth names. This name is not passed to the scorer."""
     if SCORER_KEY not in ground_truth:
         raise ValueError("data.scorer: must be set, since none is known for the row's data_source")
     return _scorer(str(ground_truth[SCORER_KEY]))(response, _rest(ground_truth))

@@ -27,8 +27,7 @@ class SamplingRequest(FastPickle):
 
     All randomness of the response comes from `seed`. Other requests and the rank have no effect. `max_tokens`: a limit
     below the run's limit, or 0 for none. `environment_seed`: the seed of an environment, equal for all responses to a
-    prompt. `group`: the number of the prompt in the step if the tail cut may end the response, otherwise -1.
-    """
+    prompt. `group`: the number of the prompt in the step if the tail cut may end the response, otherwise -1."""
 
     prompt: Prompt
     sample_index: int
@@ -172,7 +171,8 @@ class RolloutEngine(Protocol):
         ...
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> WeightSyncResult:
-        """Load all weights and check the copies for differences. `weights`: full tensors, named as in transformers."""
+        """Load all weights, and compare the copies with the sent weights. `weights`: full tensors, named as in
+        transformers."""
         ...
 
     def sleep(self) -> None:
@@ -204,7 +204,7 @@ class NoEngine(RolloutEngine):
         raise EngineError("rollout.engine: is none, so these workers generate no responses")
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> WeightSyncResult:
-        """Take part in gathering the weights from all ranks, and discard the weights."""
+        """Take part in gathering the weights from all ranks, but do not use them."""
         self.policy_version = version
         for _ in weights:
             pass
@@ -214,8 +214,8 @@ class NoEngine(RolloutEngine):
 def require_all_weights(
     weights: Iterable[tuple[str, Tensor]], expected: Collection[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a sync and check their names, because a missing tensor would stay outdated in the engine.
-    Raises EngineError if a name is unknown or a tensor is missing."""
+    """Yield the weights of a sync and check their names. A missing tensor would stay outdated in the engine. Raises
+    EngineError if a name is unknown or a tensor is missing."""
     missing = set(expected)
     for name, tensor in weights:
         if name not in expected:
@@ -227,5 +227,5 @@ def require_all_weights(
 
 
 def engine_dtype(config: RunConfig, computing: torch.dtype) -> torch.dtype:
-    """Return the number type of `rollout.dtype`. For `auto`, this is the number type `computing` of the trainer."""
+    """Return the number type that `rollout.dtype` names. For `auto`, this is the trainer's number type, `computing`."""
     return {"auto": computing, "float32": torch.float32, "bfloat16": torch.bfloat16}[config.rollout.dtype]

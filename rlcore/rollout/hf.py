@@ -38,7 +38,7 @@ COMPACT_BELOW = 0.75
 
 @dataclass(slots=True)
 class _Response:
-    """A response of at most `limit` tokens. The tail cut ends it at `cut_at` tokens."""
+    """An unfinished response. It ends at `limit` tokens, or at `cut_at` tokens if the tail cut ends it earlier."""
 
     limit: int
     cut_at: int
@@ -95,7 +95,7 @@ class HfEngine(RolloutEngine):
             start += len(batch)
 
     def _reduce_batch_size(self, number: int, refused: OutOfMemory) -> None:
-        """Halve the batch size. The responses do not change, since each has its own seed."""
+        """Halve the batch size. Each response has a separate seed, so the responses do not change."""
         if number == 1:
             raise DeviceMemoryError(
                 f"generation ran out of memory with a single response ({refused.message}). Shorten "
@@ -178,7 +178,7 @@ class HfEngine(RolloutEngine):
 
 
 def _agree(cut: TailCut, requests: Sequence[SamplingRequest], answers: Sequence[_Response]) -> None:
-    """Exchange the lengths of finished responses with the other ranks, and end further responses at the bound."""
+    """Exchange the lengths of finished responses with the other ranks, and end unfinished ones at the common bound."""
     for request, answer in zip(requests, answers, strict=True):
         if answer.is_finished:
             cut.end(request.group, request.sample_index, len(answer.token_ids))
@@ -191,8 +191,7 @@ def _agree(cut: TailCut, requests: Sequence[SamplingRequest], answers: Sequence[
 def sample(
     logits: Float[Tensor, "B V"], uniforms: Float[Tensor, "B"], sampling: SamplingConfig
 ) -> tuple[Int[Tensor, "B"], Float[Tensor, "B"]]:
-    """Draw a token for each row by inverting the row's distribution function. Return the tokens and their
-    log-probabilities.
+    """Draw a token for each row by inverting the distribution function. Return the tokens and their log-probabilities.
 
     Temperature 0 takes the most likely token. The log-probability comes from the tempered distribution before top-p, as
     in the trainer.
@@ -221,5 +220,5 @@ def _left_padded(prompts: Sequence[tuple[int, ...]]) -> tuple[Int[Tensor, "P L"]
 
 
 def _uniforms(requests: Sequence[SamplingRequest], count: int) -> np.ndarray:
-    """Return Float64[B, count] in [0, 1). Row i depends only on the seed of request i."""
+    """Return uniform random numbers in [0, 1), Float64[B, count]. Row i depends only on the seed of request i."""
     return np.stack([np.random.Generator(np.random.Philox(request.seed)).random(count) for request in requests])

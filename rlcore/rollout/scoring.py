@@ -65,8 +65,8 @@ class ScoringJob:
 
 @dataclass(slots=True)
 class PendingResponse:
-    """A response to be scored. `index`: the position in the job. `num_deaths`: the number of processes that died on
-    it."""
+    """A response that waits for its score. `index`: its position in the job. `num_deaths`: the processes that died
+    while scoring it."""
 
     job: ScoringJob
     index: int
@@ -76,7 +76,7 @@ class PendingResponse:
 
 
 class ScoringProcess:
-    """A scoring process and the responses that it has not scored yet. The deadline applies to the first response."""
+    """A scoring process and the responses that it still has to score. The deadline applies to the first of them."""
 
     def __init__(self, scorer: str, config: RewardConfig, *, first_call: bool) -> None:
         ours, theirs = socket.socketpair()
@@ -115,7 +115,7 @@ class ScoringProcess:
 
     @property
     def is_stopped(self) -> bool:
-        """Return whether a signal such as SIGSTOP has stopped the process. Its response is then not overdue."""
+        """Return whether a signal such as SIGSTOP has stopped the process. A stopped process exceeds no deadline."""
         try:
             return bool(psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED)
         except psutil.Error:
@@ -174,12 +174,12 @@ def _require(resolve: Callable[[str], R], name: str, rule: str) -> R:
 
 
 class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
-    """A pool that scores responses with `scorer`, a function named `module:function` (see `rlcore.score.Scorer`).
+    """A pool of processes that score responses with `scorer`, a function named `module:function`.
 
-    If `num_processes` is 0, this process scores without a deadline, which suits trusted scorers. `section`: the section
-    of the settings that messages name. `num_logged`: the maximum number of failures that are logged, separately for
-    errors and timeouts. Raises ConfigError if the scorer does not exist.
-    """
+    `scorer` is described in `rlcore.score.Scorer`. If `num_processes` is 0, this process scores without a deadline,
+    which suits trusted scorers. `section`: the section of the settings that messages name. `num_logged`: the maximum
+    number of failures that are logged, separately for errors and timeouts. Raises ConfigError if the scorer does not
+    exist."""
 
     def __init__(
         self, scorer: str, config: RewardConfig, *, section: str = "reward", num_logged: int = _MAX_LOGGED
@@ -217,11 +217,11 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
 
     @property
     def unscored(self) -> tuple[int, str]:
-        """Return the number of responses without a score, and the last failure."""
+        """Return how many responses have no score so far, and the reason of the last failure."""
         return self.errors + self.timeouts, self._last_failure
 
     def score(self, responses: Sequence[str], ground_truths_json: Sequence[str]) -> list[Score]:
-        """Return one score for each response, in order."""
+        """Return the scores of the responses, in order."""
         return self.collect(self.submit(responses, ground_truths_json))
 
     def submit(self, responses: Sequence[str], ground_truths_json: Sequence[str]) -> ScoringJob:
@@ -250,7 +250,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
 
     @contextlib.contextmanager
     def without_counting(self) -> Iterator[None]:
-        """Exclude failures inside the `with` block from the counts. No other thread may use the pool meanwhile."""
+        """Leave failures inside the `with` block out of the counts. Other threads must not use the pool meanwhile."""
         before = self.errors, self.timeouts, self._last_failure
         try:
             yield
@@ -375,12 +375,11 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         self._remove(worker, "it took too long")
 
     def _replace_ended(self, worker: ScoringProcess, why: str) -> None:
-        """Replace a process that has ended.
+        """Start a new process in place of one that has ended, and give it the responses of the old one.
 
-        The response of the process is retried once, since the process may have been killed. If the second process ends
-        after its first call, the response counts as an error. If the second process ends during its first call, first
-        calls are disabled, and the response is retried.
-        """
+        The first response is retried once, since the process may have been killed. If the second process ends after its
+        first call, the response counts as an error. If the second process ends during its first call, first calls are
+        disabled, and the response is retried."""
         if worker.responses:
             answer = worker.responses[0]
             answer.num_deaths += 1

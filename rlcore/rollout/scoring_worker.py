@@ -36,8 +36,8 @@ SCORER_KEY = "scorer"
 
 
 def resolve_scorer(name: str) -> Scorer:
-    """Return the function named `module:function`. Raises ImportError, AttributeError or ValueError if there is
-    none."""
+    """Return the function named `module:function`. Raises ImportError, AttributeError or ValueError if it does not
+    exist."""
     found: Any = resolve_name(name)
     if not callable(found):
         raise ValueError(f"{name} is {type(found).__name__}, not a function")
@@ -84,7 +84,7 @@ def score_one(
 
 
 def weights_problem(failure: str | None) -> str:
-    """Return the message about `reward.weights` in a failure, or '' if the failure has another reason.
+    """Return the part of a failure's message that concerns `reward.weights`, or '' if the failure has another reason.
 
     >>> weights_problem(f"ValueError: {WEIGHTS_PROBLEM}foo. Use correct, total")
     'reward.weights: must name parts of the score, got foo. Use correct, total'
@@ -94,7 +94,7 @@ def weights_problem(failure: str | None) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """Return an exception in one line. Control characters are escaped, since the exception may quote model output."""
+    """Describe an exception in one line. Control characters are escaped, since the message may quote model output."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in f"{type(error).__name__}: {error}"[:500])
 
 

@@ -28,7 +28,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool call of the model. `problem`: the reason why the form of the call is wrong, or ''."""
+    """A tool call that the model wrote. `problem`: the reason why the call is malformed, or ''."""
 
     name: str
     arguments: Mapping[str, Any]

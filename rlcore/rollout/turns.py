@@ -18,8 +18,8 @@ _RESPONSES, _REPLIES = ("MillraceFirst", "MillraceSecond"), ("MillraceOne", "Mil
 
 
 class TurnTokens:
-    """The token ids of environment messages, from a chat template if `chat` is true, otherwise from plain text. Raises
-    ConfigError if the template cannot render later turns, or drops or changes earlier turns."""
+    """The token ids of an environment's messages. They come from the chat template if `chat` is true, otherwise from
+    plain text. Raises ConfigError if the template cannot render later turns, or drops or changes earlier turns."""
 
     def __init__(
         self,
@@ -55,10 +55,9 @@ class TurnTokens:
         self._head = len(start)
 
     def reply_tokens(self, last_token: int, reply: str) -> tuple[str, list[int]]:
-        """Return the truncated reply, and the token ids between `last_token` and the model's next text.
+        """Return the truncated reply, and the ids of all tokens between `last_token` and the model's next text.
 
-        If `last_token` already ends the model's turn, the ids do not repeat this end.
-        """
+        If `last_token` already ends the model's turn, the ids do not repeat this end."""
         reply = self._truncate(reply)
         if not self._chat:
             return reply, self._ids(reply)
@@ -67,9 +66,9 @@ class TurnTokens:
         return reply, ids[1:] if ids[:1] == [last_token] else ids
 
     def first_message_tokens(self, prompt: Sequence[int], message: str) -> tuple[str, tuple[int, ...], list[int]]:
-        """Return the truncated first message, the shortened prompt, and the token ids that follow this prompt. The
-        start of the model's turn moves from the prompt to the end of these ids. Raises ConfigError if the prompt does
-        not end with the template's start of a turn."""
+        """Return the truncated first message, the shortened prompt, and the token ids after this prompt. The start of
+        the model's turn moves from the prompt to the end of these ids. Raises ConfigError if the prompt does not end
+        with the template's start of a turn."""
         message = self._truncate(message)
         if not self._chat:
             return message, tuple(prompt), self._ids(message)

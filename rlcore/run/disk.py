@@ -106,7 +106,7 @@ def disk_needs(
     steps_left: int,
     has_initial_policy: bool,
 ) -> tuple[DiskNeed, ...]:
-    """Return the disk space that the run's large outputs will need, such as weights, checkpoints and stored responses.
+    """Return the disk space for the run's large future outputs, such as weights, checkpoints and stored responses.
 
     `checkpoint.reserve_gb` covers the journal and validations. `checkpoints_bytes`: the growth of the checkpoints.
     """

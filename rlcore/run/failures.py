@@ -45,7 +45,7 @@ _FAILURE = TypeAdapter(Failure)
 
 
 def as_known_error(error: Exception, phase: str) -> Exception:
-    """Return a `MillraceError` for a library's out-of-memory error. Return any other error unchanged."""
+    """Convert an out-of-memory error of a library to a `MillraceError`. Return any other error unchanged."""
     if isinstance(error, RankMemoryError):
         return error
     if isinstance(error, DeviceMemoryError) and _is_host_memory(str(error)):

@@ -24,8 +24,7 @@ METRICS = ("sft/loss", "sft/accuracy", HELD_OUT_LOSS, "sft/held_out_accuracy", R
 SHOWN = ("reward", "held_out_loss")
 """The metrics in the display line of a warm start."""
 REFERENCE = "reference"
-"""The folder inside the folder of the warm start with the log-probabilities of preference pairs under the model before the
-stage."""
+"""The folder inside a warm start's folder that has the log-probabilities of preference pairs under its first model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ class InitialPolicy:
 
     @classmethod
     def of(cls, directory: Path, manifest: Manifest | None, *, cached: bool) -> "InitialPolicy":
-        """Return the initial policy with the metrics in its manifest. A model without a manifest has no metrics."""
+        """Return the initial policy with the metrics from its manifest, or without metrics if it has no manifest."""
         values = {} if manifest is None else manifest.values
         names = [name.partition("/")[2] for name in METRICS]
         found = {name: float(values[name]) for name in names if isinstance(values.get(name), int | float)}
@@ -88,14 +87,14 @@ def _temporary_folders(stage: RunLayout) -> tuple[Path, ...]:
 
 
 def stage_layout(config: RunConfig, filtered_directory: Path) -> RunLayout:
-    """Return the layout of the warm start. Runs with equal settings share its folder."""
+    """Return the layout of the warm start's folder, which runs with equal settings share."""
     root = Path(config.paths.root).resolve()
     name = planned_initial_policy(config, filtered_directory).name
     return RunLayout(root, root / "warm-starts" / f"warm-start-{name}")
 
 
 def stage_settings(config: RunConfig, num_demonstrations: int | None = None) -> RunConfig:
-    """Return the settings of the warm start. All other settings have their defaults, so that runs share the warm start.
+    """Return the settings of the warm start. Settings of other stages have their defaults, so that runs can share it.
 
     Warm starts with different settings have different folders (see `initial_policy_fingerprint`). Only settings that
     may change on a resume can differ within a folder.

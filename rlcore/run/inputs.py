@@ -54,14 +54,14 @@ class RunInputs:
 
     @property
     def folders(self) -> dict[str, Path]:
-        """The folders that are not None. The keys are the stage names in the run's record."""
+        """The folders of these inputs that are not None, by the names of their stages in the run's record."""
         named = {"dataset": self.dataset_directory, "filtered": self.filtered_directory}
         named |= {"tokenizer": self.tokenizer_directory, "demonstrations": self.demonstrations_directory}
         named |= {f"{_SUITE}{name}": path for name, path in self.suites.items()}
         return {name: path for name, path in named.items() if path is not None}
 
     def write(self, config: RunConfig, layout: RunLayout) -> None:
-        """Write the settings and these inputs to the run's record, from which a session can start."""
+        """Write the settings and these inputs to the run's record, so that a trainer session can read them."""
         Origin(config, stages=tuple(stage_of(*each) for each in self.folders.items())).write(layout.run_dir)
 
     @classmethod
@@ -100,7 +100,7 @@ class RunInputs:
 
     @property
     def parts(self) -> tuple[Path, ...]:
-        """The folders of filtered rows, one for each data source of a mixture, in the order of the mixture."""
+        """The folders of filtered rows: one for each data source of a mixture, in the order of the settings."""
         return part_directories(self.filtered_directory)
 
     @property
@@ -115,10 +115,9 @@ class RunInputs:
 
 
 def suite_fingerprint(config: RunConfig, suite: SuiteConfig, filtered_directory: Path) -> str:
-    """Return a fingerprint of everything besides the weights that affects a suite's metrics.
+    """Return a fingerprint of everything that determines a suite's metrics, except the weights.
 
-    It covers rows, sampling and scoring.
-    """
+    It covers rows, sampling and scoring."""
     settings = suite_settings(config, suite)
     functions = [name for name in (*scorers_of(suite.data), suite.data.environment, *settings.episode.tools) if name]
     payload = {
@@ -154,7 +153,7 @@ def _scoring_payload(config: RunConfig) -> dict[str, object]:
 
 
 def code_payload(function: str) -> dict[str, object]:
-    """Return the name of a `module:function` and the digests of its source files."""
+    """Return the name of a `module:function` and the digests of its source files, as an input of a fingerprint."""
     return {"name": function, "code": {source.name: source.sha256 for source in code_for(function)}}
 
 
@@ -162,7 +161,7 @@ def code_payload(function: str) -> dict[str, object]:
 
 
 def configured_model(config: RunConfig) -> Path:
-    """Return the folder of `model.path`, which must be set. For SmolLM2, return the folder of the converted model."""
+    """Return the folder of `model.path`, which must be set. For SmolLM2, it is the folder of the converted model."""
     assert config.model.path is not None
     if config.model.path != SMOLLM2:
         return Path(config.model.path)
@@ -251,10 +250,9 @@ def ensure_tokenizer(config: RunConfig) -> Path:
 
 
 def initial_policy_fingerprint(config: RunConfig, filtered_directory: Path) -> str:
-    """Return the fingerprint of the initial policy, which covers its shape, the seed, the warm start and its data.
+    """Return the fingerprint of the initial policy, which covers its shape, the seed, and the warm start with its data.
 
-    If a sampled reward can end the warm start, the fingerprint also covers sampling and scoring.
-    """
+    If a sampled reward can end the warm start, the fingerprint also covers sampling and scoring."""
     path = config.model.path
     if path == SMOLLM2:
         path = configured_model(config).name
@@ -296,7 +294,7 @@ def find_initial_policy(config: RunConfig, filtered_directory: Path) -> Manifest
 
 
 def has_configured_model(config: RunConfig) -> bool:
-    """Return whether training starts directly from the files at `model.path`, without a warm start or a conversion."""
+    """Return whether training uses the files at `model.path` directly, without a warm start or a conversion."""
     return config.model.path not in (None, SMOLLM2) and not config.warm_start.enabled
 
 
@@ -313,7 +311,7 @@ def require_whole_model(key: str, path: str | None) -> Manifest | None:
 
 
 def model_paths(config: RunConfig) -> dict[str, str | None]:
-    """Return the paths or hub ids of the models in the settings, by settings key. A value is None if it is not set."""
+    """Return the path or hub id of each model in the settings, by settings key. A value is None if it is not set."""
     critic, teacher = config.critic, config.algo.teacher
     others = teacher.by_source if teacher else {}
     return {

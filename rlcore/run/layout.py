@@ -13,7 +13,7 @@ FILE_SUFFIXES = frozenset({".json", ".jsonl", ".yaml", ".diff", ".lock", ".id"})
 
 
 class _PathInRun:
-    """A descriptor that returns a path in the folder of a run."""
+    """A descriptor whose value is a path in the folder of the run."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -59,7 +59,7 @@ class RunLayout:
         return cls(Path(config.paths.root).resolve(), run_directory(config).resolve())
 
     def require_kinds(self) -> None:
-        """Check that each existing path of the run has the required kind, which is a folder or an ordinary file.
+        """Check that each existing path of the run is what it must be, a folder or an ordinary file.
 
         Raises DataError if a path has another kind, since opening a FIFO, for example, would block forever.
         """

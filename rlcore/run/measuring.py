@@ -57,7 +57,7 @@ class PassRateMeasurement:
         return measured_elsewhere(self._directory)
 
     def make(self) -> PassRates:
-        """Return the table of pass rates, and measure it first if needed.
+        """Return the table of pass rates. If the table does not exist, measure the pass rates first.
 
         Raises DataError if the scorer failed on all responses or `pass_rates.keep` leaves too few rows. Raises
         StopRequestedError if a stop was requested. Finished parts are saved before this error.
@@ -141,7 +141,7 @@ class PassRateMeasurement:
 
 
 def count_row(prompt: Prompt, responses: Sequence[Response]) -> dict[str, object]:
-    """Return the row of the table for one prompt, without its digest."""
+    """Count the scored and solved responses to one prompt. Return a row of the pass-rate table without its digest."""
     scored = [response for response in responses if response.failure is None]
     names = sorted({name for response in scored for name in response.parts})
     by_part = {name: [response.parts[name] for response in scored if name in response.parts] for name in names}

@@ -1,11 +1,10 @@
-"""The pass rates, which say how often the initial policy solves each training row. They also select training rows.
+"""The pass rates of the initial policy on each training row, which also select the training rows.
 
     pass-rates/<fingerprint>/pass_rates.parquet      a line for each training row, in the order of the filtered rows
     pass-rates/measuring-<fingerprint>/              its parts while it is measured (`rlcore.run.measuring`)
 
 The fingerprint covers the initial policy, the filtered rows, the sampling, and the scorer with its code and settings.
-This module does not import torch.
-"""
+This module does not import torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -54,7 +53,7 @@ cover all responses. `digest`: a hash of the prompt's tokens and the ground trut
 
 
 def planned_pass_rates(config: RunConfig, filtered_directory: Path) -> Path:
-    """Return the folder of the run's table, which is named by a fingerprint."""
+    """Return the folder of the run's pass-rate table, which is named by a fingerprint."""
     payload: dict[str, object] = {
         "format": PASS_RATES_FORMAT,
         "seed": config.seed,
@@ -72,12 +71,12 @@ def planned_pass_rates(config: RunConfig, filtered_directory: Path) -> Path:
 
 
 def measured_elsewhere(directory: Path) -> Path:
-    """Return the folder that holds a table's parts while the table is measured."""
+    """Return the folder for the parts of a table while its pass rates are being measured."""
     return directory.with_name(f"measuring-{directory.name}")
 
 
 def _model_payload(folder: Path) -> object:
-    """Identify Millrace's models by the names of their folders, and other models by the digests of their files."""
+    """Return the folder of a model that Millrace built, or the digests of the files of any other model."""
     if (folder / MANIFEST).is_file() or not folder.is_dir():
         return folder.name if folder.parent.name == "models" else str(folder)
     return digests_in(folder)
@@ -85,7 +84,7 @@ def _model_payload(folder: Path) -> object:
 
 @dataclass(frozen=True, slots=True)
 class PassRates:
-    """The pass counts of a run's training rows, ordered by data source and then by filtered row."""
+    """The pass counts of a run's training rows, in the order of the data sources and then of the rows in the file."""
 
     directory: Path
     counts: PassCounts
@@ -136,7 +135,7 @@ class PassRates:
             )
 
     def spread(self) -> str:
-        """Return a text with the shares of rows that have pass rate 0, pass rate 1, or a rate between 0 and 1."""
+        """Return a text with the shares of rows whose pass rate is 0, 1, or between 0 and 1."""
         rates = self.counts.rates()
         known = rates[~np.isnan(rates)]
         if not len(known):
@@ -157,7 +156,7 @@ def find_pass_rates(config: RunConfig, inputs: RunInputs) -> PassRates | None:
 
 
 def read_table(file: Path) -> pa.Table:
-    """Read a table, or a part saved during the measurement. Raises DataError if the file is no table of pass rates."""
+    """Read a pass-rate table, or a part saved during the measurement. Raises DataError if the file is no such table."""
     try:
         table = pq.read_table(file)
     except (pa.ArrowException, OSError) as error:
@@ -184,7 +183,7 @@ def row_digests(filtered: Path) -> list[str]:
 
 
 def facts_of(table: pa.Table, samples: int) -> Mapping[str, str | int | float]:
-    """Return the values for a table's manifest. `rows_by_passes`: the number of rows for each number of passes."""
+    """Return the facts for a table's manifest. `rows_by_passes`: the number of rows for each number of passes."""
     passes = table.column("passes").to_numpy()
     counts = PassCounts.of(passes, table.column("samples").to_numpy())
     rates = counts.rates()

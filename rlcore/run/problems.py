@@ -1,4 +1,4 @@
-"""The problems of a run: training prompts and held-out prompts, with the decoder and the scorer of their responses."""
+"""The problems of a run: its training and held-out prompts, with the decoder and the scorer of their responses."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -46,23 +46,23 @@ class HeldOutProblems:
 
     @classmethod
     def for_suite(cls, config: RunConfig, inputs: RunInputs, suite: SuiteConfig) -> "HeldOutProblems":
-        """Read the held-out problems of a suite, whose name becomes their data source. Raises DataError if a file is
-        missing, invalid or empty."""
+        """Read the held-out problems of a suite. The name of the suite becomes their data source. Raises DataError if a
+        file is missing, invalid or empty."""
         rows = inputs.for_suite(suite.name)
         found = cls.of_run(suite_settings(config, suite), rows)
         named = tuple(replace(prompt, data_source=suite.name) for prompt in found.validation)
         return replace(found, validation=named, suite=suite_fingerprint(config, suite, rows.filtered_directory))
 
     def held_out(self, *, limited: bool) -> tuple[Prompt, ...]:
-        """Return all held-out prompts, or only the first `validation.max_problems` of them if `limited` is true."""
+        """Return the held-out prompts. If `limited` is true, only the first `validation.max_problems` are returned."""
         limit = self.config.validation.max_problems
         return self.validation[:limit] if limited and limit else self.validation
 
     def episodes(self, inputs: RunInputs) -> Episodes | None:
-        """Return the processes that run `data.environment`, or None if no environment is set.
+        """Return an object that plays episodes with `data.environment` in separate processes, or None if no environment
+        is set.
 
-        Raises ConfigError if the class does not exist or the chat template cannot append turns.
-        """
+        Raises ConfigError if the class does not exist or the chat template cannot append turns."""
         if not self.config.data.environment:
             return None
         forms = {is_chat(file) for file in inputs.validation_parquets}
@@ -154,14 +154,14 @@ class Problems(HeldOutProblems):
 
     @cached_property
     def stream(self) -> PromptStream[Prompt] | MixedStream:
-        """A stream of the selected prompts in training order."""
+        """A stream that gives the selected prompts in training order."""
         if isinstance(self.config.data, MixtureData):
             weights = [part.weight for part in self.config.data.parts]
             return MixedStream(self.selected, weights, seed=self.config.seed)
         return PromptStream(self.selected[0], seed=self.config.seed)
 
     def metrics(self) -> RowSampler | None:
-        """Return a sampler that draws rows by their pass counts, or None if `pass_rates.draw` is `uniform`."""
+        """Return a sampler that draws training rows by their pass counts, or None if `pass_rates.draw` is `uniform`."""
         settings = self.config.pass_rates
         if settings.draw == "uniform":
             return None
@@ -203,7 +203,7 @@ def _with_scorer(prompt: Prompt, data: TaskData) -> str:
 
 
 def spread(parts: Sequence[Sequence[Prompt]]) -> tuple[Prompt, ...]:
-    """Interleave the prompts of all data sources evenly, so that the first N prompts contain a share of each.
+    """Interleave the prompts of all data sources evenly, so that the first N prompts contain a share of each source.
 
     >>> [p.prompt_id for p in spread([[Prompt(i, (), "a", "") for i in range(4)], [Prompt(9, (), "b", "")]])]
     [0, 1, 9, 2, 3]

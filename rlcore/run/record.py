@@ -67,7 +67,7 @@ class RunRecord:
     # ------------------------------------------------------------------ checkpoints
 
     def begin_save(self, state: LoopState, metrics: Mapping[str, float], ranks: SavingRanks) -> Saved | None:
-        """Begin to save a checkpoint of `state`, after earlier responses are written. See `CheckpointSaver.begin`."""
+        """Begin to save a checkpoint of `state`, once earlier responses are written. See `CheckpointSaver.begin`."""
         self.answers.start_part()
 
         def record() -> TrainerState:
@@ -83,7 +83,7 @@ class RunRecord:
         return self.saves.begin(state.step, record, metrics, ranks)
 
     def set_num_trained_parameters(self, num_trained_parameters: int) -> None:
-        """Set the number of trained parameters, which gives an estimate of the first checkpoint's size."""
+        """Set the number of trained parameters, from which the size of the first checkpoint is estimated."""
         self._first_save_bytes = checkpoint_bytes(num_trained_parameters)
 
     @property
@@ -108,7 +108,7 @@ class RunRecord:
     # ------------------------------------------------------------------ resume
 
     def restore(self, info: CheckpointInfo | None) -> LoopState:
-        """Return the state of a checkpoint, or of step 0 if `info` is None, and truncate the journal to this step.
+        """Return the state of a checkpoint, or of step 0 if `info` is None, and truncate the journal to its step.
 
         The current save is abandoned, and intact checkpoints of later steps are renamed. If `info` is None, results of
         later steps are renamed too. A resume from a checkpoint keeps these results, since it repeats the steps exactly.
@@ -126,7 +126,7 @@ class RunRecord:
         return LoopState(**{field.name: getattr(saved, field.name) for field in fields(LoopState)})
 
     def _set_aside_results(self, step: int) -> None:
-        """Rename exports and results of later steps, which would pass for results of the repeated training."""
+        """Rename exports and results of later steps, which would be mistaken for results of the new training."""
         kept = {"before", *map(name_of, range(step + 1))}
         folders = [self.layout.validation, *self.layout.suites.glob("*")]
         results = [file for folder in folders for file in folder.glob("*.json") if file.stem not in kept]
@@ -179,12 +179,12 @@ class RunRecord:
 
 
 class Pace:
-    """The mean seconds per step over the last steps. It excludes a process's first step, which includes compilation."""
+    """The mean seconds per step over the latest steps. A process's first step, with compilation, is left out."""
 
     WINDOW_STEPS = 20
 
     def __init__(self, *, is_warm: bool) -> None:
-        """Start the measurement. `is_warm`: whether the process has finished a step before."""
+        """Start the measurement. `is_warm`: whether this process has already finished a step."""
         self._ends: deque[float] = deque([time.monotonic()] if is_warm else [], maxlen=self.WINDOW_STEPS + 1)
 
     def tick(self) -> None:
@@ -200,7 +200,7 @@ class Pace:
 
 
 class RunEvents:
-    """The events of one run's steps, for its flow, its log and its journal."""
+    """The reports of one run's events to its flow, its log and its journal."""
 
     def __init__(self, record: RunRecord, stage: str, *, may_end_early: bool = False) -> None:
         self._record, self._stage, self._may_end_early = record, stage, may_end_early
@@ -230,7 +230,7 @@ class RunEvents:
         )
 
     def alarms(self, step: int, alarms: Sequence[Alarm]) -> None:
-        """Record each alarm that was not raised in the previous step."""
+        """Record each alarm of the step, unless the previous step had the same alarm."""
         for alarm in alarms:
             if alarm.name not in self._alarms_on:
                 data = {"alarm": alarm.name, "action": alarm.action, "text": f"alarm at step {step}: {alarm.text}"}
@@ -238,7 +238,7 @@ class RunEvents:
         self._alarms_on = {alarm.name for alarm in alarms}
 
     def unscored(self, step: int, num_responses: int, reason: str) -> None:
-        """Record the number of responses without a score, at the first one and whenever the number has doubled."""
+        """Record how many responses have no score: at the first such response, and whenever the number has doubled."""
         if num_responses < self._next_unscored_report:
             return
         self._next_unscored_report = 2 * num_responses
@@ -263,7 +263,7 @@ class RunEvents:
             self._record.record_event("out_of_memory", step, data)
 
     def failures(self, step: int) -> None:
-        """Record earlier failures again if the journal lost them when it was truncated to a checkpoint."""
+        """Record earlier failures again in a journal that lost them when it was truncated to a checkpoint."""
         failures = read_failures(self._record.layout.run_dir)
         events = load_journal(self._record.layout.journal).events
         known = {event.data.get("time") for event in events if event.name == "fault"}
@@ -273,7 +273,7 @@ class RunEvents:
         self.num_failures = len(failures)
 
     def resumed(self, step: int, found: FoundCheckpoint) -> None:
-        """Report the resumed step, refused checkpoints, and missing steps of a journal that fits no checkpoint."""
+        """Report the step from which the run resumes, refused checkpoints, and steps that the journal lacks."""
         used = found.checkpoint
         for refusal in found.refusals:
             text = f"resuming from {'the start' if used is None else used.name}: {refusal.reason}"

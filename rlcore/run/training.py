@@ -1,4 +1,4 @@
-"""The training loop of a run: steps, their journal lines, checkpoints at the ends of chunks, and resumes.
+"""The training loop of a run: steps, journal lines, checkpoints at the ends of chunks, and resumes.
 
 The newest committed checkpoint is the state of the run. Everything in this module can be rebuilt from it.
 """
@@ -32,7 +32,7 @@ W = TypeVar("W", bound=TrainingWorkers)
 
 
 class Training(Generic[W]):
-    """A training from checkpoint to checkpoint, which keeps the last finished step in memory between two calls."""
+    """A training that saves checkpoints and keeps the last finished step in memory between two calls."""
 
     STAGE = "train"
 
@@ -61,8 +61,7 @@ class Training(Generic[W]):
         return 0 if self._state is None else self._state.step
 
     def train_to(self, to_step: int, *, settle: bool = True) -> Mapping[str, float]:
-        """Train to a step and return the metrics of the last step. Checkpoints are saved at chunk ends and at this
-        step.
+        """Train to a step, save checkpoints at chunk ends and at this step, and return the metrics of the last step.
 
         `settle`: whether to commit the last checkpoint before the return. Otherwise it is written during the next call.
         """
@@ -92,7 +91,7 @@ class Training(Generic[W]):
         self._saving(self.record.saves.settle)
 
     def save_finished(self) -> str:
-        """Save the last finished step after a stop request, unless it is saved. Return a message for the user."""
+        """Save the last finished step after a stop request, if it is not saved yet. Return a message for the user."""
         if self._state is None or self.workers.holds != name_of(self._state.step):
             return "the trainer was stopped; start again to resume from its last checkpoint"
         self._save_before(self._state)
@@ -127,7 +126,7 @@ class Training(Generic[W]):
         return state
 
     def _cost(self) -> dict[str, float]:
-        """Return the cost of the run. `CostMeter` must read the journal after a resume has truncated it."""
+        """Return metrics of the run's cost. `CostMeter` must read the journal after a resume has truncated it."""
         if self._meter is None:
             self._meter = CostMeter(self.record.layout.journal)
         return self._meter.metrics(self.workers.gpu_uses())
@@ -214,7 +213,7 @@ class Training(Generic[W]):
         self._saved_step = state.step
 
     def _save_before(self, state: LoopState) -> None:
-        """Save the last finished step, whose weights the workers still hold."""
+        """Save the last finished step before the weights change. The workers still hold its weights."""
         self.workers.holds = name_of(state.step)
         if self._saved_step != state.step:
             self._begin_save(state)
@@ -225,7 +224,7 @@ class Training(Generic[W]):
         return step % trainer.steps_per_chunk == 0 or step == trainer.total_steps
 
     def _saving(self, advance: Callable[[], Saved | None]) -> None:
-        """Call `advance`, which moves the current save forward. The duration becomes a metric of the next step."""
+        """Call `advance`, which continues the current save. Its duration becomes a metric of the next step."""
         begun = time.perf_counter()
         try:
             saved = advance()
@@ -320,7 +319,7 @@ class RunTraining(Training[RunWorkers]):
         return result
 
     def file_of(self, name: str, suite: SuiteConfig | None = None) -> Path:
-        """Return the file in which a validation result is stored."""
+        """Return the file for the result of a validation."""
         folder = self._layout.validation if suite is None else self._layout.suites / suite.name
         return folder / f"{name}.json"
 

@@ -105,7 +105,7 @@ class Watchdog:
         self._folder = layout.logs / "stacks"
 
     def __enter__(self) -> Self:
-        """Start the thread. Processes that start from now on can dump their stacks."""
+        """Start the watchdog's thread. Only processes that start after this call can dump their stacks."""
         stacks.open_folder(self._folder)
         self._thread.start()
         return self
@@ -137,7 +137,7 @@ class Watchdog:
             self._arm_last_resort()
 
     def _arm_last_resort(self) -> None:
-        """Set the timer of `faulthandler` for the innermost phase. A process has only one such timer."""
+        """Set the timer of `faulthandler`, of which a process has only one, for the innermost phase."""
         faulthandler.cancel_dump_traceback_later()
         if self._running:
             innermost = self._running[-1]
@@ -220,13 +220,13 @@ class Watchdog:
 
 
 def report_and_exit(say: Callable[[], None], code: int) -> NoReturn:
-    """Call `say` and end the process after at most `FINAL_REPORT_S` seconds, since the reader's pipe may be full."""
+    """Call `say`, and end the process after at most `FINAL_REPORT_S` seconds, because the pipe may be full."""
     _run_with_timeout(FINAL_REPORT_S, say)
     exit_immediately(code)
 
 
 def exit_immediately(code: int) -> NoReturn:
-    """End this process and its children without cleanup. The tracking process delivers the rest of the journal."""
+    """End this process and its children without cleanup. A separate process still delivers the journal to MLflow."""
     _run_with_timeout(FINAL_REPORT_S, sys.stdout.flush)
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):

@@ -128,7 +128,7 @@ class TrainingWorkers:
             return self.start().group.each(Worker.save, verb, *args, **kwargs)
 
     def step(self, state: LoopState) -> StepResult:
-        """Run one training step. The caller records the result, then sets `holds` to the step's checkpoint name."""
+        """Run one training step. The caller then records the result, and sets `holds` to the step's checkpoint name."""
         self.start()
         self.holds = MID_STEP
         is_profiled = self.config.runtime.profile.has_step(state.step + 1)
@@ -144,7 +144,7 @@ class TrainingWorkers:
         return result
 
     def start(self) -> Self:
-        """Start the workers if needed."""
+        """Start the workers unless they are already running."""
         if not self._is_started:
             self.config = fit_run(self._config, self._report)
             self._start()
@@ -210,7 +210,7 @@ class RunWorkers(TrainingWorkers):
     def validate(self, name: str, step: int) -> tuple[ValidationResult, pa.Table]:
         """Evaluate the workers' weights on the held-out problems. Return the result and the table of responses.
 
-        Only the first `validation.max_problems` problems are used during training.
+        During training, only the first `validation.max_problems` problems are used.
         """
         sampler = self.start()._sampler
         tables: list[pa.Table] = []
@@ -225,7 +225,7 @@ class RunWorkers(TrainingWorkers):
         return result, pa.concat_tables(tables)
 
     def validate_suite(self, suite: SuiteConfig, name: str, step: int) -> tuple[ValidationResult, str]:
-        """Evaluate the weights on a suite's problems, with a separate scorer and environment.
+        """Evaluate the weights on the problems of a suite, which has its own scorer and environment.
 
         Return the result and the last scoring error.
         """

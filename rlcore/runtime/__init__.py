@@ -1,1 +1,1 @@
-"""The groups that run a run's workers, the handling of Ray clusters, and queries of devices."""
+"""The start and control of a run's workers, the handling of Ray clusters, and queries of devices."""

@@ -1,4 +1,4 @@
-"""Ray clusters without an import of Ray: reachability, folders on this host, and the authentication token.
+"""Functions about Ray clusters that do not import Ray: reachability, folders on this host, and authentication tokens.
 
 The checks before a run use this module too, since Ray itself would try a closed port for minutes.
 """
@@ -36,7 +36,7 @@ SENT_BYTES_PER_TOKEN = 100
 
 
 def private_folder() -> Path:
-    """Return the folder of this user's clusters and their token. The path of a run's folder is too long for sockets."""
+    """Return the folder that contains this user's clusters and token. The path is short enough for sockets."""
     return Path(tempfile.gettempdir()) / f"ray-{os.geteuid()}"
 
 
@@ -46,7 +46,7 @@ def ray_folder() -> Path:
 
 
 def store_bytes(config: RunConfig) -> int:
-    """Return the size of a private cluster's object store, which should hold the largest batch.
+    """Return the size for a private cluster's object store, which should have room for the largest batch.
 
     The size is limited by the free shared memory and by Ray's limit of 30% of the host's memory.
     """
@@ -72,7 +72,7 @@ def token_file() -> Path:
 
 
 def folder_problem() -> str | None:
-    """Return a message that says why Ray cannot use its folder, or None if Ray can use or create it."""
+    """Return the reason why Ray cannot use its folder, or None if Ray can use or create the folder."""
     folder = private_folder()
     remedy = "Set TMPDIR to another folder"
     if len(os.fsencode(f"{ray_folder()}{LONGEST_SOCKET}")) > LONGEST_SOCKET_PATH:
@@ -153,7 +153,7 @@ def address_of(given: str) -> str:
 
 
 def is_own_head(address: str) -> bool:
-    """Return whether `millrace up --ray` has started the cluster at this address."""
+    """Return whether the cluster at this address was started by `millrace up --ray`."""
     return address == _own_head()
 
 
@@ -201,7 +201,7 @@ _ANSWER_TIMEOUT_S = 10.0
 
 
 def unreachable(address: str) -> str | None:
-    """Return a text that says why no cluster can be joined at `address`, or None if a process listens there.
+    """Return the reason why no cluster can be joined at `address`, or None if a process listens there.
 
     The result is also None for `auto`.
 

@@ -1,4 +1,4 @@
-"""Queries of this machine's GPUs in other processes, so that the caller neither imports torch nor holds a GPU.
+"""Queries of this machine's GPUs in a separate process, so that the caller neither imports torch nor holds a GPU.
 
 python -m rlcore.runtime.devices    # JSON: torch, CUDA, architectures, GPUs
 """
@@ -38,10 +38,9 @@ class Devices:
 
 
 def find_devices(python: str | None = None) -> Devices:
-    """Return the devices that torch finds in the environment of `runtime.python`.
+    """Return the devices that torch detects in the environment of `runtime.python`.
 
-    Raises OSError with the last line of the error output if torch cannot be imported or CUDA cannot be used.
-    """
+    Raises OSError with the last line of the error output if torch cannot be imported or CUDA cannot be used."""
     program, environment = trainer_process(python)
     return TypeAdapter(Devices).validate_json(output_of([program, "-P", "-m", __name__], environment))
 

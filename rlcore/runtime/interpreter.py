@@ -127,8 +127,8 @@ def _install(program: str) -> str:
 
 
 def run_versions(python: str | None) -> dict[str, str]:
-    """Return the versions in the trainer's environment. A version of this process that differs has the prefix `flow.`,
-    and one that the trainer lacks has none."""
+    """Return the versions in the trainer's environment. Other versions in this process get the prefix `flow.`. A
+    package that only this process has gets no prefix."""
     own = this_environment().versions
     trainer = own if python is None else trainer_environment(python).versions
     differ = {name: version for name, version in own.items() if trainer.get(name) != version}
@@ -136,17 +136,16 @@ def run_versions(python: str | None) -> dict[str, str]:
 
 
 def _inherited_path() -> str:
-    """Return the `PYTHONPATH` with which another interpreter finds the code of this process: a checkout, not a folder
-    of installed packages, and the user's `PYTHONPATH`."""
+    """Return the `PYTHONPATH` with which another interpreter finds the code of this process. It has the folder of a
+    checkout, but not a folder of installed packages, and then the user's `PYTHONPATH`."""
     source = [] if SOURCE_FOLDER.name in SITE_PACKAGES else [str(SOURCE_FOLDER)]
     return os.pathsep.join(filter(None, (*source, os.environ.get("PYTHONPATH"))))
 
 
 def trainer_path(python: str) -> list[str]:
-    """Return the import path of the trainer's interpreter, and then the folders that only this process imports from.
+    """Return the import path of the trainer's interpreter, followed by folders from which only this process imports.
 
-    The library and the installed packages of this interpreter are left out.
-    """
+    The library and the installed packages of this interpreter are left out."""
     found, library = trainer_environment(python), sysconfig.get_path("stdlib")
     own = (
         place
@@ -164,7 +163,7 @@ def trainer_process(python: str | None) -> tuple[str, dict[str, str]]:
 
 
 def run_module(python: str, module: str, *arguments: str, error: type[MillraceError]) -> None:
-    """Run a module of Millrace in the trainer's environment. Raises `error` with its last line if it fails."""
+    """Run a module of Millrace in the trainer's environment. If it fails, raises `error` with the last output line."""
     program, environment = trainer_process(python)
     done = subprocess.run([program, "-P", "-m", module, *arguments], capture_output=True, text=True, env=environment)
     if done.returncode:

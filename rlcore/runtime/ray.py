@@ -38,7 +38,7 @@ ALL_FAIL_WAIT_S = 10.0
 
 
 class RankProcess(Worker):
-    """A worker in a separate process, which can dump its stacks."""
+    """A worker in a separate process, which can write its stacks to a file."""
 
     def __init__(self, config: RunConfig, model_directory: str, *, rank: int, world_size: int) -> None:
         stacks.register(f"rank-{rank}")
@@ -47,17 +47,16 @@ class RankProcess(Worker):
         super().__init__(config, model_directory, rank=rank, world_size=world_size)
 
     def rendezvous(self) -> str:
-        """Return the rendezvous address on rank 0.
+        """Return the address on rank 0 at which the ranks meet.
 
         If `runtime.ray_address` is set, this is the address of the Ray node, since the host name may resolve to
-        loopback.
-        """
+        loopback."""
         is_private = self._config.runtime.ray_address is None
         return free_address() if is_private else free_address(ray.util.get_node_ip_address())
 
     def stream(self, verb: str, arguments: bytes) -> Iterator[bytes]:
-        """Yield the pickled items of a generator method with pickled arguments. Ray itself pickles objects in three
-        times the time."""
+        """Yield the pickled items of a generator method, whose arguments are pickled too. Pickling by Ray takes three
+        times as long."""
         for item in getattr(self, verb)(*pickle.loads(arguments)):
             yield pickle.dumps(item)
 
@@ -125,18 +124,18 @@ class RayGroup:
         return self.get([getattr(actor, verb.__name__).remote(*args, **kwargs) for actor in self._actors])
 
     def begin(self, verb: Callable[..., R], arguments: Sequence[tuple[Any, ...]]) -> "PendingCall[R]":
-        """Start the method on rank i with `arguments[i]`."""
+        """Start the method on each rank i with `arguments[i]`, without waiting for the results."""
         calls = zip(self._actors, arguments, strict=True)
         return PendingCall(self, [getattr(actor, verb.__name__).remote(*args) for actor, args in calls])
 
     def send(self, values: Sequence[object]) -> Sequence[Any]:
-        """Put the values into Ray's store and return references to them."""
+        """Put the values into Ray's object store and return references to the stored values."""
         return [ray.put(value) for value in values]
 
     def stream(
         self, verb: Callable[..., Iterator[R]], arguments: Sequence[tuple[Any, ...]], take: Callable[[int, R], None]
     ) -> None:
-        """Call a generator method on rank i with `arguments[i]`, and `take(rank, item)` for each item as it arrives."""
+        """Call a generator method on rank i with `arguments[i]`, and `take(rank, item)` when an item arrives."""
         streams: dict[Any, int] = {}
         for rank, (actor, args) in enumerate(zip(self._actors, arguments, strict=True)):
             method = actor.stream.options(num_returns="streaming")
@@ -157,8 +156,7 @@ class RayGroup:
     def get(self, references: list[Any]) -> list[Any]:
         """Return all results. If several calls failed, the error of a dead rank has priority.
 
-        Raises a `MillraceError` if a rank raised one, was lost, or did not answer in time.
-        """
+        Raises a `MillraceError` if a rank raised one, was lost, or did not answer in time."""
         try:
             return ray.get(references, timeout=self.deadline_s)
         except GetTimeoutError as error:
@@ -209,12 +207,12 @@ def _send_tensors_as_arrays() -> None:
 
 
 def as_array(tensor: torch.Tensor) -> tuple[np.ndarray, torch.dtype, torch.Size]:
-    """Return the bytes, the dtype and the shape of a tensor."""
+    """Return the bytes, the dtype and the shape of a tensor, which `as_tensor` converts back."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy(), tensor.dtype, tensor.shape
 
 
 def as_tensor(sent: tuple[np.ndarray, torch.dtype, torch.Size]) -> torch.Tensor:
-    """Return the tensor on the CPU, copied from Ray's read-only store."""
+    """Rebuild a tensor on the CPU. The values are copied, because Ray's store is read-only."""
     data, dtype, shape = sent
     tensor = torch.empty(shape, dtype=dtype)
     tensor.view(-1).view(torch.uint8).numpy()[:] = data
@@ -222,7 +220,7 @@ def as_tensor(sent: tuple[np.ndarray, torch.dtype, torch.Size]) -> torch.Tensor:
 
 
 def neighbours(nodes: Mapping[int, str]) -> list[int]:
-    """Return the bundles in the order of the ranks, so that bundles of one node are adjacent.
+    """Return the order of the ranks' bundles in which bundles on the same node are adjacent.
 
     Ray assigns bundles to nodes in any order.
 
@@ -246,7 +244,7 @@ def _worker_lost(error: RayError) -> WorkerLostError:
 
 
 def start_ray(config: RunConfig) -> Path | None:
-    """Connect to the cluster of `runtime.ray_address`, or start a private one without telemetry.
+    """Connect to the cluster of `runtime.ray_address`, or start a private cluster without telemetry.
 
     Return the session folder of a started cluster, otherwise None. `restrict_ray` must be called in this process first.
     """

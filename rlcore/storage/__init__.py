@@ -1,1 +1,1 @@
-"""Storage of files that are whole or absent: published directories, locks and disk space. It imports no torch."""
+"""Storage of files that are complete or absent: published directories, locks and disk space. It imports no torch."""

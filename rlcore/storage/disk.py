@@ -26,7 +26,7 @@ UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def unit_for(num_bytes: float) -> tuple[float, str]:
-    """Return the largest unit that is at most ten times the size, or GB for a size of zero.
+    """Return the largest unit in which the number of bytes is at least 0.1, or GB for 0 bytes.
 
     >>> unit_for(2.4e6), unit_for(0)
     ((1000000.0, 'MB'), (1000000000.0, 'GB'))
@@ -65,7 +65,7 @@ def free_files(path: Path) -> int | None:
 
 
 def is_out_of_room(error: BaseException | None) -> bool:
-    """Return whether an error or one of its causes is a full disk or an exhausted quota."""
+    """Return whether an error or one of its causes says that the disk is full or a quota is exhausted."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -101,7 +101,7 @@ def out_of_room(path: Path, reason: BaseException, *, needed_bytes: int | None =
 
 @dataclass(frozen=True, slots=True)
 class DiskNeed:
-    """A number of bytes that will be written below a path."""
+    """A number of bytes that a run will write below a path."""
 
     what: str
     path: Path
@@ -130,7 +130,7 @@ class RoomReport:
 
     @property
     def problem(self) -> str:
-        """A text that explains which space is missing. Use it only if `enough` is False."""
+        """A text that explains how much space is missing. Use it only if `enough` is False."""
         if not self.missing_bytes:
             return f"{self.path}: {NO_FILES}"
         return (
@@ -154,7 +154,7 @@ class RoomReport:
 
 
 def check_room(path: Path, needed_bytes: int, reserve_bytes: int = 0) -> RoomReport:
-    """Measure the space at a path. Quotas are not measured, and appear only as a failed write."""
+    """Measure the free space at a path. Quotas are not measured. An exhausted quota appears as a failed write."""
     return RoomReport(path, needed_bytes, reserve_bytes, free_bytes(path), free_files(path))
 
 
@@ -176,7 +176,7 @@ def checkpoint_bytes(num_trained_parameters: int) -> int:
 
 
 def max_num_checkpoints(config: CheckpointConfig, *, total_steps: int, steps_per_chunk: int) -> int:
-    """Return the largest number of checkpoints on disk: the ones that retention keeps and the one being written."""
+    """Return the largest number of checkpoints on disk: those that are retained, and one that is being written."""
     total = -(-total_steps // steps_per_chunk)
     kept = config.keep_last + config.keep_best
     if config.keep_every_steps:

@@ -1,4 +1,4 @@
-"""Reading of small files that may be damaged, and addresses of sqlite files. Damage raises OSError or ValueError."""
+"""Functions that read small files, and addresses of sqlite files. Damaged files raise OSError or ValueError."""
 
 import errno
 import hashlib
@@ -47,7 +47,7 @@ def files_of(folder: Path, pattern: str) -> list[Path]:
 
 
 def find_obstacle(folder: Path) -> Path | None:
-    """Return the file or dangling link that occupies the path of a folder or of one of its parents, otherwise None."""
+    """Return the file or broken link that occupies the path of a folder or of one of its parents, otherwise None."""
     folder = folder.absolute()
     nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     return None if nearest.is_dir() else nearest
@@ -65,7 +65,7 @@ def sha256_of(path: Path, num_bytes: int | None = None) -> str:
 
 
 def content_digest(file: Path) -> str:
-    """Return the sha256 of a file. A process reads the file again only if its size or change time has changed."""
+    """Return the sha256 of a file. In a process, the file is read again only if its size or change time has changed."""
     path = file.expanduser().resolve()
     status = path.stat()
     return _digest(path, status.st_size, status.st_ctime_ns)
@@ -85,8 +85,8 @@ def parse_json(content: str | bytes) -> Any:
 
 
 def read_document(path: Path, kind: TypeAdapter[T], remedy: str = "") -> T | None:
-    """Return a JSON file as a typed value, or None if there is no file. Raises DataError if the file cannot be read or
-    does not fit the type. The error message ends with `remedy`."""
+    """Return the content of a JSON file as a typed value, or None if there is no file. Raises DataError if the file
+    cannot be read or does not fit the type. The error message ends with `remedy`."""
     try:
         return kind.validate_json(read_ordinary(path))
     except FileNotFoundError:
@@ -97,7 +97,7 @@ def read_document(path: Path, kind: TypeAdapter[T], remedy: str = "") -> T | Non
 
 
 def first_problem(error: Exception) -> str:
-    """Return an error as one line. A ValidationError is shown as its first location and message."""
+    """Describe an error in one line. A ValidationError is described by its first location and message."""
     if not isinstance(error, ValidationError):
         return str(error)
     detail = error.errors(include_url=False, include_input=False)[0]
@@ -105,7 +105,7 @@ def first_problem(error: Exception) -> str:
 
 
 def sqlite_address(file: Path, scheme: str = SQLITE) -> str:
-    """Return the SQLAlchemy address of an absolute path. `scheme` may name a driver.
+    """Return the SQLAlchemy address of an sqlite file at an absolute path. `scheme` may name a driver.
 
     SQLAlchemy ends a path at a `?`. A path with a `?` is written in sqlite's URI form, with slashes escaped for MLflow.
 

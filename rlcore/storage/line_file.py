@@ -46,7 +46,7 @@ class LineFile:
 
     @property
     def size_bytes(self) -> int:
-        """The bytes on disk, without the lines for which there was no room."""
+        """The bytes on disk, without the lines that remain in memory after a full disk."""
         return os.fstat(self._fd).st_size
 
     def append(self, value: Mapping[str, object]) -> None:
@@ -57,7 +57,7 @@ class LineFile:
             self._write_pending()
 
     def require_written(self) -> None:
-        """Write the lines for which there was no room before. Raises DiskSpaceError if lines are still in memory."""
+        """Write the lines that remain in memory after a full disk. Raises DiskSpaceError if some still remain."""
         with self._lock:
             self._write_pending()
             if self._pending:
@@ -78,7 +78,7 @@ class LineFile:
             return self.size_bytes
 
     def _write_pending(self) -> None:
-        """Write the pending lines. A failed or short write leaves the file unchanged."""
+        """Write the lines that remain in memory. A failed or incomplete write leaves the file unchanged."""
         if not self._pending:
             return
         data, before = b"".join(self._pending), self.size_bytes
@@ -92,7 +92,7 @@ class LineFile:
         self._pending.clear()
 
     def close(self) -> None:
-        """Write the pending lines if there is room, and close the file."""
+        """Write the lines that are still in memory if there is room, and close the file."""
         with self._lock:
             if self._fd >= 0:
                 self._write_pending()
@@ -106,7 +106,7 @@ class LineFile:
         self.close()
 
     def truncate(self, to_bytes: int) -> Path | None:
-        """Truncate the file to its first `to_bytes` bytes and drop pending lines.
+        """Truncate the file to its first `to_bytes` bytes, and drop the lines that are still in memory.
 
         The removed lines are saved in `<name>.abandoned-<k>.jsonl`. Return the path of this file, or None if nothing
         was removed. The shortened file replaces the old file by a rename, so a process that has opened the old file can
@@ -145,7 +145,7 @@ class LineFile:
 
 
 def iter_json(fd: int, start: int) -> Iterator[tuple[object, int]]:
-    """Yield the JSON value (None if unreadable) and the end offset of each whole line from byte `start` on."""
+    """Yield each complete line from byte `start` on, as its JSON value (None if unreadable) and its end offset."""
     rest, offset = b"", start
     while block := os.pread(fd, READ_BLOCK_BYTES, offset + len(rest)):
         *lines, rest = (rest + block).split(b"\n")

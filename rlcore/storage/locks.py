@@ -29,10 +29,10 @@ RUN_LOCK = "run.lock"
 
 
 class FileLock:
-    """One `flock` on one file. The file stays on disk: after a deletion, two processes could lock two different files.
+    """One lock by `flock` on one file.
 
-    A forked child closes its copy of the descriptor immediately. A child started by exec gets no copy.
-    """
+    The file stays on disk: after a deletion, two processes could lock two different files. A forked child closes its
+    copy of the descriptor immediately. A child started by exec gets no copy."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -64,7 +64,7 @@ class FileLock:
             return False
 
     def fileno(self) -> int:
-        """Return the descriptor, for `pass_fds` of a child process that must keep the lock."""
+        """Return the file descriptor, which a child process can inherit (`pass_fds`) to keep the lock."""
         assert self._descriptor is not None, "fileno needs the lock"
         return self._descriptor
 
@@ -75,10 +75,9 @@ class FileLock:
         os.pwrite(self._descriptor, content, 0)
 
     def release(self, *, everywhere: bool = False) -> None:
-        """Release the lock. A child that was started with the descriptor keeps the lock, unless `everywhere` is true.
+        """Release the lock. A child process that has inherited the lock keeps it, unless `everywhere` is true.
 
-        A child that another thread is starting has a copy of the descriptor until the child's program starts.
-        """
+        A child that another thread is starting has a copy of the descriptor until the child's program starts."""
         descriptor, self._descriptor = self._descriptor, None
         _held.discard(self)
         if descriptor is not None:
@@ -100,11 +99,10 @@ os.register_at_fork(after_in_child=_drop_inherited)  # a copy would keep the loc
 
 
 def start_time_of(process: psutil.Process) -> float:
-    """Return a number that distinguishes a process from a later one with the same id.
+    """Return a number that distinguishes a process from a later process with the same id.
 
     On Linux the number is the seconds from the boot to the process's start, plus a number from the boot's id. On other
-    systems it is the time of day at the start, which depends on the clock.
-    """
+    systems it is the time of day at the start, which depends on the clock."""
     try:
         boot = int(BOOT_ID.read_text()[:8], 16)
         ticks = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
@@ -114,7 +112,7 @@ def start_time_of(process: psutil.Process) -> float:
 
 
 def process_of(pid: int, born: float) -> psutil.Process | None:
-    """Return the live process of this host with this id and this start time (`start_time_of`), otherwise None."""
+    """Return the process on this host with this id and start time (`start_time_of`), or None if it has ended."""
     try:
         process = psutil.Process(pid)
         found = start_time_of(process)
@@ -156,7 +154,7 @@ UNKNOWN_HOLDER = Holder(0, "an unknown host", "another process that has not writ
 
 
 def read_holder(path: Path) -> Holder | None:
-    """Return the holder that a lock file names, or None. Only the lock itself shows whether it is still held."""
+    """Return the holder that a lock file names, or None. The named process may have released the lock since."""
     try:
         return Holder(**json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError):
@@ -180,7 +178,7 @@ def holder_of(path: Path) -> Holder | None:
 
 
 class HeldLock:
-    """A lock whose file names the current or last holder. Use it as a context manager. A crash frees the lock."""
+    """A lock whose file names its current or last holder. Use it as a context manager. A crash releases the lock."""
 
     def __init__(
         self,
@@ -191,7 +189,7 @@ class HeldLock:
         error: type[MillraceError] = RunInUseError,
         is_named: bool = True,
     ) -> None:
-        """Prepare the lock. With `is_named`, the file names this process. Otherwise the file keeps its text."""
+        """Prepare the lock. If `is_named`, the file will name this process. Otherwise the text of the file is kept."""
         self.path = path
         self._is_named = is_named
         self._lock = FileLock(path)
@@ -254,7 +252,7 @@ class HeldLock:
 
 
 class RunLock(HeldLock):
-    """The lock of a run's folder, held by one command at a time. A trainer process inherits it by `fileno`."""
+    """The lock of a run's folder, which one command holds at a time. A trainer process inherits it by `fileno`."""
 
     def __init__(self, run_dir: Path, *, wait_s: float = 0.0, is_named: bool = True) -> None:
         super().__init__(run_dir / RUN_LOCK, what=f"run {run_dir.name}", wait_s=wait_s, is_named=is_named)

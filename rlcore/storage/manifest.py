@@ -61,7 +61,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The content of `manifest.json`: the values of the publisher and the list of all files."""
+    """The content of `manifest.json`: the list of all files, and the values that the publisher has added."""
 
     values: Mapping[str, Any]
     files: tuple[FileEntry, ...]
@@ -83,14 +83,14 @@ def manifest_text(values: Mapping[str, JsonValue], entries: tuple[FileEntry, ...
 
 
 def manifest_digest(document: Mapping[str, Any]) -> str:
-    """Return the digest of a manifest without `manifest_sha256`. It does not depend on the layout of the text."""
+    """Return the digest of a manifest without its entry `manifest_sha256`. The layout of the text has no effect."""
     body = {key: value for key, value in document.items() if key != "manifest_sha256"}
     return hashlib.sha256(json.dumps(body, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
 def read_manifest(directory: Path, *, error: type[MillraceError] = DataError) -> Manifest | None:
-    """Return the manifest of a directory, or None if there is none because the directory was never finished. Raises
-    `error` if the manifest cannot be read, is damaged, or has another format version."""
+    """Return the manifest of a directory, or None if there is none. A directory gets its manifest when it is finished.
+    Raises `error` if the manifest cannot be read, is damaged, or has another format version."""
     path = directory / MANIFEST
     again = f"delete {directory} and make it again"
     try:
@@ -120,7 +120,7 @@ def read_manifest(directory: Path, *, error: type[MillraceError] = DataError) ->
 
 
 def newer_format(directory: Path, name: str = MANIFEST, known: int = FORMAT_VERSION) -> int | None:
-    """Return the format version of a file in the directory if it is above `known`, otherwise None."""
+    """Return the format version in a directory's file `name` if it is above `known`, otherwise None."""
     try:
         version = parse_json(read_ordinary(directory / name))["format_version"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -161,13 +161,13 @@ def _verify_file(directory: Path, entry: FileEntry, *, hashes: bool, error: type
 
 
 def in_threads(do: Callable[[S], R], items: Iterable[S]) -> list[R]:
-    """Call `do` on each item in threads, and return the results in order. Raises the first error in that order."""
+    """Call `do` on each item in threads, and return the results in order. Raises the error of the first failed item."""
     with ThreadPoolExecutor(min(MAX_HASH_THREADS, os.cpu_count() or 1)) as pool:
         return list(pool.map(do, items))
 
 
 def part_directories(directory: Path) -> tuple[Path, ...]:
-    """Return the folders of the datasets that a mixture combines, or the folder itself if it is not a mixture."""
+    """Return the folders that a mixture combines, or only the folder itself if it is not a mixture."""
     manifest = read_manifest(directory)
     names = [] if manifest is None else manifest.values.get(PARTS_KEY, [])
     return tuple(directory.parent / str(name) for name in names) or (directory,)
@@ -177,9 +177,9 @@ def part_directories(directory: Path) -> tuple[Path, ...]:
 
 
 def read_finished(directory: Path, *, error: type[MillraceError] = DataError) -> Manifest | None:
-    """Return the manifest of a published directory that is intact, or None if the directory was never finished. Raises
-    `error` if it is damaged, cannot be read, or has another format version. The message names the file, the rule, the
-    value and the remedy."""
+    """Return the manifest of an intact published directory, or None if the directory was never finished. Raises `error`
+    if it is damaged, cannot be read, or has another format version. The message names the file, the rule, the value and
+    the remedy."""
     manifest = read_manifest(directory, error=error)
     if manifest is None:
         return None
@@ -230,7 +230,7 @@ def set_aside(path: Path, label: str, why: str, *, error: type[MillraceError] = 
 
 
 def _stamps(directory: Path, manifest: Manifest) -> list[Stamp]:
-    """Return change time, modification time, inode and size of each file, or an empty list if one is not readable."""
+    """Return change time, modification time, inode and size of each file, or an empty list if a file is unreadable."""
     try:
         files = [(directory / name).stat() for name in (MANIFEST, *(entry.name for entry in manifest.files))]
     except OSError:

@@ -93,7 +93,7 @@ def _make_temporary(target: Path, error: type[MillraceError]) -> tuple[Path, Fil
 
 
 def _take(owner: FileLock) -> None:
-    """Lock the temporary folder. Without file locks, only the process id in the folder's name shows its use."""
+    """Lock the temporary folder. Without file locks, only the process id in its name shows that it is in use."""
     try:
         while not owner.try_acquire():  # another process checks whether it is stale
             time.sleep(CHECK_INTERVAL_S)
@@ -191,11 +191,10 @@ def _has_content(directory: Path) -> bool:
 
 @contextmanager
 def replaced_file(path: Path, needed_bytes: int | None = None) -> Iterator[BinaryIO]:
-    """Yield a new file that replaces `path` by one rename after a flush. A reader sees the old file or the new one.
+    """Yield a new file, which is flushed at the end of the block and then replaces `path` by one rename.
 
-    An error leaves the old file unchanged. Raises DiskSpaceError, with `needed_bytes` in its message, if there is no
-    room. Raises UnwritableError if the folder cannot be written.
-    """
+    A reader sees the old file or the new one. An error leaves the old file unchanged. Raises DiskSpaceError, with
+    `needed_bytes` in its message, if there is no room. Raises UnwritableError if the folder cannot be written."""
     temporary = temporary_sibling(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -228,7 +227,7 @@ def write_json_atomically(path: Path, value: JsonValue) -> None:
 
 
 def write_secret_once(path: Path, secret: str) -> None:
-    """Write a file that only its owner may read. An existing file stays."""
+    """Write a file that only its owner may read. If the file already exists, it is not changed."""
     with NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=path.name) as file:  # of mode 0600
         file.write(secret)
         file.flush()
@@ -255,7 +254,7 @@ def flush_to_disk(path: Path) -> None:
 
 
 def temporary_sibling(path: Path) -> Path:
-    """Return a new name `.tmp-<name>-<pid>-<8 hex>` in the same folder, so that a rename stays in one file system."""
+    """Return a new path `.tmp-<name>-<pid>-<8 hex>` in the same folder, from which a rename is possible."""
     return path.with_name(f".tmp-{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
 
 
@@ -274,8 +273,8 @@ def size_bytes(directory: Path) -> int:
 
 
 def remove_stale_temporaries(parent: Path, *, of: str | None = None) -> tuple[Path, ...]:
-    """Remove the temporary files and folders of dead processes in a folder, and return their paths. With `of`, only
-    those of this name are removed."""
+    """Remove the temporary files and folders that dead processes have left in a folder. Return their paths. With `of`,
+    only those of this name are removed."""
     if not parent.is_dir():
         return ()
     prefix = ".tmp-" if of is None else f".tmp-{of}-"
@@ -287,7 +286,7 @@ def remove_stale_temporaries(parent: Path, *, of: str | None = None) -> tuple[Pa
 
 
 def _is_stale(path: Path) -> bool:
-    """Return whether a temporary file or folder is unlocked, and is old or belongs to a process that has ended. Its age
+    """Return whether a temporary path is left over: it is unlocked, and it is old or its process has ended. Its age
     counts because process ids are reused."""
     match = TEMPORARY.match(path.name)
     if match is None:
@@ -310,8 +309,8 @@ def _is_stale(path: Path) -> bool:
 
 
 def exchange(a: Path, b: Path) -> bool:
-    """Swap two existing paths of one file system atomically (Linux renameat2). Return False if that is not
-    supported."""
+    """Swap two existing paths of one file system atomically (Linux renameat2). Return False if the system cannot do
+    this."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False

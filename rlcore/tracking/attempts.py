@@ -50,7 +50,7 @@ FinalStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """The MLflow store and experiment of a run, and the description of the run there.
+    """The MLflow store and experiment to which a run is sent, and the run's description in MLflow.
 
     `root`: `paths.root` of the run. `settings`: the settings of the run as JSON values.
     """
@@ -64,7 +64,7 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """An attempt at a run, which trains from `from_step` on until the next resume or the end.
+    """One attempt at a run. It trains from `from_step` until the next resume or the end of the run.
 
     `journal_bytes`: the size of the journal before the first line of the attempt. `owner`: the trainer's process.
     """
@@ -82,7 +82,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The end of an attempt."""
+    """The end of an attempt at a run."""
 
     status: FinalStatus
     time: float
@@ -132,7 +132,7 @@ def read_attempts(run_dir: Path) -> list[tuple[Attempt, End | None]]:
 
 
 class Companion:
-    """The trainer's handle on the process `python -m rlcore.tracking`. It does nothing if tracking is disabled."""
+    """The trainer's handle on the process `python -m rlcore.tracking`. It has no effect if tracking is disabled."""
 
     def __init__(self, run_dir: Path, settings: TrackingConfig) -> None:
         self._run_dir, self._settings = run_dir, settings
@@ -140,7 +140,7 @@ class Companion:
         self._num_starts = 0
 
     def ensure_running(self) -> None:
-        """Start the process, or restart it after a failure. This method never raises."""
+        """Start the delivery process, or restart it if it has failed. Never raises an error."""
         is_running = self._process is not None and self._process.poll() is None
         if is_running or not self._settings.enabled or self._num_starts >= MAX_STARTS:
             return
@@ -171,7 +171,7 @@ class Companion:
         threading.Thread(target=self._relay, args=(self._process,), name="tracking", daemon=True).start()
 
     def _relay(self, process: "subprocess.Popen[str]") -> None:
-        """Copy the messages of the process to the trainer's log until the process ends."""
+        """Copy the messages of the delivery process to the trainer's log until that process ends."""
         if process.stderr is not None:
             with process.stderr:
                 for line in process.stderr:
@@ -180,7 +180,7 @@ class Companion:
         process.wait()
 
     def finish(self, timeout_s: float | None) -> bool:
-        """Wait for the delivery, end the process, and return whether everything was delivered.
+        """Wait until everything is delivered, end the delivery process, and return whether this succeeded.
 
         If `timeout_s` is None, do not wait. The process then outlives the trainer.
         """

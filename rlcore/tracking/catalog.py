@@ -1,4 +1,4 @@
-"""The definitions of metrics, which are read from the rows of `metrics.md`.
+"""The definitions of metrics, read from the table rows in `metrics.md`.
 
 In a name, `{a,b}` means one of the words, `<k>` and `<i>` mean a number, and `<x>` means any text.
 """
@@ -25,7 +25,7 @@ class MetricDoc:
 
 @cache
 def metric_docs() -> tuple[MetricDoc, ...]:
-    """Return the definitions of all metrics in the order of the page."""
+    """Return the definitions of all metrics, in the order of metrics.md."""
     page = METRICS_FILE.read_text(encoding="utf-8").partition(FIRST_HEADING)[2].partition(REFERENCE_HEADING)[0]
     rows = ((name, *rest.replace("\\|", "|").split(" | ", 1)) for name, rest in ROW.findall(page))
     return tuple(MetricDoc(name, unit, definition, _pattern(name)) for name, unit, definition in rows)

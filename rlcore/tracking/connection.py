@@ -54,7 +54,7 @@ def resolve_uri(config: TrackingConfig, root: Path) -> str:
 
 
 def has_store(uri: str) -> bool:
-    """Return False if the sqlite file does not exist, otherwise True. A server is not checked."""
+    """Return False if the store is a sqlite file that does not exist, otherwise True. A server is not checked."""
     return not uri.startswith(SQLITE) or sqlite_file(uri).is_file()
 
 
@@ -78,7 +78,7 @@ def connect(uri: str) -> "MlflowClient":
 
 @contextmanager
 def _locked_database(database: Path) -> Iterator[None]:
-    """Hold the lock of the database file. The file is created with its tables if it is missing."""
+    """Hold the lock of the database file inside the `with` block. A missing file is created with its tables."""
     database.parent.mkdir(parents=True, exist_ok=True)
     lock = database.with_name(f"{database.name}.lock")
     with HeldLock(lock, what=f"making {database}", wait_s=MIGRATION_TIMEOUT_S, error=TrackingError):
@@ -90,8 +90,8 @@ def _locked_database(database: Path) -> Iterator[None]:
 
 
 def _create_store(database: Path) -> None:
-    """Create the tables in a temporary file and rename it. MLflow's migrations are not atomic. A store whose migration
-    was killed would never be complete."""
+    """Create the tables in a temporary file, and rename the file when it is complete. MLflow's migrations are not
+    atomic. A store whose migration was killed would never be complete."""
     temporary = database.with_name(f".tmp-{database.name}")
     for left in (temporary, temporary.with_name(f"{temporary.name}-journal")):
         left.unlink(missing_ok=True)
@@ -109,7 +109,7 @@ def _create_tables(address: str) -> "MlflowClient":
 
 
 def explain_error(error: BaseException, uri: str) -> str:
-    """Return one line with the reason of an MLflow error and the remedy."""
+    """Explain an error of MLflow in one line, with the remedy."""
     if isinstance(error, TrackingError):
         return str(error)
     text, uri = mask_secrets(" ".join(str(error).split())), mask_secrets(uri)
@@ -142,13 +142,12 @@ _ALLOWED = re.compile(r"[A-Za-z0-9_\-. :/]+")
 
 
 def mlflow_name(name: str) -> str:
-    """Return the name of a metric or parameter in MLflow, in which `_at_` replaces `@`.
+    """Return the name under which MLflow stores a metric or parameter: `_at_` replaces `@`.
 
     >>> mlflow_name("reward/recall@8/mean")
     'reward/recall_at_8/mean'
 
-    Raises TrackingError if MLflow does not accept the name.
-    """
+    Raises TrackingError if MLflow does not accept the name."""
     mapped = name.replace("@", "_at_")
     is_path = posixpath.normpath(mapped) == mapped and not mapped.startswith(("/", "..")) and mapped != "."
     if not (len(mapped) <= MAX_NAME_CHARACTERS and _ALLOWED.fullmatch(mapped) and is_path):
@@ -160,7 +159,7 @@ def mlflow_name(name: str) -> str:
 
 
 def accepted_values(values: Mapping[str, Value]) -> dict[str, Value]:
-    """Return the values under their MLflow names. Invalid names are omitted, since MLflow would reject the request."""
+    """Return the values under their MLflow names. Invalid names are omitted. MLflow would reject the request."""
     return {taken: value for name, value in values.items() if (taken := _is_accepted(name)) is not None}
 
 

@@ -29,7 +29,7 @@ def gpu_seconds(journal: Path) -> float | None:
 
 
 class CostMeter:
-    """A meter that adds the GPU use of this process's ranks to the previous GPU use of the run."""
+    """A meter that adds the GPU use of this process's ranks to the GPU use that the journal has recorded."""
 
     def __init__(self, journal: Path) -> None:
         self._before = gpu_seconds(journal) or 0.0

@@ -117,7 +117,7 @@ class MlflowRun:
         write_text_atomically(self._run_dir / STATE_FILE, _STATE.dump_json(self.state).decode() + "\n")
 
     def create(self, start_time_s: float) -> None:
-        """Create the run in MLflow unless it exists."""
+        """Create the run in MLflow unless it already exists there."""
         if self.state.mlflow_run_id is not None:
             return
         self.update_state()  # stores the key first: a kill may prevent recording the created run
@@ -127,7 +127,7 @@ class MlflowRun:
         self.update_state(mlflow_run_id=str(made))
 
     def nest(self) -> None:
-        """Make a warm start a child of the run that trained it, if MLflow has that run."""
+        """Make a warm start in MLflow a child of the run for which it was trained, if MLflow has this run."""
         if (run_id := self.target.tags.get(TRAINED_FOR_TAG)) is not None:
             parent = read_state(Path(self.target.root) / "runs" / run_id)
             if parent.mlflow_run_id and (parent.uri, parent.experiment) == (self.state.uri, self.state.experiment):
@@ -135,10 +135,9 @@ class MlflowRun:
 
 
 class Delivery(MlflowRun):
-    """The delivery of one run. The caller holds `delivery_lock`.
+    """The delivery of one run to MLflow.
 
-    `sent_bytes`: the bytes of the journal sent so far.
-    """
+    The caller holds `delivery_lock`. `sent_bytes`: the bytes of the journal sent so far."""
 
     def __init__(self, run_dir: Path, uri: str | None = None) -> None:
         """Read the attempts and the state. `uri`: an MLflow store to use instead of the run's store.
@@ -159,11 +158,11 @@ class Delivery(MlflowRun):
         self._sinks = Sinks(run_dir)
 
     def catch_up(self) -> FinalStatus | None:
-        """Send all new values and the final status of the newest attempt. Return this status, or None if there is none.
+        """Send all new values and the final status of the newest attempt. Return this status, or None while the attempt
+        is active.
 
         The status is KILLED if the trainer's process is gone and did not record its end. Raises MLflow's errors if a
-        request fails. Values that were already sent stay recorded.
-        """
+        request fails. Values that were already sent stay recorded."""
         self._attempts_bytes = (self._run_dir / ATTEMPTS_FILE).stat().st_size
         attempts = read_attempts(self._run_dir)
         try:
@@ -198,7 +197,7 @@ class Delivery(MlflowRun):
         self._sinks.close(failed=self.state.status == "FAILED")
 
     def has_changes(self) -> bool:
-        """Return whether the trainer has started, resumed or ended since the last `catch_up`."""
+        """Return whether the trainer has started, resumed or ended since the last call of `catch_up`."""
         return (self._run_dir / ATTEMPTS_FILE).stat().st_size != self._attempts_bytes
 
     def _send_journal(self) -> None:
@@ -237,10 +236,9 @@ def _points(record: StepRecord) -> "list[Metric]":
 
 
 def ensure_mlflow_run(run_dir: Path, config: RunConfig, tags: Mapping[str, str]) -> MlflowRun:
-    """Return the MLflow run, which is created if missing. Stages around training use this function.
+    """Return the MLflow run, which is created if it does not exist. Stages before and after training use this function.
 
-    Raises MLflow's errors if a request fails.
-    """
+    Raises MLflow's errors if a request fails."""
     target, deadline = destination_of(run_dir, config, tags), time.monotonic() + CREATE_TIMEOUT_S
     while (run := MlflowRun(run_dir, target)).state.mlflow_run_id is None:
         try:

@@ -40,7 +40,7 @@ WORKERS = "workers"
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """The metrics of one step. `metrics` has the finite values, `nonfinite` has the names of the other metrics."""
+    """The metrics of one step. `metrics` has the finite values, and `nonfinite` has the names of all other metrics."""
 
     step: int
     time: float
@@ -50,7 +50,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class EventRecord:
-    """An event at a step, such as a lack of memory, a lost worker or a resume."""
+    """An event at a step, for example that memory ran out, a worker was lost, or the run resumed."""
 
     name: str
     step: int
@@ -94,7 +94,7 @@ class Journal(LineFile):
 
 
 class RunJournal(Journal):
-    """The journal of a trainer, with the process that delivers it to MLflow.
+    """The journal of a trainer, together with the process that delivers the journal to MLflow.
 
     A trainer first calls `resume_at`, with step 0 and 0 bytes for a new run. It then appends steps and events. At each
     checkpoint it calls `sync` and stores the returned size. The last call is `finish`, which alone waits for MLflow.
@@ -122,7 +122,7 @@ class RunJournal(Journal):
         self._begin_attempt(step)
 
     def append_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append the metrics of a step, and start an attempt if needed.
+        """Append the metrics of a step. If no attempt has begun, begin one.
 
         Raises TypeError or ValueError if a value is not a number, and DiskSpaceError if the disk is full.
         """
@@ -131,7 +131,7 @@ class RunJournal(Journal):
         self.require_written()
 
     def append_event(self, name: str, step: int, data: Mapping[str, object]) -> None:
-        """Append an event, and start an attempt if needed."""
+        """Append an event. If no attempt has begun, begin one."""
         self._begin_attempt(step)
         super().append_event(name, step, data)
 
@@ -156,7 +156,7 @@ class RunJournal(Journal):
         return self._companion.finish(timeout_s) if has_run else True
 
     def _begin_attempt(self, step: int) -> None:
-        """Record the attempt if none has begun, and start the delivery."""
+        """Record the start of an attempt if none has begun, and start the delivery."""
         if self._has_begun:
             return
         self._has_begun = True
@@ -166,7 +166,7 @@ class RunJournal(Journal):
 
 
 def read_journal(path: Path) -> list[StepRecord]:
-    """Return the metrics of every step in order, with the lines of a step merged. Unreadable lines cause a warning."""
+    """Return the metrics of every step in order, with the lines of a step merged. Warn about unreadable lines."""
     contents = load_journal(path)
     if contents.torn_bytes or contents.num_damaged_lines:
         log.warning(
@@ -179,7 +179,7 @@ def read_journal(path: Path) -> list[StepRecord]:
 
 
 def load_journal(path: Path) -> JournalContents:
-    """Return the whole journal with the number of unreadable lines and bytes."""
+    """Read the whole journal. The result also counts the lines and bytes that cannot be read."""
     steps: dict[int, StepRecord] = {}
     events: list[EventRecord] = []
     end = num_damaged = 0
@@ -198,7 +198,7 @@ def load_journal(path: Path) -> JournalContents:
 
 
 def missing_steps(contents: JournalContents, up_to: int) -> str:
-    """Return the steps without a journal line as a text, such as `steps 4-6, 9`, or an empty text."""
+    """Return a text that lists the steps without a journal line, such as `steps 4-6, 9`, or '' if there are none."""
     absent = set(range(1, up_to + 1)) - {record.step for record in contents.steps}
     starts = sorted(step for step in absent if step - 1 not in absent)
     ends = sorted(step for step in absent if step + 1 not in absent)
@@ -215,7 +215,7 @@ def iter_lines(fd: int, start: int) -> Iterator[tuple[Record | None, int]]:
 
 
 def parse_record(value: object) -> Record | None:
-    """Return the record in the JSON value of a line, or None if the value is neither a step nor an event."""
+    """Convert the JSON value of a line into a record. Return None if the value is neither a step nor an event."""
     try:
         match value:
             case {"event": str(name), "step": int(step), "time": int() | float() as when, "data": dict(data)}:

@@ -57,8 +57,7 @@ class Origin:
     """The origin of a run.
 
     `models`: the SHA-256 digest of each file, by settings key and file name. `command`: the command line, or empty if
-    it is unknown. Its secrets are masked on disk. `version`: the version of the file format.
-    """
+    it is unknown. Its secrets are masked on disk. `version`: the version of the file format."""
 
     settings: RunConfig
     models: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -80,12 +79,13 @@ VERSION_REMEDY = "use the version of Millrace that wrote it, or restore it and m
 
 
 def read_origin(run_dir: Path) -> Origin | None:
-    """Return the record, or None without a file. Raises DataError if the file is damaged or has another version."""
+    """Return the record of a run's origin, or None without one. Raises DataError if it is damaged or has another
+    version."""
     return read_document(run_dir / RUN_FILE, _ORIGIN, VERSION_REMEDY)
 
 
 def stage_of(name: str, folder: Path) -> Stage:
-    """Return a stage with the facts of its manifest. Without a manifest, the stage has only its folder."""
+    """Return a stage with the facts in the manifest of its folder. If there is no manifest, the stage has no facts."""
     try:
         manifest = read_manifest(folder)
     except MillraceError:
@@ -100,11 +100,10 @@ def stage_of(name: str, folder: Path) -> Stage:
 
 
 def code_revision(folder: Path = SOURCE_FOLDER) -> tuple[str, bool]:
-    """Return the git commit of the source, and whether files differ from this commit.
+    """Return the git commit of the source, and whether the files differ from this commit.
 
     The commit is '' if git is missing or no repository tracks the source. An installation inside another project's
-    repository, such as one in a virtual environment, is not tracked.
-    """
+    repository, such as one in a virtual environment, is not tracked."""
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None or not _is_tracked(folder):
         return "", False
@@ -112,7 +111,7 @@ def code_revision(folder: Path = SOURCE_FOLDER) -> tuple[str, bool]:
 
 
 def code_diff(folder: Path = SOURCE_FOLDER) -> str:
-    """Return the changes of tracked files since the commit as a patch, or an empty text."""
+    """Return the changes of tracked files since the current git commit as a patch, or an empty text."""
     # Without a refresh, git writes no index. A kill during a write would leave the repository locked.
     diff = ("-c", "diff.autoRefreshIndex=false", "diff", "HEAD")
     return (_git(folder, *diff) if _is_tracked(folder) else None) or ""

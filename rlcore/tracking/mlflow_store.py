@@ -58,7 +58,7 @@ COLUMNS = (
 
 
 class MlflowStore:
-    """An experiment in an MLflow store. The connection is opened at the first use."""
+    """One experiment in an MLflow store. The connection to the store is opened at the first use."""
 
     def __init__(self, config: TrackingConfig, root: Path) -> None:
         self.uri = resolve_uri(config, root)
@@ -67,7 +67,7 @@ class MlflowStore:
 
     @cached_property
     def client(self) -> "MlflowClient":
-        """Return MLflow's client, for operations that this class does not provide."""
+        """Return MLflow's client. Callers use it for operations that this class does not provide."""
         return connect(self.uri)
 
     @cached_property
@@ -114,7 +114,7 @@ class MlflowStore:
         return str(self.client.create_run(self.experiment_id, start_ms, short, run_name).info.run_id)
 
     def set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
-        """Set tags of a run. Long values are truncated with a mark, and invalid names are omitted.
+        """Set tags of a run. Long values are truncated and marked. Tags with invalid names are left out.
 
         The parent of a nested run is set only when the run is created, so that a later sweep does not move the run.
         """
@@ -189,7 +189,7 @@ class MlflowStore:
         self.set_tags(run_id, {TABLES_TAG: json.dumps([{"path": file, "type": "table"}])})
 
     def set_status(self, run_id: str, status: FinalStatus, end_time_s: float | None = None) -> None:
-        """End the run with this status. `end_time_s`: seconds since the epoch, by default now."""
+        """End the run in MLflow with this status. `end_time_s`: seconds since the epoch, by default now."""
         self.client.set_terminated(run_id, status, None if end_time_s is None else milliseconds(end_time_s))
 
     def run_url(self, run_id: str, ui: str = LOCAL_UI) -> str:
@@ -201,7 +201,7 @@ class MlflowStore:
         return f"{self.page_root(ui)}/#/experiments/{self.experiment_id}/runs?{TRAINING_VIEW}&viewStateShareKey={VIEW}"
 
     def page_root(self, ui: str) -> str:
-        """Return the address of MLflow's pages, which is `ui` for sqlite and otherwise the address of the server."""
+        """Return the address below which MLflow's pages are: `ui` for sqlite, otherwise the address of the server."""
         return ui if self.uri.startswith(SQLITE) else mask_secrets(self.uri)
 
     def ui_command(self) -> str | None:
@@ -210,7 +210,7 @@ class MlflowStore:
 
 
 def search_run_ids(store: MlflowStore, query: str) -> list[str]:
-    """Return the run ids (folder names) of the trainings that match a query, oldest first.
+    """Return the ids of the runs that match a query, oldest first.
 
     The query is in MLflow's language, such as ``params.`optim.lr` = '0.001' and tags.task = 'countdown'``. Raises
     TrackingError if MLflow rejects the query or does not respond.
@@ -241,12 +241,12 @@ def compare_url(store: MlflowStore, mlflow_run_ids: Sequence[str], ui: str = LOC
 
 
 def table_url(page: str) -> str:
-    """Return the address of the table of all runs with the main columns, given the address of a run's page."""
+    """Return the address of the table of all runs with the main columns. `page`: the address of one run's page."""
     return f"{re.sub('/runs/[^?]*', '/runs', page)}&viewStateShareKey={VIEW}"
 
 
 def _saved_view() -> str:
-    """Return the saved view in the form in which MLflow's pages store it."""
+    """Return the saved view in the form that MLflow's pages use."""
     charts = [
         {"type": "LINE", "uuid": key, "metricSectionId": VIEW, "metricKey": key, "displayName": key, "deleted": False,
          "isGenerated": True, "runsCountToCompare": 10, "lineSmoothness": 0, "scaleType": "linear", "range": {},
@@ -265,7 +265,7 @@ def milliseconds(time_s: float) -> int:
 
 
 def _truncate(value: str, limit: int) -> str:
-    """Truncate a long value and add a mark with its length. MLflow would truncate silently."""
+    """Truncate a long value, and append a mark with its full length. MLflow would truncate the value without a mark."""
     if len(value) <= limit:
         return value
     mark = f" ... [cut: {len(value)} characters]"

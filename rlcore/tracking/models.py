@@ -91,7 +91,7 @@ def log_model(
 
 
 def _held_out_dataset(client: "MlflowClient", run_id: str) -> dict[str, str]:
-    """Return the name and digest of the run's held-out dataset as fields of a metric, or {} if MLflow has none."""
+    """Return the fields of a metric that name the run's held-out dataset and its digest, or {} if MLflow has none."""
     inputs = client.get_run(run_id).inputs
     known = () if inputs is None else inputs.dataset_inputs
     found = [one.dataset for one in known if any(tag.value == "validation" for tag in one.tags)]
@@ -111,7 +111,7 @@ def _model_metric(
 
 
 def _upload(client: "MlflowClient", model_id: str, path: Path, given: Mapping[str, str]) -> None:
-    """Upload weights and tokenizer in the format of `mlflow.transformers.save_model`, but without importing torch."""
+    """Upload weights and tokenizer as `mlflow.transformers.save_model` does, but without importing torch."""
     from mlflow import pyfunc
     from mlflow.models import Model, ModelSignature
     from mlflow.types.schema import ColSpec, Schema
@@ -154,7 +154,7 @@ def _upload(client: "MlflowClient", model_id: str, path: Path, given: Mapping[st
 
 
 def models_of(client: "MlflowClient", experiment_id: str, run_id: str) -> "list[LoggedModel]":
-    """Return all complete models of a run, oldest first."""
+    """Return the models of a run that are completely logged, oldest first."""
     found = [model for model in _all_models(client, experiment_id, run_id) if str(model.status) == "READY"]
     return sorted(found, key=lambda model: model.creation_timestamp)
 
@@ -168,7 +168,7 @@ def _all_models(client: "MlflowClient", experiment_id: str, run_id: str) -> "Ite
 
 
 def name_models(store: MlflowStore, run_id: str, by_alias: Mapping[Alias, str], registered: str | None) -> None:
-    """Tag the `best` and the `last` model of the run, which may be the same.
+    """Tag the `best` and the `last` model of the run. They may be the same model.
 
     MLflow has aliases only in its registry, so the models get tags. `registered`: the name of a registered model. If it
     is set, both models also become versions of it, with addresses such as `models:/<registered>@best`.
@@ -184,13 +184,13 @@ def name_models(store: MlflowStore, run_id: str, by_alias: Mapping[Alias, str], 
 
 
 def model_of(version: "ModelVersion") -> str:
-    """Return the id of the logged model of a registered version. A version from a search has no `model_id`."""
+    """Return the id of a registered version's logged model. A version from a search has no `model_id`."""
     return str(version.model_id or str(version.source).removeprefix("models:/"))
 
 
 @contextmanager
 def _global_uri(uri: str) -> Iterator[None]:
-    """Set MLflow's global tracking URI. The model registry in a database reads the model from this URI."""
+    """Set MLflow's global tracking URI, which the model registry in a database reads, inside the `with` block."""
     import mlflow
 
     is_set = mlflow.is_tracking_uri_set()  # type: ignore[no-untyped-call]
@@ -203,7 +203,7 @@ def _global_uri(uri: str) -> Iterator[None]:
 
 
 def _register(client: "MlflowClient", uri: str, name: str, run_id: str, models: Mapping[Alias, str]) -> None:
-    """Register each model once as a version of `name`, with its held-out reward, run and step, and set the aliases."""
+    """Register each model once as a version of `name`, with its reward, run and step, and set the aliases."""
     from mlflow.exceptions import MlflowException
 
     try:

@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases as further readers of a run's journal, in the process that delivers it to MLflow.
+"""TensorBoard and Weights & Biases as further trackers, which the process that delivers to MLflow also serves.
 
 A sink reads the journal from its start whenever that process starts. Its failures never reach the trainer or MLflow.
 """
@@ -36,14 +36,14 @@ class Sink(Protocol):
         """Send the finite metrics of a step."""
 
     def flush(self) -> None:
-        """Write buffered metrics, if the tracker has a buffer that a kill would lose."""
+        """Write buffered metrics that would be lost if the process were killed."""
 
     def close(self, *, failed: bool) -> None:
-        """Send the rest and end the run in the tracker."""
+        """Send the remaining metrics and end the run in the tracker."""
 
 
 class TensorBoardSink:
-    """Event files in `tensorboard/` of the run's folder. Files of an earlier process are replaced."""
+    """Event files in the folder `tensorboard/` of a run, which replace the files of an earlier process."""
 
     def __init__(self, run_dir: Path, attempt: Attempt) -> None:
         from tensorboard.summary import Writer
@@ -100,10 +100,10 @@ class WandbSink:
         self._run.log(dict(record.metrics), step=record.step)
 
     def flush(self) -> None:
-        """Do nothing: W&B's own process has the metrics already."""
+        """Do nothing, because W&B's own process already has the metrics."""
 
     def close(self, *, failed: bool) -> None:
-        """Send the rest and end the run."""
+        """Send the remaining metrics and end the run in W&B."""
         self._run.finish(exit_code=int(failed))
 
 
@@ -112,7 +112,7 @@ SINKS: Mapping[str, Callable[[Path, Attempt], Sink]] = {"tensorboard": TensorBoa
 
 
 def require_trackers(config: TrackingConfig) -> None:
-    """Require the packages and the login of `tracking.report_to`. Raises ConfigError if one is missing."""
+    """Check the packages and the login that `tracking.report_to` needs. Raises ConfigError if one is missing."""
     for name in config.report_to:
         spec = find_spec(name)
         if spec is None or spec.origin is None:  # a folder of that name in the working directory has no origin
@@ -140,7 +140,7 @@ class Sinks:
         self._cursor = 0
 
     def catch_up(self, attempt: Attempt) -> None:
-        """Send the new complete lines of the journal. A new attempt sends the journal from its start.
+        """Send the new complete lines of the journal. If a new attempt has begun, send the whole journal again.
 
         `attempt`: the newest attempt at the run. Raises OSError if the journal cannot be read, but no tracker's error.
         """
@@ -160,7 +160,7 @@ class Sinks:
         self._each(methodcaller("flush"))
 
     def close(self, *, failed: bool) -> None:
-        """End the run in each tracker. Raises no tracker's error."""
+        """End the run in each tracker. Errors of trackers are not raised."""
         self._each(methodcaller("close", failed=failed))
         self._sinks.clear()
 

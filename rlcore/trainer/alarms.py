@@ -22,7 +22,7 @@ SKIPPED = "alarm/update_skipped"
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """An alarm that was raised. `name` and `action` come from the settings. `text` states the value and the bound."""
+    """An alarm about one step. `name` and `action` come from the settings. `text` states the value and the bound."""
 
     name: str
     action: str
@@ -52,7 +52,7 @@ def batch_alarms(config: RunConfig, experience: Experience) -> tuple[Alarm, ...]
 def step_alarms(
     config: RunConfig, update: Update, kl_in_reward: float | None, weight_sync: WeightSync
 ) -> tuple[Alarm, ...]:
-    """Return the alarms about the update and about the weight sync after it."""
+    """Return the alarms about the update of a step and about the weight sync that follows it."""
     alarms, policy = config.alarms, update.policy
     found = []
     if update.failure is not None:
@@ -87,8 +87,8 @@ def _have_equal_scores(experience: Experience) -> bool:
 
 
 def save_failed_batch(directory: Path, step: int, experience: Experience, batch: TrainBatch) -> tuple[Path, list[int]]:
-    """Save the batch (`.safetensors`) and its responses (`.json`). Return the path, and the prompt ids of non-finite
-    rows."""
+    """Save a non-finite batch (`.safetensors`) and its responses (`.json`). Return the path, and the prompt ids of
+    non-finite rows."""
     directory.mkdir(parents=True, exist_ok=True)
     optional = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "packed"}
     per_token = {name: values for name, values in optional.items() if values is not None}

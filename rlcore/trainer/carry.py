@@ -1,11 +1,11 @@
-"""Groups of responses that a step cuts and the next step continues (`rollout.finish_share`).
+"""Groups of responses that are cut in one step and continued in the next step (`rollout.finish_share`).
 
 A step trains P = `trainer.batch_size` groups and carries K others. Carried groups finish in the next step, so their
-tokens are at most one policy version old. P - K new groups finish too, and K new groups are carried in turn. Let L be
-the (P - K)-th smallest length of a new group. Every response of the carried groups is cut to L tokens, even if an
-engine has generated more. A continued response is a further turn. Its prompt ends with its tokens so far, and its seed
-is `turn_seed` of its first seed. Nothing here depends on time or on the number of ranks.
-"""
+tokens are at most one policy version old. P - K new groups finish too, and K new groups are carried in turn.
+
+Let L be the (P - K)-th smallest length of a new group. Every response of the carried groups is cut to L tokens, even if
+an engine has generated more. A continued response is a further turn. Its prompt ends with its tokens so far, and its
+seed is `turn_seed` of its first seed. Nothing here depends on time or on the number of ranks."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ from rlcore.types import FinishReason, Prompt, Rollout
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """A response to be continued, or a finished one of the same group. `seed`: the seed of the next tokens.
-    `token_ids` and `logprobs`: the tokens so far, as little-endian int32 and float32."""
+    """A response that the next step receives because its group was cut. The response itself may be finished. `seed`:
+    the seed of the next tokens. `token_ids` and `logprobs`: the tokens so far, as little-endian int32 and float32."""
 
     prompt: Prompt
     sample_index: int
@@ -33,7 +33,7 @@ class Carried:
 
     @classmethod
     def of(cls, rollout: Rollout, seed: int, length: int) -> "Carried":
-        """Convert a response, and cut it to `length` tokens. `seed`: the seed of its tokens so far."""
+        """Store at most `length` tokens of a response in a cut group. `seed`: the seed of its tokens so far."""
         is_cut = rollout.is_cut or len(rollout.response_ids) > length
         ids, logprobs = rollout.response_ids[:length].astype("<i4"), rollout.behavior_logprobs[:length].astype("<f4")
         reason: FinishReason = "length" if is_cut else rollout.finish_reason
@@ -46,7 +46,7 @@ class Carried:
         return np.frombuffer(self.token_ids, dtype="<i4")
 
     def rollout(self, policy_version: int) -> Rollout:
-        """Return the response so far as one of the step with `policy_version`."""
+        """Return the response so far as a rollout. `policy_version`: the version of the step that continues it."""
         logprobs = np.frombuffer(self.logprobs, dtype="<f4")
         given = (self.prompt, self.sample_index, self.ids, logprobs, self.finish_reason, policy_version)
         return Rollout(*given, is_cut=self.is_cut, num_stale=len(logprobs))
@@ -62,18 +62,18 @@ _CARRIED = TypeAdapter(tuple[Carried, ...], config=ConfigDict(ser_json_bytes="ba
 
 
 def to_text(carried: Sequence[Carried]) -> str:
-    """Return carried responses as JSON for the checkpoint, or '' without a response."""
+    """Return carried responses as JSON for a checkpoint, or '' if there are none."""
     return _CARRIED.dump_json(tuple(carried)).decode() if carried else ""
 
 
 def from_text(text: str) -> tuple[Carried, ...]:
-    """Return the responses of a text from `to_text`."""
+    """Return the carried responses that a text of `to_text` contains."""
     return _CARRIED.validate_json(text) if text else ()
 
 
 def first_finished(groups: Sequence[Sequence[Rollout]], count: int) -> tuple[list[int], int]:
-    """Return the `count` finished groups with the smallest lengths, in ascending order, and the largest of these
-    lengths. Groups of equal length are taken in order."""
+    """Return the indices of the `count` shortest finished groups, in ascending order, and the length of the longest of
+    these. The length of a group is the length of its longest response. Groups of equal length are taken in order."""
     finished = [index for index, group in enumerate(groups) if not any(each.is_cut for each in group)]
     lengths = sorted((max(len(each.response_ids) for each in groups[index]), index) for index in finished)
     assert len(lengths) >= count, f"the engines finished {len(lengths)} of {count} groups"
@@ -81,13 +81,13 @@ def first_finished(groups: Sequence[Sequence[Rollout]], count: int) -> tuple[lis
 
 
 class GroupsInProgress:
-    """The groups of one step while responses arrive. The carried responses have the first places."""
+    """The groups of one step while their responses arrive. Groups carried from the previous step come first."""
 
     def __init__(
         self, carried: Sequence[Carried], requests: Sequence[SamplingRequest], size: int, policy_version: int
     ) -> None:
-        """Begin with the groups of the step before. `requests`: the requests that continue these groups, then those of
-        new groups of `size` responses."""
+        """Begin with the groups carried from the previous step. `requests`: the requests that continue these groups,
+        then those of new groups of `size` responses."""
         self._rollouts = {place: each.rollout(policy_version) for place, each in enumerate(carried)}
         continued = [place for place, each in enumerate(carried) if each.is_cut]
         self._places = [*continued, *range(len(carried), len(carried) + len(requests) - len(continued))]
@@ -96,12 +96,12 @@ class GroupsInProgress:
         self._missing = Counter(place // size for place in self._places)
 
     def finished(self) -> list[tuple[int, Rollout]]:
-        """Return the carried responses of groups that need no further token, with their places."""
+        """Return the responses of carried groups that are already finished, each with the index of its place."""
         groups = [group for group in range(self._num_carried) if group not in self._missing]
         return [pair for group in groups for pair in self._responses(group)]
 
     def add(self, index: int, rollout: Rollout) -> list[tuple[int, Rollout]]:
-        """Add the response to a request. Return all responses of the group if this one finishes the group, otherwise an
+        """Add the response to a request. If it finishes its group, return all responses of the group, otherwise an
         empty list."""
         place = self._places[index]
         if (before := self._rollouts.get(place)) is not None:
@@ -118,8 +118,8 @@ class GroupsInProgress:
         return self._responses(group) if self._missing[group] == 0 else []
 
     def settle(self, count: int) -> tuple[dict[int, Rollout], tuple[Carried, ...], int]:
-        """Choose `count` new groups besides those of the step before, and cut the others. Return the responses to train
-        on by their place, the carried responses, and the length of the cut."""
+        """Choose the `count` shortest new groups for training and cut the other new groups. Return the responses to
+        train on by their place, the carried responses, and the length of the cut."""
         groups = [self._responses(group) for group in range(len(self._rollouts) // self._size)]
         old, new = groups[: self._num_carried], groups[self._num_carried :]
         chosen, length = first_finished([[rollout for _, rollout in group] for group in new], count)

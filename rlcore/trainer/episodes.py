@@ -106,7 +106,7 @@ class _OpenEpisode:
         return SamplingRequest(prompt, self.request.sample_index, turn_seed(self.request.seed, turn), tokens)
 
     def add_response(self, rollout: Rollout, text: str) -> None:
-        """Add the model's response of one turn. Reaching the token limit ends the episode."""
+        """Add the model's response of one turn. If the episode has reached its token limit, it ends."""
         self._add_tokens(rollout.response_ids.tolist(), rollout.behavior_logprobs.tolist(), sampled=True)
         self.record.texts.append(text)
         self.lines.append(text)
@@ -114,7 +114,7 @@ class _OpenEpisode:
             self._end_at_limit()
 
     def add_reply(self, reply: str, ids: Sequence[int]) -> bool:
-        """Add the environment's reply, or end the episode if no token is left. Return whether the reply was added."""
+        """Add the environment's reply and return True, or end the episode if there is no room for another token."""
         if len(self.token_ids) + len(ids) >= self.limit:
             self._end_at_limit()
             return False
@@ -139,7 +139,7 @@ class _OpenEpisode:
         return turn.reply
 
     def rollout(self, version: int) -> Rollout:
-        """Return all tokens after the prompt as one response."""
+        """Return the episode as a rollout, whose response is all tokens after the prompt."""
         return Rollout(
             prompt=self.prompt,
             sample_index=self.request.sample_index,
@@ -152,7 +152,7 @@ class _OpenEpisode:
         )
 
     def score(self) -> Score:
-        """Return the sum of the turns' rewards, and the answer for majority votes from the model's text alone."""
+        """Return the sum of the turns' rewards. The answer for majority votes comes from the model's text alone."""
         if self.failure is not None:
             return Score(0.0, {}, failure=self.failure)
         parts = {**self.parts, "turns": float(len(self.record.texts))}
@@ -171,8 +171,8 @@ class _OpenEpisode:
 
 
 class Episodes(AbstractContextManager["Episodes"]):
-    """A player of episodes with the environment of `data.environment`, used as a context manager. Raises ConfigError if
-    the environment does not exist."""
+    """An object that plays episodes with the environment of `data.environment`. Use it as a context manager. Raises
+    ConfigError if the environment does not exist."""
 
     def __init__(self, config: RunConfig, tokens: TurnTokens, decode: Decode) -> None:
         self._environment = config.data.environment
@@ -192,7 +192,7 @@ class Episodes(AbstractContextManager["Episodes"]):
 
     @property
     def unscored(self) -> tuple[int, str]:
-        """The number of episodes that a failed environment has ended so far, and the last reason."""
+        """The number of episodes that a failure of their environment has ended, and the last failure's reason."""
         failures = [pool.unscored for pool in self._pools]
         return sum(number for number, _ in failures), next((why for number, why in failures if number), "")
 

@@ -29,8 +29,7 @@ from rlcore.types import PackedBatch, Score, TrainBatch
 
 @dataclass(frozen=True, slots=True)
 class ForwardResults:
-    """The results of the forward passes before an update, each Float[T]. A field is None if the algorithm does not need
-    it."""
+    """The results of the forward passes before an update, each Float[T], or None if the algorithm does not need it."""
 
     old_logprobs: Float[Tensor, "T"] | None = None
     ref_logprobs: Float[Tensor, "T"] | None = None
@@ -69,8 +68,8 @@ class ScoreParts:
 
     @classmethod
     def from_scores(cls, scores: Sequence[Score], weights: Mapping[str, float]) -> "ScoreParts":
-        """Return the parts in the order of `weights`, with 0 for a missing part. Without weights, return only the
-        total."""
+        """Return the parts of each score in the order of `weights`, with 0 for a missing part. If there are no weights,
+        the total is the only part."""
         if not weights:
             return cls(torch.tensor([[score.total] for score in scores]), torch.ones(1))
         rows = [[score.parts.get(name, 0.0) for name in weights] for score in scores]
@@ -180,8 +179,7 @@ def _sequence_advantages(
     parts: ScoreParts,
     algo: AlgoConfig,
 ) -> Float[Tensor, "N"]:
-    """Return one advantage per response. A response without a score, or without another score to compare with, has
-    0."""
+    """Return one advantage per response. It is 0 for a response that has no score or no other score to compare with."""
     greedy = None if greedy_scores is None else torch.tensor(greedy_scores)
     if greedy is not None:
         chosen = packed.score_mask & greedy.isfinite()

@@ -1,4 +1,4 @@
-"""The collection of scored responses. The engines of all ranks generate while finished responses are scored."""
+"""The collection of scored responses. Finished responses are scored while the engines of all ranks generate others."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -24,8 +24,8 @@ from rlcore.workers.group import WorkerGroup
 
 
 class StreamScorer:
-    """A scorer that works during generation. It decodes responses in a thread and scores them in the processes of a
-    `ScoringPool`."""
+    """A scorer that works while responses are generated. It decodes responses in a thread and scores them in the
+    processes of a `ScoringPool`."""
 
     def __init__(self, scoring: ScoringPool, decode: Decode) -> None:
         self._scoring = scoring
@@ -73,7 +73,7 @@ class ResponseSampler:
 
     @property
     def unscored(self) -> tuple[int, str]:
-        """The number of responses without a score so far, and the last reason. See `ScoringPool.unscored`."""
+        """The number of responses without a score so far, and the reason of the last failure."""
         return (self._episodes or self.scoring).unscored
 
     def sample(
@@ -113,8 +113,8 @@ class ResponseSampler:
         clock: PhaseClock,
         shares: Sequence[Sequence[int]] | None,
     ) -> tuple[list[ScoredResponse], tuple[Carried, ...], int]:
-        """Return the scored responses to train on, the carried responses, and the length of the cut. A group is scored
-        when its last response ends. See `GroupsInProgress`."""
+        """Return the scored responses to train on, the carried responses, and the length to which these were cut. A
+        group is scored when its last response ends. See `GroupsInProgress`."""
         config = self.config
         groups = GroupsInProgress(carried, requests, config.rollout.samples_per_prompt, policy_version)
         scorer = self._stream_scorer()
@@ -186,12 +186,12 @@ class Experience:
 
     @property
     def num_stale_tokens(self) -> int:
-        """The number of tokens in all responses that the step before has sampled."""
+        """The number of tokens in all responses that the previous step has sampled."""
         return sum(rollout.num_stale for rollout in self.rollouts)
 
     @property
     def num_carried_tokens(self) -> int:
-        """The number of tokens so far in the responses that the next step continues."""
+        """The number of tokens that the responses to be continued in the next step have so far."""
         return sum(len(each.ids) for each in self.carried)
 
     @property
@@ -207,7 +207,7 @@ class ExperienceCollector:
     def __init__(
         self, sampler: ResponseSampler, stream: PromptStream[Prompt] | MixedStream, counted: RowSampler | None = None
     ) -> None:
-        """Create a collector. `counted`: the weights of rows by their pass counts, or None for unweighted rows."""
+        """Create a collector. `counted`: a sampler of rows by pass counts, or None for equal weights."""
         self._config = sampler.config
         self._sampler = sampler
         self._stream = stream
@@ -215,7 +215,7 @@ class ExperienceCollector:
         self._prepared: dict[LoopState, tuple[list[SamplingRequest], list[list[int]]]] = {}
 
     def prepare(self, state: LoopState) -> None:
-        """Draw the prompts of the step after `state`, and split them over the ranks, while the ranks are still busy."""
+        """Draw the prompts of the step after `state` and split them over the ranks, which may still be busy."""
         requests = self._first_requests(state)
         self._prepared = {state: (requests, split_requests(requests, self._sampler.group.world_size))}
 
@@ -244,7 +244,7 @@ class ExperienceCollector:
         return [replace(request, group=index // size) for index, request in enumerate(requests)]
 
     def collect(self, state: LoopState, clock: PhaseClock) -> Experience:
-        """Collect the responses of the step after `state`. Raises UnscoredError if no response has a score."""
+        """Collect the scored responses of the step after `state`. Raises UnscoredError if no response has a score."""
         config = self._config
         requests, shares = self._prepared.get(state) or (self._first_requests(state), None)
         dynamic = config.algo.dynamic_sampling
@@ -298,7 +298,7 @@ class ExperienceCollector:
         )
 
     def _greedy_scores(self, prompts: Sequence[Prompt], version: int, clock: PhaseClock) -> tuple[float, ...] | None:
-        """Return ReMax's baseline for each response, which is the score of one greedy response to the same prompt."""
+        """Return, for each response, the score of one greedy response to the same prompt (the baseline of ReMax)."""
         if self._config.algo.advantage != "remax":
             return None
         unique = list(dict.fromkeys(prompts))
@@ -329,7 +329,7 @@ class ExperienceCollector:
 
 
 def all_unscored_error(where: str, scorer: str, failures: Sequence[str]) -> UnscoredError:
-    """Return the error for a step or validation without any score. `failures`: the reason for each response."""
+    """Return the error for a step or validation without any score. `failures`: one reason for each response."""
     return UnscoredError(
         f"{where}: has no metrics, for {len(failures):,} responses have no score; {scorer} failed, the last time: "
         f"{failures[-1]}"
@@ -337,7 +337,7 @@ def all_unscored_error(where: str, scorer: str, failures: Sequence[str]) -> Unsc
 
 
 def count_solved(responses: Sequence[ScoredResponse], tally: dict[int, tuple[int, int]]) -> None:
-    """Add the numbers of solved and of scored responses of each prompt to `tally`, by `prompt_id`."""
+    """Add each prompt's numbers of solved and of scored responses to `tally`, whose keys are prompt ids."""
     for rollout, score, _ in responses:
         if score.failure is None:
             num_solved, num_scored = tally.get(rollout.prompt.prompt_id, (0, 0))

@@ -1,4 +1,4 @@
-"""The metrics of a training step, under the usual names of the field (rlcore/tracking/metrics.md defines each)."""
+"""The metrics of a training step, under names that are usual in the field. rlcore/tracking/metrics.md defines them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -52,7 +52,7 @@ def step_metrics(config: RunConfig, experience: Experience, estimated: Estimate,
 
 
 def weight_sync_metrics(config: RunConfig, weight_sync: WeightSync) -> Metrics:
-    """Return the log-probability difference of engine and trainer after a weight sync, or {} for the engine `hf`."""
+    """Return how much log-probabilities of engine and trainer differ after a sync, or {} for the engine `hf`."""
     return {} if config.rollout.engine == "hf" else {"training/canary_logprob_diff": weight_sync.difference}
 
 
@@ -128,7 +128,7 @@ def reward_metrics(estimated: Estimate) -> Metrics:
 
 
 def length_metrics(config: RunConfig, experience: Experience) -> Metrics:
-    """Return the token counts of prompts and responses. `clip_ratio`: the share of texts at the length limit."""
+    """Return metrics of the lengths of prompts and responses. `clip_ratio`: the share of texts at the length limit."""
     prompts = torch.tensor([len(rollout.prompt.token_ids) for rollout in experience.rollouts])
     responses = torch.tensor([len(rollout.response_ids) for rollout in experience.rollouts])
     cut = torch.tensor([rollout.finish_reason == "length" for rollout in experience.rollouts])
@@ -143,8 +143,7 @@ def length_metrics(config: RunConfig, experience: Experience) -> Metrics:
 
 
 def group_metrics(packed: PackedBatch, experience: Experience) -> Metrics:
-    """Return the share of groups with equal scores, the share of unscored responses, and the mean of each part of the
-    score."""
+    """Return the shares of groups with equal scores and of unscored responses, and the mean of each score part."""
     highest, lowest = score_range(packed.scores, packed.score_mask, packed.group_ids)
     metrics = {
         "reward/equal_group_share": (highest <= lowest).float().mean().item(),
@@ -176,7 +175,7 @@ def carry_metrics(config: RunConfig, experience: Experience) -> Metrics:
 
 
 def balance_metrics(packed: PackedBatch, sequences: Sequence[Sequence[int]]) -> Metrics:
-    """Return the tokens per rank, for a split in the drawn order and for the balanced split."""
+    """Return metrics of the tokens per rank, both for a split in the drawn order and for the balanced split."""
     lengths = packed.sequence_lengths()
     drawn = torch.stack([part.sum() for part in lengths.chunk(len(sequences))]).float()
     balanced = torch.stack([lengths[torch.tensor(part)].sum() for part in sequences])
@@ -193,7 +192,7 @@ def balance_metrics(packed: PackedBatch, sequences: Sequence[Sequence[int]]) -> 
 def mismatch_metrics(
     packed: PackedBatch, old_logprobs: Float[Tensor, "T"], importance_weights: Float[Tensor, "T"] | None
 ) -> Metrics:
-    """Return the difference between the token probabilities of the sampler and of the trainer."""
+    """Return metrics of how much the sampler's token probabilities differ from the trainer's."""
     mask = packed.loss_mask
     if not mask.any():
         return {}
@@ -238,7 +237,7 @@ def mfu_metrics(
     num_shared: int = 0,
     lora: LoraConfig | None = None,
 ) -> Metrics:
-    """Return the share of the devices' peak performance that updates reach, or {} if the peak is unknown. Only
+    """Return the share of the devices' peak performance that the updates reach, or {} if the peak is unknown. Only
     necessary work counts. A shared prompt counts once, and frozen weights have no gradients. The output head counts
     only for the `num_targets` tokens with a loss. `mfu_verl` counts operations in the way of veRL."""
     if info.peak_flops is None:

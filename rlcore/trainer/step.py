@@ -52,7 +52,7 @@ class StepResult:
 
 
 class GroupTrainer:
-    """The base class of trainers, with settings, workers and timing. Each step receives the run's state as a
+    """The base class of trainers, with settings, workers and timing. Each step gets the state of the run as a
     `LoopState`."""
 
     def __init__(self, config: RunConfig, group: WorkerGroup, enter_phase: EnterPhase) -> None:
@@ -77,7 +77,7 @@ class GroupTrainer:
 
 
 def collect_memory(pending: Pending[MemoryPeak]) -> tuple[Metrics, tuple[OomRetry, ...]]:
-    """Return the memory metrics of all ranks, and the passes that ran out of memory since the last call."""
+    """Return the memory metrics of all ranks, and the passes that have run out of memory since the previous call."""
     peaks = pending.result()
     return memory_metrics(peaks), tuple(retry for peak in peaks for retry in peak.shortages)
 
@@ -207,7 +207,7 @@ class Trainer(GroupTrainer):
         )
 
     def _share_batch(self, batch: TrainBatch, packed: PackedBatch, assignment: Assignment) -> SharedBatch:
-        """Send each rank its sequences of the batch. If some tokens no longer have a loss, balance the batch again
+        """Send each rank its sequences of the batch. If some tokens have lost their loss, balance the batch again
         first."""
         if not torch.equal(batch.packed.loss_mask, packed.loss_mask):  # costs and shared prompts have changed
             assignment = self._assign(batch.packed, self._config.trainer.mini_batch_size)

@@ -88,7 +88,7 @@ class Update:
 
 
 def num_optimizer_steps(config: RunConfig) -> int:
-    """Return the number of the policy's optimizer steps on a batch in which every group has a score."""
+    """Return the number of optimizer steps of the policy for a batch in which every group has a score."""
     trainer = config.trainer
     return trainer.epochs_per_batch * -(-trainer.batch_size // trainer.mini_batch_size)
 
@@ -104,7 +104,7 @@ def needs_old_logprobs(config: RunConfig) -> bool:
 
 
 def _needs_selection(algo: AlgoConfig) -> bool:
-    """Return whether the weights of tokens in the loss depend on the whole mini-batch."""
+    """Return whether the weight of a token in the loss depends on the other tokens of its mini-batch."""
     return algo.top_entropy < 1 or algo.clip_cov.share > 0 or has_argument(algo.policy_loss, "covariance_rank")
 
 
@@ -135,7 +135,7 @@ def apply_selection(
 
 
 def logprobs_before_update(config: RunConfig, batch: TrainBatch) -> Float[Tensor, "T"] | None:
-    """Return the trainer's log-probabilities before the update if a separate pass computed them, otherwise None."""
+    """Return the trainer's log-probabilities before the update, or None if no separate pass computed them."""
     return None if config.trainer.old_logprobs == "behavior" else batch.old_logprobs
 
 
@@ -169,14 +169,14 @@ class SharedBatch:
 
     @property
     def sequences(self) -> Sequence[Sequence[int]]:
-        """The sequences of each rank, by index in the batch."""
+        """The sequences of each rank, as indices in the batch."""
         return self.assignment.whole.sequences
 
 
 def update_models(
     config: RunConfig, group: WorkerGroup, shared: SharedBatch, state: LoopState, clock: PhaseClock
 ) -> Update:
-    """Run all optimizer steps on a batch, up to the first non-finite one. `state`: the state before the step."""
+    """Run all optimizer steps on a batch, or until one is not finite. `state`: the state before the step."""
     total_steps, added = config.trainer.total_steps, state.entropy_added
     num_steps = num_optimizer_steps(config)
     before = logprobs_before_update(config, shared.batch)
@@ -223,6 +223,6 @@ def _sum_steps(steps: Sequence[Sequence[ModelUpdate[S]]], lr: float) -> Optimize
 def _optimizer_steps(
     group: WorkerGroup, verb: Callable[..., ModelUpdates[S]], arguments: Sequence[tuple[Any, ...]]
 ) -> tuple[list[tuple[ModelUpdate[S], ...]], NonFiniteError | None]:
-    """Return the results of each optimizer step on all ranks, and the error of the first non-finite step."""
+    """Return the results of each optimizer step on all ranks, and the error if a step was not finite."""
     by_rank = group.begin(verb, arguments).result()
     return list(zip(*(each.steps for each in by_rank), strict=True)), by_rank[0].failure

@@ -143,7 +143,7 @@ class Actor(TrainedModel[CausalPolicy]):
     def _non_finite_groups(
         self, batch: TrainBatch, denominator: Denominator, kl_coef: float, entropy_added: float
     ) -> list[int]:
-        """Return the numbers of the prompts, counted within the step, that have a non-finite loss on some rank."""
+        """Return the numbers, within the step, of the prompts whose responses have a non-finite loss on some rank."""
         groups: set[int] = set()
         for index in range(batch.packed.num_sequences):
             micro = to_device(batch, [index], self._placement.device)

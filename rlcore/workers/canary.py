@@ -1,9 +1,8 @@
-"""The canary, which compares log-probabilities of engine and trainer for the same probe after a weight sync.
+"""The canary, a comparison of the engine's and the trainer's log-probabilities on the same probe after a weight sync.
 
 Digests of the tensors (`WeightSyncResult`) reveal a missing tensor. An engine with all tensors may still compute with
 wrong weights, from an old packed copy or an old address in a graph. Its log-probabilities then differ from the
-trainer's. Rounding changes them too, to a degree that depends on the model. The first correct sync sets the bound.
-"""
+trainer's. Rounding changes them too, to a degree that depends on the model. The first correct sync sets the bound."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,15 +36,15 @@ MIN_BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.02}
 
 @dataclass(frozen=True, slots=True)
 class WeightSync:
-    """The result of a weight sync with correct tensors. `difference`: the mean |engine's - trainer's| log-probability
-    of the probe. `warning`: the reason why the sync is doubtful, or ''."""
+    """The result of a weight sync in which all tensors were correct. `difference`: the mean |engine's - trainer's|
+    log-probability of the probe. `warning`: the reason why the sync is doubtful, or ''."""
 
     difference: float
     warning: str = ""
 
 
 class Canary:
-    """A checker of weight syncs, whose bound comes from the first sync."""
+    """A check of weight syncs, whose bound is set by the first sync."""
 
     def __init__(self, config: RunConfig, dtype: torch.dtype) -> None:
         self._configured = config.rollout.canary_bound
@@ -119,9 +118,9 @@ def probe_difference(
     prompts: Sequence[Prompt],
     logprobs: Callable[[PackedBatch, int], Float[Tensor, "T"]],
 ) -> float:
-    """Return the mean |engine's - trainer's| log-probability over response tokens, or inf if it is not finite. The
-    engine samples at the training temperature with fixed seeds. `logprobs`: the trainer's forward pass. It receives a
-    batch and the number of micro-batches, which is equal on all ranks."""
+    """Return the mean absolute difference of the engine's and the trainer's log-probabilities, or inf if it is not
+    finite. The engine samples at the training temperature with fixed seeds. `logprobs`: the trainer's forward pass. It
+    receives a batch and the number of micro-batches, which is equal on all ranks."""
     assert prompts, "set_probe must precede a weight sync to vLLM"
     requests = [SamplingRequest(prompt, i, seed=i) for prompt in prompts for i in range(_RESPONSES_PER_PROMPT)]
     sampling = SamplingConfig(temperature=config.rollout.sampling.temperature)

@@ -30,7 +30,7 @@ class Placement:
 
 
 def choose_placement(runtime: RuntimeConfig, model: ModelConfig) -> Placement:
-    """Return the device and compute type for the settings and the hardware.
+    """Return the device and compute type that the settings and the hardware require.
 
     Raises:
         ConfigError: if CUDA is requested but not available.
@@ -51,7 +51,7 @@ def choose_placement(runtime: RuntimeConfig, model: ModelConfig) -> Placement:
 
 
 def unsupported_gpu(name: str, capability: tuple[int, int], architectures: Sequence[str], version: str) -> str | None:
-    """Return why a torch wheel with code for `architectures` cannot run on a GPU, or None if it can.
+    """Return the reason why a torch build with code for `architectures` cannot run on a GPU, or None if it can.
 
     >>> unsupported_gpu("NVIDIA H200", (9, 0), ["sm_80", "sm_90"], "2.13.0") is None
     True
@@ -74,7 +74,7 @@ def free_address(host: str = LOOPBACK) -> str:
 
 
 def holds_on_all_ranks(holds: bool, *, world_size: int, device: torch.device) -> bool:
-    """Return whether a condition holds on all ranks. This is a collective if there are several ranks."""
+    """Return whether a condition is true on all ranks. If there are several ranks, all of them must call this."""
     if world_size == 1:
         return holds
     flag = torch.tensor(float(holds), device=device)

@@ -41,11 +41,11 @@ class WorkerGroup(Protocol):
     world_size: int
 
     def each(self, verb: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Call the verb on each rank with the same arguments, and return the results by rank."""
+        """Call the method `verb` on each rank with the same arguments, and return the results by rank."""
         ...
 
     def begin(self, verb: Callable[..., R], arguments: Sequence[tuple[Any, ...]]) -> Pending[R]:
-        """Start the verb on each rank i with `arguments[i]`. Ranks in separate processes run concurrently."""
+        """Start the method `verb` on each rank i with `arguments[i]`. Ranks in separate processes run concurrently."""
         ...
 
     def send(self, values: Sequence[object]) -> Sequence[Any]:
@@ -55,12 +55,11 @@ class WorkerGroup(Protocol):
     def stream(
         self, verb: Callable[..., Iterator[R]], arguments: Sequence[tuple[Any, ...]], take: Callable[[int, R], None]
     ) -> None:
-        """Call a generator verb on each rank i with `arguments[i]`. This process calls `take(rank, item)` for each
-        item."""
+        """Call the generator method `verb` on each rank i with `arguments[i]`, and `take(rank, item)` for each item."""
         ...
 
     def close(self) -> None:
-        """End all workers. This may be called twice."""
+        """End all workers. A second call has no effect."""
         ...
 
 

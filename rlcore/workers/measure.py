@@ -34,7 +34,7 @@ class Bytes:
 
 
 def gpu_peak() -> Bytes:
-    """Return the peak of torch's current GPU since the last call, or 0 on a CPU."""
+    """Return the peak memory on torch's current GPU since the previous call, or 0 on a CPU."""
     if not torch.cuda.is_initialized():
         return Bytes(0, 0)
     found = Bytes(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
@@ -58,7 +58,7 @@ class MemoryMeter:
         self._max = Bytes(0, 0)
 
     def set_engine_asleep(self, is_asleep: bool) -> None:
-        """Record that the engine sleeps, or that it is about to wake."""
+        """Record that the engine sleeps now, or that it is about to wake."""
         if is_asleep != self._is_asleep:
             self.peak()
             self._is_asleep = is_asleep
@@ -73,7 +73,7 @@ class MemoryMeter:
 
 
 class RankProfiler:
-    """A recorder of the operators of this process and the kernels of its GPU, from `start` to `stop`."""
+    """A recorder of the operators that this process runs and of the kernels on its GPU, from `start` to `stop`."""
 
     def __init__(self) -> None:
         self._profile: profile | None = None

@@ -102,7 +102,7 @@ class MemoryPlan:
 
     @property
     def cannot_fit(self) -> bool:
-        """Return whether the run exceeds the device even with the smallest micro-batches."""
+        """Return whether the run needs more memory than the device has, even with the smallest micro-batches."""
         return self.usable_bytes is not None and self.floor_bytes > self.usable_bytes
 
 
@@ -112,7 +112,7 @@ def max_sequence_tokens(config: RunConfig) -> int:
 
 
 def micro_batch_tokens(config: RunConfig) -> int:
-    """Return the largest number of tokens of a micro-batch. It is the token budget, but at least the longest sequence.
+    """Return the largest number of tokens in a micro-batch. It is the token budget, but at least the longest sequence.
     It is at most the number of tokens of a mini-batch on this rank."""
     sequences = config.trainer.mini_batch_size * config.rollout.samples_per_prompt
     per_rank = -(-sequences // config.runtime.num_workers) * max_sequence_tokens(config)
@@ -120,7 +120,7 @@ def micro_batch_tokens(config: RunConfig) -> int:
 
 
 def is_compiled(config: RunConfig, itemsize: int) -> bool:
-    """Return whether layers and head run compiled. This needs a flash kernel, which excludes float32."""
+    """Return whether the layers and the head are compiled. This needs a flash kernel, which excludes float32."""
     return config.model.compile and config.model.attention != "sdpa" and itemsize < FULL
 
 
@@ -163,9 +163,9 @@ def forward_activation_bytes(shape: ModelShape, itemsize: int) -> int:
 def head_bytes(
     shape: ModelShape, itemsize: int, chunk_tokens: int, tokens: int, *, gradient: Literal["none", "hidden", "all"]
 ) -> int:
-    """Return the bytes of the chunked head, which has one chunk of float32 logits. A gradient adds the logits'
-    gradient. The gradient `all` also adds two float32 matrices: the weight's gradient so far and the current product.
-    """
+    """Return the bytes of the chunked head, which has one chunk of float32 logits. With a gradient, the gradient of the
+    logits is added. With the gradient `all`, two float32 matrices are added too: the weight's gradient so far and the
+    current product."""
     rows = min(chunk_tokens, tokens)
     logits = rows * shape.vocab * FULL
     hidden = tokens * shape.hidden * itemsize
@@ -198,14 +198,14 @@ def engine_bytes(config: RunConfig, shape: ModelShape, device: Device) -> int:
 
 
 def cache_bytes(config: RunConfig, shape: ModelShape, itemsize: int, responses: int) -> int:
-    """Return the bytes of keys and values of `responses` responses of maximum length, for the heads of one rank."""
+    """Return the bytes of one rank's keys and values for `responses` responses of maximum length."""
     heads = -(-shape.kv_heads // config.rollout.tensor_parallel_size)
     per_token = shape.kv_bytes_per_token(itemsize) * heads // shape.kv_heads
     return responses * max_sequence_tokens(config) * per_token
 
 
 def full_engine_bytes(config: RunConfig, shape: ModelShape, itemsize: int, responses: int) -> int:
-    """Return the bytes of vLLM on one rank, with room for `responses` responses of maximum length."""
+    """Return the bytes that vLLM needs on one rank for `responses` concurrent responses of maximum length."""
     weights = shape.policy_parameters * itemsize // config.rollout.tensor_parallel_size
     return weights + cache_bytes(config, shape, itemsize, responses) + ENGINE_FIXED_BYTES
 
@@ -250,7 +250,7 @@ def _trained_models(config: RunConfig, shape: ModelShape, itemsize: int) -> list
 
 
 def resident_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> dict[str, int]:
-    """Return the names and bytes of the tensors that are on the device in every phase."""
+    """Return the tensors that are on the device in every phase, with their bytes."""
     ranks, held = config.runtime.num_workers, {}
     for model in _trained_models(config, shape, itemsize):
         held[f"{model.name}: float32 weights"] = FULL * model.parameters // ranks
@@ -330,7 +330,7 @@ def _layer_weights_in_4_bits(config: RunConfig, shape: ModelShape) -> int:
 
 
 def asleep_bytes(config: RunConfig, shape: ModelShape, device: Device) -> int:
-    """Return the bytes that the engine keeps during training."""
+    """Return the bytes that the engine occupies during training."""
     if config.rollout.engine == "none":
         return 0
     if config.rollout.engine == "hf":
@@ -344,16 +344,16 @@ def _has_reference(config: RunConfig) -> bool:
 
 
 def detect_device(config: RunConfig) -> Device:
-    """Return this host's GPU. If there is none, return a device of unknown size with the compute type of a GPU."""
+    """Return this host's GPU, or if there is none, a device of unknown size with the compute type of a GPU."""
     itemsize = 4 if config.model.dtype == "float32" else 2
     gpu = None if config.runtime.device == "cpu" else first_gpu()
     return Device("a GPU (none here)", itemsize, None) if gpu is None else Device(gpu[0], itemsize, gpu[1])
 
 
 def fit_settings(config: RunConfig, shape: ModelShape, device: Device) -> tuple[RunConfig, MemoryPlan]:
-    """Return the settings to run with, and their plan. With `runtime.fit_memory=auto` and a device of known size, these
-    settings are chosen: the engine's memory share, largest pass and sleep level, the token budget, offloading and
-    recomputation."""
+    """Return the settings to run with, and the memory plan for these settings. With `runtime.fit_memory=auto` and a
+    device of known size, these settings are chosen: the engine's memory share, largest pass and sleep level, the token
+    budget, offloading and recomputation."""
     if config.runtime.fit_memory == "auto" and device.total_bytes is not None:
         config = _choose_settings(config, shape, device)
     return config, plan_memory(config, shape, device)
@@ -380,8 +380,8 @@ def require_fit(config: RunConfig, plan: MemoryPlan) -> None:
 
 
 def fit_run(config: RunConfig, report: Callable[[Mapping[str, object]], None]) -> RunConfig:
-    """Return the settings for a run's workers. On a GPU, the plan is passed to `report`. Raises ConfigError if the
-    run cannot fit."""
+    """Return the settings for a run's workers, fitted to the memory of the device. On a GPU, the plan is passed to
+    `report`. Raises ConfigError if the run cannot fit."""
     shape, device = shape_of(config.model), detect_device(config)
     if shape is None or device.total_bytes is None:
         return config
@@ -394,7 +394,7 @@ def fit_run(config: RunConfig, report: Callable[[Mapping[str, object]], None]) -
 
 
 def excess_text(plan: MemoryPlan) -> str:
-    """Return a warning if a plan exceeds its device, otherwise ''. The run may still succeed."""
+    """Return a warning if a plan needs more memory than its device has, otherwise ''. The run may still succeed."""
     if plan.fits:
         return ""
     assert plan.usable_bytes is not None, "without a device everything fits"
@@ -411,8 +411,8 @@ def chosen_settings(before: RunConfig, after: RunConfig) -> str:
 
 
 def _choose_settings(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:
-    """Return the first variant in which several sequences per micro-batch fit. If none fits, return the last variant,
-    with one sequence per micro-batch."""
+    """Return the first variant of the settings that fits with several sequences per micro-batch. If none fits, return
+    the last variant, with one sequence per micro-batch."""
     for variant, least in variants(config):
         found = with_token_budget(with_memory_share(variant, shape, device), shape, device, least=least)
         if found is not None:
@@ -422,10 +422,10 @@ def _choose_settings(config: RunConfig, shape: ModelShape, device: Device) -> Ru
 
 
 def variants(config: RunConfig) -> Iterator[tuple[RunConfig, int]]:
-    """Yield settings from the fastest to those with the least memory, each with its minimum token budget. First,
-    nothing is offloaded or recomputed, with an awake engine and then with a sleeping one. Then the reference, or the
-    base under adapters, and the teacher are offloaded, and then the optimizer moments. At last layers are recomputed,
-    and then their inputs are offloaded too."""
+    """Yield variants of the settings from the fastest to the one with the least memory, each with its minimum token
+    budget. First, nothing is offloaded or recomputed, with an awake engine and then with a sleeping one. Then the
+    reference, or the base under adapters, and the teacher are offloaded, and then the optimizer moments. At last layers
+    are recomputed, and then their inputs are offloaded too."""
     several = max(4 * max_sequence_tokens(config), TOKENS_STEP)
     has_lora, has_vllm = config.model.lora is not None, config.rollout.engine == "vllm"
     moments = ["optim.offload", *(["critic.optim.offload"] if config.critic is not None else [])]
@@ -448,8 +448,8 @@ def variants(config: RunConfig) -> Iterator[tuple[RunConfig, int]]:
 
 
 def with_memory_share(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:
-    """Return the settings with an engine share for all responses at maximum length. If the free memory is smaller, the
-    engine gets all of it, and vLLM's passes are short."""
+    """Return the settings with the engine's memory share that all responses of maximum length need. If the free memory
+    is smaller, the engine gets all of it, and vLLM's passes are short."""
     if config.rollout.engine != "vllm":
         return config
     assert device.total_bytes is not None
@@ -467,7 +467,7 @@ def with_memory_share(config: RunConfig, shape: ModelShape, device: Device) -> R
 
 
 def with_token_budget(config: RunConfig, shape: ModelShape, device: Device, *, least: int) -> RunConfig | None:
-    """Return the settings with the largest token budget whose plan fits, or None if it is below `least` tokens."""
+    """Return the settings with the largest token budget whose plan fits, or None if this budget is below `least`."""
     for budget in range(max(MAX_MICRO_BATCH_TOKENS, least), least - 1, -TOKENS_STEP):
         found = with_values(config, {"trainer.max_tokens_per_micro_batch": budget})
         if plan_memory(found, shape, device).peak_bytes <= available_bytes(device):

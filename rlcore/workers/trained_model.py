@@ -75,21 +75,21 @@ def _send(batch: Batch, device: torch.device) -> Batch:
 
 
 def restore_order(parts: Sequence[Float[Tensor, "..."]], cu_seqlens: Tensor, sequences: Parts) -> Tensor:
-    """Return the per-token values of micro-batches in batch order, on the CPU, with one synchronization."""
+    """Return the token values of micro-batches in the order of the batch, on the CPU, with one synchronization."""
     values = torch.cat([part.detach().float() for part in parts]).cpu()
     return scatter_tokens(values.split([len(part) for part in parts]), cu_seqlens, sequences)
 
 
 def sum_statistics(statistics: Sequence[S]) -> S:
-    """Return the sum of the statistics of micro-batches on the CPU, with one synchronization."""
+    """Return the sum of the micro-batches' statistics on the CPU, with one synchronization."""
     summed = functools.reduce(operator.add, statistics)
     return type(summed).unstack(summed.stack().cpu())
 
 
 @dataclass(frozen=True, slots=True)
 class OomRetry:
-    """A pass that ran out of memory in `num_micro` micro-batches and was repeated in `num_again`. `factor`: the factor
-    of later passes (see `MicroBatchRunner`). `refusal`: the allocator's message."""
+    """A pass that ran out of memory with `num_micro` micro-batches and was repeated with `num_again`. `factor`: the
+    factor of later passes (see `MicroBatchRunner`). `refusal`: the allocator's message."""
 
     name: str
     num_micro: int
@@ -105,7 +105,7 @@ class OomRetry:
 
 
 class MicroBatchRunner:
-    """A runner of one kind of pass, with the number of micro-batches that the memory requires.
+    """An object that runs one kind of pass in as many micro-batches as the memory requires.
 
     A pass has `factor` times the micro-batches of the token budget. The factor starts at 1, doubles when memory runs
     out, and halves after many successful passes. With several ranks, the pass raises an error instead, since the ranks
@@ -139,12 +139,12 @@ class MicroBatchRunner:
         self._retries: list[OomRetry] = []
 
     def pop_retries(self) -> list[OomRetry]:
-        """Return the retries since the last call."""
+        """Return the retries since the previous call."""
         retries, self._retries = self._retries, []
         return retries
 
     def run(self, work: Callable[[Parts], R], batch: PackedBatch, num_micro: int) -> R:
-        """Call `work` with the sequences of each micro-batch, and again with more micro-batches if memory runs out.
+        """Call `work` with the sequences of each micro-batch. If memory runs out, repeat with more micro-batches.
 
         Raises:
             DeviceMemoryError: if memory runs out with one sequence per micro-batch.
@@ -232,8 +232,8 @@ def run_mini_batches(
 
 
 class TrainedModel(Generic[Model]):
-    """A model with float32 master weights, its optimizer, and a runner for each kind of pass. The weights are sharded
-    if there is a mesh. `passes`: the names of the update and the forward pass, for messages."""
+    """A model with float32 master weights, its optimizer, and a `MicroBatchRunner` for each kind of pass. The weights
+    are sharded if there is a mesh. `passes`: the names of the update and the forward pass, for messages."""
 
     def __init__(
         self,

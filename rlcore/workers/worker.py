@@ -118,7 +118,7 @@ class Worker:
             self.teachers = Teachers(config, config.algo.teacher, placement)
 
     def reset(self) -> None:
-        """Rebuild the policy and the critic of step 0. The old models are freed first, since the memory may not hold
+        """Restore the policy and the critic of step 0. The old models are freed first, since the memory may not hold
         both."""
         self._sleep_engine()  # until the next weight sync
         del self.actor
@@ -135,7 +135,7 @@ class Worker:
         self.split_micro_batches(self._num_splits)
 
     def split_micro_batches(self, times: int) -> None:
-        """Set `factor` of each `MicroBatchRunner` to `2**times` if several ranks take part in its pass."""
+        """Set `factor` to `2**times` in each `MicroBatchRunner` whose passes several ranks compute together."""
         self._num_splits = times
         for each in self._passes():
             if each.num_ranks > 1:
@@ -177,7 +177,7 @@ class Worker:
         max_response_tokens: int,
         num_finished: int = 0,
     ) -> Iterator[list[tuple[int, Rollout]]]:
-        """Yield batches of (index of a request, rollout) while responses finish. The engine has the last synced
+        """Yield batches of finished responses, each with the index of its request. The engine has the last synced
         weights. With `num_finished`, unfinished responses are cut when so many groups are finished on all ranks."""
         if not requests and self._config.rollout.tensor_parallel_size == 1 and not num_finished:
             return  # no other rank shares the engine
@@ -295,9 +295,9 @@ class Worker:
         self._probe = tuple(prompts)
 
     def sync_weights(self, version: int) -> WeightSync:
-        """Send the policy's weights to the engine, and check that vLLM computes with them. For other engines, the
-        returned difference is 0. Raises EngineError on all ranks if the engine did not load the weights, or computes
-        with other weights."""
+        """Send the policy's weights to the engine, and check that vLLM computes with these weights. For other engines,
+        the returned difference is 0. Raises EngineError on all ranks if the engine did not load the weights, or
+        computes with other weights."""
         config = self._config
         self._wake_engine()
         weights = self.actor.weights(engine_dtype(config, self._placement.dtype))
@@ -318,7 +318,7 @@ class Worker:
         return self.actor.logprobs(batch, num_micro)
 
     def save(self, verb: Callable[Concatenate[RankSaver, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call `verb`, a method of `RankSaver` that is one step of a save, on this rank."""
+        """Call the method `verb` of this rank's `RankSaver`, which is one step of a save."""
         return verb(self._saver, *args, **kwargs)
 
     def _saved_models(self) -> dict[str, tuple[nn.Module, torch.optim.Optimizer]]:
@@ -340,7 +340,7 @@ class Worker:
         return self._to_host(self.actor.weights())
 
     def adapters(self) -> dict[str, Tensor]:
-        """Return the adapters under PEFT's names, on the CPU. Without `model.lora`, and on ranks above 0, return {}."""
+        """Return the adapters under PEFT's names, on the CPU. Return {} without `model.lora`, and on ranks above 0."""
         return self._to_host(adapter_state(self.actor.model))
 
     def _to_host(self, gathered: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ def my_loss(
     *,
     settings: AlgoConfig,
 ) -> PolicyLoss:
-    """Squared log-ratio trust region in place of a clip: `-r A + (log r)^2 / (2 clip_high)`."""
+    """A custom loss with a squared log-ratio instead of a clip: `-r A + (log r)^2 / (2 clip_high)`."""
     log_ratio = token_log_ratio(policy_logprobs, old_logprobs, mask)
     loss = -log_ratio.exp() * torch.where(mask, advantages, 0.0) + log_ratio.square() / (2 * settings.clip_high)
     nothing = torch.zeros_like(mask)
@@ -39,7 +39,7 @@ def careless_loss(
     *,
     settings: AlgoConfig,
 ) -> PolicyLoss:
-    """`my_loss` that leaves garbage under the mask."""
+    """Return `my_loss` with garbage where the mask is False."""
     kept = my_loss(policy_logprobs, old_logprobs, advantages, mask, sequence_ids, num_sequences, settings=settings)
     garbage = torch.where(mask, 0.0, torch.nan)
     return PolicyLoss(kept.loss + garbage, kept.clipped | ~mask, kept.clipped_lower | ~mask, kept.log_ratio + garbage)

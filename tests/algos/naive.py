@@ -20,7 +20,7 @@ def log_ratio(policy: float, old: float) -> float:
 
 
 def inside(policy: float, old: float) -> float:
-    """Derivative of the log-ratio: 0 where it is held at a bound."""
+    """Return the derivative of the clamped log-ratio, which is 0 beyond a bound."""
     return 1.0 if abs(policy - old) <= 20.0 else 0.0
 
 
@@ -144,7 +144,7 @@ def covariance(old: Flat, advantages: Flat, answers: Positions) -> dict[int, flo
 
 
 def largest(values: dict[int, float], share: float) -> list[int]:
-    """The tokens of the largest values: a share of all, at least one."""
+    """Return the tokens with the largest values: the given share of all tokens, and at least one token."""
     ordered = sorted(values, key=lambda t: -values[t])
     return [t for place, t in enumerate(ordered) if place / len(ordered) < share]
 

@@ -46,7 +46,7 @@ class Rows:
         return positions
 
     def lengths(self) -> list[int]:
-        """Answer tokens of each sequence."""
+        """Return the number of response tokens of each sequence."""
         return [sum(row) for row in self.marks]
 
     def select(self, sequences: Sequence[int]) -> tuple["Rows", Tensor]:
@@ -57,7 +57,7 @@ class Rows:
 
 
 def row(num_prompt: int, num_answer: int) -> tuple[bool, ...]:
-    """The mask of a sequence as `pack` makes it: shifted by one, so the last token predicts nothing."""
+    """Return the mask of a sequence, shifted by one as in `pack`. The last token therefore predicts nothing."""
     return tuple([False] * (num_prompt - 1) + [True] * num_answer + [False])
 
 
@@ -68,26 +68,26 @@ GAPPED = Rows((row(2, 3), (False, True, True, False, False, True, False, True, F
 
 
 def floats(rows: Rows, seed: int, scale: float = 1.0, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Normal numbers at answer tokens, garbage elsewhere."""
+    """Return normal random numbers at response tokens, and garbage elsewhere."""
     generator = torch.Generator().manual_seed(seed)
     values = scale * torch.randn(rows.mask.numel(), generator=generator, dtype=torch.float64)
     return spoiled(values.to(dtype), rows.mask, seed)
 
 
 def spoiled(values: Tensor, mask: Tensor, seed: int) -> Tensor:
-    """The values with garbage where the mask is False."""
+    """Return the values with garbage where the mask is False."""
     rng = random.Random(seed)
     garbage = torch.tensor([rng.choice(GARBAGE) for _ in range(values.numel())], dtype=values.dtype)
     return torch.where(mask, values, garbage)
 
 
 def leaf(values: Tensor) -> Tensor:
-    """A copy that collects a gradient."""
+    """Return a copy of a tensor that collects a gradient."""
     return values.detach().clone().requires_grad_()
 
 
 def grad_of(tensor: Tensor) -> Tensor:
-    """The gradient that was collected."""
+    """Return the gradient that a leaf has collected."""
     assert tensor.grad is not None
     return tensor.grad
 
@@ -117,7 +117,7 @@ def denominator(rows: Rows, norm_tokens: int = 8) -> Denominator:
 
 
 def partitions(num_sequences: int, seed: int) -> list[list[int]]:
-    """The sequences in random order, cut at random places."""
+    """Return the sequences in random order, cut at random places."""
     rng = random.Random(seed)
     order = rng.sample(range(num_sequences), num_sequences)
     cuts = sorted(rng.sample(range(1, num_sequences), rng.randint(0, num_sequences - 1)))

@@ -212,7 +212,7 @@ def test_gdpo_distinguishes_parts_of_equal_sum() -> None:
 
 
 def naive_penalty(length: int, limit: int, buffer: int, penalty: float) -> float:
-    """DAPO's three cases as the paper writes them."""
+    """Compute the overlong penalty by the three cases of the DAPO paper."""
     if length <= limit - buffer:
         return 0.0
     if length <= limit:

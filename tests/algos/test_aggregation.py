@@ -1,4 +1,4 @@
-"""The four aggregations: against the naive twin, and the same for any split into micro-batches."""
+"""The four aggregations equal their naive twins, and do not depend on the split into micro-batches."""
 
 from typing import get_args
 

@@ -73,7 +73,7 @@ def test_loss_options_equal_naive_twin(name: str, options: dict[str, float]) -> 
 
 @pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo", "gmpo", "dppo", "kl_cov"])
 def test_twin_tests_reach_every_branch(name: str) -> None:
-    """The comparison above would be empty if no token were clipped: say so if the random numbers ever stop doing it."""
+    """Check that random numbers clip some tokens. Otherwise the comparison with the twin would test nothing."""
     settings = AlgoConfig(clip_low=0.1, clip_high=0.4, dual_clip=1.5)
     results = [
         call(name, floats(RAGGED, s), floats(RAGGED, s + 100), floats(RAGGED, s + 200), RAGGED, settings)

@@ -97,7 +97,7 @@ def test_k2_in_loss_has_gradient_of_divergence() -> None:
 
 
 def test_only_k1_in_reward_has_gradient_of_divergence() -> None:
-    """The policy gradient of a penalty k is E[k grad log pi]. Near the reference k2's and k3's are next to nothing."""
+    """A penalty k has the policy gradient E[k grad log pi], which almost vanishes for k2 and k3 near the reference."""
     logits, direction = distributions()
     ref = torch.log_softmax(logits.detach(), 0)
     near = leaf(ref + 0.05 * direction)

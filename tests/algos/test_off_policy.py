@@ -92,7 +92,7 @@ def verdicts(values: list[Tensor], rows: Rows) -> list[Tensor]:
 
 
 def test_corrections_are_independent_of_split() -> None:
-    """A whole response is in one part, whatever the part."""
+    """Each response lies whole in one micro-batch, in each split."""
     values = [floats(RAGGED, seed, 0.5) for seed in range(3)]
     whole = verdicts(values, RAGGED)
     for seed in range(8):
@@ -157,7 +157,7 @@ def test_importance_weights_have_no_gradient() -> None:
 
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
 def test_importance_weight_of_nan_is_nan(mode: str) -> None:
-    """A weight of 0 would train on, without a word."""
+    """A weight of 0 would hide the error."""
     old = torch.tensor([0.0, math.nan], dtype=torch.float64)
     mask = torch.ones(2, dtype=torch.bool)
     settings = ImportanceConfig(mode=mode)

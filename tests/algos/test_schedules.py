@@ -12,7 +12,7 @@ Schedule = Literal["constant", "linear", "cosine"]
 
 
 def naive_lr(step: int, schedule: str, lr: float, low: float, warmup: int, total: int) -> float:
-    """The rate of step number `step + 1`, each case on its own."""
+    """Return the learning rate of step number `step + 1`, computed separately for each schedule."""
     if step < warmup:
         return lr * (step + 1) / warmup
     if schedule == "constant":

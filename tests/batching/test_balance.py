@@ -47,7 +47,7 @@ def test_partition_spread_is_bounded_by_longest(lengths: list[int], num_parts: i
 
 @pytest.mark.parametrize("num_parts", [2, 3, 5])
 def test_partition_equals_naive_differencing(num_parts: int) -> None:
-    """Karmarkar and Karp's: the two partial solutions that are spread most are joined, the heaviest to the lightest."""
+    """Karmarkar and Karp join the two partial solutions with the largest differences, heaviest part to lightest."""
     for seed in range(20):
         lengths = np.random.default_rng(seed).integers(1, 10**9, 23).tolist()  # no two spreads are alike
         found = [[length, *[0] * (num_parts - 1)] for length in lengths]
@@ -103,7 +103,7 @@ def test_partition_with_equal_counts_is_near_optimal(num_parts: int, each: int) 
 
 
 def equal_cuts(indices: Sequence[int], each: int) -> Iterator[list[tuple[int, ...]]]:
-    """Every way to cut the indices into parts of `each`."""
+    """Yield every way to cut the indices into parts of `each` indices."""
     if not indices:
         yield []
         return
@@ -150,7 +150,7 @@ def test_costs_count_operations() -> None:
 
 
 def waiting(batch: PackedBatch, ranks: int, shape: ModelShape | None) -> float:
-    """Share of a pass in which a rank waits; shared out by cost, or by tokens without a shape."""
+    """Return the share of a pass in which a rank waits. `shape`: assign by cost, or if None by tokens."""
     shares = Balancer(num_ranks=ranks, max_tokens=32_768, shape=shape).assign(batch, batch.num_sequences).whole
     whole, by_rank = Sizes.from_batch(batch, share_prompts=False).costs(SHAPE), []
     for mine in shares.sequences:
@@ -184,7 +184,7 @@ def test_slowest_rank_sets_num_micro_batches() -> None:
 
 
 def most_tokens(batch: PackedBatch, shares: RankShares, dealer: Balancer) -> int:
-    """Tokens that the largest micro-batch of several sequences computes, cut by cost or by tokens."""
+    """Return the most tokens of a micro-batch with several sequences, if cut by cost or by tokens."""
     found = 0
     for mine in shares.sequences:
         own = select(batch, mine)
@@ -198,7 +198,7 @@ def most_tokens(batch: PackedBatch, shares: RankShares, dealer: Balancer) -> int
 @pytest.mark.parametrize("share_prompts", [False, True])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_whole_pass_keeps_shares_of_optimizer_steps(num_ranks: int, share_prompts: bool) -> None:
-    """Each mini-batch is shared out as it would be alone, and a pass over all of them is within the budget."""
+    """Each mini-batch is assigned as it would be alone, and a pass over all mini-batches is within the budget."""
     batch = drawn_batch(np.random.default_rng(3), 48, mean=400, longest=2_048)
     dealer = Balancer(num_ranks, 2_048, SHAPE, share_prompts)
 
@@ -215,7 +215,7 @@ def test_whole_pass_keeps_shares_of_optimizer_steps(num_ranks: int, share_prompt
 
 
 def test_separated_responses_count_their_prompt() -> None:
-    """Three prompts on two ranks: answers are dealt as if none shared a prompt, and the budget holds all the same."""
+    """Three prompts on two ranks: responses are assigned as if none shared a prompt, within the same budget."""
     prompts = [Prompt(index, (5 + index,) * 300, "gsm8k", "{}") for index in range(3)]
     rollouts = [
         Rollout(prompts[index // 4], 0, np.full(length, 7), np.zeros(length, dtype=np.float32), "stop", 0)

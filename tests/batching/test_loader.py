@@ -57,7 +57,7 @@ def test_empty_stream_is_rejected() -> None:
 
 
 def test_order_is_pinned() -> None:
-    """A run that continues with another version must draw what it would have drawn."""
+    """A run that resumes with another version of Millrace must draw the same prompts."""
     for part, order in (
         (None, [8, 4, 7, 0, 1, 2, 5, 9, 6, 3, 7, 2, 4, 6, 1, 0, 3, 5, 9, 8]),
         (0, [7, 2, 4, 6, 1, 0, 3, 5, 9, 8, 1, 3, 7, 4, 5, 9, 2, 0, 6, 8]),
@@ -152,7 +152,7 @@ def naive_weight(passes: float, samples: float, settings: PassRatesConfig) -> fl
 
 
 def naive_order(weights: list[float], seed: tuple[int, ...]) -> list[int]:
-    """The key of each row by itself, the largest first."""
+    """Return the rows sorted by key, the largest key first. Each key is computed separately."""
     uniform = np.random.default_rng(seed).random(len(weights))
     keys = {row: math.log(1 - float(u)) / w for row, (u, w) in enumerate(zip(uniform, weights, strict=True))}
     return sorted(keys, key=lambda row: -keys[row])
@@ -220,7 +220,7 @@ def test_weighted_stream_equals_naive_twin() -> None:
 
 
 def test_weighted_order_is_pinned() -> None:
-    """A run that continues with another version must draw what it would have drawn."""
+    """A run that resumes with another version of Millrace must draw the same prompts."""
     for part, order in (
         (None, [4, 6, 2, 3, 0, 5, 1, 3, 4, 6, 2, 1, 5, 0]),
         (0, [6, 0, 3, 2, 4, 1, 5, 4, 2, 3, 6, 5, 1, 0]),

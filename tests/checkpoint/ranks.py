@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def keep(path: Path, state: dict[str, torch.Tensor], rank: int) -> None:
-    """`state` was gathered by all ranks; rank 0 writes it down."""
+    """Write the state that all ranks have gathered, on rank 0."""
     if rank == 0:
         save_file({name: value.clone() for name, value in state.items()}, path)
 

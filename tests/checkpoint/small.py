@@ -17,7 +17,7 @@ VOCAB = 41  # odd, so that the rows of the embedding are split unevenly
 
 
 class SmallModel(nn.Module):
-    """Tied Qwen2, a head of one row (with more than one rank some hold nothing of it), and a lasting buffer."""
+    """Qwen2 with tied embeddings, a persistent buffer, and a head of one row, which only one rank holds."""
 
     def __init__(self, seed: int, *, hidden_size: int = 32, tied: bool = True) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def build(
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
-    """The same tokens in every process and at every call."""
+    """Take training steps on the same tokens in every process and call."""
     token_ids = torch.arange(24).reshape(2, 12) % VOCAB
     for _ in range(num_steps):
         optimizer.zero_grad(set_to_none=True)
@@ -89,7 +89,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Bit for bit."""
+    """Assert that two states are equal, bit by bit."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert found[name].dtype == value.dtype, name

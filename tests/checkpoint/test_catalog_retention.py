@@ -18,7 +18,7 @@ def info(step: int, metrics: Mapping[str, float] | None = None) -> CheckpointInf
 
 
 def naive(scores: dict[int, float | None], *, last: int, best: int, every: int) -> set[int]:
-    """One question at a time: is there a reason to keep this step?"""
+    """Return the kept steps, by asking for each step whether a reason to keep it exists."""
     kept = set()
     for step, score in scores.items():
         num_newer = sum(1 for other in scores if other > step)

@@ -89,7 +89,7 @@ def test_full_disk_is_raised_by_the_next_call(small_disk, ending):
 
 
 def test_full_disk_during_publishing_is_raised(small_disk):
-    """The shards find room, the manifest does not."""
+    """The disk has space for the shards, but not for the manifest."""
     ranks, store, saver = parts(small_disk)
     begin(saver, 1, ranks)
     ranks.saver.is_written(wait=True)

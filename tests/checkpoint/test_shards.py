@@ -1,4 +1,4 @@
-"""Shards of one rank: exact, in place, without pickles, and refused where they do not fit."""
+"""Shards of one rank: exact values, read in place without pickles, and refused if they do not fit."""
 
 import json
 import shutil
@@ -58,7 +58,7 @@ def test_round_trip_and_training_after_it_are_bit_exact(tmp_path, steps_before):
 
 
 def test_saving_an_unused_optimizer_takes_no_step(tmp_path):
-    """torch's own get_optimizer_state_dict does, and Adam's bias correction then counts one step too many."""
+    """torch's own get_optimizer_state_dict takes a step. Adam's bias correction would then count one step too many."""
     model, optimizer = build(seed=1)
     save_shards(tmp_path / "policy", model=model, optimizer=optimizer)
     load_shards(tmp_path / "policy", model=model, optimizer=optimizer)

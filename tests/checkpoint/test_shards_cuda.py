@@ -19,7 +19,7 @@ def on_gpu(seed: int) -> tuple[torch.nn.Module, torch.optim.AdamW]:
 
 
 def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Not deterministic on every GPU, and need not be: states are compared, not steps."""
+    """Take a step. Steps need not be deterministic, because the tests compare states."""
     device = next(model.parameters()).device
     model(torch.arange(24, device=device).reshape(2, 12)).backward()
     optimizer.step()

@@ -1,4 +1,4 @@
-"""Saved by any number of real gloo ranks, read by any other: the same bits."""
+"""Checkpoints saved by any number of gloo ranks have the same bits when any other number of ranks reads them."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ WORLD_SIZES = [pytest.param(2, marks=pytest.mark.lengthy), pytest.param(3, marks
 
 @pytest.fixture(scope="module", params=WORLD_SIZES, ids=str)
 def left_by_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which one process has saved `from-one`, and the ranks have done what `ranks.py` says."""
+    """Return a folder in which one process has saved `from-one`, and the ranks have saved what `ranks.py` describes."""
     world_size = request.param
     out = tmp_path_factory.mktemp("ranks")
     model, optimizer = build(seed=1)
@@ -61,7 +61,7 @@ def test_one_reads_ranks_and_continues(left_by_ranks):
 
 @pytest.mark.parametrize("folder", ["trained", "from-copies"])
 def test_one_reads_trained_ranks(left_by_ranks, folder):
-    """Parameters that a pass without backward left gathered are saved as the shards that they are."""
+    """A pass without backward leaves parameters gathered. They are nevertheless saved as shards."""
     model, optimizer = build(seed=9)
     load_shards(left_by_ranks / folder, model=model, optimizer=optimizer)
     assert_same(state_of(model, optimizer), load_file(left_by_ranks / "trained-0"))
@@ -80,7 +80,7 @@ def test_offloaded_moments_are_readable_by_one(left_by_ranks):
 
 @pytest.mark.lengthy
 def test_eight_then_four_then_one_continue_bit_equal(tmp_path):
-    """Each reads what the others had, weights and moments; all the training is that of one, up to rounding."""
+    """Each reads the previous one's weights and moments. The training equals one process's up to rounding."""
     model, optimizer = build(seed=1)
     train(model, optimizer, 2)
     save_shards(tmp_path / "start", model=model, optimizer=optimizer)

@@ -1,4 +1,4 @@
-"""The folder of checkpoints: broken ones are refused by name and the one before is used."""
+"""The folder of checkpoints: damaged checkpoints are refused by name, and the previous checkpoint is used."""
 
 import json
 import os
@@ -487,7 +487,7 @@ def test_read_only_file_system_is_an_error(small_disk):
 
 
 def test_checkpoint_pruned_during_a_read_is_not_broken(tmp_path, monkeypatch):
-    """The next one is published, and this one pruned, after the folder was listed and before its manifest is read."""
+    """The checkpoint is pruned between the listing of the folder and the read of the manifest. A newer one exists."""
     store = store_at(tmp_path, keep_last=1, keep_best=0)
     save(store, 1)
     read = catalog.read_manifest

@@ -1,4 +1,4 @@
-"""Kill -9 at random moments of stepping, saving, publishing and pruning: nothing committed is ever lost."""
+"""Kill -9 at random moments of steps, saves, publications and prunes never loses a committed step."""
 
 import json
 import subprocess

@@ -9,7 +9,7 @@ from rlcore.config.problems import Findings
 
 
 def suite_of(**settings: Any) -> tuple[RunConfig, RunConfig]:
-    """A run, and its settings as its one suite sees them."""
+    """Return a run, and its settings with its one suite."""
     suite = {"name": "x", "data": {"task": "countdown"}} | settings
     run = RunConfig.model_validate(
         {"seed": 5, "validation": {"suites": [suite], "samples_per_problem": 3}, "episode": {"max_turns": 7},

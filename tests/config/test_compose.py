@@ -18,7 +18,7 @@ DEMO = "countdown_demo"
 
 
 def problems(*overrides: str, experiment: str | None = DEMO) -> list[str]:
-    """The numbered lines of the message, without their numbers."""
+    """Return the lines of the message, without their numbers."""
     with pytest.raises(ConfigError) as caught:
         load_config(overrides, experiment=experiment)
     title, *lines = str(caught.value).splitlines()
@@ -337,7 +337,7 @@ def test_config_error_is_picklable():
 
 @pytest.fixture
 def own_conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The experiments in a user's folder of settings, made known as `--config-dir` does."""
+    """Return the experiments in a user's folder of settings, which is registered as by `--config-dir`."""
     folder = tmp_path / "conf" / "experiment"
     folder.mkdir(parents=True)
     monkeypatch.setenv(CONFIG_DIR_VARIABLE, str(folder.parent))

@@ -53,7 +53,7 @@ def test_every_task_is_member_of_data():
 
 
 def test_defaults_of_classes_hold_without_files():
-    """A default lives once: conf/ changes nothing where nothing is chosen."""
+    """Defaults are only in the classes: conf/ changes nothing unless a file is chosen."""
     assert load_config(["model.path=some/model"]) == RunConfig.model_validate({"model": {"path": "some/model"}})
 
 

@@ -8,7 +8,7 @@ from rlcore.config.run import all_keys
 
 
 def rows() -> list[list[str]]:
-    """Cells of every table row of a setting."""
+    """Return the cells of every table row of a setting."""
     lines = [line for line in reference().splitlines() if line.startswith("| `")]
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
 

@@ -123,7 +123,7 @@ def test_fingerprint_survives_json_round_trip():
 
 
 def test_fingerprint_is_pinned():
-    """A golden value: were it to change, every finished run and dataset would be made again."""
+    """A changed fingerprint would make every finished run and dataset be made again."""
     assert fingerprint("data", {"b": [1, 2.5, None, True], "a": "ü"}) == "1753bb32d13d5981"
 
 

@@ -24,7 +24,7 @@ def test_settings_error_numbers_problems():
 
 @pytest.mark.parametrize("key", KEYS)
 def test_nearest_finds_key_without_one_letter(key):
-    """Every third letter in turn: the nearest key is the one meant, or one with the same last part."""
+    """Omit every third letter in turn. The nearest key is then the intended key, or one with the same last part."""
     for at in range(0, len(key), 3):
         wrong = key[:at] + key[at + 1 :]
         found = nearest(wrong, KEYS)

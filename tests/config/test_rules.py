@@ -1,4 +1,4 @@
-"""Each rule: settings that break it, and the same settings corrected."""
+"""Each rule is broken by some settings and not broken by the corrected settings."""
 
 import json
 from typing import Any
@@ -209,7 +209,7 @@ rollout.tensor_parallel_size: $GPUS model.scratch.num_heads=2 + model.scratch.hi
 
 
 def _cases() -> list[Any]:
-    """The key, settings that break one rule, and settings that break none."""
+    """Return a key, settings that break one rule, and settings that break no rule, for each case."""
     found = []
     for text, base in ((CASES, HELD), (SCRATCH_CASES, SCRATCH)):
         for line in text.replace("\n    ", " ").strip().splitlines():
@@ -226,12 +226,12 @@ PAIRS = _cases()
 
 
 def reads_of(prefix: str, names: tuple[str, ...]) -> list[str]:
-    """Full names of what a rule of a section reads."""
+    """Return the full names of the settings that a rule of a section reads."""
     return [prefix + name[1:] if name.startswith(".") else name for name in names]
 
 
 def broken_in(config: RunConfig) -> dict[Rule, list[str]]:
-    """The broken rules of a run, each with the full names of what it reads."""
+    """Return the broken rules of a run, each with the full names of the settings that it reads."""
     return {
         rule: reads_of(prefix, rule.reads)
         for prefix, section in sections_in(config)
@@ -267,7 +267,7 @@ def test_every_rule_has_a_case_and_reads_settings_that_exist():
 
 @pytest.mark.parametrize(("key", "broken", "mended"), PAIRS)
 def test_rule_reads_only_declared_settings(key, broken, mended):
-    """Put what a rule declares to read from the broken settings into the mended: broken. Then nothing else counts."""
+    """Corrected settings with only the declared ones of the broken settings break the rule. Others have no effect."""
     for rule, reads in broken_in(broken).items():
         merged, source = mended.model_dump(), broken.model_dump()
         for name in reads:

@@ -1,4 +1,4 @@
-"""A sweep's file is checked before anything runs, and every mistake in it is reported."""
+"""A sweep's file is checked before any run starts, and all its mistakes are reported."""
 
 import re
 from pathlib import Path

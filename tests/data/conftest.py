@@ -91,7 +91,7 @@ def base_tokenizer(trained_bpe, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def mapped(tmp_path: Path) -> MappedData:
-    """Three rows for training and two held-out ones."""
+    """Return three rows for training and two held-out rows."""
     for name, number in (("train", 3), ("test", 2)):
         lines = (json.dumps({"question": f"{name} {n}?", "answer": str(n)}) for n in range(number))
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")

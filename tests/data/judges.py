@@ -41,7 +41,7 @@ HOSTILE = (*(case for case in REPLIES if case not in GOOD), "slow", "never_ends"
 
 
 class Judge(ThreadingHTTPServer):
-    """The server. `requests` are (path, headers, body), `seen` counts them by case."""
+    """The server. `requests` are (path, headers, body). `seen` counts the requests of each case."""
 
     daemon_threads, block_on_close = True, False
 

@@ -1,4 +1,4 @@
-"""The user's demonstrations: tokenized once, with a loss on the assistant's turns alone."""
+"""The user's demonstrations: tokenized once, with a loss only on the assistant's turns."""
 
 import json
 from collections.abc import Iterable
@@ -252,7 +252,7 @@ def test_only_the_completion_is_a_target(chat_tokenizer: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.writes])
 def test_completions_continue_the_assistants_words(name: str, tmp_path: Path) -> None:
-    """One turn: its first words are part of the prompt, the rest is a target."""
+    """The first words of the turn are part of the prompt, and the rest of the turn is the target."""
     folder = KINDS[name].saved(tmp_path / "tokenizer")
     prompt = [{"role": "user", "content": "What is 19 + 7?"}, {"role": "assistant", "content": "Let me see:"}]
     completion = [{"role": "assistant", "content": " 19 + 7 = 26."}]

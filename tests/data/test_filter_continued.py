@@ -45,7 +45,7 @@ def filtered(folder: Path, tokenizer: Path, rows: list[dict[str, Any]]) -> Stage
 
 @pytest.mark.parametrize("name", KINDS)
 def test_words_are_continued_as_by_transformers(name: str, tmp_path: Path) -> None:
-    """Next to prompts that open a turn; the solution follows the words."""
+    """One of the four prompts starts a turn. The solution follows the assistant's words."""
     folder = KINDS[name].saved(tmp_path / "tokenizer")
     solution = " 3 + 4 = 7, so 7"
     rows = [

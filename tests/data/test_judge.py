@@ -26,7 +26,7 @@ Settings = Callable[..., JudgeConfig]
 
 @pytest.fixture(scope="module")
 def cases() -> Iterator[Judge]:
-    """A server with a reply by case."""
+    """Return a server with one reply for each case."""
     with judge_server() as server:
         yield server
 
@@ -44,7 +44,7 @@ def reward(cases: Judge, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rewar
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
-    """A server with replies in order, for `judge_response` without pauses and earlier verdicts."""
+    """Start a server with replies in order, for `judge_response` without pauses and without stored verdicts."""
     monkeypatch.setattr(judge, "_FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(judge, "_verdict", VERDICTS.__wrapped__)
     monkeypatch.setenv("JUDGE_KEY", " sk-1 ")

@@ -53,7 +53,7 @@ def puzzles(commit):
 
 @pytest.fixture
 def reach(monkeypatch, tmp_path):
-    """Reset the caches of a process, and use a hub at this port."""
+    """Reset the caches of the process, and use a hub at this port."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "arrow")
     client = partial(use_hub, monkeypatch, tmp_path)
 

@@ -1,4 +1,4 @@
-"""Each reference is scored against itself: counted, reported, refused, and unchecked rows."""
+"""References are scored against themselves: which rows are counted, reported, refused and unchecked."""
 
 import json
 import sys

@@ -198,7 +198,7 @@ def check(folder: Path, data: ParquetData) -> str:
 
 
 def test_references_are_checked_by_the_scorer_of_their_row(tmp_path: Path) -> None:
-    """Only the scorer of mathematics reads `\\frac12`."""
+    r"""Only the scorer for mathematics reads `\frac12`."""
     data = settings(tmp_path, [row("openai/gsm8k", "18"), row("math_dapo", r"\frac12"), row("gsm8k", "7", 1)])
     assert check(tmp_path, data) == ""
     with pytest.raises(DataError, match=r"data\.gsm8k:score does not for 1 of 3 rows of train"):

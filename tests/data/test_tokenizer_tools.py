@@ -51,7 +51,7 @@ def looks_up(word: str) -> int:
 
 
 def leaves() -> str:
-    """End, as a command line does."""
+    """End the process, as a command-line tool does."""
     sys.exit("usage: leaves")
 
 

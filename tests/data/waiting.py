@@ -1,4 +1,4 @@
-"""A tool in a module that imports little: each process of tools imports it."""
+"""A tool in a module with few imports, because each process of tools imports the module."""
 
 import time
 

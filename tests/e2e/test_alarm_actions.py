@@ -1,4 +1,4 @@
-"""Each alarm with each of its actions, by its real cause: events, journal, skipped updates, saved steps."""
+"""Each alarm with each of its actions, from its real cause: events, journal, skipped updates and saved steps."""
 
 from pathlib import Path
 from typing import Any, get_args
@@ -53,7 +53,7 @@ def test_every_alarm_has_a_cause_and_every_action_a_case() -> None:
 
 
 def with_marks(alarm: str, action: str) -> Any:
-    """Every other case is lengthy: each cause and each action has others."""
+    """Mark every other case as slow. The remaining cases include each cause and each action."""
     actions = ("tell", "skip", "stop")
     is_first = (list(CAUSES).index(alarm) + actions.index(action)) % 2 == 0
     return pytest.param(alarm, action, marks=() if is_first else pytest.mark.lengthy)

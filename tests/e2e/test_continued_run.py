@@ -1,4 +1,4 @@
-"""A continued run is the same run: at an epoch's end, after the last step, with other ranks or allowed settings."""
+"""A resumed run is the same run: at an epoch's end, after the last step, with other ranks or allowed settings."""
 
 import itertools
 import re
@@ -37,7 +37,7 @@ def test_a_new_process_at_every_step(undisturbed: SmallRun, tmp_path: Path) -> N
 
 
 def test_critic_schedule_and_coefficient_go_on_too(undisturbed: SmallRun, tmp_path: Path) -> None:
-    """State that a run of plain GRPO has not. (Dropped prompts: `test_pass_rates.py`.)"""
+    """These states do not exist in plain GRPO. (`test_pass_rates.py` tests dropped prompts.)"""
     more = (
         "algo=ppo", "algo.kl.where=reward", "algo.kl.adaptive=true", "algo.kl.horizon=50",
         "optim.schedule=cosine", "optim.warmup_steps=1",
@@ -88,7 +88,7 @@ def test_an_unsettled_checkpoint_is_committed_later(undisturbed: SmallRun, tmp_p
 
 
 def test_a_run_with_its_last_checkpoint_is_finished(undisturbed: SmallRun, tmp_path: Path) -> None:
-    """A flow that sees the last checkpoint does not ask for it, and the trainer that wrote it may have been killed."""
+    """The trainer may have been killed after the last checkpoint. A flow that finds the checkpoint does not train."""
     run = elsewhere(undisturbed, tmp_path, *OVERRIDES)
     with session_of(run) as session:
         session.train(4)
@@ -113,7 +113,7 @@ def test_a_stop_while_waiting_for_the_lock(undisturbed: SmallRun, tmp_path: Path
 
 
 def test_training_continues_while_a_checkpoint_is_written(undisturbed: SmallRun, tmp_path: Path) -> None:
-    """Every chunk's result is committed, no step is done twice, and validations in between change nothing."""
+    """Each chunk's result is committed, no step is repeated, and validations in between change nothing."""
     run = elsewhere(undisturbed, tmp_path, *OVERRIDES)
     events: list[Event] = []
     with session_of(run, events.append) as session:
@@ -152,7 +152,7 @@ def test_without_memory_for_a_copy_training_waits_for_the_save(
 @pytest.mark.needs_ray
 @pytest.mark.parametrize("ranks", [(1, 2, 1), pytest.param((8, 4, 1), marks=pytest.mark.lengthy)], ids=str)
 def test_run_resumes_with_other_ranks(undisturbed: SmallRun, tmp_path: Path, ranks: tuple[int, ...]) -> None:
-    """And with prompts that are computed once: the numbers of one rank that computes them with each answer."""
+    """The numbers equal those of one rank, which computes a prompt separately for each response."""
     for step, number in zip((2, 4, 6), ranks, strict=True):
         runtime = "runtime=local" if number == 1 else "runtime=ray"
         overrides = (QUIET, runtime, f"runtime.num_workers={number}", "model.share_prompts=true")

@@ -1,5 +1,4 @@
-"""A real small disk that gets full at the worst moments: a run pauses before a chunk or a checkpoint, or ends, and goes
-on undisturbed."""
+"""A small disk becomes full: the run pauses before a chunk or a checkpoint, or ends, and resumes."""
 
 import os
 import time
@@ -69,14 +68,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A tmpfs that holds a run and little more."""
+    """Mount a tmpfs with little more space than a run needs."""
     with mounted(tmp_path / "disk", DISK_MIB) as folder:
         yield folder
 
 
 @dataclass
 class FullDisk:
-    """Fills the disk at chosen moments, and makes room when the run says that it is paused."""
+    """Fills the disk at chosen moments, and frees space when the run reports a pause."""
 
     run: SmallRun
     disk: Path
@@ -115,7 +114,7 @@ class FullDisk:
 
 
 def run_to_the_end_in_spite(fault: FullDisk) -> list[tuple[str, list[int]]]:
-    """Start the run again whenever a full disk has ended it; why that was, and the checkpoints that were whole then."""
+    """Restart the run after each end by a full disk. Return the reasons and the checkpoints intact at the ends."""
     ends: list[tuple[str, list[int]]] = []
     while True:
         try:
@@ -160,7 +159,7 @@ def test_a_full_disk_at_the_journal_and_in_saves(
 
 
 def test_no_room_in_the_middle_of_a_shard(undisturbed: SmallRun, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once the disk stays full; once, as under a quota, the file system says that there is room, and writes fail."""
+    """The disk stays full, or as under a quota, writes fail although the file system reports free space."""
     run = elsewhere(undisturbed, disk, *OVERRIDES)
     fault = FullDisk(run, disk)
     write_file = shard_files.save_file
@@ -217,7 +216,7 @@ def test_a_run_without_room_ends_and_resumes_later(undisturbed: SmallRun, disk: 
 
 
 def test_a_save_that_takes_the_room_is_committed(undisturbed: SmallRun, disk: Path) -> None:
-    """Room for the checkpoint that is kept and one more, as the plan asks for, and for no third one."""
+    """The disk has space for the kept checkpoint and one more, as the plan requires, but not for a third checkpoint."""
     words = [word for word in OVERRIDES if not word.startswith("trainer.")]
     chunks = ("trainer.total_steps=3", "trainer.steps_per_chunk=1", "checkpoint.wait_for_room_s=0")
     run = elsewhere(undisturbed, disk, *words, *chunks)

@@ -52,12 +52,12 @@ WRONG_ON_PURPOSE = "trainer.totl_steps"
 
 @cache
 def whole_command() -> Any:
-    """`millrace` with all its commands: to make it takes a while."""
+    """Return `millrace` with all its subcommands, once, because creating it is slow."""
     return typer.main.get_command(app)
 
 
 def commands_of(page: Path) -> Iterator[str]:
-    """Command lines of a page: lines of its blocks, and what stands between backticks."""
+    """Return the command lines of a page: the lines of its code blocks and its code spans."""
     text = page.read_text(encoding="utf-8")
     for language, block in BLOCK.findall(text):
         if language == "":
@@ -67,14 +67,14 @@ def commands_of(page: Path) -> Iterator[str]:
 
 
 def examples_of(command: Any) -> Iterator[str]:
-    """Commands at the end of each help text."""
+    """Return the commands at the end of each help text."""
     yield from (command.epilog or "").splitlines()
     for one in getattr(command, "commands", {}).values():
         yield from examples_of(one)
 
 
 def documented(program: str) -> list[str]:
-    """Each command line of a program that is written anywhere, once."""
+    """Return each documented command line of a program once."""
     first_lines = (
         file.read_text().splitlines()[0].lstrip("# ") for file in sorted(REPOSITORY.glob("conf/experiment/*.yaml"))
     )
@@ -92,7 +92,7 @@ def words_of(line: str) -> list[str]:
 
 
 def parsed(words: Sequence[str]) -> tuple[str, dict[str, Any]]:
-    """The command's name and what it is given. Whatever it does not know ends in an error of the parser."""
+    """Return the command's name and its arguments. Unknown arguments cause an error of the parser."""
     command = whole_command()
     left = list(words)
     while children := getattr(command, "commands", {}):
@@ -102,7 +102,7 @@ def parsed(words: Sequence[str]) -> tuple[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def readers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the pages speak of: their own files, a model, rows, a task."""
+    """Return a folder with the files, model, rows and task that the pages mention."""
     folder = tmp_path_factory.mktemp("reader")
     for page in PAGES_NOW:
         for language, block in BLOCK.findall(page.read_text(encoding="utf-8")):
@@ -132,7 +132,7 @@ def readers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def problems_counted_once() -> Iterator[None]:
-    """Many commands ask for the same problems, and to count those of a space takes a while."""
+    """Require enough problems of a space only once, because counting is slow and many commands need it."""
     require, enough = countdown_problems.require_enough, set()
 
     def require_once(settings: CountdownData, seed: int) -> None:
@@ -148,7 +148,7 @@ def problems_counted_once() -> Iterator[None]:
 
 @pytest.fixture
 def as_a_reader(readers_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Enter that folder, with a hub that has the published data."""
+    """Enter the reader's folder, with a hub that has the published data."""
     monkeypatch.chdir(readers_folder)
     monkeypatch.syspath_prepend(str(readers_folder))
     modules = set(sys.modules)
@@ -202,7 +202,7 @@ def test_every_target_of_make_is_there() -> None:
 
 
 def test_millrace_is_never_installed_by_its_name() -> None:
-    """It is on no registry (decision 16), so a package of that name there would be a stranger's."""
+    """Millrace is on no registry (decision 16), so a package of that name there would be a stranger's."""
     files = [
         path for folder in ("flows", "data", "rlcore", "docs") for path in (REPOSITORY / folder).rglob("*.[pm][yd]")
     ]

@@ -1,4 +1,4 @@
-"""Workers and engines that die, hang or run out of memory: found, named, and the run resumes bit for bit."""
+"""Workers and engines that die, hang or run out of memory: the fault is named, and the run resumes with equal bits."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Files in the shapes that people publish, by the commands of docs/data.md: two steps of each."""
+"""Files in the shapes that people publish, trained for two steps each by the commands of docs/data.md."""
 
 import re
 import shlex
@@ -29,7 +29,7 @@ SMALL = ("rollout.max_response_tokens=8", "reward.num_processes=1", "tracking.en
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A reader's folder: the files, the experiment of the page, a model."""
+    """Return a reader's folder with the files, the experiment of the page and a model."""
     found = tmp_path_factory.mktemp("shapes")
     write_files(found)
     write_model(found / "model")
@@ -45,7 +45,7 @@ def inside(folder: Path) -> Iterator[Path]:
 
 
 def named(words: list[str]) -> str:
-    """The file or folder that a command reads."""
+    """Return the file or folder that a command reads."""
     keys = ("data.train_file=", "data.source=", "warm_start.demonstrations=")
     (place,) = [word.partition("=")[2] for word in words if word.startswith(keys)]
     return place.partition("/")[0]

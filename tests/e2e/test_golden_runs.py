@@ -1,4 +1,4 @@
-"""Five steps of GRPO and PPO give the numbers that are written down."""
+"""Five steps of GRPO and PPO give the recorded numbers."""
 
 import json
 from pathlib import Path

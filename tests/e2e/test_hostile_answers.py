@@ -1,4 +1,4 @@
-"""Answers that say something else than the reference, or several things: no scorer takes one for right."""
+"""Answers that differ from the reference or state several things are never scored as correct."""
 
 import itertools
 import re
@@ -39,7 +39,7 @@ HARMLESS = ["{}", "{}.", "{} dollars", "{} miles per hour", "${}", "**{}**", "{}
 
 
 def published_strict(response: str, reference: str) -> bool:
-    """The strict reading of the field: the last `#### <number>` of the last 300 characters, as text."""
+    """Apply the published strict rule: the last `#### <number>` of the last 300 characters, as text."""
     found = re.findall(r"#### (-?[0-9.,]+)", response[-300:])
     return bool(found) and found[-1].replace(",", "").replace("$", "") == reference
 

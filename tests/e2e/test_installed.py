@@ -22,7 +22,7 @@ PACKAGES = ("conf", "data", "flows", "rlcore")
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the wheel holds. It is built of a copy: setuptools writes into the sources."""
+    """Build the wheel and unpack it. It is built from a copy, because setuptools writes into the sources."""
     if int(version("setuptools").partition(".")[0]) < 77:
         pytest.skip("setuptools is older than pyproject.toml asks for: no wheel is built without a network")
     folder = tmp_path_factory.mktemp("wheel")
@@ -126,7 +126,7 @@ def test_every_command_about_runs_works_without_a_checkout(installed: Path, tmp_
 
 
 def page_has_answers(installed: Path, folder: Path, run_id: str) -> None:
-    """`millrace ui`: the page of answers and what it reads. The command reports it if its server ends."""
+    """Check the page of responses of `millrace ui` and its files. The command reports the end of its server."""
     environment = {**os.environ, "PYTHONPATH": str(installed)}
     process = start([sys.executable, "-P", "-m", "flows.cli", "ui"], environment, folder)
     try:

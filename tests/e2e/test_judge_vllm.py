@@ -1,5 +1,6 @@
-"""A real vLLM server as judge: with structured output a small model gives verdicts, which are trained on; a text
-that is no verdict gives no score and is masked; a wrong key is refused."""
+"""A real vLLM server as judge. A small model with structured output gives verdicts for training. A text that is no
+verdict gives no score and is masked. A wrong key is refused.
+"""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Kill -9 at twenty moments of one run: in steps, saves, publications, deletions and at the journal."""
+"""Kill -9 at twenty moments of one run: in steps, saves, publications, deletions and writes to the journal."""
 
 import json
 from pathlib import Path

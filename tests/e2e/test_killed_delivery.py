@@ -1,4 +1,4 @@
-"""kill -9, at any moment and of anyone: every value arrives, the status is true."""
+"""MLflow has every value and the correct status after kill -9 of any process at any moment."""
 
 import os
 import random
@@ -29,7 +29,7 @@ __all__ = ["config", "root", "run_dir"]
 
 
 class Trainer:
-    """A process that logs, saves every 10 steps and says so, in a new session."""
+    """A process in a new session that logs, saves every 10 steps and reports its saves."""
 
     def __init__(self, run_dir: Path, root: Path, checkpoint: tuple[int, int], last: int) -> None:
         words = [str(run_dir), str(root), *map(str, (*checkpoint, last))]
@@ -38,7 +38,7 @@ class Trainer:
         self.checkpoint = checkpoint
 
     def run_until(self, step: int) -> None:
-        """Read what it says until a checkpoint at this step or later."""
+        """Read the output until a checkpoint at this step or later."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.checkpoint = (int(line.split()[0]), int(line.split()[1]))
@@ -46,7 +46,7 @@ class Trainer:
                 return
 
     def kill(self, *, whole_group: bool) -> tuple[int, int]:
-        """End it, and see it end; the last checkpoint that it published."""
+        """Kill the trainer and wait for its end. Return the last checkpoint that it published."""
         if whole_group:
             os.killpg(self.process.pid, signal.SIGKILL)
         else:
@@ -65,7 +65,7 @@ def companion_of(trainer: Trainer) -> psutil.Process:
 
 
 def assert_every_step(root: Path, run_dir: Path, last: int) -> None:
-    """That MLflow has every value of every step and no other; what a resume repeats, it has again with the new time."""
+    """Assert that MLflow has exactly the values of every step. Steps that a resume repeats have the new time."""
     client = client_of(root)
     run = main_run(client)
     for name in values(1, 20):
@@ -75,7 +75,7 @@ def assert_every_step(root: Path, run_dir: Path, last: int) -> None:
 
 
 def test_killed_twice_with_all_that_it_started(config: RunConfig, root: Path, run_dir: Path):
-    """Each time in the middle of a delivery: between two changes of what is noted as delivered."""
+    """Each kill is in the middle of a delivery, between two changes of the cursor."""
     seeded = random.Random(5)
     checkpoint = (0, 0)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Kill -9 of a rank under Ray: in a step, a save, a publication, a deletion, at the journal.
+"""Kill -9 of a rank under Ray: in a step, save, publication, deletion or journal write. `test_kill.py` kills all.
 
 Of the trainer and of everything: `tests/e2e/test_kill.py`.
 """
@@ -36,7 +36,7 @@ FAILED = 1
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
-    """One process has the numbers of one rank under Ray."""
+    """Return a run in one process, which has the numbers of one rank under Ray."""
     run = small(tmp_path_factory.mktemp("undisturbed"), *KEPT, steps=STEPS)
     assert disturb(run, None)[0]["code"] == 0, output_of(run)
     return run
@@ -81,7 +81,7 @@ def test_one_of_four_ranks_killed_in_an_update(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("moment", ["gen", "environment"])
 def test_killed_between_the_turns_of_episodes_it_ends_the_same(moment: str, tmp_path: Path) -> None:
-    """The ninth time of a moment lies after the first step, in episodes of up to six turns."""
+    """Episodes have up to six turns, so the ninth occurrence of the moment is after the first step."""
     settings = ("trainer.batch_size=8", "trainer.mini_batch_size=8", "rollout.samples_per_prompt=2")
     whole = small(tmp_path / "whole", *settings, steps=4, experiment="number_guessing")
     assert disturb(whole, None)[0]["code"] == 0, output_of(whole)
@@ -117,5 +117,5 @@ def test_a_warm_start_on_two_ranks_survives_a_kill(tmp_path: Path) -> None:
 
 
 def losses_of(stage: RunLayout) -> list[float]:
-    """Loss of each step of a warm start, in nats a token."""
+    """Return the loss of each step of a warm start, in nats per token."""
     return [record.metrics["sft/loss"] for record in read_journal(stage.journal) if "sft/loss" in record.metrics]

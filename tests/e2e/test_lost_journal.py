@@ -1,4 +1,4 @@
-"""A journal that was cut, changed or lost between two starts: reported, and its steps trained again where possible."""
+"""A journal that was cut, changed or lost between two starts is reported. Its steps are trained again if possible."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ __all__ = ["undisturbed"]
 
 @pytest.fixture
 def copied(undisturbed: SmallRun, tmp_path: Path) -> SmallRun:
-    """The undisturbed run, which has checkpoints of steps 4 and 6."""
+    """Return a copy of the undisturbed run, which has checkpoints of steps 4 and 6."""
     run = elsewhere(undisturbed, tmp_path, *OVERRIDES)
     shutil.copytree(undisturbed.layout.run_dir, run.layout.run_dir)
     shutil.rmtree(run.layout.exported_model)
@@ -30,7 +30,7 @@ def copied(undisturbed: SmallRun, tmp_path: Path) -> SmallRun:
 
 @pytest.fixture
 def stopped(copied: SmallRun) -> SmallRun:
-    """The same without its last checkpoint."""
+    """Return the copied run without its last checkpoint."""
     shutil.rmtree(copied.layout.checkpoints / "step-000006")
     return copied
 

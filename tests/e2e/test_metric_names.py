@@ -1,5 +1,4 @@
-"""A run logs every metric of the reference log that has a meaning here, and all that the docs promise, under GRPO and
-PPO."""
+"""GRPO and PPO runs log all documented metrics, and the reference log's metrics that have a meaning in Millrace."""
 
 from pathlib import Path
 

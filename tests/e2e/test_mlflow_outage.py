@@ -1,4 +1,4 @@
-"""MLflow behind HTTP that is away, dies, or is slow: training does not notice and every value arrives once."""
+"""An MLflow server that is absent, dies or is slow does not affect training, and every value arrives once."""
 
 import selectors
 import shutil
@@ -38,13 +38,13 @@ Begin = Callable[[str], RunJournal]
 
 @pytest.fixture
 def run_dir(root: Path, request: pytest.FixtureRequest) -> Path:
-    """A separate run for each test on the one server."""
+    """Return a separate run folder for each test on the shared server."""
     return root / "runs" / request.node.name
 
 
 @pytest.fixture
 def begin(config: RunConfig, run_dir: Path) -> Begin:
-    """The journal of a trainer that delivers to this address."""
+    """Return the journal of a trainer that delivers to this address."""
 
     def begin(uri: str) -> RunJournal:
         elsewhere = RunConfig(paths=config.paths, tracking=config.tracking.model_copy(update={"uri": uri}))
@@ -61,7 +61,7 @@ def train(journal: RunJournal, first: int, last: int) -> None:
 
 
 def num_warnings(caplog: pytest.LogCaptureFixture) -> int:
-    """Return the number of warnings that MLflow fails."""
+    """Return the number of warnings that MLflow rejects values."""
     return sum("MLflow rejects the values" in line for line in caplog.messages)
 
 
@@ -94,7 +94,7 @@ def test_a_restarted_server_has_every_value_once(
 def test_a_store_on_a_full_disk_gets_every_value_later(
     begin: Begin, run_dir: Path, empty_store: Path, small_disk: Path, caplog: pytest.LogCaptureFixture
 ):
-    """MLflow's database has a separate file system here: the journal's is another test's."""
+    """MLflow's database has a separate file system in this test. Another test covers the journal's."""
     shutil.copy(empty_store, small_disk / "mlflow.db")
     uri = f"sqlite:///{small_disk}/mlflow.db"
     journal = begin(uri)
@@ -130,7 +130,7 @@ ERROR = b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\nConnection:
 
 
 class SlowProxy:
-    """Passes bytes on to a server, every answer late by `delay_s`. While `is_broken` it answers with errors itself."""
+    """Forwards bytes to a server, and delays each response by `delay_s`. While `is_broken`, it responds with errors."""
 
     def __init__(self, target_port: int) -> None:
         self.delay_s = 0.0
@@ -202,7 +202,7 @@ def test_a_slow_server_holds_up_nothing_and_doubles_nothing(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ):
-    """Slower than the client's patience at first: the server has done what the client believes to have failed."""
+    """The server is first slower than the client's timeout, so executed requests count as failed."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     proxy.delay_s = 2.0
     journal = begin(f"http://127.0.0.1:{proxy.port}")
@@ -238,7 +238,7 @@ def test_a_server_that_answered_with_errors_gets_every_value_once(
 
 
 def test_finish_waits_no_longer_than_its_timeout(begin: Begin, run_dir: Path):
-    """A server that accepts and never answers; the delivery process is gone afterwards."""
+    """The server accepts connections and never answers. The delivery process ends afterwards."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         journal = begin(f"http://127.0.0.1:{silent.getsockname()[1]}")
         train(journal, 1, 1)

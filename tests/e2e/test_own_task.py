@@ -22,7 +22,7 @@ MILLRACE = "from flows.cli import main; main()"
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A folder with a task and with modules named like one of ours, of Python's and of a package's."""
+    """Return a folder with a task, and with modules named like modules of Millrace, Python and a package."""
     (tmp_path / "products.py").write_text(Path(multiplication.__file__).read_text())
     for name in ("data", "queue", "pydantic"):
         (tmp_path / f"{name}.py").write_text(f"raise SystemExit('somebody else\\'s {name}.py')\n")

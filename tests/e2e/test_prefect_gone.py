@@ -1,4 +1,4 @@
-"""A command whose Prefect server is gone saves, and ends as its work does."""
+"""A command whose Prefect server is gone saves its run, and ends as its work ends."""
 
 import os
 import signal

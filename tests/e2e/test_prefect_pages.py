@@ -1,4 +1,4 @@
-"""The pages of Prefect in a browser: a person logs in, and schedules a sweep by the page alone."""
+"""The pages of Prefect in a browser: a user logs in, and schedules a sweep only by the page."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""A run that is killed anywhere and started again ends with the numbers of one that was not."""
+"""A run that is killed at any moment and started again has the numbers of an undisturbed run."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ STEPS = 6
 
 
 def kill_all(process: BaseProcess) -> None:
-    """SIGKILL to the process and everything that it started."""
+    """Send SIGKILL to the process and all processes that it started."""
     family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
     for member in family:
         with contextlib.suppress(psutil.NoSuchProcess):  # one may end with the one before it

@@ -1,4 +1,4 @@
-"""Offloading, profiling and a model of the hub change no number of a run."""
+"""Offloading, profiling and a model of the hub do not change the numbers of a run."""
 
 import gzip
 import hashlib

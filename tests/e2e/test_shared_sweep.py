@@ -1,4 +1,4 @@
-"""Several processes work on one sweep, and one of them is killed: nothing is trained twice, nothing is lost."""
+"""Several processes work on one sweep, and one is killed: no run is trained twice or lost."""
 
 import json
 import os

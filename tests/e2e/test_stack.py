@@ -45,7 +45,7 @@ RESOURCE = {"prefect.resource.id": "millrace.run.x", "prefect.resource.name": "x
 
 @dataclass
 class Hook:
-    """A server outside, as a notification block calls it; its messages, and the status that it answers."""
+    """A server outside the stack that a notification block calls. It records messages and answers with a status."""
 
     url: str = ""
     messages: list[dict[str, str]] = field(default_factory=list)
@@ -72,7 +72,7 @@ def hook() -> Iterator[Hook]:
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory, hook: Hook, empty_store: Path) -> Iterator[Stack]:
-    """A stack that is up and notifies the hook, on a root with data, initial policy and an empty MLflow store."""
+    """Return a running stack that notifies the hook, on a root with data, initial policy and an empty MLflow store."""
     root = tmp_path_factory.mktemp("stack")
     shutil.copy(empty_store, root / "mlflow.db")
     prepare(root)
@@ -139,7 +139,7 @@ def test_a_notification_that_fails_is_logged_without_its_address(stack: Stack, h
 
 @pytest.mark.program("chromium")
 def test_no_web_page_commands_the_stack(stack: Stack, tmp_path: Path) -> None:
-    """A page of a stranger, and one whose own name resolves to this machine meanwhile (DNS rebinding)."""
+    """One page is a stranger's. The other has a host name that now resolves to this machine (DNS rebinding)."""
 
     class Page(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -1,4 +1,4 @@
-"""Cancellation, and kills of worker and server, against a stack that is up: what docs/operations.md says of them."""
+"""Cancellation and kills of worker and server, against a running stack, as docs/operations.md describes."""
 
 import json
 import signal
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.lengthy, pytest.mark.prefect, pytest.mark.slow, pytest
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """A stack that is up. Its trainers stay in the phase that `hold.json` names, if there is one."""
+    """Return a running stack. Its trainers stay in the phase that `hold.json` names, if the file exists."""
     root = tmp_path_factory.mktemp("stops")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("HOLD_SETTINGS", str(root / "hold.json"))
@@ -34,7 +34,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 def kill(stack: Stack, name: str) -> None:
-    """SIGKILL to one service, and to nothing else."""
+    """Send SIGKILL to one service only."""
     service = read_stack(stack.root).service(name)
     assert service is not None
     process = service.process()

@@ -1,4 +1,4 @@
-"""A stopped run saves, ends and leaves no process; started again, it is the same run."""
+"""A stopped run saves, ends and leaves no process. When it resumes, it has the results of an undisturbed run."""
 
 import json
 import os
@@ -112,7 +112,7 @@ def test_a_dying_parent_is_no_second_signal(tmp_path: Path) -> None:
 
 
 def test_a_stop_between_commands_saves_the_last_step(undisturbed: SmallRun, tmp_path: Path) -> None:
-    """The process has another locale than UTF-8, the encoding of its settings."""
+    """The process has a locale other than UTF-8, the encoding of its settings."""
     run = small(tmp_path, "tags={who: 'Jürgen'}", steps=STEPS)
     run_dir = write_record(run)
     assert "Jürgen".encode() in run.layout.run_json.read_bytes()

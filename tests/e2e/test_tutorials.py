@@ -1,6 +1,6 @@
-"""The tutorials as a new user goes through them: every file and command of a page in its order, in an empty folder.
+"""The tutorials as a new user follows them: all files and commands of a page in order, in an empty folder.
 
-Runs have fewer steps than on the page, and less to learn; everything else is as on the page.
+Runs have fewer steps than on the page, and less to learn.
 """
 
 import json

@@ -32,7 +32,7 @@ def interval_of(values, **more):
 
 
 def subsets(n: int, c: int, k: int) -> list[tuple[bool, ...]]:
-    """Every way to draw k of n answers of which the first c are right."""
+    """Return every way to draw k of n responses of which the first c are correct."""
     return list(itertools.combinations([index < c for index in range(n)], k))
 
 
@@ -66,7 +66,7 @@ def test_pass_at_k_rejects_impossible_counts(n, c, k):
 
 
 def majority_by_lot(votes: list[str], values: list[float], rng: random.Random) -> float:
-    """The naive twin: break ties by lot, then take the value of any copy."""
+    """The naive twin of the majority vote: break ties at random, then take the value of any copy."""
     most = max(votes.count(vote) for vote in votes)
     winner = rng.choice(sorted({vote for vote in votes if votes.count(vote) == most}))
     return rng.choice([value for vote, value in zip(votes, values, strict=True) if vote == winner])
@@ -125,7 +125,7 @@ def test_bootstrap_is_independent_of_chunk_size(monkeypatch):
 
 
 def coverage(truth: float, samples: list[np.ndarray], confidence: float) -> float:
-    """Share of simulated validations (columns of each [P, M]) whose interval holds the truth."""
+    """Return the share of simulated validations (columns of each [P, M]) whose interval contains the true value."""
     found = [
         interval
         for seed, values in enumerate(samples)
@@ -135,7 +135,7 @@ def coverage(truth: float, samples: list[np.ndarray], confidence: float) -> floa
 
 
 def test_bootstrap_coverage():
-    """2,400 validations of 120 problems with chances from a Beta of mean 0.3, 4 answers each."""
+    """2,400 validations of 120 problems whose chances follow a Beta distribution of mean 0.3, with 4 responses each."""
     rng = np.random.default_rng(11)
     samples = [rng.binomial(4, rng.beta(0.9, 2.1, (120, 60))) / 4 for _ in range(40)]
     assert 0.93 <= coverage(0.3, samples, 0.95) <= 0.97
@@ -154,7 +154,7 @@ def test_paired_interval_coverage():
 
 
 def naive_wilson(num_right: int, num_problems: int, z: float) -> tuple[float, float]:
-    """The lowest and the highest chance that the score test does not reject, by halving from the share to each end."""
+    """Return the lowest and the highest chance that the score test accepts, by bisection from the share."""
 
     def is_kept(chance: float) -> bool:
         return abs(num_right / num_problems - chance) <= z * (chance * (1 - chance) / num_problems) ** 0.5
@@ -178,7 +178,7 @@ def test_wilson_agrees_with_naive_twin(num_right, num_problems, confidence, z):
 
 
 def exact_coverage(chance: float, num_problems: int, intervals: Sequence[Interval]) -> float:
-    """Chance that the interval holds the truth: `intervals` by the number of right answers."""
+    """Return the probability that the interval contains `chance`. `intervals`: by number of correct responses."""
     return sum(
         math.comb(num_problems, right) * chance**right * (1 - chance) ** (num_problems - right)
         for right, interval in enumerate(intervals)

@@ -1,1 +1,1 @@
-"""Flows, their trainer process, the command line and the local stack."""
+"""Tests of flows, their trainer process, the command line and the local stack."""

@@ -85,7 +85,7 @@ def start(command: Sequence[str], environment: Mapping[str, str], folder: Path =
 def forked(
     module: str, arguments: Sequence[str], environment: Mapping[str, str], folder: Path = REPOSITORY
 ) -> ForkedCommand:
-    """Fork `python -m MODULE ARGUMENTS` from a process that has imported most of it."""
+    """Fork `python -m MODULE ARGUMENTS` from a process that has imported most of the module's imports."""
     process = ForkedCommand(module, arguments, environment, folder)
     _started.append(process)
     return process
@@ -93,7 +93,7 @@ def forked(
 
 @dataclass
 class Millrace:
-    """Command line with one root and one Prefect server."""
+    """The command line with one root and one Prefect server."""
 
     root: Path
     environment: Mapping[str, str]
@@ -183,7 +183,7 @@ def commit(config: RunConfig, step: int, metrics: Mapping[str, float] | None = N
 
 @pytest.fixture(scope="package")
 def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
-    """Prefect server with a separate database, until the tests of flows are done."""
+    """Start a Prefect server with a separate database, which runs until the tests of flows end."""
     from tests.helpers.stack import prefect_home
 
     server = LocalServer(prefect_home(tmp_path_factory.mktemp("prefect")))
@@ -217,7 +217,7 @@ def reference(prefect_server: LocalServer, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def millrace(prefect_server: LocalServer, reference: Reference, artifacts_root: Path, empty_store: Path) -> Millrace:
-    """Command line on a root with data, initial policy and an empty MLflow store, and without a run."""
+    """Return the command line on a root with data, initial policy and an empty MLflow store, and without a run."""
     shutil.copy(empty_store, artifacts_root / "mlflow.db")
     for stage in ("datasets", "filtered", "models", "tokenizers"):
         shutil.copytree(reference.millrace.root / stage, artifacts_root / stage)
@@ -226,7 +226,7 @@ def millrace(prefect_server: LocalServer, reference: Reference, artifacts_root: 
 
 @pytest.fixture
 def bare(artifacts_root: Path) -> Millrace:
-    """Command line on an empty root, without a Prefect server."""
+    """Return the command line on an empty root, without a Prefect server."""
     return Millrace(artifacts_root, {})
 
 

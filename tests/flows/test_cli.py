@@ -152,7 +152,7 @@ def test_hydra_reads_any_root_name() -> None:
 
 
 def run_command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
-    """Exit code and output of a command that this process runs."""
+    """Return the exit code and output of a command that runs in this process."""
     code = exit_code(lambda: app(words))
     captured = capsys.readouterr()
     return code, captured.out + captured.err

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.prefect
 
 @dataclass(frozen=True)
 class Made:
-    """Result of a stage; Prefect would read a stored one back as a dict."""
+    """The result of a stage. Prefect would read a stored result back as a dict."""
 
     data: int
 

@@ -1,4 +1,4 @@
-"""Answers made up for tests: ragged, some without a score, some of several turns, with a batch as in training."""
+"""Artificial responses: of different lengths, some without a score, some of several turns, with a training batch."""
 
 from collections.abc import Sequence
 
@@ -12,12 +12,12 @@ from rlcore.types import Prompt, Rollout, Score, TrainBatch
 
 
 def decode(token_ids: Sequence[Sequence[int]]) -> list[str]:
-    """Each token as its number."""
+    """Return each token as its number."""
     return [" ".join(map(str, ids)) for ids in token_ids]
 
 
 class Made:
-    """The answers of one step: `groups` prompts with two answers each."""
+    """The responses of one step: `groups` prompts with two responses each."""
 
     def __init__(self, seed: int, *, groups: int = 4, turns: bool = False, failures: bool = True) -> None:
         rng = np.random.default_rng(seed)

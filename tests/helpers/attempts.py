@@ -1,4 +1,4 @@
-"""Requests as an attacker sends them, with any Host and any Origin, and what comes of them."""
+"""Requests as an attacker sends them, with any Host and any Origin, and the responses to them."""
 
 import http.client
 import json
@@ -15,7 +15,7 @@ from tests.helpers.stack import Stack
 
 @dataclass(frozen=True)
 class Attempt:
-    """One request, and the status that answers it."""
+    """One request, and the status of its response."""
 
     method: str
     path: str
@@ -27,7 +27,7 @@ class Attempt:
     status: int = 403
 
     def try_at(self, server: str) -> str:
-        """Send it to `http://<host>:<port>`; the answer's text."""
+        """Send the request to `http://<host>:<port>`, and return the text of the response."""
         to = urlsplit(server).netloc
         headers = {
             "Host": self.host or to,

@@ -44,7 +44,9 @@ def steps(store: CheckpointStore) -> list[int]:
 
 
 class Ranks:
-    """One rank with a real model. With `full` that disk gets full as the rank begins to write; the rank can be lost."""
+    """One rank with a real model. With `full`, that disk becomes full when the rank begins to write. The rank can be
+    lost.
+    """
 
     def __init__(self, full: Path | None = None) -> None:
         self.model, self.optimizer = build(seed=1)

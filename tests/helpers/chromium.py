@@ -1,4 +1,4 @@
-"""A real browser, driven over its DevTools protocol: it clicks where the page shows a thing, and types."""
+"""A real browser, controlled by its DevTools protocol, which clicks where an element is drawn, and types."""
 
 import json
 import subprocess
@@ -28,7 +28,7 @@ class Tab:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> Any:
-        """A command and its result. What the page logs or throws on the way is kept in `problems`."""
+        """Return the result of a command. Errors and logs of the page are added to `problems`."""
         self._number += 1
         self._socket.send(json.dumps({"id": self._number, "method": method, "params": params}))
         while True:
@@ -46,7 +46,7 @@ class Tab:
                 return message["result"]
 
     def log_in(self, user: str, password: str) -> None:
-        """Answer the browser's question for a login, from now on."""
+        """Answer the browser's request for a login, from now on."""
         self._login = (user, password)
         self.call("Fetch.enable", handleAuthRequests=True)
 
@@ -68,7 +68,7 @@ class Tab:
         self.wait(f"document.readyState === 'complete' && location.href === {json.dumps(file.as_uri())}")
 
     def value(self, expression: str) -> Any:
-        """The value of a JavaScript expression in the page."""
+        """Return the value of a JavaScript expression in the page."""
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
@@ -83,7 +83,7 @@ class Tab:
             time.sleep(0.05)
 
     def click(self, selector: str) -> None:
-        """Press the mouse button in the middle of an element, where a person would."""
+        """Press the mouse button in the middle of an element, as a user would."""
         element = f"document.querySelector({json.dumps(selector)})"
         self.value(f"{element}.scrollIntoView({{block: 'nearest', inline: 'nearest'}})")
         self.frame()
@@ -106,7 +106,7 @@ class Tab:
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=KEYS[key])
 
     def choose(self, selector: str, value: str) -> None:
-        """Another entry of a list, as after a choice in its menu (which is not part of the page)."""
+        """Choose another entry of a list, whose menu is not part of the page."""
         self.value(
             f"((list) => {{ list.value = {json.dumps(value)}; list.dispatchEvent(new Event('change')); }})"
             f"(document.querySelector({json.dumps(selector)}))"
@@ -115,7 +115,7 @@ class Tab:
 
 @contextmanager
 def open_tab(profile: Path, *options: str) -> Iterator[Tab]:
-    """A headless browser with one tab, started with more options; its end is the end of the block."""
+    """Run a headless browser with one tab inside the block. `options`: further options of the browser."""
     assert CHROMIUM is not None
     arguments = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking"
     arguments += " --remote-debugging-port=0 --window-size=1280,900"
@@ -134,7 +134,7 @@ def open_tab(profile: Path, *options: str) -> Iterator[Tab]:
 
 
 def _page(root: ClientConnection) -> str:
-    """The open tab among the targets: the browser's own hidden pages are targets too."""
+    """Return the open tab. The browser's own hidden pages are targets too."""
     end = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < end:
         for target in _command(root, 1, "Target.getTargets")["targetInfos"]:
@@ -153,7 +153,7 @@ def _command(socket: ClientConnection, number: int, method: str) -> Any:
 
 
 def _address(profile: Path, browser: subprocess.Popen) -> str:
-    """The browser chooses a free port and writes it, with its address, into its profile."""
+    """Return the browser's address. The browser chooses a free port and writes it into its profile."""
     file = profile / "DevToolsActivePort"
     end = time.monotonic() + START_TIMEOUT_S
     while not (file.is_file() and len(file.read_text().split()) == 2):

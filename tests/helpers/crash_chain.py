@@ -41,7 +41,7 @@ LIMIT_S = 120.0
 
 
 def kill_before(event: str, text: str, count: int) -> None:
-    """This process ends right before the `count`-th such operation on a path with that text."""
+    """Kill this process right before the `count`-th operation of this kind on a path that contains the text."""
     left = count
 
     def hook(name: str, arguments: tuple[object, ...]) -> None:
@@ -57,7 +57,7 @@ def kill_before(event: str, text: str, count: int) -> None:
 
 
 def train(run: SmallRun, moment: tuple[str, str, int] | None) -> int:
-    """The run in a child; its process id."""
+    """Train the run in a child process, and return the child's id."""
     child = os.fork()
     if child:
         return child
@@ -73,7 +73,7 @@ def train(run: SmallRun, moment: tuple[str, str, int] | None) -> int:
 
 
 def kill_meanwhile(run: SmallRun, child: int, rng: random.Random) -> None:
-    """Some time after the journal has grown, half of the times with everything that it has started."""
+    """Kill the run some time after the journal has grown, half of the times with all its processes."""
     before = run.layout.journal.stat().st_size if run.layout.journal.exists() else 0
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:

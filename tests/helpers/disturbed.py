@@ -38,7 +38,7 @@ DEADLINE_S = 240.0
 
 
 class Disturbance:
-    """Sends signals when its moment has come."""
+    """Sends signals at the chosen moment."""
 
     def __init__(self, plan: Mapping[str, Any]) -> None:
         self.at, self.nth, self.to = plan["at"], plan.get("nth", 1), plan.get("to", "trainer")
@@ -64,7 +64,7 @@ class Disturbance:
             time.sleep(0.05)
 
     def targets(self) -> list[int]:
-        """Process ids of those to be disturbed."""
+        """Return the ids of the processes that receive the signals."""
         if self.to == "trainer":
             return [os.getpid()]
         if self.to == "node":
@@ -81,7 +81,7 @@ class Disturbance:
 
 
 def node_of_a_rank() -> list[int]:
-    """All processes of a node that has a rank and is not the head: the trainer itself lives by that one."""
+    """Return all processes of a node that has a rank and is not the head. The trainer itself lives on the head."""
     for path in Path(os.environ[stacks.FOLDER_VARIABLE]).glob("rank-*.txt"):
         parent = psutil.Process(int(path.stem.rpartition("-")[2])).parent()
         if parent is not None and "--head" not in parent.cmdline():
@@ -90,7 +90,7 @@ def node_of_a_rank() -> list[int]:
 
 
 def listen(disturbance: Disturbance) -> None:
-    """Moments that are no phases: right before a publication, a deletion, a line of the journal."""
+    """Report moments that are not phases: right before a publication, a deletion, or a line of the journal."""
 
     def hook(name: str, arguments: tuple[object, ...]) -> None:
         if name == "os.rename" and isinstance(arguments[0], str | os.PathLike):
@@ -119,7 +119,7 @@ def listen(disturbance: Disturbance) -> None:
 
 
 def start(run_dir: Path, plan: Mapping[str, Any] | None, events: Path) -> None:
-    """Run the trainer in the fork. Does not return."""
+    """Run the trainer in the fork. The call does not return."""
     code = 99
     try:
         disturbance = None if plan is None else Disturbance(plan)
@@ -153,7 +153,7 @@ def start(run_dir: Path, plan: Mapping[str, Any] | None, events: Path) -> None:
 
 
 def left_over() -> list[str]:
-    """Processes that a start has left behind, after time enough to end."""
+    """Return the processes that a start has left behind, after they had enough time to end."""
     deadline = time.monotonic() + 60
     while True:
         try:

@@ -26,14 +26,14 @@ Rows = Callable[[int], dict[str, Any]]
 
 
 def write_tokenizer(folder: Path) -> int:
-    """A tokenizer that reads any text, with a chat template that shows tools. Returns its size."""
+    """Write a tokenizer that reads any text, with a chat template that shows tools. Return the vocabulary size."""
     KINDS["chatml"].saved(folder)
     (folder / "chat_template.jinja").write_text(TOOL_TEMPLATE)
     return len(AutoTokenizer.from_pretrained(folder))
 
 
 def write_model(folder: Path) -> Path:
-    """A model with random weights and this tokenizer."""
+    """Write a model with random weights and this tokenizer."""
     size = write_tokenizer(folder)
     Qwen2ForCausalLM(
         Qwen2Config(

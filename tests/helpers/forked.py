@@ -62,7 +62,7 @@ def run_module(
     environment: Mapping[str, str] | None = None,
     timeout_s: float,
 ) -> int:
-    """Call `fork_module` and wait; return the exit code. After `timeout_s` it is killed (-9)."""
+    """Call `fork_module`, wait, and return the exit code. The process is killed after `timeout_s`."""
     process = fork_module(module, arguments, output=output, errors=errors, environment=environment)
     try:
         process.join(timeout_s)
@@ -90,13 +90,13 @@ class ForkedCommand(subprocess.Popen[str]):
         self._communication_started, self._input = False, None
 
     def poll(self) -> int | None:
-        """Exit code; None: it runs."""
+        """Return the exit code, or None while the process runs."""
         if self.returncode is None:
             self.returncode = self._process.exitcode  # type: ignore[assignment]
         return self.returncode
 
     def __del__(self) -> None:
-        """Nothing: the fork server waits for it."""
+        """Do nothing, because the fork server waits for the process."""
 
     def wait(self, timeout: float | None = None) -> int:
         self._process.join(timeout)
@@ -105,7 +105,7 @@ class ForkedCommand(subprocess.Popen[str]):
         return self.returncode
 
     def send_signal(self, sig: int) -> None:
-        """Send a signal, unless it has ended."""
+        """Send a signal, unless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, sig)
 
@@ -113,7 +113,7 @@ class ForkedCommand(subprocess.Popen[str]):
 def _forked(
     module: str, arguments: Sequence[str], outputs: Sequence[int], environment: Mapping[str, str], folder: Path = ROOT
 ) -> BaseProcess:
-    """Start the module; `outputs`, descriptors of its standard output and error, are its own from now on."""
+    """Start the module. It owns `outputs`, the descriptors of its standard output and error."""
     process: BaseProcess = SERVER.Process(  # type: ignore[attr-defined]  # known for forkserver contexts only
         target=_run, args=(module, [*arguments], _Sent(outputs), dict(environment), folder)
     )
@@ -126,7 +126,7 @@ def _forked(
 
 
 class _Sent:
-    """Descriptors, sent to the forked process."""
+    """Descriptors that are sent to the forked process."""
 
     def __init__(self, descriptors: Sequence[int]) -> None:
         self._descriptors = descriptors

@@ -1,4 +1,4 @@
-"""Scorers and losses that harm the process they run in, once: a file records that it has happened."""
+"""Scorers and losses that harm their process once. A file records that the harm was done."""
 
 import os
 import resource
@@ -37,7 +37,7 @@ TRIED = 2
 
 
 def after(harm: Callable[[int], None]) -> PolicyLossFunction:
-    """`ppo_clip`, after the harm has been done; it gets the number of sequences."""
+    """Return `ppo_clip` after the harm, which receives the number of sequences."""
 
     def loss(
         policy_logprobs: Float[Tensor, "T"],
@@ -56,7 +56,7 @@ def after(harm: Callable[[int], None]) -> PolicyLossFunction:
 
 
 def _take_memory(num_sequences: int) -> None:
-    """Take all memory of the first process, however small the batch."""
+    """Allocate all memory of the first process, however small the batch is."""
     if first_time("memory"):
         resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**30,) * 2)
         (Path(os.environ[HARM]) / "memory").write_text(str(os.getpid()))
@@ -65,25 +65,25 @@ def _take_memory(num_sequences: int) -> None:
 
 
 def _refuse_more_than_four(num_sequences: int) -> None:
-    """Request more memory than there is for more than four sequences."""
+    """Request more memory than exists if the batch has more than four sequences."""
     if num_sequences > 4:
         torch.empty(1 << 60, dtype=torch.uint8)
 
 
 def _refuse_the_second_rank(num_sequences: int) -> None:
-    """Request more memory than there is in one rank alone."""
+    """Request more memory than exists on one rank only."""
     if dist.get_rank() == 1:
         _refuse_more_than_four(num_sequences)
 
 
 def _hang(num_sequences: int) -> None:
-    """The first time it does not return."""
+    """Never return from the first call."""
     if num_sequences > TRIED and first_time("hang"):
         time.sleep(3_600)
 
 
 def _kill(num_sequences: int) -> None:
-    """The first two times the process ends as by kill -9."""
+    """End the process as by kill -9 in the first two calls."""
     if num_sequences > TRIED and (first_time("first kill") or first_time("second kill")):
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -96,14 +96,14 @@ kills = after(_kill)
 
 
 def fails_while_broken(response: str, ground_truth: Mapping[str, Any]) -> Score:
-    """Countdown's score; an error while there is a file `broken` in the folder."""
+    """Return countdown's score, or raise while the folder contains a file `broken`."""
     if (Path(os.environ[HARM]) / "broken").exists():
         raise ValueError("the scorer is broken")
     return score(response, ground_truth)
 
 
 def never_ends(response: str, ground_truth: Mapping[str, Any]) -> Score:
-    """Countdown's score; the first answer that is not empty is never scored."""
+    """Return countdown's score. The first non-empty response is never scored."""
     while response and first_time("scorer"):
         time.sleep(3_600)
     return score(response, ground_truth)

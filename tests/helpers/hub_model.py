@@ -7,7 +7,7 @@ HUB_ID = "somebody/tiny-countdown"
 
 
 def cache_of(model: Path, home: Path) -> None:
-    """Lay a model out as huggingface_hub's cache does."""
+    """Write a model in the layout of huggingface_hub's cache."""
     repository = home / "hub" / ("models--" + HUB_ID.replace("/", "--"))
     snapshot = repository / "snapshots" / ("0" * 40)
     shutil.copytree(model, snapshot)

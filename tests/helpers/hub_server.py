@@ -28,7 +28,7 @@ Answer = tuple[int, Mapping[str, str], bytes]
 
 @dataclass
 class Repository:
-    """Files of each commit, and the commit of each branch and tag. `token`: without it the files are refused."""
+    """The files of each commit, and the commit of each branch and tag. Files need the `token`, if one is set."""
 
     commits: dict[str, dict[str, bytes]]
     refs: dict[str, str]
@@ -126,7 +126,7 @@ class Hub:
         return next(content for content in every if hashlib.sha256(content).hexdigest() == digest)
 
     def _about(self, path: str, query: Mapping[str, list[str]]) -> Answer:
-        """`REPOSITORY[/revision/REVISION]`, or a page of `REPOSITORY/tree/REVISION[/FOLDER]`."""
+        """Return the response to `REPOSITORY[/revision/REVISION]`, or a page of `REPOSITORY/tree/REVISION[/FOLDER]`."""
         name, found, rest = self._find(path)
         if found is None:
             return _missing("RepoNotFound", 401)
@@ -151,7 +151,7 @@ class Hub:
         )
 
     def _file(self, path: str, token: str | None, *, redirect: bool) -> Answer:
-        """`REPOSITORY/resolve/REVISION/FILE`."""
+        """Return the response to `REPOSITORY/resolve/REVISION/FILE`."""
         _, found, rest = self._find(path)
         if found is None:
             return _missing("RepoNotFound", 401)
@@ -203,7 +203,7 @@ def _missing(code: str, status: int) -> Answer:
 
 @contextmanager
 def serving(repositories: dict[str, Repository]) -> Iterator[Hub]:
-    """A hub on a free port of the loopback, until the block ends."""
+    """Serve a hub on a free port of the loopback until the block ends."""
     hub = Hub(repositories)
 
     class Handler(BaseHTTPRequestHandler):
@@ -231,7 +231,7 @@ def serving(repositories: dict[str, Repository]) -> Iterator[Hub]:
         do_PUT = do_POST  # noqa: N815
 
         def log_message(self, format: str, *args: object) -> None:
-            """Say nothing."""
+            """Print nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.daemon_threads = True
@@ -246,7 +246,7 @@ def serving(repositories: dict[str, Repository]) -> Iterator[Hub]:
 
 
 def use_hub(monkeypatch: pytest.MonkeyPatch, folder: Path, port: int) -> None:
-    """Point the hub's client at a port of the loopback, with its cache in a folder and no token of the user's."""
+    """Point the hub's client at a port of the loopback, with its cache in a folder and without the user's token."""
     monkeypatch.delenv("HF_TOKEN", raising=False)
     endpoint = f"http://127.0.0.1:{port}"
     # Read from the environment when the client is imported, so a changed environment would say nothing.

@@ -1,4 +1,4 @@
-"""A model whose dimensions all differ, and settings of a run of it, for tests of memory plans."""
+"""A model with distinct dimensions, and settings of a run with it, for tests of memory plans."""
 
 from functools import cache
 

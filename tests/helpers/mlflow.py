@@ -1,4 +1,4 @@
-"""A real MLflow store for each test, a real MLflow server on a free port, and what a test reads from them."""
+"""A real MLflow store for each test, a real MLflow server on a free port, and functions that read from them."""
 
 import os
 import shutil
@@ -68,7 +68,7 @@ class Server:
 
 
 def held_port() -> socket.socket:
-    """Return a bound socket that does not listen: no one else gets its port, but a server may take it."""
+    """Return a bound socket that does not listen. Only a server of the test can get its port."""
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("127.0.0.1", 0))
@@ -77,7 +77,7 @@ def held_port() -> socket.socket:
 
 @pytest.fixture
 def root(artifacts_root: Path, empty_store: Path) -> Path:
-    """`paths.root` with an empty MLflow store in it."""
+    """Return a `paths.root` with an empty MLflow store."""
     shutil.copy(empty_store, artifacts_root / "mlflow.db")
     return artifacts_root
 
@@ -89,7 +89,7 @@ def config(root: Path) -> RunConfig:
 
 @pytest.fixture
 def offline(config: RunConfig) -> RunConfig:
-    """Settings without the delivery process: the test delivers at the moments it chooses."""
+    """Return settings without the delivery process. Tests deliver at chosen moments."""
     return RunConfig(paths=config.paths, tracking=config.tracking.model_copy(update={"enabled": False}))
 
 
@@ -100,7 +100,7 @@ def run_dir(root: Path) -> Path:
 
 @contextmanager
 def running_server(folder: Path, empty_store: Path) -> Iterator[Server]:
-    """Run a server with an empty store in this folder, for the block."""
+    """Run a server with an empty store in this folder, inside the block."""
     database = folder / "mlflow.db"
     shutil.copy(empty_store, database)
     server = Server(database)
@@ -149,12 +149,12 @@ def main_run(client: MlflowClient, run_id: str = "run-1") -> Run:
 
 
 def points(client: MlflowClient, run: Run, name: str) -> list[tuple[int, float]]:
-    """Every (step, value) that the store holds of a metric, doubles included, by step."""
+    """Return each stored (step, value) of a metric by step, duplicates included."""
     return sorted((metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, name))
 
 
 def values_by_step(client: MlflowClient, run: Run, name: str) -> list[tuple[int, float]]:
-    """The last value of each step: what MLflow shows of a metric."""
+    """Return the last value of each step, which MLflow shows for a metric."""
     history = sorted(client.get_metric_history(run.info.run_id, name), key=lambda metric: metric.timestamp)
     return sorted({metric.step: metric.value for metric in history}.items())
 
@@ -164,5 +164,5 @@ def journal_points(path: Path, name: str) -> list[tuple[int, float]]:
 
 
 def values(step: int, num_metrics: int = 5) -> Mapping[str, float]:
-    """Numbers that a float64 must carry exactly to come back equal."""
+    """Return numbers that only float64 restores exactly."""
     return {f"test/m{i}": step + (i + 1) / 7 for i in range(num_metrics)}

@@ -12,7 +12,7 @@ LEVELS = (
 
 
 def nearest_levels(weight: Tensor) -> Tensor:
-    """The twin: each block of 64 in Python floats, each weight the nearest of its levels."""
+    """Quantize each block of 64 in Python floats: each weight becomes the nearest of its levels."""
     flat = weight.flatten().tolist()
     found: list[float] = []
     for start in range(0, len(flat), 64):

@@ -1,4 +1,4 @@
-"""A pass that needs a number of micro-batches, and a batch for it."""
+"""A pass that needs a number of micro-batches, and a batch for the pass."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,7 +10,7 @@ from rlcore.types import PackedBatch, Prompt, Rollout, Score
 
 
 def needs(bound: int) -> Callable[[Sequence[Sequence[int]]], int]:
-    """A pass that fits in memory from `bound` micro-batches on; otherwise torch refuses for real."""
+    """Return a pass that fits in memory with at least `bound` micro-batches, and otherwise fails in torch."""
 
     def work(parts: Sequence[Sequence[int]]) -> int:
         if len(parts) < bound:

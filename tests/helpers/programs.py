@@ -32,7 +32,7 @@ SYSTEM_PATH = os.pathsep.join([os.environ["PATH"], "/usr/sbin"])
 
 @cache
 def missing(name: str) -> str:
-    """Return what is missing of a program that a marker names, or ''."""
+    """Return which part of a marked program is missing, or ''."""
     if name == "bwrap":
         from rlcore import sandbox
 

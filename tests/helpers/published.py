@@ -9,7 +9,7 @@ from rlcore.storage.publish import published_directory
 
 
 def publish(target: Path, content: str = "abc", *, replace: bool = False, **values: object) -> Path:
-    """Publish two files, `a.txt` and `sub/b.bin`; `values` of the manifest."""
+    """Publish two files, `a.txt` and `sub/b.bin`. The manifest has `values`."""
     with published_directory(target, dict(values), replace=replace) as folder:
         (folder / "a.txt").write_text(content)
         (folder / "sub").mkdir()
@@ -18,7 +18,7 @@ def publish(target: Path, content: str = "abc", *, replace: bool = False, **valu
 
 
 def edit_manifest(folder: Path, *, without: str = "", **changes: object) -> None:
-    """Change entries of a manifest, or leave one out; it fits its own digest."""
+    """Change or remove entries of a manifest, and update its digest."""
     document = json.loads((folder / "manifest.json").read_text()) | changes
     document.pop(without, None)
     document["manifest_sha256"] = manifest_digest(document)
@@ -26,7 +26,7 @@ def edit_manifest(folder: Path, *, without: str = "", **changes: object) -> None
 
 
 def flip(path: Path, position: int = -1) -> None:
-    """Change one bit; size and modification time stay."""
+    """Change one bit of a file, but not its size and modification time."""
     times, content = path.stat(), bytearray(path.read_bytes())
     content[position] ^= 4
     path.write_bytes(content)

@@ -1,4 +1,4 @@
-"""Metrics that the same run gives again, without those that are measured on the machine."""
+"""Metrics that are equal in a repeated run. Metrics that are measured on the machine are left out."""
 
 from collections.abc import Mapping
 
@@ -20,5 +20,5 @@ MEASURED_ON_THE_MACHINE = (
 
 
 def repeatable(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics that the same run gives again."""
+    """Return the metrics that are equal in a repeated run."""
     return {name: value for name, value in metrics.items() if not name.startswith(MEASURED_ON_THE_MACHINE)}

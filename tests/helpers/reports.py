@@ -1,4 +1,4 @@
-"""Run folders as a real run leaves them, runs in memory with planted curves, and pages taken apart."""
+"""Run folders as a real run leaves them, runs in memory with artificial curves, and parsed pages."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,8 @@ def write_run(
     validate: bool = True,
     only: tuple[str, ...] = (),
 ) -> RunConfig:
-    """A run of `num_steps` steps whose held-out reward rises from about 0.3 by about `gain`.
+    """Write a run of `num_steps` steps whose held-out reward rises from about 0.3 by about `gain`. Training metrics are
+    limited to `only`, if it is not empty.
 
     `only` names the training metrics that are kept; empty: all.
     """
@@ -56,12 +57,12 @@ def write_run(
 
 
 def progress(step: int) -> float:
-    """0 at the start, near 1 after a hundred steps."""
+    """Return a value that is 0 at the start and near 1 after a hundred steps."""
     return 1 - float(np.exp(-step / 35))
 
 
 def step_metrics(config: RunConfig, step: int, rng: np.random.Generator, gain: float) -> Mapping[str, float]:
-    """The metrics of a training step, under the field's names."""
+    """Return the metrics of a training step, by their usual names."""
     done, noise = progress(step), rng.normal
     reward = 0.3 + gain * done + noise(0, 0.025)
     seconds = {"gen": 0.62, "reward": 0.02, "adv": 0.004, "update_actor": 0.41, "update_weights": 0.01}
@@ -134,7 +135,7 @@ def step_metrics(config: RunConfig, step: int, rng: np.random.Generator, gain: f
 def validation(
     config: RunConfig, name: str, step: int, gain: float, num_problems: int, texts: tuple[str, str] = ("", "")
 ) -> ValidationResult:
-    """Held-out answers at a step; `texts` are put in front of prompts and answers."""
+    """Return held-out responses at a step. `texts` precede the prompts and responses."""
     rng = np.random.default_rng((7, 0))  # the same draws at every step, as a real validation has
     hardness = rng.uniform(0, 1, num_problems)
     draws = rng.uniform(0, 1, (num_problems, config.validation.samples_per_problem))
@@ -166,7 +167,7 @@ def _answer(right: bool, good: str, bad: str) -> Response:
 
 
 def with_stages(run_dir: Path, *stages: Stage) -> None:
-    """Record these stages as those before the training."""
+    """Record these stages as stages before the training."""
     origin = read_origin(run_dir)
     assert origin is not None
     replace(origin, stages=stages).write(run_dir)
@@ -179,7 +180,7 @@ def record_of(
     config: RunConfig | None = None,
     nonfinite: Mapping[int, tuple[str, ...]] | None = None,
 ) -> RunRecord:
-    """Step 1 is the first value of each curve."""
+    """Return a record of these curves. The first value of each curve is that of step 1."""
     length = max((len(values) for values in curves.values()), default=0)
     steps = tuple(
         StepRecord(
@@ -203,7 +204,7 @@ VOID = {"meta", "br", "img", "link", "input", "hr", "base"}
 
 @dataclass
 class Page(HTMLParser):
-    """Tags, attributes, text and tables of a page."""
+    """The tags, attributes, text and tables of a page."""
 
     tags: list[str] = field(default_factory=list)
     attributes: list[tuple[str, str, str]] = field(default_factory=list)
@@ -263,12 +264,12 @@ def page_of(files: ReportFiles) -> Page:
 
 
 def table(files: ReportFiles, name: str) -> list[dict[str, object]]:
-    """Rows of a table of the JSON, by column title."""
+    """Return the rows of a table of the JSON, by column title."""
     found = json.loads(files.json.read_text())["tables"][name]
     return [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
 
 
 def series(run_dir: Path, name: str) -> list[float]:
-    """The values of a metric in a run's journal."""
+    """Return the values of a metric in a run's journal."""
     steps = load_journal(run_dir / JOURNAL_FILE).steps
     return [record.metrics[name] for record in steps if name in record.metrics]

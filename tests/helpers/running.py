@@ -1,4 +1,4 @@
-"""A small run's trainer as a process: settings on disk, starts with disturbances, what came of it."""
+"""The trainer process of a small run: its settings on disk, starts with disturbances, and their outcomes."""
 
 import json
 from multiprocessing.process import BaseProcess
@@ -23,7 +23,7 @@ Plan = dict[str, Any] | None
 
 
 def small(root: Path, *overrides: str, steps: int, experiment: str = "debug") -> SmallRun:
-    """A run of a few steps with a validation and a checkpoint every two, and time to save where a disk is busy."""
+    """Return a run of a few steps with a validation and a checkpoint every two steps, and a long deadline for saves."""
     given = any(word.startswith("runtime.stop_deadline_s=") for word in overrides)
     patience = () if given else ("runtime.stop_deadline_s=200",)
     words = (*OVERRIDES, *patience, f"trainer.total_steps={steps}", *overrides)
@@ -31,7 +31,7 @@ def small(root: Path, *overrides: str, steps: int, experiment: str = "debug") ->
 
 
 def write_record(run: SmallRun) -> Path:
-    """The record that the trainer process reads; its folder."""
+    """Write the record that the trainer process reads, and return its folder."""
     run.inputs.write(run.config, run.layout)
     return run.layout.run_dir
 
@@ -63,14 +63,14 @@ def output_of(run: SmallRun) -> str:
 
 
 def steps_of(run: SmallRun) -> dict[int, dict[str, float]]:
-    """The journal's metrics by step, without those of the machine; each step is there once."""
+    """Return the journal's metrics by step, without those of the machine. Each step must occur once."""
     records = read_journal(run.layout.journal)
     assert [record.step for record in records] == list(range(len(records)))
     return {record.step: repeatable(dict(record.metrics)) for record in records}
 
 
 def answers_of(run: SmallRun) -> dict[str, list[dict[str, Any]]]:
-    """The kept answers: those of training in their order, and of each validation; all that is known of each."""
+    """Return all stored responses with all their columns: of training in order, and of each validation."""
     found: dict[str, list[dict[str, Any]]] = {}
     for part in parts_of(run.layout.answers):
         name = "train" if part.name.startswith("train-") else part.stem
@@ -79,6 +79,6 @@ def answers_of(run: SmallRun) -> dict[str, list[dict[str, Any]]]:
 
 
 def weights_of(run: SmallRun) -> dict[str, bytes]:
-    """The final weights, byte for byte."""
+    """Return the bytes of the final weights."""
     tensors = load_file(run.layout.exported_model / "model.safetensors")
     return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}

@@ -1,4 +1,4 @@
-"""Small servers of a test's own, on loopback."""
+"""Small servers of a test, on loopback."""
 
 import threading
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 @contextmanager
 def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    """`http://127.0.0.1:<port>`, answered from a thread until the block is left. Prints no log."""
+    """Serve requests in a thread inside the block, and yield `http://127.0.0.1:<port>`. Nothing is printed."""
 
     class Quiet(handler):  # type: ignore[misc, valid-type]
         def log_message(self, format: str, *args: object) -> None:

@@ -1,4 +1,4 @@
-"""Sessions in this process: as in the trainer process, but the test receives the events and requests stops."""
+"""Sessions in this process. Unlike in the trainer process, the test receives the events and requests stops."""
 
 import shutil
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ Event = Mapping[str, object]
 
 
 class Asked(NoSignals):
-    """Asked to stop by the test."""
+    """A stop request that the test sets."""
 
     def __init__(self, asked: Callable[[], bool]) -> None:
         super().__init__()
@@ -24,11 +24,11 @@ class Asked(NoSignals):
         return self._asked()
 
     def asked_s(self) -> float | None:
-        """None: the test's stop has no deadline, and the watch does not ask for it."""
+        """Return None, because the test's stop has no deadline."""
 
 
 def give_up(error: MillraceError) -> None:
-    """The trainer process would end here."""
+    """Raise where the trainer process would end."""
     raise error
 
 
@@ -42,7 +42,7 @@ def session_of(
 def run_to_the_end(
     run: SmallRun, report: Callable[[Event], None] = lambda event: None, stop: Callable[[], bool] = lambda: False
 ) -> None:
-    """Chunk after chunk, then the weights for others."""
+    """Train chunk after chunk, and export the weights."""
     trainer = run.config.trainer
     with session_of(run, report, stop) as session:
         train_in_chunks(session, *range(trainer.steps_per_chunk, trainer.total_steps + 1, trainer.steps_per_chunk))
@@ -55,7 +55,7 @@ def train_in_chunks(session: Session, *ends: int) -> None:
 
 
 def elsewhere(run: SmallRun, root: Path, *overrides: str) -> SmallRun:
-    """The same run from the start under another root: what the stages before it made is copied."""
+    """Return the same run at its start under another root. Results of earlier stages are copied."""
     for name in ("datasets", "filtered", "tokenizers", "models"):
         source = Path(run.config.paths.root) / name
         if source.is_dir():
@@ -64,7 +64,7 @@ def elsewhere(run: SmallRun, root: Path, *overrides: str) -> SmallRun:
 
 
 def verified_steps(run: SmallRun) -> list[int]:
-    """Steps of the checkpoints on disk; every byte of each is as its manifest says."""
+    """Return the steps of the checkpoints on disk, after every byte is compared with the manifest."""
     rows = list_checkpoints(run.layout.checkpoints, verify_hashes=True)
     assert [row.reason for row in rows if row.verdict != "verified"] == []
     return [row.step for row in rows]

@@ -41,7 +41,7 @@ LITERALS = {
 
 
 def settings(words: str, base: str = HELD) -> RunConfig:
-    """Settings from words like `trainer.total_steps=5`; no rule is asked."""
+    """Return the settings from words like `trainer.total_steps=5`, without checks of rules."""
     nested: dict[str, Any] = {"data": {"task": "countdown"}}
     for short, long in SHORT.items():
         words = words.replace(short, long)
@@ -64,7 +64,7 @@ def _parts(annotation: Any) -> tuple[Any, ...]:
 
 
 def other_value(key: str, value: Any) -> list[Any]:
-    """Values of the key's type other than the one it has; some may be out of range."""
+    """Return other values of the key's type, some of which may be out of range."""
     annotation = all_keys()[key][0].annotation
     if key in LITERALS:
         return [LITERALS[key]]
@@ -87,7 +87,7 @@ def other_value(key: str, value: Any) -> list[Any]:
 
 
 def changed(base: dict[str, Any], key: str) -> RunConfig:
-    """The base with another value under one key."""
+    """Return the base with another value of one key."""
     config = RunConfig.model_validate(base)
     settings = config.model_dump()
     *outer, last = key.split(".")

@@ -10,5 +10,5 @@ LEARNING = ("warm_start.enabled=false", "data.scorer=tests.helpers.share_of_digi
 
 
 def score(text: str, ground_truth: Mapping[str, object]) -> float:
-    """The share of digits among an answer's characters."""
+    """Return the share of digits among a response's characters."""
     return sum(character.isdigit() for character in text) / max(len(text), 1)

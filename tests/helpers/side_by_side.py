@@ -1,4 +1,4 @@
-"""Real ranks for a test: a process each, side by side."""
+"""Real ranks for a test, each in a separate process."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A run of six steps, undisturbed, and the settings of its parts."""
+"""An undisturbed run of six steps, and the settings of its parts."""
 
 import pytest
 
@@ -11,7 +11,7 @@ QUIET = "tracking.enabled=false"
 
 
 def steps(total: int, chunk: int = 2) -> tuple[str, ...]:
-    """Return the settings of the run, or of its beginning, where no step follows the last checkpoint."""
+    """Return the settings of the run, or of its first steps, which end with a checkpoint."""
     return (*BASE, f"trainer.total_steps={total}", f"trainer.steps_per_chunk={chunk}")
 
 

@@ -47,7 +47,7 @@ PartitionName=high Nodes=ALL PriorityTier=2 PreemptMode=OFF State=UP
 
 @contextmanager
 def slurm(folder: Path) -> Iterator[Callable[..., str]]:
-    """Start the daemons inside the block; a function that executes a command of SLURM and returns its output."""
+    """Run the daemons inside the block. Yield a function that executes a SLURM command and returns its output."""
     user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()
     ports = [free_address().rpartition(":")[2] for _ in range(3)]
     configuration = folder / "slurm.conf"

@@ -1,4 +1,4 @@
-"""A run small enough for a test, made of the real parts: data, filter, tokenizer, model, workers."""
+"""A small run with the real parts: data, filter, tokenizer, model and workers."""
 
 import fcntl
 import os
@@ -38,18 +38,18 @@ from tests.helpers.repeatable import repeatable
 
 
 class NoSignals(StopFlag):
-    """The signals of the test's process are left alone."""
+    """A stand-in that leaves the signals of the test's process unchanged."""
 
     def __init__(self) -> None:
         super().__init__(end_now=lambda: None)
 
     def install(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 @dataclass(frozen=True)
 class SmallRun:
-    """Settings and what the stages before the training made."""
+    """The settings of a run, and the results of the stages before the training."""
 
     config: RunConfig
     inputs: RunInputs
@@ -99,7 +99,7 @@ def other_model(root: Path, scratch: ScratchModel) -> Path:
 
 
 def make(root: Path, *overrides: str, experiment: str = "debug") -> SmallRun:
-    """Make each stage as a run of this root does: for tests of the stages."""
+    """Make each stage as a run under this root does, for tests of the stages."""
     config = load_config([f"experiment={experiment}", f"paths.root={root}", *overrides])
     dataset = build_dataset(config.data, seed=config.data.seed, root=root)
     tokenizer = ensure_tokenizer(config)
@@ -113,7 +113,7 @@ def make(root: Path, *overrides: str, experiment: str = "debug") -> SmallRun:
 
 
 def warm_start(config: RunConfig, inputs: RunInputs) -> InitialPolicy:
-    """The model of step 0, made in this process."""
+    """Make the model of step 0 in this process."""
 
     def report(event: Mapping[str, object]) -> None:
         pass
@@ -136,7 +136,7 @@ def warm_start(config: RunConfig, inputs: RunInputs) -> InitialPolicy:
 
 
 def train(run: SmallRun, group: WorkerGroup, num_steps: int) -> list[Metrics]:
-    """Steps from the initial policy; each step's metrics without those of the machine."""
+    """Train steps from the initial policy. Return each step's metrics without those of the machine."""
     config = run.config
     problems = Problems.read(config, run.inputs)
     with ScoringPool(config.data.scorer, config.reward) as scoring, ExitStack() as opened:

@@ -1,4 +1,4 @@
-"""A real process that speaks the trainer's protocol and does nothing else. Its first argument says what goes wrong."""
+"""A real process that only speaks the trainer's protocol. Its first argument names the failure."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ STEP_S = 0.01
 
 
 class SmallTrainer:
-    """`behaviour` is one of the names in `tests/flows/work/test_trainer.py`; steps are kept in a file."""
+    """`behaviour` is one of the names in `tests/flows/work/test_trainer.py`. Steps are stored in a file."""
 
     def __init__(self, behaviour: str, run_dir: Path, replies_fd: int) -> None:
         self.behaviour = behaviour

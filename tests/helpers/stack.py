@@ -1,4 +1,4 @@
-"""A stack that is up, and ways to talk to it: Prefect's command line, its API, files on disk."""
+"""A running stack, and access to it by Prefect's command line, its API and files on disk."""
 
 import fcntl
 import json
@@ -51,7 +51,7 @@ class Stack:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that `millrace status` prints for a shell."""
+        """Return the variables that `millrace status` prints for a shell."""
         return {"PREFECT_API_URL": self.url, CLIENT_LOGIN: self.login}
 
     @property
@@ -60,7 +60,7 @@ class Stack:
 
     @contextmanager
     def client(self) -> Iterator[SyncPrefectClient]:
-        """Prefect's own client, and its server for what is called inside the block."""
+        """Yield Prefect's own client. Calls inside the block use the stack's server."""
         with (
             temporary_settings({PREFECT_API_URL: self.url, PREFECT_API_AUTH_STRING: self.login}),
             get_client(sync_client=True) as client,
@@ -98,7 +98,7 @@ class Stack:
         return found
 
     def start(self, name: str, **parameters: Any) -> str:
-        """A run of a deployment; its id."""
+        """Start a run of a deployment, and return its id."""
         made = self.ask(f"deployments/{self.deployment(name)['id']}/create_flow_run", {"parameters": parameters})
         return str(made["id"])
 
@@ -107,7 +107,7 @@ class Stack:
         return found
 
     def set_state(self, run_id: str, state: Mapping[str, Any]) -> None:
-        """Ask for a state, as a button in the page does."""
+        """Request a state, as a button in the page does."""
         answer = self.ask(f"flow_runs/{run_id}/set_state", {"state": state})
         assert answer["status"] == "ACCEPT", answer
 
@@ -123,7 +123,7 @@ class Stack:
         self.set_state(run_id, RETRY)
 
     def wait(self, run_id: str, *states: str) -> dict[str, Any]:
-        """Wait until it is in one of these states; any other end is a failure."""
+        """Wait until the flow run is in one of these states, and fail if it ends in another state."""
         wait_until(lambda: self.run(run_id)["state_type"] in (*states, *ENDS), f"{run_id} is {states}")
         found = self.run(run_id)
         assert found["state_type"] in states, (found["state"]["type"], found["state"]["message"])
@@ -133,7 +133,7 @@ class Stack:
         return self.api.filter("flow_runs", flows={"name": {"any_": [flow]}}, sort="START_TIME_DESC", limit=1)[0]
 
     def run_dir(self, name: str) -> Path:
-        """The folder of the only run of that name."""
+        """Return the folder of the only run of that name."""
         (found,) = self.root.glob(f"runs/{name}-*")
         return found
 
@@ -152,7 +152,7 @@ class Stack:
         return psutil.Process(holder.pid)
 
     def process_of(self, run_id: str) -> psutil.Process:
-        """The flow run's process. Prefect's worker notes `<host>:<pid>`."""
+        """Return the flow run's process, which Prefect's worker records as `<host>:<pid>`."""
         return psutil.Process(int(self.run(run_id)["infrastructure_pid"].rpartition(":")[2]))
 
     def steps_saved(self, name: str) -> list[int]:
@@ -166,7 +166,7 @@ class Stack:
         return str(found)
 
     def assert_hidden(self, *secrets: str) -> None:
-        """None of them is in a command line of a service or in a file, but for the file of the login."""
+        """Assert that no command line of a service and no file except the login's file contains one of the texts."""
         services = [service.process() for service in read_stack(self.root).services]
         family = [one for found in services if found for one in (found, *found.children(recursive=True))]
         lines = str([member.cmdline() for member in family])
@@ -182,7 +182,7 @@ class Stack:
 
 
 def prefect_home(home: Path) -> Path:
-    """Put an empty database of Prefect into a server's home; it is made once for all tests, in seconds of a core."""
+    """Copy an empty database of Prefect into a server's home. Making the database takes seconds."""
     shared = Path(os.environ[SHARED_STAGES])
     made = shared / "prefect.db"
     with (shared / "prefect.lock").open("w") as lock:
@@ -200,7 +200,7 @@ def prefect_home(home: Path) -> Path:
 
 @contextmanager
 def stack_up(root: Path, **options: Any) -> Iterator[Stack]:
-    """A stack that is up inside the block. `options`: of `up`."""
+    """Run a stack inside the block. `options`: options of `millrace up`."""
     prefect_home(root / "prefect")
     try:
         up(root, **options)

@@ -29,7 +29,7 @@ grid: {{optim.lr: [3e-3, 1.0, 1e-3]}}
 
 
 def shared_sweep(root: Path) -> Sweep:
-    """The sweep that all processes work on."""
+    """Return the sweep of all processes."""
     file = root / "shared.yaml"
     write_text_atomically(file, SPEC)
     return load_sweep(str(file), [f"paths.root={root}"])

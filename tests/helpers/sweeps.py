@@ -56,7 +56,7 @@ def spec_of(folder: Path, name: str) -> Path:
 
 
 def in_the_way(spec: Path, root: Path) -> Path:
-    """A file where one run of the grid (point 1, seed 2) wants to keep its validations: its trainer fails."""
+    """Create a file where a run (point 1, seed 2) would write its validations, so that its trainer fails."""
     checked = load_sweep(str(spec), [*UNTRACKED, f"paths.root={root}"])
     members, _ = members_of(checked, checked.points[0])
     obstacle = RunLayout.of(members[1].config).validation
@@ -70,7 +70,7 @@ GAINS = {1e-4: 0.5, 2e-4: 0.1, 3e-4: 0.6, 4e-4: 0.3}
 
 
 class RunWriter:
-    """Leaves in a run's folder what a training of made-up progress does: journal, validations, checkpoint."""
+    """Writes the journal, validations and checkpoint of a training with invented progress into a run's folder."""
 
     def __init__(self, fails: Mapping[int, BaseException] | None = None) -> None:
         self.trained: list[tuple[str, int]] = []

@@ -12,7 +12,7 @@ PLAIN = ("<answer>", "</answer>", "</seed:think>")
 
 
 def tagged(folder: Path, *, byte_level: bool) -> Path:
-    """A tokenizer with special tokens of all kinds; its end is `<|im_end|>`."""
+    """Return a tokenizer with special tokens of all kinds, whose end token is `<|im_end|>`."""
     if byte_level:
         core = Tokenizer(
             models.BPE({text: id for id, text in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])

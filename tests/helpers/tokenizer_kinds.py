@@ -162,5 +162,5 @@ KINDS = {
 
 
 def scratch(folder: Path) -> Path:
-    """The tokenizer of a randomly initialized model: words of arithmetic."""
+    """Return the tokenizer of a randomly initialized model, with words of arithmetic."""
     return build_scratch_tokenizer(ScratchModel(), folder)

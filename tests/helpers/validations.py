@@ -1,4 +1,4 @@
-"""Validation results made of plain scores, for tests."""
+"""Validation results from plain scores, for tests."""
 
 import json
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ def result(problems: Sequence[ProblemResult], *, name: str = "after", step: int 
 
 
 def random_result(seed: int, chance: float, *, num_problems: int = 60, num_samples: int = 4, **settings: object):
-    """Problems of differing difficulty; `chance` is how often a sample is right on the whole."""
+    """Return a result of problems of different difficulty. `chance` is the mean share of correct samples."""
     rng = np.random.default_rng(seed)
     chances = np.clip(rng.normal(chance, 0.2, num_problems), 0, 1)
     return result(

@@ -21,7 +21,7 @@ def print_event(event: Mapping[str, object]) -> None:
 
 
 class WholeRun:
-    """A stand-in for `Channel`: the commands of a run's stages. `send` receives the events."""
+    """A stand-in for `Channel` with the commands of a run's stages. `send` receives the events."""
 
     def __init__(self, run_dir: Path, send: Callable[[Mapping[str, object]], None] = print_event) -> None:
         origin = read_origin(run_dir)

@@ -1,4 +1,4 @@
-"""Reports are made once for all tests that only read them."""
+"""Reports that are made once for all tests that only read them."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The report of a run: its head and sections, and whatever is missing."""
+"""The report of a run: its head and sections, and the parts that are missing."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Several runs: what differs, groups of seeds, spreads, curves over steps, tokens and seconds, costs."""
+"""Comparisons of several runs: differences, groups of seeds, spreads, curves and costs."""
 
 import json
 import re
@@ -52,7 +52,7 @@ def two_seeds(run_dirs, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def unlike(run_dirs, tmp_path_factory):
-    """Comparison of two algorithms on different problems."""
+    """Return a comparison of two algorithms on different problems."""
     return compare_runs([run_dirs[0], run_dirs[4]], target=tmp_path_factory.mktemp("unlike"))
 
 

@@ -1,4 +1,4 @@
-"""Conclusions from planted curves."""
+"""Findings about artificial curves."""
 
 from dataclasses import replace
 

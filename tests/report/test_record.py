@@ -1,4 +1,4 @@
-"""A run's folder as it is read."""
+"""The record that is read from a run's folder."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +30,7 @@ def test_validation_without_journal_line_is_on_curve(tmp_path):
 
 
 def test_after_is_newest_validation():
-    """A finished run may be given more steps."""
+    """A finished run may be trained for more steps."""
     config = load_config([], experiment="countdown_demo")
     found = {
         name: validation(config, name, step, 0.3, 6)

@@ -44,7 +44,7 @@ class Slow(Counting):
 
 
 class Noted(Counting):
-    """Records each start in a file."""
+    """Records each start of an episode in a file."""
 
     def reset(self, row: Mapping[str, Any]) -> str | None:
         with Path(os.environ["BEGUN"]).open("a") as file:
@@ -79,13 +79,13 @@ class Odd(Counting):
 
 
 class Prompt(Odd):
-    """The same without the game that hangs, which costs a deadline."""
+    """Like `Odd`, but without the game that hangs, which costs a deadline."""
 
     HANGS = -1
 
 
 class KilledOnce(Counting):
-    """Kills its process at the first third turn, as a user might."""
+    """Kills its process once, at the first third turn, as a user might."""
 
     async def step(self, text: str) -> Turn:
         turn = await super().step(text)

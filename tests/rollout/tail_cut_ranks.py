@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def generate(groups: dict[int, list[int]], wanted: int, longest: int, *, world_size: int = 1) -> list[int]:
-    """Return the bound after each round, until all ranks are done. Groups below 0 have to finish."""
+    """Return the bound after each round, until all ranks have finished. Negative groups must finish."""
     names = [group for group, lengths in groups.items() for _ in lengths]
     cut = TailCut(names, wanted, longest, world_size, CPU)
     places = [(group, sample, length) for group, lengths in groups.items() for sample, length in enumerate(lengths)]

@@ -61,7 +61,7 @@ class Silent:
 
 @pytest.fixture(autouse=True)
 def environments() -> Iterator[dict[str, Any]]:
-    """Environments between turns, initially none."""
+    """Return the environments between turns. There are none at first."""
     environment._environments.clear()
     made.clear()
     yield environment._environments
@@ -183,7 +183,7 @@ def test_least_recently_used_environment_is_dropped(environments: dict[str, Any]
 
 
 def test_open_episodes_keep_their_environments() -> None:
-    """Otherwise each turn of a large validation would repeat all turns before it."""
+    """Otherwise each turn of a large validation would repeat all earlier turns."""
     names = [str(index) for index in range(1_100)]
     for texts, replies in (([], []), (["x"], [""]), (["x", "y"], ["", "1: x"])):
         for name in names:

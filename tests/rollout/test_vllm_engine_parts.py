@@ -43,7 +43,7 @@ def test_incomplete_response_is_rejected(engine: Any, reason: str, logprobs: lis
 
 
 class Core:
-    """vLLM's core with these outputs, step by step, and then none."""
+    """A stand-in for vLLM's core, which returns these outputs step by step, and then no output."""
 
     def __init__(self, *steps: list[Any]) -> None:
         self.steps, self.num_steps = list(steps), 0
@@ -67,7 +67,7 @@ def read_outputs(name: str, token_ids: list[int], reason: str | None = None) -> 
 
 
 def writing(engine: Any, core: Core) -> Any:
-    """Stream of three requests with the ids `r0` to `r2`."""
+    """Return a stream of three requests with the ids `r0` to `r2`."""
     engine._engine = SimpleNamespace(engine_core=core)
     engine._prepare_requests = lambda requests, *_: (
         SimpleNamespace(request_id=f"r{at}") for at in range(len(requests))

@@ -46,7 +46,7 @@ def settings(**more: Any) -> RolloutConfig:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Simulated GPU of 80 GiB; returns its bytes."""
+    """Simulate a GPU of 80 GiB, and return its bytes."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * GIB))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3 * GIB // 2, 80 * GIB))
     return 80 * GIB
@@ -131,7 +131,7 @@ def test_cpu_cache_is_within_share(model: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_small_share_is_measured_by_vllm(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thousandth of the GPU may be missing, since chosen shares are rounded down."""
+    """A thousandth of the GPU may be missing, because chosen shares are rounded down."""
     total, (layers, embedding) = 8 * GIB, (2, 512 * 48)
     layer = 48 * (2 * 48 + 2 * 24) + 3 * 48 * 128 + 2 * 48
     weights = 2 * (layers * layer + 2 * embedding + 48)

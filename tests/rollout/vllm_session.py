@@ -277,7 +277,7 @@ def untied_facts(folder: Path) -> dict[str, Any]:
 
 
 def others_freed(directory: Path, cause: RuntimeError) -> str:
-    """Return the message of a start that fails with this error of vLLM, which a run retries."""
+    """Return the message of a start that fails with this error of vLLM. A run retries such a start."""
     import vllm
 
     started = vllm.LLMEngine

@@ -108,7 +108,7 @@ def test_suite_fingerprint_includes_tools(tmp_path: Path, monkeypatch: pytest.Mo
     "overrides", [(), ("warm_start.stop_at_reward=null",)], ids=["a reward ends it", "no reward is sampled"]
 )
 def test_stages_in_one_folder_have_equal_settings(overrides: tuple[str, ...]) -> None:
-    """Each setting is varied: another run of the same stage name resumes the stage."""
+    """Each setting is changed. A run with an equal stage name resumes the stage, so its settings must be equal."""
     base = load_config(["experiment=debug", *overrides]).model_dump()
     apart = {"data.task", "warm_start.demonstrations"}  # another dataset, a file that is there
     if not overrides:

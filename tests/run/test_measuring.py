@@ -1,4 +1,4 @@
-"""A line of the table of pass rates, and what its manifest and a run's metrics say of it, by hand."""
+"""A line of the table of pass rates, and its manifest and metrics, compared with computation by hand."""
 
 import math
 import struct
@@ -162,7 +162,7 @@ def test_environment_settings_change_the_table(tmp_path: Path) -> None:
 
 
 class FakeWorkers:
-    """Workers whose responses are known by the row's number. `fails`: rows on which the scorer fails."""
+    """Workers whose responses depend on the row's number. `fails`: rows on which the scorer fails."""
 
     def __init__(self, num_rows: int, fails: Collection[int] = ()) -> None:
         self.problems = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""Pass rates of the training rows: the table, what is kept by it, and training that draws by it."""
+"""Pass rates of the training rows: the table, the selected rows, and training on them."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The trainer process: its channel, its commands, and what ends it, in this process."""
+"""The trainer process, run in this process: its channel, its commands, and the causes of its end."""
 
 import json
 import os
@@ -24,7 +24,7 @@ Event = Mapping[str, object]
 
 
 class FakeStop(StopFlag):
-    """A stop request set by the test."""
+    """A stop request that the test sets."""
 
     def __init__(self, requested: bool = False) -> None:
         super().__init__(lambda: None)
@@ -121,7 +121,7 @@ def test_stages_send_commands_of_the_session() -> None:
 
 @dataclass
 class Pipes:
-    """The other side of a channel."""
+    """The other end of a channel."""
 
     channel: Channel
     commands: int

@@ -1,4 +1,4 @@
-"""Events of a run's steps: for its flow, its log and its journal."""
+"""Events of a run's steps, for its flow, log and journal."""
 
 import math
 from collections.abc import Mapping

@@ -30,7 +30,7 @@ THREE_STEPS = ("warm_start.max_steps=3", "warm_start.stop_at_reward=null", "warm
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Device and number of tokens of each forward pass."""
+    """Return the device and the number of tokens of each forward pass."""
     seen: list[tuple[str, int]] = []
     forward = CausalPolicy.forward
 

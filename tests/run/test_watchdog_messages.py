@@ -19,7 +19,7 @@ from rlcore.run.watchdog import DEADLINE_OF, StepAbandonedError, Watchdog
 
 
 class FakeStop(StopFlag):
-    """A stop requested so many seconds ago."""
+    """A stop that was requested the given number of seconds ago."""
 
     def __init__(self, seconds: float | None = None) -> None:
         super().__init__(lambda: None)
@@ -30,7 +30,7 @@ class FakeStop(StopFlag):
 
 
 class Watch(Watchdog):
-    """A watchdog that is not entered, with its events and errors."""
+    """A watchdog whose thread does not run, with its events and errors."""
 
     def __init__(self, folder: Path, stop: StopFlag | None = None, **runtime: Any) -> None:
         self.events: list[Mapping[str, object]] = []

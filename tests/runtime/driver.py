@@ -33,7 +33,7 @@ STEPS = 3
 
 
 def metrics_of(run: SmallRun) -> list[Metrics]:
-    """Each step's metrics of a short training on Ray."""
+    """Return each step's metrics of a short training on Ray."""
     group = start_workers(run.config, str(run.model_directory))
     try:
         return train(run, group, STEPS)
@@ -72,7 +72,7 @@ def carried_groups(run: SmallRun) -> dict[str, Any]:
 
 
 def error_after(run: SmallRun, harm: Callable[[WorkerGroup], None]) -> str:
-    """The error of a call after something was done to the group."""
+    """Return the error of a call after an action on the group."""
     group = start_workers(run.config, str(run.model_directory))
     try:
         harm(group)
@@ -85,24 +85,24 @@ def error_after(run: SmallRun, harm: Callable[[WorkerGroup], None]) -> str:
 
 
 def rank_0() -> int:
-    """The process of the only rank."""
+    """Return the process of the only rank."""
     (found,) = (one for one in psutil.Process().children(recursive=True) if one.name() == "ray::RankProcess")
     return found.pid
 
 
 def kill(group: WorkerGroup) -> None:
-    """SIGKILL to the worker of rank 0."""
+    """Send SIGKILL to the worker of rank 0."""
     os.kill(rank_0(), signal.SIGKILL)
 
 
 def halt(group: WorkerGroup) -> None:
-    """SIGSTOP to the worker of rank 0, and little time to answer."""
+    """Send SIGSTOP to the worker of rank 0, and set a short deadline."""
     os.kill(rank_0(), signal.SIGSTOP)
     group.deadline_s = 2.0
 
 
 def killed_in_a_stream(run: SmallRun) -> str:
-    """The error of a stream where rank 1 is killed, and that of rank 0 comes first."""
+    """Return the error of a stream in which rank 1 is killed. The error of rank 0 arrives first."""
     restrict_ray(None)
     import ray
 
@@ -171,7 +171,7 @@ def stopped_at_the_start(run: SmallRun) -> list[str]:
 
 @contextmanager
 def stacks_in(run_dir: Path) -> Iterator[Path]:
-    """Processes that are started inside the block say so by a file in the folder."""
+    """Make each process that is started inside the block report its start by a file in the folder."""
     folder = run_dir / "stacks"
     stacks.open_folder(folder)
     yield folder
@@ -179,7 +179,7 @@ def stacks_in(run_dir: Path) -> Iterator[Path]:
 
 
 def terminate_when_there_is(name: str, folder: Path) -> None:
-    """SIGTERM to this process when a child, or a rank, of that name runs."""
+    """Send SIGTERM to this process as soon as a child, or a rank, of that name runs."""
     while not any(child.name() == name for child in psutil.Process().children()) and not [*folder.glob(f"{name}-*")]:
         time.sleep(0.005)
     os.kill(os.getpid(), signal.SIGTERM)

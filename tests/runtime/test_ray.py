@@ -97,7 +97,7 @@ def taught(root: Path) -> str:
 
 
 def here(root: Path, *overrides: str) -> list[Metrics]:
-    """The same training with the worker in this process."""
+    """Run the same training with the worker in this process."""
     run = prepare(root, "runtime=local", *overrides)
     group = LocalGroup(run.config, str(run.model_directory))
     try:
@@ -140,7 +140,7 @@ def test_private_cluster_is_closed_to_others(two_ranks: Any) -> None:
 
 
 def test_rendezvous_is_at_the_node_address(root: Path) -> None:
-    """Its name may lead to loopback, where another machine finds itself."""
+    """The node's name may resolve to loopback, where another machine finds only itself."""
     rendezvous, of_node = in_ray("rendezvous", root, "warm_start.enabled=false", "runtime.ray_address=auto")
     assert urlparse(rendezvous).hostname == of_node
 
@@ -159,7 +159,7 @@ def test_killed_rank_in_a_stream_is_the_cause(root: Path) -> None:
 
 @pytest.mark.lengthy
 def test_stop_during_the_start_is_handled(root: Path) -> None:
-    """Ray takes SIGTERM for itself and ends its driver at one."""
+    """Ray installs a handler for SIGTERM that ends its driver."""
     while_ray_starts, while_models_load = in_ray("stop", root)
     assert while_ray_starts.startswith("stopped while Ray was starting")
     assert while_ray_starts.endswith("asked to stop: True")

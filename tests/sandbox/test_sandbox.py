@@ -1,4 +1,4 @@
-"""Programs of a model: what they print and what ends them, their tests' score, and 300 that mean harm."""
+"""Programs of a model: their output, their ends, their tests' score, and 300 hostile programs."""
 
 import json
 import os
@@ -57,7 +57,7 @@ def test_program_reads_prints_and_ends() -> None:
 
 
 def running_programs() -> set[psutil.Process]:
-    """All sandboxed programs on this machine."""
+    """Return all sandboxed programs on this machine."""
     return {p for p in psutil.process_iter(["cmdline"]) if "/program/main.py" in (p.info["cmdline"] or ())}
 
 

@@ -1,4 +1,4 @@
-"""A real file system of a few MiB, to fill for real."""
+"""A real file system of a few MiB, which tests fill."""
 
 import subprocess
 from collections.abc import Iterator
@@ -12,9 +12,9 @@ SMALL_DISK_MIB = 8
 
 @contextmanager
 def mounted(folder: Path, size_mib: int = SMALL_DISK_MIB, options: str = "mode=755") -> Iterator[Path]:
-    """A tmpfs at `folder` inside the block; `options`: more of mount's.
+    """Mount a tmpfs at `folder` inside the block. `options`: more options of mount.
 
-    The test is skipped where mounting is not permitted.
+    The test is skipped if mounting is not permitted.
     """
     folder.mkdir(exist_ok=True)
     mount = subprocess.run(
@@ -33,13 +33,13 @@ def mounted(folder: Path, size_mib: int = SMALL_DISK_MIB, options: str = "mode=7
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A tmpfs of 8 MiB."""
+    """Mount a tmpfs of 8 MiB."""
     with mounted(tmp_path / "small-disk") as folder:
         yield folder
 
 
 def fill(disk: Path, leave_bytes: int = 0) -> Path:
-    """Write a file that leaves so many bytes free; delete it to make room."""
+    """Write a file that leaves the given number of bytes free. Delete the file to free the space."""
     ballast = disk / "ballast"
     page = b"\0" * 4096
     with ballast.open("wb", buffering=0) as file:

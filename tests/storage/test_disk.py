@@ -1,4 +1,4 @@
-"""Room on disk: measurements, estimates, errors."""
+"""Disk space: measurements, estimates and errors."""
 
 import errno
 import os

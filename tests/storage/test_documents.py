@@ -1,4 +1,4 @@
-"""Small files that may be damaged: read whole, or refused in a line."""
+"""Small files that may be damaged are read whole, or refused with a message of one line."""
 
 import hashlib
 import os

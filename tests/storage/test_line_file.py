@@ -1,4 +1,4 @@
-"""A file of lines, as the journal of a run: whole lines or none, nothing lost."""
+"""A file of lines such as a run's journal: lines are written whole or not at all, and none is lost."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""One process at a time, and a crash frees: with real processes."""
+"""Locks with real processes: one holder at a time, and a crash releases the lock."""
 
 import errno
 import fcntl
@@ -195,7 +195,7 @@ def test_starting_child_keeps_no_released_lock(tmp_path):
 
 
 def test_lock_is_released_where_holder_is_unwritable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But on a full disk, where the lock holds without a text."""
+    """Only on a full disk the lock holds without the text of its holder."""
 
     def broken(lock: FileLock, contents: bytes) -> None:
         raise OSError(errno.EIO, "a broken disk")

@@ -1,4 +1,4 @@
-"""Finished directories: hashed at their first use, set aside where they are damaged."""
+"""Finished directories are hashed at their first use, and renamed if they are damaged."""
 
 import os
 import shutil
@@ -42,7 +42,7 @@ def test_unchanged_directory_is_hashed_once(tmp_path, monkeypatch):
 
 
 def test_recently_changed_directory_is_hashed_again(tmp_path):
-    """Two changes within a tick of the file system's clock have one time."""
+    """Two changes within one tick of the file system's clock have the same time."""
     target = publish(tmp_path / "x")
     for _ in range(50):
         assert read_finished(target) is not None
@@ -121,7 +121,7 @@ def test_newer_format_is_not_damage(tmp_path):
 
 
 def test_damaged_directory_that_cannot_be_renamed(small_disk):
-    """A mount point is busy."""
+    """The directory is a mount point, which cannot be renamed."""
     target = publish(small_disk / "x")
     flip(target / "a.txt")
     content = {path.name: path.read_bytes() for path in target.iterdir() if path.is_file()}

@@ -1,4 +1,4 @@
-"""Published directories: whole or absent, every byte checked."""
+"""Published directories are complete or absent, and every byte is checked."""
 
 import errno
 import fcntl
@@ -147,7 +147,7 @@ def test_publishing_reports_its_stages(tmp_path: Path) -> None:
 
 
 def test_target_that_cannot_be_replaced_is_an_error(tmp_path: Path) -> None:
-    """A mount point is busy."""
+    """The target is a mount point, which cannot be renamed."""
     with mounted(tmp_path / "x"), pytest.raises(DataError, match=r"x: cannot be published \(\[Errno 16\]"):
         publish(tmp_path / "x")
     assert names(tmp_path) == ["x"]
@@ -444,7 +444,7 @@ def test_temporary_is_locked_after_a_concurrent_check(tmp_path):
 
 @pytest.fixture
 def flushed(monkeypatch):
-    """Paths that were forced to the disk, in order."""
+    """Return the paths that were flushed to the disk, in order."""
     found, fsync = [], os.fsync
 
     def watched(descriptor):

@@ -1,4 +1,4 @@
-"""Kill -9 in the middle of publishing: at every operation on a file, and at random moments."""
+"""Kill -9 during a publication: at every operation on a file, and at random moments."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Delivery to a real store: the whole journal arrives, whatever happens to the run and the delivery."""
+"""Delivery to a real store: the whole journal arrives, even if the run or the delivery is killed."""
 
 import json
 import logging

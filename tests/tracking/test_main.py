@@ -80,7 +80,7 @@ def test_failed_delivery_of_lost_trainer_warns(
 
 
 def lose(run_dir: Path) -> None:
-    """Change the attempt's process to one that is gone."""
+    """Replace the attempt's process by one that has ended."""
     attempts = run_dir / ATTEMPTS_FILE
     attempts.write_text(re.sub(r'"born":[\d.]+', '"born":1.0', attempts.read_text()))
 

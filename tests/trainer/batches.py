@@ -60,7 +60,7 @@ class Written(ResponseSampler):
 
 
 class InOrder(PromptStream[Prompt]):
-    """Prompts in their order."""
+    """Yields the prompts in order."""
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         return np.arange(len(self))

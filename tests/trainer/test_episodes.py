@@ -65,7 +65,7 @@ def with_environment(run: SmallRun, environment: str, **episode: Any) -> SmallRu
 def play(
     run: SmallRun, group: LocalGroup, num_prompts: int = 8, unscored: list[tuple[int, str]] | None = None
 ) -> Found:
-    """`unscored`: receives `Episodes.unscored`."""
+    """Play the episodes. `unscored` receives `Episodes.unscored`."""
     problems = Problems.read(run.config, run.inputs)
     requests = make_requests(problems.stream.take(0, num_prompts), 2, run_seed=1, stream=1, step=1)
     episodes = problems.episodes(run.inputs)
@@ -190,7 +190,7 @@ def test_too_long_first_message_fails_episode(run: SmallRun, group: LocalGroup) 
 
 @pytest.fixture
 def sleep(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The unique command line of the process that a hanging game starts."""
+    """Return the unique command line of the process that a hanging game starts."""
     seconds = f"{3_600 + os.getpid()}.5"
     monkeypatch.setenv(SLEEP_S, seconds)
     return ["sleep", seconds]
@@ -349,7 +349,7 @@ def test_environment_tokens_have_no_gradient(aggregation: Any) -> None:
 
 
 class Letters:
-    """A tokenizer of one token a character, with a chat template in Python."""
+    """A tokenizer of one token per character, with a chat template in Python."""
 
     def __init__(self, keep: int = 99) -> None:
         self._keep = keep

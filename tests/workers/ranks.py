@@ -63,7 +63,7 @@ def random_batch(rng: np.random.Generator) -> dict[str, Tensor]:
 
 
 def batch_from(tensors: dict[str, Tensor]) -> TrainBatch:
-    """Read the train batch that the test has written."""
+    """Read the training batch that the test has written."""
     names = (
         "token_ids",
         "position_ids",

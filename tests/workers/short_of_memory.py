@@ -45,7 +45,7 @@ def batch() -> TrainBatch:
 
 
 def norm(model: torch.nn.Module) -> float:
-    """Return the 2-norm of all weights, which detects repeated or different updates."""
+    """Return the 2-norm of all weights. Repeated or different updates change the norm."""
     return float(torch.stack([gather_parameter(parameter).norm() for parameter in model.parameters()]).norm())
 
 

@@ -21,7 +21,7 @@ def require_vllm(has: Callable[[str], object] = find_spec) -> None:
 
 
 def missing_vllm_message(detail: str = "") -> str:
-    """Return the error message for a vLLM that cannot be imported."""
+    """Return the error message for the case that vLLM cannot be imported."""
     return (
         f"rollout.engine: vllm is not installed here{f' ({detail})' if detail else ''}. In the checkout, on a GPU: "
         "pip install -c constraints.txt -e '.[vllm]'; on a CPU: make install-vllm; or use rollout=hf."
@@ -29,7 +29,7 @@ def missing_vllm_message(detail: str = "") -> str:
 
 
 def engine_pool_bytes() -> int:
-    """Return the bytes of device memory that vLLM can release in sleep, or 0 if this process has no vLLM."""
+    """Return the bytes of device memory that vLLM can release when it sleeps, or 0 if this process runs no vLLM."""
     module = sys.modules.get("vllm.device_allocator.cumem")
     allocator = None if module is None else module.CuMemAllocator.instance
     return 0 if allocator is None else int(allocator.get_current_usage())

@@ -1,4 +1,4 @@
-"""The names of vLLM's attributes that short steps use. An engine checks these names when it starts."""
+"""The names of vLLM's attributes that short steps use. An engine checks at its start that they exist."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -53,7 +53,7 @@ _ABSENT = object()
 
 
 def _part(owner: Any, path: str, absent: Any = None) -> Any:
-    """Return the attribute at a dotted path, or `absent` if it is missing. The path "" returns the object itself."""
+    """Return the attribute at a dotted path, or `absent` if it is missing. The path "" gives the object itself."""
     for name in filter(None, path.split(".")):
         owner = getattr(owner, name, absent)
     return owner

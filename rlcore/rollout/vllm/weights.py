@@ -69,9 +69,9 @@ def tied_head(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
 
 @dataclass(frozen=True, slots=True)
 class _SentTensor:
-    """A tensor that was sent. `path`: the name of the module in vLLM. `kind`: `weight` or `bias`. `rows_from_end`: the
-    first row's distance from the end of a fused matrix, or None if the tensor starts at row 0. `shape` and `digest`:
-    the values for this rank's shard in vLLM's number type."""
+    """A tensor of the policy that was sent to vLLM. `path`: the name of the module in vLLM. `kind`: `weight` or `bias`.
+    `rows_from_end`: the first row's distance from the end of a fused matrix, or None if the tensor starts at row 0.
+    `shape` and `digest`: the values for this rank's shard in vLLM's number type."""
 
     name: str
     path: str
@@ -134,8 +134,8 @@ class SentWeights:
         )
 
     def storages(self) -> dict[str, Tensor] | None:
-        """Return the memory from which the kernels read each tensor. Return None if vLLM stores a tensor in another
-        form or splits it across ranks. Call this only after a `compare` without differences."""
+        """Return, for each tensor, the memory from which vLLM's kernels read it. Return None if vLLM stores a tensor in
+        another form or splits it across ranks. Call this only after a `compare` without differences."""
         found: dict[str, Tensor] = {}
         for one in self._sent:
             module = self._modules[one.path]
@@ -148,7 +148,7 @@ class SentWeights:
         return found
 
     def _tied_head(self) -> list[_SentTensor]:
-        """Return the output head in a list if its weights were sent only as the embedding, otherwise an empty list."""
+        """Return a list with the output head if its weights were sent only as the embedding, otherwise []."""
         leaves = {one.path.rpartition(".")[2]: one for one in self._sent}
         embedding = leaves.get("embed_tokens")
         if embedding is None or "lm_head" in leaves or "lm_head" not in self._modules:
@@ -157,7 +157,7 @@ class SentWeights:
 
 
 def _rows(held: Tensor | None, sent: _SentTensor) -> Tensor | None:
-    """Return the rows of vLLM's tensor that hold a sent tensor, or None if vLLM stores the tensor in another form."""
+    """Return the rows of a vLLM tensor that hold a sent tensor, or None if vLLM stores it in another form."""
     if held is None or held.ndim != len(sent.shape):
         return None
     start = 0 if sent.rows_from_end is None else len(held) - sent.rows_from_end
@@ -180,7 +180,8 @@ def _local_shard(module: Any, leaf: str, tensor: Tensor) -> Tensor:
 
 
 def _engine_tensor(module: nn.Module, kind: str) -> Tensor | None:
-    """Return a module's weight or bias as its kernel uses it. Packed matrices are multiplied by the identity."""
+    """Return the weight or bias that a module's kernel uses. A packed matrix is unpacked by a product with the
+    identity."""
     parameter = getattr(module, kind, None)
     method = getattr(module, "quant_method", None)
     on_cpu = isinstance(parameter, Tensor) and parameter.device.type == "cpu"

@@ -142,7 +142,7 @@ def test_a_run_of_a_hub_model_is_exported_forked_and_evaluated(
 
 
 def test_broken_ones_are_named_and_the_rest_is_pruned(run: SmallRun, bare: Millrace) -> None:
-    """The last test of the file: it breaks the run."""
+    """This test is the last in the file, because it damages the run."""
     folder = str(run.layout.run_dir)
     record = json.loads(run.layout.run_json.read_text())
     settings = record["settings"]

@@ -40,7 +40,7 @@ from tests.helpers.reports import write_run
 
 @pytest.fixture
 def layout(tmp_path: Path) -> RunLayout:
-    """A run's folder as it is before its trainer begins."""
+    """Return a run's folder as it is before its trainer begins."""
     config = load_config([f"paths.root={tmp_path}", "trainer.total_steps=50"], experiment="debug")
     layout = RunLayout.of(config)
     layout.run_dir.mkdir(parents=True)
@@ -61,7 +61,7 @@ def test_the_settings_of_a_run_name_the_same_store_everywhere(
 
 
 def begin(layout: RunLayout, *finish: str) -> None:
-    """Write what a trainer leaves of three steps, and how it ends."""
+    """Write the files that a trainer leaves after three steps, with the given ends of the attempt."""
     with Journal(layout.journal) as journal, AttemptLog(layout.run_dir / ATTEMPTS_FILE) as attempts:
         attempts.add(Attempt(0, 0, 1.0, Holder.me(), Destination("", "", "", {}, {})))
         for step in (1, 2, 3):
@@ -139,7 +139,7 @@ def test_a_report_shows_a_failure_until_the_run_resumes(layout: RunLayout) -> No
 
 
 def test_a_run_of_the_stack_resumes_by_prefect(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its process is started with an environment, so its command line says nothing."""
+    """Prefect starts the process by its environment, so its command line does not name the flow run."""
     holding = (
         "import sys, time; from pathlib import Path; from rlcore.storage.locks import HeldLock\n"
         "with HeldLock(Path(sys.argv[1]), what='the run'): time.sleep(600)\n"
@@ -301,7 +301,7 @@ def test_a_message_says_how_many_runs_it_leaves_out(tmp_path: Path) -> None:
 
 
 def test_a_comparison_is_there_where_mlflow_does_not_take_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """MLflow has one of the two runs, in a store of a kind that is not installed here."""
+    """MLflow has one of the two runs, in a store of a kind that is not installed."""
     folders = [tmp_path / "runs" / name for name in ("one", "two")]
     for seed, folder in enumerate(folders, start=1):
         write_run(

@@ -51,7 +51,7 @@ SECOND = "second-s2-0a1b2c3d"
 
 @pytest.fixture(scope="module")
 def root(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The reference run with its store, and a second run that MLflow has not heard of yet."""
+    """Return the reference run with its store, and a second run that is not yet in MLflow."""
     folder = tmp_path_factory.mktemp("project")
     shutil.copy(reference.millrace.root / "mlflow.db", folder)
     shutil.copytree(reference.run_dir, folder / "runs" / reference.run_dir.name)
@@ -66,7 +66,7 @@ def root(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def millrace(root: Path, *words: str) -> Finished:
-    """A command in this process, which has imported MLflow already; without the login of a test's own client."""
+    """Run a command in this process, which has imported MLflow, without the login of a test's own client."""
     out, errors = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as environment, redirect_stdout(out), redirect_stderr(errors):
         for name in os.environ.keys() - without_login().keys():
@@ -89,7 +89,7 @@ def started(root: Path, *words: str) -> "subprocess.Popen[str]":
 
 
 def without_login() -> dict[str, str]:
-    """Our environment, but for the login that a test's own MLflow client has."""
+    """Return the environment without the login of a test's own MLflow client."""
     return {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_TRACKING_")}
 
 
@@ -189,7 +189,7 @@ def test_a_root_without_a_store_is_reported_and_left_empty(tmp_path: Path) -> No
 
 @pytest.fixture
 def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, MlflowClient]]:
-    """A root whose stack keeps its metrics in a separate database, as with PostgreSQL, and a client of its server."""
+    """Return a root whose stack keeps metrics in a separate database, and a client of its server."""
     root, database = tmp_path / "root", f"sqlite:///{tmp_path / 'own.db'}"
     root.mkdir()
     with pytest.MonkeyPatch.context() as environment:
@@ -307,7 +307,7 @@ def test_best_weights_reach_their_score_in_another_process(
 
 
 def wait_for(tab: Tab, *texts: str) -> str:
-    """The page's text, once all of these are in it."""
+    """Return the page's text as soon as it contains all these texts."""
     deadline = time.monotonic() + WAIT_S
     while True:
         shown: Any = tab.value("document.body ? document.body.innerText : ''")

@@ -1,4 +1,4 @@
-"""The Prefect server of a command ends with the command, whatever ends it; another one is checked first."""
+"""The Prefect server of a command ends with the command. Other servers are checked before use."""
 
 import os
 import signal
@@ -50,7 +50,7 @@ def test_a_killed_command_leaves_no_server(tmp_path: Path) -> None:
 
 @pytest.fixture
 def stranger() -> Iterator[str]:
-    """A server that answers every question with `answers`, by path; 404 to others."""
+    """Serve each path of `ANSWERS` with its text, and others with 404."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

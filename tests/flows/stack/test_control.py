@@ -1,4 +1,4 @@
-"""Starting, looking at and ending a stack: what is refused, what is ended, what a record is good for."""
+"""Start, status and end of a stack: what is refused, which processes are ended, and what a record proves."""
 
 import os
 import shutil
@@ -37,14 +37,14 @@ REVISION_OF_A_NEWER_PREFECT = "ffffffffffff"
 
 
 def service(name: str, pid: int | None = None, port: int = 1, url: str = "http://here") -> Service:
-    """A recorded service whose process is this one, or another one that lives."""
+    """Return the recorded service of this process, or of another live process."""
     process = psutil.Process(pid)
     return Service(name, process.pid, start_time_of(process), port, url, "", "", version(name))
 
 
 @pytest.fixture
 def busy_port() -> Iterator[int]:
-    """A port on which another process listens."""
+    """Return a port on which another process listens."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -137,7 +137,7 @@ def test_a_recorded_port_in_use_is_replaced(tmp_path: Path, busy_port: int, caps
 
 
 def test_another_process_at_its_port_is_not_the_service() -> None:
-    """Another user may be quicker: our login must not go there."""
+    """Another user may listen first, and must not receive our login."""
 
     class Page(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -46,7 +46,7 @@ def name_of(deployment: dict[str, Any]) -> str:
 
 
 def form_of(deployment: dict[str, Any]) -> dict[str, Any]:
-    """The form of its flow as Prefect writes it."""
+    """Return the form of the flow as Prefect writes it."""
     return parameter_schema(flow_of(deployment)).model_dump_for_openapi()
 
 
@@ -107,7 +107,7 @@ def client(prefect_server: LocalServer) -> Iterator[SyncPrefectClient]:
 
 @pytest.fixture
 def deployment(client: SyncPrefectClient) -> Iterator[UUID]:
-    """A deployment in our work pool, where no worker is."""
+    """Create a deployment in our work pool, which has no worker."""
     ensure_pool(client)
     made = client.create_deployment(client.create_flow_from_name("pooled"), "pooled", work_pool_name=POOL)
     yield made
@@ -135,7 +135,7 @@ def test_limits_stay_as_set_until_the_root_has_slots(client: SyncPrefectClient) 
 
 
 def begun(client: SyncPrefectClient, deployment: UUID, pid: int) -> FlowRun:
-    """A flow run that a worker has started, as that process."""
+    """Start a flow run with the state that a worker sets, and return it."""
     run = client.create_flow_run_from_deployment(deployment)
     client.update_flow_run(run.id, infrastructure_pid=f"{socket.gethostname()}:{pid}")
     now_in(client, run, Running())

@@ -1,4 +1,4 @@
-"""The page of kept answers in a real browser, with a hostile answer among them; and what the server refuses."""
+"""The page of stored responses, one of them hostile, in a real browser, and requests that the server refuses."""
 
 import json
 import socket
@@ -120,7 +120,7 @@ def test_a_wrong_request_is_refused(client: TestClient, path: str, params: dict[
 
 @contextmanager
 def served(root: Path) -> Iterator[str]:
-    """The page's server on a free port, in a thread."""
+    """Run the page's server on a free port, in a thread."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         config = uvicorn.Config(Guard(with_responses(root, elsewhere)), log_level="warning", lifespan="off")

@@ -1,4 +1,4 @@
-"""Access to our Prefect server: no web page, no foreign name, no client without the login."""
+"""Access to our Prefect server: no web page, no foreign host name and no client without the login is allowed."""
 
 import json
 import os

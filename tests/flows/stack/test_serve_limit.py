@@ -16,7 +16,7 @@ pytestmark = pytest.mark.prefect
 
 @pytest.fixture
 def stack(tmp_path: Path) -> Iterator[Stack]:
-    """A stack of the Prefect server alone."""
+    """Start a stack with only the Prefect server."""
     prefect_home(tmp_path / "prefect")
     server = start_prefect(tmp_path, None, StackState())
     process = server.process()

@@ -1,4 +1,4 @@
-"""The scorer: the reference earns the full score, other texts do not."""
+"""A test of the scorer: a reference must earn the full score, and any other text less."""
 
 from NAME import build, score
 
