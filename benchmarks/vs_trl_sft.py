@@ -39,7 +39,7 @@ def ours(job: dict[str, Any], rows: Rows) -> dict[str, list[float]]:
     from rlcore.checkpoint.state import LoopState
     from rlcore.config.compose import load_config
     from rlcore.run.initial_policy import stage_settings
-    from rlcore.runtime.local import LocalGroup
+    from rlcore.workers.group import LocalGroup
     from rlcore.trainer.supervised import SupervisedTrainer
 
     longest = max(len(ids) for ids, _ in rows)

@@ -203,6 +203,8 @@ def _cells(row: dict[str, Any]) -> list[str]:
     names = ("num_tokens", "finish_reason", "prompt", "answer")
     place = [row["step"], row["validation"] or "", row["prompt_id"], row["sample_index"]]
     return [*map(str, place), *figures, *(str(row[name]) for name in names)]
+
+
 def _print_pairs(config: "RunConfig", layout: "RunLayout", query: "Query", limit: int | None) -> None:
     from data.preferences import recorded_pairs
     from rlcore.responses.query import find_responses
