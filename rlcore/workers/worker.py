@@ -29,9 +29,8 @@ from rlcore.rollout.build import build_engine
 from rlcore.rollout.engine import RolloutEngine, SamplingRequest, TailCut, engine_dtype
 from rlcore.tracking.cost import GpuUse
 from rlcore.types import PackedBatch, Prompt, Rollout, TrainBatch
-from rlcore.workers.actor import Actor, FrozenPolicy
+from rlcore.workers.actor import Actor, Critic, FrozenPolicy
 from rlcore.workers.canary import Canary, WeightSync, probe_difference
-from rlcore.workers.critic import Critic
 from rlcore.workers.device import (
     Placement,
     choose_placement,
