@@ -42,8 +42,8 @@ def run_ours(job: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
     from rlcore.checkpoint.state import LoopState
     from rlcore.config.compose import load_config
     from rlcore.run.initial_policy import stage_settings
-    from rlcore.workers.group import LocalGroup
     from rlcore.trainer.supervised import SupervisedTrainer
+    from rlcore.workers.group import LocalGroup
 
     on_gpu = job["device"] == "cuda"
     overrides = [

@@ -39,8 +39,8 @@ def ours(job: dict[str, Any], rows: Rows) -> dict[str, list[float]]:
     from rlcore.checkpoint.state import LoopState
     from rlcore.config.compose import load_config
     from rlcore.run.initial_policy import stage_settings
-    from rlcore.workers.group import LocalGroup
     from rlcore.trainer.supervised import SupervisedTrainer
+    from rlcore.workers.group import LocalGroup
 
     longest = max(len(ids) for ids, _ in rows)
     settings = [

@@ -115,11 +115,8 @@ def require_enough(settings: CountdownData, seed: int) -> None:
 
 def _is_enumerated(settings: CountdownData) -> bool:
     counts = range(settings.min_numbers, settings.max_numbers + 1)
-    return sum(_COST[n] * _num_multisets(n, settings) for n in counts) <= _MAX_ENUMERATED
-
-
-def _num_multisets(n: int, settings: CountdownData) -> int:
-    return comb(settings.number_high - settings.number_low + n, n)
+    span = settings.number_high - settings.number_low
+    return sum(_COST[n] * comb(span + n, n) for n in counts) <= _MAX_ENUMERATED
 
 
 def _check_range(settings: CountdownData) -> None:

@@ -67,16 +67,11 @@ def _rows(settings: "Gsm8kData", split: str) -> Iterator[Row]:
     for record in records(settings.source, split, _SUBSET, settings.revision):
         question, answer = record.text("question"), record.text("answer")
         yield Row(
-            prompt=(Message("user", prompt_of(question)),),
+            prompt=(Message("user", f"{question} {_INSTRUCTION}"),),
             ground_truth=reference_number(answer, record.where),
             solution=answer,
             where=record.where,
         )
-
-
-def prompt_of(question: str) -> str:
-    """Return the prompt text for a question."""
-    return f"{question} {_INSTRUCTION}"
 
 
 def reference_number(answer: str, where: str) -> str:

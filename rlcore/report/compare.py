@@ -124,12 +124,8 @@ def tile_of(label: str, group: Sequence[RunRecord]) -> Tile:
     return Tile(label, fixed(reward.mean.value), ends if reward.num_seeds > 1 else "1 seed")
 
 
-def comparison_findings(runs: Runs, groups: Groups) -> tuple[Finding, ...]:
-    """Return the findings about the seeds, the best group of runs, and the differences from the first run."""
-    return (*_over_seeds(groups), *([_best(groups)] if len(groups) > 1 else []), _differences_from_first(runs))
-
-
-def _over_seeds(groups: Groups) -> Iterator[Finding]:
+def comparison_findings(runs: Runs, groups: Groups) -> Iterator[Finding]:
+    """Yield the findings about the seeds, the best group of runs, and the differences from the first run."""
     rule = "Mean, lowest and highest of the last held-out reward of each seed."
     for label, group in groups.items():
         found = _reward_of(group)
@@ -139,6 +135,9 @@ def _over_seeds(groups: Groups) -> Iterator[Finding]:
                 f"{fixed(found.lowest)} to {fixed(found.highest)}."
             )
             yield Finding("Over seeds", f"{found.num_seeds} seeds", "", text, rule, {label: asdict(found)})
+    if len(groups) > 1:
+        yield _best(groups)
+    yield _differences_from_first(runs)
 
 
 def _best(groups: Groups) -> Finding:

@@ -147,11 +147,6 @@ def thin(series: Series, most: int) -> Series:
     return means.set_axis(series.index.to_series().groupby(stretch).mean().astype(int))
 
 
-def totals_at(totals: Series, steps: "pd.Index[int]") -> Series:
-    """Return the running total at each of these steps. Before the first known total, it is 0."""
-    return totals.reindex(steps, method="ffill").fillna(0.0)
-
-
 def trend_of(series: Series) -> Interval | None:
     """Return the change of a least-squares line over the last third of the run, with a 95% interval, or None for too
     few steps.
@@ -171,7 +166,7 @@ def trend_of(series: Series) -> Interval | None:
 
 def series_over(series: Series, totals: Series | None) -> Series:
     """Return the series over steps, or over the cumulative tokens or seconds in `totals`."""
-    return series if totals is None else series.set_axis(totals_at(totals, series.index))
+    return series if totals is None else series.set_axis(totals.reindex(series.index, method="ffill").fillna(0.0))
 
 
 def band_of(curves: Sequence[Series]) -> pd.DataFrame:

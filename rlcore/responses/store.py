@@ -79,11 +79,6 @@ def parts_of(folder: Path) -> list[Path]:
     return sorted(files_of(folder, "*.parquet"))
 
 
-def training_parts(folder: Path) -> list[Path]:
-    """Return the files with training responses, sorted by step."""
-    return [path for path in parts_of(folder) if path.name.startswith("train-")]
-
-
 def write_part(path: Path, table: pa.Table) -> None:
     """Write one file of responses atomically. No partial file remains after an error.
 
@@ -172,7 +167,7 @@ class ResponseWriter:
         """Delete old training files until all files fit into `answers.max_gb`. The newest training file is kept."""
         sizes = {path: path.stat().st_size for path in parts_of(self._folder)}
         too_many = sum(sizes.values()) - self._settings.max_gb * BYTES_PER_GB
-        for path in training_parts(self._folder)[:-1]:
+        for path in [path for path in sizes if path.name.startswith("train-")][:-1]:  # sorted by step
             if too_many <= 0:
                 return
             path.unlink()

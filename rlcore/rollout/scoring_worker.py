@@ -115,7 +115,9 @@ def serve(
         # A C thread without the interpreter lock ends this process if it hangs after its parent was killed.
         faulthandler.dump_traceback_later(longest_s, exit=True)
         for response, ground_truth_json in answers:
-            if first_call and (part := _mixture_scorer(ground_truth_json)) not in warm:
+            truth = json.loads(ground_truth_json)
+            part = truth.get(SCORER_KEY) if isinstance(truth, dict) else None
+            if first_call and part not in warm:
                 faulthandler.dump_traceback_later(longest_s, exit=True)  # each first call has the deadline of a start
                 connection.sendall(encode_line({"warm": False}))
                 _result(scorer, "", ground_truth_json, weights)
@@ -123,11 +125,6 @@ def serve(
                 warm.add(part)
             connection.sendall(encode_line(_result(scorer, response, ground_truth_json, weights)))
         faulthandler.cancel_dump_traceback_later()
-
-
-def _mixture_scorer(ground_truth_json: str) -> object:
-    truth = json.loads(ground_truth_json)
-    return truth.get(SCORER_KEY) if isinstance(truth, dict) else None
 
 
 def _result(scorer: Scorer, response: str, ground_truth_json: str, weights: Mapping[str, float]) -> list[object]:

@@ -87,12 +87,9 @@ class RunRecord:
         self._first_save_bytes = checkpoint_bytes(num_trained_parameters)
 
     @property
-    def _next_save_bytes(self) -> int:
+    def next_save_bytes(self) -> int:
+        """The estimated size of the next checkpoint."""
         return self.store.measured_bytes() or self._first_save_bytes
-
-    def room_metrics(self) -> dict[str, float]:
-        """Return `disk/free_gb` and `disk/needed_gb` (the next checkpoint plus `checkpoint.reserve_gb`)."""
-        return self.room.check(self._next_save_bytes).metrics
 
     def wait_for_room(self, step: int, settle: Callable[[], None]) -> None:
         """Wait until the disk has room for the next checkpoint.
@@ -101,9 +98,9 @@ class RunRecord:
         DiskSpaceError if there is no room after `checkpoint.wait_for_room_s`. Raises StopRequestedError if a stop is
         requested meanwhile.
         """
-        if not self.room.check(self._next_save_bytes).enough:
+        if not self.room.check(self.next_save_bytes).enough:
             settle()
-        self.room.wait(self._next_save_bytes, step)
+        self.room.wait(self.next_save_bytes, step)
 
     # ------------------------------------------------------------------ resume
 

@@ -66,8 +66,8 @@ class SupervisedRun:
                 for line, _ in iter_json(file.fileno(), 0):
                     if isinstance(line, dict):
                         record.journal.append(line)
-        record.log_step(0, dict(self._metrics("before")))  # merged with the line of the stage
-        record.log_step(last_step, dict(self._metrics("after")))
+        record.journal.append_step(0, dict(self._metrics("before")))  # merged with the line of the stage
+        record.journal.append_step(last_step, dict(self._metrics("after")))
 
     def _metrics(self, name: str) -> Iterator[tuple[str, float]]:
         folders = [self._layout.validation, *self._layout.suites.glob("*")]

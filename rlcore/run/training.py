@@ -178,7 +178,7 @@ class Training(Generic[W]):
             metrics["timing_s/testing"] = time.perf_counter() - begun
             metrics |= found
         self._write_responses(result)
-        metrics |= self._system.sample() | self.record.room_metrics() | self._cost()
+        metrics |= self._system.sample() | self.record.room.check(self.record.next_save_bytes).metrics | self._cost()
         if self._events.num_failures:
             metrics["fault/num_retries"] = float(self._events.num_failures)
         if self._seconds_for_saves:

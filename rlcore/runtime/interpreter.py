@@ -1,6 +1,7 @@
-"""The environment of the trainer's interpreter, which `runtime.python` names. Only the standard library is needed.
+"""The environment and the GPUs of the trainer's interpreter, which `runtime.python` names.
 
-`python -m rlcore.runtime.interpreter PACKAGE...` prints the environment of this process as JSON.
+Another process answers, so the caller neither imports torch nor holds a GPU. `python -m rlcore.runtime.interpreter
+PACKAGE...` prints the environment of this process as JSON, and with `--devices` torch, CUDA, architectures and GPUs.
 """
 
 import hashlib
@@ -31,7 +32,8 @@ PACKAGES = (
 """The packages whose versions can affect results or speed."""
 RULE = "runtime.python: must be a Python interpreter with Millrace's trainer"
 ANSWER_S = 120.0
-"""The deadline of the other interpreter in seconds. It may read its packages from a slow disk."""
+"""The deadline of the other process in seconds. It may read its packages from a slow disk."""
+DEVICES = "--devices"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,27 @@ class Environment:
     def has(self, package: str) -> bool:
         """Return whether a package or its build for CPUs is installed."""
         return not {package, f"{package}-cpu"}.isdisjoint(self.packages)
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU. `capability`: the compute capability, such as (9, 0)."""
+
+    name: str
+    capability: tuple[int, int]
+    free_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """The GPUs and the build of torch. `cuda`: torch's CUDA version, or '' for a CPU build. `architectures`: the GPU
+    architectures that torch supports."""
+
+    torch: str
+    cuda: str
+    architectures: Sequence[str]
+    gpus: Sequence[Gpu]
 
 
 def _describe(names: Sequence[str]) -> Environment:
@@ -103,15 +126,10 @@ def _ask(python: str, names: tuple[str, ...]) -> Environment:
     program = os.path.abspath(program)  # noqa: PTH100 - a resolved link would leave the environment
     environment = {**os.environ, "PYTHONPATH": _inherited_path()}
     install = _install(program)
-    command = [program, "-P", "-m", __name__, *names]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, env=environment)
-        found = Environment(**json.loads(done.stdout))
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"{RULE}; got {program}, which does not run: {error}.") from error
-    except (ValueError, TypeError) as error:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise ConfigError(f"{RULE}; got {program}, which cannot run it: {last}. {install}") from error
+        found = Environment(**json.loads(output_of([program, "-P", "-m", __name__, *names], environment)))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{RULE}; got {program}, which cannot run it: {error}. {install}") from error
     own = this_environment(names)
     if found.code != own.code:
         theirs, ours = (f"{one.packages.get('millrace', '?')} (code {one.code})" for one in (found, own))
@@ -162,6 +180,44 @@ def trainer_process(python: str | None) -> tuple[str, dict[str, str]]:
     return trainer_environment(python).executable, {**os.environ, "PYTHONPATH": os.pathsep.join(trainer_path(python))}
 
 
+def find_devices(python: str | None = None) -> Devices:
+    """Return the devices that torch finds in the environment of `runtime.python`.
+
+    Raises OSError with the last line of the error output if torch cannot be imported or CUDA cannot be used.
+    """
+    program, environment = trainer_process(python)
+    found = json.loads(output_of([program, "-P", "-m", __name__, DEVICES], environment))
+    gpus = [Gpu(**gpu | {"capability": tuple(gpu["capability"])}) for gpu in found.pop("gpus")]
+    return Devices(**found, gpus=gpus)
+
+
+def output_of(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
+    """Return the standard output of a process with these environment variables, by default those of this process.
+
+    Raises OSError after a timeout, or with the last line of the error output if the process fails.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, env=environment)
+    except subprocess.TimeoutExpired:
+        raise OSError(f"no end in {ANSWER_S:g} s") from None
+    if done.returncode:
+        raise OSError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+    return done.stdout
+
+
+def _describe_devices() -> Devices:
+    import torch
+
+    if not torch.cuda.is_available():
+        return Devices(torch.__version__, torch.version.cuda or "", (), ())
+    gpus = []
+    for at in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(at)
+        free, total = torch.cuda.mem_get_info(at)
+        gpus.append(Gpu(properties.name, (properties.major, properties.minor), free, total))
+    return Devices(torch.__version__, torch.version.cuda or "", tuple(torch.cuda.get_arch_list()), tuple(gpus))
+
+
 def run_module(python: str, module: str, *arguments: str, error: type[MillraceError]) -> None:
     """Run a module of Millrace in the trainer's environment. If it fails, raises `error` with the last output line."""
     program, environment = trainer_process(python)
@@ -171,4 +227,4 @@ def run_module(python: str, module: str, *arguments: str, error: type[MillraceEr
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(_describe(sys.argv[1:]))))
+    print(json.dumps(asdict(_describe_devices() if sys.argv[1:] == [DEVICES] else _describe(sys.argv[1:]))))

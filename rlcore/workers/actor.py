@@ -1,13 +1,12 @@
-"""The policy on one rank (log-probabilities, updates, weights), and the frozen reference and teachers."""
+"""The trained models of one rank: the policy and the critic."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -15,26 +14,25 @@ from rlcore.algos.aggregation import Denominator
 from rlcore.algos.objective import (
     PolicyStatistics,
     SupervisedStatistics,
+    ValueStatistics,
     policy_objective,
     preference_objective,
     supervised_objective,
+    value_objective,
 )
-from rlcore.batching.pack import scatter_tokens, select, shared_prompts, split_pairs
-from rlcore.config import RunConfig
-from rlcore.config.algo import TeacherConfig
-from rlcore.config.model import LoraConfig
+from rlcore.batching.pack import shared_prompts, split_pairs
+from rlcore.config import CriticConfig, RunConfig
 from rlcore.models.head import TokenLogprobs
-from rlcore.models.load import load_policy
+from rlcore.models.load import load_policy, load_value_model
 from rlcore.models.lora import add_adapters, frozen_tensors, without_adapters
 from rlcore.models.memory import OffloadedWeights, compact
 from rlcore.models.optim import local_tensor
 from rlcore.models.parallel import full_state, reshard
-from rlcore.models.policy import CausalPolicy, round_weights
+from rlcore.models.policy import CausalPolicy, ValueModel
 from rlcore.types import PackedBatch, TrainBatch
 from rlcore.workers.device import Placement
 from rlcore.workers.trained_model import (
     MicroBatch,
-    MicroBatchRunner,
     ModelUpdate,
     Parts,
     TrainedModel,
@@ -219,12 +217,13 @@ class Actor(TrainedModel[CausalPolicy]):
 
 def token_logprobs(policy: CausalPolicy, micro: MicroBatch[PackedBatch], **options: Any) -> TokenLogprobs:
     """Run the policy on a micro-batch and return the results of its head. For `options`, see `CausalPolicy.forward`."""
-    tokens, layout = _inputs(policy, micro)
+    tokens, layout = model_inputs(policy, micro)
     output: TokenLogprobs = policy(*tokens, target_ids=micro.device.target_ids, **layout, **options)
     return output
 
 
-def _inputs(policy: CausalPolicy, micro: MicroBatch[PackedBatch]) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
+def model_inputs(policy: CausalPolicy, micro: MicroBatch[PackedBatch]) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
+    """Return the tokens and positions of a micro-batch, and the arguments of `CausalPolicy.forward` for its layout."""
     device, host = micro.device, split_pairs(micro.host)
     shared = shared_prompts(host) if policy.share_prompts else None
     layout = {"cu_seqlens": host.cu_seqlens.numpy(), "loss_mask": host.loss_mask.numpy(), "shared": shared}
@@ -255,92 +254,51 @@ def policy_logprobs(
     return restore_order(values, batch.cu_seqlens, parts)
 
 
-class FrozenPolicy:
-    """A frozen policy in the compute type: the reference or a teacher. It is not sharded, since each step would
-    gather all shards for one pass. With `offload`, it is in host memory between passes."""
+class Critic(TrainedModel[ValueModel]):
+    """The trained value model on one rank."""
 
-    def __init__(self, config: RunConfig, policy: CausalPolicy, placement: Placement, name: str, *, offload: bool):
-        self._config = config
-        self._placement = placement
-        self._policy = policy.eval().requires_grad_(False)
-        self._weights = OffloadedWeights(self._policy.parameters() if offload else ())
-        self._weights.offload()
-        self.forward_pass = MicroBatchRunner(
-            f"the {name}'s log-probabilities", recover=lambda: None, share_prompts=config.model.share_prompts
-        )
-
-    @classmethod
-    def reference(cls, config: RunConfig, model_directory: str, placement: Placement) -> "FrozenPolicy":
-        """Load the initial policy as the reference. A policy with adapters needs no separate reference, see
-        `Actor.logprobs`."""
-        # Loaded on the device, so that kernels and compiled layers are chosen as for the policy.
-        policy = load_policy(model_directory, model=config.model, device=placement.device)
-        return cls(
-            config, round_weights(policy, placement.dtype), placement, "reference", offload=config.algo.kl.offload
-        )
-
-    @classmethod
-    def teacher(cls, config: RunConfig, teacher: TeacherConfig, path: str, placement: Placement) -> "FrozenPolicy":
-        """Load a teacher. It is stored like the base of a LoRA model: in the compute type, or in 4 bits."""
-        model = config.model.model_copy(update={"lora": LoraConfig(base=teacher.base)})
-        policy = load_policy(path, model=model, device=placement.device)
-        return cls(config, policy, placement, "teacher", offload=teacher.offload)
+    def __init__(
+        self,
+        config: RunConfig,
+        critic: CriticConfig,
+        model_directory: str,
+        placement: Placement,
+        mesh: DeviceMesh | None,
+    ) -> None:
+        model = load_value_model(critic.path or model_directory, model=config.model, device=placement.device)
+        super().__init__(config, model, critic.optim, placement, mesh, ("the critic's update", "the critic's values"))
 
     @torch.no_grad()
-    def logprobs(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
-        """Return the log-probability of each response token, and 0 elsewhere, on the CPU."""
-        policy, device = self._policy, self._placement.device
-        return self._run(lambda parts: policy_logprobs(policy, batch, parts, self._config, device), batch, num_micro)
-
-    @torch.no_grad()
-    def likeliest(self, batch: PackedBatch, num_micro: int, k: int) -> Float[Tensor, "T two_k"]:
-        """Return the ids of the `k` likeliest tokens at each response token, then their log-probabilities, and 0
-        elsewhere, on the CPU. Float32 represents ids below 2^24 exactly."""
-        temperature = self._config.rollout.sampling.temperature
+    def values(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
+        """Return the value of the state before each response token, and 0 elsewhere, on the CPU."""
 
         def work(parts: Parts) -> Tensor:
             values = []
             for part in parts:
-                tokens, layout = _inputs(self._policy, to_device(batch, part, self._placement.device))
-                values.append(torch.cat(self._policy.likeliest(*tokens, **layout, k=k, temperature=temperature), dim=1))
+                micro = to_device(batch, part, self._placement.device)
+                values.append(self._values(micro) * micro.device.loss_mask)
             return restore_order(values, batch.cu_seqlens, parts)
 
-        return self._run(work, batch, num_micro)
+        return self.forward_pass.run(work, batch, num_micro)
 
-    def _run(self, work: Callable[[Parts], Tensor], batch: PackedBatch, num_micro: int) -> Tensor:
-        self._weights.reload()
-        try:
-            return self.forward_pass.run(work, batch, num_micro)
-        finally:
-            self._weights.offload()
+    def _values(self, micro: MicroBatch[PackedBatch]) -> Float[Tensor, "T"]:
+        device, host = micro.device, micro.host
+        shared = shared_prompts(host) if self.model.share_prompts else None
+        values: Tensor = self.model(device.token_ids, device.position_ids, host.cu_seqlens.numpy(), shared)
+        return values
 
+    def update(
+        self, batch: TrainBatch, num_micro: int, denominator: Denominator, *, lr: float
+    ) -> ModelUpdate[ValueStatistics]:
+        """Take one optimizer step on this rank's part of a mini-batch. Raises NonFiniteError if the loss or the
+        gradient is not finite. The weights are then unchanged."""
 
-class Teachers:
-    """The teachers of one rank. `policies` has them in the order of `TeacherConfig.paths`."""
+        def objective(micro: MicroBatch[TrainBatch]) -> tuple[Tensor, ValueStatistics]:
+            values = self._values(MicroBatch(micro.host.packed, micro.device.packed))
+            return value_objective(values, micro.device, settings=self._config.algo, denominator=denominator)
 
-    def __init__(self, config: RunConfig, settings: TeacherConfig, placement: Placement) -> None:
-        self._k = settings.top_k
-        self.policies = [FrozenPolicy.teacher(config, settings, path, placement) for path in settings.paths]
-
-    def logprobs(self, batch: PackedBatch, num_micro: int, chosen: Sequence[int]) -> Float[Tensor, "T"]:
-        """Return the log-probability of each response token under the teacher of its response, and 0 elsewhere.
-        `chosen`: the teacher of each response."""
-        return self._each(FrozenPolicy.logprobs, batch, num_micro, chosen)
-
-    def likeliest(
-        self, batch: PackedBatch, num_micro: int, chosen: Sequence[int]
-    ) -> tuple[Int[Tensor, "T k"], Float[Tensor, "T k"]]:
-        """Return the ids and log-probabilities of the `top_k` likeliest tokens of each response's teacher."""
-        found = self._each(partial(FrozenPolicy.likeliest, k=self._k), batch, num_micro, chosen)
-        ids, logprobs = found.split(self._k, dim=1)
-        return ids.long(), logprobs
-
-    def _each(
-        self, run: Callable[..., Tensor], batch: PackedBatch, num_micro: int, chosen: Sequence[int]
-    ) -> Float[Tensor, "T ..."]:
-        """Call `run` with each teacher and its responses, and return the values in batch order."""
-        pupils = [[i for i, teacher in enumerate(chosen) if teacher == index] for index in range(len(self.policies))]
-        values = [
-            run(self.policies[index], select(batch, mine), num_micro) for index, mine in enumerate(pupils) if mine
-        ]
-        return scatter_tokens(values, batch.cu_seqlens, [mine for mine in pupils if mine])
+        summed = self.update_pass.run(lambda parts: self.accumulate(batch, parts, objective), batch.packed, num_micro)
+        remedy = ". Look at the saved batch for a non-finite reward; a lower critic.optim.lr often helps."
+        grad_norm = self.clip(summed, f"the critic's loss is {float(summed.vf_loss)}", lambda: remedy)
+        self.step(lr)
+        return ModelUpdate(summed, grad_norm)

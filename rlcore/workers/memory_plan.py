@@ -119,11 +119,6 @@ def micro_batch_tokens(config: RunConfig) -> int:
     return min(max(config.trainer.max_tokens_per_micro_batch, max_sequence_tokens(config)), per_rank)
 
 
-def is_compiled(config: RunConfig, itemsize: int) -> bool:
-    """Return whether the layers and the head are compiled. This needs a flash kernel, which excludes float32."""
-    return config.model.compile and config.model.attention != "sdpa" and itemsize < FULL
-
-
 def layer_activation_bytes(shape: ModelShape, itemsize: int, *, compiled: bool = False) -> int:
     """Return the bytes per token that autograd keeps of one layer, before `ACTIVATION_FACTOR`.
 
@@ -278,7 +273,7 @@ def teacher_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> list[i
 
 def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -> dict[str, dict[str, int]]:
     model, itemsize, ranks = config.model, device.itemsize, config.runtime.num_workers
-    lora, compiled = model.lora, is_compiled(config, itemsize)
+    lora, compiled = model.lora, model.compile and model.attention != "sdpa" and itemsize < FULL  # needs a flash kernel
     models, held = _trained_models(config, shape, itemsize), resident_bytes(config, shape, itemsize)
     awake = {"engine": engine_bytes(config, shape, device)}
     asleep = {"engine asleep": asleep_bytes(config, shape, device)}

@@ -29,9 +29,8 @@ from rlcore.rollout.build import build_engine
 from rlcore.rollout.engine import RolloutEngine, SamplingRequest, TailCut, engine_dtype
 from rlcore.tracking.cost import GpuUse
 from rlcore.types import PackedBatch, Prompt, Rollout, TrainBatch
-from rlcore.workers.actor import Actor, FrozenPolicy, Teachers
+from rlcore.workers.actor import Actor, Critic
 from rlcore.workers.canary import Canary, WeightSync, probe_difference
-from rlcore.workers.critic import Critic
 from rlcore.workers.device import (
     Placement,
     choose_placement,
@@ -40,6 +39,7 @@ from rlcore.workers.device import (
     join_ranks,
     raise_malloc_thresholds,
 )
+from rlcore.workers.frozen import FrozenPolicy, Teachers
 from rlcore.workers.measure import BYTES_PER_GB, MemoryMeter, MemoryPeak, RankProfiler
 from rlcore.workers.trained_model import MicroBatchRunner, MiniBatch, ModelUpdate, ModelUpdates, run_mini_batches
 

@@ -18,8 +18,7 @@ from rlcore.algos.aggregation import Denominator
 from rlcore.batching.pack import pack
 from rlcore.models.parallel import gather_parameter
 from rlcore.types import Prompt, Rollout, Score, TrainBatch
-from rlcore.workers.actor import Actor
-from rlcore.workers.critic import Critic
+from rlcore.workers.actor import Actor, Critic
 from rlcore.workers.device import choose_placement, join_ranks
 from tests.helpers.small_run import prepare
 

@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from flows.plan import machine as doctor
-from rlcore.runtime.devices import Devices, Gpu
+from rlcore.runtime.interpreter import Devices, Gpu
 from tests.flows.conftest import REPOSITORY, in_this_process
 
 

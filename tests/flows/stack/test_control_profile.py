@@ -9,7 +9,7 @@ import pytest
 from prefect.settings import PREFECT_PROFILES_PATH, temporary_settings
 
 from flows.server.api import LocalServer
-from flows.stack.profile import keep_profile, remove_profile
+from flows.stack.control import keep_profile, remove_profile
 
 OURS, GONE = "http://127.0.0.1:1/api", "http://127.0.0.1:2/api"
 LOGIN = "millrace:s3cret"
