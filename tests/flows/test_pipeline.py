@@ -121,7 +121,7 @@ def test_prefect_shows_progress_validation_checkpoints_report_and_link(
     checkpoints = json.loads(artifacts["checkpoints"])
     on_disk = sorted((reference.run_dir / "checkpoints").glob("step-*"))
     assert [row["path"] for row in checkpoints] == [str(path) for path in on_disk]
-    assert [row["score"] for row in checkpoints] == [measured[row["step"]][reward] for row in checkpoints]
+    assert [row["score"] for row in checkpoints] == [round(measured[row["step"]][reward], 3) for row in checkpoints]
     assert checkpoints[-1]["step"] == 60
     assert all(row["MB"] > 0 for row in checkpoints)
 
