@@ -257,8 +257,8 @@ class VerifiersData(Conversation):
     taskset_options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Fields of the taskset's config, such as `split: train`."""
     validation_options: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    """Fields of the config for the held-out tasks, beyond `taskset_options`. If {}, held-out and training tasks are drawn
-    from one taskset."""
+    """Fields of the config for the held-out tasks, beyond `taskset_options`. If {}, held-out and training tasks are
+    drawn from one taskset."""
     train_size: int = Field(default=10_000, ge=1)
     """The most rows in the training split."""
     validation_size: int = Field(default=500, ge=1)
