@@ -73,7 +73,8 @@ def command_of_the_page(start: str) -> list[str]:
     """The settings of the command in docs/environments.md that begins with these words."""
     page = PAGE.read_text(encoding="utf-8").replace("\\\n", " ")
     (line,) = (line for line in page.splitlines() if line.startswith(f"millrace run {start} "))
-    return shlex.split(line)[2:]
+    own = {setting.partition("=")[0] for setting in ONE_STEP}
+    return [word for word in shlex.split(line)[2:] if word.partition("=")[0] not in own]
 
 
 def last_metrics(folder: Path) -> dict[str, float]:
@@ -98,8 +99,7 @@ def test_server_of_the_page_trains_from_an_empty_folder(tmp_path: Path) -> None:
     command = command_of_the_page("experiment=number_guessing data=openenv")
     with game_server(tmp_path) as address:
         command = [word.replace("http://127.0.0.1:8000", address) for word in command]
-        settings = [*command, "trainer.batch_size=8", "trainer.mini_batch_size=8"]
-        done = run(tmp_path, "train", *settings, *ONE_STEP, settings=())
+        done = run(tmp_path, "train", *command, *ONE_STEP, settings=())
     assert done.returncode == 0, done.stderr
     metrics = last_metrics(tmp_path)
     assert 0 <= metrics["reward"] <= 1
@@ -120,8 +120,7 @@ def test_server_that_fails_in_a_run_ends_the_run(tmp_path: Path) -> None:
 
         server.reply = reply
         command = [word.replace("http://127.0.0.1:8000", server.address) for word in command]
-        settings = [*command, "trainer.batch_size=8", "trainer.mini_batch_size=8"]
-        done = run(tmp_path, "train", *settings, *ONE_STEP, settings=())
+        done = run(tmp_path, "train", *command, *ONE_STEP, settings=())
     assert done.returncode not in (0, 2), "the trial succeeds, and the run fails"
     assert f"episode.server: must be an OpenEnv server; got from {server.address} to " in done.stderr
     assert "have no score; data.openenv:OpenEnv failed, the last time" in done.stderr
