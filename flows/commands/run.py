@@ -28,6 +28,7 @@ from flows.commands.settings import (
     require_only_settings,
     root_in_overrides,
     show_settings,
+    show_wrong_settings,
     with_program_path,
 )
 from rlcore.errors import ConfigError
@@ -147,7 +148,12 @@ def _compose_and_plan(
     require_dry_run(as_json=as_json, dry_run=dry_run)
     if package is not None and cfg is None:
         raise ConfigError(f"--package: goes with --cfg job alone; got {package}. Add --cfg job")
-    composed = compose_arguments(settings, root, fork=fork, dry_run=dry_run or (cfg, info) != (None, None))
+    try:
+        composed = compose_arguments(settings, root, fork=fork, dry_run=dry_run or (cfg, info) != (None, None))
+    except ConfigError:
+        if cfg is not None:
+            show_wrong_settings(settings, root, package)
+        raise
     if (cfg, info) != (None, None):
         show_settings(composed, cfg, package, info)
         return None

@@ -245,6 +245,18 @@ def compose_arguments(
     return composed
 
 
+def show_wrong_settings(settings: Sequence[str] | None, root: Path | None, package: str | None) -> None:
+    """Print settings that have problems as YAML. Nothing is printed if their experiment is unknown."""
+    from flows.parameters import RunSettings, all_overrides
+    from rlcore.config.compose import compose
+
+    given = all_overrides(settings, root=root)
+    found = compose(given)
+    if all(problem.key != "experiment" for problem in found.problems):
+        print("# A value of the wrong type or range is replaced by its default. The problems follow.")
+        show_settings(RunSettings(found.config, tuple(given)), "job", package, None)
+
+
 def print_warnings(lines: Iterable[str]) -> None:
     """Print each warning on standard error, because a program may read the standard output."""
     for line in lines:
