@@ -17,8 +17,7 @@ from typing import Any
 from optuna.trial import FrozenTrial, TrialState
 from prefect.logging import get_run_logger
 
-from flows.commands.tracking import reachable_url
-from flows.parameters import MLFLOW_PAGE
+from flows.commands.tracking import reachable_urls
 from flows.sweep.points import members_of
 from flows.sweep.study import ERROR, RUNS, SETTINGS
 from flows.tasks import log_and_print
@@ -29,7 +28,7 @@ from rlcore.errors import is_stop
 from rlcore.storage.publish import write_json_atomically, write_text_atomically
 from rlcore.tracking.cost import GPU_SECONDS, gpu_seconds
 from rlcore.tracking.journal import JOURNAL_FILE
-from rlcore.tracking.mlflow_store import LOCAL_UI, NOTE_TAG, MlflowStore
+from rlcore.tracking.mlflow_store import NOTE_TAG, MlflowStore
 
 FORMAT_VERSION = 2
 SWEEP_FILE = "sweep.json"
@@ -252,8 +251,7 @@ def finish_mlflow_run(sweep: Sweep, result: SweepResult, about: str) -> None:
                 store.client.log_artifact(run, str(file), "sweep")
         store.set_tags(run, {NOTE_TAG: about})
         store.set_status(run, "FAILED" if result.failed else "FINISHED")
-        page = store.run_url(run, os.environ.get(MLFLOW_PAGE) or LOCAL_UI)
-        log_and_print(f"in MLflow: {reachable_url(page, result.folder.parent.parent)}")
+        log_and_print(f"in MLflow: {reachable_urls(result.folder.parent.parent, store.run_url(run))[0]}")
 
 
 def _store(sweep: Sweep) -> MlflowStore:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from data.tasks import StageResult
-from flows.parameters import MLFLOW_PAGE
+from flows.stack.state import served_mlflow
 from flows.stages.export import ExportedWeights
 from flows.stages.report import ReportPage, report_fingerprint
 from flows.stages.train import DIFF_FILE
@@ -116,7 +116,7 @@ def log_run_page(
     """
     tags = lineage_tags(run.config, stage="train", run_id=run.run_id, prefect=prefect)
     page = ensure_mlflow_run(run.layout.run_dir, run.config, tags)
-    known = with_page_address(MlflowContents.read(run.layout), page)
+    known = with_page_address(MlflowContents.read(run.layout), page, run.layout.root)
     run.prefect_view.mlflow_page = known.url  # for the link in Prefect
     if rows is not None:
         log_start(run, page, tags, *rows)
@@ -130,12 +130,12 @@ def log_run_page(
     return known.write(run.layout)
 
 
-def with_page_address(known: MlflowContents, page: MlflowRun) -> MlflowContents:
-    """Return the record with the current address of the page. A resumed run may have changed the address."""
-    stack = os.environ.get(MLFLOW_PAGE)
-    url = page.store.run_url(page.id, stack) if stack else page.store.run_url(page.id)
-    ui_command = "" if stack else page.store.ui_command() or ""
-    return replace(known, mlflow_run_id=page.id, url=url, ui_command=ui_command)
+def with_page_address(known: MlflowContents, page: MlflowRun, root: Path) -> MlflowContents:
+    """Return the record with the current address of the page, or with '' if no server serves its store. A resumed run
+    may have changed the address."""
+    ui_command, stack = page.store.ui_command() or "", served_mlflow(page.store.uri, root)
+    url = page.store.run_url(page.id, stack) if stack or not ui_command else ""
+    return replace(known, mlflow_run_id=page.id, url=url, ui_command="" if url else ui_command)
 
 
 def log_start(

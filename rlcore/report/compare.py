@@ -230,7 +230,7 @@ def settings_table(runs: Runs) -> Table:
         for key, row in differing.items()
     ]
     note = "All other settings are equal; names, tags, paths and tracking are not compared. "
-    note += "Settings that a resume may change, such as runtime.*, make no group of their own."
+    note += "Settings that a resume may change, such as runtime.*, do not separate groups."
     return table("settings", "Settings that differ",
                  {"Setting": "code", **dict.fromkeys(runs, "code"), "Meaning": "text"}, rows, note)  # fmt: skip
 
