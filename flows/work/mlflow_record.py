@@ -18,7 +18,7 @@ from flows.stack.state import served_mlflow
 from flows.stages.export import ExportedWeights
 from flows.stages.report import ReportPage, report_fingerprint
 from flows.stages.train import DIFF_FILE
-from flows.work.open_run import OpenRun
+from flows.work.open_run import OpenRun, has_untrained_steps
 from rlcore.checkpoint.catalog import scan
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import RUN_FILE, fingerprint, settings_fingerprint
@@ -191,6 +191,8 @@ def log_result(run: OpenRun, page: MlflowRun, report: ReportPage | None) -> None
         table = planned_pass_rates(run.config, RunInputs.read(layout).filtered_directory) / TABLE
         store.client.log_artifact(mlflow_run, str(table), "pass_rates")
     store.set_tags(mlflow_run, {NOTE_TAG: summary_markdown(layout.run_dir)})
+    if store.client.get_run(mlflow_run).info.status == "KILLED" and not has_untrained_steps(layout.run_dir):
+        store.set_status(mlflow_run, "FINISHED")  # an earlier call was stopped after the last step
 
 
 def log_responses(page: MlflowRun, run_dir: Path) -> None:
@@ -256,10 +258,12 @@ class MlflowRecord:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Cancel pending requests. The interpreter waits for a running request before it ends.
 
-        If an error ended the run before its first step, write its final status, because no journal reports its end.
+        If an error ended the run before its first step or after its last one, write its final status, because no
+        journal reports that end.
         """
-        run = self._run
-        if error is not None and run.config.tracking.enabled and not read_attempts(run.layout.run_dir):
+        run, begun = self._run, bool(read_attempts(self._run.layout.run_dir))
+        is_trained = begun and not has_untrained_steps(run.layout.run_dir)
+        if error is not None and run.config.tracking.enabled and (is_trained or not begun):
             status: FinalStatus = "KILLED" if is_stop(error) else "FAILED"
 
             def end() -> None:

@@ -85,7 +85,7 @@ def test_command_overrides_replace_file_overrides(tmp_path):
     ("grid: {optim.lr: [1e-3]}\nobjective: {direction: up}", "objective.direction: must be 'maximize'"),
     ("grid: {paths.root: [a, b]}", "paths.root: cannot be swept"),
     ("grid: {seed: [1, 2]}", "seed: cannot be swept"),
-    ("grid: {experiment: [debug]}", "experiment: cannot be swept; got experiment in grid. A sweep varies one experiment"),
+    ("grid: {experiment: [debug]}", "experiment: cannot be swept; got experiment in grid. A sweep varies one"),
     ("grid: {optim.lrr: [1]}", "optim.lrr: there is no such setting; got optim.lrr in grid. Did you mean optim.lr?"),
     ("seed: 3\ngrid: {optim.lr: [1]}", "seed: a sweep has no such key; got 3. Did you mean seeds?"),
     ("grids: {optim.lr: [1]}", "grids: a sweep has no such key; got {optim.lr:[1]}. Did you mean"),
