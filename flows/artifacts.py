@@ -90,7 +90,7 @@ def show_latest_validation(run: OpenRun, step: int, summary: Mapping[str, float]
     known = run.prefect_view.validations
     known[step] = summary
     shown = sorted(known)[:1] + sorted(known)[1:][-(NUM_VALIDATIONS - 1) :]
-    rows = _rows({f"step {step}": known[step] for step in shown})
+    rows = _rows({f"step {step}": known[step] for step in reversed(shown)})
     _update(run, "latest-validation", f"{run.run_id} at step {step}", lambda: json.dumps(rows), "table")
 
 

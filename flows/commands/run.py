@@ -266,6 +266,6 @@ def summary_lines(config: "RunConfig", result: "PipelineResult", api: "PrefectAp
     if api.home is None:
         return [*lines, f"  Prefect  {api.url.removesuffix('/api')}"]
     if api.home == root / "prefect":
-        return [*lines, f"  Prefect  {with_program_path(f'millrace up --root {quote(str(root))} --workers 0')}"]
+        return [*lines, f"  Prefect  {with_program_path(f'millrace up --root {quote(str(root))}')}"]
     server = with_program_path("prefect server start")
     return [*lines, f"  Prefect  PREFECT_HOME={quote(str(api.home))} {server}"]

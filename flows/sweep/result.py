@@ -25,6 +25,7 @@ from rlcore.config.documents import experiment_text
 from rlcore.config.problems import override_value
 from rlcore.config.sweep import Sweep, format_point
 from rlcore.errors import is_stop
+from rlcore.score import HELD_OUT_REWARD
 from rlcore.storage.publish import write_json_atomically, write_text_atomically
 from rlcore.tracking.cost import GPU_SECONDS, gpu_seconds
 from rlcore.tracking.journal import JOURNAL_FILE
@@ -242,7 +243,10 @@ def finish_mlflow_run(sweep: Sweep, result: SweepResult, about: str) -> None:
             if row["score"] is not None:
                 store.log_metrics(run, row["point"], {f"sweep/{metric}": row["score"]}, time.time())
         if result.best is not None:
-            store.log_metrics(run, 0, {f"best/{metric}": result.best["score"]}, time.time())
+            best = {f"best/{metric}": result.best["score"]}
+            # the column of the saved view
+            shown = {HELD_OUT_REWARD: result.best["score"]} if metric.startswith("reward/mean") else {}
+            store.log_metrics(run, 0, best | shown, time.time())
         runs = {Path(one["run_dir"]) for row in result.points for one in row["runs"]}
         if costs := [cost for run_dir in runs if (cost := gpu_seconds(run_dir / JOURNAL_FILE)) is not None]:
             store.log_metrics(run, 0, {GPU_SECONDS: sum(costs)}, time.time())

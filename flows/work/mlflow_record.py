@@ -150,7 +150,7 @@ def log_start(
     described = environment_facts(run_versions(config.runtime.python))
     facts = {f"env.{name}": value for name, value in described.items()}
     store.set_tags(mlflow_run, {**facts, **tags, "code_fingerprint": code_for_run(config).fingerprint})
-    store.log_params(mlflow_run, config.model_dump(mode="json"))
+    store.log_params(mlflow_run, run.origin.settings.model_dump(mode="json"))  # as the trainer has them
     store.client.log_text(mlflow_run, _masked(to_yaml(run.origin.settings)), "config/settings.yaml")
     store.client.log_artifacts(mlflow_run, str(layout.code), "lineage/code")
     if diff := code_diff():
