@@ -128,7 +128,7 @@ def run_and_exit(command: Callable[[], object]) -> NoReturn:
 
     atexit.register(end)  # the first handler registered runs last
     codes.append(exit_code(command))
-    if (url := os.environ.get("PREFECT_API_URL")) and "prefect" in sys.modules:
+    if (url := os.environ.get("PREFECT_API_URL")) and "flows.tasks" in sys.modules:  # a flow ran
         from flows.server.api import is_reachable
 
         if not is_reachable(url):  # Prefect's exit handlers would wait for the server

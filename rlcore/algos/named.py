@@ -75,7 +75,7 @@ def _wrong_options(function: Callable[..., Any], key: str, error: ValidationErro
     found = []
     for detail in error.errors():
         rule = detail["msg"].replace("Input should be", "must be")
-        rule = "there is no such option" if detail["type"] == "extra_forbidden" else rule
+        rule = {"extra_forbidden": "there is no such option", "missing": "is missing"}.get(detail["type"], rule)
         got = "nothing" if detail["type"] == "missing" else format_value(detail["input"])
         found.append(Problem(f"{key}_options.{'.'.join(map(str, detail['loc']))}", rule, got, remedy))
     return found

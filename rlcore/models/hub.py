@@ -137,12 +137,13 @@ def no_progress_bars() -> Iterator[None]:
     from transformers import modeling_gguf_pytorch_utils as gguf_reader
     from transformers.utils import logging as transformers_logging
 
-    bar, gguf_reader.tqdm = gguf_reader.tqdm, transformers_logging.tqdm  # this one obeys the setting
+    reader = vars(gguf_reader)
+    bar, reader["tqdm"] = reader["tqdm"], transformers_logging.tqdm  # this one obeys the setting
     was_enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
-        gguf_reader.tqdm = bar
+        reader["tqdm"] = bar
         if was_enabled:
             transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]

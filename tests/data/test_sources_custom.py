@@ -14,7 +14,7 @@ from data.trial import first_row
 from rlcore.batching.prompts import read_prompts, read_solutions
 from rlcore.config import CustomData, FilterConfig, MixtureData, MixturePart, RewardConfig
 from rlcore.config.compose import load_config
-from rlcore.errors import DataError
+from rlcore.errors import ConfigError, DataError
 from rlcore.rollout.scoring import ScoringPool
 
 TIMES = CustomData(train_size=200, validation_size=20)
