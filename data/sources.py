@@ -24,7 +24,7 @@ from data.schema import (
 )
 from rlcore.config.base import expand_path
 from rlcore.config.data import CustomData, MappedData, ParquetData, scorer_of_row
-from rlcore.errors import MODULE_REMEDY, DataError
+from rlcore.errors import MODULE_REMEDY, ConfigError, DataError
 from rlcore.storage.documents import sha256_of
 from rlcore.user_code import code_for
 
@@ -154,13 +154,13 @@ def _mapped_rows(settings: MappedData, split: str) -> Iterator[Row]:
 
 
 def build_function(settings: CustomData) -> Callable[[CustomData, int], object]:
-    """Return the function that `data.build` names. Raises DataError if there is no such function."""
+    """Return the function that `data.build` names. Raises ConfigError if there is no such function."""
     try:
         function: object = resolve_name(settings.build)
         if not callable(function):
             raise TypeError(f"{type(function).__name__} is no function")
     except Exception as error:  # importing a user's module can raise anything
-        raise DataError(
+        raise ConfigError(
             f"data.build: must name a function as module:function, got {settings.build!r} "
             f"({type(error).__name__}: {error}). {MODULE_REMEDY}."
         ) from error
@@ -168,7 +168,7 @@ def build_function(settings: CustomData) -> Callable[[CustomData, int], object]:
 
 
 def build_custom(settings: CustomData, seed: int) -> TaskRows:
-    """Call the user's function. Raises DataError if there is no such function or it does not return TaskRows."""
+    """Call the user's function. Raises DataError if it does not return TaskRows."""
     rows = build_function(settings)(settings, seed)
     if not isinstance(rows, TaskRows):
         raise DataError(f"data.build: {settings.build} must return data.rows.TaskRows, got {type(rows).__name__}")

@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from prefect.artifacts import LinkArtifact, MarkdownArtifact, ProgressArtifact, TableArtifact
@@ -89,13 +90,15 @@ def show_latest_validation(run: OpenRun, step: int, summary: Mapping[str, float]
     known = run.prefect_view.validations
     known[step] = summary
     shown = sorted(known)[:1] + sorted(known)[1:][-(NUM_VALIDATIONS - 1) :]
-    rows = _rows({f"step {step}": known[step] for step in shown})
+    rows = _rows({f"step {step}": known[step] for step in reversed(shown)})
     _update(run, "latest-validation", f"{run.run_id} at step {step}", lambda: json.dumps(rows), "table")
 
 
 def show_summary(run: OpenRun, now: str) -> None:
     """Show the run's progress (`now`) and the link to its MLflow page."""
     page = f"[{run.run_id} in MLflow]({run.prefect_view.mlflow_page})" if run.prefect_view.mlflow_page else ""
+    if not page and run.config.tracking.enabled:
+        page = f"`millrace ui --root {quote(str(run.layout.root))}` serves the run's MLflow page."
     text = "\n\n".join(part for part in (f"## {run.run_id}", now, page) if part)
     _update(run, "summary", f"{run.run_id}: progress", lambda: text)
 

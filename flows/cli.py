@@ -40,20 +40,32 @@ EXPECTED_OS_ERRORS = frozenset({
 """The file errors that are reported without a traceback. The message names the file."""
 INTERRUPTED = "interrupted; the same command resumes"
 
-COMMANDS: dict[str, Callable[..., None]] = {
-    "run": run.run, "sft": run.sft, "train": run.train, "sweep": sweep, "validate": run.validate, "eval": run.evaluate,
-    "report": run.report, "checkpoints": checkpoints, "runs": runs.runs, "logs": runs.logs, "stop": runs.stop,
-    "doctor": stack.doctor, "new": new, "rollouts": rollouts, "audit": audit,
-    "compare": tracking.compare, "sync": tracking.sync, "ui": tracking.ui, "slots": runs.slots,
-    "up": stack.up, "deploy": stack.deploy, "down": stack.down, "status": stack.status, "metrics": stack.metrics,
+COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
+    "Run": {
+        "run": run.run, "sft": run.sft, "train": run.train, "sweep": sweep, "validate": run.validate,
+        "eval": run.evaluate,
+    },
+    "Look at results": {
+        "runs": runs.runs, "logs": runs.logs, "checkpoints": checkpoints, "rollouts": rollouts, "audit": audit,
+        "report": run.report, "compare": tracking.compare, "ui": tracking.ui, "sync": tracking.sync,
+    },
+    "Write and check": {"new": new, "doctor": stack.doctor},
+    "Operate": {
+        "stop": runs.stop, "slots": runs.slots, "up": stack.up, "down": stack.down, "status": stack.status,
+        "deploy": stack.deploy, "metrics": stack.metrics,
+    },
 }  # fmt: skip
-DATA_COMMANDS: dict[str, Callable[..., None]] = {"make": data.make, "pass-rates": data.pass_rates}
+DATA_COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
+    "Commands": {"make": data.make, "pass-rates": data.pass_rates}
+}
 app = command_group(
     COMMANDS,
     "Experiments in reinforcement learning of language models: data, training, validation and report as one run.",
     pretty_exceptions_enable=False,
 )
-app.add_typer(command_group(DATA_COMMANDS, "Make datasets, and measure them."), name="data")
+app.add_typer(
+    command_group(DATA_COMMANDS, "Make datasets, and measure them."), name="data", rich_help_panel="Write and check"
+)
 
 
 def _show_version(requested: bool) -> None:
@@ -119,7 +131,7 @@ def run_and_exit(command: Callable[[], object]) -> NoReturn:
 
     atexit.register(end)  # the first handler registered runs last
     codes.append(exit_code(command))
-    if (url := os.environ.get("PREFECT_API_URL")) and "prefect" in sys.modules:
+    if (url := os.environ.get("PREFECT_API_URL")) and "flows.tasks" in sys.modules:  # a flow ran
         from flows.server.api import is_reachable
 
         if not is_reachable(url):  # Prefect's exit handlers would wait for the server

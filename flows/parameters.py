@@ -38,7 +38,6 @@ Count = Annotated[int | None, Field(ge=1)]
 Steps = Annotated[int | None, Field(ge=0)]
 Positive = Annotated[float | None, Field(gt=0)]
 Root = str | None
-MLFLOW_PAGE = "MILLRACE_MLFLOW_PAGE"  # environment variable of flows under a stack: address of its MLflow server
 
 FIELDS = {
     "seed": "seed",

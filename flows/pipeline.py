@@ -71,7 +71,7 @@ def pipeline(
     """Run an experiment from its dataset to its report. Finished stages are skipped.
 
     Args:
-        experiment: A name in conf/experiment, or the path of a file on the worker's machine. The default is none.
+        experiment: A name in conf/experiment, or the path of a file on the worker's machine.
         overrides: Settings as on the command line, such as algo.clip_high=0.28.
         seed: The seed of the initial weights, the order of prompts and every sampled token. data.seed fixes the rows.
         total_steps: The number of training steps. A step samples, scores and trains on one batch of prompts. With 0,
@@ -126,7 +126,7 @@ def report(
     """Write the report of a run as one HTML file and as JSON. The run may still be unfinished.
 
     Args:
-        experiment: A name in conf/experiment, or the path of a file on the worker's machine. The default is none.
+        experiment: A name in conf/experiment, or the path of a file on the worker's machine.
         overrides: Settings as on the command line.
         seed: The seed of the run.
         root: The folder of datasets, models, runs and the MLflow store. The default is the worker's root.
@@ -150,7 +150,7 @@ def validate(
     """Evaluate the model before training, and one checkpoint of the run.
 
     Args:
-        experiment: A name in conf/experiment, or the path of a file on the worker's machine. The default is none.
+        experiment: A name in conf/experiment, or the path of a file on the worker's machine.
         overrides: Settings as on the command line, such as validation.samples_per_problem=8.
         seed: The seed of the run.
         checkpoint: start, last, best, a step, or the name of a checkpoint's folder, such as step-000040.

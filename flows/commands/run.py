@@ -29,6 +29,7 @@ from flows.commands.settings import (
     require_only_settings,
     root_in_overrides,
     show_settings,
+    show_wrong_settings,
     with_program_path,
 )
 from rlcore.errors import ConfigError
@@ -162,7 +163,12 @@ def _compose_and_plan(
     require_dry_run(as_json=as_json, dry_run=dry_run)
     if package is not None and cfg is None:
         raise ConfigError(f"--package: goes with --cfg job alone; got {package}. Add --cfg job")
-    composed = compose_arguments(settings, root, fork=fork, dry_run=dry_run or (cfg, info) != (None, None))
+    try:
+        composed = compose_arguments(settings, root, fork=fork, dry_run=dry_run or (cfg, info) != (None, None))
+    except ConfigError:
+        if cfg is not None:
+            show_wrong_settings(settings, root, package)
+        raise
     if (cfg, info) != (None, None):
         show_settings(composed, cfg, package, info)
         return None
@@ -277,6 +283,6 @@ def summary_lines(config: "RunConfig", result: "PipelineResult", api: "PrefectAp
     if api.home is None:
         return [*lines, f"  Prefect  {api.url.removesuffix('/api')}"]
     if api.home == root / "prefect":
-        return [*lines, f"  Prefect  {with_program_path(f'millrace up --root {quote(str(root))} --workers 0')}"]
+        return [*lines, f"  Prefect  {with_program_path(f'millrace up --root {quote(str(root))}')}"]
     server = with_program_path("prefect server start")
     return [*lines, f"  Prefect  PREFECT_HOME={quote(str(api.home))} {server}"]

@@ -54,6 +54,16 @@ class CommandGroup(TyperGroup):
         ctx.meta.setdefault(WORDS, list(args))
         return super().parse_args(ctx, args or ["--help"])
 
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands by section, with the whole first sentence of each help."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for name, command in self.commands.items():
+            summary = command.get_short_help_str(limit=1_000)
+            sections.setdefault(str(getattr(command, "rich_help_panel", "Commands")), []).append((name, summary))
+        for title, rows in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Find the command by typer's rules, check its arguments, and translate `paths.root=DIR` to `--root`."""
         name, command, words = super().resolve_command(ctx, args)
@@ -89,14 +99,16 @@ def _usage_error(error: Any) -> ConfigError:
     return settings_error([Problem(place.replace("'", ""), rule[0].lower() + rule[1:], got, remedy)])
 
 
-def command_group(commands: Mapping[str, Callable[..., None]], description: str, **more: Any) -> typer.Typer:
-    """Return a group of the commands, by name. The help of a command is its docstring up to `Raises:`. The lines of its
-    examples are not wrapped."""
+def command_group(
+    sections: Mapping[str, Mapping[str, Callable[..., None]]], description: str, **more: Any
+) -> typer.Typer:
+    """Return a group of commands by section of its help and name. The help of a command is its docstring up to
+    `Raises:`. The lines of its examples are not wrapped."""
     group = typer.Typer(cls=CommandGroup, help=description, rich_markup_mode=None, **more)
-    for name, command in commands.items():
+    for section, name, command in ((section, *one) for section, each in sections.items() for one in each.items()):
         text = inspect.cleandoc(command.__doc__ or "").partition("\n\nRaises:")[0]
         short, _, examples = text.partition("\n\nExamples:\n")
-        group.command(name, help=short, epilog=f"\b\nExamples:\n{examples}")(command)
+        group.command(name, help=short, epilog=f"\b\nExamples:\n{examples}", rich_help_panel=section)(command)
     return group
 
 
@@ -242,6 +254,18 @@ def compose_arguments(
         composed = compose_fork(given, fork, root_in_overrides(given), dry_run=dry_run)
     print_warnings(composed.unused_settings())
     return composed
+
+
+def show_wrong_settings(settings: Sequence[str] | None, root: Path | None, package: str | None) -> None:
+    """Print settings that have problems as YAML. Nothing is printed if their experiment is unknown."""
+    from flows.parameters import RunSettings, all_overrides
+    from rlcore.config.compose import compose
+
+    given = all_overrides(settings, root=root)
+    found = compose(given)
+    if all(problem.key != "experiment" for problem in found.problems):
+        print("# A value of the wrong type or range is replaced by its default. The problems follow.")
+        show_settings(RunSettings(found.config, tuple(given)), "job", package, None)
 
 
 def print_warnings(lines: Iterable[str]) -> None:

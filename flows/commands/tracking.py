@@ -44,21 +44,25 @@ def compare(
     print("\n".join(comparison.statements))
     print(f"\n  HTML      {comparison.html}\n  JSON      {comparison.json}")
     if comparison.mlflow_page:
-        page, table = (reachable_url(each, root) for each in (comparison.mlflow_page, comparison.mlflow_table))
-        print(f"  MLflow    {page.splitlines()[0]}\n  Table     {table}")
+        page, table = reachable_urls(root, comparison.mlflow_page, comparison.mlflow_table)
+        print(f"  MLflow    {page}\n  Table     {table}")
 
 
-def reachable_url(page: str, root: Path) -> str:
-    """Return the address of an MLflow page. If its local server is down, append the command that starts the server."""
+def reachable_urls(root: Path, *pages: str) -> list[str]:
+    """Return the addresses of MLflow pages of one store at its server. If the local server is down, append the command
+    that starts it on a free port to the last address."""
+    from flows.stack.services import free_port, is_free_port
     from rlcore.tracking.mlflow_store import LOCAL_UI
 
-    if not page.startswith(LOCAL_UI):
-        return page
+    if not pages[0].startswith(LOCAL_UI):
+        return [*pages]
+    address, _, port = LOCAL_UI.rpartition(":")
+    number = int(port) if is_free_port(int(port)) else free_port()
     running = _running_mlflow(root)
-    if running is not None:
-        return page.replace(LOCAL_UI, running.url, 1)
-    port = LOCAL_UI.rpartition(":")[2]
-    return f"{page}\n            after {with_program_path(f'millrace ui --root {quote(str(root))} --port {port}')}"
+    server = f"{address}:{number}" if running is None else running.url
+    command = with_program_path(f"millrace ui --root {quote(str(root))} --port {number}")
+    *others, last = (page.replace(LOCAL_UI, server, 1) for page in pages)
+    return [*others, last if running is not None else f"{last}\n            after {command}"]
 
 
 def _running_mlflow(root: Path) -> "Service | None":

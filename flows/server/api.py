@@ -22,7 +22,6 @@ from importlib.metadata import version
 from pathlib import Path
 from urllib.error import HTTPError
 
-from flows.parameters import MLFLOW_PAGE
 from flows.server.launch import log_tail, python_path, start_process
 from flows.stack.state import (
     CLIENT_LOGIN,
@@ -173,7 +172,6 @@ def running_prefect(root: Path) -> PrefectApi | None:
     if recorded is None or recorded.process() is None or not is_reachable(stack.prefect_api_url):
         return None
     os.environ |= {"PREFECT_API_URL": stack.prefect_api_url, CLIENT_LOGIN: root_login(root.resolve())}
-    os.environ.setdefault(MLFLOW_PAGE, stack.mlflow_url)
     return PrefectApi(stack.prefect_api_url, None)
 
 

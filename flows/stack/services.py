@@ -15,7 +15,6 @@ from pathlib import Path
 import psutil
 
 from flows import SOURCE_FOLDER
-from flows.parameters import MLFLOW_PAGE
 from flows.server.api import PREFECT_ENVIRONMENT
 from flows.server.launch import log_tail, python_path, start_process
 from flows.stack.state import (
@@ -133,7 +132,6 @@ def start_worker(root: Path, name: str, state: StackState) -> Service:
         "PREFECT_WORKER_WEBSERVER_PORT": str(port),
         # A flow that `millrace down` stops stays Running instead of Crashed, so the next `up` resumes it.
         "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR": "reschedule",
-        MLFLOW_PAGE: state.mlflow_url,
         STACK_ROOT: str(root),
     }
     log_of(root, FLOW_RUNS)

@@ -141,6 +141,14 @@ def default_mlflow_database(root: Path) -> str:
     return sqlite_address(root / "mlflow.db")
 
 
+def served_mlflow(uri: str, root: Path) -> str:
+    """Return the address of the stack's MLflow server, or '' if it is down or serves another store than `uri`."""
+    root = Path(os.environ.get(STACK_ROOT, root)).resolve()
+    service = read_stack(root).service("mlflow")
+    is_up = service is not None and service.process() is not None
+    return service.url if service is not None and is_up and uri == default_mlflow_database(root) else ""
+
+
 FLOW_RUN_ID = "PREFECT__FLOW_RUN_ID"
 """The environment variable with the id of the flow run, in a process that a worker has started."""
 FLOW_RUN_COMMAND = "-m prefect.engine"

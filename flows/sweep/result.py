@@ -17,8 +17,7 @@ from typing import Any
 from optuna.trial import FrozenTrial, TrialState
 from prefect.logging import get_run_logger
 
-from flows.commands.tracking import reachable_url
-from flows.parameters import MLFLOW_PAGE
+from flows.commands.tracking import reachable_urls
 from flows.sweep.points import members_of
 from flows.sweep.study import ERROR, RUNS, SETTINGS
 from flows.tasks import log_and_print
@@ -26,10 +25,11 @@ from rlcore.config.documents import experiment_text
 from rlcore.config.problems import override_value
 from rlcore.config.sweep import Sweep, format_point
 from rlcore.errors import is_stop
+from rlcore.score import HELD_OUT_REWARD
 from rlcore.storage.publish import write_json_atomically, write_text_atomically
 from rlcore.tracking.cost import GPU_SECONDS, gpu_seconds
 from rlcore.tracking.journal import JOURNAL_FILE
-from rlcore.tracking.mlflow_store import LOCAL_UI, NOTE_TAG, MlflowStore
+from rlcore.tracking.mlflow_store import NOTE_TAG, MlflowStore
 
 FORMAT_VERSION = 2
 SWEEP_FILE = "sweep.json"
@@ -246,7 +246,10 @@ def finish_mlflow_run(sweep: Sweep, result: SweepResult, about: str) -> None:
             if row["score"] is not None:
                 store.log_metrics(run, row["point"], {f"sweep/{metric}": row["score"]}, time.time())
         if result.best is not None:
-            store.log_metrics(run, 0, {f"best/{metric}": result.best["score"]}, time.time())
+            best = {f"best/{metric}": result.best["score"]}
+            # the column of the saved view
+            shown = {HELD_OUT_REWARD: result.best["score"]} if metric.startswith("reward/mean") else {}
+            store.log_metrics(run, 0, best | shown, time.time())
         runs = {Path(one["run_dir"]) for row in result.points for one in row["runs"]}
         if costs := [cost for run_dir in runs if (cost := gpu_seconds(run_dir / JOURNAL_FILE)) is not None]:
             store.log_metrics(run, 0, {GPU_SECONDS: sum(costs)}, time.time())
@@ -255,8 +258,7 @@ def finish_mlflow_run(sweep: Sweep, result: SweepResult, about: str) -> None:
                 store.client.log_artifact(run, str(file), "sweep")
         store.set_tags(run, {NOTE_TAG: about})
         store.set_status(run, "FAILED" if result.failed else "FINISHED")
-        page = store.run_url(run, os.environ.get(MLFLOW_PAGE) or LOCAL_UI)
-        log_and_print(f"in MLflow: {reachable_url(page, result.folder.parent.parent)}")
+        log_and_print(f"in MLflow: {reachable_urls(result.folder.parent.parent, store.run_url(run))[0]}")
 
 
 def _store(sweep: Sweep) -> MlflowStore:

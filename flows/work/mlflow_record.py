@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from data.tasks import StageResult
-from flows.parameters import MLFLOW_PAGE
+from flows.stack.state import served_mlflow
 from flows.stages.export import ExportedWeights
 from flows.stages.report import ReportPage, report_fingerprint
 from flows.stages.train import DIFF_FILE
-from flows.work.open_run import OpenRun
+from flows.work.open_run import OpenRun, has_untrained_steps
 from rlcore.checkpoint.catalog import scan
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import RUN_FILE, fingerprint, settings_fingerprint
@@ -116,7 +116,7 @@ def log_run_page(
     """
     tags = lineage_tags(run.config, stage="train", run_id=run.run_id, prefect=prefect)
     page = ensure_mlflow_run(run.layout.run_dir, run.config, tags)
-    known = with_page_address(MlflowContents.read(run.layout), page)
+    known = with_page_address(MlflowContents.read(run.layout), page, run.layout.root)
     run.prefect_view.mlflow_page = known.url  # for the link in Prefect
     if rows is not None:
         log_start(run, page, tags, *rows)
@@ -130,12 +130,12 @@ def log_run_page(
     return known.write(run.layout)
 
 
-def with_page_address(known: MlflowContents, page: MlflowRun) -> MlflowContents:
-    """Return the record with the current address of the MLflow page, which a resumed run may have changed."""
-    stack = os.environ.get(MLFLOW_PAGE)
-    url = page.store.run_url(page.id, stack) if stack else page.store.run_url(page.id)
-    ui_command = "" if stack else page.store.ui_command() or ""
-    return replace(known, mlflow_run_id=page.id, url=url, ui_command=ui_command)
+def with_page_address(known: MlflowContents, page: MlflowRun, root: Path) -> MlflowContents:
+    """Return the record with the current address of the page, or with '' if no server serves its store. A resumed run
+    may have changed the address."""
+    ui_command, stack = page.store.ui_command() or "", served_mlflow(page.store.uri, root)
+    url = page.store.run_url(page.id, stack) if stack or not ui_command else ""
+    return replace(known, mlflow_run_id=page.id, url=url, ui_command="" if url else ui_command)
 
 
 def log_start(
@@ -150,7 +150,7 @@ def log_start(
     described = environment_facts(run_versions(config.runtime.python))
     facts = {f"env.{name}": value for name, value in described.items()}
     store.set_tags(mlflow_run, {**facts, **tags, "code_fingerprint": code_for_run(config).fingerprint})
-    store.log_params(mlflow_run, config.model_dump(mode="json"))
+    store.log_params(mlflow_run, run.origin.settings.model_dump(mode="json"))  # as the trainer has them
     store.client.log_text(mlflow_run, _masked(to_yaml(run.origin.settings)), "config/settings.yaml")
     store.client.log_artifacts(mlflow_run, str(layout.code), "lineage/code")
     if diff := code_diff():
@@ -191,6 +191,8 @@ def log_result(run: OpenRun, page: MlflowRun, report: ReportPage | None) -> None
         table = planned_pass_rates(run.config, RunInputs.read(layout).filtered_directory) / TABLE
         store.client.log_artifact(mlflow_run, str(table), "pass_rates")
     store.set_tags(mlflow_run, {NOTE_TAG: summary_markdown(layout.run_dir)})
+    if store.client.get_run(mlflow_run).info.status == "KILLED" and not has_untrained_steps(layout.run_dir):
+        store.set_status(mlflow_run, "FINISHED")  # an earlier call was stopped after the last step
 
 
 def log_responses(page: MlflowRun, run_dir: Path) -> None:
@@ -256,10 +258,12 @@ class MlflowRecord:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Cancel pending requests. The interpreter waits for a running request before it ends.
 
-        If an error ended the run before its first step, write its final status, because no journal reports its end.
+        If an error ended the run before its first step or after its last one, write its final status, because no
+        journal reports that end.
         """
-        run = self._run
-        if error is not None and run.config.tracking.enabled and not read_attempts(run.layout.run_dir):
+        run, begun = self._run, bool(read_attempts(self._run.layout.run_dir))
+        is_trained = begun and not has_untrained_steps(run.layout.run_dir)
+        if error is not None and run.config.tracking.enabled and (is_trained or not begun):
             status: FinalStatus = "KILLED" if is_stop(error) else "FAILED"
 
             def end() -> None:

@@ -214,14 +214,23 @@ def record_stop_request(run_dir: Path, worker: Holder) -> None:
     write_json_atomically(run_dir / STOP_FILE, request)
 
 
+def has_untrained_steps(run_dir: Path) -> bool:
+    """Return whether the run's last attempt is absent or has not finished."""
+    attempts = read_attempts(run_dir)
+    end = attempts[-1][1] if attempts else None
+    return end is None or end.status != "FINISHED"
+
+
 @contextmanager
 def _record_early_end(run_dir: Path) -> Iterator[None]:
-    """Record the failure or stop of a run if the `with` block ends before the trainer has begun."""
+    """Record the failure or stop of a run before the trainer has begun, and a stop after the last step."""
     began = time.time()
     try:
         yield
+        if not has_untrained_steps(run_dir):
+            (run_dir / STOP_FILE).unlink(missing_ok=True)  # the request ended an earlier call
     except BaseException as error:
-        if not read_attempts(run_dir):
+        if not read_attempts(run_dir) or (is_stop(error) and not has_untrained_steps(run_dir)):
             with suppress(MillraceError, OSError):  # the error that ends the block matters more
                 if is_stop(error):
                     record_stop_request(run_dir, Holder.me())

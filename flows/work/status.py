@@ -143,7 +143,10 @@ def _state(run_dir: Path, pause: str) -> tuple[State, str]:
         if status is None:
             return "not begun", ""
     if status == "FINISHED":
-        return "finished", ""
+        stopped_at = _read_json(run_dir / STOP_FILE).get("time")
+        if end is None or not isinstance(stopped_at, int | float) or stopped_at <= end.time:
+            return "finished", ""
+        return "stopped", f"all steps are trained, and results are missing; {resume_hint(run_dir)}"
     if status == "KILLED":
         return "stopped", resume_hint(run_dir)
     why = f"{failures[-1]}: {failures[-1].message.partition(chr(10))[0]}" if failures else ""

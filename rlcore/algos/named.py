@@ -8,6 +8,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from pydantic import ConfigDict, ValidationError, create_model
 
+from rlcore.config.problems import Problem, format_value, settings_error
 from rlcore.errors import ConfigError
 
 R = TypeVar("R")
@@ -18,15 +19,16 @@ def find_function(key: str, name: str, known: Mapping[str, str]) -> Callable[...
     """Return the function of a short name in `known`, or of a custom `module:function`. Raises ConfigError, which names
     the setting `key`, if there is no such function."""
     module_name, colon, attribute = known.get(name, name).partition(":")
-    remedy = f"use one of {', '.join(sorted(known))}, or a custom `module:function`"
+    rule = f"{key}: must name a function as module:function, got {name!r}"
+    remedy = f"Use one of {', '.join(sorted(known))}, or a custom `module:function`"
     if not (colon and module_name and attribute):
-        raise ConfigError(f"{key}: there is no {name!r}; {remedy}")
+        raise ConfigError(f"{rule}. {remedy}")
     try:
         function = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{key}: {name!r} cannot be imported ({error}); {remedy}") from error
+        raise ConfigError(f"{rule} ({type(error).__name__}: {error}). {remedy}") from error
     if not callable(function):
-        raise ConfigError(f"{key}: {name!r} is a {type(function).__name__}, not a function; {remedy}")
+        raise ConfigError(f"{rule} (a {type(function).__name__}, not a function). {remedy}")
     found: Callable[..., Any] = function
     return found
 
@@ -64,16 +66,16 @@ def _own_arguments(
     try:
         found = model.model_validate(dict(options))
     except ValidationError as error:
-        raise ConfigError(_wrong_options(function, key, error, list(fields))) from error
+        raise settings_error(_wrong_options(function, key, error, list(fields))) from error
     return frozenset(declared).intersection(given), {word: getattr(found, word) for word in fields}
 
 
-def _wrong_options(function: Callable[..., Any], key: str, error: ValidationError, known: list[str]) -> str:
-    lines = []
+def _wrong_options(function: Callable[..., Any], key: str, error: ValidationError, known: list[str]) -> list[Problem]:
+    remedy = f"{getattr(function, '__name__', 'it')} has {', '.join(known) or 'no options'}"
+    found = []
     for detail in error.errors():
         rule = detail["msg"].replace("Input should be", "must be")
-        got = "" if detail["type"] == "missing" else f"; got {detail['input']!r}"
-        rule = "there is no such option" if detail["type"] == "extra_forbidden" else rule
-        lines.append(f"{key}_options.{'.'.join(map(str, detail['loc']))}: {rule}{got}")
-    name = getattr(function, "__name__", "it")
-    return f"{'. '.join(lines)}. {name} has {', '.join(known) or 'no options'}"
+        rule = {"extra_forbidden": "there is no such option", "missing": "is missing"}.get(detail["type"], rule)
+        got = "nothing" if detail["type"] == "missing" else format_value(detail["input"])
+        found.append(Problem(f"{key}_options.{'.'.join(map(str, detail['loc']))}", rule, got, remedy))
+    return found

@@ -185,7 +185,12 @@ class OverlongConfig(Section):
     buffer_tokens: Annotated[
         int,
         EffectiveWhen(".enabled"),
-        Bound("be at most", "rollout.max_response_tokens", "Lower it", only_with="algo.overlong.enabled"),
+        Bound(
+            "be at most",
+            "rollout.max_response_tokens",
+            "Add algo.overlong.buffer_tokens=N, such as a quarter of the limit",
+            only_with="algo.overlong.enabled",
+        ),
     ] = Field(default=128, ge=1)
     """The number of tokens before the length limit over which the penalty grows."""
     penalty: Annotated[float, EffectiveWhen(".enabled")] = Field(default=1.0, ge=0)

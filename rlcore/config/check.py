@@ -16,7 +16,15 @@ from yaml import YAMLError
 from rlcore.config.base import FILE_ENDINGS, covers, expand_path, group_members, keys_of, leaves, member_file
 from rlcore.config.data import TASKS, CountdownData, FilterConfig, MappedData, MixtureData, ParquetData, TaskData
 from rlcore.config.model import WarmStartConfig
-from rlcore.config.problems import Findings, Problem, did_you_mean, format_value, nearest, settings_error
+from rlcore.config.problems import (
+    Findings,
+    Problem,
+    did_you_mean,
+    foreign_key_hint,
+    format_value,
+    nearest,
+    settings_error,
+)
 from rlcore.config.rollout import EpisodeConfig, SuiteConfig, ValidationConfig
 from rlcore.config.rules import broken_rules
 from rlcore.config.run import RunConfig, all_keys, free_mappings, section_names
@@ -198,15 +206,17 @@ def _list_problem(key: str, inside: Sequence[int | str], detail: ErrorDetails, g
 
 
 def _add_unknown(name: str, value: Any, settings: Mapping[str, Any], findings: Findings, *, in_files: bool) -> None:
-    got = format_value(value) + (" from a settings file" if in_files else "")
+    file = findings.sources.get(name) or findings.sources.get(name.partition(".")[0], "a settings file")
+    got = format_value(value) + (f" from {file}" if in_files else "")
     owners = [task for task, section in TASKS.items() if name.removeprefix("data.") in section.model_fields]
     if name.startswith("data.") and owners:
         task = settings["data"].get("task", CountdownData().task)
         rule = f"is a setting of task {' or '.join(owners)}, and the task is {task}"
         findings.add(Problem(name, rule, got, f"Leave it out, or add data={owners[0]}"))
         return
-    proposal = nearest(name, all_keys())
-    remedy = f"Did you mean {proposal}?" if proposal else "docs/settings.md lists every key"
+    hint = foreign_key_hint(name)
+    proposal = None if hint else nearest(name, all_keys())
+    remedy = f"Did you mean {proposal}?" if proposal else hint or "docs/settings.md lists every key"
     # The value of the right key is unknown, so rules about it would mislead.
     findings.add(Problem(name, "there is no such setting", got, remedy), name, *([proposal] if proposal else []))
 

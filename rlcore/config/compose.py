@@ -38,7 +38,15 @@ from rlcore.config.algo import CriticConfig
 from rlcore.config.base import FILE_ENDINGS, conf_dirs, group_members, leaves, member_file
 from rlcore.config.check import ValueOverride, as_plain, read_yaml, validate_settings
 from rlcore.config.data import TASKS
-from rlcore.config.problems import Findings, Problem, did_you_mean, format_value, nearest, settings_error
+from rlcore.config.problems import (
+    Findings,
+    Problem,
+    did_you_mean,
+    foreign_key_hint,
+    format_value,
+    nearest,
+    settings_error,
+)
 from rlcore.config.rules import unused_settings
 from rlcore.config.run import RunConfig, all_keys
 
@@ -106,7 +114,9 @@ def compose(overrides: Sequence[str], *, experiment: str | None = None) -> Compo
     files = [] if request.experiment is None else _experiment_files(request.experiment, findings)
     chosen = {**(files[-1].members if files else {}), **request.choices}
     settings, members = _compose_groups(chosen, findings)
+    findings.sources |= {group: f"conf/{group}/{member}.yaml" for group, member in members.items()}
     for file in files:
+        findings.sources |= dict.fromkeys(leaves(file.keys), file.name)
         own = {
             group: member
             for group, member in _compose_groups(file.members, findings)[1].items()
@@ -216,7 +226,8 @@ def _parse_override(parser: OverridesParser, text: str) -> Override | Problem:
         rule = "is a sweep over several values, and this is one run"
         return Problem(key, rule, repr(text), "Give one value; a list is written key=[a,b]")
     groups = (*GROUPS, "experiment")
-    if key not in (*groups, *RunConfig.model_fields) and nearest(key, [*groups, *all_keys()]) in groups:
+    is_known = key in (*groups, *RunConfig.model_fields) or bool(foreign_key_hint(key))
+    if not is_known and nearest(key, [*groups, *all_keys()]) in groups:
         remedy = f"Did you mean {nearest(key, groups)}={text.partition('=')[2]}?"
         return Problem(key, "there is no such setting", repr(text), remedy)
     if key == "data.task":
@@ -298,7 +309,13 @@ def _unknown_member_remedy(group: str, member: Any) -> str | None:
     if group not in groups:
         return f"{did_you_mean(group, groups)}There are {', '.join(groups)}"
     members = group_members(group)
-    return None if member in members else f"{did_you_mean(str(member), members)}There are {', '.join(members)}"
+    if member in members:
+        return None
+    is_here = Path("conf", group, f"{member}.yaml").is_file()
+    hint = (
+        f"Add --config-dir conf, which has {group}/{member}.yaml. " if is_here else did_you_mean(str(member), members)
+    )
+    return f"{hint}There are {', '.join(members)}"
 
 
 def _compose_groups(chosen: Mapping[str, str], findings: Findings) -> tuple[dict[str, Any], Mapping[str, str]]:

@@ -4,8 +4,10 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
+from functools import cache
 from typing import Any
 
+from rlcore import SOURCE_FOLDER
 from rlcore.errors import ConfigError
 
 _MAX_VALUE_CHARS = 60
@@ -13,6 +15,7 @@ _PLAIN = re.compile(r"[A-Za-z_/][\w.\-/]*", re.ASCII)
 _WORDS_OF_YAML = frozenset({"true", "false", "null", "nan", "inf", "yes", "no", "on", "off"})
 # Below this similarity a proposal confuses: "trainer.totl_steps" reaches 0.95, unrelated keys 0.4.
 _MIN_SIMILARITY = 0.6
+FOREIGN_PAGE = "docs/from-verl-and-trl.md"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,8 @@ class Findings:
 
     problems: list[Problem] = field(default_factory=list)
     unreliable: set[str] = field(default_factory=set)
+    sources: dict[str, str] = field(default_factory=dict)
+    """The file that sets a key, by dotted key, and the file of each group's member, by group."""
 
     def add(self, problem: Problem, *unsound: str) -> None:
         """Add a problem once. `unsound`: the keys that become unreliable, by default the key of the problem."""
@@ -95,6 +100,31 @@ def nearest(wrong: str, candidates: Iterable[str]) -> str | None:
         if likeness > best_likeness:
             best, best_likeness = candidate, likeness
     return best
+
+
+@cache
+def _foreign_keys() -> dict[str, str]:
+    """Return the settings that correspond to keys of verl and TRL, read from the tables of `FOREIGN_PAGE`. The result
+    is empty for a package without the documentation."""
+    page, found = SOURCE_FOLDER / FOREIGN_PAGE, dict[str, str]()
+    rows = re.findall(r"^\| (`.*?) \| (.*?) \| (.*?) ?\|$", page.read_text("utf-8") if page.is_file() else "", re.M)
+    for keys, settings, note in rows:
+        first = ""
+        for key in re.findall(r"`([\w.]+)", keys):
+            first = f"{first.rpartition('.')[0]}{key}" if key.startswith(".") else key
+            found[first] = ", ".join(filter(None, [settings, note])).replace("`", "")
+    return found
+
+
+def foreign_key_hint(key: str) -> str:
+    """Return the settings that correspond to a key of verl or TRL, or ''. The beginning of verl's key may be missing.
+
+    >>> foreign_key_hint("num_generations")
+    'From verl or TRL: rollout.samples_per_prompt (docs/from-verl-and-trl.md)'
+    """
+    known = _foreign_keys()
+    longer = next((each for each in known if each.endswith(f".{key}")), "")
+    return f"From verl or TRL: {found} ({FOREIGN_PAGE})" if (found := known.get(key) or known.get(longer)) else ""
 
 
 def did_you_mean(wrong: str, candidates: Iterable[str]) -> str:

@@ -208,7 +208,7 @@ _WORDS = tuple(name.rpartition(".")[2] for name, _ in keys_of(SweepSpec)) + tupl
 MAX_POINTS = 10_000
 NOT_SWEPT = {
     "seed": "Write the seeds as seeds: [1, 2]",
-    "experiment": "A sweep varies one experiment; write a sweep for each",
+    "experiment": "A sweep varies one experiment; run each by itself, then millrace compare RUN RUN",
     "name": "It names a run and changes nothing of it",
     "run_id": "It names a run and changes nothing of it",
     "tags": "They label a run and change nothing of it",
@@ -376,13 +376,12 @@ def _key_problems(spec: SweepSpec, shared: Sequence[str]) -> Iterable[Problem]:
     """Check that each key of the sweep is allowed, and is not also set for all points."""
     keys = dict.fromkeys([*(spec.grid or ()), *(key for point in spec.list or () for key in point), *spec.space])
     for key in keys:
-        owner = key.partition(".")[0]
-        name = f"{spec.searches[0]}.{key}"
+        owner, got = key.partition(".")[0], f"{key} in {spec.searches[0]}"
         if owner in NOT_SWEPT:
-            yield Problem(name, "cannot be swept", key, NOT_SWEPT[owner])
+            yield Problem(key, "cannot be swept", got, NOT_SWEPT[owner])
         elif not (key in GROUPS or is_key(key) or key in section_names()):
             remedy = f"{did_you_mean(key, [*all_keys(), *GROUPS])}docs/settings.md lists every key"
-            yield Problem(name, "there is no such setting", key, remedy)
+            yield Problem(key, "there is no such setting", got, remedy)
     for key in map(_key, shared):
         if key in keys:
             yield Problem(key, "is swept, and given for all points", key, "Keep one")

@@ -132,13 +132,17 @@ def read_pretrained(path: str, what: str, read: Callable[..., T]) -> T:
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Disable the progress bars of transformers inside the `with` block."""
+    """Disable the progress bars of transformers inside the `with` block, also that of its reader of GGUF files."""
+    from transformers import modeling_gguf_pytorch_utils as gguf_reader
     from transformers.utils import logging as transformers_logging
 
+    reader = vars(gguf_reader)
+    bar, reader["tqdm"] = reader["tqdm"], transformers_logging.tqdm  # this one obeys the setting
     was_enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
+        reader["tqdm"] = bar
         if was_enabled:
             transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -9,6 +9,8 @@ import numpy as np
 from pydantic import JsonValue
 from scipy.special import stdtrit
 
+from rlcore.config.base import covers
+from rlcore.config.fingerprint import fixed_settings
 from rlcore.config.problems import mask_secrets, plain_text
 from rlcore.evaluation.stats import Interval
 from rlcore.report.document import NO_VALUE, Cell, Finding, Row, Table, Tile, fixed, signed_interval, table
@@ -20,6 +22,11 @@ from rlcore.report.run_sections import algorithm_of, describe_setting, settings_
 MIN_RUNS = 2
 LABELS = ("name", "run_id", "tags", "paths", "tracking")
 """The settings that name a run or its location. They are not compared."""
+OF_THE_SCORE = (
+    "trainer.total_steps",
+    *(f"validation.{key}" for key in ("max_problems", "samples_per_problem", "sampling")),
+)
+"""The settings that a resume may change, but that the last held-out reward depends on."""
 MAX_KEYS_IN_A_LABEL = 2
 CODE = "code"
 """The name of the run's stage (`Origin`) that holds the fingerprint of the user's code."""
@@ -54,10 +61,13 @@ def differing_settings(runs: Sequence[RunRecord]) -> dict[str, tuple[JsonValue, 
 
 
 def groups_of(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
-    """Group the runs that differ only in their seed. The groups are in the order of their first runs.
+    """Group runs that differ only by their seed and by settings that a resume may change, in the order of the first
+    run of each group.
 
-    The label of a group is one or two differing settings. If more settings differ, the label is a run's name or id."""
-    differing = {key: row for key, row in differing_settings(runs).items() if key != "seed"}
+    The label of a group is one or two differing settings. If more settings differ, the label is a run's name or id.
+    """
+    fixed = {CODE, *OF_THE_SCORE}.union(*(fixed_settings(run.config) for run in runs)) - {"seed"}
+    differing = {key: row for key, row in differing_settings(runs).items() if any(covers(name, key) for name in fixed)}
     members: dict[str, list[int]] = {}
     for place in range(len(runs)):
         members.setdefault(json.dumps([row[place] for row in differing.values()]), []).append(place)
@@ -217,7 +227,8 @@ def settings_table(runs: Runs) -> Table:
         )
         for key, row in differing.items()
     ]
-    note = "All other settings are equal; names, tags, paths and tracking are not compared."
+    note = "All other settings are equal; names, tags, paths and tracking are not compared. "
+    note += "Settings that a resume may change, such as runtime.*, do not separate groups."
     return table("settings", "Settings that differ",
                  {"Setting": "code", **dict.fromkeys(runs, "code"), "Meaning": "text"}, rows, note)  # fmt: skip
 

@@ -44,7 +44,7 @@ def settings_table(config: RunConfig) -> Table:
     rows = [
         (key, _cell(value), _cell(defaults[key]) if key in defaults else Cell("–"), describe_setting(key))
         for key, value in settings_of(config).items()
-        if defaults.get(key, ...) != value
+        if defaults.get(key, ...) != value and key != "paths.root"
     ]
     columns: dict[str, Kind] = {"Setting": "code", "Value": "code", "Default": "code", "Meaning": "text"}
     note = "`run.json` in the run's folder has all settings."

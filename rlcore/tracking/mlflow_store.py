@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 TRAINING_VIEW = "workflowType=machine_learning"
 """The query that selects the training view on a page of MLflow 3.17 instead of the GenAI view."""
 LOCAL_UI = "http://127.0.0.1:5000"
-"""The address of a sqlite store's pages while `millrace ui` or `millrace up` serves them."""
+"""The first part of the address of a sqlite store's pages as long as no server is known."""
 # MLflow's limits for parameters or tags of a request, and for characters of a value.
 MAX_BATCH = 100
 MAX_PARAM_CHARACTERS = 6_000

@@ -190,6 +190,9 @@ def test_unknown_key_is_reported_with_nearest(wrong, right):
         ("seed@x=1", "packages and group paths have no meaning here"),
         ("conf/seed=1", "packages and group paths have no meaning here"),
         ("hydra.run.dir=x", "there is no such setting"),
+        ("rollout.n=4", "got 4. From verl or TRL: rollout.samples_per_prompt (docs/from-verl-and-trl.md)"),
+        ("beta=0.1", "From verl or TRL: algo.kl.where=loss algo.kl.coef, beta=0 is algo.kl.where=off (docs"),
+        ("actor_rollout_ref.actor.clip_ratio_high=1", "From verl or TRL: algo.clip_low, algo.clip_high (docs"),
         ("~sed", "there is no such key to delete; got ~sed. Did you mean seed?"),
         ("~tags.owner", "there is no such key to delete; got ~tags.owner."),
         ("algo=grppo", "must name a file in conf/algo; got grppo. Did you mean grpo?"),
@@ -348,7 +351,7 @@ def test_mistakes_in_file_are_reported(own_conf):
     (own_conf / "mine.yaml").write_text("defaults: [debug, _self_]\ntrainer: {totl_steps: 5, batch_size: 0}\n")
     lines = problems("seed=x", experiment="mine")
     assert [line.partition(":")[0] for line in lines] == ["seed", "trainer.batch_size", "trainer.totl_steps"]
-    assert "got 5 from a settings file. Did you mean trainer.total_steps?" in lines[2]
+    assert "got 5 from experiment/mine.yaml. Did you mean trainer.total_steps?" in lines[2]
 
 
 def test_non_text_key_is_reported(own_conf):
@@ -382,6 +385,13 @@ def test_unknown_defaults_are_reported_with_known_ones(tmp_path, defaults, missi
     line = the_problem(experiment=str(file))
     assert line.startswith(f"experiment: its defaults must name files in conf/; got {missing} in {file}. {remedy}")
     assert "hydra" not in line
+
+
+def test_a_forgotten_config_dir_is_proposed(tmp_path, monkeypatch):
+    (tmp_path / "conf" / "data").mkdir(parents=True)
+    (tmp_path / "conf" / "data" / "mine.yaml").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert "got mine. Add --config-dir conf, which has data/mine.yaml. There are code, " in the_problem("data=mine")
 
 
 def test_composition_lists_files_and_members(own_conf):
@@ -440,7 +450,7 @@ def test_external_file_builds_on_relative_paths(tmp_path, monkeypatch):
     assert (config.name, config.seed, config.optim.lr, config.algo.advantage) == ("own", 5, 1e-5, "rloo")
     assert compose([], experiment=str(own)).files == ["experiment/debug.yaml", *map(str, (base, middle, own))]
     base.write_text("defaults: [debug, _self_]\nseed: 4\noptim: {lr: 2e-5, lrr: 1}\n")
-    assert "optim.lrr: there is no such setting; got 1 from a settings file" in the_problem(experiment=str(own))
+    assert f"optim.lrr: there is no such setting; got 1 from {base}" in the_problem(experiment=str(own))
     base.write_text("defaults: [_self_, debug]\noptim: {lr: 2e-5}\n")
     assert f"got _self_ before debug in {base}. Put _self_ behind debug" in the_problem(experiment=str(own))
 

@@ -83,10 +83,10 @@ def test_command_overrides_replace_file_overrides(tmp_path):
     ("grid: {optim.lr: [1e-3]}\nobjective: {metric: reward/mean_at_3}",
      "objective.metric: must be a metric of the validation; got reward/mean_at_3. Did you mean reward/mean_at_2?"),
     ("grid: {optim.lr: [1e-3]}\nobjective: {direction: up}", "objective.direction: must be 'maximize'"),
-    ("grid: {paths.root: [a, b]}", "grid.paths.root: cannot be swept"),
-    ("grid: {seed: [1, 2]}", "grid.seed: cannot be swept"),
-    ("grid: {experiment: [debug]}", "grid.experiment: cannot be swept"),
-    ("grid: {optim.lrr: [1]}", "grid.optim.lrr: there is no such setting; got optim.lrr. Did you mean optim.lr?"),
+    ("grid: {paths.root: [a, b]}", "paths.root: cannot be swept"),
+    ("grid: {seed: [1, 2]}", "seed: cannot be swept"),
+    ("grid: {experiment: [debug]}", "experiment: cannot be swept; got experiment in grid. A sweep varies one"),
+    ("grid: {optim.lrr: [1]}", "optim.lrr: there is no such setting; got optim.lrr in grid. Did you mean optim.lr?"),
     ("seed: 3\ngrid: {optim.lr: [1]}", "seed: a sweep has no such key; got 3. Did you mean seeds?"),
     ("grids: {optim.lr: [1]}", "grids: a sweep has no such key; got {optim.lr:[1]}. Did you mean"),
     ("optuna: {num_points: 2, space: {optim.lr: {low: 2, high: 1}}}", "optuna.space.optim.lr: low must be below"),
@@ -144,7 +144,7 @@ def test_mistakes_of_points_are_reported_once(mistakes):
         # then what is swept
         (
             "seeds: [1, 1]\noverrides: [optim.lr=1]\ngrid: {seed: [1], optim.lr: [], optim.lrr: [1]}",
-            ["grid.optim.lr", "grid.seed", "grid.optim.lrr", "optim.lr", "seeds"],
+            ["grid.optim.lr", "seed", "optim.lrr", "optim.lr", "seeds"],
         ),
         # then the settings of its points
         (

@@ -51,7 +51,7 @@ def test_rows_of_own_task_are_made(project: Path) -> None:
 
 def test_missing_function_is_reported_before_anything_is_made(project: Path) -> None:
     done = run(project, "run", "data.build=product:build", "data.scorer=products:score")
-    assert done.returncode != 0
+    assert done.returncode == 2
     assert "data.build: must name a function" in done.stderr
     assert "A module is found in the working directory" in done.stderr
     assert not (project / "artifacts").exists()

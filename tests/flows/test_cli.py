@@ -246,6 +246,9 @@ def test_the_composed_settings_are_printed(capsys: pytest.CaptureFixture[str]) -
     assert lines["experiment"] == "experiment/debug.yaml"
     assert {"data=countdown", "algo=rloo"} <= set(lines["groups"].split())
     assert lines["overrides"] == "experiment=debug algo=rloo seed=3"
+    code, said = run_command(capsys, "run", "experiment=debug", "algo=dapo", "--cfg", "job", "-p", "algo.overlong")
+    printed, _, problem = said.partition("algo.overlong.buffer_tokens: must be at most rollout.max_response_tokens")
+    assert (code, yaml.safe_load(printed)["buffer_tokens"], problem[:1]) == (2, 128, ";")
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,15 @@
 """The run's MLflow page."""
 
 import logging
+import os
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from data.tasks import StageResult
-from flows.parameters import MLFLOW_PAGE
+from flows.stack.state import Service, StackState, served_mlflow, write_stack
 from flows.stages.dataset import Dataset, Filter
 from flows.stages.export import ExportedWeights
 from flows.stages.report import ReportPage, report_fingerprint
@@ -16,6 +18,7 @@ from flows.work.mlflow_record import MlflowContents, MlflowRecord, models_digest
 from flows.work.open_run import OpenRun, open_run
 from rlcore.config.compose import load_config
 from rlcore.errors import ModelError, StopRequestedError
+from rlcore.storage.locks import start_time_of
 from rlcore.tracking.delivery import ensure_mlflow_run
 from rlcore.tracking.mlflow_store import MlflowStore
 from rlcore.user_code import code_for_run
@@ -50,14 +53,17 @@ def test_run_that_ends_before_its_first_step_has_final_status(
             ("training", "countdown filtered", filtered.fingerprint),
             ("validation", "countdown held-out", filtered.fingerprint),
         }
-        assert f"/runs/{known.mlflow_run_id}" in known.url
+        assert known.url == ""  # no server serves the store
         assert known.ui_command == f"mlflow ui --backend-store-uri sqlite:///{artifacts_root}/mlflow.db"
         assert run.prefect_view.mlflow_page == known.url
-    monkeypatch.setenv(MLFLOW_PAGE, "http://stack")
-    found = mlflow_record.with_page_address(
-        MlflowContents(settings="s"), ensure_mlflow_run(run.layout.run_dir, config, {})
-    )
-    assert (found.url.partition("/#")[0], found.ui_command) == ("http://stack", "")
+    me = Service("mlflow", os.getpid(), start_time_of(os.getpid()) or 0.0, 1, "http://stack", "", "")
+    write_stack(artifacts_root, StackState(services=(me,)))
+    page = ensure_mlflow_run(run.layout.run_dir, config, {})
+    found = mlflow_record.with_page_address(MlflowContents(settings="s"), page, artifacts_root)
+    assert (found.url.partition(f"/runs/{page.id}?")[0], found.ui_command) == ("http://stack/#/experiments/1", "")
+    assert served_mlflow(f"sqlite:///{artifacts_root}/other.db", artifacts_root) == ""
+    write_stack(artifacts_root, StackState(services=(replace(me, born=1.0),)))  # it has ended
+    assert served_mlflow(page.store.uri, artifacts_root) == ""
     assert (found.mlflow_run_id, found.settings) == (known.mlflow_run_id, "s")
 
 

@@ -99,6 +99,22 @@ def test_runs_are_grouped_by_seed(run_dirs):
     assert list(groups) == ["lr3e-4-s1", "lr1e-5-s1", "ppo"]  # three by too many settings
 
 
+def test_settings_that_a_resume_may_change_do_not_group(run_dirs):
+    first, second, other = (read_run(folder) for folder in run_dirs[:3])
+    for section, key in (("trainer", "steps_per_chunk"), ("runtime", "stop_deadline_s")):
+        changed = getattr(second.config, section).model_copy(update={key: 7})
+        second = replace(second, config=second.config.model_copy(update={section: changed}))
+    assert {"trainer.steps_per_chunk", "runtime.stop_deadline_s"} <= differing_settings([first, second]).keys()
+    assert list(groups_of([first, second, other])) == ["optim.lr=0.0003", "optim.lr=1e-05"]
+    for section, key in (
+        ("trainer", "total_steps"),
+        ("validation", "samples_per_problem"),
+    ):
+        changed = getattr(second.config, section).model_copy(update={key: 9})
+        longer = replace(second, config=second.config.model_copy(update={section: changed}))
+        assert len(groups_of([first, longer])) == 2
+
+
 def test_runs_of_same_seed_count_once(run_dirs, tmp_path):
     again = [shutil.copytree(folder, tmp_path / "runs" / f"{folder.name}-again") for folder in run_dirs[:3:2]]
     files = compare_runs([run_dirs[0], again[0], run_dirs[2], again[1]])

@@ -160,8 +160,9 @@ def test_a_comparison_has_the_numbers_that_mlflow_has(synced: Path, reference: R
     page = re.search(r"MLflow +(\S+)", done.out)
     assert page is not None
     assert all(run.info.run_id in page[1] for run in runs.values())
-    assert f"millrace ui --root {synced} --port 5000" in done.out, "no server has that page yet"
-    assert re.search(r"Table +http://127.0.0.1:5000/\S+/runs\?\S+&viewStateShareKey=millrace\n", done.out)
+    (port,) = re.findall(rf"millrace ui --root {synced} --port ([0-9]+)\n", done.out)  # no server has that page yet
+    assert done.out.count(f"http://127.0.0.1:{port}/#/") == 2
+    assert re.search(rf"Table +http://127.0.0.1:{port}/\S+/runs\?\S+&viewStateShareKey=millrace\n", done.out)
     for run in runs.values():
         (folder,) = client_of(synced).list_artifacts(run.info.run_id, "comparisons")
         names = {Path(file.path).name for file in client_of(synced).list_artifacts(run.info.run_id, folder.path)}

@@ -136,6 +136,7 @@ def test_unserved_page_is_reported_with_its_command(
         )
         finish_mlflow_run(sweep, result, describe_sweep(sweep, result))
     *_, page, after = capsys.readouterr().out.splitlines()
-    assert page.startswith("in MLflow: http://127.0.0.1:5000/#/")
+    port = after.rpartition(" ")[2]
+    assert page.startswith(f"in MLflow: http://127.0.0.1:{port}/#/")
     assert after.strip().startswith("after ")
-    assert after.endswith(f"millrace ui --root {tmp_path} --port 5000")
+    assert after.endswith(f"millrace ui --root {tmp_path} --port {port}")

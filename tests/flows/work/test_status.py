@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flows.stack.state import FLOW_RUN_COMMAND
-from flows.work.open_run import STOP_FILE, record_stop_request, with_absolute_paths
+from flows.work.open_run import STOP_FILE, _record_early_end, record_stop_request, with_absolute_paths
 from flows.work.status import SAME_COMMAND, failure_of, is_stop_requested, resume_hint, size_of, status_of, worker_of
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
@@ -19,7 +19,7 @@ from rlcore.run.failures import append_failure, failure_from
 from rlcore.run.layout import RunLayout
 from rlcore.storage.documents import READ_BLOCK_BYTES
 from rlcore.storage.locks import RUN_LOCK, HeldLock, Holder, RunLock
-from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, AttemptLog, Destination
+from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, AttemptLog, Destination, End
 from rlcore.tracking.cost import GPU_SECONDS
 from rlcore.tracking.journal import Journal
 from rlcore.tracking.lineage import Origin
@@ -159,6 +159,20 @@ def test_later_of_stop_and_failure_counts(layout: RunLayout) -> None:
     begin(layout)
     append_failure(layout.run_dir, failure_from(DataError("row 8"), "gen", 2))
     assert failure_of(layout.run_dir) == "lost: data in gen after step 2: row 8"
+
+
+def test_stop_after_last_step_shows_until_the_rest_is_done(layout: RunLayout, config: RunConfig) -> None:
+    begin(layout)
+    with AttemptLog(layout.run_dir / ATTEMPTS_FILE) as attempts:
+        attempts.add(End("FINISHED", time.time()))
+    assert status_of(layout.run_dir).state == "finished"
+    with pytest.raises(KeyboardInterrupt), _record_early_end(layout.run_dir):
+        raise KeyboardInterrupt
+    found = status_of(layout.run_dir)
+    assert (found.state, found.note) == ("stopped", f"all steps are trained, and results are missing; {SAME_COMMAND}")
+    with _record_early_end(layout.run_dir):
+        pass
+    assert status_of(layout.run_dir).state == "finished"
 
 
 def test_lost_run_without_failure(layout: RunLayout) -> None:
