@@ -112,7 +112,7 @@ def _foreign_keys() -> dict[str, str]:
         first = ""
         for key in re.findall(r"`([\w.]+)", keys):
             first = f"{first.rpartition('.')[0]}{key}" if key.startswith(".") else key
-            found[first] = ", ".join(filter(None, [settings, note])).replace("`", "")
+            found.setdefault(first, ", ".join(filter(None, [settings, note])).replace("`", ""))
     return found
 
 
