@@ -168,7 +168,7 @@ def test_custom_loss_gets_options_and_named_tensors(own: str) -> None:
     ({}, r"algo\.policy_loss_options\.rounds: is missing; got nothing\. loss has width, rounds"),
     ({"rounds": 1.5}, r"policy_loss_options\.rounds: must be a valid integer.*; got 1\.5"),
     ({"rounds": 1, "width": -1}, r"policy_loss_options\.width: must be greater than 0; got -1"),
-    ({"rounds": 1, "width": -1, "widht": 1}, r"2 problems in the settings:\n  1\. algo\.policy_loss_options\.width: must"),
+    ({"rounds": 1, "width": -1, "widht": 1}, r"2 problems in the settings:\n  1\. algo\.policy_loss_options\.width"),
     ({"rounds": 1, "widht": 1}, r"policy_loss_options\.widht: there is no such option; got 1.* has width, rounds"),
 ])  # fmt: skip
 def test_wrong_loss_option_is_reported(options: dict[str, Any], message: str, own: str) -> None:
