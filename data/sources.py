@@ -178,11 +178,11 @@ def build_custom(settings: CustomData, seed: int) -> TaskRows:
 def _custom_inputs(settings: CustomData) -> dict[str, str]:
     """Return the sha256 of the function's source files and of the files that `data.options` names.
 
-    Raises DataError if the module does not exist or has no source file.
+    Raises ConfigError if the module does not exist or has no source file.
     """
     sources = code_for(settings.build)
     if not sources:
-        raise DataError(
+        raise ConfigError(
             f"data.build: must name a function in a module with a source file, got {settings.build!r}. {MODULE_REMEDY}."
         )
     inputs = {source.name: source.sha256 for source in sources}

@@ -77,7 +77,7 @@ def groups_of(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
     if len({json.dumps([row[first] for row in named.values()]) for first in firsts}) < len(firsts):
         named = differing
     if 1 <= len(named) <= MAX_KEYS_IN_A_LABEL:
-        labels = [", ".join(f"{key}={plain_text(row[first])}" for key, row in named.items()) for first in firsts]
+        labels = [" ".join(f"{key}={plain_text(row[first])}" for key, row in named.items()) for first in firsts]
     elif len(set(labels)) < len(labels):
         labels = list(label_runs([runs[first] for first in firsts]))
     return {label: [runs[place] for place in found] for label, found in zip(labels, members.values(), strict=True)}
@@ -162,7 +162,7 @@ def _best(groups: Groups) -> Finding:
         return finding("not known", "muted", text)
     (first, best), (second, next_best), *_ = sorted(found.items(), key=lambda pair: -pair[1].mean.value)
     means = {label: asdict(spread.mean) for label, spread in found.items()}
-    text = f"{first} has {fixed(best.mean.value)}, {second} {fixed(next_best.mean.value)}"
+    text = f"{first} has {fixed(best.mean.value)}, and {second} has {fixed(next_best.mean.value)}"
     if min(best.num_seeds, next_best.num_seeds) < MIN_RUNS:
         text += "; a comparison of settings needs at least two seeds of each."
         return finding("one seed is too few", "watch", text, numbers=means)

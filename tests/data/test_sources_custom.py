@@ -131,7 +131,7 @@ def test_unusable_build_functions_are_refused(tmp_path, monkeypatch, artifacts_r
         *((name, r"data.build: must name a function") for name in ("data.multiplication:_HIGHEST", "..:x")),
         ("wrong_task:build", r"wrong_task:build must return data\.rows\.TaskRows, got list"),
     ):
-        with pytest.raises(ConfigError if "must name" in message else DataError, match=message):
+        with pytest.raises(ConfigError if "data.build" in message else DataError, match=message):
             build_dataset(TIMES.model_copy(update={"build": name}), seed=1, root=artifacts_root)
 
 

@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from data.tasks import StageResult
@@ -56,7 +57,7 @@ def test_run_that_ends_before_its_first_step_has_final_status(
         assert known.url == ""  # no server serves the store
         assert known.ui_command == f"mlflow ui --backend-store-uri sqlite:///{artifacts_root}/mlflow.db"
         assert run.prefect_view.mlflow_page == known.url
-    me = Service("mlflow", os.getpid(), start_time_of(os.getpid()) or 0.0, 1, "http://stack", "", "")
+    me = Service("mlflow", os.getpid(), start_time_of(psutil.Process()), 1, "http://stack", "", "")
     write_stack(artifacts_root, StackState(services=(me,)))
     page = ensure_mlflow_run(run.layout.run_dir, config, {})
     found = mlflow_record.with_page_address(MlflowContents(settings="s"), page, artifacts_root)
