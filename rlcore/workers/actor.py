@@ -217,17 +217,16 @@ class Actor(TrainedModel[CausalPolicy]):
 
 def token_logprobs(policy: CausalPolicy, micro: MicroBatch[PackedBatch], **options: Any) -> TokenLogprobs:
     """Run the policy on a micro-batch and return the results of its head. For `options`, see `CausalPolicy.forward`."""
-    tokens, layout = model_inputs(policy, micro)
-    output: TokenLogprobs = policy(*tokens, target_ids=micro.device.target_ids, **layout, **options)
+    tokens, positions, cu_seqlens, *more = model_inputs(policy, micro)
+    output: TokenLogprobs = policy(tokens, positions, cu_seqlens, micro.device.target_ids, *more, **options)
     return output
 
 
-def model_inputs(policy: CausalPolicy, micro: MicroBatch[PackedBatch]) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
-    """Return the tokens and positions of a micro-batch, and the arguments of `CausalPolicy.forward` for its layout."""
+def model_inputs(policy: CausalPolicy, micro: MicroBatch[PackedBatch]) -> tuple[Any, ...]:
+    """Return the arguments of `CausalPolicy.likeliest` for a micro-batch."""
     device, host = micro.device, split_pairs(micro.host)
     shared = shared_prompts(host) if policy.share_prompts else None
-    layout = {"cu_seqlens": host.cu_seqlens.numpy(), "loss_mask": host.loss_mask.numpy(), "shared": shared}
-    return (device.token_ids, device.position_ids), layout
+    return device.token_ids, device.position_ids, host.cu_seqlens.numpy(), host.loss_mask.numpy(), shared
 
 
 def policy_logprobs(

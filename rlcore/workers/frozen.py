@@ -66,8 +66,8 @@ class FrozenPolicy:
         def work(parts: Parts) -> Tensor:
             values = []
             for part in parts:
-                tokens, layout = model_inputs(self._policy, to_device(batch, part, self._placement.device))
-                values.append(torch.cat(self._policy.likeliest(*tokens, **layout, k=k, temperature=temperature), dim=1))
+                inputs = model_inputs(self._policy, to_device(batch, part, self._placement.device))
+                values.append(torch.cat(self._policy.likeliest(*inputs, k=k, temperature=temperature), dim=1))
             return restore_order(values, batch.cu_seqlens, parts)
 
         return self._run(work, batch, num_micro)
