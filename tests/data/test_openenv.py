@@ -17,6 +17,7 @@ from rlcore.errors import DataError
 from rlcore.rollout.environment import PLAY, Episode, turn_from_score
 from rlcore.rollout.scoring import ScoringPool
 from tests.data.openenv_servers import Replies, any_server, failed, game_server, observed
+from tests.helpers.mlflow import wait_until
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def test_session_sends_row_and_texts(server: Replies) -> None:
     assert turns[1].parts == {"invalid_actions": 0}
     assert server.num_open == 1
     environment.close()
-    assert server.num_open == 0
+    wait_until(lambda: server.num_open == 0)
 
 
 def test_actions_and_observations_of_several_fields_are_json(server: Replies) -> None:
