@@ -168,7 +168,9 @@ def _equal(gold: Reading, answer: Reading) -> bool:
 
 
 def _same_entries(gold: Reading, answer: Reading) -> bool:
-    """Return whether two lists have equal entries. Entries are matched by name, by position, or in any order."""
+    """Return whether two lists have equal entries. Named entries are matched by name, ordered lists by position, and
+    other lists in any order.
+    """
     open_or_round = {"", "()"}
     if len(gold.entries) != len(answer.entries) or (gold.name and answer.name and gold.name != answer.name):
         return False
@@ -197,7 +199,9 @@ def _names_each(entries: Sequence[Reading]) -> bool:
 
 
 def _states_number(wanted: Number, names: tuple[str, ...], answer: Reading) -> bool:
-    """Return whether the response states the number, under the same name, in a correct chain (`x = 9 + 9 = 18`)."""
+    """Return whether the response states the number. If both have a name, it must be the same. In a chain such as `x =
+    9 + 9 = 18`, each number must be equal.
+    """
     number = answer.number or number_in_words(answer.plain)
     if number is None or not wanted.matches(number):
         return False
@@ -229,7 +233,9 @@ def _same_words(wanted: tuple[str, ...], stated: tuple[str, ...] | None) -> bool
 
 
 def _equal_expressions(gold: Reading, answer: Reading) -> bool:
-    """Return whether math-verify accepts the response, and each number in a chain of equations, for the reference."""
+    """Return whether math-verify accepts the response for the reference. In a chain of equations, it must accept each
+    side that is a number.
+    """
     text = answer.plain
     if answer.number is not None and answer.number.value.denominator == 1 and not answer.left:
         text = str(answer.number)

@@ -112,7 +112,8 @@ def _row(task: str, level: int | None, entry: Mapping[str, Any]) -> Row:
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score the last `<answer>...</answer>` by the package's scorer, from 0 to 1. Parts are `correct` and `format`.
+    """Score the text in the last `<answer>` pair from 0 to 1 by the package's scorer. The part `correct` is 1 for a
+    full score. The part `format` is 1 if there is an `<answer>` pair.
 
     If the package's scorer fails on a response, the score is 0.
     """
