@@ -413,7 +413,7 @@ def _shares(name: str) -> Rule:
 
 
 class PassRatesConfig(Section):
-    """The pass rates of the initial policy on the training rows, and the selection of rows by pass rate (docs/data.md)."""
+    """The pass rates of the initial policy on the training rows, and the selection of rows by them (docs/data.md)."""
 
     samples: int = Field(default=0, ge=0, le=1_024)
     """The number of responses that the initial policy samples for each training row. The responses are scored. With 0,
@@ -435,8 +435,8 @@ class PassRatesConfig(Section):
     band: Annotated[tuple[float, float], _WITH_BAND] = (0.1, 0.9)
     """The lowest and highest pass rate, both included, of the rows that are drawn with weight 1."""
     rest_weight: Annotated[float, _WITH_BAND] = Field(default=0.05, gt=0, le=1)
-    """The weight of a row whose pass rate is outside `band`. With a weight above 0, the row is still drawn sometimes,
-    so that its pass rate can return to the band.
+    """The weight of a row whose pass rate is outside `band`. The row is still drawn sometimes, so that its pass rate
+    can return to the band.
     """
     fade: Annotated[float, _WITH_BAND] = Field(default=0.5, ge=0, le=1)
     """The share of a row's earlier counts that remains after new responses to the row in training. With 1, all
