@@ -113,7 +113,7 @@ def _without_keys(path: Path) -> None:
 
 
 def _change_step(step: int, change: Callable[[bytes], bytes]) -> Action:
-    """Return a function that changes the line of a step in a journal. `change`: the change of the line."""
+    """Return a function that changes the line of a step in a journal. `change` returns the new line."""
 
     def rewrite(path: Path) -> None:
         lines = path.read_bytes().splitlines(keepends=True)

@@ -7,7 +7,7 @@
 `--aim everything` kills all processes of the run at a random step. `--aim parts` kills one process at a time: the flow,
 the trainer, a rank, raylet, gcs_server, a scorer, or the delivery to MLflow. The moment is random within --window
 seconds after the start of the process. The run may survive the kill or retry. If it ends, the same command is started
-again. If a run finishes before all kills are done, another run follows in a separate folder. The other run reuses the
+again. If a run finishes before all kills are done, another run is started in a separate folder. The new run reuses the
 dataset and the initial policy of the undisturbed run.
 
 The script compares every metric of every step exactly, except seconds, memory and throughput. It compares the final
@@ -162,7 +162,9 @@ def _processes_by_part(flow: int) -> Mapping[str, psutil.Process]:
 
 
 class PartKiller:
-    """A killer of single processes. It next chooses a kind of process that it has killed the fewest times so far."""
+    """An object that kills one process at a time. It chooses among the kinds of process that it has killed the fewest
+    times.
+    """
 
     def __init__(self, num_kills: int, window_s: float, rng: random.Random, found: Findings) -> None:
         self.left = num_kills

@@ -31,7 +31,7 @@ _LENGTHS = ["filter.max_prompt_tokens=120", "runtime.fit_memory=auto"]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A case: a model shape of `benchmarks.shapes`, the number of prompts, and the lengths. Each prompt has five
+    """A model shape of `benchmarks.shapes`, the number of prompts, and the response lengths. Each prompt has five
     responses.
     """
 

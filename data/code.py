@@ -42,7 +42,8 @@ _SPLITS = {"train": "train", "validation": "test"}
 
 
 def build(settings: "CustomData", seed: int) -> TaskRows:
-    """Return the problems of the two files, at most `data.train_size` and `data.validation_size` of them.
+    """Return the problems of the two files. The settings `data.train_size` and `data.validation_size` limit their
+    numbers.
 
     Raises DataError if `data.options` does not name one folder, or if a line is invalid.
     """

@@ -114,8 +114,8 @@ def _solution(settings: "CountdownData", problem: "Problem", equation: str, seed
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score a response. The part `correct` is 0 or 1. The part `format` is 1 if the answer is one well-formed
-    expression.
+    """Score a response. The part `correct` is 1 if the response is correct. The part `format` is 1 if the answer is one
+    well-formed expression.
 
     >>> score("so <answer> (8 - 3) * 2 </answer>", {"target": 10, "numbers": [2, 3, 8]}).total
     1.0

@@ -132,7 +132,7 @@ def _check_range(settings: CountdownData) -> None:
 
 
 def _classes(settings: CountdownData) -> list[tuple[int, ...]]:
-    """Return the difficulty classes, each as a tuple of operand counts. Without balanced difficulties, one class has
+    """Return the difficulty classes, each as a tuple of operand counts. If difficulties are not balanced, one class has
     all counts.
     """
     counts = tuple(range(settings.min_numbers, settings.max_numbers + 1))
@@ -371,8 +371,8 @@ def _distractors(
 def draw_chunk(settings: CountdownData, seed: int, chunk: int) -> list[Problem]:
     """Return the problems of one chunk. They depend only on the settings, the seed and the chunk number.
 
-    All problems of a chunk have the same count of numbers. With uniform targets, a chunk has problems of every allowed
-    count.
+    By default, all problems of a chunk have the same count of numbers. With uniform targets, a chunk has problems with
+    every allowed count.
     """
     rng = np.random.default_rng((seed, 1, chunk))
     if settings.targets == "uniform":

@@ -84,8 +84,8 @@ def reference_number(answer: str, where: str) -> str:
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score a response by the rule `strict`. The parts `strict` and `numeric` are 1 if the rule accepts the response,
-    otherwise 0. The part `format` is 1 if a number follows `####`.
+    """Score a response by the rule `strict`. The parts `strict` and `numeric` are 1 if the rule of the same name
+    accepts the response. The part `format` is 1 if a number follows `####`.
     """
     return _score(response, ground_truth, "strict")
 

@@ -1,12 +1,12 @@
 """Scorer for IFEval: the share of a prompt's instructions that a response follows, by the benchmark's strict rules.
 
 The ground truth has the columns `instruction_id_list` and `kwargs` of `google/IFEval` as JSON text. Of the 25 kinds of
-instructions, three require a language. The package langdetect identifies the language of a response, as in the
-published scorer.
+instructions, three prescribe the language of the response. The package langdetect identifies the language of a
+response, as in the published scorer.
 
-Two rules differ from the published scorer. First, it detects sentences and capitalized words by models of NLTK, and
-this module by regular expressions. Second, it searches for keywords as regular expressions, and this module as plain
-text.
+Two rules differ from the published scorer. The published scorer detects sentences and capitalized words by models of
+NLTK, and this module by regular expressions. The published scorer reads keywords as regular expressions, and this
+module as plain text.
 """
 
 import json

@@ -199,8 +199,8 @@ def _names_each(entries: Sequence[Reading]) -> bool:
 
 
 def _states_number(wanted: Number, names: tuple[str, ...], answer: Reading) -> bool:
-    """Return whether the response states the number. If both have a name, it must be the same. In a chain such as `x =
-    9 + 9 = 18`, each number must be equal.
+    """Return whether the response states the number. If both texts have a name, the names must be equal. In a chain
+    such as `x = 9 + 9 = 18`, each numeric side must equal the number.
     """
     number = answer.number or number_in_words(answer.plain)
     if number is None or not wanted.matches(number):
@@ -234,7 +234,7 @@ def _same_words(wanted: tuple[str, ...], stated: tuple[str, ...] | None) -> bool
 
 def _equal_expressions(gold: Reading, answer: Reading) -> bool:
     """Return whether math-verify accepts the response for the reference. In a chain of equations, it must accept each
-    side that is a number.
+    numeric side.
     """
     text = answer.plain
     if answer.number is not None and answer.number.value.denominator == 1 and not answer.left:

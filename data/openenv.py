@@ -31,8 +31,8 @@ GAME = "{game}"
 _SEED_STEP = 1_000_003
 _SEEDS = 2**31
 _SERVER_SHARE = 0.9
-"""The share of `episode.deadline_s` that the server may use. It is below 1, so that a late reply ends the episode and
-not the process.
+"""The share of `episode.deadline_s` that the server may use. It is below 1, so that a late reply ends only the episode,
+and not the environment's process.
 """
 _MAX_BYTES = 2**24
 _GENERAL = ("metadata", "done", "reward")

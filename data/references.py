@@ -72,7 +72,9 @@ FORMS: Mapping[str, Form | None] = {
     "data.countdown:score": None,
     PROGRAMS: None,
 }
-"""The form that each of Millrace's scorers reads, or None. For any other scorer, each of the `USUAL_FORMS` is tried."""
+"""The form that each of Millrace's scorers reads, or None if it reads no reference. For any other scorer, each of the
+`USUAL_FORMS` is tried.
+"""
 USUAL_FORMS: tuple[Form, ...] = (("", ""), ("\\boxed{", "}"), ("#### ", ""), ("<answer>", "</answer>"))
 
 

@@ -25,7 +25,7 @@ float32.
 NOISE = 0.1
 """The standard deviation of the noise that is added to the engine's log-probabilities."""
 OVER_CAP = 0.2
-"""The approximate share of the importance ratios that the chosen cap cuts."""
+"""The approximate share of the importance ratios that are above the cap. The check chooses the cap accordingly."""
 
 
 def differences(rig: Rig) -> Verdict:

@@ -140,7 +140,7 @@ class Rig:
 
     @contextlib.contextmanager
     def watched(self, around: Callable[[Any], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
-        """Run each worker method that is called in the `with` block inside the context manager `around(method)`."""
+        """Run each call of a worker method in the context `around(method)`, until the `with` block ends."""
         before, self.group.around = self.group.around, around  # type: ignore[method-assign]
         try:
             yield

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 BARS = {"trl-fp32": 1.35, "trl-bf16": 1.25, "trl": 1.5}
-"""The ratio of our speed to the speed of each side of TRL that is required."""
+"""The required ratio of our speed to the speed of TRL, for each TRL side."""
 MEMORY_BAR = 0.5
 """The largest accepted ratio of our peak memory to TRL's peak memory on a GPU."""
 

@@ -48,7 +48,7 @@ class KlConfig(Section):
     """The KL divergence between the policy and a frozen reference policy."""
 
     where: Literal["off", "loss", "reward"] = "off"
-    """The place where the KL term is added. With `off`, no reference model is loaded."""
+    """Place of the KL term. Off: no reference model is loaded."""
     estimator: Annotated[
         Literal["auto", "k1", "k2", "k3", "low_var_kl"],
         EffectiveWhen(".where", unless="loss", of="k1", remedy="Set algo.kl.estimator=low_var_kl or k2",
@@ -131,8 +131,8 @@ class TeacherConfig(Section):
     by_source: dict[str, str] = Field(default_factory=dict)
     """Other teachers for the prompts of some data sources, as in `{gsm8k: FOLDER}`."""
     top_k: int = Field(default=0, ge=0)
-    """The loss gets the divergence KL(teacher || policy) over this number of tokens, the likeliest ones of the teacher.
-    If 0, each sampled token gets the advantage `log p_teacher - log p_old` instead.
+    """The number of the teacher's likeliest tokens over which the divergence KL(teacher || policy) is computed. The
+    divergence is added to the loss. If 0, each sampled token gets the advantage `log p_teacher - log p_old` instead.
     """
     coef: float = Field(default=1.0, gt=0)
     """The weight of the teacher's advantage (`top_k` of 0) or of the divergence."""
@@ -266,8 +266,8 @@ class AlgoConfig(Section):
     value_clip: Annotated[float, EffectiveWhen("critic", remedy="Choose algo=ppo, which has a critic")] = Field(
         default=0.5, gt=0
     )
-    """The clip range of the value loss. A new value differs from the old value by at most this number in the clipped
-    loss.
+    """The clip range of the value loss. In the clipped loss, a new value differs from the old value by at most this
+    number.
     """
     kl: KlConfig = KlConfig()
     """The KL divergence from the reference policy."""

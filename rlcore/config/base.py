@@ -12,7 +12,9 @@ from pydantic.fields import FieldInfo
 from rlcore.errors import ConfigError
 
 Run = Any
-"""A stand-in for the type `RunConfig`. The modules of its sections cannot import `RunConfig`, which imports them."""
+"""A stand-in for the type `RunConfig`. The modules of the sections cannot import it, because the module of `RunConfig`
+imports them.
+"""
 FILE_ENDINGS = (".yaml", ".yml")
 """The file endings of paths. A value without such an ending is the name of a file in `conf/`."""
 

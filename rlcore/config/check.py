@@ -366,8 +366,8 @@ def find_problems(run: RunConfig, unsound: Collection[str] = ()) -> list[Problem
 
 
 def _single_datasets(run: RunConfig) -> Iterator[tuple[str, str, RunConfig]]:
-    """Yield the key, the name and the settings of each dataset of a mixture and of each suite. In these settings, it is
-    the run's only dataset.
+    """Yield the key, the name and the settings for each dataset of a mixture and for each suite. The settings have it
+    as the run's only dataset.
     """
     for index, part in enumerate(run.data.parts if isinstance(run.data, MixtureData) else ()):
         yield "data.parts", f"entry {index} ({part.data.task})", run.model_copy(update={"data": part.data})

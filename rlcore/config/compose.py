@@ -89,8 +89,8 @@ class Composition:
     file_keys: Collection[str]
 
     def unused_settings(self, swept: Collection[str] = ()) -> list[str]:
-        """Return a warning for the settings that an override or the experiment's own file sets without an effect.
-        `swept`: keys that differ between the runs of a sweep.
+        """Return warnings about settings without an effect that an override or the experiment's own file sets. `swept`:
+        keys that differ between the runs of a sweep.
         """
         return unused_settings(self.config, self.override_keys, self.file_keys, swept)
 

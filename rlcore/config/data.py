@@ -116,8 +116,8 @@ class CountdownData(Conversation):
     """The largest target."""
     targets: Literal["equation", "uniform"] = "equation"
     """The choice of the target. `equation` uses the value of a random equation over the numbers, most often one with
-    only + and -. `uniform` draws every target in the range with equal probability, and keeps the numbers that can reach
-    it. If the settings allow few problems, both values give every problem the same probability.
+    only + and -. `uniform` draws every target in the range with equal probability, and keeps only numbers with an
+    equation for the target. If the settings allow few problems, both values give every problem the same probability.
     """
     operations: tuple[Operation, ...] = ("+", "-", "*", "/")
     """The operations that the solution of a generated problem may use."""
@@ -132,9 +132,9 @@ class CountdownData(Conversation):
         EffectiveWhen("warm_start.enabled"),
         EffectiveWhen(".template", "base qwen-instruct chat"),
     ] = Field(default=None, ge=0, le=64)
-    """The most wrong equations that a warm-start solution tries before the right equation. Each row has a random number
-    of wrong equations, and each equation is computed operation by operation. If null, a solution has only the right
-    equation and its value. Only templates with `<think>` show the tried equations or the value.
+    """The largest number of wrong equations that a warm-start solution tries before the right equation. Each row has a
+    random number of wrong equations, and each equation is computed operation by operation. If null, a solution has only
+    the right equation and its value. Only templates with `<think>` show the tried equations or the value.
     """
     scorer: Scorer = "data.countdown:score"
     checks = (
@@ -242,8 +242,8 @@ class CustomData(Conversation):
     validation_size: int = Field(default=100, ge=1)
     """The number of rows in the validation split."""
     options: tuple[str, ...] = ()
-    """Further arguments of the function. List each file that the function reads, or its folder. A change of such a file
-    gives another dataset.
+    """Further arguments of the function. List each file that the function reads, or its folder. If such a file changes,
+    another dataset is built.
     """
     scorer: Scorer = "data.multiplication:score"
 
@@ -260,7 +260,7 @@ class ReasoningGymData(Conversation):
     train_size: int = Field(default=10_000, ge=1)
     """The number of rows in the training split."""
     validation_size: int = Field(default=500, ge=1)
-    """The number of rows in the validation split. No question occurs twice, neither in one split nor in both."""
+    """The number of rows in the validation split. No question is repeated within a split or between the splits."""
     template: Literal["chat", "text"] = "chat"
     """The form of the prompt. `chat` applies the tokenizer's chat template. `text` is the question and the instruction
     alone.

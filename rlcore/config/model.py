@@ -244,13 +244,13 @@ class ScratchModel(Section):
 
 
 class LoraConfig(Section):
-    """Low-rank adapters, which are trained instead of the base. The base is all other weights, and is frozen."""
+    """Low-rank adapters, which are trained instead of the model's own weights (the base). The base is frozen."""
 
     rank: int = Field(default=32, ge=1)
     """The rank of each adapter."""
     alpha: float = Field(default=64.0, gt=0)
-    """The scale of an adapter, before it is divided. It is divided by the rank, or by the square root of the rank if
-    `rslora` is true.
+    """The numerator of an adapter's scale. The denominator is the rank, or the square root of the rank if `rslora` is
+    true.
     """
     rslora: bool = False
     """Divide `alpha` by the square root of the rank, so that adapters of large and small rank learn equally fast."""
@@ -258,8 +258,8 @@ class LoraConfig(Section):
     """The names of the linear layers that get an adapter. The default is all linear layers of a decoder layer."""
     base: Literal["native", "nf4"] = "native"
     """The storage of the base. `native` uses the compute type (`model.dtype`). `nf4` stores the weights of all linear
-    layers except the head in 4 bits (QLoRA), or 4.5 bits with their scales. These weights are dequantized for each
-    product, which needs the package bitsandbytes.
+    layers except the head in 4 bits each (QLoRA), or 4.5 bits if their scales are counted. These weights are
+    dequantized for each product, which needs the package bitsandbytes.
     """
     offload: Annotated[bool, MayChange] = False
     """Keep the base in host memory while vLLM's weights are on the GPU, and vice versa (`rollout.sleep_level=1`). Use
@@ -299,7 +299,7 @@ class ModelConfig(Section):
     """The way in which ranks share the model during an update. `3` gathers the weights of each layer for each forward
     and backward pass, and reduces gradients after each micro-batch. `1` gathers all weights once in the compute type,
     and reduces all gradients once in float32. `1` needs less network time, but 6 more bytes of memory per weight. Both
-    shard the float32 weights and the optimizer's state.
+    values shard the float32 weights and the optimizer's state among the ranks.
     """
     compile: Annotated[bool, MayChange] = False
     """Compile each decoder layer and the head with torch.compile (only on CUDA)."""
@@ -398,9 +398,7 @@ class WarmStartConfig(Section):
     `stop_at_reward` is set.
     """
     stop_at_reward: float | None = Field(default=None, gt=0, le=1)
-    """The mean reward of sampled responses to training problems at which the stage ends. The result is then the last
-    weights. If null, no responses are sampled.
-    """
+    """Sampled reward on training problems at which the stage ends, with the last weights. None: none is sampled."""
     check_problems: Annotated[int, EffectiveWhen(".stop_at_reward")] = Field(default=256, ge=1)
     """The number of training problems for which responses are sampled in a measurement. At least 16 problems are used.
     """

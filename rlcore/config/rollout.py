@@ -100,8 +100,8 @@ class RolloutConfig(Section):
     canary_bound: Annotated[float | None, MayChange, _OF_VLLM] = Field(default=None, gt=0)
     """The limit of the mean absolute difference between the log-probabilities of vLLM and the trainer. The difference
     is measured after each weight sync, on vLLM's responses to some prompts of the run. A larger difference is reported.
-    It stops the run if a tensor could not be compared. If null, the limit is 4 times the first difference, at least
-    0.0001 in float32 and 0.02 in bfloat16.
+    It stops the run if some tensor in vLLM cannot be compared with the trainer's tensor. If null, the limit is 4 times
+    the first difference, at least 0.0001 in float32 and 0.02 in bfloat16.
     """
     checks = (
         rule(".samples_per_prompt", "algo.advantage",
@@ -213,8 +213,9 @@ class RewardConfig(Section):
     judge: JudgeConfig = JudgeConfig()
     """The settings of a model that scores responses."""
     audit: Annotated[bool, MayChange, EffectiveWhen("data.environment", "''")] = True
-    """Score some worthless responses before the first step: empty text, junk, the prompt, a form without content, and
-    responses to other problems. An event reports which of them get a reward. The audit does not affect training.
+    """Score some worthless responses before the first step: empty text, junk, the prompt, an answer form without
+    content, and responses to other problems. An event reports which of them get a reward. The audit does not affect
+    training.
     """
     max_unmet_references: Annotated[float, MayChange] = Field(default=0.01, ge=0, le=1)
     """The largest share of rows whose reference or solution gets less than the full score. The references and solutions
@@ -282,8 +283,7 @@ class EpisodeConfig(Section):
     """Responses with several turns. An environment replies after each turn (`data.environment`).
 
     `rollout.max_response_tokens` limits the length of a whole episode, including the replies. The episode ends with a
-    turn that reaches this limit. It also ends if there is no room for another token after a reply, and this reply is
-    dropped.
+    turn that reaches this limit. If a reply leaves no room for another token, the episode ends without this reply.
     """
 
     tools: tuple[str, ...] = ()
@@ -310,9 +310,9 @@ class EpisodeConfig(Section):
     number. The rest of a longer reply is dropped.
     """
     deadline_s: Annotated[float, MayChange] = Field(default=10.0, gt=0)
-    """The time limit for one reply, in seconds. After the limit, the environment's process is killed and replaced. The
-    episode has no score and is not used for training. Other episodes of the killed process are repeated in the new
-    process.
+    """The time limit for one reply of the environment, in seconds. After the limit, the environment's process is killed
+    and replaced. The episode has no score and is not used for training. Other episodes of the killed process are
+    repeated in the new process.
     """
     num_processes: Annotated[int, MayChange] = Field(default=2, ge=1)
     """The number of environment processes. Each process computes one turn at a time."""
@@ -425,8 +425,8 @@ class ValidationConfig(EvaluationConfig):
     """The evaluation of a model on the held-out problems of the run's data and on suites."""
 
     suites: tuple[SuiteConfig, ...] = ()
-    """Further held-out datasets (docs/data.md). Each is a name in `conf/suite`, the path of a suite's file, or the
-    content of a suite's file. They affect neither the best checkpoint nor the objective of a sweep.
+    """Further held-out sets, each a name in `conf/suite`, the path of a suite's file, or the content of such a file
+    (docs/data.md). They affect neither the best checkpoint nor the objective of a sweep.
     """
     checks = (
         rule(".suites", "", "must not name a seed in their data",

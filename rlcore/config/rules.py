@@ -146,9 +146,10 @@ class EffectiveWhen:
     `values`.
 
     `by`, `values`, `unless` and `of` are words separated by spaces. `values` may also be a function of the value. If
-    `unless` is given, the value must not be in `unless`. If neither is given, the setting in `by` must be on. `of`: the
-    values of the declaring setting that need the condition. `why` and `remedy` replace the generated texts of the
-    warning. There is no warning if no setting in `by` exists, for example because its section is null.
+    `unless` is given, the value must not be in `unless`. If neither `values` nor `unless` is given, the setting in `by`
+    must be on. `of`: the values of the declaring setting that need the condition. `why` and `remedy` replace the
+    generated texts of the warning. There is no warning if no setting in `by` exists, for example because its section is
+    null.
     """
 
     by: str

@@ -265,7 +265,9 @@ class Sweep:
 
     @property
     def num_points(self) -> int:
-        """The number of requested points. If an earlier call requested more points, the study has more."""
+        """The number of requested points. If an earlier call requested more points, the study has more points than
+        this.
+        """
         return len(self.points) if self.spec.optuna is None else self.spec.optuna.num_points
 
     def rungs(self, config: RunConfig) -> tuple[int, ...]:
@@ -293,8 +295,8 @@ def load_sweep(
 ) -> Sweep:
     """Read a sweep, and check the settings of every point. This needs no heavy imports.
 
-    `source`: a name in `conf/sweep`, the path of a .yaml file, or the content of one. `overrides`: settings of all
-    points, which replace the overrides in the file. `budget`: limits that replace the limits in the file. Raises
+    `source`: a name in `conf/sweep`, the path of a .yaml file, or the content of such a file. `overrides`: settings of
+    all points, which replace the overrides in the file. `budget`: limits that replace the limits in the file. Raises
     ConfigError with all mistakes in the form of the file. If the form is right, the error has all mistakes in the
     settings.
     """
