@@ -341,7 +341,7 @@ class OptimConfig(Section):
     """The AdamW optimizer and its learning-rate schedule."""
 
     lr: float = Field(default=1e-6, gt=0)
-    """The peak learning rate."""
+    """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """The learning rate after the warm-up. `linear` and `cosine` fall to `min_lr_ratio` x lr after the last step."""
     min_lr_ratio: Annotated[float, EffectiveWhen(".schedule", unless="constant")] = Field(default=0.0, ge=0, le=1)

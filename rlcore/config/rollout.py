@@ -49,7 +49,7 @@ class RolloutConfig(Section):
     `none` generates no responses and is used for the workers of a warm start. A run needs `hf` or `vllm`.
     """
     samples_per_prompt: int = Field(default=8, ge=1)
-    """The number of responses to each prompt, which is the group size of GRPO."""
+    """Responses to each prompt: the group size of GRPO."""
     max_response_tokens: int = Field(default=1_024, ge=1)
     """The length of the longest response, in tokens."""
     finish_share: float = Field(default=1.0, gt=0.5, le=1)

@@ -190,7 +190,7 @@ class RuntimeConfig(Section):
     ] = Field(default=1, ge=1)
     """The number of workers, which are the ranks of data parallelism. On a GPU machine, each rank has one GPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """The device of the workers. `auto` is CUDA if there is a GPU, otherwise the CPU."""
+    """auto: CUDA where a GPU is present. Otherwise `auto` is the CPU."""
     python: str | None = None
     """The Python interpreter of the trainer process and its workers, such as `bin/python` of another environment. If
     null, it is the interpreter that runs the command.
