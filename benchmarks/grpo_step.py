@@ -33,7 +33,7 @@ from rlcore.config.compose import load_config
 from rlcore.trainer.step import StepResult
 
 REFERENCE_TOKENS_PER_S = 2_092.46
-"""The tokens per second and GPU of the reference run on H100 GPUs."""
+"""The tokens per second per GPU of the reference run on H100 GPUs."""
 PROMPT_TOKENS, SAMPLES = 107, 5
 
 

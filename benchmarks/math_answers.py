@@ -160,8 +160,8 @@ def _has_letter_more(gold: Reading, reading: Reading) -> bool:
 
 
 def _paid_by(reference: str, answer: str) -> str | None:
-    """Return the rule by which `data.math` accepts an answer that math-verify refuses, or None if there is no such
-    rule. The rules use the reference's reading from `readings` and a simple reading of the answer.
+    """Return the rule by which `data.math` accepts an answer that math-verify refuses. Return None if there is no such
+    rule. The rule is chosen by the kind of the reference in `readings` and the text of the answer.
     """
     kind, _, reading = readings()[reference].partition(" ")
     same = answer.rstrip("\\% ") == reference.rstrip("\\% ")

@@ -146,7 +146,7 @@ def _mutations_of(folder: str, file: Path) -> Iterator[Mutation]:
 
 
 def sample_mutations(folders: list[str], each: int, seed: int) -> list[Mutation]:
-    """Draw `each` random mutations of every folder, independently of the other folders."""
+    """Draw `each` random mutations of every folder. The mutations of one folder do not depend on the other folders."""
     found = []
     for folder in folders:
         chance = random.Random(f"{seed} {folder}")

@@ -27,7 +27,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 TOLERANCE = 1e-4
-"""The largest difference of two losses in float32, in nats per token."""
+"""The largest accepted difference of two losses in float32, in nats per token."""
 LR, GRAD_CLIP = 1e-3, 1.0
 Rows = list[tuple[list[int], int]]
 """Rows to train on. Each row has token ids and the length of its prompt."""
@@ -138,7 +138,7 @@ def run_side(side: str, folder: Path) -> None:
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run both sides on the same rows, and return their measurements side by side."""
+    """Run both sides on the same rows, and return the measurements of both."""
     import numpy as np
 
     from benchmarks.harness import draw_lengths

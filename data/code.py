@@ -88,7 +88,7 @@ def _is_test(test: object) -> bool:
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score a program by the share of passed tests. All tests together have `sandbox.time_s` seconds.
+    """Score a program by the share of passed tests. The tests of a program share the time limit `sandbox.time_s`.
 
     The score's part `passed` is 1 if all tests pass. The part `compiles` is 0 after a syntax error, otherwise 1.
     """

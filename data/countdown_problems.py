@@ -60,7 +60,8 @@ class Problem:
         return len(self.numbers) - 1
 
     def wrong_tries(self, most: int, operations: Sequence[str], seed: int) -> list[str]:
-        """Return at most `most` equations that use all numbers but miss the target. The nearest one comes last.
+        """Return at most `most` equations that use all numbers but miss the target. The last equation has the value
+        nearest to the target.
 
         Every intermediate value is a non-negative whole number.
         """

@@ -162,8 +162,8 @@ def filter_dataset(
 class _Filter:
     """A filter for the splits of one dataset. The held-out split is filtered first.
 
-    The filter counts rows by split and reason, and prompts with a word outside the vocabulary. It stores each prompt as
-    a 64-bit hash, which takes a few dozen bytes.
+    The filter counts rows by split and reason. It also counts the prompts that contain a word outside the vocabulary.
+    It stores each prompt as a 64-bit hash, which takes a few dozen bytes.
     """
 
     def __init__(
@@ -330,7 +330,7 @@ def _refuse_answer(where: str, words: str, solution: str, ground_truth: object) 
 
 
 def multisets(ground_truths: pa.Array) -> list[Multiset]:
-    """Return the sorted numbers of each countdown problem, or [] for other tasks and for missing values.
+    """Return the sorted numbers of each countdown problem. Return [] for other tasks, or if a value is missing.
 
     >>> multisets(pa.array([{"target": 6, "numbers": [3, 1, 2]}, {"target": 9, "numbers": [5, 4]}]))
     [(1, 2, 3), (4, 5)]

@@ -81,7 +81,8 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
 
 
 def reference_problem(reference: str) -> str | None:
-    r"""Return the reason why a reference cannot be read as a whole, or None if a response with this answer scores 1.
+    r"""Return the reason why a reference cannot be read as a whole. Return None if it can, so that a response equal to
+    it scores 1.
 
     >>> reference_problem(r"12\frac12\%"), reference_problem(r"\approx 3")
     (None, 'the command \\approx is not known')
@@ -133,7 +134,8 @@ def _boxed(text: str) -> str | None:
 def _statement(text: str) -> str | None:
     r"""Return the statement at the end of a response without a box. Return None if mathematics follows the statement.
 
-    The statement follows "answer is". Without these words it is the last line, which must be mathematical.
+    The statement follows "answer is". Without these words, the statement is the last line, which must contain
+    mathematics.
 
     >>> _statement("Twice nine. The answer is $18$."), _statement("The answer is 18. No, 19."), _statement("Hm.\n18")
     ('18', None, '18')
@@ -260,7 +262,9 @@ _parsed_reference = lru_cache(maxsize=4_096)(_parsed)
 
 
 def _vote(answer: Reading, gold: Reading) -> str | None:
-    """Return a text that is the same for equal responses, such as 1/2 for 0.5. A huge expression remains as written."""
+    """Return a text that is the same for equal responses, such as 1/2 for 0.5. A huge expression is returned as
+    written.
+    """
     if number := answer.number or (number_in_words(answer.plain) if gold.number else None):
         return str(number)
     if answer.problem is not None:

@@ -266,7 +266,7 @@ def _without_unit(plain: str) -> str:
 
 
 def expression_problem(plain: str) -> str | None:
-    r"""Return the reason why math-verify would read only a part of a text, otherwise None.
+    r"""Return the reason why math-verify would read only a part of a text. Return None if it reads the whole text.
 
     >>> expression_problem("2 3"), expression_problem("x'"), expression_problem("1011_2 + 1")[:3]
     ("'2 3' has two numbers side by side", '"\'" is not read', "'1_")

@@ -81,7 +81,9 @@ _fields: dict[str, Fields] = {}
 
 
 class OpenEnv:
-    """A session of an OpenEnv server. `server`, `key_variable` and `deadline_s` are the settings in `episode`."""
+    """A session of an OpenEnv server. `server`, `key_variable` and `deadline_s` come from the settings
+    `episode.server`, `episode.server_key_variable` and `episode.deadline_s`.
+    """
 
     repeatable = False
 
@@ -111,7 +113,7 @@ class OpenEnv:
         return self.reply(found["observation"]) or None
 
     def step(self, text: str) -> Turn:
-        """Send the model's text as an action. The reply to a text that is no action begins with `error:`."""
+        """Send the model's text as an action. If the text is not an action, the reply begins with `error:`."""
         try:
             action = self.action(text)
         except (ValueError, RecursionError):

@@ -62,7 +62,7 @@ def inputs(settings: "ReasoningGymData") -> dict[str, str]:
 
 
 def build(settings: "ReasoningGymData", seed: int) -> TaskRows:
-    """Return rows of all tasks in turn. Raises DataError if a task has too few different problems."""
+    """Return rows that alternate between the tasks. Raises DataError if a task has too few different problems."""
     seen: set[str] = set()
     held_out = list(_rows(settings, seed, "validation", settings.validation_size, seen))
     return TaskRows(

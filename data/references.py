@@ -185,7 +185,7 @@ def check_references(
     *,
     is_taught: bool = False,
 ) -> str:
-    """Check the references of a task's rows with its scorer. The dataset must exist.
+    """Check that the scorer of a task gives its references the full score. The dataset must exist.
 
     `is_taught`: whether a warm start trains on the solutions. The result is stored for later starts. Return a warning
     about rows without a full score, or ''.
@@ -297,7 +297,9 @@ class _Checker:
         )
 
     def _find_form(self, references: Sequence[tuple[RowReference, str]]) -> Form | None:
-        """Return the form in which most references get a full score, or None if fewer than half of them do."""
+        """Return the form in which most references get a full score. Return None if in each form fewer than half of
+        them do.
+        """
         counts: dict[Form, int] = {}
         for before, after in USUAL_FORMS:
             scores = self._scores([(f"{before}{text}{after}", row.truth_json) for row, text in references])

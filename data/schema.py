@@ -185,9 +185,9 @@ def open_parquet(path: Path) -> pq.ParquetFile:
 def read_batches(
     file: pq.ParquetFile, path: Path, num_rows: int, columns: Sequence[str] | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """Read the rows in batches of at most `num_rows`. `columns` selects columns, and None selects all.
+    """Read the rows in batches of at most `num_rows`. `columns`: the columns to read, or None for all columns.
 
-    Raises DataError if a page is damaged. The message has the number of rows before the damage.
+    Raises DataError if a page is damaged. The message gives the number of rows before the damaged page.
     """
     done = 0
     batches = file.iter_batches(batch_size=num_rows, columns=columns)
@@ -218,7 +218,9 @@ def provenance_metadata(document: Mapping[str, Any]) -> dict[bytes, bytes]:
 
 
 def parquet_writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
-    """Return a writer without dictionary encoding or statistics. Values seldom repeat, and no reader filters them."""
+    """Return a writer that uses no dictionary encoding and no statistics, because values seldom repeat and no reader
+    filters by them.
+    """
     return pq.ParquetWriter(path, schema, compression="zstd", use_dictionary=False, write_statistics=False)
 
 

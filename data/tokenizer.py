@@ -227,8 +227,8 @@ class PromptTokenizer:
     def require_response(self, prompt: str, whole: str, response: str) -> None:
         """Check that the chat template writes a response after the prompt without changes, except in white space.
 
-        `whole`: the rendered text up to the end of the response's turn. A tag that the prompt opens (`<think>`) may
-        begin the response.
+        `whole`: the rendered text up to the end of the response's turn. If the prompt ends with an opening tag such as
+        `<think>`, the response may repeat the tag at its start.
 
         Raises ResponseChangedError if the template changes the response.
         """
@@ -244,10 +244,10 @@ class PromptTokenizer:
         """Return the token ids of a response with its end token.
 
         `before`: the ids before the response. `joint`: the ids up to the end of the response's turn. `written`: the
-        text that `joint` adds to `before`. If a token of `joint` crosses the boundary, the response is tokenized alone,
-        as it is sampled.
+        text that `joint` adds to `before`. If a token of `joint` spans the end of the prompt, the response is tokenized
+        separately, because it is also sampled separately.
 
-        Raises ResponseChangedError if no token ends the response, or if no token begins at the boundary.
+        Raises ResponseChangedError if no token ends the response, or if no token begins at the end of the prompt.
         """
         found = joint[len(before) :] if joint.startswith(before) else self._from_boundary(before, joint, written)
         if not self.chat:
@@ -317,7 +317,9 @@ class PromptTokenizer:
         return text, ids[int(ends[0]) * ID_BYTES :] if len(ends) else b""
 
     def _whole(self, prompt: Messages, text: str, response: str) -> str:
-        """Render prompt and response to the end of the turn. Raises ResponseChangedError if the response changes."""
+        """Return the text of a prompt and its response, up to the end of the turn. Raises ResponseChangedError if the
+        template changes the response.
+        """
         if not self.chat:
             return text + response
         try:

@@ -53,7 +53,8 @@ class FirstRow:
 
 
 def first_row(config: TaskData, seed: int, root: Path) -> FirstRow | None:
-    """Return the first training row, from the dataset if it exists. Return None if building the row would take long.
+    """Return the first training row. It is read from the dataset if the dataset exists. Return None if building the row
+    would take long.
 
     Raises DataError if the task cannot be built with these settings.
     """

@@ -93,14 +93,15 @@ class ImportanceConfig(Section):
     """Importance weights that correct the difference between the sampler's and the trainer's probabilities."""
 
     mode: Annotated[Literal["off", "truncate", "mask"], _TWO_SIDES] = "off"
-    """The weight of a token's loss. `truncate` gives the weight min(ratio, cap). `mask` gives the ratio itself, or 0 if
-    the ratio is outside [1/cap, cap]."""
+    """The weight by which the loss of a token is multiplied. `truncate` uses min(ratio, cap). `mask` uses the ratio, or
+    0 if the ratio is outside [1/cap, cap].
+    """
     level: Annotated[Literal["token", "sequence"], _CORRECTED] = "token"
     """The unit of the ratio: a token, or a whole response. The ratio of a response is the product of the ratios of its
     tokens.
     """
     cap: Annotated[float, _CORRECTED] = Field(default=2.0, gt=1)
-    """The bound of the ratio `exp(old - behavior)` between the trainer's and the sampler's probabilities."""
+    """The upper bound of the ratio `exp(old - behavior)` of the trainer's probability to the sampler's probability."""
 
 
 class RejectionConfig(Section):
@@ -276,7 +277,7 @@ class AlgoConfig(Section):
     importance: ImportanceConfig = ImportanceConfig()
     """The correction of differences between the sampler and the trainer."""
     rejection: RejectionConfig = RejectionConfig()
-    """The rejection of tokens and responses that are too far from the sampler."""
+    """The rejection of tokens or responses for which trainer and sampler differ too much."""
     off_policy_mask: float | None = Field(default=None, gt=0)
     """The largest fall of a response's mean log-probability since it was sampled, in nats per token. A response with a
     larger fall and a negative advantage has no policy loss. If null, there is no limit.
@@ -349,7 +350,7 @@ class OptimConfig(Section):
     warmup_steps: int = Field(default=0, ge=0)
     """The number of steps of linear warm-up."""
     warmup_ratio: float = Field(default=0.0, ge=0, lt=1)
-    """The warm-up as a share of all steps. It is used if `warmup_steps` is 0."""
+    """The share of all steps that are warm-up steps. It is used if `warmup_steps` is 0."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """The decay rate of the first moment."""
     beta2: float = Field(default=0.999, ge=0, lt=1)

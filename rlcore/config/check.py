@@ -132,7 +132,7 @@ def _remove(settings: Any, path: Sequence[int | str]) -> Any:
 
 
 def as_plain(tree: Any, *, resolve: bool = False) -> dict[str, Any]:
-    """Return OmegaConf's settings as plain values. With `resolve`, every `${...}` is replaced."""
+    """Return OmegaConf's settings as plain values. If `resolve` is true, every `${...}` is replaced by its value."""
     found = OmegaConf.to_container(tree, resolve=resolve, throw_on_missing=resolve)
     assert isinstance(found, dict)
     return {str(name): value for name, value in found.items()}

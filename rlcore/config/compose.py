@@ -105,7 +105,7 @@ def load_config(overrides: Sequence[str], *, experiment: str | None = None) -> R
     """Compose the settings and check everything that needs no heavy import.
 
     `experiment` is a name in `conf/experiment` or the path of a file. If it is None, the defaults are used. Raises
-    ConfigError if there are mistakes. One message gives the key, rule, value and remedy of each mistake.
+    ConfigError if there are mistakes. The error gives the key, rule, value and remedy of each mistake.
     """
     return compose(overrides, experiment=experiment).require_valid().config
 

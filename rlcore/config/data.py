@@ -269,7 +269,7 @@ class ReasoningGymData(Conversation):
 
 
 class VerifiersData(Conversation):
-    """Tasks of a taskset of the package verifiers, with its rewards and without a harness."""
+    """Tasks of a taskset of the package verifiers. The rewards of the taskset are used, but no harness is run."""
 
     task: Literal["verifiers"] = "verifiers"
     """The task in `data/` that creates the rows."""

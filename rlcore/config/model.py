@@ -212,7 +212,9 @@ def _lora_names_layers(lora: "LoraConfig", run: Run) -> Problem | None:
 
 
 def shape_at(path: str) -> Mapping[str, Any]:
-    """Return the decoder's part of the config.json of a local or published model, or {} if there is none."""
+    """Return the fields of the decoder in the config.json of a model. Return {} if the model is neither local nor in
+    `PUBLISHED`.
+    """
     if path in PUBLISHED and not Path(path).is_dir():
         return PUBLISHED[path]
     try:

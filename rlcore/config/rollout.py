@@ -436,6 +436,8 @@ class ValidationConfig(EvaluationConfig):
     )  # fmt: skip
 
     def is_of_suite(self, metric: str) -> bool:
-        """Return whether a metric belongs to a suite. A metric of the data source `<suite>/hard` does not."""
+        """Return whether a metric belongs to a suite. A metric of a data source with the name `<suite>/hard` does not
+        belong to the suite.
+        """
         kinds = ("reward", "acc")
         return metric.startswith(tuple(f"val-core/{suite.name}/{kind}/" for suite in self.suites for kind in kinds))

@@ -277,7 +277,7 @@ class Sweep:
         return (*range(every, total, every), total)
 
     def overrides_of(self, point: Point, seed: int) -> list[str]:
-        """Return the overrides of one run, which are applied to the experiment."""
+        """Return the overrides of one run. They are applied to the experiment of the sweep."""
         return [*self.overrides, *point_overrides(point), f"seed={seed}"]
 
     def unused_settings(self) -> list[str]:
