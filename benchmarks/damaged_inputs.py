@@ -44,7 +44,7 @@ RUN = (
 STEPS, STOPPED_AT = 6, 4
 START_LIMIT_S = 900
 UNPRIVILEGED = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
-"""The prefix that makes a command of root obey file permissions."""
+"""The prefix of a command that makes root obey file permissions."""
 
 Action = Callable[[Path], object]
 """A function that damages the file or folder at a path."""
@@ -52,8 +52,8 @@ Action = Callable[[Path], object]
 
 @dataclass(frozen=True)
 class Damage:
-    """One way to damage a run. `path` is a glob pattern below the workspace. The console must contain `name`, which is
-    '' for files that nothing reads.
+    """One way to damage a run. `path` is a glob pattern below the workspace. The console must print `name`. If `name`
+    is '', nothing reads the damaged file, and no message is expected.
 
     `finished` selects the finished run. `limited` starts the command without root's right to ignore file permissions.
     """
@@ -65,7 +65,7 @@ class Damage:
     limited: bool = False
 
     def apply(self, root: Path) -> None:
-        """Damage the only path that matches the pattern."""
+        """Damage the newest path that matches the pattern."""
         path = max(root.glob(self.path), key=lambda path: path.stat().st_mtime)  # models: the older one is its base
         self.action(path)
 
@@ -113,7 +113,7 @@ def _without_keys(path: Path) -> None:
 
 
 def _change_step(step: int, change: Callable[[bytes], bytes]) -> Action:
-    """Return a function that changes the line of a step in a journal."""
+    """Return a function that changes the line of a step in a journal. `change` returns the new line."""
 
     def rewrite(path: Path) -> None:
         lines = path.read_bytes().splitlines(keepends=True)
@@ -125,7 +125,7 @@ def _change_step(step: int, change: Callable[[bytes], bytes]) -> Action:
 
 
 def _change_digit(line: bytes) -> bytes:
-    """Change the last digit of the first score in a line of a journal."""
+    """Return a line of a journal with another last digit in its first score."""
     begin = line.index(b'"critic/score/mean":') + len(b'"critic/score/mean":')
     end = begin + len(line[begin:].split(b",")[0].rstrip(b"}\n"))
     return line[: end - 1] + bytes([line[end - 1] ^ 1]) + line[end:]
@@ -222,7 +222,9 @@ def _first_shard(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Numbers:
-    """The repeatable metrics of each step of a run, the digest of its weights, and its last validation."""
+    """The results that a repeated run must reproduce: the repeatable metrics of each step, the digest of the weights,
+    and the last validation.
+    """
 
     steps: dict[int, dict[str, float]]
     weights: str
@@ -231,8 +233,8 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a case. `verdict` is a member of `PASSED` or describes the failure. `output` has the console's
-    lines that name the damage.
+    """The outcome of a case. `verdict` is one of `PASSED`, or a description of the failure. `output` has the lines of
+    the console that name the damage.
     """
 
     name: str

@@ -8,8 +8,8 @@ A byte-level BPE tokenizer of 32,768 tokens is trained on Python's standard libr
 each row, the loop applies the chat template, tokenizes, counts the tokens, and keeps or drops the row. Blocks of the
 loop alternate with whole runs of the filter, so that both run under the same machine load. The filter's time includes
 loading the tokenizer, reading and writing parquet, tokenizing solutions and distractors, and searching for duplicates
-and leaks. The filter first runs on a few rows, so that its modules are loaded. A second run in a new process must reuse
-the stored result. The token ids of the loop and the filter must agree.
+and leaks. The filter first runs on a few rows, so that its modules are loaded. A second run of the filter in a new
+process must reuse the stored result. The loop and the filter must give the same token ids.
 """
 
 import argparse
@@ -46,7 +46,9 @@ CHAT_TEMPLATE = (
 
 
 def main() -> None:
-    """Measure the row-by-row loop and the filter in turn, and then a second run that reuses the results."""
+    """Measure the row-by-row loop and the filter in turn. Then measure a second run that reuses the results of the
+    filter.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=327_680, help="rows of the training split")
     parser.add_argument("--block", type=int, default=4_096, help="rows of one block of the usual way")

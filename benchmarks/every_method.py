@@ -26,7 +26,9 @@ from rlcore.run.layout import RunLayout
 DEMO = ("experiment=countdown_demo", "runtime.backend=local", "tracking.enabled=false", "seed=1")
 LENGTHS = ("trainer.total_steps", "trainer.steps_per_chunk", "validation.every_steps")
 TWO_UPDATES = "trainer.mini_batch_size=32"
-"""The setting for two optimizer steps per batch. With one step the ratio is 1, and several methods are equal."""
+"""The setting for two optimizer steps per batch. With only one step, every probability ratio is 1, and several methods
+are equal.
+"""
 SETTINGS = {
     **{name: (TWO_UPDATES, f"algo.policy_loss={name}") for name in POLICY_LOSSES},
     "gspo": (TWO_UPDATES, "algo=gspo"),
@@ -45,7 +47,7 @@ SETTINGS = {
 
 
 def train(name: str, overrides: list[str]) -> dict[str, object]:
-    """Train with one method, or reuse its finished run. Return the validations and the seconds of the command."""
+    """Train with one method, unless its run is finished. Return the validations and the seconds of the command."""
     arguments = [*DEMO, f"name=every_method_{name}", *SETTINGS[name], *overrides]
     begun = time.perf_counter()
     command = [sys.executable, "-m", "flows.cli", "train", *arguments]

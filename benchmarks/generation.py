@@ -29,14 +29,16 @@ from rlcore.rollout.vllm.start import EngineShape
 from rlcore.types import Prompt
 
 RANGES = ((1, 16), (17, 256), (257, 512), (513, 10**6))
-"""The ranges of unfinished responses that the table shows."""
+"""The ranges of the number of unfinished responses, each a row of the table."""
 PROFILED = {"tail": (1, 8), "middle": (60, 160), "wide": (300, 640)}
-"""The ranges in which up to 30 steps are profiled."""
+"""The ranges of the number of unfinished responses in which the profiler records up to 30 steps."""
 PROFILED_STEPS = 30
 
 
 class Generation:
-    """A batch of requests to vLLM. A caller may replace `step`, which runs one engine step, to measure it."""
+    """The generation of a batch of responses by vLLM. `step` runs one engine step. A caller may replace `step` to
+    measure it.
+    """
 
     def __init__(self, arguments: argparse.Namespace, directory: Path) -> None:
         self._arguments, self._vocab = arguments, SHAPES[arguments.shape]["vocab_size"]
@@ -76,7 +78,9 @@ class Generation:
 
 
 def timed(step: Callable[[], Any], count: Callable[[], int], found: dict[int, list[float]]) -> Callable[[], Any]:
-    """Wrap `step` so that a call after which n responses are unfinished appends its milliseconds to `found[n]`."""
+    """Return a function that calls `step` and measures its milliseconds. They are appended to `found[n]`, where n is
+    the number of responses that are unfinished after the call.
+    """
 
     def measured() -> Any:
         started = time.perf_counter()

@@ -7,9 +7,9 @@
     python -m benchmarks.grpo_step --shape=tiny --engine=hf --prompts=8 --mean=12 --longest=32 --steps=2    # rehearsal
 
 The reference run is verl's GRPO benchmark (Llama-3.2-1B, GSM8K, 8 GPUs). Each GPU gets 128 prompts of 107 tokens with 5
-responses each, in 4 mini-batches with low_var_kl against a reference policy. The responses have 183 tokens on average
-and at most 1,024. This script runs that step in the real trainer with random weights. The lengths are drawn once from a
-geometric distribution, so that all steps have equal work.
+responses each, in 4 mini-batches. The loss has the KL term low_var_kl against a reference policy. The responses have
+183 tokens on average and at most 1,024. This script runs that step in the real trainer with random weights. The lengths
+are drawn once from a geometric distribution, so that all steps have equal work.
 
 --engine=none returns random responses immediately, to measure only the phases of training.
 """
@@ -33,12 +33,14 @@ from rlcore.config.compose import load_config
 from rlcore.trainer.step import StepResult
 
 REFERENCE_TOKENS_PER_S = 2_092.46
-"""The tokens per second and GPU of the reference run on H100 GPUs."""
+"""The tokens per second per GPU of the reference run on H100 GPUs."""
 PROMPT_TOKENS, SAMPLES = 107, 5
 
 
 def settings(arguments: argparse.Namespace, directory: Path, *, ranks: int = 1) -> RunConfig:
-    """Compose the reference experiment with `arguments.prompts` prompts. Several ranks run under Ray."""
+    """Compose the settings of the reference experiment with `arguments.prompts` prompts. With several ranks, the
+    workers run under Ray.
+    """
     prompts, engine = arguments.prompts, "hf" if arguments.engine == "none" else arguments.engine
     backend = "local" if ranks == 1 else "ray"
     overrides = [

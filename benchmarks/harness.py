@@ -1,4 +1,6 @@
-"""Training steps of the real trainer with equal work. Prompts and weights are random, and lengths are drawn once."""
+"""Training steps of the real trainer, each with the same amount of work. Prompts and weights are random, and lengths
+are drawn once.
+"""
 
 import argparse
 import contextlib
@@ -36,7 +38,7 @@ PHASES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_criti
 class FixedLengths:
     """A `WorkerGroup` whose responses have fixed lengths. If `real` is false, it immediately returns random responses.
 
-    Each step gives the lengths to other prompts, so that nothing computed for the previous step can be reused.
+    Each step assigns the lengths to the prompts in another order, so that no result of the previous step can be reused.
     """
 
     def __init__(self, config: RunConfig, directory: str, lengths: Sequence[int], *, vocab_size: int, real: bool):
@@ -97,7 +99,7 @@ class FixedLengths:
 
 
 def draw_lengths(count: int, mean: float, longest: int) -> list[int]:
-    """Draw geometric lengths with mean `mean`, at most `longest`. The first length is `longest`."""
+    """Draw geometric lengths with the mean `mean`. No length is above `longest`, and the first length is `longest`."""
     drawn = np.random.default_rng(7).geometric(1 / mean, count).clip(1, longest)
     drawn = (drawn * (mean * count / drawn.sum())).round().astype(int).clip(1, longest)
     drawn[0] = longest
@@ -110,7 +112,7 @@ def describe_lengths(parser: argparse.ArgumentParser, *, mean: float = 183.0, lo
 
 
 class Loop:
-    """The steps of a trainer, beginning at step 0."""
+    """A training loop that begins at step 0."""
 
     def __init__(self, trainer: Trainer, kl_coef: float) -> None:
         self._trainer = trainer
@@ -131,7 +133,7 @@ class Loop:
 def worker_group(
     config: RunConfig, directory: Path, lengths: Sequence[int], *, vocab_size: int, real: bool = True
 ) -> Iterator[FixedLengths]:
-    """Open the workers inside the `with` block. Their engines have no weights yet."""
+    """Start the workers, and close them at the end of the `with` block. Their engines have no weights yet."""
     group = FixedLengths(config, str(directory), lengths, vocab_size=vocab_size, real=real)
     try:
         yield group
@@ -179,7 +181,7 @@ def _episodes(config: RunConfig, tokenizer: Any, decode: Decode) -> contextlib.A
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The results of the measured steps, and the largest memory peak of a rank."""
+    """The results of the measured steps, and the memory peak of the rank with the largest peak."""
 
     results: list[StepResult]
     peak: MemoryPeak
@@ -219,7 +221,7 @@ def run_steps(
 def watched_memory(*, every_s: float = 0.02) -> Iterator[Callable[[], float]]:
     """Yield a function that returns the peak GPU memory of all processes inside the block, in GB of 1e9 bytes.
 
-    The peak is 0 on a CPU. The driver is asked every `every_s` seconds.
+    The memory is read from the driver every `every_s` seconds. On a CPU, the peak is 0.
     """
     if not torch.cuda.is_available():
         yield lambda: 0.0

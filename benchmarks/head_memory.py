@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 VOCAB = 150_000
 LOSSES = {"logprob": "value", "logprob-and-entropy": "grad"}
-"""The entropy mode of each loss. The entropy is computed for both losses."""
+"""The entropy mode for each choice of `--loss`. Both modes compute the entropy."""
 
 
 def main() -> None:
@@ -59,7 +59,7 @@ def in_new_process(version: str, entropy: str) -> int:
 
 
 def measure(arguments: argparse.Namespace) -> int:
-    """Return the peak bytes of one forward and backward pass, less the bytes that were in use before."""
+    """Return the peak memory of one forward and backward pass, minus the memory that was in use before, in bytes."""
     import torch
 
     from rlcore.models.head import token_logprobs_and_entropy
@@ -108,7 +108,9 @@ def held_bytes(device: str) -> int:
 
 
 def peak_bytes(device: str) -> int:
-    """Return the peak memory in bytes since the start of the process (CPU) or the last call of `held_bytes` (CUDA)."""
+    """Return the peak memory in bytes. It is measured since the start of the process (CPU) or since the last call of
+    `held_bytes` (CUDA).
+    """
     if device == "cuda":
         import torch
 

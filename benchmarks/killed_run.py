@@ -7,8 +7,8 @@
 `--aim everything` kills all processes of the run at a random step. `--aim parts` kills one process at a time: the flow,
 the trainer, a rank, raylet, gcs_server, a scorer, or the delivery to MLflow. The moment is random within --window
 seconds after the start of the process. The run may survive the kill or retry. If it ends, the same command is started
-again. If a run finishes before all kills are done, another run follows in a separate folder. This run has the dataset
-and initial policy of the undisturbed run.
+again. If a run finishes before all kills are done, another run is started in a separate folder. The new run reuses the
+dataset and the initial policy of the undisturbed run.
 
 The script compares every metric of every step exactly, except seconds, memory and throughput. It compares the final
 weights byte by byte. The exit code is 0 if all are equal and no process is left. --out adds the findings to a JSON
@@ -40,23 +40,29 @@ from tests.helpers.repeatable import repeatable
 PR_SET_CHILD_SUBREAPER = 36
 RESUMABLE = 75
 MAX_STARTS = 20
-"""The largest number of starts of one run, in addition to its kills. If a run needs more, the script ends."""
+"""The number of times that a run may be started, in addition to the number of kills. If a run needs more starts, the
+script ends.
+"""
 LEFT_WAIT_S = 120.0
-"""The seconds to wait for processes that outlive a run, such as the delivery to MLflow or a saving trainer."""
+"""The seconds to wait for processes that are still alive after a run, such as the delivery to MLflow or a trainer that
+is saving.
+"""
 ON_RAY = (
     "experiment=debug", "runtime=ray", "reward.num_processes=1", "trainer.total_steps=300",
     "trainer.steps_per_chunk=10", "validation.every_steps=50",
 )  # fmt: skip
 MADE_BEFORE = ("datasets", "filtered", "models", "tokenizers")
 MARKS = {"trainer": "rlcore.run.process", "scorer": "scoring_worker", "delivery": "rlcore.tracking"}
-"""The text by which each kind of process is recognized. A word of its command line ends with this text."""
+"""The text that identifies each kind of process. One of the words of its command line ends with this text."""
 NAMES = {"ray::RankProcess": "rank", "raylet": "raylet", "gcs_server": "gcs_server"}
 PARTS = ("flow", *MARKS, *NAMES.values())
 
 
 @dataclass(frozen=True)
 class Kill:
-    """A killed process. `age_s` is its age, `step` the last step in the journal, and `run` the number of its run."""
+    """One kill. `age_s` is the age of the killed process, `step` the last step in the journal, and `run` the number of
+    the run.
+    """
 
     run: int
     part: str
@@ -66,7 +72,9 @@ class Kill:
 
 @dataclass
 class Findings:
-    """Findings about killed runs. `codes` counts exit codes. `raw` has outputs with a traceback or an unknown code."""
+    """The findings about all killed runs. `codes` counts the runs by exit code. `raw` has the outputs with a traceback
+    or an unknown exit code.
+    """
 
     kills: list[Kill] = field(default_factory=list)
     codes: Counter[int] = field(default_factory=Counter)
@@ -154,7 +162,9 @@ def _processes_by_part(flow: int) -> Mapping[str, psutil.Process]:
 
 
 class PartKiller:
-    """An object that kills one process at a time. It chooses a kind of process with the fewest kills so far."""
+    """An object that kills one process at a time. It chooses among the kinds of process that it has killed the fewest
+    times.
+    """
 
     def __init__(self, num_kills: int, window_s: float, rng: random.Random, found: Findings) -> None:
         self.left = num_kills
@@ -196,8 +206,8 @@ class PartKiller:
             time.sleep(0.05)
 
     def _next_target(self) -> tuple[str, float, float]:
-        """Return the kind of process to kill next, the present time, and a delay in seconds. If a process starts later,
-        the delay begins with its start.
+        """Return the kind of process to kill next, the present time, and a delay in seconds. The delay begins at the
+        present time, or at the start of the process if it starts later.
         """
         fewest = min(self._hits[part] for part in PARTS)
         part = self._rng.choice([part for part in PARTS if self._hits[part] == fewest])
@@ -215,7 +225,9 @@ def _wait_for_orphans(found: Findings) -> None:
 
 
 def _alive_descendants() -> list[psutil.Process]:
-    """Return living descendants and reap dead ones. Orphans count too, because this process is their subreaper."""
+    """Return the living descendants of this process, and reap the dead ones. Orphans are also descendants, because this
+    process is a subreaper.
+    """
     found = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
@@ -230,7 +242,7 @@ def _alive_descendants() -> list[psutil.Process]:
 
 
 def compare(whole: Path, killed: Path, overrides: Sequence[str], found: Findings) -> None:
-    """Compare an undisturbed and a killed run: every metric of every step, and the weights."""
+    """Compare an undisturbed run with a killed run: every metric of every step, and the final weights."""
     expected, got = (
         [repeatable(dict(record.metrics)) for record in read_journal(layout(root, overrides).journal)]
         for root in (whole, killed)
@@ -250,7 +262,9 @@ def compare(whole: Path, killed: Path, overrides: Sequence[str], found: Findings
 
 
 def main() -> None:
-    """Run, kill and compare. Exits with code 1 if something differs or a process is left."""
+    """Run the experiment undisturbed and with kills, and compare the results. Exits with code 1 if a result differs or
+    a process is still alive.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, default=Path("artifacts-killed"))
     parser.add_argument("--aim", choices=["everything", "parts"], default="everything")

@@ -31,7 +31,9 @@ _LENGTHS = ["filter.max_prompt_tokens=120", "runtime.fit_memory=auto"]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model shape of `benchmarks.shapes`, a number of prompts with five responses each, and the response lengths."""
+    """A model shape of `benchmarks.shapes`, the number of prompts, and the response lengths. Each prompt has five
+    responses.
+    """
 
     shape: str
     prompts: int

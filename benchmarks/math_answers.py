@@ -2,10 +2,9 @@
 
     python -m benchmarks.math_answers 20000        # prints JSON; exit code 1 if a difference has no rule
 
-One edit writes the reference in another form, so the answer is right. Two other edits change a number, or write a
-computation instead of its result. Two more keep only a part of the reference, or give two answers. If math-verify
-refuses an answer, `data.math` may accept it only if it is right. If math-verify accepts an answer, `data.math` may
-refuse it only by a rule of docs/data.md.
+One edit writes the reference in another form, so the answer is right. The other edits give wrong answers. They change a
+number, replace a number by a computation, omit a part of the reference, or add a second answer. If only one of the two
+accepts an answer, a rule of docs/data.md must explain the difference. `data.math` must accept every right answer.
 """
 
 import json
@@ -32,7 +31,7 @@ _LEFT_OUT = re.compile(r"boxed|!(?!:)|\^\{?[0-9]{2}|\\binom|\\dbinom|e\+|\^\{?n"
 
 
 class Answer(NamedTuple):
-    """A generated answer without its box. `is_right` is True if it equals the reference by construction."""
+    """A generated answer without its box. `is_right`: whether the answer equals the reference by construction."""
 
     edit: str
     text: str
@@ -41,13 +40,17 @@ class Answer(NamedTuple):
 
 @lru_cache(maxsize=1)
 def readings() -> dict[str, str]:
-    """Return how each reference must be read, such as `number 25/2%`, `words sunday`, `expression` or `refused`."""
+    """Return the expected result of reading each reference, such as `number 25/2%`, `words sunday`, `expression` or
+    `refused`.
+    """
     rows = (line.partition("\t") for line in REFERENCES.read_text().splitlines())
     return {reference: reading for reference, _, reading in rows}
 
 
 def answers(count: int, seed: int) -> Iterator[tuple[str, Answer]]:
-    """Yield `count` pairs of a reference and a generated answer. References and edits are drawn uniformly."""
+    """Yield `count` pairs of a reference and an answer that is generated from it. References and edits are drawn
+    uniformly.
+    """
     rng = random.Random(seed)
     references = [text for text, reading in readings().items() if reading != "refused" and not _LEFT_OUT.search(text)]
     for _ in range(count):
@@ -125,7 +128,9 @@ def math_verify_pays(reference: str, answer: str) -> bool:
 
 
 def rule(reference: str, answer: str) -> str | None:
-    """Return the rule of docs/data.md by which `data.math` refuses an answer that math-verify accepts, or None."""
+    """Return the rule of docs/data.md by which `data.math` refuses an answer that math-verify accepts. Return None if
+    there is no such rule.
+    """
     gold, reading = read(reference), read(answer)
     if gold.number is not None:
         return _number_rule(gold, reading)
@@ -155,8 +160,8 @@ def _has_letter_more(gold: Reading, reading: Reading) -> bool:
 
 
 def _paid_by(reference: str, answer: str) -> str | None:
-    """Return the rule by which `data.math` accepts an answer that math-verify refuses, or None if there is no such
-    rule. The rules use the reference's reading from `readings` and a simple reading of the answer.
+    """Return the rule by which `data.math` accepts an answer that math-verify refuses. Return None if there is no such
+    rule. The rule is chosen by the kind of the reference in `readings` and the text of the answer.
     """
     kind, _, reading = readings()[reference].partition(" ")
     same = answer.rstrip("\\% ") == reference.rstrip("\\% ")
@@ -180,7 +185,9 @@ def _naive_number(answer: str) -> Fraction | None:
 
 
 def compared(count: int, seed: int) -> tuple[dict[str, Any], list[str]]:
-    """Return the statistics of `count` answers, and the differences that no rule explains."""
+    """Score `count` answers by `data.math` and by math-verify. Return the statistics, and the differences that no rule
+    explains.
+    """
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     figures: Counter[str] = Counter()
     rules: Counter[str] = Counter()
@@ -206,7 +213,7 @@ def compared(count: int, seed: int) -> tuple[dict[str, Any], list[str]]:
 
 
 def main() -> None:
-    """Print the statistics. Print the differences that no rule explains to stderr."""
+    """Print the statistics to stdout, and the differences that no rule explains to stderr."""
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 20_000
     figures, unexplained = compared(count, seed=1)
     figures["references"] = sum(reference_problem(text) is None for text in readings())

@@ -7,15 +7,16 @@ r"""Count how many random mutations of the sources make a test fail.
     python -m benchmarks.mutations --lines /tmp/lines --each 3 --seed 7 rlcore/run flows/plan
     python -m benchmarks.mutations --list                                         # list the mutations
 
-A mutation changes one expression: a comparison, `and` or `or`, a `not`, a number, True or False, a sign, min or max, or
-a condition. Or it deletes a statement: a call, a raise, a break or a `+=`. In a copy of the checkout, tests run until
-one fails and thereby notices the mutation. These are the tests that execute the mutated statement, beginning with the
-20 quickest. Without --lines, or if no test executes the statement, the folder's tests run. A timeout (--limit) also
-counts as noticed. At the end, the noticing tests run without a mutation. Tests that then fail do not count.
+A mutation changes one expression, such as a comparison, `and`, `not`, a number, True, a sign, `min` or a condition.
+Another kind of mutation deletes a statement: a call, a raise, a break or a `+=`. In a copy of the checkout, the tests
+that execute the mutated statement run, beginning with the 20 quickest. If a test fails, it has noticed the mutation,
+and no more tests run. The folder's tests run instead if --lines is not given or no test executes the statement. A
+timeout (--limit) also counts as noticed. At the end, the tests that noticed a mutation run without a mutation. If a
+test also fails then, it has not noticed its mutation.
 
-The mutations and their tests are written to --out (JSON). The file's results of other folders are kept. If an unnoticed
-mutation changes no behavior, a reader can write the reason as `equivalent` into that file. Later runs keep this text.
-The exit code is 0.
+The mutations and their tests are written to --out (JSON). The results of other folders in this file are kept. If an
+unnoticed mutation changes no behavior, a reader can write the reason as `equivalent` into that file. Later runs keep
+this text. The exit code is 0.
 """
 
 import argparse
@@ -51,7 +52,7 @@ CALCULATED: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
 }  # fmt: skip
 FIRST = 20
-"""The number of tests of a line that run first. They notice most mutations."""
+"""The number of tests that run first for a mutated statement. They notice most mutations."""
 NO_TESTS = 5
 """The exit code of pytest if no test ran, for example because all are lengthy."""
 OTHER_NAME = {"min": "max", "max": "min", "any": "all", "all": "any"}
@@ -59,11 +60,12 @@ OTHER_NAME = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 @dataclass
 class Mutation:
-    """The replacement of the text from `start` to `end` by `new`. Each position is a line (from 1) and a column.
-    `statement` is the first line of the statement.
+    """The replacement of the text from `start` to `end` by `new`. `start` and `end` are pairs of a line (from 1) and a
+    column. `statement` is the first line of the changed statement.
 
-    `tried` is the number of tests that execute the statement, or 0 if the folder's tests ran. `noticed_by` is a test or
-    "limit". `equivalent` is a reader's reason why no behavior differs.
+    `tried` is the number of tests that execute the statement, or 0 if the folder's tests ran. `noticed_by` is the test
+    that noticed the mutation, or "limit" after a timeout. `equivalent` is a reason, written by a reader, why the
+    mutation changes no behavior.
     """
 
     folder: str
@@ -144,7 +146,7 @@ def _mutations_of(folder: str, file: Path) -> Iterator[Mutation]:
 
 
 def sample_mutations(folders: list[str], each: int, seed: int) -> list[Mutation]:
-    """Draw `each` random mutations of every folder, independently of the other folders."""
+    """Draw `each` random mutations of every folder. The mutations of one folder do not depend on the other folders."""
     found = []
     for folder in folders:
         chance = random.Random(f"{seed} {folder}")
@@ -162,9 +164,10 @@ def _tests_of(folder: str) -> str:
 
 @cache
 def tests_by_line(lines: Path) -> dict[str, dict[int, list[str]]]:
-    """Return the test functions that execute each line of each file, read from a coverage file with contexts.
+    """Return the test functions that execute each line of each file. They are read from a coverage file with contexts.
 
-    The tests that execute the fewest lines come first, because they are the quickest and most specific.
+    The tests of a line are sorted by the number of lines that they execute, because tests of few lines are quick and
+    specific.
     """
     from coverage import CoverageData
 
@@ -211,7 +214,9 @@ def _environment(checkout: Path) -> dict[str, str]:
 
 
 def _pytest_arguments(tests: list[str]) -> list[str]:
-    """Return the arguments of pytest. Tests use the original checkout's cache, which contains a real model."""
+    """Return the arguments of pytest. The tests use the cache of the original checkout, because it contains a real
+    model.
+    """
     return ["-x", "-q", "--tb=no", "-m", "not lengthy", "-o", f"cache_dir={ROOT / '.pytest_cache'}", *tests]
 
 
@@ -223,7 +228,9 @@ def _failed_test(output: str, code: int | None) -> str | None:
 
 
 def write(out: Path, seed: int, mutations: list[Mutation]) -> None:
-    """Write the results to a file. The results of other folders, and reasons that were added by hand, are kept."""
+    """Write the results to a file. The results of other folders in the file are kept, and also the reasons that a
+    reader has added.
+    """
     before = [Mutation(**one) for one in json.loads(out.read_text())["mutations"]] if out.exists() else []
     remarks = {(one.file, one.old, one.new): one.equivalent for one in before}
     for one in mutations:

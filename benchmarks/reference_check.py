@@ -2,8 +2,9 @@
 
     python -m benchmarks.reference_check GSM8K       # the folder of GSM8K's train.jsonl and test.jsonl; prints JSON
 
-The rows of GSM8K are scored on their solutions and references. The other two kinds have 30,000 rows each. One kind has
-whole numbers, as in DAPO-Math-17k. The other kind has the readable forms of tests/data/math_references.txt, as in MATH.
+The first kind is the rows of GSM8K, which are scored on their solutions and references. The second kind is 30,000 whole
+numbers, as in DAPO-Math-17k. The third kind is 30,000 references in the readable forms of
+tests/data/math_references.txt, as in MATH.
 """
 
 import json
@@ -22,7 +23,7 @@ FORMS = Path(__file__).parents[1] / "tests" / "data" / "math_references.txt"
 
 
 def main() -> None:
-    """Check each kind of reference, and then once more with the stored result."""
+    """Check each kind of reference. Then check it again, which reads the stored result."""
     lines = FORMS.read_text(encoding="utf-8").splitlines()
     forms = [form for line in lines if not reference_problem(form := line.partition("\t")[0])]
     kinds = {

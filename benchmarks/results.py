@@ -16,7 +16,9 @@ RESULTS = Path(__file__).resolve().parents[1] / "build" / "results"
 
 @dataclass(slots=True)
 class Cost:
-    """The seconds of a `with` block. `cpu_s` counts this process and the child processes that ended in the block."""
+    """The time that a `with` block takes, in seconds. `cpu_s` is the CPU time of this process and of the child
+    processes that ended in the block.
+    """
 
     wall_s: float = 0.0
     cpu_s: float = 0.0
@@ -44,7 +46,9 @@ def peak_mb() -> float:
 
 
 def machine() -> dict[str, Any]:
-    """Return facts about the machine. `load` is the mean number of processes that wanted a core in the last minute."""
+    """Return facts about the machine. `load` is the mean number of processes that used or waited for a core in the last
+    minute.
+    """
     return {"cores": os.cpu_count(), "python": platform.python_version(), "load": round(os.getloadavg()[0], 2)}
 
 

@@ -5,9 +5,9 @@
     python -m benchmarks.tail_cut --shape tiny --engine hf --prompts 20 --mean 12 --longest 64 --steps 3    # rehearsal
 
 Without --experiment, the steps are those of `benchmarks.grpo_step` with an importance correction. The length of a
-response is geometric and follows from its seed. A geometric length has no memory, so a continued response draws the
-rest of its length in the same way. With --experiment, `millrace train` runs each seed with each share. Finished runs
-are not repeated. Other arguments are settings.
+response is geometric and follows from its seed. The geometric distribution has no memory, so the remaining length of a
+continued response is drawn in the same way. With --experiment, `millrace train` runs each seed with each value of
+`rollout.finish_share`. Finished runs are not repeated. Other arguments are overrides of settings.
 """
 
 import argparse
@@ -53,7 +53,9 @@ class SeededLengths(FixedLengths):
 
 
 def speed(arguments: argparse.Namespace, directory: Path, share: float) -> dict[str, Any]:
-    """Return the tokens per second over all measured steps, with the medians of the phases."""
+    """Return the tokens per second over all measured steps, the seconds of a step, and the median seconds of
+    generation.
+    """
     chosen = argparse.Namespace(**{**vars(arguments), "overrides": list(arguments.overrides)})
     chosen.overrides += [CORRECTION, f"rollout.finish_share={share}"]
     config = settings(chosen, directory, ranks=arguments.ranks)
@@ -89,7 +91,7 @@ def speed(arguments: argparse.Namespace, directory: Path, share: float) -> dict[
 
 
 def curve(arguments: argparse.Namespace, seed: int, share: float) -> dict[str, Any]:
-    """Train a run with one seed, and return its held-out rewards by step and its seconds per step."""
+    """Train a run with one seed. Return its held-out rewards by step, and the median seconds of a step."""
     words = [f"experiment={arguments.experiment}", f"seed={seed}", CORRECTION, f"rollout.finish_share={share}"]
     words += arguments.overrides
     subprocess.run([sys.executable, "-m", "flows.cli", "train", *words], check=True)

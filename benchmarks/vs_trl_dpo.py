@@ -6,9 +6,10 @@ r"""Compare TRL's DPOTrainer with our DPO stage on the same pairs and weights: t
         --trl-micro 8 --trl-python TRL/bin/python --out dpo.json                        # GPU: bfloat16 products
     python -m benchmarks.vs_trl_dpo --trl-site FOLDER ...                               # trl from pip install --target
 
-The weights are random and in float32 on both sides. The sides run one after the other, each in a new process, with the
-same tokens, order, optimizer and reference, which both compute before the first step. TRL pads, so `--lengths equal` is
-its best case. Tokens are those of prompts and responses, without padding.
+The weights are random and in float32 on both sides. The sides run one after the other, each in a new process. Both use
+the same tokens in the same order, the same optimizer and the same reference model. Both compute the reference
+log-probabilities before the first step. TRL pads, so `--lengths equal` is its best case. The tokens of prompts and
+responses are counted, without padding.
 """
 
 import argparse
@@ -31,11 +32,11 @@ NAMES = {
     "chosen_logprob": "logps/chosen",
     "rejected_logprob": "logps/rejected",
 }
-"""The compared values, with our names and TRL's."""
+"""The values that are compared, each with our name and the name in TRL."""
 
 
 def run_ours(job: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Run the steps by the real trainer of the stage."""
+    """Run the steps by the trainer of our DPO stage."""
     import numpy as np
 
     from rlcore.batching.prompts import Demonstration

@@ -1,4 +1,4 @@
-r"""Compare TRL's SFTTrainer with our supervised steps on the same batches: the loss of each step, and tokens/s.
+"""Compare TRL's SFTTrainer with our supervised steps on the same batches: the loss of each step, and tokens/s.
 
     pip install --target TRL_FOLDER --no-deps trl==1.16.0
     python -m benchmarks.vs_trl_sft --trl-site TRL_FOLDER --write   # on the GPU if there is one, else on the CPU
@@ -8,8 +8,8 @@ r"""Compare TRL's SFTTrainer with our supervised steps on the same batches: the 
 Both sides start from the same random weights, take the same rows in the same order, and update with AdamW at the same
 constant rate. A row has a prompt without a loss and a response of random length. The sides run one after the other,
 each in a new process. On a CPU both compute in float32, and the command fails if two losses differ by more than 1e-4.
-On a GPU both keep float32 weights and compute in bfloat16. TRL pads its batches, unless `--padding-free` is given
-(with FlashAttention). Tokens are those of the rows, without padding.
+On a GPU both keep float32 weights and compute in bfloat16. TRL pads its batches, unless `--padding-free` is given (with
+FlashAttention). The tokens of the rows are counted, without padding.
 """
 
 import argparse
@@ -27,10 +27,10 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 TOLERANCE = 1e-4
-"""The largest difference of two losses in float32, in nats per token."""
+"""The largest accepted difference of two losses in float32, in nats per token."""
 LR, GRAD_CLIP = 1e-3, 1.0
 Rows = list[tuple[list[int], int]]
-"""The token ids and the prompt length of each row."""
+"""Rows to train on. Each row has token ids and the length of its prompt."""
 
 
 def ours(job: dict[str, Any], rows: Rows) -> dict[str, list[float]]:
@@ -138,7 +138,7 @@ def run_side(side: str, folder: Path) -> None:
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run both sides on the same rows, and return their measurements side by side."""
+    """Run both sides on the same rows, and return the measurements of both."""
     import numpy as np
 
     from benchmarks.harness import draw_lengths

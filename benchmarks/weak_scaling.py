@@ -3,9 +3,10 @@
     python -m benchmarks.weak_scaling --gpus 2 --prompts 128 --out weak.json model.zero_stage=1
     python -m benchmarks.weak_scaling --prompts 4 --shape=tiny --engine=hf --mean=12 --longest=32   # rehearsal on a CPU
 
-First, every card runs `benchmarks.grpo_step` alone on its share of the prompts. All cards do this concurrently, so that
-each has its share of the processors. Then all cards run all prompts together. The result is the slowest card's time
-alone divided by the common time, because ranks wait for each other. Other options go to `benchmarks.grpo_step`.
+First, each GPU runs a separate `benchmarks.grpo_step` on its share of the prompts. These runs are concurrent, so that
+each has its share of the CPU cores. Then all GPUs run all prompts in one `benchmarks.grpo_step`. The result is the time
+of the slowest separate run divided by the time of the common run, because ranks wait for the slowest one. Other options
+go to `benchmarks.grpo_step`.
 """
 
 import argparse

@@ -15,7 +15,7 @@ _ALLOWED = re.compile(r"[0-9+\-*/() \t\r\n]*")
 _TOKEN = re.compile(r"0|[1-9][0-9]*|[-+*/()]")
 _PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
 Rational = tuple[int, int]
-"""A fraction as its numerator and denominator, not necessarily reduced."""
+"""The numerator and the denominator of a fraction, which need not be reduced."""
 _Operation = tuple[Rational, str, Rational, Rational]  # left, operator, right, result
 
 
@@ -105,7 +105,9 @@ def calculate(expression: str) -> str:
 
 
 def _apply(values: list[Rational], operator: str, done: list[_Operation]) -> None:
-    """Replace the last two values by the result of an operation. Division by zero leaves a denominator of 0."""
+    """Replace the last two entries of `values` by the result of an operation. Division by zero gives a denominator of
+    0.
+    """
     (c, d), (a, b) = values.pop(), values.pop()
     if b == 0 or d == 0:
         values.append((0, 0))

@@ -11,8 +11,9 @@ Problems of HumanEval's form have `prompt` (imports, signature and docstring of 
 and `entry_point` (the name of the function) in place of `tests`. The suites `humaneval` and `humaneval_base` read the
 published rows.
 
-A Python test fails if the program exits before the test runs. A program can find a Python test, because both run in one
-process. Therefore keep secret values in `stdin` and `stdout`. The program never sees the `stdout` of a test.
+A Python test fails if the program exits before the test runs. A program can read the code of a Python test, because
+both run in one process. If the expected values must stay secret, use a test with `stdin` and `stdout`. The program
+never sees the `stdout` of a test.
 """
 
 import json
@@ -41,7 +42,8 @@ _SPLITS = {"train": "train", "validation": "test"}
 
 
 def build(settings: "CustomData", seed: int) -> TaskRows:
-    """Return at most `data.train_size` and `data.validation_size` problems of the two files.
+    """Return the problems of the two files. The settings `data.train_size` and `data.validation_size` limit their
+    numbers.
 
     Raises DataError if `data.options` does not name one folder, or if a line is invalid.
     """
@@ -86,7 +88,7 @@ def _is_test(test: object) -> bool:
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score a program by the share of passed tests. All tests together have `sandbox.time_s` seconds.
+    """Score a program by the share of passed tests. The tests of a program share the time limit `sandbox.time_s`.
 
     The score's part `passed` is 1 if all tests pass. The part `compiles` is 0 after a syntax error, otherwise 1.
     """
@@ -120,10 +122,12 @@ def program_of(response: str) -> str:
 
 
 def _completed(prompt: str, response: str, entry_point: str) -> str:
-    r"""Return the program of a prompt and a response, which continues the prompt's function or defines it again.
+    r"""Join a prompt and a response to a program. The response continues the function in the prompt or defines it
+    again.
 
-    An indented response is a continuation, which ends at the usual stop sequences. Otherwise the last code block with a
-    definition of the function counts, then the last code block, then the response.
+    If the response is indented, it continues the function and ends at the usual stop sequences. Otherwise the last code
+    block that defines the function is used. If no code block does, the last code block is used, or the whole response
+    if there is none.
 
     >>> _completed("def f():\n    'One.'\n", "    return 1\nprint(f())", "f")
     "def f():\n    'One.'\n    return 1"

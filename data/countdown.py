@@ -99,7 +99,9 @@ def _rows(settings: "CountdownData", problems: "Iterable[Problem]", seed: int) -
 
 
 def _solution(settings: "CountdownData", problem: "Problem", equation: str, seed: int) -> str:
-    """Return a response with the answer `equation`. In some templates, its value or a search precedes the answer."""
+    """Return a response with the answer `equation`. Some templates write the value of the equation, or a search for it,
+    before the answer.
+    """
     last = evaluate(equation)
     assert last is not None
     if settings.search_tries is None:
@@ -112,7 +114,8 @@ def _solution(settings: "CountdownData", problem: "Problem", equation: str, seed
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score a response. The parts `correct` and `format` (one well-formed expression) are each 0 or 1.
+    """Score a response. The part `correct` is 1 if the response is correct. The part `format` is 1 if the answer is one
+    well-formed expression.
 
     >>> score("so <answer> (8 - 3) * 2 </answer>", {"target": 10, "numbers": [2, 3, 8]}).total
     1.0

@@ -1,9 +1,10 @@
 """Countdown problems that are solvable by construction. The two splits share no multiset of numbers.
 
-If the settings allow few problems (5,326 in the demo), a solver enumerates all of them. The error after a request for
-too many problems then has their exact number. Otherwise, random equations over random numbers are drawn. With uniform
-targets (`data.targets`), numbers and targets are drawn independently, and only solvable pairs are kept. Problems are
-drawn in chunks, which are used in order. Each chunk has a generator that is seeded by (seed, chunk).
+If the settings allow few problems (5,326 in the demo), a solver enumerates all of them. If a run asks for more problems
+than exist, the error then gives their exact number. Otherwise, random equations over random numbers are drawn. With
+uniform targets (`data.targets`), numbers and targets are drawn independently, and only solvable pairs are kept. Random
+problems are drawn in chunks, and the chunks are used in order. Each chunk has a generator that is seeded by (seed,
+chunk).
 """
 
 import random
@@ -36,9 +37,11 @@ _SIGNS = "+-*/"
 
 Multiset = tuple[int, ...]
 Merge = tuple[int, int, int]
-"""One merge: the indices of two slots and of an operation in `_SIGNS`. The result replaces the first slot."""
+"""One operation on two values: the indices of both values, and the index of the operator in `_SIGNS`. The result
+replaces the first value.
+"""
 Fraction = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""The numerators and denominators of a slot, each of shape [M]."""
+"""One value for each of M rows: the numerators and the denominators, both of shape [M]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,8 @@ class Problem:
         return len(self.numbers) - 1
 
     def wrong_tries(self, most: int, operations: Sequence[str], seed: int) -> list[str]:
-        """Return at most `most` equations that use all numbers but miss the target. The nearest one comes last.
+        """Return at most `most` equations that use all numbers but miss the target. The last equation has the value
+        nearest to the target.
 
         Every intermediate value is a non-negative whole number.
         """
@@ -106,7 +110,8 @@ def generate(settings: CountdownData, seed: int) -> Mapping[str, list[Problem]]:
 def require_enough(settings: CountdownData, seed: int) -> None:
     """Check that the numbers do not overflow. If all problems can be enumerated, also check that enough problems exist.
 
-    Raises DataError if not. If there are too many to enumerate, a shortage is detected only while the dataset is built.
+    Raises DataError if a check fails. If there are too many problems to enumerate, a shortage is detected only while
+    the dataset is built.
     """
     _check_range(settings)
     if _is_enumerated(settings):
@@ -128,13 +133,17 @@ def _check_range(settings: CountdownData) -> None:
 
 
 def _classes(settings: CountdownData) -> list[tuple[int, ...]]:
-    """Return the operand counts of each difficulty class. Balanced difficulties have one class for each count."""
+    """Return the difficulty classes, each as a tuple of operand counts. If difficulties are not balanced, one class has
+    all counts.
+    """
     counts = tuple(range(settings.min_numbers, settings.max_numbers + 1))
     return [(n,) for n in counts] if settings.balance_difficulty else [counts]
 
 
 def _quotas(settings: CountdownData) -> list[Mapping[str, int]]:
-    """Return how many rows of each split belong to each class of `_classes`. These numbers differ by at most one."""
+    """Return the number of rows that each split gets from each class of `_classes`. In a split, these numbers differ by
+    at most one.
+    """
     parts, sizes = len(_classes(settings)), {_TRAIN: settings.train_size, _VALIDATION: settings.validation_size}
     return [{split: n // parts + (index < n % parts) for split, n in sizes.items()} for index in range(parts)]
 
@@ -187,7 +196,9 @@ def _problems_of(numbers: Multiset, settings: CountdownData, rng: np.random.Gene
 def _deal(
     groups: list[list[Problem]], num_held_out: int, rng: np.random.Generator
 ) -> tuple[list[Problem], list[Problem]]:
-    """Divide groups of problems at random into held-out groups and others. Hold out at most `num_held_out` problems."""
+    """Divide groups of problems at random into held-out and training problems. At most `num_held_out` problems are held
+    out.
+    """
     held_out: list[Problem] = []
     rest: list[Problem] = []
     for index in rng.permutation(len(groups)).tolist():
@@ -251,9 +262,9 @@ def _apply(left: Rational, operation: str, right: Rational) -> Rational | None:
 def _random_equations(
     rng: np.random.Generator, numbers: np.ndarray, operations: tuple[str, ...]
 ) -> tuple[Fraction, NDArray[np.int8]]:
-    """Draw one equation over each row of `numbers` [M, n]. Each operation replaces two values by the result.
+    """Draw an equation for each row of `numbers` [M, n]. The equation uses all numbers of the row.
 
-    Return the values of the equations and their operations (`Merge`) [M, n-1, 3].
+    Return the values of the equations, and their merges [M, n-1, 3] (see `Merge`).
     """
     rows, n = numbers.shape
     every = np.arange(rows)
@@ -280,8 +291,9 @@ def equations_for(
 ) -> tuple[NDArray[np.int8], NDArray[np.bool_]]:
     """Search for an equation for each of the `targets` [M, T] of each row of `numbers` [M, n].
 
-    Every row tries all equations in the order of `operations`: 6 of 2 numbers, 108 of 3 and 3,888 of 4. Return the
-    merges [M, T, n-1, 3] of the first equation for each target. Also return which targets are solved (bool [M, T]).
+    All equations over the numbers are tried in the order of `operations`. There are 6 equations over 2 numbers, 108
+    over 3 and 3,888 over 4. Return the merges [M, T, n-1, 3] of the first equation for each target. Also return which
+    targets are solved (bool [M, T]).
     """
     rows, n = numbers.shape
     plan, solved = np.zeros((*targets.shape, n - 1, 3), dtype=np.int8), np.zeros(targets.shape, dtype=bool)
@@ -333,7 +345,7 @@ def _equation(numbers: list[int], plan: list[list[int]]) -> str:
 
 
 def _whole_values(values: Fraction, settings: CountdownData) -> tuple[np.ndarray, np.ndarray]:
-    """Return the values [M], and a mask (bool [M]) of the whole values within the range of targets."""
+    """Return the values [M], and a mask (bool [M]) that is True for whole values within the range of targets."""
     top, bottom = values
     value, rest = np.divmod(top, np.where(bottom == 0, 1, bottom))
     return value, (bottom != 0) & (rest == 0) & (value >= settings.target_low) & (value <= settings.target_high)
@@ -342,7 +354,9 @@ def _whole_values(values: Fraction, settings: CountdownData) -> tuple[np.ndarray
 def _distractors(
     rng: np.random.Generator, numbers: np.ndarray, target: np.ndarray, settings: CountdownData
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Draw an equation for another target in each row. Return merges, values and a mask of failed rows (bool [M])."""
+    """Draw an equation for another target in each row. Return the merges, the values, and a mask (bool [M]) of the rows
+    without a distractor.
+    """
     rows, n = numbers.shape
     plan, found = np.zeros((rows, n - 1, 3), dtype=np.int8), np.zeros_like(target)
     still = np.arange(rows)
@@ -358,7 +372,8 @@ def _distractors(
 def draw_chunk(settings: CountdownData, seed: int, chunk: int) -> list[Problem]:
     """Return the problems of one chunk. They depend only on the settings, the seed and the chunk number.
 
-    All random equations of a chunk use the same count of numbers. With uniform targets, a chunk mixes all counts.
+    By default, all problems of a chunk have the same count of numbers. With uniform targets, a chunk has problems with
+    every allowed count.
     """
     rng = np.random.default_rng((seed, 1, chunk))
     if settings.targets == "uniform":
@@ -376,8 +391,8 @@ def draw_chunk(settings: CountdownData, seed: int, chunk: int) -> list[Problem]:
 def _with_uniform_targets(settings: CountdownData, rng: np.random.Generator, n: int) -> list[Problem]:
     """Draw problems of n numbers with targets that are independent of the numbers.
 
-    Several targets are tried for each draw, because four numbers reach only one in twenty targets up to 1,000. Each
-    pair of numbers and target remains equally likely.
+    Several targets are tried for each draw of numbers, because four numbers reach only one in twenty targets up to
+    1,000. All pairs of numbers and a target remain equally likely.
     """
     numbers = rng.integers(settings.number_low, settings.number_high + 1, size=(CHUNK, n))
     num_targets = min(_MOST_TARGETS, 1 + (settings.target_high - settings.target_low) // _MOST_TARGETS)
@@ -419,7 +434,7 @@ class _Dealer:
         self._share = min(0.5, (held_out + 3 * held_out**0.5 + 3) / (settings.train_size + held_out))
 
     def deal(self, chunks: Iterator[list[Problem]]) -> dict[str, list[Problem]]:
-        """Draw chunks until every quota is full. Raises DataError if recent chunks had almost no new problem."""
+        """Draw chunks until every quota is full. Raises DataError if the last chunks had almost no new problems."""
         for number, problems in enumerate(chunks, start=1):
             for problem in problems:
                 self._add(problem)

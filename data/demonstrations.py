@@ -13,13 +13,13 @@ OpenAI's API.
 The targets are the turns of the assistant with their end tokens. If a row has a `completion`, only the turns of the
 completion are targets. If the `prompt` ends with a message of the assistant, the `completion` continues this message.
 Only the continuation is then a target. Some chat templates write a turn differently once another turn follows, for
-example without its thoughts. The targets would then differ from sampled text. Therefore each prefix of a conversation
-must keep its tokens. Each split of the result has these columns:
+example without its thoughts. The targets would then differ from sampled text. Therefore the tokens of a conversation
+must not change when another turn is added. Each split of the result has these columns:
 
     token_ids        list<int32>   the whole conversation
     answer_lengths   list<int32>   lengths of alternating runs of context and target tokens
 
-The same columns of the rejected responses of pairs are `rejected_ids` and `rejected_lengths`.
+Preference pairs also have the columns `rejected_ids` and `rejected_lengths`, which describe the rejected conversation.
 """
 
 import json
@@ -50,15 +50,16 @@ VERSION = 1
 """The version of the result. Increase it when equal rows give other columns or other token ids."""
 ROLES = ("system", "user", "assistant", "tool")
 MOST_HELD_OUT = 10
-"""The minimum ratio of all rows to held-out rows."""
+"""The number of rows per held-out row. At most one row in ten is held out."""
 _IDS = pa.list_(pa.int32())
 _NAMES = ("token_ids", "answer_lengths", "rejected_ids", "rejected_lengths")
 
 
 @dataclass(frozen=True, slots=True)
 class Tokenized:
-    """A tokenized row: its token ids as bytes, and the run lengths for the column `answer_lengths`. `rejected`: the
-    rejected response of a pair."""
+    """The token ids of a row as bytes, and the run lengths for the column `answer_lengths`. `rejected`: the rejected
+    conversation of a preference pair, otherwise None.
+    """
 
     ids: bytes
     lengths: tuple[int, ...]
@@ -66,14 +67,14 @@ class Tokenized:
 
     @property
     def responses(self) -> "tuple[Tokenized, ...]":
-        """The tokenized conversations: one, or both of a pair."""
+        """The tokenized conversations of the row: two for a preference pair, otherwise one."""
         return (self,) if self.rejected is None else (self, self.rejected)
 
 
 Encode = Callable[[Sequence[Record]], list[Tokenized | None]]
 """A function that tokenizes rows. It returns None for each row without targets."""
 Encoder = Callable[[Record], Encode]
-"""A function that selects the tokenizing function of a file by the form of its first row."""
+"""A function that takes the first row of a file and returns a tokenizing function for rows of the same form."""
 
 
 def demonstrations_fingerprint(
@@ -157,7 +158,9 @@ def tokenize_demonstrations(
 
 
 def check_first_row(config: WarmStartConfig) -> None:
-    """Check the form of the first row without its tokens. Raises DataError if there is no row, or the form is wrong."""
+    """Check the form of the first row without tokenizing the row. Raises DataError if there is no row, or if its form
+    is wrong.
+    """
     file = Path(config.demonstrations or "").expanduser()
     if (first := next(records_of(file), None)) is None:
         raise DataError(f"warm_start.demonstrations: {file} must have rows, and is empty. Name another file")
@@ -169,7 +172,7 @@ def check_first_row(config: WarmStartConfig) -> None:
 
 
 def _rows_that_fit(file: Path, encoder: Encoder, max_tokens: int, counts: Counter[str]) -> list[Tokenized]:
-    """Return the selected rows in the order of the file, and count the omitted rows by reason in `counts`."""
+    """Return the rows that are kept, in the order of the file. The omitted rows are counted by reason in `counts`."""
     rows, kept, seen = records_of(file), [], set()
     encode: Encode | None = None
     while batch := list(islice(rows, ROWS_PER_GROUP)):
@@ -193,7 +196,7 @@ def _rows_that_fit(file: Path, encoder: Encoder, max_tokens: int, counts: Counte
 class _Conversation:
     """The messages of a row for a chat template. The targets are the assistant's turns from message `first` on.
 
-    `begun`: the text at the beginning of message `first` that is not a target.
+    `begun`: the beginning of message `first`, if this text belongs to the prompt and is not a target.
     """
 
     messages: list[dict[str, Any]]
@@ -375,7 +378,9 @@ class _Conversations:
         ]
 
     def _prefixes(self, conversation: _Conversation) -> list[str]:
-        """Render the conversation before and after each target, and as a whole. Each text extends the previous one."""
+        """Render the conversation up to the start and up to the end of each target, and as a whole. Each text extends
+        the previous text.
+        """
         messages, found = conversation.messages, []
         render = partial(self._tokenizer.render, tools=conversation.tools)
         for place in conversation.learned:

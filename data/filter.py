@@ -52,7 +52,7 @@ _ADDED = [("prompt_ids", _IDS), ("solution_ids", _IDS), ("distractor_ids", _IDS)
 Multiset = tuple[int, ...]
 log = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
-"""A function that receives the split, the number of finished rows and the number of all rows after each batch."""
+"""A function that is called after each batch with the split, the number of finished rows and the number of all rows."""
 
 
 def filter_fingerprint(
@@ -93,8 +93,8 @@ def filter_dataset(
     """Tokenize and filter a published dataset, or reuse the result.
 
     `tools`: the functions of `episode.tools`, for the chat template. `chat_template_kwargs`: further variables for the
-    template. The result counts the rows of `train` and `validation`, and the omitted rows, such as `train/overlong` and
-    `train/duplicate`. Each data source of a mixture is filtered separately.
+    template. The result counts the rows of `train` and `validation`. The omitted rows are counted by split and reason,
+    such as `train/overlong` and `train/duplicate`. Each data source of a mixture is filtered separately.
 
     Raises DataError if a row breaks the schema or the settings, no row is left, or the splits overlap. Raises
     DiskSpaceError if the disk is full. No partial result remains after an error.
@@ -162,8 +162,8 @@ def filter_dataset(
 class _Filter:
     """A filter for the splits of one dataset. The held-out split is filtered first.
 
-    The filter counts rows by split and reason, and prompts with a word outside the vocabulary. It stores each prompt as
-    a 64-bit hash, which takes a few dozen bytes.
+    The filter counts rows by split and reason. It also counts the prompts that contain a word outside the vocabulary.
+    It stores each prompt as a 64-bit hash, which takes a few dozen bytes.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class _Filter:
         self.counts: Counter[str] = Counter()
         self.num_unknown, self.unknown_example = 0, ""
         self.unwritten: list[tuple[str, str]] = []
-        """Pairs of a reason and a solution that has no tokens for this reason."""
+        """The solutions that have no token ids, as pairs of a reason and a solution."""
         self._held_out = _HeldOut("row {} of the validation split", "Remove it from one of the two files")
 
     def write(self, split: str, source: Path, target: Path, document: Mapping[str, Any]) -> None:
@@ -206,7 +206,9 @@ class _Filter:
             writer.add_key_value_metadata(provenance_metadata({**document, **facts}))
 
     def _filtered(self, batch: pa.RecordBatch, start: int, schema: pa.Schema) -> pa.RecordBatch:
-        """Return the selected rows of a batch with token ids. `start` is the index of the first row in the file."""
+        """Return the selected rows of a batch with token ids. `start` is the index in the file of the first row of the
+        batch.
+        """
         prompts = self._prompts(batch, start)
         texts = self._tokenizer.texts(prompts, lambda place: f"{self._source}: row {start + place}: ")
         truths = pc.struct_field(batch.column("reward_model"), "ground_truth")
@@ -256,7 +258,9 @@ class _Filter:
         return prompts
 
     def _without_duplicates(self, texts: Sequence[str], numbers: Sequence[Multiset], start: int) -> list[int]:
-        """Return the positions of the rows to keep. Raises DataError for a held-out row or a refused duplicate."""
+        """Return the positions in the batch of the rows to keep. Raises DataError if a training row is held out, or if
+        a prompt is repeated and `filter.duplicates` is `error`.
+        """
         keys = [hash(text) for text in texts]
         if self._split == "validation":
             self._held_out.add(keys, range(start, start + len(keys)))
@@ -282,8 +286,8 @@ class _Filter:
         return rows
 
     def _rows_that_fit(self, rows: list[int], ids: list[bytes], start: int) -> Sequence[int]:
-        """Return the indices in `ids` of prompts that fit or will be truncated. `rows` has their positions in the
-        batch.
+        """Return the indices in `ids` of the prompts that fit or will be truncated. `rows`: the position in the batch
+        of each prompt in `ids`.
         """
         limit = self._config.max_prompt_tokens
         lengths = np.array([len(prompt) for prompt in ids], dtype=np.int64) // ID_BYTES
@@ -326,7 +330,7 @@ def _refuse_answer(where: str, words: str, solution: str, ground_truth: object) 
 
 
 def multisets(ground_truths: pa.Array) -> list[Multiset]:
-    """Return the sorted numbers of each countdown problem, or [] for other tasks and for missing values.
+    """Return the sorted numbers of each countdown problem. Return [] for other tasks, or if a value is missing.
 
     >>> multisets(pa.array([{"target": 6, "numbers": [3, 1, 2]}, {"target": 9, "numbers": [5, 4]}]))
     [(1, 2, 3), (4, 5)]
@@ -344,7 +348,9 @@ def multisets(ground_truths: pa.Array) -> list[Multiset]:
 
 
 class _HeldOut:
-    """An index of held-out rows by prompt or by multiset of numbers. `named` formats a row for error messages."""
+    """An index of held-out rows by prompt and by multiset of numbers. `named`: the template that describes a row in
+    error messages.
+    """
 
     def __init__(self, named: str, remedy: str) -> None:
         self._named, self._remedy = named, remedy
@@ -355,7 +361,9 @@ class _HeldOut:
             self._places.setdefault(key, place)
 
     def refuse(self, path: Path, start: int, *keys_of_rows: Sequence[Any]) -> None:
-        """Raise DataError if a row of the training file `path` is held out. `start` is the index of its first row."""
+        """Raise DataError if a training row has a key of a held-out row. `path`: the training file. `start`: the index
+        in this file of the first row.
+        """
         for keys in keys_of_rows:
             for position, key in enumerate(keys if not self._places.keys().isdisjoint(keys) else ()):
                 if key in self._places:
@@ -382,7 +390,9 @@ def _require_no_leak(directories: Sequence[Path]) -> None:
 
 
 def _keys(path: Path) -> Iterator[tuple[int, list[bytes], list[Multiset]]]:
-    """Yield for each batch the index of its first row, the prompts (ids as bytes) and the multisets of numbers."""
+    """Yield, for each batch of a file, the index of its first row, the prompts (ids as bytes) and the multisets of
+    numbers.
+    """
     start = 0
     for batch in read_batches(open_parquet(path), path, ROWS_PER_GROUP):
         ids = batch.column("prompt_ids")

@@ -1,15 +1,16 @@
 """GSM8K: grade-school word problems with a whole number as the answer (`#### 18`).
 
-Rows come from the published jsonl files, with the usual prompt and ground truth. A response has two readings:
+Rows come from the published jsonl files, with the usual prompt and ground truth. Two rules read the number of a
+response:
 
     strict    `#### <number>` in the last 300 characters, with the digits of the reference. This is the usual metric.
               A thousands separator, a currency, a unit and `.0` of the reference are ignored.
     numeric   the number after the last `####`, otherwise the last number of the text. Values are compared (18.0 = 18).
 
-Both readings need a line that states exactly one number. Brackets, emphasis, a currency or a unit are allowed. The
-readings refuse a second number (`18 or 19`, `18/19`, `18*10`) and an exponent (`18e5`). They also refuse a magnitude
-(`18 million`) and a sign in words (`minus 18`). The usual regular expressions stop at the first digits and read
-`18/19`, `18e5` and `18 or 19` as 18. They accept every response that the strict reading accepts.
+Both rules need a line that states exactly one number. Brackets, emphasis, a currency or a unit are allowed. Both rules
+refuse a second number (`18 or 19`, `18/19`, `18*10`) and an exponent (`18e5`). They refuse a magnitude (`18 million`)
+and a sign in words (`minus 18`). The usual regular expressions stop at the first digits and read `18/19`, `18e5` and
+`18 or 19` as 18. Those expressions accept every response that the rule `strict` accepts.
 """
 
 import re
@@ -83,12 +84,14 @@ def reference_number(answer: str, where: str) -> str:
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score a response by the strict reading. The parts `strict`, `numeric` and `format` (has `####`) are 0 or 1."""
+    """Score a response by the rule `strict`. The parts `strict` and `numeric` are 1 if the rule of the same name
+    accepts the response. The part `format` is 1 if a number follows `####`.
+    """
     return _score(response, ground_truth, "strict")
 
 
 def score_numeric(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score a response by the numeric reading, with the same parts as `score`."""
+    """Score a response by the rule `numeric`. The parts of the score are the same as in `score`."""
     return _score(response, ground_truth, "numeric")
 
 
@@ -107,7 +110,8 @@ def _score(response: str, ground_truth: Mapping[str, object], reading: str) -> S
 
 @lru_cache(maxsize=16_384)
 def _reference_value(reference: str) -> tuple[Fraction | None, tuple[str, ...]]:
-    r"""Return the value and the accepted digits of a number or a whole solution. For 76.0, the digits 76 also count.
+    r"""Return the value of a reference and the digits that the rule `strict` accepts. The reference is a number or a
+    whole solution. For 76.0, the digits 76 are accepted too.
 
     >>> _reference_value(" $1,234"), _reference_value("9 * 2 = 18\n#### 18")[1], _reference_value("76.0")[1]
     ((Fraction(1234, 1), ('1234', '1234')), ('18', '18'), ('76.0', '76'))
@@ -123,7 +127,7 @@ def _reference_value(reference: str) -> tuple[Fraction | None, tuple[str, ...]]:
 
 
 def last_number(response: str) -> Fraction | None:
-    """Return the number that follows the last `####` on its line. Without `####`, return the last number of the text.
+    """Return the number after the last `####`, on the same line. Without `####`, return the last number of the text.
 
     >>> last_number("18 eggs a day, so #### $18.00 a day"), last_number("9 * 2 = **18** eggs.")
     (Fraction(18, 1), Fraction(18, 1))
@@ -174,7 +178,9 @@ def _has_digit(word: str) -> bool:
 
 
 def _number_at(words: list[str], place: int, context: list[str]) -> Fraction | None:
-    """Return the number at index `place`, or None if an adjacent word or a word in `context` changes its value."""
+    """Return the number at index `place`. Return None if an adjacent word, or a word in `context`, changes the value of
+    the number.
+    """
     word = words[place].lstrip(_LEADING).rstrip(_TRAILING)
     found = _NUMBER.fullmatch(word)
     if found is None or _MAGNITUDE.fullmatch(found.group(2)) or any(map(makes_another, context)):
@@ -188,7 +194,7 @@ def _number_at(words: list[str], place: int, context: list[str]) -> Fraction | N
 
 
 def _joins(before: list[str]) -> bool:
-    """Return whether the words before a number make an expression with it, such as `9 *`, `9*`, `9` and `= -`."""
+    """Return whether the words before a number form an expression with it, such as `9 *`, `9*`, `9` and `= -`."""
     if _has_digit(before[-1]):
         return before[-1][-1].isalnum() or before[-1][-1] in _OPERATORS
     if before[-1].strip(_OPERATORS):

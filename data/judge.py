@@ -47,7 +47,7 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
 
 
 def judge_response(settings: JudgeConfig, response: str, truth: str) -> float:
-    """Return the verdict on a response. Equal requests are sent only once. Raises JudgeError without a verdict."""
+    """Return the verdict on a response. Equal requests are sent only once. Raises JudgeError if there is no verdict."""
     # one pass over the template, so that a response is never taken for a placeholder
     words = {"{response}": response, "{ground_truth}": truth}
     text = re.sub(r"\{response\}|\{ground_truth\}", lambda found: words[found[0]], settings.prompt)
@@ -101,7 +101,9 @@ def read_verdict(text: str, highest: float) -> float:
 
 
 async def _request(settings: JudgeConfig, content: str) -> str:
-    """Return the judge's text. Raises JudgeError if all tries fail or the deadline passes."""
+    """Request a verdict from the judge, and return the judge's text. Raises JudgeError if all tries fail or the
+    deadline passes.
+    """
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
     if settings.key_variable:
         headers["Authorization"] = f"Bearer {_secret(settings.key_variable)}"
@@ -136,7 +138,9 @@ def _secret(variable: str) -> str:
 
 
 async def _request_once(client: httpx.AsyncClient, url: str, headers: Mapping[str, str], content: str) -> str:
-    """Return the text of the first choice. Redirections are not followed, because the key is only for this endpoint."""
+    """Send one request and return the judge's text. Redirections are not followed, because the key is only for this
+    endpoint.
+    """
     address = f"{url.rstrip('/')}/chat/completions"
     async with client.stream("POST", address, headers=headers, content=content.encode()) as reply:
         status, kind = reply.status_code, reply.headers.get("content-type", "").partition(";")[0].strip()

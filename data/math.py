@@ -81,7 +81,8 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
 
 
 def reference_problem(reference: str) -> str | None:
-    r"""Return the reason why a reference cannot be read as a whole, or None if a response with this answer scores 1.
+    r"""Return the reason why a reference cannot be read as a whole. Return None if it can, so that a response equal to
+    it scores 1.
 
     >>> reference_problem(r"12\frac12\%"), reference_problem(r"\approx 3")
     (None, 'the command \\approx is not known')
@@ -133,7 +134,8 @@ def _boxed(text: str) -> str | None:
 def _statement(text: str) -> str | None:
     r"""Return the statement at the end of a response without a box. Return None if mathematics follows the statement.
 
-    The statement follows "answer is". Without these words it is the last line, which must be mathematical.
+    The statement follows "answer is". Without these words, the statement is the last line, which must contain
+    mathematics.
 
     >>> _statement("Twice nine. The answer is $18$."), _statement("The answer is 18. No, 19."), _statement("Hm.\n18")
     ('18', None, '18')
@@ -168,7 +170,9 @@ def _equal(gold: Reading, answer: Reading) -> bool:
 
 
 def _same_entries(gold: Reading, answer: Reading) -> bool:
-    """Return whether two lists have equal entries. Entries are matched by name, by position, or in any order."""
+    """Return whether two lists have equal entries. Named entries are matched by name, ordered lists by position, and
+    other lists in any order.
+    """
     open_or_round = {"", "()"}
     if len(gold.entries) != len(answer.entries) or (gold.name and answer.name and gold.name != answer.name):
         return False
@@ -197,7 +201,9 @@ def _names_each(entries: Sequence[Reading]) -> bool:
 
 
 def _states_number(wanted: Number, names: tuple[str, ...], answer: Reading) -> bool:
-    """Return whether the response states the number, under the same name, in a correct chain (`x = 9 + 9 = 18`)."""
+    """Return whether the response states the number. If both texts have a name, the names must be equal. In a chain
+    such as `x = 9 + 9 = 18`, each numeric side must equal the number.
+    """
     number = answer.number or number_in_words(answer.plain)
     if number is None or not wanted.matches(number):
         return False
@@ -229,7 +235,9 @@ def _same_words(wanted: tuple[str, ...], stated: tuple[str, ...] | None) -> bool
 
 
 def _equal_expressions(gold: Reading, answer: Reading) -> bool:
-    """Return whether math-verify accepts the response, and each number in a chain of equations, for the reference."""
+    """Return whether math-verify accepts the response for the reference. In a chain of equations, it must accept each
+    numeric side.
+    """
     text = answer.plain
     if answer.number is not None and answer.number.value.denominator == 1 and not answer.left:
         text = str(answer.number)
@@ -254,7 +262,9 @@ _parsed_reference = lru_cache(maxsize=4_096)(_parsed)
 
 
 def _vote(answer: Reading, gold: Reading) -> str | None:
-    """Return a text that is the same for equal responses, such as 1/2 for 0.5. A huge expression remains as written."""
+    """Return a text that is the same for equal responses, such as 1/2 for 0.5. A huge expression is returned as
+    written.
+    """
     if number := answer.number or (number_in_words(answer.plain) if gold.number else None):
         return str(number)
     if answer.problem is not None:

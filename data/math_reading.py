@@ -82,17 +82,20 @@ _UNREAD = (
 
 
 class Reading(NamedTuple):
-    """The parsed form of a statement. One of `number`, `words`, `based` and `entries` is set (none for expressions)."""
+    """A parsed statement. At most one of `number`, `words`, `based` and `entries` is set. For an expression, none is
+    set.
+    """
 
     plain: str
     """The text without typesetting, and without a unit after a constant."""
     left: tuple[str, ...] = ()
-    """The texts to the left of each `=` before a number."""
+    """The sides of a chain of equations before the last number, such as `x` and `9 + 9` in `x = 9 + 9 = 18`."""
     number: Number | None = None
     words: tuple[str, ...] | None = None
-    """The words and numbers of a text, or the letter (in brackets) and the text of a choice."""
+    """The words and numbers of a text. For a multiple-choice answer, the letter in brackets and the text of the choice.
+    """
     based: tuple[str, str] | None = None
-    """The digits and the base."""
+    """The digits and the base of a number such as `1011_2`."""
     entries: tuple["Reading", ...] = ()
     """The entries of a list. Each entry may be a list."""
     brackets: str = ""
@@ -162,7 +165,7 @@ def without_introduction(text: str) -> str:
 
 
 def number_in_words(plain: str) -> Number | None:
-    """Read a response whose reference is a number. A letter after the number is a unit, as in `18 m`."""
+    """Read a response as a number if the reference is a number. A letter after it is then a unit, as in `18 m`."""
     *left, last = plain.split("=")
     text = _LETTER_UNIT.sub("", without_introduction(last.strip()))
     return read_number(text) if _are_sides(left) else None
@@ -223,7 +226,8 @@ def _unit_of(entry: str) -> str:
 
 
 def read_words(plain: str) -> tuple[str, ...] | None:
-    """Read words and the numbers between them, or the letter and text of a choice. Return None for other texts.
+    """Read a text of words and numbers, or a multiple-choice answer as its letter and text. Return None for other
+    texts.
 
     >>> read_words('5" ft "2" in"'), read_words("36 and 48"), read_words("infinity"), read_words("C, D")
     (('5', 'ft', '2', 'in'), None, None, None)
@@ -262,7 +266,7 @@ def _without_unit(plain: str) -> str:
 
 
 def expression_problem(plain: str) -> str | None:
-    r"""Return the reason why math-verify would read only a part of a text, otherwise None.
+    r"""Return the reason why math-verify would read only a part of a text. Return None if it reads the whole text.
 
     >>> expression_problem("2 3"), expression_problem("x'"), expression_problem("1011_2 + 1")[:3]
     ("'2 3' has two numbers side by side", '"\'" is not read', "'1_")

@@ -24,7 +24,7 @@ WRONG = -0.1
 
 
 def build(settings: "CustomData", seed: int) -> TaskRows:
-    """Return games that differ only in their index. The held-out games come first."""
+    """Return games that differ only in their index. The held-out games have the first indices."""
     held_out, total = settings.validation_size, settings.validation_size + settings.train_size
     splits = {"validation": range(held_out), "train": range(held_out, total)}
     return TaskRows(

@@ -2,8 +2,8 @@
 
     millrace run data=openenv episode.server=http://127.0.0.1:8000 'data.options=["Game {game}. ..."]'
 
-The package openenv is installed where the server runs. A subclass that overrides `action` or `reply` translates texts
-for another environment.
+Only the server needs the package openenv. If an environment needs other actions or replies, write a subclass that
+overrides `action` or `reply`.
 """
 
 import json
@@ -27,11 +27,13 @@ if TYPE_CHECKING:
     from rlcore.config.data import CustomData
 
 GAME = "{game}"
-"""The part of the prompt that becomes the number of the game."""
+"""The placeholder in the prompt that is replaced by the number of the game."""
 _SEED_STEP = 1_000_003
 _SEEDS = 2**31
 _SERVER_SHARE = 0.9
-"""The server's share of `episode.deadline_s`, so that a slow reply costs one episode and not the process."""
+"""The share of `episode.deadline_s` that the server may use. It is below 1, so that a late reply ends only the episode,
+and not the environment's process.
+"""
 _MAX_BYTES = 2**24
 _GENERAL = ("metadata", "done", "reward")
 _INVALID = "VALIDATION_ERROR"
@@ -41,7 +43,9 @@ _CAPACITY = "Start it with a session for each open episode: trainer.batch_size x
 
 
 def build(settings: "CustomData", seed: int) -> TaskRows:
-    """Return numbered games, each with its own seed. `data.options` are the prompt and its form, `chat` or `text`."""
+    """Return numbered games, each with a separate seed. `data.options` has the prompt and optionally its form, `chat`
+    or `text`.
+    """
     prompt, form = (*settings.options, "chat", "chat")[:2] if settings.options else ("", "chat")
     if GAME not in prompt or form not in ("chat", "text"):
         raise DataError(
@@ -66,18 +70,20 @@ def build(settings: "CustomData", seed: int) -> TaskRows:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """The schemas of a server's fields by name, without `metadata`, `done` and `reward`."""
+    """The schemas of the fields of a server, by name. The fields `metadata`, `done` and `reward` are left out."""
 
     action: Mapping[str, Any]
     observation: Mapping[str, Any]
 
 
 _fields: dict[str, Fields] = {}
-"""The fields of each server, which this process has read once."""
+"""The fields of each server whose schema this process has read."""
 
 
 class OpenEnv:
-    """A session of an OpenEnv server. `server`, `key_variable` and `deadline_s` are the settings in `episode`."""
+    """A session of an OpenEnv server. `server`, `key_variable` and `deadline_s` come from the settings
+    `episode.server`, `episode.server_key_variable` and `episode.deadline_s`.
+    """
 
     repeatable = False
 
@@ -88,7 +94,7 @@ class OpenEnv:
         self._num_invalid = 0
 
     def reset(self, row: Mapping[str, Any]) -> str | None:
-        """Open a session and return the first observation. The server receives the row, with a seed below 2**31."""
+        """Open a session and return the first observation. The row is sent to the server, with a seed below 2**31."""
         asked = {name: value for name, value in row.items() if name != OWN_SEED}
         asked["seed"] = row.get(OWN_SEED, row["seed"]) % _SEEDS
         headers, self._end = self._headers(), time.monotonic() + self._limit_s
@@ -107,7 +113,7 @@ class OpenEnv:
         return self.reply(found["observation"]) or None
 
     def step(self, text: str) -> Turn:
-        """Send the model's text as an action. The reply to a text that is no action begins with `error:`."""
+        """Send the model's text as an action. If the text is not an action, the reply begins with `error:`."""
         try:
             action = self.action(text)
         except (ValueError, RecursionError):
@@ -121,8 +127,11 @@ class OpenEnv:
         return Turn(self.reply(found["observation"]), found["done"], float(found["reward"] or 0), parts)
 
     def action(self, text: str) -> Mapping[str, Any] | None:
-        """Return a text as action: its only field, or a JSON object. Raise ValueError or return None for another
-        text."""
+        """Convert a text to an action. If an action has only one field, the text is its value. Otherwise the text must
+        be a JSON object.
+
+        Raises ValueError if the text is not JSON. Returns None for JSON that is not an object.
+        """
         fields = _fields[self.server].action
         if len(fields) == 1:
             return {name: text for name in fields}
@@ -130,7 +139,9 @@ class OpenEnv:
         return found if isinstance(found, dict) else None
 
     def reply(self, observation: Mapping[str, Any]) -> str:
-        """Return an observation as text: its only text field, or its fields as JSON."""
+        """Convert an observation to text. If only one field is a text, return this field, otherwise return all fields
+        as JSON.
+        """
         fields = _fields[self.server].observation
         if missing := fields.keys() - observation.keys():
             raise self._error(f"an observation without {', '.join(sorted(missing))}", _CHANGED)
@@ -144,7 +155,9 @@ class OpenEnv:
             self._session.close()
 
     def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the server's data for a message, or None if the action does not fit the server's schema."""
+        """Send a message and return the data of the server's reply. Return None if an action does not fit the server's
+        schema.
+        """
         assert self._session is not None
         try:
             with suppress(WebSocketException):  # a closed session may have sent its reason
@@ -185,13 +198,15 @@ class OpenEnv:
 
 
 class RepeatableOpenEnv(OpenEnv):
-    """A session whose replies depend on the row, its seed and the texts alone."""
+    """A session whose replies depend only on the row, the seed and the model's texts."""
 
     repeatable = True
 
 
 def _read(text: str | bytes) -> dict[str, Any] | None:
-    """Return the data of a server's message: an observation, or an error with its code. None: another message."""
+    """Return the data of a server's message if it is an observation. Return the code if it is an error, and None for
+    any other message.
+    """
     try:
         message = json.loads(text)
         data = message["data"]

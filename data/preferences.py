@@ -24,7 +24,7 @@ _GROUP = ["step", "data_source", "prompt_id"]
 def chosen_and_rejected(row: Record) -> tuple[Record, Record]:
     """Return both responses of a pair as demonstrations with `prompt` and `completion`.
 
-    Raises DataError if the row lacks one of them, or a prompt.
+    Raises DataError if the row lacks a response or the prompt.
     """
     values = row.values
     chosen, rejected, prompt = (values.get(name) for name in ("chosen", "rejected", "prompt"))
@@ -50,7 +50,7 @@ def recorded_pairs(found: SearchResult, files: Sequence[Path], run: str) -> list
     """Return the best and the worst recorded response of each group as a pair, with scores and the run's name.
 
     Responses that end at the length limit or have no score are left out, and so are groups with equal scores. `files`:
-    the filtered rows of each data source, which have the messages of the prompts.
+    the filtered rows of each data source. The prompts are read from these files.
     """
     light = found.light.select([*_GROUP, "score", "finish_reason"]).to_pandas()
     groups = light[light.score.notna() & (light.finish_reason == "stop")].groupby(_GROUP, sort=False).score
@@ -69,7 +69,9 @@ def recorded_pairs(found: SearchResult, files: Sequence[Path], run: str) -> list
 
 
 def _prompts(file: Path) -> dict[int, Any]:
-    """Return the messages of each prompt by the row's index, or its text if the prompts are plain text."""
+    """Return the prompts of a file by row index. A prompt is a list of messages, or a text if the file has plain-text
+    prompts.
+    """
     table, chat = pq.read_table(file, columns=["prompt", "extra_info"]), is_chat(file)
     indices = [row["index"] for row in table.column("extra_info").to_pylist()]
     prompts = table.column("prompt").to_pylist()

@@ -62,7 +62,7 @@ def inputs(settings: "ReasoningGymData") -> dict[str, str]:
 
 
 def build(settings: "ReasoningGymData", seed: int) -> TaskRows:
-    """Return rows of all tasks in turn. Raises DataError if a task has too few different problems."""
+    """Return rows that alternate between the tasks. Raises DataError if a task has too few different problems."""
     seen: set[str] = set()
     held_out = list(_rows(settings, seed, "validation", settings.validation_size, seen))
     return TaskRows(
@@ -112,7 +112,8 @@ def _row(task: str, level: int | None, entry: Mapping[str, Any]) -> Row:
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score the last `<answer>...</answer>` by the package's scorer, from 0 to 1. Parts are `correct` and `format`.
+    """Score the text in the last `<answer>` pair from 0 to 1 by the package's scorer. The part `correct` is 1 for a
+    full score. The part `format` is 1 if there is an `<answer>` pair.
 
     If the package's scorer fails on a response, the score is 0.
     """

@@ -68,7 +68,7 @@ class Record:
         return found
 
     def text_or_json(self, column: str) -> str:
-        """Return a list or an object as JSON text, and any other column by `text`."""
+        """Return a list or an object as JSON text. Return the value of any other column as text (see `text`)."""
         found = self._at(column)
         return json.dumps(found) if isinstance(found, list | Mapping) else self.text(column)
 

@@ -6,7 +6,7 @@ form that the scorer reads, such as `#### 18`. Program tests and countdown numbe
 scored only on the solution. If such a row has no solution, the scorer must at least accept the row without an error.
 
 A solution in a form that the scorer does not read is accepted if no warm start trains on it. For example, the solutions
-of GSM8K end with `####`, whatever form the scorer reads.
+of GSM8K end with `####`, but `data.math` reads another form.
 
 The result is stored next to the datasets. Its name depends on the dataset and the scorer's code.
 """
@@ -55,7 +55,9 @@ from rlcore.user_code import code_for
 VERSION = 1
 """The version of the check. Increase it when equal rows and scorers give another result."""
 BUDGET_S = 60.0
-"""The time limit for one dataset, in seconds. A slower scorer is tried on rows that are spread evenly over the file."""
+"""The time limit for one dataset, in seconds. If it is too short for all rows, the checked rows are spread evenly over
+the file.
+"""
 SAMPLE = 64  # references for finding the form that a scorer reads
 MAX_SHOWN = 5  # rows in a message
 MAX_SAVED = 100  # rows in the stored result
@@ -70,13 +72,17 @@ FORMS: Mapping[str, Form | None] = {
     "data.countdown:score": None,
     PROGRAMS: None,
 }
-"""The forms that Millrace's scorers read. For other scorers, `USUAL_FORMS` are tried."""
+"""The form that each of Millrace's scorers reads, or None if it reads no reference. For any other scorer, each of the
+`USUAL_FORMS` is tried.
+"""
 USUAL_FORMS: tuple[Form, ...] = (("", ""), ("\\boxed{", "}"), ("#### ", ""), ("<answer>", "</answer>"))
 
 
 @dataclass(frozen=True, slots=True)
 class RowReference:
-    """The checked fields of row `number` of a split. `where` is its file and line. `truth_json` is its ground truth."""
+    """A row to check. `number` is its index in the split. `where` is the file and line. `truth_json` is the ground
+    truth as JSON.
+    """
 
     split: str
     number: int
@@ -88,7 +94,7 @@ class RowReference:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A row with a correct response that misses the full score. The response `answer` got `score`.
+    """A row whose correct response does not get the full score. `answer` is the response, and `score` is its score.
 
     `failure`: the error message if the scorer failed, otherwise ''.
     """
@@ -120,11 +126,13 @@ class ReferenceReport:
 
     @property
     def share(self) -> float:
-        """Return the largest share of checked rows without a full score in any split."""
+        """Return the share of checked rows without a full score, in the split where this share is largest."""
         return max((self.unmet[split] / self.rows[split] for split in self.unmet), default=0.0)
 
     def text(self, scorer: str) -> str:
-        """Describe the rows without a full score, the first ones with file and line, or return '' if there are none."""
+        """Describe the rows without a full score. The text gives the file and line of the first rows. Return '' if
+        there are no such rows.
+        """
         num_checked, num_unmet = sum(self.rows.values()), sum(self.unmet.values())
         if self.total and not num_checked:
             return f"data.scorer: {scorer} has scored no reference in {BUDGET_S:g} s, so none is checked"
@@ -177,7 +185,7 @@ def check_references(
     *,
     is_taught: bool = False,
 ) -> str:
-    """Check the references of a task's rows with its scorer. The dataset must exist.
+    """Check that the scorer of a task gives its references the full score. The dataset must exist.
 
     `is_taught`: whether a warm start trains on the solutions. The result is stored for later starts. Return a warning
     about rows without a full score, or ''.
@@ -213,7 +221,9 @@ def _saved_result(root: Path, dataset: str, data: TaskData, reward: RewardConfig
 
 
 def _rows(data: TaskData, seed: int, root: Path, dataset: str, splits: Sequence[str]) -> list[RowReference]:
-    """Read the rows from local files if possible, because messages can then name lines, otherwise from the dataset."""
+    """Read the rows from local files if possible, so that messages can give lines. Otherwise read the rows from the
+    dataset.
+    """
     rows = []
     if isinstance(data, ParquetData | Gsm8kData | MappedData) and not is_on_hub(data):
         made = task_of(data).build(data, seed)
@@ -287,7 +297,9 @@ class _Checker:
         )
 
     def _find_form(self, references: Sequence[tuple[RowReference, str]]) -> Form | None:
-        """Return the form in which most references get a full score, or None if fewer than half of them do."""
+        """Return the form in which most references get a full score. Return None if in each form fewer than half of
+        them do.
+        """
         counts: dict[Form, int] = {}
         for before, after in USUAL_FORMS:
             scores = self._scores([(f"{before}{text}{after}", row.truth_json) for row, text in references])
@@ -296,7 +308,7 @@ class _Checker:
         return best if 2 * counts[best] >= len(references) else None
 
     def mismatches(self, rows: Sequence[RowReference]) -> list[Mismatch]:
-        """Return the rows with a correct response that misses the full score, and rows on which the scorer fails."""
+        """Return the rows whose correct response misses the full score, and the rows on which the scorer fails."""
         cases: list[tuple[RowReference, str, bool]] = []  # row, response, whether it is correct
         for row in rows:
             if row.solution:

@@ -8,10 +8,12 @@ SPLITS = ("train", "validation")
 """The splits of a dataset. The dataset of a suite has only `validation`."""
 
 PromptForm = Literal["text", "chat"]
-"""The form of a prompt. `text`: the one user message is the whole prompt. `chat`: the chat template is applied."""
+"""The form of a prompt. `text`: the only message is the whole prompt. `chat`: the chat template is applied."""
 
 GroundTruth = str | int | float | list[int] | Mapping[str, str | int | float | list[int]]
-"""A ground truth, of the same shape in all rows. A scorer receives a plain value as `{"answer": ...}`."""
+"""A ground truth. It has the same shape in all rows. A scorer receives a value that is not a mapping as `{"answer":
+...}`.
+"""
 
 
 @dataclass(frozen=True, slots=True)

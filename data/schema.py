@@ -1,8 +1,8 @@
 """The row schema as Arrow types, and functions for its parquet files, their provenance and their cards.
 
 A row has the usual columns: `data_source`, `prompt` (chat messages), `ability`, `reward_model{style, ground_truth}` and
-`extra_info{split, index, ...}`. The task determines the ground truth, which is a struct or a plain string. The column
-`style` is not used, nor are `index` and `split` of the user's files. These columns may be missing or have any type.
+`extra_info{split, index, ...}`. The task determines the ground truth, which is a struct or a plain string. In the
+user's files, the columns `style`, `index` and `split` are ignored. They may be missing or have any type.
 
 Files are written in bounded memory, and equal rows give equal bytes. A card is a README.md about the rows and their
 origin.
@@ -24,7 +24,8 @@ from data.rows import SPLITS, Row, TaskRows
 from rlcore.errors import DataError
 
 PROVENANCE_KEY = b"millrace"
-"""The metadata key of the provenance in a parquet file: a JSON document about the origin of the rows."""
+"""The metadata key of the provenance in a parquet file. The provenance is a JSON document about the origin of the rows.
+"""
 ROWS_PER_GROUP = 8_192
 """The number of rows in a parquet row group, and in a batch in memory."""
 PROMPT_TYPE = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
@@ -184,9 +185,9 @@ def open_parquet(path: Path) -> pq.ParquetFile:
 def read_batches(
     file: pq.ParquetFile, path: Path, num_rows: int, columns: Sequence[str] | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """Read the rows in batches of at most `num_rows`. `columns` selects columns, and None selects all.
+    """Read the rows in batches of at most `num_rows`. `columns`: the columns to read, or None for all columns.
 
-    Raises DataError if a page is damaged. The message has the number of rows before the damage.
+    Raises DataError if a page is damaged. The message gives the number of rows before the damaged page.
     """
     done = 0
     batches = file.iter_batches(batch_size=num_rows, columns=columns)
@@ -217,7 +218,9 @@ def provenance_metadata(document: Mapping[str, Any]) -> dict[bytes, bytes]:
 
 
 def parquet_writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
-    """Return a writer without dictionary encoding or statistics. Values seldom repeat, and no reader filters them."""
+    """Return a writer that uses no dictionary encoding and no statistics, because values seldom repeat and no reader
+    filters by them.
+    """
     return pq.ParquetWriter(path, schema, compression="zstd", use_dictionary=False, write_statistics=False)
 
 
@@ -268,7 +271,9 @@ def _write(directory: Path, task: TaskRows, split: str, document: Mapping[str, A
 def _record_batch(
     rows: list[Row], task: TaskRows, split: str, start: int, schema: pa.Schema, example: object
 ) -> pa.RecordBatch:
-    """Return rows as columns. `example` is the first ground truth of the split, or None if the task sets the type."""
+    """Return rows as a record batch. `example` is the first ground truth of the split, or None if the task sets the
+    type of ground truths.
+    """
     columns = {
         "data_source": [row.data_source or task.data_source for row in rows],
         "prompt": [[{"role": m.role, "content": m.content} for m in row.prompt] for row in rows],
@@ -298,7 +303,9 @@ def _record_batch(
 
 
 def _extra_fields(value: object, example: object) -> Iterator[str]:
-    """Yield the fields of a ground truth that are missing from `example` or from the first entry of its lists."""
+    """Yield the fields of a ground truth that `example` lacks. The entries of a list are compared with the first entry
+    of the list in `example`.
+    """
     if isinstance(value, Mapping) and isinstance(example, Mapping):
         for name, inner in value.items():
             yield from _extra_fields(inner, example[name]) if name in example else (name,)

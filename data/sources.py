@@ -121,7 +121,9 @@ def _parquet_row(values: Mapping[str, Any], where: str) -> Row:
 
 
 def build_mapped(settings: MappedData, seed: int) -> TaskRows:
-    """Return questions and answers from columns of any dataset. Raises DataError if a record lacks a column."""
+    """Return rows with questions and answers from the named columns of a dataset. Raises DataError if a record lacks a
+    column.
+    """
     splits = {"train": settings.train_split, "validation": settings.validation_split}
     return TaskRows(
         data_source=settings.data_source or Path(settings.source).resolve().name,  # resolved: `.` has no name

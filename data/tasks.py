@@ -28,7 +28,7 @@ _PLACES: Mapping[str, tuple[str, ...]] = {
     "parquet": ("train_file", "validation_file"),
     "mapped": ("revision",),  # `source` counts, because it may name the rows
 }
-"""The settings with paths of files. The fingerprint has the digests of the files instead."""
+"""The settings that are paths of files. The fingerprint contains the digests of the files instead of their paths."""
 _GENERATED = ("countdown", "reasoning_gym", "verifiers", "custom")
 """The tasks with rows that depend on the seed."""
 
@@ -70,7 +70,7 @@ def task_of(config: TaskData) -> Task:
 
 
 def _origin(config: TaskData, seed: int) -> dict[str, Any]:
-    """Return everything that the rows depend on. Scorers and environments do not count."""
+    """Return everything that the rows depend on. The settings of scorers and environments are left out."""
     left_out = {"scorer", "environment", "chat_template_kwargs", "seed", *_PLACES.get(config.task, ())}
     return {
         "format_version": DATASET_FORMAT,
@@ -104,9 +104,10 @@ def _by_part(inputs: Sequence[Mapping[str, str]]) -> dict[str, str]:
 
 
 def dataset_fingerprint(config: DataConfig, seed: int, splits: Sequence[str] = SPLITS) -> str:
-    """Return the fingerprint of the task version, settings, input files and written splits.
+    """Return the fingerprint of the task version, the settings, the input files and the names of the splits.
 
-    The seed counts only for generated rows. A mixture combines the fingerprints of its data sources.
+    The seed is included only if the rows are generated from it. A mixture combines the fingerprints of its data
+    sources.
     """
     if isinstance(config, MixtureData):
         return fingerprint("dataset-mixture", [dataset_fingerprint(part.data, seed) for part in config.parts])

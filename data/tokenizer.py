@@ -1,12 +1,12 @@
 """A renderer and tokenizer for many prompts at a time, with exactly the results of the model's tokenizer.
 
 `PieceEncoder` tokenizes each different word only once. Byte-level BPE (as in GPT) first splits a text into words. It
-starts a new word at every single space between two visible characters. Therefore the ids of a text are the
-concatenated ids of its pieces. A piece is a word with the space before it. Prompts of one template or language share
-pieces.
+starts a new word at every single space between two visible characters. Therefore the ids of a text are the concatenated
+ids of its pieces. A piece is a word with the space before it. Prompts of one template or language share pieces.
 
-If a tokenizer does not split at spaces, each text is tokenized as a whole. Its description and a test on short texts
-decide this. A text with white space other than single spaces and line ends is also tokenized as a whole.
+If a tokenizer does not split at spaces, each text is tokenized as a whole. The tokenizer's description and a test on
+short texts decide whether it does. A text with white space other than single spaces and line ends is also tokenized as
+a whole.
 
 A response is tokenized together with its prompt, as the chat template writes both. The ids after the prompt are the
 targets.
@@ -149,7 +149,8 @@ class PromptTokenizer:
         self._around = (b"", b"") if chat else self._find_special_tokens()
 
     def texts(self, prompts: Sequence[Messages], where: Callable[[int], str] = lambda place: "") -> list[str]:
-        """Return the text of each prompt. A chat ends where the assistant's turn begins. Plain messages are joined.
+        """Return the text of each prompt. A chat ends where the assistant's turn begins. The messages of a plain-text
+        prompt are joined.
 
         `where`: a function that converts a prompt's index to the beginning of an error message. Raises DataError if a
         prompt is invalid or cannot be rendered.
@@ -197,7 +198,8 @@ class PromptTokenizer:
     ) -> tuple[list[bytes], dict[int, str]]:
         """Return the token ids of each response after its prompt, end token included. An empty response has no ids.
 
-        If another response has no ids, the second result maps its index to the reason. `texts`: the prompts as text.
+        If a response is not empty and has no ids, the second result maps its index to the reason. `texts`: the prompts
+        as text.
 
         Raises DataError if a response has a word without a token. No model with this tokenizer can write the word.
         """
@@ -225,8 +227,8 @@ class PromptTokenizer:
     def require_response(self, prompt: str, whole: str, response: str) -> None:
         """Check that the chat template writes a response after the prompt without changes, except in white space.
 
-        `whole`: the rendered text up to the end of the response's turn. A tag that the prompt opens (`<think>`) may
-        begin the response.
+        `whole`: the rendered text up to the end of the response's turn. If the prompt ends with an opening tag such as
+        `<think>`, the response may repeat the tag at its start.
 
         Raises ResponseChangedError if the template changes the response.
         """
@@ -242,10 +244,10 @@ class PromptTokenizer:
         """Return the token ids of a response with its end token.
 
         `before`: the ids before the response. `joint`: the ids up to the end of the response's turn. `written`: the
-        text that `joint` adds to `before`. If a token of `joint` crosses the boundary, the response is tokenized alone,
-        as it is sampled.
+        text that `joint` adds to `before`. If a token of `joint` spans the end of the prompt, the response is tokenized
+        separately, because it is also sampled separately.
 
-        Raises ResponseChangedError if no token ends the response, or if no token begins at the boundary.
+        Raises ResponseChangedError if no token ends the response, or if no token begins at the end of the prompt.
         """
         found = joint[len(before) :] if joint.startswith(before) else self._from_boundary(before, joint, written)
         if not self.chat:
@@ -277,7 +279,7 @@ class PromptTokenizer:
         """Render messages as text. `opened`: whether the text ends with the beginning of the assistant's turn.
 
         `continued`: whether the text ends with the last message, so that the message can be continued. `tools`:
-        function schemas that replace the schemas of the tokenizer.
+        function schemas for this text, instead of the schemas from the constructor.
         """
         if not self.chat:
             return "".join(message["content"] for message in messages)
@@ -315,7 +317,9 @@ class PromptTokenizer:
         return text, ids[int(ends[0]) * ID_BYTES :] if len(ends) else b""
 
     def _whole(self, prompt: Messages, text: str, response: str) -> str:
-        """Render prompt and response to the end of the turn. Raises ResponseChangedError if the response changes."""
+        """Return the text of a prompt and its response, up to the end of the turn. Raises ResponseChangedError if the
+        template changes the response.
+        """
         if not self.chat:
             return text + response
         try:
@@ -331,9 +335,10 @@ class PromptTokenizer:
         return whole
 
     def _joined(self, texts: Sequence[str], wholes: Collection[str]) -> Iterator[tuple[bytes, bytes]]:
-        """Return the ids of each prompt, and of each prompt with its response. Plain text gets no special tokens.
+        """Return pairs: the ids of a prompt, and the ids of the prompt with its response. Plain text gets no special
+        tokens.
 
-        With pieces, all returned ids begin at the last piece of the prompt.
+        If texts are tokenized by pieces, both begin at the last piece of the prompt.
         """
         starts = [0 if self._pieces is None else _last_piece(text) for text in texts]
         prompts = self._encode([text[start:] for text, start in zip(texts, starts, strict=True)])
@@ -367,7 +372,9 @@ class PromptTokenizer:
         return found
 
     def _require_read(self, names: Collection[str]) -> None:
-        """Raise DataError if the chat template does not read a variable in `names`, which transformers would ignore."""
+        """Raise DataError if the chat template does not read a variable in `names`. The transformers library would
+        ignore the variable.
+        """
         try:
             template = self._tokenizer.get_chat_template(tools=self._tools)
             # The extension parses tags of chat templates.
@@ -383,7 +390,9 @@ class PromptTokenizer:
             )
 
     def _find_special_tokens(self) -> tuple[bytes, bytes]:
-        """Return the special tokens that plain text gets before and after it, without a final end-of-sequence token."""
+        """Return the special tokens that the tokenizer puts before and after plain text. A final end-of-sequence token
+        is left out.
+        """
         [plain] = encode_whole(self.backend, ["a"])
         [full] = encode_whole(self.backend, ["a"], add_special_tokens=True)
         for start in range(0, len(full) - len(plain) + 1, ID_BYTES):

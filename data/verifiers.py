@@ -49,7 +49,7 @@ def inputs(settings: "VerifiersData") -> dict[str, str]:
 def build(settings: "VerifiersData", seed: int) -> TaskRows:
     """Return the tasks in random order, the held-out ones first. An infinite taskset keeps its order.
 
-    With `validation_options`, the held-out tasks are those of the taskset with these options.
+    If `validation_options` is set, the held-out tasks come from the taskset with these options.
     """
     count, split = settings.validation_size, {**settings.taskset_options, **settings.validation_options}
     rows = _rows(settings, settings.taskset_options, seed)
@@ -88,7 +88,9 @@ def _messages(name: str, data: Any) -> Iterator[Message]:
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score a response by the weighted rewards of the task. Parts are the unweighted rewards and the metrics."""
+    """Score a response by the weighted rewards of the task. The parts of the score are the unweighted rewards and the
+    metrics.
+    """
     v1 = import_module(f"{PACKAGE}.v1")
     tasks = _taskset(str(ground_truth["taskset"]), str(ground_truth["options"]))
     kind = type(tasks).task_type()
@@ -110,7 +112,9 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
 
 @cache
 def _taskset(name: str, options: str) -> Any:
-    """Return the taskset `module:Class` with options as JSON. Raises DataError if it cannot be used."""
+    """Return the taskset that `name` (`module:Class`) selects. `options`: its options as JSON. Raises DataError if the
+    taskset cannot be used.
+    """
     try:
         v1, generic = (import_module(f"{PACKAGE}.v1{part}") for part in ("", ".utils.generic"))
         kind = resolve_name(name)

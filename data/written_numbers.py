@@ -168,8 +168,8 @@ class Number(NamedTuple):
     def matches(self, other: "Number") -> bool:
         """Return whether two numbers are equal. If only one is a finite decimal, six decimal places must agree.
 
-        A percentage matches its number (50% is 50), unless it is below 1%. A percentage also matches its hundredth (50%
-        is 0.5), unless the hundredth is a whole number.
+        A percentage equals the number before the percent sign (50% is 50), unless it is below 1%. It also equals a
+        hundredth of that number (50% is 0.5), unless the hundredth is a whole number.
         """
         is_same = _same(self.value, other.value)
         if self.percent == other.percent or (is_same and not 0 < abs(self.value) < 1):

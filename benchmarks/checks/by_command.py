@@ -94,11 +94,15 @@ def _steps(folder: Path) -> dict[int, dict[str, Any]]:
 
 WARM_START_STEPS = 20
 LEFT_BYTES = 0.1e9
-"""The GPU memory that the matrix library may keep in use, in bytes. Model, sampler and optimizer used 3 GB."""
+"""The GPU memory that may remain in use after a warm start, in bytes, for the matrix library. During the warm start,
+model, sampler and optimizer used 3 GB.
+"""
 
 
 def warm_start(arguments: argparse.Namespace, folder: Path) -> Verdict:
-    """Run 20 supervised steps of the demo's model or of `--model`. The GPU memory must be free again afterwards."""
+    """Run 20 supervised steps of the demo's model, or of the model that `--model` names. The GPU memory must be free
+    again afterwards.
+    """
     overrides = [
         "experiment=countdown_demo", f"paths.root={folder}", "data.train_size=4096", "data.validation_size=64",
         f"warm_start.max_steps={WARM_START_STEPS}", f"warm_start.check_every={WARM_START_STEPS}",

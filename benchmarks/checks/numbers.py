@@ -19,15 +19,19 @@ from rlcore.workers.actor import policy_logprobs
 from rlcore.workers.worker import Worker
 
 BOUNDS = {True: 0.02, False: 1e-4}
-"""The largest mean |difference| of log-probabilities, for an engine in bfloat16 (True) and in float32 (False)."""
+"""The largest accepted mean |difference| of log-probabilities. The key is True for an engine in bfloat16 and False for
+float32.
+"""
 NOISE = 0.1
 """The standard deviation of the noise that is added to the engine's log-probabilities."""
 OVER_CAP = 0.2
-"""The approximate share of the ratios that exceed the cap."""
+"""The approximate share of the importance ratios that are above the cap. The check chooses the cap accordingly."""
 
 
 def differences(rig: Rig) -> Verdict:
-    """Compare the log-probabilities of engine and trainer in a step. In bfloat16, also compare each with float32."""
+    """Compare the log-probabilities of engine and trainer in a step. If the engine uses bfloat16, also compare both
+    with log-probabilities in float32.
+    """
     result = rig.step()
     rig.group.each(Worker.reset)
     rollouts = result.experience.rollouts
@@ -52,7 +56,7 @@ def differences(rig: Rig) -> Verdict:
 
 
 def _in_float32(worker: Worker, batch: PackedBatch, num_micro: int) -> Tensor:
-    """Return log-probabilities computed in float32, under the initial policy with weights rounded to bfloat16."""
+    """Return log-probabilities of the initial policy in float32. The weights are first rounded to bfloat16."""
     config = worker._config
     plain = config.model.model_copy(update={"dtype": "float32", "attention": "sdpa", "compile": False})
     assert worker._placement is not None, "the rig has set up the worker"
@@ -63,7 +67,9 @@ def _in_float32(worker: Worker, batch: PackedBatch, num_micro: int) -> Tensor:
 
 
 def correction(rig: Rig) -> Verdict:
-    """Compare a step's loss in each correction mode with a naive sum. `truncate` and `mask` must change the loss."""
+    """Compare the loss of a step with a naive sum, in each mode of the importance correction. `truncate` and `mask`
+    must change the loss.
+    """
     if rig.group.kept is None:
         rig.step()
     kept = rig.group.kept

@@ -23,7 +23,7 @@ PHASES = {
 }
 GB = 1e9
 TOLERANCE = 0.15
-"""The largest relative difference between the planned and the measured bytes of a phase."""
+"""The largest accepted difference between the planned and the measured bytes of a phase, as a share."""
 
 
 def check(rig: Rig) -> Verdict:
@@ -57,8 +57,8 @@ def check(rig: Rig) -> Verdict:
 
 
 def _measured(rig: Rig) -> dict[str, dict[str, float]]:
-    """Return the measured peaks of each phase in GB: tensors, reserved memory, and memory of all processes. The first
-    two peaks exclude the pool of a sleeping engine.
+    """Return the measured memory peaks of each phase in GB: of tensors, of reserved memory, and of all processes on the
+    GPU. The first two peaks exclude the memory pool of a sleeping engine.
     """
     found: dict[str, dict[str, float]] = {}
     engine = engine_pool_bytes()
@@ -92,5 +92,5 @@ def _measured(rig: Rig) -> dict[str, dict[str, float]]:
 
 
 def _put_to_sleep(worker: Worker) -> None:
-    """Put the engine to sleep before a phase. Otherwise the phase would begin with the memory of the awake engine."""
+    """Put the engine to sleep before a phase, so that the phase does not begin with the memory of the awake engine."""
     worker.engine.sleep()

@@ -33,14 +33,16 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of a check, with values for a JSON file."""
+    """The result of a check. `ok`: whether the check passed. `values`: numbers for a JSON file."""
 
     ok: bool
     values: Mapping[str, Any]
 
 
 class RecordedGroup(FixedLengths):
-    """A worker group that repeats its first responses. Each worker method runs in the context `around(method)`."""
+    """A worker group that records the responses of its first generation and returns them in every later generation.
+    Each worker method runs in the context `around(method)`.
+    """
 
     kept: list[Rollout] | None = None
     around: Callable[[Any], contextlib.AbstractContextManager[None]] = staticmethod(
@@ -103,8 +105,8 @@ class Rig:
         return load_config([*base, *arguments.overrides, *overrides], experiment="verl_gsm8k_grpo")
 
     def step(self, *overrides: str, reset: bool = True) -> StepResult:
-        """Run training step 1 on the recorded responses. The weights are reset to the initial policy first, unless
-        `reset` is false.
+        """Run training step 1 on the recorded responses. If `reset` is true, the weights are first reset to the initial
+        policy.
         """
         if reset:
             self.group.each(Worker.reset)
@@ -138,7 +140,7 @@ class Rig:
 
     @contextlib.contextmanager
     def watched(self, around: Callable[[Any], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
-        """Call each worker method of the `with` block inside the context manager `around(method)`."""
+        """Run each call of a worker method in the context `around(method)`, until the `with` block ends."""
         before, self.group.around = self.group.around, around  # type: ignore[method-assign]
         try:
             yield

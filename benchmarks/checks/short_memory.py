@@ -1,4 +1,4 @@
-"""A check that an update that runs out of memory is repeated in more micro-batches, with the same numbers."""
+"""A check that an update is repeated in more micro-batches if it runs out of memory. The results must be the same."""
 
 import contextlib
 import ctypes
@@ -19,13 +19,17 @@ from rlcore.workers.worker import Worker
 
 COMPARED = ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "actor/entropy")
 SHARES = (0.35, 0.5, 0.65, 0.8)
-"""The shares of the update's memory, tried in order until an update first fails and then succeeds."""
+"""The shares of the memory of an update that are allowed. They are tried in order until an update first fails and then
+succeeds.
+"""
 ON_A_CPU_BYTES = tuple(1 << power for power in range(18, 27))
 M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
 
 
 def prepare() -> None:
-    """Make the CPU allocator return freed memory to the system, so that a memory limit works. On a GPU, do nothing."""
+    """Make the CPU allocator return freed memory to the system, because a memory limit counts unreturned memory. On a
+    GPU, do nothing.
+    """
     if not torch.cuda.is_available():
         allocator = ctypes.CDLL(None)
         allocator.mallopt(M_MMAP_THRESHOLD, 1 << 16)
@@ -34,7 +38,7 @@ def prepare() -> None:
 
 
 def check(rig: Rig) -> Verdict:
-    """Run a step with enough memory and a step whose update has too little memory, and compare their numbers."""
+    """Run a step with enough memory and a step whose update has too little memory. Compare the results of both."""
     need = 0
 
     @contextlib.contextmanager

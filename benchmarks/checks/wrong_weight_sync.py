@@ -1,6 +1,7 @@
 """A check that correct weight syncs raise no alarm, and that a sync with an outdated layer is detected.
 
-Log-probabilities do not reveal such a layer, because one optimizer step changes them less than rounding to bfloat16.
+Log-probabilities do not reveal an outdated layer, because one optimizer step changes them less than rounding to
+bfloat16.
 """
 
 import statistics
@@ -60,7 +61,7 @@ def _weights(worker: Worker) -> dict[str, Tensor]:
 
 @contextmanager
 def _skip_sync(old: dict[str, Tensor]) -> Iterator[None]:
-    """Replace some of the tensors that are sent to vLLM with old ones inside the `with` block."""
+    """Send old values instead of some of the tensors that are sent to vLLM inside the `with` block."""
     load = weight_sync.load_weights
 
     def wrapped(model: nn.Module, config: Any, weights: Any, *more: Any) -> None:

@@ -9,8 +9,8 @@ r"""Compare TRL's GRPOTrainer with our trainer on the same model, prompts, batch
         --out DIR
     python -m benchmarks.vs_trl --judge DIR                               # evaluate saved weights
 
-The sides run one after the other, each in a new process. TRL gets its best settings: the largest fast micro-batch, no
-gradient checkpointing, SDPA, fused AdamW, and no unneeded forward pass.
+The sides run one after the other, each in a new process. TRL runs with the settings that make it fastest: the best
+micro-batch, no gradient checkpointing, SDPA, fused AdamW, and no unneeded forward pass.
 
 On a GPU, all sides run one GPU's share of verl's Llama-3.2-1B benchmark with random weights. It has 128 prompts of 107
 tokens with 5 responses each, four updates, and a reference policy. TRL pads its batches, so `--lengths equal` is its
@@ -20,7 +20,8 @@ needs), trl-bf16 (bfloat16 weights and optimizer), and ours.
 
 With `--experiment`, all sides learn from the same initial policy and save their weights every 20 steps. This is the
 default on a CPU, with countdown_demo in float32 and generation by transformers. One process then evaluates the saved
-weights of all sides on the held-out problems, with one engine (`--engine`). It adds the rewards to the reports in DIR.
+weights of all sides on the held-out problems, with one engine (`--engine`). The process adds the rewards to the reports
+in DIR.
 """
 
 import argparse
@@ -59,7 +60,9 @@ def main() -> None:
 
 
 def measure(arguments: argparse.Namespace, out: Path, scratch: Path) -> None:
-    """Run each chosen trainer `--repeats` times. Each run writes a report and a folder of the same name to `out`."""
+    """Run each chosen trainer `--repeats` times. Each run writes a report to the folder `out`, and its files to a
+    folder with the name of the report.
+    """
     learning = arguments.experiment or (arguments.device == "cpu" and not arguments.random)
     prepare = prepare_experiment if learning else prepare_random
     for seed in range(arguments.seed, arguments.seed + arguments.repeats):
@@ -95,7 +98,7 @@ def _run_side(job: Job, *, trl_site: Path | None) -> dict[str, Any]:
 
 
 def _start(module: str, *arguments: str, threads: int, site: Path | None = None) -> None:
-    """Run a module of this package in a new process. The folder `site` comes first on the module path."""
+    """Run a module of this package in a new process. The folder `site`, if given, is first on the module path."""
     path = [str(site.resolve()) if site else "", str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environment = {
         "CUDA_VISIBLE_DEVICES": "0",

@@ -13,8 +13,9 @@ GRAD_CLIP = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The work of one trainer. `folder` has the prompts in the order of the steps, and may be moved. If there are
-    `evaluated_steps`, `folder` also has the held-out problems, and the weights at the start and after these steps.
+    """The work of one trainer. `folder` contains the prompts in the order of the steps. If there are `evaluated_steps`,
+    it also contains the held-out problems, the initial weights, and the weights after these steps. The folder may be
+    moved.
 
     `precision`: fp32 (float32 master weights, products in bfloat16 on a GPU) or bf16 (bfloat16 weights and optimizer,
     TRL only). `lengths`: the tokens of each response of a step, or empty if the model ends its responses.

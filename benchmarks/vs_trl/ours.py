@@ -1,4 +1,4 @@
-"""Our trainer in the comparison `benchmarks.vs_trl`, which runs in one process.
+"""The part of `benchmarks.vs_trl` that runs our trainer, in a separate process.
 
 python -m benchmarks.vs_trl.ours JOB.json  # started by benchmarks.vs_trl
 """

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer in the comparison `benchmarks.vs_trl`, timed by a callback.
+"""The part of `benchmarks.vs_trl` that runs TRL's GRPOTrainer. A callback measures the time.
 
 python -m benchmarks.vs_trl.peer JOB.json  # started by benchmarks.vs_trl, with trl on the path
 """
@@ -24,7 +24,9 @@ from rlcore.rollout.scoring import ScoringPool
 
 
 class Clock(TrainerCallback):
-    """A callback that records the seconds of each batch, from the start of generation to the end of its last update."""
+    """A callback that records the seconds of each batch, from the start of its generation to the end of its last
+    update.
+    """
 
     def __init__(self, job: Job) -> None:
         self.seconds: list[float] = []
@@ -57,7 +59,7 @@ def _now() -> float:
 
 
 def settings(job: Job) -> GRPOConfig:
-    """Return the settings with which TRL does the work of the job. All other settings keep TRL's defaults."""
+    """Return the settings of TRL for the job. All other settings keep the defaults of TRL."""
     num_responses = job.prompts * job.samples
     accumulation = num_responses // job.updates // job.micro_batch
     if accumulation * job.updates * job.micro_batch != num_responses:
@@ -160,7 +162,7 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def _give_lengths(trainer: GRPOTrainer, lengths: tuple[int, ...]) -> None:
-    """Force the length of each response by separate sampling parameters for each request."""
+    """Force the length of each response. Each request gets separate sampling parameters for this."""
     llm = trainer.vllm_generation.llm
     plain = llm.generate
 

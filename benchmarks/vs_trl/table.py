@@ -5,13 +5,15 @@ from collections.abc import Sequence
 from typing import Any
 
 BARS = {"trl-fp32": 1.35, "trl-bf16": 1.25, "trl": 1.5}
-"""The required ratio of our speed to the speed of each TRL side."""
+"""The required ratio of our speed to the speed of TRL, for each TRL side."""
 MEMORY_BAR = 0.5
-"""The largest ratio of our peak memory to TRL's on a GPU."""
+"""The largest accepted ratio of our peak memory to TRL's peak memory on a GPU."""
 
 
 def summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return a row for each trainer with medians over its runs, and the ratios of our trainer to every other one."""
+    """Return a row for each trainer with the medians over its runs. Also return the ratios of our trainer to every
+    other trainer.
+    """
     if not reports:
         raise SystemExit("no side was measured")
     sides = {name: _row([one for one in reports if one["side"] == name]) for name in _in_order(reports)}
@@ -25,7 +27,7 @@ def _in_order(reports: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _row(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the row of one trainer. `peak_gb` is the memory of the GPU, or the resident memory on a CPU."""
+    """Return the row of one trainer. `peak_gb` is the memory of the GPU, or on a CPU the resident memory."""
     first = runs[0]
     on_gpu = first["device"] == "cuda"
     peaks = [one["device_gb"] or one["reserved_gb"] if on_gpu else one["rss_gb"] for one in runs]
@@ -51,7 +53,9 @@ def _row(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _rate(run: dict[str, Any], counts: Sequence[int]) -> float:
-    """Return the median rate over the batches. The median is robust against batches that other processes delayed."""
+    """Return the median rate over the batches. Batches that other processes slowed down have little effect on the
+    median.
+    """
     return statistics.median(count / seconds for count, seconds in zip(counts, run["step_s"], strict=True))
 
 

@@ -10,13 +10,15 @@ from rlcore.config.problems import Problem, did_you_mean
 from rlcore.config.rules import Bound, EffectiveWhen, Rule, rule
 
 ADVANTAGE_FUNCTIONS: Mapping[str, str] = {name: f"rlcore.algos.advantages:{name}" for name in ("pass_at_k", "gdpo")}
-"""The `module:function` of each built-in advantage that takes options. Custom advantages have the same form."""
+"""The `module:function` of each built-in advantage that takes options. Custom advantages are functions of the same
+form.
+"""
 GROUP_ADVANTAGES: frozenset[str] = frozenset(
     {"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", *ADVANTAGE_FUNCTIONS}
 )
 """The advantages that compare the responses to one prompt. They need two or more responses to each prompt."""
 UNGROUPED_ADVANTAGES = ("gae", "reinforce_pp", "remax")
-"""The advantages that are not 0 in a group whose responses all have the same score."""
+"""The built-in advantages that can differ from 0 if all responses to a prompt have the same score."""
 ADVANTAGES = (*UNGROUPED_ADVANTAGES, *sorted(GROUP_ADVANTAGES))
 """The names of all built-in advantages."""
 POLICY_LOSSES: Mapping[str, str] = {
@@ -37,8 +39,9 @@ class EntropyControlConfig(Section):
     target: float | None = Field(default=None, gt=0)
     """The target entropy in nats per token. If null, the weight stays at `algo.entropy_coef`."""
     step: Annotated[float, EffectiveWhen(".target")] = Field(default=0.005, gt=0)
-    """The amount by which the weight rises after a step whose entropy is below the target. If the entropy is above the
-    target, the weight falls by this amount, to 0 at the lowest."""
+    """The amount by which the weight rises after a step whose entropy is below the target. After a step with a higher
+    entropy, the weight falls by this amount, at the lowest to 0.
+    """
 
 
 class KlConfig(Section):
@@ -56,13 +59,15 @@ class KlConfig(Section):
     """The estimator of the KL divergence for each token. `low_var_kl` is another name for `k3`. `auto` is `k1` in the
     reward and `low_var_kl` in the loss."""
     coef: float = Field(default=0.001, ge=0)
-    """The coefficient of the KL term. With `adaptive`, it is the coefficient at the start."""
+    """The coefficient of the KL term. If `adaptive` is true, the controller starts from this coefficient."""
     adaptive: bool = False
     """Let a controller change the coefficient so that the KL divergence approaches `target`."""
     target: Annotated[float, EffectiveWhen(".adaptive")] = Field(default=0.1, gt=0)
-    """The KL divergence per token that the adaptive controller aims at, in nats."""
+    """The KL divergence in nats per token that the adaptive controller aims at."""
     horizon: Annotated[int, EffectiveWhen(".adaptive")] = Field(default=10_000, ge=1)
-    """The number of sequences over which the adaptive controller acts. A larger number makes the controller slower."""
+    """The number of sequences over which the adaptive controller corrects the coefficient. With a larger number, the
+    controller is slower.
+    """
     offload: Annotated[
         bool,
         MayChange,
@@ -73,7 +78,7 @@ class KlConfig(Section):
 
     @property
     def estimator_in_use(self) -> KlEstimator:
-        """The estimator that is used. `auto` is resolved to the estimator that has the gradient of the divergence."""
+        """The estimator without `auto`. `auto` is replaced by the estimator that has the gradient of the divergence."""
         if self.estimator != "auto":
             return self.estimator
         return "k1" if self.where == "reward" else "low_var_kl"
@@ -88,25 +93,30 @@ class ImportanceConfig(Section):
     """Importance weights that correct the difference between the sampler's and the trainer's probabilities."""
 
     mode: Annotated[Literal["off", "truncate", "mask"], _TWO_SIDES] = "off"
-    """The weight of a token's loss. `truncate` gives the weight min(ratio, cap). `mask` gives the ratio itself, or 0 if
-    the ratio is outside [1/cap, cap]."""
+    """The weight by which the loss of a token is multiplied. `truncate` uses min(ratio, cap). `mask` uses the ratio, or
+    0 if the ratio is outside [1/cap, cap].
+    """
     level: Annotated[Literal["token", "sequence"], _CORRECTED] = "token"
-    """The unit of the ratio: a token or a whole response, whose ratio is the product of its tokens' ratios."""
+    """The unit of the ratio: a token, or a whole response. The ratio of a response is the product of the ratios of its
+    tokens.
+    """
     cap: Annotated[float, _CORRECTED] = Field(default=2.0, gt=1)
-    """The bound of the ratio `exp(old - behavior)` between the trainer's and the sampler's probabilities."""
+    """The upper bound of the ratio `exp(old - behavior)` of the trainer's probability to the sampler's probability."""
 
 
 class RejectionConfig(Section):
-    """The tokens and responses that an update skips because trainer and sampler differ too much."""
+    """The tokens or responses that an update skips because trainer and sampler differ too much."""
 
     level: Annotated[Literal["off", "token", "sequence-sum", "sequence-mean", "sequence-max"], _TWO_SIDES] = "off"
-    """The unit that is measured and skipped. `token` is a single token. The other values skip whole responses by the
-    sum, mean or maximum over their tokens."""
+    """The unit that is skipped: `token` skips single tokens, and the other values skip whole responses. The difference
+    of a response is the sum, mean or maximum of the differences of its tokens.
+    """
     estimator: Annotated[Literal["k1", "k2", "k3"], _REJECTED] = "k1"
     """The estimator of a token's divergence KL(behavior || old). The estimators are those of `algo.kl.estimator`."""
     cap: Annotated[float, _REJECTED] = Field(default=2.0, gt=0)
-    """The largest accepted difference. With k1, it is the factor between the two probabilities in either direction, and
-    must be over 1. With k2 and k3, it is the divergence."""
+    """The largest accepted difference. With k1, it is the ratio of the two probabilities in either direction, and must
+    be over 1. With k2 or k3, it is the divergence in nats.
+    """
     checks = (
         rule(".cap", ".estimator", "must be over 1 with k1",
              lambda own, _: own.level == "off" or own.estimator != "k1" or own.cap > 1,
@@ -118,18 +128,20 @@ class TeacherConfig(Section):
     """A frozen teacher that the policy learns from at each token of its own responses (on-policy distillation)."""
 
     path: str
-    """The directory or hub id of the teacher. Its tokenizer must give the policy's token ids."""
+    """The directory or hub id of the teacher. Its tokenizer must give the same token ids as the policy's tokenizer."""
     by_source: dict[str, str] = Field(default_factory=dict)
-    """Other teachers, by the data source of the prompts they teach, as in `{gsm8k: FOLDER}`."""
+    """Other teachers for the prompts of some data sources, as in `{gsm8k: FOLDER}`."""
     top_k: int = Field(default=0, ge=0)
-    """The number of the teacher's likeliest tokens in the divergence KL(teacher || policy), which is added to the loss.
-    If 0, the teacher gives each sampled token the advantage `log p_teacher - log p_old` instead."""
+    """The number of the teacher's likeliest tokens over which the divergence KL(teacher || policy) is computed. The
+    divergence is added to the loss. If 0, each sampled token gets the advantage `log p_teacher - log p_old` instead.
+    """
     coef: float = Field(default=1.0, gt=0)
-    """The weight of the teacher's advantage, or of the divergence."""
+    """The weight of the teacher's advantage (`top_k` of 0) or of the divergence."""
     with_reward: bool = False
-    """Learn from rewards too. If false, rewards do not affect the update."""
+    """Learn from rewards in addition to the teacher. If false, rewards do not affect the update."""
     base: Literal["native", "nf4"] = "native"
-    """The storage of the teacher's weights: in the compute type, or in 4 bits as with `model.lora.base`."""
+    """The storage of the teacher's weights. `native` uses the compute type. `nf4` uses 4 bits, as in `model.lora.base`.
+    """
     offload: Annotated[bool, MayChange] = False
     """Keep the teacher's weights in host memory between its forward passes."""
 
@@ -141,22 +153,25 @@ class TeacherConfig(Section):
         return (self.path, *self.by_source.values())
 
     def index_of(self, data_source: str) -> int:
-        """Return the index in `paths` of the teacher of a data source."""
+        """Return the index in `paths` of the teacher for a data source."""
         return list(self.by_source).index(data_source) + 1 if data_source in self.by_source else 0
 
 
 class ClipCovConfig(Section):
-    """Clip-Cov, which slows the fall of the entropy. Some tokens whose covariance of log-probability and advantage is
-    high get no policy loss."""
+    """Clip-Cov, which slows the fall of the entropy. It draws tokens whose log-probability and advantage have a high
+    covariance, and excludes them from the policy loss.
+    """
 
     share: float = Field(default=0.0, ge=0, lt=1)
-    """The largest share of a mini-batch's response tokens that are drawn. 0 draws no tokens. The paper uses 0.0002."""
+    """The largest share of a mini-batch's response tokens that are excluded from the policy loss. With 0, no tokens are
+    excluded. The paper uses 0.0002.
+    """
     low: Annotated[
         float, _BY_COVARIANCE, Bound("be under", "algo.clip_cov.high", "Lower it", only_with="algo.clip_cov.share")
     ] = 1.0
-    """The covariance above which a token may be drawn. The mean covariance over all tokens is far smaller."""
+    """The covariance above which a token may be excluded. The mean covariance over all tokens is far smaller."""
     high: Annotated[float, _BY_COVARIANCE] = 5.0
-    """The covariance below which a token may be drawn."""
+    """The covariance below which a token may be excluded."""
 
 
 class DynamicSamplingConfig(Section):
@@ -165,7 +180,9 @@ class DynamicSamplingConfig(Section):
     enabled: bool = False
     """Replace each group whose responses all have the same score."""
     max_refills: Annotated[int, EffectiveWhen(".enabled")] = Field(default=2, ge=0)
-    """The most sampling rounds after the first round of a step. The step then continues with the groups that it has."""
+    """The largest number of further sampling rounds in a step. After the last round, the step continues with the groups
+    that it has.
+    """
     checks = (
         rule(".enabled", "rollout.samples_per_prompt", "needs rollout.samples_per_prompt of 2 or more",
              lambda own, run: not own.enabled or run.rollout.samples_per_prompt >= 2,
@@ -198,7 +215,7 @@ class OverlongConfig(Section):
 
 
 def _is_known(field: str, known: tuple[str, ...]) -> Rule:
-    """Return the rule that the setting `field` must be a known name or have the form `module:function`."""
+    """Return the rule that the setting `field` must be a built-in name or have the form `module:function`."""
 
     def check(algo: "AlgoConfig", _: Run) -> Problem | None:
         given = getattr(algo, field)
@@ -222,13 +239,13 @@ class AlgoConfig(Section):
     ] = Field(default_factory=dict)
     """Keyword arguments of an advantage that is a function, such as `k` of pass_at_k."""
     gamma: Annotated[float, EffectiveWhen(".advantage", "gae reinforce_pp")] = Field(default=1.0, ge=0, le=1)
-    """The discount per token, which gae and reinforce_pp use."""
+    """The discount factor per token. Only gae and reinforce_pp use it."""
     lam: Annotated[float, EffectiveWhen(".advantage", "gae")] = Field(default=1.0, ge=0, le=1)
     """The lambda of the generalized advantage estimate (gae)."""
     policy_loss: str = "ppo_clip"
     """The policy loss: ppo_clip, gspo, cispo, sapo, gmpo, gpg, dppo, kl_cov, or a custom `module:function`."""
     policy_loss_options: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    """Keyword arguments that the function of the policy loss declares, such as `tau_pos` of sapo."""
+    """Keyword arguments of the policy loss, such as `tau_pos` of sapo. The function of the loss declares them."""
     clip_low: Annotated[float, _WITH_BOTH_CLIPS] = Field(default=0.2, gt=0, lt=1)
     """The lower clip range. The probability ratio is clipped below at `1 - clip_low`."""
     clip_high: Annotated[float, _WITH_BOTH_CLIPS] = Field(default=0.2, gt=0)
@@ -236,18 +253,23 @@ class AlgoConfig(Section):
     dual_clip: Annotated[float | None, EffectiveWhen(".policy_loss", unless=f"cispo {_UNCLIPPED}")] = Field(
         default=3.0, gt=1
     )
-    """The bound of the loss for negative advantages, as a multiple of the advantage. If null, there is no dual clip."""
+    """The upper bound of the loss for a negative advantage, as a multiple of the absolute advantage. If null, there is
+    no bound.
+    """
     aggregation: Aggregation = "token-mean"
     """The way in which the per-token losses are aggregated to one number."""
     entropy_coef: float = Field(default=0.0, ge=0)
-    """The weight of the entropy bonus. With `algo.entropy_control.target`, it is the weight at the start. With 0, the
-    entropy is computed without a gradient."""
+    """The weight of the entropy bonus. If `algo.entropy_control.target` is set, it is the weight at the start. With 0,
+    the entropy is computed without a gradient.
+    """
     entropy_control: EntropyControlConfig = EntropyControlConfig()
     """The controller that keeps the entropy near a target."""
     value_clip: Annotated[float, EffectiveWhen("critic", remedy="Choose algo=ppo, which has a critic")] = Field(
         default=0.5, gt=0
     )
-    """The clip range of the value loss: the largest distance of a new value from the old value."""
+    """The clip range of the value loss. In the clipped loss, a new value differs from the old value by at most this
+    number.
+    """
     kl: KlConfig = KlConfig()
     """The KL divergence from the reference policy."""
     teacher: TeacherConfig | None = None
@@ -255,16 +277,21 @@ class AlgoConfig(Section):
     importance: ImportanceConfig = ImportanceConfig()
     """The correction of differences between the sampler and the trainer."""
     rejection: RejectionConfig = RejectionConfig()
-    """The rejection of tokens and responses that are too far from the sampler."""
+    """The rejection of tokens or responses for which trainer and sampler differ too much."""
     off_policy_mask: float | None = Field(default=None, gt=0)
-    """The largest fall of a response's mean log-probability since it was sampled, in nats per token. After a larger
-    fall, a response with a negative advantage has no policy loss. If null, there is no limit."""
+    """The largest fall of a response's mean log-probability since it was sampled, in nats per token. A response with a
+    larger fall and a negative advantage has no policy loss. If null, there is no limit.
+    """
     top_entropy: float = Field(default=1.0, gt=0, le=1)
-    """The share of a mini-batch's response tokens that have a policy loss: the ones where the entropy is highest."""
+    """The share of a mini-batch's response tokens that have a policy loss. The tokens with the highest entropy are
+    selected.
+    """
     clip_cov: ClipCovConfig = ClipCovConfig()
     """Clip-Cov, which excludes tokens from the policy loss so that the entropy falls more slowly."""
     mask_truncated: bool = False
-    """Skip responses that reach the length limit in the update. Their scores still count in their group."""
+    """Exclude responses that reach the length limit from the update. Their scores still affect the advantages of the
+    other responses to the prompt.
+    """
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     """The replacement of groups whose responses all have the same score."""
     overlong: OverlongConfig = OverlongConfig()
@@ -300,14 +327,15 @@ class AlgoConfig(Section):
 
     @property
     def advantage_function(self) -> str | None:
-        """The `module:function` of a custom advantage or a built-in one that takes options, otherwise None."""
+        """The `module:function` of the advantage if it is custom or takes options, otherwise None."""
         name = ADVANTAGE_FUNCTIONS.get(self.advantage, self.advantage)
         return name if ":" in name else None
 
 
 OFFLOAD_PIECE_BYTES = 268_435_456
-"""The bytes of moments that an offloaded optimizer moves to the device together. The memory plan uses the number before
-torch is imported, so it is defined here."""
+"""The bytes of optimizer moments that are moved to the GPU at a time. The memory plan reads this number before torch is
+imported, so it is defined here.
+"""
 
 
 class OptimConfig(Section):
@@ -322,7 +350,7 @@ class OptimConfig(Section):
     warmup_steps: int = Field(default=0, ge=0)
     """The number of steps of linear warm-up."""
     warmup_ratio: float = Field(default=0.0, ge=0, lt=1)
-    """The warm-up as a share of all steps. It is used if `warmup_steps` is 0."""
+    """The share of all steps that are warm-up steps. It is used if `warmup_steps` is 0."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """The decay rate of the first moment."""
     beta2: float = Field(default=0.999, ge=0, lt=1)
@@ -334,7 +362,7 @@ class OptimConfig(Section):
     grad_clip: float = Field(default=1.0, gt=0)
     """The largest global norm of the gradient. A gradient with a larger norm is clipped."""
     offload: Annotated[bool, MayChange] = False
-    """Keep the moments in host memory, and move them to the GPU in pieces in each step. The numbers are the same."""
+    """Keep the moments in host memory, and move them to the GPU in pieces in each step. The results do not change."""
     checks = (
         rule(".warmup_ratio", ".warmup_steps", "must be 0 where warmup_steps is given",
              lambda own, _: not (own.warmup_steps and own.warmup_ratio), "Set one of the two"),

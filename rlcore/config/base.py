@@ -12,18 +12,24 @@ from pydantic.fields import FieldInfo
 from rlcore.errors import ConfigError
 
 Run = Any
-"""A stand-in for the type `RunConfig` in the modules of its sections, which `RunConfig` itself imports."""
+"""A stand-in for the type `RunConfig`. The modules of the sections cannot import it, because the module of `RunConfig`
+imports them.
+"""
 FILE_ENDINGS = (".yaml", ".yml")
-"""The file endings that distinguish the path of a file from a name in a folder of `conf/`."""
+"""The file endings of paths. A value without such an ending is the name of a file in `conf/`."""
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
-"""Millrace's own groups, experiments, suites and sweeps."""
+"""The folder of the groups, experiments, suites and sweeps that come with Millrace."""
 CONFIG_DIR_VARIABLE = "MILLRACE_CONFIG_DIR"
-"""Environment variable with the user's folder of the same form as `conf/`, which `--config-dir` sets."""
+"""Environment variable with the user's folder, which has the form of `conf/`. The option `--config-dir` sets the
+variable.
+"""
 
 
 def conf_dirs() -> list[Path]:
-    """Return the folders of groups, experiments, suites and sweeps. The user's folder, if any, precedes `CONF_DIR`."""
+    """Return the folders of groups, experiments, suites and sweeps. If there is a user's folder, it precedes
+    `CONF_DIR`.
+    """
     own = os.environ.get(CONFIG_DIR_VARIABLE)
     if own and not Path(own).is_dir():
         raise ConfigError(
@@ -44,7 +50,9 @@ def member_file(group: str, name: str) -> Path:
 
 
 def expand_path(path: str) -> Path:
-    """Return a path with `~` expanded. A `~name` of an unknown user is kept. Path.expanduser would raise an error."""
+    """Return a path with `~` expanded. `~name` is kept if there is no such user, where Path.expanduser would raise an
+    error.
+    """
     return Path(os.path.expanduser(path))  # noqa: PTH111
 
 
@@ -119,7 +127,7 @@ def covers(name: str, key: str) -> bool:
 
 
 def value_at(section: Section, name: str, absent: Any = None) -> Any:
-    """Return the value of a dotted key, or `absent` if a section on the way is null or lacks the key."""
+    """Return the value of a dotted key. Return `absent` if one of its sections is null or lacks the next name."""
     found: Any = section
     for part in name.split("."):
         found = getattr(found, part, absent)

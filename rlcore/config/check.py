@@ -34,7 +34,9 @@ SUITES = "validation.suites"
 
 @dataclass(frozen=True, slots=True)
 class ValueOverride:
-    """An override of one value: the dotted key, the value, and its text. With `delete`, the key is deleted."""
+    """An override of one setting: the dotted key, the value, and the value as text. If `delete` is true, the key is
+    deleted.
+    """
 
     key: str
     value: Any
@@ -48,8 +50,10 @@ class ValueOverride:
 
 
 def validate_settings(settings: dict[str, Any], values: Sequence[ValueOverride], findings: Findings) -> RunConfig:
-    """Apply overrides to nested plain settings, and return a typed config without the wrong values. Every mistake in
-    keys, types, ranges and rules is added to `findings`. Raises ConfigError if a wrong value cannot be removed."""
+    """Apply overrides to nested plain settings, and return a typed config. Wrong values are left out of the config.
+    Every mistake in keys, types, ranges and rules is added to `findings`. Raises ConfigError if a wrong value cannot be
+    removed.
+    """
     for written in values:
         _apply_override(settings, written, findings)
     resolve_suites(settings, findings)
@@ -93,7 +97,9 @@ def _merge(settings: Any, more: Any) -> Any:
 
 
 def _interpolate(settings: dict[str, Any], findings: Findings) -> dict[str, Any]:
-    """Return the settings as JSON with every `${...}` replaced. A value that cannot be resolved becomes a problem."""
+    """Return the settings as JSON values with every `${...}` replaced. A value that cannot be resolved is removed and
+    reported.
+    """
     while True:
         # The keys of JSON are texts, where those of YAML may be true or 1.
         settings = json.loads(json.dumps(settings, default=str))
@@ -110,7 +116,7 @@ def _interpolate(settings: dict[str, Any], findings: Findings) -> dict[str, Any]
 
 
 def _path_of(key: str, settings: Any) -> list[str]:
-    """Return the names on the path of a dotted key in nested settings. A name may contain a dot."""
+    """Return the names on the path of a dotted key in nested settings. One of these names may itself contain a dot."""
     for name, inner in settings.items() if isinstance(settings, dict) else ():
         if covers(name, key):
             return [name, *_path_of(key[len(name) + 1 :], inner)]
@@ -126,15 +132,16 @@ def _remove(settings: Any, path: Sequence[int | str]) -> Any:
 
 
 def as_plain(tree: Any, *, resolve: bool = False) -> dict[str, Any]:
-    """Return OmegaConf's settings as plain values. With `resolve`, every `${...}` is replaced."""
+    """Return OmegaConf's settings as plain values. If `resolve` is true, every `${...}` is replaced by its value."""
     found = OmegaConf.to_container(tree, resolve=resolve, throw_on_missing=resolve)
     assert isinstance(found, dict)
     return {str(name): value for name, value in found.items()}
 
 
 def _validate_types(settings: dict[str, Any], findings: Findings, texts: Mapping[str, str]) -> RunConfig:
-    """Remove wrong values until the rest is valid, and return the rest as a typed config. `texts`: the text of each
-    number that an override sets, by key, and '' for other overridden values."""
+    """Remove wrong values until the rest is valid, and return the rest as a typed config. `texts` maps each overridden
+    key to the typed text if the value is a number, otherwise to ''.
+    """
     while True:
         text = json.dumps(settings)
         try:
@@ -148,7 +155,9 @@ def _validate_types(settings: dict[str, Any], findings: Findings, texts: Mapping
 
 
 def error_path(detail: ErrorDetails, content: Any) -> tuple[int | str, ...]:
-    """Return the path of a pydantic error in nested plain values, without the tags and members of unions."""
+    """Return the path of a pydantic error in nested plain values. pydantic's names for the members of unions are left
+    out of the path.
+    """
     path: list[int | str] = []
     for part in detail["loc"]:
         if part in (content if isinstance(content, dict) else range(len(content)) if isinstance(content, list) else ()):
@@ -160,8 +169,9 @@ def error_path(detail: ErrorDetails, content: Any) -> tuple[int | str, ...]:
 def _report_error(
     detail: ErrorDetails, given: Any, settings: dict[str, Any], findings: Findings, texts: Mapping[str, str]
 ) -> None:
-    """Add a validation error of the settings `given` to `findings`, and remove the wrong value from `settings`. A
-    number that must be a text is replaced by its text instead."""
+    """Add a validation error of the settings `given` to `findings`, and remove the wrong value from `settings`. If the
+    setting must be a text and the value is a number, the text of the number is used instead.
+    """
     path = error_path(detail, given)
     at = next((number for number, part in enumerate(path) if isinstance(part, int)), len(path))
     key, inside = ".".join(map(str, path[:at])), path[at:]
@@ -190,8 +200,9 @@ def _report_error(
 
 
 def _list_problem(key: str, inside: Sequence[int | str], detail: ErrorDetails, given: Any) -> Problem:
-    """Return the problem of an entry in a list of sections, which names the entry or its number: `entry 0:
-    data.train_size`."""
+    """Return the problem of an entry in a list of sections. The rule begins with the name or number of the entry:
+    `entry 0: data.train_size`.
+    """
     index, *rest = inside
     suite = suites_in(given)[int(index)] if key == SUITES else None
     name = suite.get("name") if isinstance(suite, dict) else None
@@ -238,7 +249,7 @@ def _value_problem(key: str, detail: ErrorDetails) -> Problem:
 
 
 def rule_text(detail: ErrorDetails) -> str:
-    """Return the rule that a value breaks, in the wording of Millrace's messages."""
+    """Return the rule that a value breaks. pydantic's wording is adapted to Millrace's messages."""
     text = detail["msg"].removeprefix("Value error, ")
     return text.replace("Input should be", "must be").replace("String should", "must")
 
@@ -252,7 +263,7 @@ def _describe(key: str) -> str:
 
 
 def read_yaml(file: Path) -> dict[str, Any] | str:
-    """Return the keys and values of a YAML file as OmegaConf reads them, or an error message."""
+    """Read a YAML file by OmegaConf. Return its keys and values, or an error message."""
     try:
         if not file.exists():
             return "there is no such file"
@@ -284,8 +295,9 @@ def suites_in(settings: Mapping[str, Any]) -> list[Any]:
 
 
 def read_suites(named: Sequence[Any], findings: Findings) -> list[Any]:
-    """Return suites as plain values. The name of a file is replaced by the file's content. A file that cannot be read
-    becomes a problem."""
+    """Return suites as plain values. A file name is replaced by the content of the file. A file that cannot be read is
+    reported and left out.
+    """
     found = [_read(entry) if isinstance(entry, str) else entry for entry in named]
     for problem in found:
         if isinstance(problem, Problem):
@@ -294,8 +306,9 @@ def read_suites(named: Sequence[Any], findings: Findings) -> list[Any]:
 
 
 def _read(entry: str) -> dict[str, Any] | Problem:
-    """Return the content of a suite's file, or a problem. The name of the file is the default of the suite's `name`.
-    In `NAME=SOURCE`, the source replaces `data.source` of a suite in conf/suite."""
+    """Return the content of a suite's file, or a problem. If the file sets no `name`, the suite has the name of the
+    file. An entry `NAME=SOURCE` sets `data.source` of the suite NAME in conf/suite.
+    """
     is_path = entry.endswith(FILE_ENDINGS)
     name, _, source = (entry, "", "") if is_path else entry.partition("=")
     file = expand_path(name) if is_path else member_file("suite", name)
@@ -312,8 +325,9 @@ def _read(entry: str) -> dict[str, Any] | Problem:
 
 
 def suite_settings(config: RunConfig, suite: SuiteConfig) -> RunConfig:
-    """Return a run's settings with the data, seed, lengths and sampling of a suite. The seed of the suite fixes both
-    the rows and the sampled tokens."""
+    """Return a run's settings with the data, seed, lengths and sampling of a suite. The suite's seed determines both
+    the rows and the sampled tokens.
+    """
     prompt_tokens = suite.max_prompt_tokens or config.filter.max_prompt_tokens
     response_tokens = suite.max_response_tokens or config.rollout.max_response_tokens
     changes: dict[str, Any] = {
@@ -329,7 +343,9 @@ def suite_settings(config: RunConfig, suite: SuiteConfig) -> RunConfig:
 
 
 def _held_out_only(data: TaskData) -> TaskData:
-    """Return a task's settings in which the training split, which a suite does not read, is the held-out split."""
+    """Return a task's settings with the held-out split in place of the training split. A suite does not read the
+    training split.
+    """
     if isinstance(data, ParquetData):
         return data.model_copy(update={"train_file": data.validation_file})
     if isinstance(data, MappedData):
@@ -338,8 +354,9 @@ def _held_out_only(data: TaskData) -> TaskData:
 
 
 def find_problems(run: RunConfig, unsound: Collection[str] = ()) -> list[Problem]:
-    """Return all rules that a run breaks. Each dataset and suite is also checked as if it were the run's only dataset.
-    Rules that read a key or section in `unsound` are skipped."""
+    """Return a problem for each rule that a run breaks. Each dataset of a mixture and each suite is also checked as the
+    run's only dataset. A rule is skipped if it reads a key or section in `unsound`.
+    """
     found = broken_rules(run, unsound)
     for key, name, alone in _single_datasets(run):
         if not any(covers(key, each) or covers(each, key) for each in unsound):
@@ -349,7 +366,9 @@ def find_problems(run: RunConfig, unsound: Collection[str] = ()) -> list[Problem
 
 
 def _single_datasets(run: RunConfig) -> Iterator[tuple[str, str, RunConfig]]:
-    """Yield each dataset of a mixture and each suite as a run's only dataset: the key, the name and the settings."""
+    """Yield the key, the name and the settings for each dataset of a mixture and for each suite. The settings have it
+    as the run's only dataset.
+    """
     for index, part in enumerate(run.data.parts if isinstance(run.data, MixtureData) else ()):
         yield "data.parts", f"entry {index} ({part.data.task})", run.model_copy(update={"data": part.data})
     for suite in run.validation.suites:  # the warm start learns from the run's own data

@@ -1,10 +1,9 @@
 """The composition of an experiment and overrides to one validated `RunConfig`. Only this module imports Hydra.
 
-Hydra composes the chosen members of the groups in `conf/` over the defaults of `rlcore.config`, and parses the
-overrides. The keys of an experiment's files are merged over the groups, and the values of overrides are merged over
-both:
+Hydra loads the chosen option of each group in `conf/` over the defaults of `rlcore.config`, and parses the overrides.
+The keys of an experiment's files replace values of the groups, and the values of overrides replace both:
 
-    data=gsm8k              another member of a group (data, model, algo, critic, rollout, runtime)
+    data=gsm8k              another option of a group (data, model, algo, critic, rollout, runtime)
     trainer.total_steps=5   a value; `+key=` means the same
     critic.warmup_steps=3   a key of a section that is null (critic, model.lora) switches the section on
     tags.owner=me           any name below tags
@@ -58,9 +57,11 @@ GROUPS = {
     "rollout": "hf",
     "runtime": "local",
 }
-"""The default member of each group of settings."""
+"""The groups of settings, each with the option that is chosen by default."""
 EXCLUSIVE_GROUPS = ("data", "critic")
-"""Groups whose members have different keys. If another member is chosen, an experiment file's section is skipped."""
+"""Groups whose options have different keys. If an override chooses another option than an experiment file, the file's
+section of the group is ignored.
+"""
 EXPERIMENT_HINT = "Did you mean experiment="
 _ROOT = "millrace"
 # Hydra's state is global and not safe between threads.
@@ -74,10 +75,11 @@ def experiment_names() -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """Composed settings from which wrong values are removed, the problems, and the sources of the settings.
+    """Composed settings without wrong values, the problems, and the sources of the settings.
 
-    `files`: the experiment's files in merge order. `members`: the chosen member of each group. `override_keys`: the
-    keys and groups that overrides set. `file_keys`: the other keys in the experiment's own file."""
+    `files`: the experiment's files in merge order. `members`: the chosen option of each group. `override_keys`: the
+    keys and groups that overrides set. `file_keys`: the keys that the experiment's own file sets and no override sets.
+    """
 
     config: RunConfig
     problems: Sequence[Problem]
@@ -87,8 +89,9 @@ class Composition:
     file_keys: Collection[str]
 
     def unused_settings(self, swept: Collection[str] = ()) -> list[str]:
-        """Return a line for each setting that is set in an override or the experiment's own file but has no effect.
-        `swept`: keys that differ between the runs of a sweep."""
+        """Return warnings about settings without an effect that an override or the experiment's own file sets. `swept`:
+        keys that differ between the runs of a sweep.
+        """
         return unused_settings(self.config, self.override_keys, self.file_keys, swept)
 
     def require_valid(self) -> "Composition":
@@ -102,7 +105,7 @@ def load_config(overrides: Sequence[str], *, experiment: str | None = None) -> R
     """Compose the settings and check everything that needs no heavy import.
 
     `experiment` is a name in `conf/experiment` or the path of a file. If it is None, the defaults are used. Raises
-    ConfigError if there are mistakes. One message gives the key, rule, value and remedy of each mistake.
+    ConfigError if there are mistakes. The error gives the key, rule, value and remedy of each mistake.
     """
     return compose(overrides, experiment=experiment).require_valid().config
 
@@ -133,15 +136,16 @@ def compose(overrides: Sequence[str], *, experiment: str | None = None) -> Compo
 def compose_many(
     many: Sequence[Sequence[str]], *, experiment: str | None = None
 ) -> list[tuple[RunConfig, Sequence[Problem]]]:
-    """Compose each list of overrides. Return the configs, from which wrong values are removed, with their problems."""
+    """Compose each list of overrides. Return pairs of a config without wrong values and its problems."""
     found = [compose(overrides, experiment=experiment) for overrides in many]
     return [(each.config, each.problems) for each in found]
 
 
 def swept_values(text: str) -> list[Any]:
-    """Return the values of an override with several values, such as `seed=1,2` or `seed=range(1,4)`.
+    """Return the single values of an override with several values, such as `seed=1,2` or `seed=range(1,4)`.
 
-    The list is empty for any other override. Raises nothing: composition reports overrides that cannot be parsed.
+    The list is empty for any other override. It is also empty if the override cannot be parsed, because composition
+    reports this error.
     """
     parser = OverridesParser.create()
     try:
@@ -155,7 +159,9 @@ def swept_values(text: str) -> list[Any]:
 
 
 def override_config(settings: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
-    """Apply overrides to composed nested plain settings. Raises ConfigError with all mistakes if there are any."""
+    """Apply overrides to nested plain settings that are already composed. Raises ConfigError with all mistakes if there
+    are any.
+    """
     findings = Findings()
     request = _read_overrides(overrides, None, findings)
     for group in [*request.choices, *(["experiment"] if request.experiment else [])]:
@@ -168,7 +174,9 @@ def override_config(settings: dict[str, Any], overrides: Sequence[str]) -> RunCo
 
 @dataclass(slots=True)
 class _Request:
-    """The parsed overrides of a command: the experiment, the group members and the values of single settings."""
+    """The parsed overrides of a command: the experiment, the option chosen for each group, and the values of single
+    settings.
+    """
 
     experiment: str | None = None
     choices: dict[str, str] = field(default_factory=dict)
@@ -176,7 +184,9 @@ class _Request:
 
 
 def _read_overrides(overrides: Sequence[str], experiment: str | None, findings: Findings) -> _Request:
-    """Sort overrides into group choices and values. Report those that cannot be parsed or contradict each other."""
+    """Sort overrides into choices of group options and values of settings. Report overrides that cannot be parsed or
+    that contradict each other.
+    """
     request, parser = _Request(), OverridesParser.create()
     given: dict[str, Any] = {}
     if experiment is not None:
@@ -237,7 +247,7 @@ def _parse_override(parser: OverridesParser, text: str) -> Override | Problem:
 
 
 def _choose_member(request: _Request, group: str, value: Any, findings: Findings) -> None:
-    """Add the chosen member of a group to the request, or report that the group has no such member."""
+    """Add the chosen option of a group to the request. Report a problem if the group has no such option."""
     if value is None and group == "critic":
         value = "none"
     if value is None and group == "experiment":
@@ -255,7 +265,9 @@ def _choose_member(request: _Request, group: str, value: Any, findings: Findings
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """One file of an experiment. `name` is for messages. `members`: the group members that it and its bases choose."""
+    """One file of an experiment. `name`: the name for messages. `members`: the group options that this file and its
+    base files choose.
+    """
 
     name: str
     keys: Mapping[str, Any]
@@ -263,8 +275,9 @@ class _File:
 
 
 def _experiment_files(named: str, findings: Findings, above: tuple[Path, ...] = ()) -> list[_File]:
-    """Return the files of an experiment in merge order: first its base files, then the file itself. A problem in one of
-    them makes every setting unreliable. The keys of readable files are still checked."""
+    """Return the files of an experiment in merge order: first its base files, then the file itself. If one of the files
+    has a problem, every setting counts as unreliable. The keys of readable files are still checked.
+    """
 
     def wrong(rule: str, got: str, remedy: str) -> None:
         findings.add(Problem("experiment", rule, got, remedy), *RunConfig.model_fields)
@@ -304,7 +317,9 @@ def _experiment_files(named: str, findings: Findings, above: tuple[Path, ...] = 
 
 
 def _unknown_member_remedy(group: str, member: Any) -> str | None:
-    """Return a remedy with the known names and the nearest one if the group lacks the member, otherwise None."""
+    """Return None if the group has this option. Otherwise return a remedy with the nearest option and all known
+    options.
+    """
     groups = ("experiment", *GROUPS)
     if group not in groups:
         return f"{did_you_mean(group, groups)}There are {', '.join(groups)}"
@@ -319,7 +334,9 @@ def _unknown_member_remedy(group: str, member: Any) -> str | None:
 
 
 def _compose_groups(chosen: Mapping[str, str], findings: Findings) -> tuple[dict[str, Any], Mapping[str, str]]:
-    """Merge the group members over the defaults. Return the plain settings and the chosen member of each group."""
+    """Merge the chosen options of the groups over the defaults. Return the plain settings and the chosen option of each
+    group.
+    """
     files = [file for folder in conf_dirs() for file in sorted(folder.glob("*/*.yaml"))]
     state = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files]
     try:
@@ -335,7 +352,7 @@ def _compose_groups(chosen: Mapping[str, str], findings: Findings) -> tuple[dict
 def _compose_cached(
     chosen: tuple[tuple[str, str], ...], _files: tuple[Hashable, ...]
 ) -> tuple[dict[str, Any], Mapping[str, str]]:
-    """Compose the groups once for unchanged files. The caller must hold the lock."""
+    """Compose the groups, or return the cached result if the files are unchanged. The caller must hold the lock."""
     store, defaults = ConfigStore.instance(), RunConfig().model_dump(mode="json")
     for group in GROUPS.keys() - set(EXCLUSIVE_GROUPS):
         store.store(group=group, name="defaults", node=defaults[group])

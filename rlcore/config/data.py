@@ -25,19 +25,20 @@ _IS_HUB_SOURCE = EffectiveWhen(
 )
 
 DATA_FILE = re.compile(r"(.+)\.(jsonl|json|parquet)")
-"""The pattern of file names that are read as records. The groups are the stem and the kind."""
+"""The pattern of the names of files that are read as records. Its groups are the stem and the file type."""
 KINDS_OF_FILES = ".jsonl, .json or .parquet"
 
 ALL_SOURCES = "all"
-"""The name of all held-out problems of several data sources together: `val-core/all/...`."""
+"""The name in metrics for the held-out problems of all data sources together: `val-core/all/...`."""
 
 JUDGE = "data.judge:score"
-"""The scorer that uses `reward.judge`."""
+"""The name of the scorer that uses `reward.judge`."""
 PROGRAMS = "data.code:score"
-"""The scorer that runs programs in the sandbox."""
+"""The name of the scorer that runs programs in the sandbox."""
 BY_ROW = "rlcore.rollout.by_part:score"
-"""The scorer that calls the scorer of each row. In a mixture this is the scorer of the row's dataset, otherwise the one
-known for the row's data source."""
+"""The name of the scorer that selects another scorer for each row. In a mixture, it selects the scorer of the row's
+dataset, otherwise the scorer known for the row's data source.
+"""
 
 _SCORERS = {
     "data.gsm8k:score": re.compile(r"(?:openai/)?gsm8k"),
@@ -47,7 +48,7 @@ _SCORERS = {
         r"|numina_(?:aops_forum|synthetic_math|amc_aime|synthetic_amc|cn_k12|olympiads)"
     ),
 }
-"""The scorers with the names of the data sources whose rows they read, as in verl and TinyZero."""
+"""The scorers with the names of the data sources whose rows they score. The names are those of verl and TinyZero."""
 
 
 RENDERING_NAMES = frozenset((
@@ -55,16 +56,16 @@ RENDERING_NAMES = frozenset((
     "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors",
     "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "strftime_now", "raise_exception",
 ))  # fmt: skip
-"""The arguments of transformers' `apply_chat_template`, and the names that every chat template gets."""
+"""The variables that every chat template gets, and the arguments of transformers' `apply_chat_template`."""
 
 
 def reserved(names: Iterable[str]) -> str:
-    """Return the names that must not be used, separated by commas: repeated names and `ALL_SOURCES`."""
+    """Return the names that must not be used, joined by commas. These are repeated names and `ALL_SOURCES`."""
     return ", ".join(name for name, count in Counter(names).items() if count > 1 or name == ALL_SOURCES)
 
 
 class Conversation(Section):
-    """Settings that the datasets of all tasks share: the course of a conversation with the model, and the seed."""
+    """The settings that all tasks share: the course of a conversation with the model, and the seed of the data."""
 
     environment: str = ""
     """A `module:Class` that replies to the model's turns and rewards these turns in place of the scorer
@@ -98,7 +99,7 @@ class CountdownData(Conversation):
     task: Literal["countdown"] = "countdown"
     """The task in `data/` that creates the rows."""
     train_size: int = Field(default=327_680, ge=1)
-    """Rows of the training split."""
+    """The number of rows in the training split."""
     validation_size: int = Field(default=1_024, ge=1)
     """The number of rows in the validation split. No multiset of numbers occurs in both splits."""
     min_numbers: Annotated[int, Bound("be at most", "data.max_numbers", _ORDER)] = Field(default=3, ge=2, le=6)
@@ -114,14 +115,16 @@ class CountdownData(Conversation):
     target_high: int = Field(default=1_000)
     """The largest target."""
     targets: Literal["equation", "uniform"] = "equation"
-    """The choice of the target. `equation` takes the value of a random equation over the numbers, most often with + and
-    - alone. `uniform` makes every target in the range equally likely, and keeps the numbers if an equation reaches the
-    target. In a space that is small enough to list, every problem is equally likely in both cases."""
+    """The choice of the target. `equation` uses the value of a random equation over the numbers, most often one with
+    only + and -. `uniform` draws every target in the range with equal probability, and keeps only numbers with an
+    equation for the target. If the settings allow few problems, both values give every problem the same probability.
+    """
     operations: tuple[Operation, ...] = ("+", "-", "*", "/")
     """The operations that the solution of a generated problem may use."""
     balance_difficulty: bool = False
-    """Put equally many rows of each difficulty into each split. The difficulty is the fewest operations of a solution,
-    which is the count of numbers minus one."""
+    """Put equally many rows of each difficulty into each split. The difficulty is the number of operations in the
+    solution, which is the count of numbers minus one.
+    """
     template: Literal["bare", "base", "qwen-instruct", "chat", "few-shot"] = "base"
     """The wording of the prompt. `bare` has only the numbers and the target, for randomly initialized models."""
     search_tries: Annotated[
@@ -129,9 +132,10 @@ class CountdownData(Conversation):
         EffectiveWhen("warm_start.enabled"),
         EffectiveWhen(".template", "base qwen-instruct chat"),
     ] = Field(default=None, ge=0, le=64)
-    """The most wrong equations that a warm-start solution tries before the right one. Their number is random for each
-    row, and each is computed operation by operation. If null, a solution is the right equation and its value alone.
-    Only templates with `<think>` show either form."""
+    """The largest number of wrong equations that a warm-start solution tries before the right equation. Each row has a
+    random number of wrong equations, and each equation is computed operation by operation. If null, a solution has only
+    the right equation and its value. Only templates with `<think>` show the tried equations or the value.
+    """
     scorer: Scorer = "data.countdown:score"
     checks = (
         rule(".operations", "", "must name one operation or more, each once",
@@ -151,7 +155,9 @@ class Gsm8kData(Conversation):
     """The id of a hub dataset, or a folder with the splits `train` and `test`."""
     revision: Annotated[Revision, _IS_HUB_SOURCE] = ""
     template: Literal["chat", "text"] = "chat"
-    """`chat` applies the tokenizer's chat template. `text` is the question alone, for base models."""
+    """The form of the prompt. `chat` applies the tokenizer's chat template. `text` is the question alone, for base
+    models.
+    """
     scorer: Scorer = "data.gsm8k:score"
 
 
@@ -176,11 +182,13 @@ class ParquetData(Conversation):
     validation_file: str = ""
     """The path of the validation rows."""
     template: Literal["auto", "chat", "text"] = "auto"
-    """`chat` applies the tokenizer's chat template. `text` uses the only message as the whole prompt. `auto` follows
-    the file's metadata, or is `chat` if the metadata name no form."""
+    """The form of the prompt. `chat` applies the tokenizer's chat template. `text` uses the only message as the whole
+    prompt. `auto` uses the form in the file's metadata, or `chat` if the metadata give no form.
+    """
     scorer: str = BY_ROW
-    """A `module:function` that scores a response text against a ground truth. By default, each row has the scorer known
-    for its `data_source` (docs/data.md)."""
+    """A `module:function` that scores a response text against a ground truth. By default, a row is scored by the scorer
+    known for its `data_source` (docs/data.md).
+    """
     checks = (_is_a_file("train_file"), _is_a_file("validation_file"))
 
 
@@ -188,36 +196,42 @@ class MappedData(Conversation):
     """Questions and answers from any columns of local files or of a hub dataset (docs/data.md)."""
 
     task: Literal["mapped"] = "mapped"
-    """The task that takes columns by their names."""
+    """The task that reads columns by their names."""
     source: str = ""
-    """A folder with the two splits, or the id of a hub dataset."""
+    """A folder with the training and the held-out split, or the id of a hub dataset."""
     subset: Annotated[str, _IS_HUB_SOURCE] = ""
     """The subset of a hub dataset. '' selects the default subset."""
     revision: Annotated[Revision, _IS_HUB_SOURCE] = ""
     train_split: str = "train"
-    """The name of the training split: a file's stem, or the split on the hub."""
+    """The name of the training split. In a folder it is the stem of the file."""
     validation_split: str = "test"
     """The name of the held-out split."""
     question: str = "question"
-    """The column of the question. `a.b` is field b of column a, `a.0` the first entry of a list, `a.-1` the last."""
+    """The column of the question. `a.b` is field b of column a. `a.0` is the first entry of a list, and `a.-1` is the
+    last.
+    """
     answer: str = "answer"
     """The column of the reference answer. The scorer receives it as `answer` in the ground truth."""
     columns: tuple[str, ...] = ()
-    """Further columns that the scorer receives in the ground truth under their names. Lists and objects arrive as JSON
-    text."""
+    """Further columns for the scorer, which receives them in the ground truth under their names. Lists and objects
+    arrive as JSON text.
+    """
     solution: str = ""
-    """The column of a worked solution that gets the full score, for a warm start. If '', there is none."""
+    """The column with a worked solution that gets the full score, for a warm start. If '', the rows have no solutions.
+    """
     instruction: str = ""
     """A text that is added to each question after a space."""
     data_source: str = ""
     """The name of the data source in metrics (`val-core/<data_source>/...`). If '', the name follows from `source`."""
     template: Literal["chat", "text"] = "chat"
-    """`chat` applies the tokenizer's chat template. `text` is the question and the instruction alone."""
+    """The form of the prompt. `chat` applies the tokenizer's chat template. `text` is the question and the instruction
+    alone.
+    """
     scorer: Scorer = "data.math:score"
 
 
 class CustomData(Conversation):
-    """A custom task: one file with the rows, the prompt and the scorer (docs/data.md)."""
+    """A custom task: one Python file that defines the rows, the prompt and the scorer (docs/data.md)."""
 
     task: Literal["custom"] = "custom"
     """The task whose rows come from a function."""
@@ -228,8 +242,9 @@ class CustomData(Conversation):
     validation_size: int = Field(default=100, ge=1)
     """The number of rows in the validation split."""
     options: tuple[str, ...] = ()
-    """Further arguments of the function. List each file that the function reads, or the folder of the file: a changed
-    file makes another dataset."""
+    """Further arguments of the function. List each file that the function reads, or its folder. If such a file changes,
+    another dataset is built.
+    """
     scorer: Scorer = "data.multiplication:score"
 
 
@@ -239,19 +254,22 @@ class ReasoningGymData(Conversation):
     task: Literal["reasoning_gym"] = "reasoning_gym"
     """The task in `data/` that creates the rows."""
     tasks: tuple[str, ...] = ("chain_sum",)
-    """The names of the package's tasks, in equal shares. A suffix selects a level of the task's curriculum, such as
-    `chain_sum@0` for the easiest level."""
+    """The names of the package's tasks. Each task has an equal share of the rows. A suffix selects a level of the
+    task's curriculum, such as `chain_sum@0` for the easiest level.
+    """
     train_size: int = Field(default=10_000, ge=1)
     """The number of rows in the training split."""
     validation_size: int = Field(default=500, ge=1)
-    """The number of rows in the validation split. No question occurs in both splits, or twice in one split."""
+    """The number of rows in the validation split. No question is repeated within a split or between the splits."""
     template: Literal["chat", "text"] = "chat"
-    """`chat` applies the tokenizer's chat template. `text` is the question and the instruction alone."""
+    """The form of the prompt. `chat` applies the tokenizer's chat template. `text` is the question and the instruction
+    alone.
+    """
     scorer: Scorer = "data.reasoning_gym:score"
 
 
 class VerifiersData(Conversation):
-    """Tasks of a taskset of the package verifiers, with its rewards and without a harness."""
+    """Tasks of a taskset of the package verifiers. The rewards of the taskset are used, but no harness is run."""
 
     task: Literal["verifiers"] = "verifiers"
     """The task in `data/` that creates the rows."""
@@ -260,14 +278,15 @@ class VerifiersData(Conversation):
     taskset_options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Fields of the taskset's config, such as `split: train`."""
     validation_options: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    """Fields of the config for the held-out tasks, beyond `taskset_options`. If {}, held-out tasks are drawn from the
-    same taskset as the training tasks."""
+    """Fields of the config for the held-out tasks, in addition to `taskset_options`. If {}, training and held-out tasks
+    come from one taskset.
+    """
     train_size: int = Field(default=10_000, ge=1)
-    """The most rows in the training split."""
+    """The largest number of rows in the training split."""
     validation_size: int = Field(default=500, ge=1)
-    """The most rows in the validation split."""
+    """The largest number of rows in the validation split."""
     template: Literal["chat", "text"] = "chat"
-    """`chat` applies the tokenizer's chat template. `text` is the prompt alone."""
+    """The form of the prompt. `chat` applies the tokenizer's chat template. `text` is the prompt alone."""
     scorer: Scorer = "data.verifiers:score"
     checks = (
         rule(".taskset", ".task", "must be `module:Class` with data=verifiers",
@@ -287,13 +306,15 @@ class MixturePart(Section):
     data: TaskData
     """The settings of a task, including `task`."""
     weight: float = Field(default=1.0, gt=0)
-    """The share of the training prompts, relative to the sum of all weights."""
+    """The weight of the dataset. Its share of the training prompts is its weight divided by the sum of all weights."""
     name: str = Field(default="", pattern=r"^[A-Za-z0-9_.\-/]*$")
-    """The name in metrics (`val-core/<name>/...`) instead of the data source of the rows. '' keeps the data source."""
+    """The name of the dataset in metrics (`val-core/<name>/...`). If '', metrics have the data source of the rows."""
 
 
 def _is_of_all_parts(name: str) -> Rule:
-    """Return the rule that no dataset of a mixture sets `name` itself, because the mixture sets it for all."""
+    """Return the rule that no dataset of a mixture sets the setting `name`, because the mixture sets it for all
+    datasets.
+    """
 
     def holds(mixture: Any, _: Any) -> bool:
         unset = Conversation.model_fields[name].get_default(call_default_factory=True, validated_data={})
@@ -303,15 +324,17 @@ def _is_of_all_parts(name: str) -> Rule:
 
 
 class MixtureData(Conversation):
-    """Several datasets that are drawn by weight. Each dataset has a separate scorer and a separate evaluation."""
+    """Several datasets. Each training prompt is drawn from one of them by weight. Each dataset has a separate scorer
+    and a separate evaluation.
+    """
 
     task: Literal["mixture"] = "mixture"
-    """The task whose rows come from several tasks."""
+    """The task that combines the rows of several tasks."""
     parts: tuple[MixturePart, ...] = ()
     """Two datasets or more: `[{weight: 3, data: {task: countdown, ...}}, {weight: 1, name: x, data: {task: gsm8k,
     ...}}]`."""
     scorer: str = BY_ROW
-    """The scorer that calls the scorer of each response's dataset."""
+    """The scorer that scores each response by the scorer of its dataset."""
     checks = (
         rule(".parts", "", "must hold two datasets or more", lambda own, _: len(own.parts) >= 2,
              "Name two or more, as docs/data.md shows, or choose the one as a group: data=countdown"),
@@ -336,17 +359,18 @@ TASKS: Mapping[str, type[Section]] = {
 
 
 def parts_of(data: DataConfig) -> tuple[MixturePart, ...]:
-    """Return the datasets of a mixture, or the only dataset of a run without a mixture."""
+    """Return the datasets of a mixture. For a run without a mixture, return its only dataset."""
     return data.parts if isinstance(data, MixtureData) else (MixturePart(data=data),)
 
 
 def has_default_scorer(data: TaskData) -> bool:
-    """Return whether a task uses its default scorer."""
+    """Return whether the scorer of a task is the default."""
     return bool(data.scorer == type(data).model_fields["scorer"].default)
 
 
 def scorer_of_row(data: TaskData, data_source: str) -> str | None:
-    """Return the scorer of a row. If the settings name none, it is the scorer known for the row's data source, or None.
+    """Return the scorer of a row. If the settings name no scorer, return the scorer known for the row's data source, or
+    None.
 
     >>> scorer_of_row(ParquetData(), "openai/gsm8k"), scorer_of_row(ParquetData(), "codecontests")
     ('data.gsm8k:score', None)
@@ -359,7 +383,7 @@ def scorer_of_row(data: TaskData, data_source: str) -> str | None:
 
 
 def scorers_of(data: DataConfig) -> tuple[str, ...]:
-    """Return all scorers that the rows of a run may have."""
+    """Return all scorers that may score a row of the run."""
     named = [part.data.scorer for part in parts_of(data)]
     return tuple(one for scorer in named for one in (_SCORERS if scorer == BY_ROW else (scorer,)))
 
@@ -368,18 +392,18 @@ class FilterConfig(Section):
     """The tokenization filter, which tokenizes each prompt once."""
 
     max_prompt_tokens: int = Field(default=256, ge=1)
-    """The length of the longest prompt that is kept, in tokens, including the chat template."""
+    """The largest number of tokens in a prompt, including the chat template."""
     overlong: Literal["drop", "truncate_left", "error"] = "drop"
     """The treatment of a prompt that is longer than `max_prompt_tokens`."""
     duplicates: Literal["error", "drop", "keep"] = "error"
-    """The treatment of a prompt that already occurred in its split."""
+    """The treatment of a prompt that occurs earlier in its split."""
 
 
 _WITH_BAND = EffectiveWhen(".draw", "band")
 
 
 def _shares(name: str) -> Rule:
-    """Return the rule that the setting `name` must be two shares from 0 to 1 in ascending order."""
+    """Return the rule that the setting `name` must have two numbers from 0 to 1, the lower one first."""
 
     def holds(own: Any, _: Any) -> bool:
         low, high = getattr(own, name)
@@ -389,27 +413,35 @@ def _shares(name: str) -> Rule:
 
 
 class PassRatesConfig(Section):
-    """The pass rates of the initial policy on the training rows, and the choice of rows by them (docs/data.md)."""
+    """The pass rates of the initial policy on the training rows, and the selection of rows by them (docs/data.md)."""
 
     samples: int = Field(default=0, ge=0, le=1_024)
-    """The number of scored responses of the initial policy to each training row. With 0, the stage is skipped."""
+    """The number of responses that the initial policy samples for each training row. The responses are scored. With 0,
+    the stage is skipped.
+    """
     keep: Annotated[tuple[float, float], EffectiveWhen(".samples")] = (0.0, 1.0)
-    """The lowest and highest pass rate of the training rows that are kept, both included. A pass rate is a share of the
-    scored responses, from 0 to 1. [0, 1] keeps all rows."""
+    """The lowest and highest pass rate of the training rows that are kept, both included. A pass rate is the share of
+    solved responses, from 0 to 1. [0, 1] keeps all rows.
+    """
     rows_per_part: Annotated[int, MayChange, EffectiveWhen(".samples")] = Field(default=2_048, ge=1)
-    """The number of rows that are processed together and then saved. A killed stage loses at most these rows."""
+    """The number of rows after which the results are saved. If the stage is killed, at most the results of this many
+    rows are lost.
+    """
     draw: Literal["uniform", "band"] = "uniform"
-    """The way in which training rows are drawn. `uniform` draws each row once per epoch. `band` draws the rows with a
-    pass rate in `band`, and the other rows by `rest_weight`. It also counts the responses of training and has no
-    epochs, so the next step may draw a row again."""
+    """The way in which training rows are drawn. `uniform` draws each row once per epoch. `band` prefers rows whose pass
+    rate is in `band`. With `band`, the responses of training change the pass rates. There are no epochs, so the next
+    step may draw a row again.
+    """
     band: Annotated[tuple[float, float], _WITH_BAND] = (0.1, 0.9)
-    """The lowest and highest pass rate of a row that is drawn with weight 1, both included."""
+    """The lowest and highest pass rate, both included, of the rows that are drawn with weight 1."""
     rest_weight: Annotated[float, _WITH_BAND] = Field(default=0.05, gt=0, le=1)
-    """The weight of a retired row, whose pass rate is outside `band`. The row is still drawn sometimes, and is revived
-    when its pass rate returns to the band."""
+    """The weight of a row whose pass rate is outside `band`. The row is still drawn sometimes, so that its pass rate
+    can return to the band.
+    """
     fade: Annotated[float, _WITH_BAND] = Field(default=0.5, ge=0, le=1)
-    """The share of a row's earlier counts that remains after a new response in training. With 1, all responses count
-    equally. With 0, only the newest group counts."""
+    """The share of a row's earlier counts that remains after new responses to the row in training. With 1, all
+    responses count equally. With 0, only the newest group of responses counts.
+    """
     checks = (
         _shares("keep"),
         _shares("band"),

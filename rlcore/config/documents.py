@@ -17,7 +17,7 @@ from rlcore.config.run import RunConfig
 
 REFERENCE_FILE = CONF_DIR.parent / "docs" / "settings.md"
 NOT_WRITTEN = {"run_id", "tags", "paths", "tracking"}
-"""The settings that are left out of an experiment's file because they belong to one machine."""
+"""The settings that describe one machine. They are not written to an experiment's file."""
 
 
 def to_yaml(config: Section) -> str:
@@ -26,7 +26,7 @@ def to_yaml(config: Section) -> str:
 
 
 def experiment_text(config: RunConfig, comment: str) -> str:
-    """Return the text of an experiment's file that composes to these settings. `comment` becomes its first lines."""
+    """Return the text of an experiment's file that composes to these settings. The file begins with `comment`."""
     members = {"data": config.data.task, "critic": "default" if config.critic else "none"}
     base = RunConfig.model_validate({"data": {"task": config.data.task}, "critic": {} if config.critic else None})
     document: dict[str, Any] = {"defaults": [{f"override /{group}": member} for group, member in members.items()]}
@@ -36,7 +36,7 @@ def experiment_text(config: RunConfig, comment: str) -> str:
 
 
 def _differences(settings: Any, base: Any) -> Any:
-    """Return the settings that differ from `base`, both as nested mappings."""
+    """Return the settings that differ from `base`. Both mappings are nested."""
     if not (isinstance(settings, dict) and isinstance(base, dict)):
         return settings
     return {key: _differences(value, base.get(key)) for key, value in settings.items() if value != base.get(key, ...)}

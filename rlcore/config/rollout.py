@@ -34,46 +34,55 @@ class SamplingConfig(Section):
     """The sampling of responses."""
 
     temperature: float = Field(default=1.0, ge=0)
-    """The sampling temperature. 0 is greedy. Log-probabilities are those at this temperature."""
+    """The sampling temperature. 0 selects the likeliest token. The log-probabilities of a response are computed at the
+    same temperature.
+    """
     top_p: Annotated[float, _SAMPLED] = Field(default=1.0, gt=0, le=1)
-    """The share of the probability that is kept for sampling."""
+    """The probability mass of the likeliest tokens that sampling may choose from."""
 
 
 class RolloutConfig(Section):
     """The engine that generates responses."""
 
     engine: Literal["hf", "vllm", "none"] = "hf"
-    """The kind of engine. `hf` is transformers, slow and simple. `vllm` is vLLM in the worker's process. `none`
-    generates no responses, for the workers of a warm start. A run needs one of the other two."""
+    """The kind of engine. `hf` is transformers, which is slow and simple. `vllm` is vLLM in the process of the worker.
+    `none` generates no responses and is used for the workers of a warm start. A run needs `hf` or `vllm`.
+    """
     samples_per_prompt: int = Field(default=8, ge=1)
     """Responses to each prompt: the group size of GRPO."""
     max_response_tokens: int = Field(default=1_024, ge=1)
     """The length of the longest response, in tokens."""
     finish_share: float = Field(default=1.0, gt=0.5, le=1)
-    """The share of groups that a step finishes, where a group is all responses to a prompt. The other groups are cut
-    and finish in the next step. A step trains trainer.batch_size groups and has trainer.batch_size / finish_share
-    groups in progress. With 1, no group is cut."""
+    """The share of groups that a step finishes. A group is all responses to a prompt. A step begins with
+    trainer.batch_size / finish_share groups, and trains on the first trainer.batch_size groups that are finished. The
+    other groups are interrupted, and continue in the next step. With 1, no group is interrupted.
+    """
     sampling: SamplingConfig = SamplingConfig()
     """The sampling of training responses. A temperature of 1 and a top_p of 1 keep the policy gradient unbiased."""
     skip_special_tokens: bool = True
     """Remove special tokens from the text of prompts and responses. Scorers, judges, environments, tools and the record
-    use this text. Tags such as `<think>`, `</answer>` and `</tool_call>` stay, even if they are special tokens. If
-    false, all special tokens stay, including the end token of a response."""
+    use this text. Tags such as `<think>`, `</answer>` and `</tool_call>` are kept, even if they are special tokens. If
+    false, all special tokens are kept, including the end token of a response.
+    """
     max_num_seqs: Annotated[int, MayChange] = Field(default=512, ge=1)
-    """The number of sequences that are decoded together."""
+    """The largest number of sequences that are decoded at a time."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """The type of the engine's weights and products. `auto` is the type of the trainer (`model.dtype`)."""
+    """The data type of the engine's weights and products. `auto` is the type of the trainer (`model.dtype`)."""
     tensor_parallel_size: Annotated[int, MayChange, _OF_VLLM, Bound("divide", "runtime.num_workers")] = Field(
         default=1, ge=1
     )
-    """The number of workers, each with a GPU, that share one vLLM engine. Each worker has a part of every matrix. Raise
-    this for a model whose weights and cache do not fit on one GPU in addition to training. A model that fits is faster
-    with an engine for each GPU."""
+    """The number of workers, each with a GPU, that share one vLLM engine. Each worker has a part of every matrix.
+    Increase this if the model and its cache do not fit on one GPU next to the training. Otherwise one engine for each
+    GPU is faster.
+    """
     memory_share: Annotated[float, MayChange, _OF_VLLM] = Field(default=0.5, gt=0, lt=1)
-    """The share of the GPU's memory that vLLM may use for weights and cache. `max_num_seqs` responses may need less."""
+    """The share of the GPU's memory that vLLM may use for weights and cache. vLLM may need less for `max_num_seqs`
+    responses.
+    """
     sleep_level: Annotated[Literal[0, 1, 2], MayChange, _OF_VLLM, _ON_GPUS] = 2
-    """The memory that vLLM frees on the GPU during training. `0` frees none. `1` frees the cache and moves the weights
-    to host memory. `2` frees the cache and the weights, and the next weight sync restores the weights."""
+    """The GPU memory that vLLM frees during training. `0` frees no memory. `1` frees the cache and moves the weights to
+    host memory. `2` frees the cache and the weights, and the next weight sync sends the weights again.
+    """
     enforce_eager: Annotated[bool, MayChange, _OF_VLLM, _ON_GPUS] = False
     """Run vLLM without CUDA graphs."""
     max_batched_tokens: Annotated[
@@ -82,16 +91,18 @@ class RolloutConfig(Section):
         _OF_VLLM,
         Bound("be at least", "rollout.max_num_seqs", "Raise it, lower max_num_seqs, or leave it null"),
     ] = Field(default=None, ge=1)
-    """The number of tokens that vLLM computes in one pass, prompts and responses together. If `memory_share` has no
-    room for all responses, vLLM reserves memory for this pass instead of its cache. If null, vLLM chooses the
-    number."""
+    """The largest number of tokens that vLLM computes in one pass, prompts and responses together. vLLM reserves memory
+    for this pass, which reduces its cache if `memory_share` is too small for all responses. If null, vLLM chooses the
+    number.
+    """
     prefix_caching: Annotated[bool, MayChange, _OF_VLLM] = True
-    """Share the keys and values of a prompt among its responses in vLLM."""
+    """Compute the keys and values of a prompt once for all of its responses in vLLM."""
     canary_bound: Annotated[float | None, MayChange, _OF_VLLM] = Field(default=None, gt=0)
-    """The largest mean absolute difference between the log-probabilities of vLLM and of the trainer. It is measured
-    after each weight sync, on vLLM's responses to some prompts of the run. A larger difference is reported, and stops
-    the run if a tensor could not be compared. If null, it is 4 times the first difference, at least 0.0001 in float32
-    and 0.02 in bfloat16."""
+    """The limit of the mean absolute difference between the log-probabilities of vLLM and the trainer. The difference
+    is measured after each weight sync, on vLLM's responses to some prompts of the run. A larger difference is reported.
+    It stops the run if some tensor in vLLM cannot be compared with the trainer's tensor. If null, the limit is 4 times
+    the first difference, at least 0.0001 in float32 and 0.02 in bfloat16.
+    """
     checks = (
         rule(".samples_per_prompt", "algo.advantage",
              "must be at least 2 with an advantage that compares the responses to a prompt",
@@ -129,34 +140,41 @@ class JudgeConfig(Section):
     """A model that scores responses, behind an OpenAI-compatible endpoint (`data.scorer=data.judge:score`)."""
 
     url: Annotated[str, MayChange] = ""
-    """The address of the endpoint without `/chat/completions`. An example is `http://127.0.0.1:8000/v1`. No proxy is
-    used, and no redirection is followed."""
+    """The address of the endpoint without `/chat/completions`, such as `http://127.0.0.1:8000/v1`. Proxies and
+    redirections are not used.
+    """
     model: str = ""
     """The name of the model at the endpoint."""
     key_variable: Annotated[str, MayChange] = Field(default="", pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")
-    """The environment variable with the endpoint's key. '' is for an endpoint without a key."""
+    """The environment variable with the endpoint's key. If '', no key is sent."""
     prompt: str = (
         "Judge the answer to a problem.\n\nReference, as JSON:\n{ground_truth}\n\nAnswer:\n{response}\n\n"
         'End with a JSON object alone on its line: {"score": X}, where X is a number from 0 (wrong) to 1 (right).'
     )
-    """The prompt of the judge, in which `{response}` and `{ground_truth}` (as JSON) are filled in. The judge must end
-    its text with `{"score": X}` or `<score>X</score>`, and must write only one of these."""
+    """The prompt of the judge. `{response}` is replaced by the response, and `{ground_truth}` by the ground truth as
+    JSON. The judge must end its text with `{"score": X}` or `<score>X</score>`, and must write only one score.
+    """
     highest: float = Field(default=1.0, gt=0)
-    """The best score. The part `judge` of a score is the judge's score divided by `highest`, from 0 to 1. A score
-    outside the range from 0 to `highest` is no verdict."""
+    """The best score that the judge can give. The part `judge` of a score is the judge's score divided by `highest`,
+    from 0 to 1. A score below 0 or above `highest` is not a verdict.
+    """
     levels: int | None = Field(default=None, ge=2)
-    """The number of evenly spaced scores from 0 to `highest` that structured output allows. A JSON schema
-    (`response_format`) accepts only `{"score": X}` with one of these scores, so that a small model also gives a
-    verdict. If null, the judge writes free text."""
+    """The number of evenly spaced scores from 0 to `highest` that the judge may give. A JSON schema (`response_format`)
+    then restricts the text of the judge to `{"score": X}`, so that a small model also gives a verdict. If null, the
+    judge writes free text.
+    """
     rules: str = ""
-    """Another scorer as `module:function`, whose parts are kept and whose total is added. If '', there is none."""
+    """Another scorer as `module:function`. Its total is added to the judge's score, and its parts are kept. If '',
+    there is no other scorer.
+    """
     tries: Annotated[int, MayChange] = Field(default=3, ge=1)
-    """The most requests for one response. A lost connection and the statuses 408, 425, 429 and 500 and above are
-    retried after 0.5, 1, 2, ... seconds."""
+    """The largest number of requests for one response. A request is repeated after a lost connection and after the
+    statuses 408, 425, 429 and 500 or above. The waits are 0.5, 1, 2, ... seconds.
+    """
     deadline_s: Annotated[float, MayChange] = Field(default=30.0, gt=0)
-    """The time for one response in seconds, with all tries together."""
+    """The time limit for the verdict on one response in seconds, over all tries."""
     max_tokens: int = Field(default=512, ge=1)
-    """The length of the judge's longest text, in tokens."""
+    """The largest number of tokens in a text of the judge."""
     effective = EffectiveWhen("data.scorer", f"{JUDGE} {BY_ROW}", remedy=f"Set data.scorer={JUDGE}")
     checks = (
         rule(".url", "data.scorer",
@@ -179,21 +197,30 @@ class RewardConfig(Section):
     """The processes that compute the scores of responses, and the weights of the parts of a score."""
 
     weights: dict[str, float] = Field(default_factory=dict)
-    """The weight of each part of a score. The total becomes the sum of weight x part, in which `total` is the scorer's
-    total. If {}, the scorer's total is used. A response whose score lacks a weighted part has no score."""
+    """The weight of each part of a score. The reward is then the sum of weight x part, where the part `total` is the
+    scorer's total. If {}, the reward is the scorer's total. If the score of a response lacks a weighted part, the
+    response has no score.
+    """
 
     num_processes: Annotated[int, MayChange] = Field(default=0, ge=0)
-    """The number of scoring processes. With 0, the trainer's process scores (trusted, bounded scorers only)."""
+    """The number of scoring processes. With 0, the trainer's process scores the responses. Use 0 only for a trusted
+    scorer that always ends.
+    """
     deadline_s: Annotated[float, MayChange, EffectiveWhen(".num_processes")] = Field(default=5.0, gt=0)
-    """The time limit for one response, in seconds. Its process is then killed and replaced, and it has no score."""
+    """The time limit for scoring one response, in seconds. After the limit, the scoring process is killed and replaced,
+    and the response has no score.
+    """
     judge: JudgeConfig = JudgeConfig()
-    """A model that scores responses."""
+    """The settings of a model that scores responses."""
     audit: Annotated[bool, MayChange, EffectiveWhen("data.environment", "''")] = True
-    """Score some worthless responses before the first step: nothing, junk, the prompt, a form without content, and
-    responses to other problems. An event reports the ones that get a reward. The audit changes no number."""
+    """Score some worthless responses before the first step: empty text, junk, the prompt, an answer form without
+    content, and responses to other problems. An event reports which of them get a reward. The audit does not affect
+    training.
+    """
     max_unmet_references: Annotated[float, MayChange] = Field(default=0.01, ge=0, le=1)
-    """The share of rows whose reference or solution may get less than the full score. The references and solutions are
-    scored before the run. Above the share, the dataset is refused. Below the share, the rows are reported."""
+    """The largest share of rows whose reference or solution gets less than the full score. The references and solutions
+    are scored before the run. If the share is larger, the dataset is refused. Otherwise the rows are reported.
+    """
     checks = (
         rule(".num_processes", "data.scorer",
              "must be 1 or more with data.scorer=data.math:score, which some responses keep busy forever, and with "
@@ -229,17 +256,20 @@ class SandboxConfig(Section):
     """The limits of programs in a model's responses (`data.code:score`) and tool calls (`data.code:run_python`)."""
 
     time_s: float = Field(default=3.0, gt=0, le=600)
-    """The wall-time limit of a program with all its tests, in seconds. It is then killed, and the remaining tests
-    fail."""
+    """The time limit of a program with all its tests, in seconds of wall time. After the limit, the program is killed,
+    and the remaining tests fail.
+    """
     memory_mb: int = Field(default=512, ge=64)
-    """The largest address space of the program, in MB of 2**20 bytes. The program is one process."""
+    """The largest address space of the program, in MB of 2**20 bytes. The program may have only one process."""
     file_mb: int = Field(default=16, ge=1)
-    """The space in the program's /tmp, and the size of the largest file or output, in MB of 2**20 bytes."""
+    """The size of /tmp for the program, in MB of 2**20 bytes. It is also the largest size of a file or of the output.
+    """
     output_kb: int = Field(default=64, ge=1)
-    """The size of the output that is kept, in kB of 1,024 bytes. The rest is cut off."""
+    """The size of the output that is kept, in kB of 1,024 bytes. The rest of the output is discarded."""
     allow_weak: bool = False
-    """Run programs even if no sandbox is available (no bubblewrap, no user namespaces). Each process then has limits of
-    time, memory and files, but it can reach the network and all files of this user."""
+    """Run programs even if no sandbox is available, because bubblewrap or user namespaces are missing. A program then
+    has limits of time, memory and files, but it can reach the network and all files of this user.
+    """
     effective = EffectiveWhen(
         "data.scorer data.environment validation.suites",
         unless="'' [] data.number_guessing:Game data.countdown:score data.gsm8k:score "
@@ -250,38 +280,46 @@ class SandboxConfig(Section):
 
 
 class EpisodeConfig(Section):
-    """Responses of several turns, with an environment's replies between the turns (`data.environment`).
+    """Responses with several turns. An environment replies after each turn (`data.environment`).
 
-    `rollout.max_response_tokens` limits the length of a whole episode, replies included. The episode ends with a turn
-    that reaches this limit. It also ends if a reply leaves no room for another token. This reply is dropped.
+    `rollout.max_response_tokens` limits the length of a whole episode, including the replies. The episode ends with a
+    turn that reaches this limit. If a reply leaves no room for another token, the episode ends without this reply.
     """
 
     tools: tuple[str, ...] = ()
-    """The functions that the model may call, each as `module:function`, for
-    data.environment=rlcore.rollout.tools:Tools. A chat template shows them to the model, so each needs type hints and a
-    docstring with `Args:`."""
+    """The functions that the model may call, each as `module:function`. They require
+    data.environment=rlcore.rollout.tools:Tools. The chat template describes them to the model, so each function needs
+    type hints and a docstring with `Args:`.
+    """
     server: Annotated[str, MayChange] = ""
-    """The address of the server of data.environment=data.openenv:OpenEnv, such as `http://127.0.0.1:8000`. A key is not
-    part of the address."""
+    """The address of the OpenEnv server that data.environment=data.openenv:OpenEnv uses, such as
+    `http://127.0.0.1:8000`. Do not include a key.
+    """
     server_key_variable: Annotated[str, MayChange] = Field(default="", pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")
-    """The environment variable with the server's key, which is sent as a bearer token. '' is for a server without a
-    key."""
+    """The environment variable with the server's key, which is sent as a bearer token. If '', no key is sent."""
     max_turns: int = Field(default=8, ge=1)
-    """The most turns of the model. The last turn is scored too, and the environment's reply to it is dropped."""
+    """The largest number of turns of the model. The last turn is also scored, but the environment's reply to it is
+    dropped.
+    """
     max_turn_tokens: int = Field(default=0, ge=0)
-    """The length of the model's longest turn, in tokens. A turn that reaches this length ends there, and the episode
-    continues. With 0, there is no limit."""
+    """The largest number of tokens in a turn of the model. A turn that reaches this length ends, and the episode
+    continues. With 0, there is no limit.
+    """
     max_tool_tokens: int = Field(default=256, ge=1)
-    """The length of the environment's longest reply, in tokens. The limit in characters is 16 times this number. The
-    rest of a longer reply is cut off."""
+    """The largest number of tokens in a reply of the environment. The largest number of characters is 16 times this
+    number. The rest of a longer reply is dropped.
+    """
     deadline_s: Annotated[float, MayChange] = Field(default=10.0, gt=0)
-    """The time limit for one reply, in seconds. The environment's process is then killed and replaced, and the episode
-    has no score and no part in training. Other episodes of that process are repeated in the new one."""
+    """The time limit for one reply of the environment, in seconds. After the limit, the environment's process is killed
+    and replaced. The episode has no score and is not used for training. Other episodes of the killed process are
+    repeated in the new process.
+    """
     num_processes: Annotated[int, MayChange] = Field(default=2, ge=1)
     """The number of environment processes. Each process computes one turn at a time."""
     reward_per_turn: Annotated[bool, EffectiveWhen("algo.advantage", "gae reinforce_pp")] = False
-    """Put the reward of each turn at the turn's last token, for advantages that use the time of a reward. If false, the
-    sum of the rewards is at the last token of the episode."""
+    """Assign the reward of each turn to the last token of the turn. Use this with an advantage that depends on the
+    position of rewards. If false, the sum of all rewards is assigned to the last token of the episode.
+    """
     effective = EffectiveWhen("data.environment")
     checks = (
         rule(".tools", "", "must be a list of `module:function`, each name once",
@@ -305,9 +343,13 @@ class EvaluationConfig(Section):
     """The evaluation of a model on held-out problems."""
 
     every_steps: int = Field(default=20, ge=0)
-    """The number of steps between two validations in training. With 0, validations run only before and after it."""
+    """The number of steps between two validations during training. With 0, the only validations are before and after
+    training.
+    """
     max_problems: int = Field(default=0, ge=0)
-    """The number of held-out problems in a validation, and of each suite in an evaluation. With 0, all are used."""
+    """The largest number of held-out problems in a validation, and in an evaluation of a suite. With 0, all problems
+    are used.
+    """
     samples_per_problem: int = Field(default=4, ge=1)
     """The number of sampled responses to each problem, for mean_at_k and pass_at_k."""
     sampling: SamplingConfig = SamplingConfig()
@@ -317,8 +359,9 @@ class EvaluationConfig(Section):
     confidence: float = Field(default=0.95, gt=0, lt=1)
     """The confidence level of the intervals."""
     num_resamples: int = Field(default=1_000, ge=100)
-    """The number of bootstrap resamples over problems, at least 1,000. They give the intervals of differences, and of
-    metrics with values other than 0 and 1."""
+    """The number of bootstrap resamples of the problems, at least 1,000. They give the intervals of differences, and
+    the intervals of metrics with values other than 0 and 1.
+    """
     checks: ClassVar[tuple[Rule, ...]] = (
         rule(".num_resamples", "",
              "must be at least 1,000, for the ends of an interval depend on the draws of fewer",
@@ -330,35 +373,41 @@ class EvaluationConfig(Section):
 
     @property
     def evaluation(self) -> "EvaluationConfig":
-        """The settings of the evaluation alone, without the fields that a subclass adds."""
+        """The fields of the evaluation as a plain `EvaluationConfig`, without the fields of a subclass."""
         return EvaluationConfig(**{name: getattr(self, name) for name in EvaluationConfig.model_fields})
 
     def evaluates_as(self, other: "EvaluationConfig") -> bool:
-        """Return whether `other` gives the same metrics for the same weights. Only `every_steps` may be different."""
+        """Return whether `other` gives the same metrics for the same weights. This holds if at most `every_steps`
+        differs.
+        """
         return self.evaluation == other.evaluation.model_copy(update={"every_steps": self.every_steps})
 
     def is_due(self, step: int, total_steps: int) -> bool:
-        """Return whether a run of `total_steps` steps validates after this step. Step 0 is before training."""
+        """Return whether a run of `total_steps` steps validates after this step. Step 0 means before training."""
         return step in (0, total_steps) or (self.every_steps > 0 and step % self.every_steps == 0)
 
 
 class SuiteConfig(EvaluationConfig):
-    """A held-out set in addition to the run's data, with a separate task, scorer and sampling, and without training."""
+    """A held-out dataset in addition to the run's data. It has a separate task, scorer and sampling, and is not used
+    for training.
+    """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.\-]{0,63}$")
     """The name in metrics: `val-core/<name>/...`."""
     data: TaskData
-    """The settings of a task, including `task` and without a seed. Only the held-out rows are used."""
+    """The settings of a task, including `task` and excluding the seed. Only the held-out rows are used."""
     seed: int = Field(default=1, ge=0, lt=2**31)
-    """The seed of the problems that a task draws and of every sampled token, independent of the run's seed."""
+    """The seed of the drawn problems and of every sampled token. It is independent of the run's seed."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
-    """The longest prompt that is kept, in tokens. Longer ones are dropped. If null, it is filter.max_prompt_tokens."""
+    """The largest number of tokens in a prompt. Longer prompts are dropped. If null, the limit is
+    filter.max_prompt_tokens.
+    """
     max_response_tokens: int | None = Field(default=None, ge=1)
-    """The longest response, in tokens. If null, it is rollout.max_response_tokens."""
+    """The largest number of tokens in a response. If null, the limit is rollout.max_response_tokens."""
 
 
 def _suites_have_names_and_room(validation: "ValidationConfig", run: Run) -> Problem | None:
-    """Check that the names of suites differ, and that their prompts and responses fit into the run's limits."""
+    """Check that all suites have different names, and that their prompts and responses fit into the run's limits."""
     if names := reserved(suite.name for suite in validation.suites):
         says = f"must have different names, and none {ALL_SOURCES}, the name of all held-out problems together"
         return Problem(".suites", says, names, "Write another `name` into the file")
@@ -376,8 +425,9 @@ class ValidationConfig(EvaluationConfig):
     """The evaluation of a model on the held-out problems of the run's data and on suites."""
 
     suites: tuple[SuiteConfig, ...] = ()
-    """Further held-out sets, each a name in `conf/suite`, the path of a file of that form, or its content
-    (docs/data.md). They affect neither the best checkpoint nor the objective of a sweep."""
+    """Further held-out sets, each a name in `conf/suite`, the path of a suite's file, or the content of such a file
+    (docs/data.md). They affect neither the best checkpoint nor the objective of a sweep.
+    """
     checks = (
         rule(".suites", "", "must not name a seed in their data",
              lambda own, _: all(suite.data.seed == MixtureData().seed for suite in own.suites),
@@ -386,6 +436,8 @@ class ValidationConfig(EvaluationConfig):
     )  # fmt: skip
 
     def is_of_suite(self, metric: str) -> bool:
-        """Return whether a metric belongs to a suite. A metric of the data source `<suite>/hard` does not."""
+        """Return whether a metric belongs to a suite. A metric of a data source with the name `<suite>/hard` does not
+        belong to the suite.
+        """
         kinds = ("reward", "acc")
         return metric.startswith(tuple(f"val-core/{suite.name}/{kind}/" for suite in self.suites for kind in kinds))

@@ -1,8 +1,9 @@
 """Rules between settings: bounds and conditions that must hold, and settings without an effect.
 
 A rule is declared at the setting or section that it concerns. The annotation of a setting contains its `Bound` and its
-`EffectiveWhen`. A section lists each `Rule` in `checks`. Its attribute `effective` is the `EffectiveWhen` of the whole
-section. Rules name settings by dotted keys. The key `.name` means a setting of the same section.
+`EffectiveWhen`. A section lists its further rules in `checks`. If the section has an attribute `effective`, this
+`EffectiveWhen` applies to the whole section. Rules name settings by dotted keys. The key `.name` means a setting of the
+same section.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -26,14 +27,18 @@ _ABSENT = object()
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A check of a section of settings, which returns a problem or None. `reads` lists the settings that it reads."""
+    """A check of a section of settings. `check` returns a problem or None. `reads` lists the settings that `check`
+    reads.
+    """
 
     reads: tuple[str, ...]
     check: Callable[[Any, Run], Problem | None]
 
 
 def rule(key: str, others: str, says: str, holds: Callable[[Any, Run], bool], remedy: str) -> Rule:
-    """Return a rule about the setting `key` that also reads the settings in `others`. A problem shows all values."""
+    """Return a rule about the setting `key`. The rule also reads the settings in `others`. Its problem shows the values
+    of all these settings.
+    """
 
     def check(section: Any, run: Run) -> Problem | None:
         return None if holds(section, run) else Problem(key, says, _values_text(section, run, key, *names), remedy)
@@ -44,11 +49,11 @@ def rule(key: str, others: str, says: str, holds: Callable[[Any, Run], bool], re
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A limit of a number that depends on other settings: `Annotated[int, Bound("divide", "algo.b")]`.
+    """A limit for a setting that is computed from other settings: `Annotated[int, Bound("divide", "algo.b")]`.
 
-    The limit is the sum of the settings in `others`, or their product for `divide`. It is not checked if a setting is
-    null, or if the setting in `only_with` is false. `remedy` may contain `{bound}` (the limit) and `{divisors}` (of the
-    limit).
+    The limit is the sum of the settings in `others`, or their product for `divide`. The limit is not checked if one of
+    the settings is null, or if the setting in `only_with` is off. In `remedy`, `{bound}` is replaced by the limit, and
+    `{divisors}` by the divisors of the limit.
     """
 
     words: Literal["divide", "be at most", "be at least", "be under"]
@@ -76,14 +81,14 @@ class Bound:
 
 @cache
 def rules_of(section: type[Section]) -> tuple[Rule, ...]:
-    """Return the bounds of a section's fields and the rules that the section declares."""
+    """Return the rules of a section: the bounds of its fields, and the rules in its `checks`."""
     fields = section.model_fields.items()
     bounds = (each.rule(f".{name}") for name, field in fields for each in field.metadata if isinstance(each, Bound))
     return (*bounds, *(each for kind in section.__mro__ for each in vars(kind).get("checks", ())))
 
 
 def broken_rules(config: Run, unsound: Collection[str] = ()) -> list[Problem]:
-    """Return every broken rule, except rules that read a key or section in `unsound`."""
+    """Return a problem for each broken rule. A rule that reads a key or section in `unsound` is not checked."""
     found = []
     for prefix, section in sections_in(config):
         for each in rules_of(type(section)):
@@ -96,7 +101,7 @@ def broken_rules(config: Run, unsound: Collection[str] = ()) -> list[Problem]:
 
 
 def sections_in(section: Section, prefix: str = "") -> Iterator[tuple[str, Section]]:
-    """Yield a section and its subsections that are not null, each as a pair of key prefix and section."""
+    """Yield pairs of a key prefix and a section: the section itself, and all its subsections that are not null."""
     yield prefix, section
     for name in type(section).model_fields:
         inner = getattr(section, name)
@@ -137,12 +142,14 @@ def _value_text(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class EffectiveWhen:
-    """A condition under which a setting has an effect: a setting in `by` must have a value in `values`.
+    """A condition under which the declaring setting has an effect. It holds if one setting in `by` has a value in
+    `values`.
 
-    `by`, `values`, `unless` and `of` are texts separated by spaces. `values` may also be a function. Without `values`
-    and `unless`, a setting in `by` must be on. With `unless`, its value must not be in `unless`. `of`: the values of
-    the declaring setting that need the condition. `why` and `remedy` replace the generated texts. There is no warning
-    if none of the settings in `by` exists (another task, a null section).
+    `by`, `values`, `unless` and `of` are words separated by spaces. `values` may also be a function of the value. If
+    `unless` is given, the value must not be in `unless`. If neither `values` nor `unless` is given, the setting in `by`
+    must be on. `of`: the values of the declaring setting that need the condition. `why` and `remedy` replace the
+    generated texts of the warning. There is no warning if no setting in `by` exists, for example because its section is
+    null.
     """
 
     by: str
@@ -153,7 +160,7 @@ class EffectiveWhen:
     remedy: str = ""
 
     def is_met(self, value: Any) -> bool:
-        """Return whether the condition holds if a setting in `by` has this value."""
+        """Return whether a setting in `by` with this value fulfills the condition."""
         if callable(self.values):
             return self.values(value)
         if self.values or self.unless:
@@ -162,13 +169,13 @@ class EffectiveWhen:
         return value not in (None, False, 0, "off", "", ())
 
     def reason(self, by: dict[str, Any]) -> str | None:
-        """Return the settings in `by` that make the setting ineffective, or None if the setting has an effect."""
+        """Return the settings in `by` with their values if the condition does not hold. Return None if it holds."""
         if not by or any(map(self.is_met, by.values())):
             return None
         return self.why or ", ".join(f"{name}={format_value(value)}" for name, value in by.items())
 
     def fix(self, config: Run, name: str) -> str:
-        """Return a remedy for a setting without an effect, which is to change `name`, the first setting in `by`."""
+        """Return a remedy for a setting without an effect: a change of `name`, the first setting in `by`."""
         outer, _, last = name.rpartition(".")
         kind = type(value_at(config, outer) if outer else config).model_fields[last].annotation
         choices = get_args(kind) if get_origin(kind) is Literal else (True,) if kind is bool else ()
@@ -181,12 +188,13 @@ class EffectiveWhen:
 def unused_settings(
     config: Run, given: Collection[str], in_file: Collection[str] = (), swept: Collection[str] = ()
 ) -> list[str]:
-    """Return a warning for each group of settings without an effect, with keys, values, reason and remedy.
+    """Return a warning for each condition that is not met, with the keys and values that have no effect, the reason and
+    the remedy.
 
     These settings are not mistakes, because shared sweeps and experiments contain them. A setting has only one warning.
-    `given`: keys and groups of overrides. `in_file`: keys of an experiment's file. They cause no warning if an override
-    changes the setting that they depend on. `swept`: keys and groups that differ between the points of a sweep.
-    `config` then has the settings that all points share.
+    `given`: the keys and groups that overrides set. `in_file`: the keys in an experiment's file. A key in `in_file`
+    causes no warning if an override changes the setting that the key depends on. `swept`: the keys and groups that
+    differ between the points of a sweep. For a sweep, `config` has the settings that all points share.
     """
     values = leaves(config.model_dump(mode="json"))
     left = [key for key in values if key in given or key in in_file or key in swept]
@@ -211,7 +219,9 @@ def unused_settings(
 
 
 def effects_in(config: Run) -> dict[tuple[EffectiveWhen, tuple[str, ...]], list[str]]:
-    """Return the settings and sections that declare each condition. Keys have the condition and the keys in `by`."""
+    """Return the settings and sections that declare each condition. A key of the result is a pair of the condition and
+    the keys in `by`.
+    """
     found: dict[tuple[EffectiveWhen, tuple[str, ...]], list[str]] = {}
     for prefix, section in sections_in(config):
         declared = [(prefix[:-1], section.effective)] if section.effective else []

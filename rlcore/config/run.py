@@ -46,9 +46,12 @@ class RunConfig(Section):
     name: Annotated[str, MayChange] = Field(default="run", pattern=r"^[a-z0-9][a-z0-9_\-]{0,63}$")
     """The name of the experiment. It is the first part of the run id."""
     run_id: Annotated[str | None, MayChange] = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.\-]{0,127}$")
-    """The folder of the run. If null, its name consists of the name, the seed and the fingerprint of the settings."""
+    """The name of the folder of the run. If null, it consists of the name, the seed and the fingerprint of the
+    settings.
+    """
     seed: int = Field(default=1, ge=0, lt=2**31)
-    """The seed of the initial weights, the order of prompts and every sampled token. `data.seed` fixes the rows."""
+    """The seed of the initial weights, the order of prompts and every sampled token. `data.seed` determines the rows.
+    """
     tags: Annotated[dict[str, str], MayChange] = Field(default_factory=dict)
     """The tags of the MLflow run."""
     paths: Annotated[PathsConfig, MayChange] = PathsConfig()
@@ -87,18 +90,19 @@ class RunConfig(Section):
 
     @property
     def total_steps(self) -> int:
-        """The largest number of steps of the run, which are supervised if `trainer.total_steps` is 0."""
+        """The largest number of steps of the run. The steps are supervised if `trainer.total_steps` is 0."""
         return self.trainer.total_steps or self.warm_start.max_steps
 
     @property
     def prompts_in_progress(self) -> int:
-        """The number of prompts whose responses a step generates. With a tail cut, `trainer.batch_size` of them are
-        trained, and the others are carried to the next step."""
+        """The number of prompts whose responses a step generates. With `rollout.finish_share` below 1, a step trains on
+        `trainer.batch_size` of these prompts. The other prompts continue in the next step.
+        """
         return int(self.trainer.batch_size / Fraction(str(self.rollout.finish_share)))
 
     @property
     def concurrent_responses(self) -> int:
-        """The number of responses that one engine generates at a time for all ranks that share it."""
+        """The number of responses that one engine generates at a time. An engine may be shared by several ranks."""
         num_engines = self.runtime.num_workers // self.rollout.tensor_parallel_size
         responses = -(-self.prompts_in_progress * self.rollout.samples_per_prompt // num_engines)
         return min(self.rollout.max_num_seqs, responses)
@@ -126,5 +130,5 @@ def free_mappings() -> frozenset[str]:
 
 
 def is_key(name: str) -> bool:
-    """Return whether a dotted name is a setting, or a name in a mapping with free names."""
+    """Return whether a dotted name is a setting, or a name in a mapping where any name may be added."""
     return name in all_keys() or name.rpartition(".")[0] in free_mappings()

@@ -20,23 +20,25 @@ from rlcore.config.problems import Problem, did_you_mean, format_value, override
 from rlcore.config.run import RunConfig, all_keys, is_key, section_names
 
 Point = Mapping[str, JsonValue]
-"""The dotted keys or groups of one point, with their values."""
+"""One combination of settings in a sweep: dotted keys or groups, with their values."""
 SEARCHES = ("grid", "list", "optuna")
 """The ways to choose points. A sweep uses at most one of them."""
 
 
 class Range(Section):
-    """The numbers from `low` to `high`, both included. With `step`, the values are `low`, `low + step` and so on. They
-    are integers if `low`, `high` and `step` are integers."""
+    """The numbers from `low` to `high`, both included. If `step` is set, only `low`, `low + step` and so on are drawn.
+    The numbers are integers if `low`, `high` and `step` are integers.
+    """
 
     low: int | float
     """The smallest value."""
     high: int | float
     """The largest value."""
     log: bool = False
-    """Draw the values evenly over orders of magnitude, as for a learning rate."""
+    """Draw from a uniform distribution of the logarithm, as is usual for a learning rate."""
     step: int | float | None = Field(default=None, gt=0)
-    """The distance between neighbouring values, counted from `low`. If null, any value may be drawn."""
+    """The distance between two neighbouring values, counted from `low`. If null, any value in the range may be drawn.
+    """
 
     @property
     def is_whole(self) -> bool:
@@ -55,8 +57,9 @@ class Range(Section):
 
 
 VALUES, RANGE = "of a list", "of a range"
-"""The tags of a list and of a range of values. The location of a pydantic error in a space has one of them in addition
-to the key."""
+"""The tags by which pydantic distinguishes a list of values from a range. An error in a space has one of these tags in
+its location, in addition to the keys.
+"""
 Values = Annotated[
     Annotated[tuple[JsonValue, ...], Tag(VALUES)] | Annotated[Range, Tag(RANGE)],
     Discriminator(lambda said: RANGE if isinstance(said, dict | Range) else VALUES),
@@ -66,34 +69,43 @@ Space = dict[str, Values]
 
 
 class OptunaSearch(Section):
-    """A search whose points Optuna's TPE chooses. They depend only on the seed and the scores of earlier points."""
+    """A search in which Optuna's TPE chooses the points. The points depend only on the seed and the scores of earlier
+    points.
+    """
 
     num_points: int = Field(ge=1)
-    """The number of points to try. A larger number adds to the points that were tried before."""
+    """The number of points to try. If a later call has a larger number, the search continues with further points."""
     seed: int = Field(default=1, ge=0)
-    """The seed of the draws."""
+    """The seed of the search."""
     space: Space = Field(min_length=1)
     """The settings that vary, with their values."""
     startup_points: int = Field(default=10, ge=1)
-    """The number of points that are drawn at random before TPE begins. With `num_points` or more, all are random."""
+    """The number of points that are drawn at random before TPE begins. If it is `num_points` or more, all points are
+    random.
+    """
     points_at_once: int = Field(default=1, ge=1)
-    """The number of points that are trained concurrently with --on-workers."""
+    """The number of points that are trained concurrently if --on-workers is given."""
 
 
 class Pruning(Section):
-    """The early stopping of poor points, which compares a point with the points that reached the same step earlier.
+    """The early stopping of poor points. A point is compared with the points that have already reached the same step.
 
-    A point is dropped if the best point beats it on the same held-out problems, by the interval of the paired
-    difference. The best n / (k + 1) of n points continue after the k-th comparison."""
+    A point is dropped if the best point is better on the same held-out problems, according to the confidence interval
+    of the paired difference. After the k-th comparison, the best n / (k + 1) of n points continue.
+    """
 
     every_steps: int = Field(ge=1)
-    """The steps between two comparisons, a multiple of trainer.steps_per_chunk and of validation.every_steps."""
+    """The number of steps between two comparisons. It must be a multiple of trainer.steps_per_chunk and of
+    validation.every_steps.
+    """
     confidence: float = Field(default=0.95, gt=0, lt=1)
-    """The level of the paired interval, from 0 to 1. A lower level drops more points earlier."""
+    """The confidence level of the interval, from 0 to 1. With a lower level, more points are dropped early."""
 
 
 class Budget(Section):
-    """The limits of one call of a sweep. Finished runs do not count, and the next call continues the sweep."""
+    """The limits of one call of a sweep. Runs that were already finished do not count. The next call continues the
+    sweep.
+    """
 
     runs: int | None = Field(default=None, ge=1)
     """The largest number of runs."""
@@ -116,36 +128,40 @@ class SweepSpec(Section):
     """The content of a sweep's file."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_\-]{0,63}$")
-    """The first part of the sweep's id."""
+    """The first part of the id of the sweep."""
     experiment: str | None = None
-    """The base of all points: a name in conf/experiment, or the path of a file. If null, the base is the defaults."""
+    """The experiment that all points start from: a name in conf/experiment, or the path of a file. If null, all points
+    start from the default settings.
+    """
     overrides: tuple[str, ...] = ()
     """The settings that all points share, written as on the command line."""
     seeds: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] = (1,)
     """The seeds of each point. The score of a point is the mean over its seeds."""
     objective: Objective = Objective()
     grid: dict[str, tuple[JsonValue, ...]] | None = None
-    """Settings with their values. Every combination of the values is a point."""
+    """Settings with a list of values each. Every combination of the values is a point."""
     list: tuple[dict[str, JsonValue], ...] | None = None
-    """The points, each with its settings."""
+    """The points. Each entry has the settings of one point."""
     optuna: OptunaSearch | None = None
     pruning: Pruning | None = None
-    """The early stopping of poor points. If null, every point is trained to its end."""
+    """The early stopping of poor points. If null, every point is trained to its last step."""
     budget: Budget = Budget()
 
     @property
     def searches(self) -> tuple[str, ...]:
-        """The keys of the file that define the points, such as `grid`. A valid file has at most one of them."""
+        """The keys of the file that define the points, such as `grid`. A valid file has at most one such key."""
         return tuple(name for name in SEARCHES if getattr(self, name) is not None)
 
     @property
     def space(self) -> Mapping[str, Values]:
-        """The space of the search. It is empty if there is no search."""
+        """The settings that the search varies, with their values. It is empty if the sweep has no search."""
         return {} if self.optuna is None else self.optuna.space
 
 
 def points_of(spec: SweepSpec) -> list[Point]:
-    """Return the points of a grid or list, in order. The result is empty for a search, which draws its points later."""
+    """Return the points of a grid or list, in order. For a search, the result is empty, because the search chooses its
+    points later.
+    """
     if spec.grid is not None:
         return [dict(zip(spec.grid, values, strict=True)) for values in itertools.product(*spec.grid.values())]
     return list(spec.list or ([] if spec.searches else [{}]))
@@ -177,7 +193,9 @@ def multirun_content(overrides: Sequence[str]) -> dict[str, JsonValue]:
 
 
 def edge_points(space: Mapping[str, Values]) -> list[Point]:
-    """Return points for a check of a search. Together they have the ends of each range and all values of each list."""
+    """Return points with which the settings of a search are checked. Together they contain both ends of each range and
+    all values of each list.
+    """
     ends = {
         key: [values.low, values.high] if isinstance(values, Range) else list(values) for key, values in space.items()
     }
@@ -215,13 +233,14 @@ NOT_SWEPT = {
     "paths": "All runs of a sweep have one root; set it for the sweep: paths.root=...",
     "tracking": "All runs of a sweep are tracked in one place; set it for the sweep",
 }
-"""The keys that no point may have, each with the remedy."""
+"""The keys that a point must not set, each with the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """A checked sweep. `base`: the settings that all points share. `points`: the points of a grid or list, () for a
-    search."""
+    """A sweep whose settings are checked. `base`: the settings that all points share. `points`: the points of a grid or
+    list, or () for a search.
+    """
 
     spec: SweepSpec
     overrides: tuple[str, ...]
@@ -246,7 +265,9 @@ class Sweep:
 
     @property
     def num_points(self) -> int:
-        """The number of requested points. The study may have more points from an earlier call with a larger number."""
+        """The number of requested points. If an earlier call requested more points, the study has more points than
+        this.
+        """
         return len(self.points) if self.spec.optuna is None else self.spec.optuna.num_points
 
     def rungs(self, config: RunConfig) -> tuple[int, ...]:
@@ -256,27 +277,28 @@ class Sweep:
         return (*range(every, total, every), total)
 
     def overrides_of(self, point: Point, seed: int) -> list[str]:
-        """Return the overrides of one run, which are applied to the experiment."""
+        """Return the overrides of one run. They are applied to the experiment of the sweep."""
         return [*self.overrides, *point_overrides(point), f"seed={seed}"]
 
     def unused_settings(self) -> list[str]:
-        """Return a line for each setting, shared or swept, that has no effect in any point."""
+        """Return a warning for each setting without an effect in any point. The setting may be shared or swept."""
         swept = {key for point in self.points for key in point} | self.spec.space.keys()
         return compose(self.overrides, experiment=self.spec.experiment).unused_settings(swept)
 
     def metric_of(self, config: RunConfig) -> str:
-        """Return the name of the objective's metric below `val-core/<data source>/`."""
+        """Return the name of the objective's metric without the prefix `val-core/<data source>/`."""
         return self.spec.objective.metric or f"reward/mean_at_{config.validation.samples_per_problem}"
 
 
 def load_sweep(
     source: str | Mapping[str, Any], overrides: Sequence[str] = (), *, budget: Budget | None = None
 ) -> Sweep:
-    """Read a sweep, and check it and every point without heavy imports.
+    """Read a sweep, and check the settings of every point. This needs no heavy imports.
 
-    `source`: a name in `conf/sweep`, the path of a .yaml file, or the content of one. `overrides`: settings of all
-    points, which replace the overrides in the file. `budget`: limits that replace the limits in the file. Raises
-    ConfigError with all mistakes in the file. If the file has none, the error contains all mistakes in the settings.
+    `source`: a name in `conf/sweep`, the path of a .yaml file, or the content of such a file. `overrides`: settings of
+    all points, which replace the overrides in the file. `budget`: limits that replace the limits in the file. Raises
+    ConfigError with all mistakes in the form of the file. If the form is right, the error has all mistakes in the
+    settings.
     """
     spec = _parse(_content(source) if isinstance(source, str) else source)
     if budget is not None:
@@ -327,7 +349,7 @@ def _content(source: str) -> dict[str, Any]:
 
 
 def _parse(content: Mapping[str, Any]) -> SweepSpec:
-    """Return the content of the file as a `SweepSpec`. Raises ConfigError with all wrong keys and values."""
+    """Return the content of a sweep's file as a `SweepSpec`. Raises ConfigError with all wrong keys and values."""
     try:
         # Strict JSON, as for settings: neither true nor "5" is a number.
         return SweepSpec.model_validate_json(json.dumps(content, default=str), strict=True)
@@ -373,7 +395,7 @@ def _search_problems(spec: SweepSpec) -> Iterable[Problem]:
 
 
 def _key_problems(spec: SweepSpec, shared: Sequence[str]) -> Iterable[Problem]:
-    """Check that each key of the sweep is allowed, and is not also set for all points."""
+    """Check that each key of the points may be swept, and that no override sets the same key for all points."""
     keys = dict.fromkeys([*(spec.grid or ()), *(key for point in spec.list or () for key in point), *spec.space])
     for key in keys:
         owner, got = key.partition(".")[0], f"{key} in {spec.searches[0]}"
@@ -398,7 +420,7 @@ def _seed_problems(spec: SweepSpec, shared: Sequence[str]) -> Iterable[Problem]:
 
 
 def _point_problems(points: Sequence[Point], found: Sequence[Sequence[Problem]]) -> Iterable[Problem]:
-    """Yield each different problem in the settings of the points, with the points that have it."""
+    """Yield each problem in the settings of the points once. The problem names the points that have it."""
     where: dict[Problem, list[Point]] = {}
     for point, problems in zip(points, found, strict=True):
         for problem in problems:

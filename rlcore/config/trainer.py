@@ -19,9 +19,10 @@ class TrainerConfig(Section):
 
     total_steps: int = Field(default=100, ge=0, le=10_000_000)
     """Steps of the run; a step samples, scores and trains on one batch of prompts. With 0, the run ends after its
-    supervised stage (`warm_start`)."""
+    supervised stage (`warm_start`).
+    """
     steps_per_chunk: Annotated[int, MayChange, _IN_STEPS] = Field(default=20, ge=1)
-    """The number of steps between two checkpoints. A chunk is the unit that Prefect retries."""
+    """The number of steps between two checkpoints. These steps are a chunk, which Prefect retries as a unit."""
     batch_size: Annotated[int, _IN_STEPS] = Field(default=256, ge=1, le=10_000_000)
     """The number of prompts per step."""
     mini_batch_size: Annotated[int, Bound("divide", "trainer.batch_size"), _IN_STEPS] = Field(default=256, ge=1)
@@ -37,11 +38,12 @@ class TrainerConfig(Section):
             "Set it to {bound} or more; the gradient does not depend on it",
         ),
     ] = Field(default=16_384, ge=1)
-    """The token budget of one forward and backward pass. The gradient does not depend on it."""
+    """The largest number of tokens in one forward and backward pass. The gradient does not depend on this number."""
     old_logprobs: Literal["auto", "recompute", "behavior"] = "auto"
-    """The log-probabilities before the update. `recompute` computes them in a forward pass. `behavior` uses those of
-    the sampler. `auto` recomputes them only if a batch gets more than one update, or if the algorithm compares or ranks
-    them."""
+    """The source of the log-probabilities before the update. `recompute` computes them in a forward pass. `behavior`
+    uses the log-probabilities of the sampler. `auto` recomputes them only if a batch gets more than one update, or if
+    the algorithm compares or ranks them.
+    """
     checks = (
         rule(".total_steps", "warm_start.enabled", "must be 1 or more without a supervised stage",
              lambda own, run: own.total_steps or run.warm_start.enabled,
@@ -60,32 +62,38 @@ class AlarmConfig(Section):
     """The actions on abnormal metrics of a run, one for each alarm.
 
     `off` disables the alarm. `tell` writes an event to the journal, MLflow and Prefect. `skip` also skips the update of
-    the step. `stop` saves the step and fails. Such a run can continue from its best checkpoint with other settings
-    (`--fork RUN@best`). Entropy and KL have no `skip`, because a skipped update does not repair the weights.
+    the step. `stop` saves the step and ends the run with an error. A new run can then continue from the best checkpoint
+    with other settings (`--fork RUN@best`). Entropy and KL have no `skip`, because a skipped update does not repair the
+    weights.
     """
 
     non_finite: Literal["skip", "stop"] = "stop"
     """The action if a loss or gradient is not finite. The batch is always saved, and the update is never applied."""
     grad_norm: StepAction = "tell"
-    """The action if the norm of the policy's gradient, before clipping, is above `grad_norm_above` in a mini-batch.
-    `skip` skips only these mini-batches."""
+    """The action if the norm of the policy's gradient in a mini-batch is above `grad_norm_above`. The norm is measured
+    before clipping. `skip` skips only these mini-batches.
+    """
     grad_norm_above: Annotated[float, EffectiveWhen(".grad_norm")] = Field(default=1_000.0, gt=0)
-    """The limit for the norm of the gradient of one mini-batch, over all parameters."""
+    """The limit of the gradient norm of one mini-batch. The norm is over all parameters."""
     entropy: StateAction = "tell"
-    """The action if the entropy is below `entropy_below`, where the policy gives the same response for every seed."""
+    """The action if the entropy is below `entropy_below`. The policy then gives nearly the same response for every
+    seed.
+    """
     entropy_below: Annotated[float, EffectiveWhen(".entropy")] = Field(default=0.001, ge=0)
-    """The limit for the mean entropy over response tokens, in nats."""
+    """The limit of the mean entropy over response tokens, in nats."""
     equal_scores: Annotated[StepAction, EffectiveWhen("rollout.samples_per_prompt", unless="1")] = "tell"
-    """The action if all responses of each group have the same score, so that there is nothing to compare. It is not
-    checked if each prompt has one response."""
+    """The action if all responses of each group have the same score, so that there is nothing to compare. The alarm is
+    off if each prompt has only one response.
+    """
     kl: StateAction = "off"
-    """The action if the KL divergence from the reference is above `kl_above`. It needs algo.kl.where."""
+    """The action if the KL divergence from the reference policy is above `kl_above`. The alarm requires algo.kl.where.
+    """
     kl_above: Annotated[float, EffectiveWhen(".kl")] = Field(default=10.0, gt=0)
-    """The limit for the mean KL divergence over response tokens, in nats."""
+    """The limit of the mean KL divergence over response tokens, in nats."""
     length: StepAction = "off"
     """The action if the share of responses that end at rollout.max_response_tokens is at least `length_share`."""
     length_share: Annotated[float, EffectiveWhen(".length")] = Field(default=0.95, gt=0, le=1)
-    """The limit for the share of the step's responses."""
+    """The share of responses at which the alarm is raised, from 0 to 1."""
     checks = (
         rule(".kl", "algo.kl.where", "needs a reference to measure the KL from",
              lambda own, run: own.kl == "off" or run.algo.kl.where != "off",
@@ -94,38 +102,42 @@ class AlarmConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """The rule by which checkpoints on disk are kept, and the space that they leave free."""
+    """The rules for the checkpoints that are kept on disk, and for the disk space that is left free."""
 
     keep_last: int = Field(default=2, ge=1)
     """The number of newest checkpoints that are kept."""
     keep_best: int = Field(default=1, ge=0)
-    """The number of checkpoints with the best validation that are kept."""
+    """The number of checkpoints that are kept because they have the best validation metrics."""
     keep_every_steps: int = Field(default=0, ge=0)
-    """Checkpoints are kept if their step is a multiple of this number. With 0, none is kept for this reason."""
+    """Keep each checkpoint whose step is a multiple of this number. With 0, no checkpoint is kept for this reason."""
     reserve_gb: float = Field(default=1.0, ge=0)
-    """The free space that is never used, in GB of 1e9 bytes."""
+    """The disk space that is left free, in GB of 1e9 bytes."""
     wait_for_room_s: float = Field(default=3_600.0, ge=0)
-    """The time that a run waits for disk space before it ends, in seconds. The saved state of the run stays."""
+    """The number of seconds that a run waits for disk space before it ends. The saved state of the run is kept."""
 
 
 class AnswersConfig(Section):
     """The record of the responses, with tokens, log-probabilities, scores and advantages. Training does not use it."""
 
     every_steps: int = Field(default=1, ge=0)
-    """Training steps whose number is a multiple of this keep their responses. Every validation keeps its responses too.
-    With 0, no responses are kept."""
+    """Record the responses of each training step whose number is a multiple of this. The responses of every validation
+    are recorded too. With 0, no responses are recorded.
+    """
     max_gb: Annotated[float, EffectiveWhen(".every_steps")] = Field(default=10.0, gt=0)
-    """The largest size on disk, in GB of 1e9 bytes. The responses of the oldest training steps are deleted first."""
+    """The largest size of the record on disk, in GB of 1e9 bytes. The responses of the oldest training steps are
+    deleted first.
+    """
 
 
 class ProfileConfig(Section):
-    """torch's profiler over a few steps. It writes `profile/step-<k>-rank-<i>.json.gz` in the run's folder, for
-    https://ui.perfetto.dev or chrome://tracing."""
+    """The recording of a few steps by torch's profiler. It writes `profile/step-<k>-rank-<i>.json.gz` in the run's
+    folder. Open the files in https://ui.perfetto.dev or chrome://tracing.
+    """
 
     first_step: int | None = Field(default=None, ge=1)
     """The first recorded step. If null, no step is recorded."""
     num_steps: Annotated[int, _PROFILED] = Field(default=1, ge=1, le=10)
-    """The number of recorded steps. Each step has separate files."""
+    """The number of recorded steps. Each step is written to separate files."""
 
     def has_step(self, step: int) -> bool:
         """Return whether a step is recorded."""
@@ -133,30 +145,30 @@ class ProfileConfig(Section):
 
 
 class DeadlineConfig(Section):
-    """The longest times of the phases of a run, in seconds.
+    """The time limits of the phases of a run, in seconds.
 
     A phase that takes longer counts as hung. The stacks of all processes are then written to a file, and the trainer is
-    ended. The steps since the last checkpoint are retried.
+    ended. The steps since the last checkpoint are repeated.
     """
 
     start_s: float = Field(default=1_800.0, gt=0)
-    """The time to start the workers: Ray, models and engines."""
+    """The time limit for starting the workers: Ray, models and engines."""
     generate_s: float = Field(default=3_600.0, gt=0)
-    """The time to generate the responses of one step."""
+    """The time limit for generating the responses of one step."""
     score_s: float = Field(default=3_600.0, gt=0)
-    """The time to compute the scores of one step. The limit for a single response is reward.deadline_s."""
+    """The time limit for scoring all responses of one step. The limit for one response is reward.deadline_s."""
     forward_s: float = Field(default=3_600.0, gt=0)
-    """The time of a forward pass over the batch, for old and reference log-probabilities or for values."""
+    """The time limit for one forward pass over the batch, which gives old or reference log-probabilities, or values."""
     update_s: float = Field(default=3_600.0, gt=0)
-    """The time of all updates of the policy or the critic in one step."""
+    """The time limit for all updates of the policy in one step, and also for all updates of the critic."""
     hand_over_s: float = Field(default=900.0, gt=0)
-    """The time of a weight sync to the engine."""
+    """The time limit for a weight sync to the engine."""
     validate_s: float = Field(default=7_200.0, gt=0)
-    """The time of one validation."""
+    """The time limit for one validation."""
     save_s: float = Field(default=1_800.0, gt=0)
-    """The time to write a checkpoint or to export weights. Waiting for disk space does not count."""
+    """The time limit for writing a checkpoint or exporting weights. Waiting for disk space does not count."""
     load_s: float = Field(default=1_800.0, gt=0)
-    """The time to read a checkpoint."""
+    """The time limit for reading a checkpoint."""
 
     def longest_s(self) -> float:
         """Return the longest deadline, in seconds."""
@@ -164,49 +176,60 @@ class DeadlineConfig(Section):
 
 
 class RuntimeConfig(Section):
-    """The placement of the workers, which changes the speed of a run but not its numbers."""
+    """The processes and devices of a run. They change the speed of a run but not its results."""
 
     backend: Literal["local", "ray"] = "local"
-    """The place of the workers. `local` is one worker in the trainer's process. `ray` is one actor per rank."""
+    """The way in which workers run. `local` runs one worker in the trainer's process. `ray` runs each rank as a Ray
+    actor.
+    """
     num_workers: Annotated[
         int,
         Bound("divide", "trainer.mini_batch_size x rollout.samples_per_prompt"),
         Bound("be at most", "trainer.batch_size", "Use fewer workers or more prompts"),
         Bound("divide", "warm_start.batch_size", only_with="warm_start.enabled"),
     ] = Field(default=1, ge=1)
-    """The number of ranks of data parallelism. On a GPU machine, each rank has one GPU."""
+    """The number of workers, which are the ranks of data parallelism. On a GPU machine, each rank has one GPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA where a GPU is present."""
+    """auto: CUDA where a GPU is present. Otherwise `auto` is the CPU."""
     python: str | None = None
     """The Python interpreter of the trainer process and its workers, such as `bin/python` of another environment. If
-    null, it is the interpreter of the command."""
+    null, it is the interpreter that runs the command.
+    """
     threads_per_worker: int = Field(default=1, ge=1)
-    """The number of CPU threads of torch in each worker. Another number may change the last digit of a sum."""
+    """The number of CPU threads that torch uses in each worker. Another number may change the last digits of a sum."""
     ray_address: Annotated[str | None, _UNDER_RAY] = None
     """The address of a running Ray cluster. If null, a private cluster is started on this host."""
     placement_timeout_s: Annotated[float, _UNDER_RAY] = Field(default=60.0, gt=0)
-    """The time to wait for the cluster to grant the workers' resources, in seconds."""
+    """The number of seconds to wait until the Ray cluster grants the resources of the workers."""
     fit_memory: Annotated[Literal["off", "check", "auto"], _ON_GPUS] = "check"
-    """The use of the memory plan on a GPU. `check` refuses a run that cannot fit with any micro-batch. `auto` also
-    chooses the fastest values that fit for `rollout.memory_share`, `rollout.max_batched_tokens`, `rollout.sleep_level`,
-    `trainer.max_tokens_per_micro_batch`, `algo.kl.offload`, `model.lora.offload`, `optim.offload`,
-    `model.gradient_checkpointing` and `model.offload_activations`. `off` only prints the plan."""
+    """The use of the memory plan on a GPU. `off` only prints the plan. `check` refuses a run that does not fit even
+    with the smallest micro-batch. `auto` also chooses the fastest values that fit, for `rollout.memory_share`,
+    `rollout.max_batched_tokens`, `rollout.sleep_level`, `trainer.max_tokens_per_micro_batch`, `algo.kl.offload`,
+    `model.lora.offload`, `optim.offload`, `model.gradient_checkpointing` and `model.offload_activations`.
+    """
     peak_tflops: float | None = Field(default=None, gt=0)
-    """The dense operations per second of one device in the compute type, in units of 1e12: the denominator of
-    `perf/mfu`. If null, the value for the GPU's name in bfloat16 is used. On a CPU it is unknown, and `perf/mfu` is
-    absent."""
+    """The peak speed of one device in the compute type, in 1e12 dense operations per second. `perf/mfu` is relative to
+    this speed. If null, the bfloat16 speed of a GPU with this name is used. On a CPU the speed is unknown, and there is
+    no `perf/mfu`.
+    """
     profile: ProfileConfig = ProfileConfig()
-    """The steps that torch's profiler records. The profiler slows these steps down and changes no number."""
+    """The steps that torch's profiler records. The profiler makes these steps slower, but does not change their
+    results.
+    """
     deadlines: DeadlineConfig = DeadlineConfig()
-    """The longest time of each phase before the phase counts as hung."""
+    """The time limit of each phase. A phase that takes longer counts as hung."""
     stop_deadline_s: float = Field(default=60.0, gt=0)
-    """The seconds in which a run ends after a request to stop. The step has half of them to finish. Otherwise it is
-    cancelled, and the previous step is saved. The next start repeats what is not saved."""
+    """The number of seconds in which a run ends after a request to stop. The current step has half of this time to
+    finish. If it does not finish, it is cancelled, and the state after the previous step is saved. The next start
+    repeats the cancelled step.
+    """
     max_chunk_retries: int = Field(default=2, ge=0)
-    """The most retries of a failed chunk from its checkpoint."""
+    """The largest number of retries of a failed chunk. A retry starts from the last checkpoint."""
     priority: int = Field(default=0, ge=-1000, le=1000)
-    """The priority in the queue for the slots of the root (`millrace slots`). The highest number comes first. Runs with
-    a lower priority return their slots at the end of a chunk, and wait. Without slots, the priority has no effect."""
+    """The priority of the run in the queue for the slots of the root (`millrace slots`). Runs with the highest number
+    come first. A run with a lower priority returns its slots at the end of a chunk, and waits. If the root has no
+    slots, the priority has no effect.
+    """
     _expanded = field_validator("python")(expand_home)
     checks = (
         rule(".num_workers", ".backend", "must be 1 with runtime.backend=local",
@@ -224,21 +247,23 @@ class PathsConfig(Section):
 
 
 class TrackingConfig(Section):
-    """The tracking with MLflow. The local journal is always written."""
+    """The settings of tracking with MLflow. The local journal is always written."""
 
     enabled: bool = True
     """Send metrics and artifacts to MLflow."""
     uri: Annotated[str | None, _TRACKED] = None
-    """The tracking URI of MLflow. If null, it is an sqlite file under `paths.root`."""
+    """The tracking URI of MLflow. If null, metrics are stored in an sqlite file under `paths.root`."""
     experiment: Annotated[str, _TRACKED] = "millrace"
     """The name of the MLflow experiment."""
     log_best: Annotated[bool, _TRACKED] = True
-    """Keep the weights of the best checkpoint in MLflow, in addition to the weights of the last one."""
+    """Store the weights of the best checkpoint in MLflow, in addition to the weights of the last checkpoint."""
     registered_model: Annotated[str | None, _TRACKED] = Field(default=None, pattern=r"^[^/:]{1,200}$")
-    """The name of the best and the last weights in MLflow's model registry, where they have the aliases `best` and
-    `last`. If null, they are not registered."""
+    """The name under which the best and the last weights are registered in MLflow's model registry, with the aliases
+    `best` and `last`. If null, they are not registered.
+    """
     report_to: Annotated[tuple[Literal["tensorboard", "wandb"], ...], EffectiveWhen(".enabled")] = ()
-    """Further trackers that receive the metrics of every step. TensorBoard writes event files in the run's folder. The
-    project in Weights & Biases is `experiment`. Each tracker needs its package."""
+    """Further trackers that receive the metrics of every step. TensorBoard writes event files in the run's folder. In
+    Weights & Biases, the project has the name in `tracking.experiment`. The package of each tracker must be installed.
+    """
     ship_every_s: Annotated[float, _TRACKED] = Field(default=2.0, gt=0)
-    """The time between two deliveries by the delivery process, in seconds."""
+    """The number of seconds between two deliveries by the process that sends the metrics."""
