@@ -183,7 +183,7 @@ def row_digests(filtered: Path) -> list[str]:
 
 
 def facts_of(table: pa.Table, samples: int) -> Mapping[str, str | int | float]:
-    """Return the facts for a table's manifest. `rows_by_passes`: the number of rows for each number of passes."""
+    """Return the entries of a table's manifest. `rows_by_passes` lists the number of rows for each pass count."""
     passes = table.column("passes").to_numpy()
     counts = PassCounts.of(passes, table.column("samples").to_numpy())
     rates = counts.rates()

@@ -82,8 +82,10 @@ class _SentTensor:
 
 
 class SentWeights:
-    """A comparison of vLLM's weights with the weights that were sent, by digests taken during the sync. No tensor is
-    stored or gathered again, and the device is synchronized once."""
+    """A comparison of vLLM's weights with the sent weights. It uses digests that are taken during the weight sync.
+
+    No tensor is stored or gathered again, and the device is synchronized once.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules())
