@@ -81,8 +81,10 @@ def _hub_problem(path: str) -> str | None:
 
 
 def resolve_model(path: str | Path, file_name: str) -> str:
-    """Return the directory or the hub id (`owner/name`) that a model path names. Raises ModelError if the path names
-    neither, or if `file_name` is missing in the directory or damaged."""
+    """Return the directory or the hub id (`owner/name`) that a model path names.
+
+    Raises ModelError if the path names neither, or if `file_name` in the directory is missing or damaged.
+    """
     text, directory = str(path), Path(path).expanduser()
     if directory.is_dir():
         file = directory / file_name

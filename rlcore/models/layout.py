@@ -42,7 +42,7 @@ class SharedPrompts:
         places: Int[T], the index of the computed token that represents each token, in attention order.
         first_tokens: Int[c], the first token that each computed token represents.
         shared: Int[p], the indices of the computed tokens that represent more than one token.
-        duplicates: Int[p, m], all tokens except the first that each entry of `shared` represents. Rows are padded.
+        duplicates: Int[p, m], the second and later tokens that each entry of `shared` represents. Rows are padded.
         is_duplicate: Bool[p, m], False where `duplicates` is padded.
         cu_seqlens: Int32[N+1], the bounds of the sequences among the computed tokens.
     """
@@ -177,9 +177,10 @@ class PackedLayout:
 def build_layout(
     cu_seqlens: Int[Array, "N_plus_1"], *, backend: Backend, device: torch.device, shared: IntArray | None = None
 ) -> PackedLayout:
-    """Return the layout of the sequences with the bounds `cu_seqlens`. Bounds on the host avoid waiting for the device.
-    `shared` Int[N]: the number of leading tokens that each sequence shares with a preceding sequence. This is the
-    nearest preceding sequence whose entry is 0.
+    """Return the layout of the sequences with the bounds `cu_seqlens`.
+
+    If `cu_seqlens` is on the host, this call does not wait for the device. `shared` Int[N]: the number of leading
+    tokens that each sequence shares with an earlier sequence. The earlier sequence is the nearest one whose entry is 0.
 
     >>> layout = build_layout(torch.tensor([0, 3, 5, 8]), backend="sdpa", device=torch.device("cpu"))
     >>> layout.token_order.tolist()

@@ -18,7 +18,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 BLOCK = 64
-"""The number of consecutive weights in a block, which has one scale. Weights are counted along the rows of a matrix."""
+"""The number of weights in a block, which has one scale. Blocks follow each other along the rows of a matrix."""
 # The number of blocks quantized together: 17 million weights, whose float32 temporaries take 300 MB.
 _CHUNK = 1 << 18
 _CODES = tuple(range(0x01, 0x100, 0x22))  # 0 and 1, 2 and 3, ... 14 and 15, two in a byte
@@ -27,8 +27,8 @@ _CODES = tuple(range(0x01, 0x100, 0x22))  # 0 and 1, 2 and 3, ... 14 and 15, two
 class Nf4Linear(nn.Module):
     """A linear layer with a frozen 4-bit weight, stored as two codes per byte and one scale per block.
 
-    Codes and scales are non-persistent buffers. The layer computes in the type of its input, to which the weight is
-    dequantized.
+    Codes and scales are non-persistent buffers. The weight is dequantized to the type of the input, in which the layer
+    computes.
     """
 
     packed: UInt8[Tensor, "bytes"]

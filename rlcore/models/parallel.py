@@ -74,8 +74,8 @@ def gather(model: nn.Module, *, once: bool, is_last: bool = True) -> None:
     """Set when FSDP2 gathers weights in the next micro-batch of an update.
 
     If `once` is false, each pass gathers the weights and reduces the gradients at its end. If `once` is true (ZeRO-1),
-    the weights stay gathered until the last micro-batch (`is_last`). Each rank then accumulates unsharded gradients,
-    which the last micro-batch reduces.
+    the weights stay gathered until the last micro-batch (`is_last`). Until then, each rank accumulates unsharded
+    gradients, which the last micro-batch reduces.
     """
     assert isinstance(model, FSDPModule), "only a sharded model gathers"
     model.set_reshard_after_forward(not once)
@@ -116,9 +116,11 @@ BUCKET_BYTES = 1 << 28
 
 
 class _Buckets:
-    """A callable that returns whole parameters and gathers the sharded ones in buckets. The order of requests must be
-    equal on all ranks. The first request of a bucket gathers the whole bucket, since a collective for each tensor would
-    be slower."""
+    """A callable that returns whole parameters. Sharded parameters are gathered in buckets.
+
+    The first request of a bucket gathers the whole bucket, since a collective for each tensor would be slower. The
+    order of requests must be equal on all ranks.
+    """
 
     def __init__(self, model: nn.Module, value: Callable[[Tensor], Tensor], dtype: torch.dtype | None) -> None:
         self._value = value

@@ -278,9 +278,7 @@ class CausalPolicy(PackedTrunk):
 
 
 def decode_mask(real: Bool[Tensor, "B S"], num_new: int) -> Bool[Tensor, "B 1 L S"]:
-    """Return a mask for each of the last `num_new` tokens. It is True for the tokens, out of S, that the token may
-    attend to.
-    """
+    """Return a mask over S tokens for each of the last `num_new` tokens, True where the new token may attend."""
     num_seen = real.shape[1]
     # A padding token attends to itself, since an empty row is NaN in some kernels.
     columns = torch.arange(num_seen, device=real.device)

@@ -142,7 +142,9 @@ class ModelShape:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> "ModelShape":
-        """Build the shape from the content of a `config.json`. Raises KeyError if it is not a dense decoder."""
+        """Build the shape from the content of a `config.json`. Raises KeyError if the content describes no dense
+        decoder.
+        """
         if has_experts(config):
             raise KeyError("intermediate_size of all experts")
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
@@ -239,15 +241,15 @@ class ModelShape:
             6 N T + 6 V H M + 6 A sum(s^2)                    4 N T + 4 V H M + 6 R T + 6 A sum(s^2) with adapters
 
         N: weights of the layers. T: tokens. M: targets, the only tokens that the head processes. A: attention width
-        over all layers. s: sequence lengths. R: adapter weights. Each weight takes a multiplication and an addition in
-        the forward pass, and again for the gradient of its input. A trained weight takes them a third time. Causal
-        attention covers half of the square. With a frozen embedding, the first layer's query, key and value need no
-        input gradient. Recomputation is not counted.
+        over all layers. s: sequence lengths. R: adapter weights. Per token, a weight needs one multiplication and one
+        addition in the forward pass. The gradient of its input needs two more operations. The gradient of a trained
+        weight needs another two. Causal attention needs half of the s^2 scores. If the embedding is frozen, no input
+        gradient is computed for query, key and value of the first layer. Recomputation is not counted.
 
         Args:
             lengths: the number of tokens of each sequence.
             num_targets: the number of tokens with a loss, or 0 for a value model, whose head is one unit.
-            num_shared: the number of tokens of shared prompts, which count in attention only.
+            num_shared: the number of tokens of shared prompts, which count only for attention.
             lora: the adapters that are trained instead of the weights, or None.
         """
         sizes = list(lengths)
@@ -376,7 +378,7 @@ def has_code_for(capability: tuple[int, int], architectures: Iterable[str]) -> b
 
 
 def is_plain_tokenizer(tokenizer_config: Path) -> bool:
-    """Return whether `tokenizer.json` alone defines the tokenizer. `tokenizer_config.json` decides this.
+    """Return whether `tokenizer.json` alone defines the tokenizer. The class named in `tokenizer_config` shows this.
 
     For some architectures (qwen2), transformers 5 instead takes the tokenizer class from the model's config. The text
     is then split by the rules of that class.

@@ -99,15 +99,16 @@ class WeightSyncResult:
 
 
 ROUND_TOKENS = 16
-"""The number of tokens that each response grows by before the ranks update the tail cut again."""
+"""The number of tokens per response between two updates of the tail cut, in which the ranks exchange lengths."""
 
 
 class TailCut:
-    """The tail cut on one rank. All ranks end their longest responses as soon as `wanted` groups are finished.
+    """The tail cut on one rank. All ranks end their longest responses as soon as enough groups are finished.
 
     A group is all responses to one prompt. The length of a group is the length of its longest response. L is the W-th
-    smallest group length, where W is `wanted`. `rlcore.trainer.carry` cuts the longer groups to L tokens. L depends
-    only on seeds and weights, so the ranks may generate more than L tokens, but not fewer.
+    smallest group length, where W is `wanted`. `rlcore.trainer.carry` cuts the longer groups to L tokens. L therefore
+    depends only on seeds and weights. The ranks must generate at least L tokens of each longer response, and may
+    generate more.
 
     After every `ROUND_TOKENS` tokens, the ranks combine the lengths of their finished groups. The W-th smallest of
     these lengths is an upper bound of L, because each further group can only lower it.

@@ -62,8 +62,8 @@ class Environment(Protocol):
     def reset(self, row: Mapping[str, Any]) -> str | Awaitable[str | None] | None:
         """Start the episode, and return an optional first message that follows the prompt.
 
-        `row`: the ground truth of the row, and a `seed` that all responses to a prompt in a step share. If the ground
-        truth has a `seed`, that value is in `own_seed`.
+        `row`: the ground truth of the prompt, with a `seed` that all responses to this prompt in a step share. If the
+        ground truth itself has a `seed`, `own_seed` holds that value.
         """
         ...
 

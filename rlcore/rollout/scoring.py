@@ -185,8 +185,8 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
 
     `rlcore.score.Scorer` describes this function. If `num_processes` is 0, the calling process scores without a
     deadline. This is meant for trusted scorers. `section`: the section of the settings that error messages name.
-    `num_logged`: the maximum number of errors that are logged, and of timeouts that are logged. Raises ConfigError if
-    the scorer does not exist.
+    `num_logged`: the maximum number of logged errors, and also of logged timeouts. Raises ConfigError if the scorer
+    does not exist.
     """
 
     def __init__(

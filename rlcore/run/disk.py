@@ -1,8 +1,8 @@
-"""The disk space of a run: estimates of what it will write, and waits for free space.
+"""The disk space of a run: estimates of future writes, and waits for free space.
 
-A run waits before each chunk and each checkpoint. If the disk is full during any other write, the run ends. It can then
-be resumed from its last checkpoint. The estimates are upper bounds, which are computed from the settings. This module
-does not import torch.
+A run waits before each chunk and each checkpoint. If the disk is full during any other write, the run ends. The run can
+then be resumed from its last checkpoint. The estimates are upper bounds, which are computed from the settings. This
+module does not import torch.
 """
 
 import time

@@ -46,10 +46,13 @@ SCHEMA = pa.schema(
         ("truncated", pa.int64()),
     ]
 )
-"""The columns of the table. `samples`: the number of scored responses. `passes`: the number of correct ones.
-`unscored`: the number of responses on which the scorer failed. `mean_score` and `mean_parts` are means over the scored
-responses. Without any, `mean_score` is null and `mean_parts` is empty. `mean_tokens`, `max_tokens` and `truncated`
-cover all responses. `digest`: a hash of the prompt's tokens and the ground truth."""
+"""The columns of the table.
+
+`samples`: the number of scored responses. `passes`: the number of correct responses. `unscored`: the number of
+responses on which the scorer failed. `mean_score` and `mean_parts` are means over the scored responses. If no response
+was scored, `mean_score` is null and `mean_parts` is empty. `mean_tokens`, `max_tokens` and `truncated` cover all
+responses. `digest`: a hash of the prompt's tokens and the ground truth.
+"""
 
 
 def planned_pass_rates(config: RunConfig, filtered_directory: Path) -> Path:

@@ -67,8 +67,9 @@ class RunRecord:
     # ------------------------------------------------------------------ checkpoints
 
     def begin_save(self, state: LoopState, metrics: Mapping[str, float], ranks: SavingRanks) -> Saved | None:
-        """Write the responses of earlier steps, then begin to save a checkpoint of `state`. See
-        `CheckpointSaver.begin`.
+        """Begin to save a checkpoint of `state`. See `CheckpointSaver.begin`.
+
+        The checkpoint is committed only after the responses of earlier steps are written.
         """
         self.answers.start_part()
 
@@ -110,7 +111,7 @@ class RunRecord:
         """Truncate the journal to a checkpoint, or to step 0 if `info` is None. Return the training state of that step.
 
         The save in progress is abandoned. Intact checkpoints of later steps are renamed. If `info` is None, the results
-        of later steps are also renamed. After a resume from a checkpoint they are kept, because the repeated steps are
+        of later steps are also renamed. A resume from a checkpoint keeps these results, because the repeated steps are
         identical.
         """
         step = 0 if info is None else info.step
@@ -126,9 +127,7 @@ class RunRecord:
         return LoopState(**{field.name: getattr(saved, field.name) for field in fields(LoopState)})
 
     def _set_aside_results(self, step: int) -> None:
-        """Rename the exports and the results of later steps, so that no reader takes them for those of the new
-        training.
-        """
+        """Rename exports and results of later steps, so that they are not mistaken for results of the new training."""
         kept = {"before", *map(name_of, range(step + 1))}
         folders = [self.layout.validation, *self.layout.suites.glob("*")]
         results = [file for folder in folders for file in folder.glob("*.json") if file.stem not in kept]
@@ -243,7 +242,7 @@ class RunEvents:
         self._alarms_on = {alarm.name for alarm in alarms}
 
     def unscored(self, step: int, num_responses: int, reason: str) -> None:
-        """Record the number of responses without a score. This is repeated only when the number has doubled."""
+        """Record the number of responses without a score: at the first such response, and when the number has doubled."""
         if num_responses < self._next_unscored_report:
             return
         self._next_unscored_report = 2 * num_responses

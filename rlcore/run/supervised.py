@@ -97,7 +97,8 @@ class Demonstrations:
     def draw(self, position: int, step: int, count: int) -> list[Demonstration]:
         """Return the demonstrations of a training step.
 
-        A random share (`warm_start.misdirected_share`) has a response that misses the prompt's target on purpose.
+        A random share of them (`warm_start.misdirected_share`) has a response that misses the prompt's target on
+        purpose.
         """
         rng = np.random.default_rng((self.seed, WARM_START_STREAM, step))
         misdirected = (rng.random(count) < self.misdirected_share).tolist()

@@ -127,8 +127,9 @@ class Training(Generic[W]):
         return state
 
     def _cost(self) -> dict[str, float]:
-        """Return the cost metrics of the run. Call this only after a resume has truncated the journal, which they are
-        read from.
+        """Return the cost metrics of the run, which are read from the journal.
+
+        Call this only after a resume has truncated the journal.
         """
         if self._meter is None:
             self._meter = CostMeter(self.record.layout.journal)

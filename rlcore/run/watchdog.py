@@ -76,7 +76,7 @@ class Watchdog:
     """A guard that enforces the deadlines of phases and stops, and records the failures of a run.
 
     Use it as a context manager around the workers. After a stop request, the run must end within
-    `runtime.stop_deadline_s`. The current step is abandoned after half of this time, unless it already changes the
+    `runtime.stop_deadline_s`. After half of this time, the current step is abandoned unless it has begun to change the
     weights. `abandon`: a function that reports an error and ends the process. It is called in a separate thread.
     `step`: a function that returns the last finished step.
     """

@@ -21,7 +21,7 @@ from rlcore.rollout.vllm.short_names import REQUEST_CHANGES, SCHEDULER_CHANGES, 
 
 log = logging.getLogger(__name__)
 _Scheduler: Any = object
-"""A placeholder for vLLM's scheduler class, which follows `ShortSteps` in the combined class."""
+"""A placeholder for vLLM's scheduler class, which is the next base after `ShortSteps` in the combined class."""
 _MAX_SHORT_STEPS = 256
 """The number of short steps after which vLLM's requests are updated."""
 

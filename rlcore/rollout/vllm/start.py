@@ -233,11 +233,11 @@ def start_failure_message(error: BaseException, shape: EngineShape, settings: Ro
 
 
 def _cache_bytes(shape: EngineShape, settings: RolloutConfig) -> int | None:
-    """Return the cache size for `rollout.max_num_seqs` full-length responses within `rollout.memory_share`. Return None
-    if vLLM should measure the size, because the share is too small or the model's shape is unknown.
+    """Return the bytes of a cache for `rollout.max_num_seqs` responses of full length, within `rollout.memory_share`.
 
-    If vLLM measures, its cache takes all free memory of the share. The measurement fails if another process takes or
-    frees GPU memory meanwhile.
+    Return None if the share is too small or the model's shape is unknown. vLLM must then measure free memory, and its
+    cache takes all free memory of the share. The measurement fails if another process takes or frees GPU memory
+    meanwhile.
     """
     config = AutoConfig.from_pretrained(shape.model_directory, local_files_only=True).get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
