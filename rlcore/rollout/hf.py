@@ -178,7 +178,10 @@ class HfEngine(RolloutEngine):
 
 
 def _agree(cut: TailCut, requests: Sequence[SamplingRequest], answers: Sequence[_Response]) -> None:
-    """Exchange the lengths of finished responses with the other ranks, and end unfinished ones at the common bound."""
+    """Exchange the lengths of finished responses with the other ranks.
+
+    Unfinished responses then end at the bound that follows from these lengths.
+    """
     for request, answer in zip(requests, answers, strict=True):
         if answer.is_finished:
             cut.end(request.group, request.sample_index, len(answer.token_ids))

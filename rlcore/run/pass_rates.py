@@ -109,7 +109,7 @@ class PassRates:
         return PassCounts(self.counts.passes[kept], self.counts.samples[kept])
 
     def metrics(self) -> dict[str, float]:
-        """Return the pass-rate metrics of the initial policy on all training rows, for step 0."""
+        """Return the metrics of step 0, which are the pass rates of the initial policy on all training rows."""
         rates, kept = self.counts.rates(), np.concatenate(self.selected)
         known = rates[~np.isnan(rates)]
         return {
@@ -159,7 +159,7 @@ def find_pass_rates(config: RunConfig, inputs: RunInputs) -> PassRates | None:
 
 
 def read_table(file: Path) -> pa.Table:
-    """Read a pass-rate table, or a part saved during the measurement. Raises DataError if the file is no such table."""
+    """Read a pass-rate table, or a part saved during the measurement. Raises DataError if the file is not valid."""
     try:
         table = pq.read_table(file)
     except (pa.ArrowException, OSError) as error:

@@ -242,7 +242,10 @@ class RunEvents:
         self._alarms_on = {alarm.name for alarm in alarms}
 
     def unscored(self, step: int, num_responses: int, reason: str) -> None:
-        """Record the number of responses without a score: at the first such response, and when the number has doubled."""
+        """Record the number of responses without a score.
+
+        This is done for the first such response, and each time the number has doubled since the last record.
+        """
         if num_responses < self._next_unscored_report:
             return
         self._next_unscored_report = 2 * num_responses
