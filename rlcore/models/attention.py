@@ -44,8 +44,11 @@ class AttentionChoice:
 def choose_attention(
     requested: Literal["auto", "flash_attn", "varlen", "sdpa"], device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> AttentionChoice:
-    """Return the requested attention backend. For "auto", return the first of flash_attn, varlen and sdpa that runs
-    here. Raises ModelError if the requested backend does not support this device, compute type or head size."""
+    """Return the requested attention backend. For "auto", return the first of flash_attn, varlen and sdpa that runs on
+    this machine.
+
+    Raises ModelError if the requested backend does not support this device, compute type or head size.
+    """
     if requested == "sdpa":
         return AttentionChoice("sdpa", "requested by model.attention")
     refused: list[str] = []
@@ -95,7 +98,9 @@ _KERNELS: dict[Backend, _Kernel] = {}
 
 
 def _load_kernel(name: Backend) -> str:
-    """Import a kernel, only once in this process. Return an error message if the import fails, otherwise ''."""
+    """Import a kernel unless this process has already imported it. Return an error message if the import fails,
+    otherwise ''.
+    """
     if name in _KERNELS:
         return ""
     try:
@@ -115,8 +120,11 @@ def _load_kernel(name: Backend) -> str:
 
 
 def flash_package(capability: int) -> str:
-    """Return the flash-attn module for this major compute capability. Version 3 is preferred, then 2, then 4 (a
-    pre-release). Raises ImportError, with the problem of each version, if none is usable."""
+    """Return the flash-attn module for this major compute capability.
+
+    Version 3 is preferred, then version 2, then version 4 (a pre-release). If none can be imported, raises ImportError
+    with the error of each version.
+    """
     problems = []
     for module in (_FLASH_3, _FLASH_2, _FLASH_4):
         if capability in _CAPABILITIES.get(module, (capability,)):
@@ -137,7 +145,7 @@ def _kernel_attention(
     scale: float | None,
     window: int | None,
 ) -> Float[Tensor, "c Hq D"]:
-    """Compute causal attention within each sequence by flash-attn or `torch.nn.attention.varlen`."""
+    """Compute causal attention within each sequence. The kernel is flash-attn or `torch.nn.attention.varlen`."""
     kernel, longest = _KERNELS[layout.backend], layout.max_seqlen
     # The computed tokens of a sequence are its last tokens, which the kernels' causal mask assumes.
     of_queries = layout.cu_seqlens if layout.shared is None else layout.shared.cu_seqlens
@@ -167,8 +175,10 @@ def _kernel_attention(
 
 
 ATTENTION_NAME = "millrace_packed"
-"""The name of the packed attention in the registry of transformers. The registry has no mask function of this name, so
-transformers builds no mask."""
+"""The name under which the packed attention is registered in transformers.
+
+No mask function is registered under this name, so transformers builds no mask.
+"""
 
 
 def packed_attention(

@@ -1,6 +1,8 @@
-"""The head: log-probabilities and entropies from hidden states, without the logits of all tokens in memory. The forward
-pass processes tokens in chunks and keeps one log-sum-exp and one entropy per token. The backward pass recomputes the
-logits of each chunk and turns them into their gradient."""
+"""The head: log-probabilities and entropies from hidden states, without the logits of all tokens in memory.
+
+The forward pass processes tokens in chunks and keeps one log-sum-exp and one entropy per token. The backward pass
+computes the logits of each chunk again and overwrites them with their gradient.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -243,6 +245,6 @@ def _slices(num_rows: int, size: int) -> Iterator[slice]:
 
 
 def _blocks(logits: Tensor) -> Iterator[slice]:
-    """Yield ranges of rows that are so short that the temporary tensors of a range are small."""
+    """Yield ranges of rows. Each range is short, which limits the memory of the temporary tensors."""
     elements = _CPU_BLOCK_ELEMENTS if logits.device.type == "cpu" else _GPU_BLOCK_ELEMENTS
     return _slices(len(logits), max(1, elements // logits.shape[1]))

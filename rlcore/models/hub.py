@@ -1,4 +1,7 @@
-"""Resolution of model paths to a local directory, the cache of the Hugging Face hub, or the hub, without torch."""
+"""Resolution of model paths. A path names a local directory or a model on the Hugging Face hub.
+
+This module does not import torch.
+"""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -14,13 +17,16 @@ from rlcore.errors import ModelError
 T = TypeVar("T")
 
 MODEL_FILES = ("generation_config.json", "config.json")
-"""The files that may name the end-of-sequence tokens. The first file that names them is used."""
+"""The files that may define the end-of-sequence tokens. The first file that defines them is used."""
 _HUB_TIMEOUT_S = 10.0
 
 
 @cache
 def is_hub_reachable() -> bool:
-    """Return whether the Hugging Face hub responds, checked once per process. If not, only its local cache is read."""
+    """Return whether the Hugging Face hub responds. If it does not, models are read only from the local cache.
+
+    The hub is contacted once per process.
+    """
     from huggingface_hub import constants, get_session
 
     try:
@@ -54,7 +60,7 @@ def require_reachable(key: str, path: str) -> None:
 
 
 def _hub_problem(path: str) -> str | None:
-    """Return the reason and the remedy if the hub does not provide a model, otherwise None."""
+    """Return why the hub does not provide a model, and the remedy. Return None if the hub provides it."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError
 
@@ -75,8 +81,10 @@ def _hub_problem(path: str) -> str | None:
 
 
 def resolve_model(path: str | Path, file_name: str) -> str:
-    """Return the directory or the hub id (`owner/name`) that a model path names. Raises ModelError if the path names
-    neither, or if `file_name` is missing in the directory or damaged."""
+    """Return the directory or the hub id (`owner/name`) that a model path names.
+
+    Raises ModelError if the path names neither, or if `file_name` in the directory is missing or damaged.
+    """
     text, directory = str(path), Path(path).expanduser()
     if directory.is_dir():
         file = directory / file_name
@@ -113,7 +121,10 @@ def read_stop_ids(files: Iterable[Path]) -> frozenset[int] | None:
 
 
 def read_pretrained(path: str, what: str, read: Callable[..., T]) -> T:
-    """Call `read`, which loads `what` with transformers, and return the result. Raises ModelError if it fails."""
+    """Load a model or tokenizer by `read`, a function of transformers, and return the result.
+
+    `what`: the name of the loaded object in error messages. Raises ModelError if the loading fails.
+    """
     try:
         return read(local_files_only=Path(path).is_dir() or not is_hub_reachable(), trust_remote_code=False)
     except SafetensorError as error:
@@ -132,7 +143,7 @@ def read_pretrained(path: str, what: str, read: Callable[..., T]) -> T:
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Disable the progress bars of transformers inside the `with` block, also that of its reader of GGUF files."""
+    """Disable the progress bars of transformers inside the `with` block, including the bar of the GGUF reader."""
     from transformers import modeling_gguf_pytorch_utils as gguf_reader
     from transformers.utils import logging as transformers_logging
 

@@ -1,8 +1,9 @@
-"""The order in which a model computes packed tokens: sorted by sequence length for sdpa, each shared prompt once.
+"""The order in which a model computes packed tokens. Each shared prompt is computed once.
 
-The first response of a prompt in a micro-batch keeps the whole prompt. Each further response begins with the last token
-of the prompt, whose output predicts the first token of the response. Attention still uses whole sequences, so the keys
-and values of the prompt are copied to each response."""
+For sdpa, sequences are sorted by length. The first response to a prompt in a micro-batch keeps the whole prompt. Each
+further response begins with the last token of the prompt, whose output predicts the first token of the response.
+Attention still uses whole sequences, so the keys and values of the prompt are copied to each response.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from rlcore.models.memory import to_device
 
 Backend = Literal["flash_attn", "varlen", "sdpa"]
 Array: TypeAlias = Tensor | np.ndarray[Any, Any]
-"""A tensor or a numpy array. FSDP moves tensor arguments to the device, where reading their values blocks."""
+"""A tensor or a numpy array. FSDP moves tensors to the device, and reading their values there waits for the device."""
 
 # With more distinct lengths, kernel launches cost more than padding.
 _MAX_EXACT_LENGTHS = 48
@@ -33,13 +34,15 @@ IntArray: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class SharedPrompts:
-    """A mapping from the c computed tokens to the T tokens of a batch, each of which a computed token represents.
+    """A mapping from the c computed tokens to the T tokens of a batch.
+
+    Equal tokens of a shared prompt are represented by one computed token.
 
     Attributes:
         places: Int[T], the index of the computed token that represents each token, in attention order.
         first_tokens: Int[c], the first token that each computed token represents.
-        shared: Int[p], the computed tokens that represent several tokens.
-        duplicates: Int[p, m], the tokens besides the first one that each entry of `shared` represents, padded.
+        shared: Int[p], the indices of the computed tokens that represent more than one token.
+        duplicates: Int[p, m], the second and later tokens that each entry of `shared` represents. Rows are padded.
         is_duplicate: Bool[p, m], False where `duplicates` is padded.
         cu_seqlens: Int32[N+1], the bounds of the sequences among the computed tokens.
     """
@@ -52,7 +55,7 @@ class SharedPrompts:
     cu_seqlens: Int[Tensor, "N_plus_1"]
 
     def expand(self, computed: Float[Tensor, "c ..."]) -> Float[Tensor, "T ..."]:
-        """Copy the rows of the computed tokens to all tokens that they represent."""
+        """Copy the row of each computed token to all tokens that it represents."""
         order = (self.places, self.first_tokens, self.shared, self.duplicates, self.is_duplicate)
         found: Tensor = _Expand.apply(computed, *order)  # type: ignore[no-untyped-call]
         return found
@@ -78,9 +81,12 @@ class _Expand(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class SharedOrder:
-    """The computed tokens of a batch, as host arrays. `computed` Int[c]: the tokens that are computed. `places` Int[T]:
-    the index in `computed` of the token that represents each token. `dropped` Int[d]: the tokens that are not computed.
-    `further` Int[d]: the column of each dropped token in `SharedPrompts.duplicates`."""
+    """The computed tokens of a batch, as host arrays.
+
+    `computed` Int[c]: the tokens that are computed. `places` Int[T]: the index in `computed` of the token that
+    represents each token. `dropped` Int[d]: the tokens that are not computed. `further` Int[d]: the column of
+    `SharedPrompts.duplicates` that holds each dropped token.
+    """
 
     computed: IntArray
     places: IntArray
@@ -107,7 +113,9 @@ class SharedOrder:
         return cls(np.flatnonzero(~is_dropped), places, dropped, (sequence - first[sequence] - 1)[dropped])
 
     def on_device(self, cu_seqlens: IntArray, order: Int[Tensor, "T"] | None, device: torch.device) -> SharedPrompts:
-        """Copy the order to a device. `order`: the token at each attention position, or None for batch order."""
+        """Copy the order to a device. `order`: the token at each position of the attention, or None if tokens are in
+        batch order.
+        """
         at = np.arange(len(self.places))  # position of each token in attention order
         if order is not None:
             at[order.numpy()] = np.arange(len(self.places))
@@ -129,9 +137,11 @@ class SharedOrder:
 
 @dataclass(frozen=True, slots=True)
 class LengthGroup:
-    """The sequences of one dense attention call, which are the tokens `start` to `stop` in sorted order. `slots`
-    Int[stop - start]: the index of each token in `num_sequences` x `length` padded positions. It is empty if all
-    lengths are equal."""
+    """The sequences of one dense attention call. Their tokens have the indices `start` to `stop` in sorted order.
+
+    `slots` Int[stop - start]: the index of each token among `num_sequences` x `length` padded positions. The tensor is
+    empty if all sequences have the same length.
+    """
 
     start: int
     stop: int
@@ -167,9 +177,10 @@ class PackedLayout:
 def build_layout(
     cu_seqlens: Int[Array, "N_plus_1"], *, backend: Backend, device: torch.device, shared: IntArray | None = None
 ) -> PackedLayout:
-    """Return the layout of the sequences with the bounds `cu_seqlens`. Bounds on the host avoid waiting for the device.
-    `shared` Int[N]: the number of leading tokens that each sequence shares with a preceding sequence. This is the
-    nearest preceding sequence whose entry is 0.
+    """Return the layout of the sequences with the bounds `cu_seqlens`.
+
+    If `cu_seqlens` is on the host, this call does not wait for the device. `shared` Int[N]: the number of leading
+    tokens that each sequence shares with an earlier sequence. The earlier sequence is the nearest one whose entry is 0.
 
     >>> layout = build_layout(torch.tensor([0, 3, 5, 8]), backend="sdpa", device=torch.device("cpu"))
     >>> layout.token_order.tolist()
@@ -219,7 +230,10 @@ def build_layout(
 
 
 def _length_groups(lengths: Sequence[int], device: torch.device) -> tuple[LengthGroup, ...]:
-    """Group sequences, sorted by length, by equal length. If there are too many lengths, lengths are rounded up."""
+    """Group sequences of equal length. `lengths` is sorted.
+
+    If there are too many different lengths, they are rounded up before the grouping.
+    """
     exact = len(set(lengths)) <= _MAX_EXACT_LENGTHS
     groups: list[LengthGroup] = []
     start = 0

@@ -48,9 +48,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def release_cached_memory() -> None:
-    """Synchronize, then release torch's cached CUDA memory. Without a GPU in use, nothing is done. The synchronization
-    is for expandable segments, where torch waits only for the stream that allocated a block. FSDP allocates gradients
-    on one stream, and the optimizer reads them on another."""
+    """Wait for the GPU, then release torch's cached CUDA memory. Nothing is done if CUDA is not in use.
+
+    The wait is needed if torch uses expandable segments. torch itself waits only for the stream that allocated a block.
+    FSDP allocates gradients on one stream, and the optimizer reads them on another.
+    """
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -110,9 +112,11 @@ class OffloadedWeights:
 
 
 def compact(tensors: Iterable[Tensor]) -> None:
-    """Reallocate the tensors next to each other and release the freed memory. The tensor objects stay the same. The
-    allocator returns memory only in whole pages of 2 or 20 MB. One adapter allocated between two layers would keep its
-    page in use."""
+    """Move the tensors next to each other in device memory, and release the freed memory.
+
+    The tensor objects stay the same. The allocator returns memory only in whole pages of 2 or 20 MB. A single adapter
+    between two layers would therefore keep a whole page in use.
+    """
     waiting = OffloadedWeights(tensors)
     waiting.offload()
     release_cached_memory()
@@ -120,9 +124,12 @@ def compact(tensors: Iterable[Tensor]) -> None:
 
 
 def digest(tensor: Tensor) -> Int[Tensor, ""]:
-    """Return a 64-bit checksum of a tensor, without synchronization. It is the sum of each element's bits times an odd
-    random number for the element's position, modulo 2^64. One changed element always changes the sum. Several changes
-    cancel only by chance. On a CPU, 0 and -0 are equal, since unpacking vLLM's matrices loses the sign of 0."""
+    """Return a 64-bit checksum of a tensor, without synchronization.
+
+    Each element's bits are multiplied by an odd random number that depends on the element's position. The checksum is
+    the sum of these products modulo 2^64. One changed element always changes the sum. Several changes cancel only by
+    chance. On a CPU, 0 and -0 count as equal, because the sign of 0 is lost when vLLM's matrices are unpacked.
+    """
     flat = tensor.detach().reshape(-1)
     if flat.device.type == "cpu":
         flat = flat + 0

@@ -1,6 +1,9 @@
-"""Frozen linear layers in 4 bits (NF4, Dettmers et al. 2023). A weight is one of 16 levels times the largest absolute
-weight of its block of 64. The format and the dequantization kernel come from bitsandbytes. Its quantizer is not used,
-because it divides approximately on a GPU. Quantized weights, digests and exports are equal on every device."""
+"""Frozen linear layers in 4 bits (NF4, Dettmers et al. 2023).
+
+Weights are in blocks of 64. A weight is one of 16 levels times the largest absolute weight of its block. The format and
+the dequantization kernel come from bitsandbytes. The quantizer of bitsandbytes is not used, because its division is
+only approximate on a GPU. Quantized weights, digests and exports are therefore equal on every device.
+"""
 
 import importlib
 import logging
@@ -15,15 +18,18 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 BLOCK = 64
-"""The number of consecutive weights in the rows of a matrix that share a scale."""
+"""The number of weights in a block, which has one scale. Blocks follow each other along the rows of a matrix."""
 # The number of blocks quantized together: 17 million weights, whose float32 temporaries take 300 MB.
 _CHUNK = 1 << 18
 _CODES = tuple(range(0x01, 0x100, 0x22))  # 0 and 1, 2 and 3, ... 14 and 15, two in a byte
 
 
 class Nf4Linear(nn.Module):
-    """A linear layer with a frozen 4-bit weight. Two codes per byte and a scale per block are non-persistent buffers.
-    The layer computes in the type of its input, with the weight dequantized to that type."""
+    """A linear layer with a frozen 4-bit weight, stored as two codes per byte and one scale per block.
+
+    Codes and scales are non-persistent buffers. The weight is dequantized to the type of the input, in which the layer
+    computes.
+    """
 
     packed: UInt8[Tensor, "bytes"]
     scales: Float[Tensor, "blocks"]
@@ -43,7 +49,10 @@ class Nf4Linear(nn.Module):
         return output
 
     def dequantized(self, gather: Callable[[Tensor], Tensor]) -> Float[Tensor, "M N"]:
-        """Return the weight in its original type. `gather`: a function that returns a buffer, offloaded or not."""
+        """Return the weight in its original type.
+
+        `gather`: a function that returns a buffer on the device, even if the buffer is offloaded.
+        """
         return dequantize_weight(
             gather(self.packed), gather(self.scales), (self.out_features, self.in_features), self.dtype
         )

@@ -44,9 +44,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class OffloadedAdamW(torch.optim.AdamW):
-    """AdamW whose moments are in host memory (pinned for a GPU). The results equal those of AdamW bit by bit. The
-    update is elementwise, so parameters are updated in pieces whose moments fit `piece_bytes`. A DTensor's moments are
-    DTensors too."""
+    """AdamW whose moments are in host memory, which is pinned for a GPU. The results equal those of AdamW bit by bit.
+
+    The update is elementwise. Parameters are therefore updated in pieces whose moments take at most `piece_bytes` of
+    device memory. The moments of a DTensor are DTensors.
+    """
 
     piece_bytes = OFFLOAD_PIECE_BYTES
 
@@ -126,12 +128,15 @@ def split_by_moments(parameters: Iterable[nn.Parameter], limit_bytes: int) -> It
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor, or a plain tensor itself. The result is detached."""
+    """Return this rank's shard of a DTensor. Return any other tensor itself. The result is detached."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def copy_like(parameter: Tensor, local: Tensor) -> Tensor:
-    """Return a copy of a tensor's shard on this rank (`local`) with the device and layout of `parameter`."""
+    """Return a tensor with the values of `local`, on the device of `parameter`.
+
+    If `parameter` is a DTensor, `local` is this rank's shard, and the result is a DTensor too.
+    """
     copy = torch.empty_like(parameter, dtype=local.dtype, requires_grad=False)
     local_tensor(copy).copy_(local, non_blocking=True)
     return copy

@@ -19,8 +19,10 @@ Model = TypeVar("Model", bound=PackedTrunk)
 
 
 def shard(model: Model, *, mesh: DeviceMesh, dtype: torch.dtype) -> Model:
-    """Shard each decoder layer, then the rest, over a one-dimensional mesh. Change `model` and return it. Shards stay
-    in float32. Layers compute in `dtype`. Gradients are reduced in float32 and averaged over ranks."""
+    """Shard each decoder layer, and then the other parameters, over a one-dimensional mesh. Return the changed model.
+
+    Shards stay in float32. Layers compute in `dtype`. Gradients are reduced in float32 and averaged over ranks.
+    """
     computing = _precision(dtype)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=computing)
@@ -69,9 +71,12 @@ def reshard(model: nn.Module) -> None:
 
 
 def gather(model: nn.Module, *, once: bool, is_last: bool = True) -> None:
-    """Set how FSDP2 gathers weights in the next micro-batch of an update. Without `once`, each pass gathers them and
-    reduces gradients afterwards. With `once` (ZeRO-1), weights stay gathered until the last micro-batch (`is_last`).
-    Until then, whole gradients accumulate."""
+    """Set when FSDP2 gathers weights in the next micro-batch of an update.
+
+    If `once` is false, each pass gathers the weights and reduces the gradients at its end. If `once` is true (ZeRO-1),
+    the weights stay gathered until the last micro-batch (`is_last`). Until then, each rank accumulates unsharded
+    gradients, which the last micro-batch reduces.
+    """
     assert isinstance(model, FSDPModule), "only a sharded model gathers"
     model.set_reshard_after_forward(not once)
     model.set_reshard_after_backward(is_last)
@@ -79,9 +84,11 @@ def gather(model: nn.Module, *, once: bool, is_last: bool = True) -> None:
 
 
 def reset_after_failed_pass(model: PackedTrunk) -> None:
-    """Reset FSDP2 after a forward or backward pass that raised an error, and drop the gradients. This is only for a
-    model sharded on one rank. FSDP2 has no public function for this. Its private functions at the end of a backward
-    pass are called."""
+    """Reset FSDP2 after an error in a forward or backward pass, and drop the gradients.
+
+    The model must be sharded on one rank only. FSDP2 has no public function for this. This function therefore calls
+    private functions that FSDP2 itself calls at the end of a backward pass.
+    """
     if not isinstance(model, FSDPModule):
         return
     state = model._get_fsdp_state()
@@ -105,13 +112,15 @@ def gather_parameter(parameter: Tensor) -> Tensor:
 
 
 BUCKET_BYTES = 1 << 28
-"""The largest number of bytes of whole tensors per collective. A larger tensor is gathered alone."""
+"""The maximum bytes of the whole tensors that one collective gathers. A larger tensor is gathered alone."""
 
 
 class _Buckets:
-    """A callable that returns whole parameters and gathers the sharded ones in buckets. The order of requests must be
-    equal on all ranks. The first request of a bucket gathers the whole bucket, since a collective for each tensor would
-    be slower."""
+    """A callable that returns whole parameters. Sharded parameters are gathered in buckets.
+
+    The first request of a bucket gathers the whole bucket, since a collective for each tensor would be slower. The
+    order of requests must be equal on all ranks.
+    """
 
     def __init__(self, model: nn.Module, value: Callable[[Tensor], Tensor], dtype: torch.dtype | None) -> None:
         self._value = value
@@ -146,7 +155,10 @@ class _Buckets:
 
 
 def _gather_bucket(parameters: list[DTensor], shards: list[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
-    """Gather several parameters of one type in a single collective. The last ranks may have fewer rows, or none."""
+    """Gather several parameters of one type in a single collective.
+
+    The shards of the last ranks may have fewer rows than the other shards, or none.
+    """
     mesh, shapes = parameters[0].device_mesh, [parameter.shape for parameter in parameters]
     sizes = [-(-shape[0] // mesh.size()) * math.prod(shape[1:]) for shape in shapes]
     mine = shards[0].new_zeros(sum(sizes), dtype=dtype)

@@ -21,8 +21,11 @@ _MAX_COMPILED_GRAPHS = 64
 
 
 class PackedTrunk(nn.Module):
-    """A decoder over T packed tokens. Subclasses add a head. Float32 weights with a bfloat16 `compute_dtype` run under
-    autocast, unless FSDP casts them (`sharded`)."""
+    """A decoder over T packed tokens. Subclasses add a head.
+
+    If the weights are float32 and `compute_dtype` is bfloat16, the decoder runs under autocast. If FSDP casts the
+    weights (`sharded`), no autocast is used.
+    """
 
     def __init__(self, *, attention: Literal["auto", "flash_attn", "varlen", "sdpa"], compute_dtype: torch.dtype):
         super().__init__()
@@ -63,9 +66,11 @@ class PackedTrunk(nn.Module):
         return choose_attention(self._attention_request, self.device, self.compute_dtype, head_dim)
 
     def compile_layers(self) -> None:
-        """Compile the forward pass of each decoder layer to shared code. Call this before `shard`. Hooks of FSDP and
-        gradient checkpointing are not compiled. torch's limit of 8 graphs per process is raised. Otherwise, some passes
-        (with or without gradient, sharded or not) would run uncompiled."""
+        """Compile the forward pass of each decoder layer. Layers share the compiled code. Call this before `shard`.
+
+        Hooks of FSDP and gradient checkpointing are not compiled. torch's limit of 8 graphs per process is raised.
+        Under that limit, some passes (with or without gradient, sharded or not) would run uncompiled.
+        """
         compiler_settings.recompile_limit = max(compiler_settings.recompile_limit, _MAX_COMPILED_GRAPHS)
         for layer in self.layers:
             layer.forward = torch.compile(layer.forward)
@@ -93,14 +98,19 @@ class PackedTrunk(nn.Module):
         return cast(Tensor, output.last_hidden_state)[0]
 
     def _saved_tensors(self) -> AbstractContextManager[object]:
-        """Return a context that keeps tensors for the backward pass in host memory, or an empty context. Checkpointed
-        layers save only their inputs."""
+        """Return a context that keeps the tensors for the backward pass in host memory.
+
+        If offloading is disabled, the context does nothing. Checkpointed layers save only their inputs.
+        """
         if not self.offload_activations:
             return nullcontext()
         return save_on_cpu(pin_memory=self.device.type == "cuda")
 
     def precision(self) -> AbstractContextManager[object]:
-        """Return an autocast context, or an empty one if the weights need no cast or FSDP casts them."""
+        """Return an autocast context.
+
+        The context does nothing if the weights already have the compute type or if FSDP casts them.
+        """
         stored = next(self.parameters()).dtype
         if self.sharded or stored == self.compute_dtype:
             return nullcontext()
@@ -203,8 +213,11 @@ class CausalPolicy(PackedTrunk):
         k: int,
         temperature: float,
     ) -> tuple[Int[Tensor, "T k"], Float[Tensor, "T k"]]:
-        """Return the `k` likeliest next tokens and their log-probabilities at each token, with 0 outside `loss_mask`.
-        The other arguments are those of `forward`. FSDP must not shard the model."""
+        """Return the `k` likeliest next tokens at each token, and their log-probabilities. Both are 0 outside
+        `loss_mask`.
+
+        The other arguments are the same as in `forward`. The model must not be sharded by FSDP.
+        """
         positions, hidden, weight = self._head_inputs(token_ids, position_ids, cu_seqlens, loss_mask, shared)
         ids, logprobs = likeliest_tokens(
             hidden, weight, k=k, temperature=temperature or 1.0, chunk_tokens=self.head_chunk_tokens
@@ -227,7 +240,10 @@ class CausalPolicy(PackedTrunk):
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
-        """Use evaluation mode inside the `with` block. In training mode, checkpointing discards the cache."""
+        """Use evaluation mode inside the `with` block.
+
+        This is needed for decoding, because gradient checkpointing discards the cache in training mode.
+        """
         if not self.training:
             yield
             return
@@ -245,8 +261,10 @@ class CausalPolicy(PackedTrunk):
         cache: DynamicCache,
     ) -> Float[Tensor, "B V"]:
         """Return the float32 logits after the last of L new tokens. Rows are left-padded, and S = cached tokens + L.
-        `attention_mask` is 1 (or True) for real tokens. Keys and values are appended to `cache`, a `DynamicCache()`
-        that keeps all tokens. The mask applies a sliding window."""
+
+        `attention_mask` is 1 (or True) for real tokens. Keys and values are appended to `cache`, a `DynamicCache()`,
+        which keeps all tokens. A sliding window is applied by masking.
+        """
         mask = decode_mask(attention_mask.bool(), token_ids.shape[1])
         with self.precision(), self.eval_mode():
             output = self.decoder(
@@ -260,7 +278,7 @@ class CausalPolicy(PackedTrunk):
 
 
 def decode_mask(real: Bool[Tensor, "B S"], num_new: int) -> Bool[Tensor, "B 1 L S"]:
-    """Return a mask over S tokens for each of the last `num_new` tokens, True where that token may attend."""
+    """Return a mask over S tokens for each of the last `num_new` tokens, True where the new token may attend."""
     num_seen = real.shape[1]
     # A padding token attends to itself, since an empty row is NaN in some kernels.
     columns = torch.arange(num_seen, device=real.device)

@@ -1,5 +1,8 @@
-"""The shape of a decoder from its `config.json` or scratch settings, its parameters and operations, and speeds of
-devices. The counts hold for Llama, Mistral, Qwen2 and Qwen3 in transformers. The module imports no torch."""
+"""The sizes of a decoder, the counts of its parameters and operations, and the peak speeds of devices.
+
+The sizes come from a `config.json` or from scratch settings. The counts are valid for Llama, Mistral, Qwen2 and Qwen3
+in transformers. This module does not import torch.
+"""
 
 import json
 import re
@@ -52,7 +55,9 @@ def untrainable(config: Mapping[str, Any]) -> str | None:
 
 
 def require_trainable(key: str, path: str) -> None:
-    """Check that a model can be trained. Raises ModelError if not. Without its `config.json`, nothing is checked."""
+    """Check that a model can be trained. Raises ModelError if it cannot. If its `config.json` is missing, nothing is
+    checked.
+    """
     config = _read_config(path)
     reason = untrainable(config) if isinstance(config, Mapping) else None
     if reason is not None:
@@ -72,8 +77,11 @@ def require_embeddings(key: str, path: str, tokens: Mapping[str, int]) -> None:
 
 
 def require_same_tokens(key: str, path: str, tokens: Mapping[str, int]) -> None:
-    """Check that the model has an embedding of each of the policy's tokens, with the same token id. Nothing is checked
-    without the model's files. Raises ModelError if an embedding is missing or a token has another id."""
+    """Check that the model has an embedding for each of the policy's tokens, under the same token id.
+
+    Files of the model that are missing are not checked. Raises ModelError if an embedding is missing or a token has
+    another id.
+    """
     require_embeddings(key, path, tokens)
     own = token_counts(path)
     if differing := [token for token, number in tokens.items() if own.get(token, number) != number]:
@@ -98,7 +106,7 @@ def token_counts(path: str) -> dict[str, int]:
 def require_base(lora: LoraConfig | None, has: Callable[[str], object] = find_spec) -> None:
     """Check that bitsandbytes is installed if the base weights are in 4 bits. Raises ModelError if it is missing.
 
-    `has`: whether the trainer's environment has a package.
+    `has`: a function that says whether a package is installed.
     """
     if lora is not None and lora.base == "nf4" and not has("bitsandbytes"):
         raise ModelError(
@@ -134,7 +142,9 @@ class ModelShape:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> "ModelShape":
-        """Build the shape from the content of a `config.json`. Raises KeyError if it is not a dense decoder."""
+        """Build the shape from the content of a `config.json`. Raises KeyError if the content describes no dense
+        decoder.
+        """
         if has_experts(config):
             raise KeyError("intermediate_size of all experts")
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
@@ -231,15 +241,15 @@ class ModelShape:
             6 N T + 6 V H M + 6 A sum(s^2)                    4 N T + 4 V H M + 6 R T + 6 A sum(s^2) with adapters
 
         N: weights of the layers. T: tokens. M: targets, the only tokens that the head processes. A: attention width
-        over all layers. s: sequence lengths. R: adapter weights. Each weight takes a multiplication and an addition in
-        the forward pass, and again for the gradient of its input. A trained weight takes them a third time. Causal
-        attention covers half of the square. With a frozen embedding, the first layer's query, key and value need no
-        input gradient. Recomputation is not counted.
+        over all layers. s: sequence lengths. R: adapter weights. Per token, a weight needs one multiplication and one
+        addition in the forward pass. The gradient of its input needs two more operations. The gradient of a trained
+        weight needs another two. Causal attention needs half of the s^2 scores. If the embedding is frozen, no input
+        gradient is computed for query, key and value of the first layer. Recomputation is not counted.
 
         Args:
             lengths: the number of tokens of each sequence.
             num_targets: the number of tokens with a loss, or 0 for a value model, whose head is one unit.
-            num_shared: the number of tokens of shared prompts, which count in attention only.
+            num_shared: the number of tokens of shared prompts, which count only for attention.
             lora: the adapters that are trained instead of the weights, or None.
         """
         sizes = list(lengths)
@@ -276,7 +286,7 @@ def critic_shape(config: RunConfig, shape: ModelShape) -> ModelShape:
 
 
 def teacher_shapes(config: RunConfig, shape: ModelShape) -> list[ModelShape]:
-    """Return the shape of each teacher. It is the policy's `shape` for a teacher that is unavailable."""
+    """Return the shape of each teacher. If a teacher is unavailable, use the policy's `shape` for it."""
     teacher = config.algo.teacher
     return [shape_from_config(_read_config(path)) or shape for path in teacher.paths] if teacher else []
 
@@ -298,7 +308,10 @@ def shape_from_config(config: object) -> ModelShape | None:
 
 
 def config_file(path: str, name: str = "config.json") -> Path | None:
-    """Return the path of a file in a model directory or of a cached hub model, or None if the file is missing."""
+    """Return the path of a file in a local model directory or in the local cache of a hub model.
+
+    Return None if the file is missing.
+    """
     folder = Path(path).expanduser()
     if folder.is_dir():
         file = folder / name
@@ -365,8 +378,10 @@ def has_code_for(capability: tuple[int, int], architectures: Iterable[str]) -> b
 
 
 def is_plain_tokenizer(tokenizer_config: Path) -> bool:
-    """Return whether `tokenizer.json` alone defines the tokenizer, according to `tokenizer_config.json`. transformers 5
-    takes the tokenizer class of some architectures (qwen2) from the model's config instead. It then splits text by the
-    rules of that class."""
+    """Return whether `tokenizer.json` alone defines the tokenizer. The class named in `tokenizer_config` shows this.
+
+    For some architectures (qwen2), transformers 5 instead takes the tokenizer class from the model's config. The text
+    is then split by the rules of that class.
+    """
     name = json.loads(tokenizer_config.read_text(encoding="utf-8")).get("tokenizer_class")
     return name in ("TokenizersBackend", "PreTrainedTokenizerFast")

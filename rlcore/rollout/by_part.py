@@ -1,4 +1,4 @@
-"""A scorer that passes each row to the scorer that the row names, as in a mixture of data sources."""
+"""A scorer for mixtures of data sources. It scores each response with the scorer that the ground truth names."""
 
 import json
 from collections.abc import Mapping

@@ -25,9 +25,11 @@ _ENVIRONMENT_INDEX = 2**32 - 1
 class SamplingRequest(FastPickle):
     """A request for one response.
 
-    All randomness of the response comes from `seed`. Other requests and the rank have no effect. `max_tokens`: a limit
-    below the run's limit, or 0 for none. `environment_seed`: the seed of an environment, equal for all responses to a
-    prompt. `group`: the number of the prompt in the step if the tail cut may end the response, otherwise -1."""
+    All randomness of the response comes from `seed`. Other requests and the rank have no effect on the response.
+    `max_tokens`: a limit for this response that is below the run's limit, or 0 to use the run's limit.
+    `environment_seed`: the seed of an environment, equal for all responses to a prompt. `group`: the index of the
+    prompt in the step, or -1 if the tail cut must not end the response.
+    """
 
     prompt: Prompt
     sample_index: int
@@ -87,44 +89,49 @@ def make_requests(
 
 @dataclass(frozen=True, slots=True)
 class WeightSyncResult:
-    """The result of a weight sync. `differing`: the names of tensors that differ from the sent tensors. `uncompared`:
-    the names of tensors that have another form in the engine and cannot be compared."""
+    """The result of a weight sync. `differing`: the names of the engine's tensors that differ from the sent tensors.
+
+    `uncompared`: the names of tensors that the engine stores in another form, so that they cannot be compared.
+    """
 
     differing: tuple[str, ...] = ()
     uncompared: tuple[str, ...] = ()
 
 
 ROUND_TOKENS = 16
-"""The number of tokens of each response between two agreements of the ranks."""
+"""The number of tokens per response between two updates of the tail cut, in which the ranks exchange lengths."""
 
 
 class TailCut:
-    """The tail cut on one rank, by which all ranks end the longest responses when enough groups are finished.
+    """The tail cut on one rank. All ranks end their longest responses as soon as enough groups are finished.
 
-    The length of a group, all responses to one prompt, is the length of its longest response. With W wanted groups, L
-    is the W-th smallest length of a group. `rlcore.trainer.carry` cuts the other groups to L tokens, so L depends on
-    seeds and weights alone. The ranks only have to generate L tokens or more. Every `ROUND_TOKENS` tokens they add up
-    the lengths of their finished groups. The W-th smallest of these lengths is a bound of L, since further groups can
-    only lower it.
+    A group is all responses to one prompt. The length of a group is the length of its longest response. L is the W-th
+    smallest group length, where W is `wanted`. `rlcore.trainer.carry` cuts the longer groups to L tokens. L therefore
+    depends only on seeds and weights. The ranks must generate at least L tokens of each longer response, and may
+    generate more.
 
-    `groups`: the group of each request of this rank, or -1 for a request
-    that has to finish. `wanted`: the number of groups to finish on all ranks. `longest`: the limit of a response."""
+    After every `ROUND_TOKENS` tokens, the ranks combine the lengths of their finished groups. The W-th smallest of
+    these lengths is an upper bound of L, because each further group can only lower it.
+
+    `groups`: the group of each request of this rank, or -1 for a request that must not be cut. `wanted`: the number of
+    groups to finish on all ranks together. `longest`: the maximum length of a response in tokens.
+    """
 
     def __init__(self, groups: Iterable[int], wanted: int, longest: int, world_size: int, device: torch.device) -> None:
         self._sizes = Counter(groups)
         self._ended: defaultdict[int, dict[int, int]] = defaultdict(dict)
         self._wanted, self._longest, self._world_size, self._device = wanted, longest, world_size, device
         self.bound = longest
-        """The length at which unfinished responses end, at least L. It never rises."""
+        """The length in tokens at which unfinished responses end. This upper bound of L never rises."""
 
     def end(self, group: int, sample_index: int, length: int) -> None:
-        """Record the length of a finished response. Repeated records of a response change nothing."""
+        """Record the length of a finished response. Recording the same response again changes nothing."""
         self._ended[group][sample_index] = length
 
     def agree(self, *, busy: bool = True) -> bool:
-        """Update `bound` by the finished groups of all ranks, and return whether a rank is still busy.
+        """Compute `bound` from the finished groups of all ranks. Return whether a rank is still generating.
 
-        This operation is collective. A rank that has finished calls it with `busy=False` until no rank is busy.
+        This operation is collective. A rank that has finished must call it with `busy=False` until it returns False.
         """
         counts = torch.zeros(self._longest + 2, dtype=torch.int64)  # by length, and the busy ranks
         for group, lengths in self._ended.items():
@@ -166,13 +173,18 @@ class RolloutEngine(Protocol):
         max_response_tokens: int,
         cut: TailCut | None = None,
     ) -> Iterator[tuple[int, Rollout]]:
-        """Yield each rollout with the index of its request when the response ends. With `cut`, call `cut.agree` after
-        every `ROUND_TOKENS` tokens, and end responses at `cut.bound` tokens or later. The caller records their ends."""
+        """Yield each rollout with the index of its request when the response ends.
+
+        If `cut` is given, call `cut.agree` after every `ROUND_TOKENS` tokens. Unfinished responses then end at
+        `cut.bound` tokens, or later if they are already longer. The caller calls `cut.end` for each finished response.
+        """
         ...
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> WeightSyncResult:
-        """Load all weights, and compare the copies with the sent weights. `weights`: full tensors, named as in
-        transformers."""
+        """Load all weights, and compare the engine's copies with the sent weights.
+
+        `weights`: whole tensors under the names of transformers.
+        """
         ...
 
     def sleep(self) -> None:
@@ -227,5 +239,5 @@ def require_all_weights(
 
 
 def engine_dtype(config: RunConfig, computing: torch.dtype) -> torch.dtype:
-    """Return the number type that `rollout.dtype` names. For `auto`, this is the trainer's number type, `computing`."""
+    """Return the number type of `rollout.dtype`. For `auto`, return `computing`, which is the trainer's number type."""
     return {"auto": computing, "float32": torch.float32, "bfloat16": torch.bfloat16}[config.rollout.dtype]

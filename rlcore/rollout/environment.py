@@ -1,10 +1,10 @@
-"""Environments, and the turns of an episode in a separate process.
+"""Environments, and the calls that play their episodes in separate processes.
 
-Turns run in the processes of the scoring pool (`rlcore.rollout.scoring`) with a deadline. A process that hangs or dies
-is replaced. An environment stays in one process between turns. If that process is lost, another process creates the
-environment again and repeats the turns. Replies must therefore depend only on the row and the texts, and a repeated
-turn with a different reply is an error. An environment with `repeatable = False` is not created again, and its episode
-is lost. This module does not load torch.
+The turns of an episode run in the processes of the scoring pool (`rlcore.rollout.scoring`). Each turn has a deadline. A
+process that hangs or dies is replaced. Between turns, an environment stays in its process. If that process is lost,
+another process creates the environment again and repeats the earlier turns. Replies must therefore depend only on the
+row and the texts. If a repeated turn gives a different reply, this is an error. If an environment has `repeatable =
+False`, its turns are not repeated, and the episode fails. This module does not load torch.
 """
 
 import asyncio
@@ -27,7 +27,10 @@ OWN_SEED = "own_seed"
 PLAY = "rlcore.rollout.environment:play"
 """The name by which the pool finds `play`."""
 _CHARACTERS_PER_TOKEN = 16
-"""The characters per permitted token. A reply is truncated to this length before the reply leaves its process."""
+"""The number of characters that a reply may have for each permitted token.
+
+The process of the environment truncates a longer reply.
+"""
 T = TypeVar("T")
 
 
@@ -35,8 +38,8 @@ T = TypeVar("T")
 class Turn:
     """The reply of an environment to one turn of the model.
 
-    `reply`: the model's next input, unused in the last turn. `reward`: a number that is added to the episode's score.
-    `parts`: named metrics, of which later turns override earlier ones.
+    `reply`: the text that the model reads next. After the last turn it is not used. `reward`: a number that is added to
+    the episode's score. `parts`: named metrics of the episode. A later turn replaces earlier values of the same name.
     """
 
     reply: str = ""
@@ -59,8 +62,8 @@ class Environment(Protocol):
     def reset(self, row: Mapping[str, Any]) -> str | Awaitable[str | None] | None:
         """Start the episode, and return an optional first message that follows the prompt.
 
-        `row`: the ground truth of the row, and a `seed` that all responses to a prompt in a step share. If the ground
-        truth has a `seed`, that value is in `own_seed`.
+        `row`: the ground truth of the prompt, with a `seed` that all responses to this prompt in a step share. If the
+        ground truth itself has a `seed`, `own_seed` holds that value.
         """
         ...
 
@@ -71,11 +74,13 @@ class Environment(Protocol):
 
 @dataclass(slots=True)
 class Episode:
-    """The state of an episode. `replies[0]` is the first message, and `replies[i]` is the reply to `texts[i - 1]`.
+    """The state of an episode.
 
-    `truth`: the JSON that `play` receives as ground truth. It holds the name of the environment, the arguments of its
-    class (`options`) and the `row`. `max_kept`: the number of environments that a process stores between turns. A
-    dropped environment is created again, and its turns are repeated.
+    `texts[i]` is the model's text in turn i. `replies` are the environment's messages. `replies[0]` opens the episode,
+    and `replies[i]` answers `texts[i - 1]`. `truth`: JSON that `play` receives as its ground truth. It holds the name
+    of the environment, the arguments of its class (`options`) and the `row`. `max_kept`: the number of environments
+    that a process stores between turns. A dropped environment is created again for its next turn, and its earlier turns
+    are repeated.
     """
 
     name: str
@@ -87,8 +92,10 @@ class Episode:
 
     @classmethod
     def start(cls, name: str, config: RunConfig, ground_truth_json: str, seed: int, *, max_kept: int = 1) -> "Episode":
-        """Return an episode of `data.environment` before the first turn. The episode's row is the ground truth with the
-        seed."""
+        """Return an episode of `data.environment` before the first turn.
+
+        The environment receives the prompt's ground truth as its row. The row also contains `seed`.
+        """
         truth = json.loads(ground_truth_json)
         row = truth if isinstance(truth, dict) else {"answer": truth}
         own = {OWN_SEED: row["seed"]} if "seed" in row else {}
@@ -115,7 +122,7 @@ def turn_from_score(score: Score) -> Turn:
 
 
 def is_repeatable(kind: type[Environment]) -> bool:
-    """Return whether the replies of an environment depend on the row, its seed and the texts alone."""
+    """Return whether the replies of an environment depend only on the row, its seed and the model's texts."""
     return bool(getattr(kind, "repeatable", True))
 
 
@@ -129,14 +136,18 @@ def resolve_environment(name: str) -> type[Environment]:
 
 
 _environments: OrderedDict[str, tuple[Environment, list[str]]] = OrderedDict()
-"""The environments between turns, by episode name. Each is stored with the texts that it has read."""
+"""The environments of this process between turns, by the name of the episode. Each has the texts of its earlier turns.
+"""
 _event_loop = cache(asyncio.new_event_loop)
 """The event loop that all episodes in the process share, so that clients of an environment stay open."""
 
 
 def play(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Play the last turn of an `Episode`. The field `said` of the returned score holds JSON with the reply and whether
-    the episode ends. An empty response only creates an environment, so that no turn's deadline includes the import."""
+    """Play the last turn of the `Episode` that `response` encodes, and return the result as a score.
+
+    The field `said` of the score is JSON with the reply and whether the episode has ended. An empty `response` only
+    creates an environment. This imports its module before the deadline of the first turn begins.
+    """
     kind = resolve_environment(str(ground_truth["environment"]))
     options = cast(Mapping[str, Any], ground_truth["options"])
     if not response:
@@ -196,7 +207,7 @@ def _clean_reply(reply: object, limit: int) -> str:
 
 
 def await_value(value: T | Awaitable[T]) -> T:
-    """Return the value, awaited if necessary."""
+    """Return a value. If it is awaitable, wait for its result and return the result."""
     if inspect.isawaitable(value):
         return _event_loop().run_until_complete(cast(Coroutine[Any, Any, T], value))
     return value

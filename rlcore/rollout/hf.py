@@ -1,7 +1,7 @@
-"""A simple reference engine with a transformers model and one uniform random number per token.
+"""A simple reference engine, which samples from a transformers model with one uniform random number per token.
 
-The engine has a copy of the weights, like every engine. Responses to one prompt share the prefill, and finished rows
-leave the batch.
+Like every engine, it has its own copy of the weights. Responses to one prompt share the prefill. Finished rows leave
+the batch.
 """
 
 import gc
@@ -178,7 +178,10 @@ class HfEngine(RolloutEngine):
 
 
 def _agree(cut: TailCut, requests: Sequence[SamplingRequest], answers: Sequence[_Response]) -> None:
-    """Exchange the lengths of finished responses with the other ranks, and end unfinished ones at the common bound."""
+    """Exchange the lengths of finished responses with the other ranks.
+
+    Unfinished responses then end at the bound that follows from these lengths.
+    """
     for request, answer in zip(requests, answers, strict=True):
         if answer.is_finished:
             cut.end(request.group, request.sample_index, len(answer.token_ids))
@@ -193,8 +196,8 @@ def sample(
 ) -> tuple[Int[Tensor, "B"], Float[Tensor, "B"]]:
     """Draw a token for each row by inverting the distribution function. Return the tokens and their log-probabilities.
 
-    Temperature 0 takes the most likely token. The log-probability comes from the tempered distribution before top-p, as
-    in the trainer.
+    Temperature 0 takes the most likely token. As in the trainer, log-probabilities include the temperature but not
+    top-p.
     """
     if sampling.temperature == 0:
         tokens = logits.argmax(dim=-1)

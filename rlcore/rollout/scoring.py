@@ -1,8 +1,9 @@
 """Scoring in separate processes, so that model output cannot block a run.
 
-Each process scores one response at a time within a deadline. After a timeout, the process is killed and replaced. A
-timeout or an exception of the scorer leaves a failure (`Score.failure`) in place of a score, and is counted. Results
-have the order of the requests. `submit` does not block, so scoring and generation run concurrently.
+Each process scores one response at a time within a deadline. After a timeout, the process is killed and replaced. If
+the scorer exceeds the deadline or raises an exception, the response gets a failure (`Score.failure`) instead of a
+score. The pool counts these failures. Results have the order of the requests. `submit` does not block, so scoring and
+generation run concurrently.
 """
 
 import contextlib
@@ -65,8 +66,10 @@ class ScoringJob:
 
 @dataclass(slots=True)
 class PendingResponse:
-    """A response that waits for its score. `index`: its position in the job. `num_deaths`: the processes that died
-    while scoring it."""
+    """A response that waits for its score. `index`: the position of the response in its job.
+
+    `num_deaths`: the number of processes that died while they scored this response.
+    """
 
     job: ScoringJob
     index: int
@@ -76,7 +79,9 @@ class PendingResponse:
 
 
 class ScoringProcess:
-    """A scoring process and the responses that it still has to score. The deadline applies to the first of them."""
+    """A scoring process and the responses that it still has to score. The deadline applies to the first of these
+    responses.
+    """
 
     def __init__(self, scorer: str, config: RewardConfig, *, first_call: bool) -> None:
         ours, theirs = socket.socketpair()
@@ -156,8 +161,10 @@ def _unscored(why: str) -> Score:
 
 
 def require_scorer(name: str, key: str = "data.scorer") -> Scorer:
-    """Return the function named `module:function`. `key`: the setting or option that contains the name, for the
-    message. Raises ConfigError if the function does not exist."""
+    """Return the function named `module:function`. `key`: the setting or option that error messages name.
+
+    Raises ConfigError if the function does not exist.
+    """
     return _require(resolve_scorer, name, f"{key}: must name a function as module:function")
 
 
@@ -176,10 +183,11 @@ def _require(resolve: Callable[[str], R], name: str, rule: str) -> R:
 class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
     """A pool of processes that score responses with `scorer`, a function named `module:function`.
 
-    `scorer` is described in `rlcore.score.Scorer`. If `num_processes` is 0, this process scores without a deadline,
-    which suits trusted scorers. `section`: the section of the settings that messages name. `num_logged`: the maximum
-    number of failures that are logged, separately for errors and timeouts. Raises ConfigError if the scorer does not
-    exist."""
+    `rlcore.score.Scorer` describes this function. If `num_processes` is 0, the calling process scores without a
+    deadline. This is meant for trusted scorers. `section`: the section of the settings that error messages name.
+    `num_logged`: the maximum number of logged errors, and also of logged timeouts. Raises ConfigError if the scorer
+    does not exist.
+    """
 
     def __init__(
         self, scorer: str, config: RewardConfig, *, section: str = "reward", num_logged: int = _MAX_LOGGED
@@ -201,8 +209,10 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         self._workers: list[ScoringProcess] = []
         self._failed_starts = 0
         self._first_call = True
-        """True if new processes first call the scorer on an empty response. A timeout or two crashes in that call
-        disable it."""
+        """True if a new process first calls the scorer on an empty response.
+
+        It becomes False after one such call takes too long, or after two processes end during such calls.
+        """
         self._failure: EngineError | None = None
         self._thread: threading.Thread | None = None
         if config.num_processes:
@@ -217,7 +227,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
 
     @property
     def unscored(self) -> tuple[int, str]:
-        """Return how many responses have no score so far, and the reason of the last failure."""
+        """Return the number of responses without a score so far, and the reason for the last failure."""
         return self.errors + self.timeouts, self._last_failure
 
     def score(self, responses: Sequence[str], ground_truths_json: Sequence[str]) -> list[Score]:
@@ -242,7 +252,9 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         return job
 
     def collect(self, job: ScoringJob) -> list[Score]:
-        """Wait for the scores of a job and return them. Raises EngineError if the pool was closed or cannot start."""
+        """Wait for the scores of a job and return them. Raises EngineError if the pool is closed or its processes
+        cannot start.
+        """
         job.done.wait()
         if job.failure is not None:
             raise job.failure
@@ -250,7 +262,9 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
 
     @contextlib.contextmanager
     def without_counting(self) -> Iterator[None]:
-        """Leave failures inside the `with` block out of the counts. Other threads must not use the pool meanwhile."""
+        """Exclude failures inside the `with` block from the counts. Other threads must not use the pool during the
+        block.
+        """
         before = self.errors, self.timeouts, self._last_failure
         try:
             yield
@@ -375,11 +389,12 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         self._remove(worker, "it took too long")
 
     def _replace_ended(self, worker: ScoringProcess, why: str) -> None:
-        """Start a new process in place of one that has ended, and give it the responses of the old one.
+        """Replace a process that has ended. The new process gets the remaining responses of the old one.
 
-        The first response is retried once, since the process may have been killed. If the second process ends after its
-        first call, the response counts as an error. If the second process ends during its first call, first calls are
-        disabled, and the response is retried."""
+        The response that was being scored is tried a second time, because the process may have been killed. If a second
+        process also ends on this response, the response counts as an error. An exception is an end during the first
+        call of the scorer, on an empty response. First calls are then disabled, and the response is tried again.
+        """
         if worker.responses:
             answer = worker.responses[0]
             answer.num_deaths += 1

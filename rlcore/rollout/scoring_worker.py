@@ -48,12 +48,13 @@ def resolve_scorer(name: str) -> Scorer:
 def score_one(
     scorer: Scorer, response: str, ground_truth_json: str, weights: Mapping[str, float] | None = None
 ) -> Score:
-    """Return the checked score of one response. Raises the exceptions of the scorer. Raises TypeError or ValueError if
-    the scorer's result is not a valid score.
+    """Return the checked score of one response.
 
-    A ground truth that is not a mapping becomes `{"answer": ...}`. With `weights`, the total is the weighted sum of
-    parts, and the scorer's total becomes the part `total`. A missing part `correct` is added, which is 1 for a full
-    score.
+    Exceptions of the scorer are passed on. Raises TypeError or ValueError if the scorer's result is not a valid score.
+    A ground truth that is not a mapping becomes `{"answer": ...}`.
+
+    If `weights` is given, the total is the weighted sum of the score's parts. The total of the scorer then becomes the
+    part `total`. If the scorer gives no part `correct`, it is added: 1 for a full score, otherwise 0.
     """
     truth = json.loads(ground_truth_json)
     found = scorer(response, truth if isinstance(truth, Mapping) else {"answer": truth})

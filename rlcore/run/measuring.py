@@ -141,7 +141,9 @@ class PassRateMeasurement:
 
 
 def count_row(prompt: Prompt, responses: Sequence[Response]) -> dict[str, object]:
-    """Count the scored and solved responses to one prompt. Return a row of the pass-rate table without its digest."""
+    """Count the scored and the solved responses to one prompt. Return them as a row of the pass-rate table, without its
+    digest.
+    """
     scored = [response for response in responses if response.failure is None]
     names = sorted({name for response in scored for name in response.parts})
     by_part = {name: [response.parts[name] for response in scored if name in response.parts] for name in names}

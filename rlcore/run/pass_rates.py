@@ -46,10 +46,13 @@ SCHEMA = pa.schema(
         ("truncated", pa.int64()),
     ]
 )
-"""The columns of the table. `samples`: the number of scored responses. `passes`: the number of correct ones.
-`unscored`: the number of responses on which the scorer failed. `mean_score` and `mean_parts` are means over the scored
-responses. Without any, `mean_score` is null and `mean_parts` is empty. `mean_tokens`, `max_tokens` and `truncated`
-cover all responses. `digest`: a hash of the prompt's tokens and the ground truth."""
+"""The columns of the table.
+
+`samples`: the number of scored responses. `passes`: the number of correct responses. `unscored`: the number of
+responses on which the scorer failed. `mean_score` and `mean_parts` are means over the scored responses. If no response
+was scored, `mean_score` is null and `mean_parts` is empty. `mean_tokens`, `max_tokens` and `truncated` cover all
+responses. `digest`: a hash of the prompt's tokens and the ground truth.
+"""
 
 
 def planned_pass_rates(config: RunConfig, filtered_directory: Path) -> Path:
@@ -106,7 +109,7 @@ class PassRates:
         return PassCounts(self.counts.passes[kept], self.counts.samples[kept])
 
     def metrics(self) -> dict[str, float]:
-        """Return the pass-rate metrics of the initial policy on all training rows, for step 0."""
+        """Return the metrics of step 0, which are the pass rates of the initial policy on all training rows."""
         rates, kept = self.counts.rates(), np.concatenate(self.selected)
         known = rates[~np.isnan(rates)]
         return {
@@ -156,7 +159,7 @@ def find_pass_rates(config: RunConfig, inputs: RunInputs) -> PassRates | None:
 
 
 def read_table(file: Path) -> pa.Table:
-    """Read a pass-rate table, or a part saved during the measurement. Raises DataError if the file is no such table."""
+    """Read a pass-rate table, or a part saved during the measurement. Raises DataError if the file is not valid."""
     try:
         table = pq.read_table(file)
     except (pa.ArrowException, OSError) as error:
@@ -183,7 +186,7 @@ def row_digests(filtered: Path) -> list[str]:
 
 
 def facts_of(table: pa.Table, samples: int) -> Mapping[str, str | int | float]:
-    """Return the facts for a table's manifest. `rows_by_passes`: the number of rows for each number of passes."""
+    """Return the entries of a table's manifest. `rows_by_passes` lists the number of rows for each pass count."""
     passes = table.column("passes").to_numpy()
     counts = PassCounts.of(passes, table.column("samples").to_numpy())
     rates = counts.rates()

@@ -79,7 +79,7 @@ class HeldOutProblems:
         return Episodes(self.config, turns, self.decode)
 
     def build_sampler(self, inputs: RunInputs, opened: ExitStack) -> Callable[[WorkerGroup], ResponseSampler]:
-        """Start the scoring processes, and return a function that creates the `ResponseSampler` of a worker group.
+        """Start the scoring processes. Return a function that creates the `ResponseSampler` of a worker group.
 
         `opened`: the exit stack that ends the processes. Raises ConfigError if the scorer or the environment does not
         exist, or if the chat template cannot append turns.
@@ -171,9 +171,10 @@ class Problems(HeldOutProblems):
 
 
 def read_parts(config: RunConfig, files: Sequence[Path]) -> list[list[Prompt]]:
-    """Read the prompts of each data source. `prompt_id` is the row's index, plus `ROWS_PER_SOURCE` per earlier one.
+    """Read the prompts of each data source.
 
-    Raises DataError if a file is invalid or empty, or if two data sources share a name in metrics.
+    The `prompt_id` of a row in data source k (from 0) is the row's index plus k x `ROWS_PER_SOURCE`. Raises DataError
+    if a file is invalid or empty, or if two data sources share a name in metrics.
     """
     parts = parts_of(config.data)
     found = [read_prompts(file) for file in files]

@@ -140,7 +140,8 @@ class Session:
         """Evaluate a checkpoint on all held-out problems and suites.
 
         `checkpoint`: `start`, `last`, `best` or the name of a checkpoint folder. A run that ends after its supervised
-        stage has no checkpoints. `start` is then the model before this stage, and any other name the model after it.
+        stage has no checkpoints. In this case, `start` means the model before the stage. Any other name means the model
+        after the stage.
         """
         self._training.settle_save()
         step, summary = None, dict[str, float]()
@@ -175,7 +176,7 @@ class Session:
         return {"directory": str(target), "step": step}
 
     def save_finished(self) -> str:
-        """Save the last finished step when a stop arrives between two commands. See `Training.save_finished`."""
+        """Save the last finished step. This is for a stop between two commands. See `Training.save_finished`."""
         return self._current.save_finished()
 
     def fail(self) -> None:
@@ -183,12 +184,14 @@ class Session:
         self._has_failed = True
 
     def record_failure(self, error: Exception) -> Exception:
-        """Record an error that ends this process. Return it as a `MillraceError` if it is a known failure."""
+        """Record an error that ends this process. Return a known failure as a `MillraceError`, and any other error
+        unchanged.
+        """
         return self._guard.record_failure(error)
 
 
 class Channel:
-    """A channel that receives commands and sends events. Training continues if the reader of the events has ended."""
+    """A channel that receives commands and sends events. If no process reads the events, training continues."""
 
     def __init__(self, commands_fd: int, replies_fd: int) -> None:
         self._commands_fd = commands_fd

@@ -1,7 +1,7 @@
 """The record of a run, which keeps the journal, the checkpoints and the events consistent.
 
-The journal has the line of a step before the step's checkpoint is published. A resume truncates the journal to its
-length at the checkpoint.
+A step is written to the journal before its checkpoint is published. A resume truncates the journal to its length at the
+checkpoint.
 """
 
 import logging
@@ -67,7 +67,10 @@ class RunRecord:
     # ------------------------------------------------------------------ checkpoints
 
     def begin_save(self, state: LoopState, metrics: Mapping[str, float], ranks: SavingRanks) -> Saved | None:
-        """Begin to save a checkpoint of `state`, once earlier responses are written. See `CheckpointSaver.begin`."""
+        """Begin to save a checkpoint of `state`. See `CheckpointSaver.begin`.
+
+        The checkpoint is committed only after the responses of earlier steps are written.
+        """
         self.answers.start_part()
 
         def record() -> TrainerState:
@@ -94,9 +97,9 @@ class RunRecord:
     def wait_for_room(self, step: int, settle: Callable[[], None]) -> None:
         """Wait until the disk has room for the next checkpoint.
 
-        `settle`: a function that waits for the current save. Older checkpoints can then be deleted. Raises
-        DiskSpaceError if there is no room after `checkpoint.wait_for_room_s`. Raises StopRequestedError if a stop is
-        requested meanwhile.
+        `settle`: a function that waits for the current save, after which older checkpoints can be deleted. It is called
+        only if there is not enough room. Raises DiskSpaceError if there is no room after `checkpoint.wait_for_room_s`.
+        Raises StopRequestedError if a stop is requested during the wait.
         """
         if not self.room.check(self.next_save_bytes).enough:
             settle()
@@ -105,10 +108,11 @@ class RunRecord:
     # ------------------------------------------------------------------ resume
 
     def restore(self, info: CheckpointInfo | None) -> LoopState:
-        """Return the state of a checkpoint, or of step 0 if `info` is None, and truncate the journal to its step.
+        """Truncate the journal to a checkpoint, or to step 0 if `info` is None. Return the training state of that step.
 
-        The current save is abandoned, and intact checkpoints of later steps are renamed. If `info` is None, results of
-        later steps are renamed too. A resume from a checkpoint keeps these results, since it repeats the steps exactly.
+        The save in progress is abandoned. Intact checkpoints of later steps are renamed. If `info` is None, the results
+        of later steps are also renamed. A resume from a checkpoint keeps these results, because the repeated steps are
+        identical.
         """
         step = 0 if info is None else info.step
         self.saves.abandon()
@@ -123,7 +127,7 @@ class RunRecord:
         return LoopState(**{field.name: getattr(saved, field.name) for field in fields(LoopState)})
 
     def _set_aside_results(self, step: int) -> None:
-        """Rename exports and results of later steps, which would be mistaken for results of the new training."""
+        """Rename exports and results of later steps, so that they are not mistaken for results of the new training."""
         kept = {"before", *map(name_of, range(step + 1))}
         folders = [self.layout.validation, *self.layout.suites.glob("*")]
         results = [file for folder in folders for file in folder.glob("*.json") if file.stem not in kept]
@@ -134,7 +138,7 @@ class RunRecord:
     # ------------------------------------------------------------------ journal
 
     def record_event(self, name: str, step: int, data: Mapping[str, object]) -> None:
-        """Record an event in the journal, log it and report it to the flow. `text` in the data is shown to the user."""
+        """Record an event in the journal, log it and report it to the flow. The user sees `text` in `data`."""
         self.journal.append_event(name, step, data)
         log.warning("%s", data["text"])
         self.report({"event": name, "step": step, **data})
@@ -152,7 +156,8 @@ class RunRecord:
     def finish(self, *, failed: bool, is_over: bool = False) -> None:
         """Commit the current save and record the end of the run.
 
-        `is_over`: whether the run is finished without its last step. If true, this call does not wait for MLflow.
+        `is_over`: whether the run is complete although it has not reached its last step. If true, this call does not
+        wait for the delivery to MLflow.
         """
         try:
             self.saves.settle()
@@ -176,7 +181,9 @@ class RunRecord:
 
 
 class Pace:
-    """The mean seconds per step over the latest steps. A process's first step, with compilation, is left out."""
+    """The mean seconds per step over the latest steps. The first step of a process is left out because it compiles
+    code.
+    """
 
     WINDOW_STEPS = 20
 
@@ -235,7 +242,10 @@ class RunEvents:
         self._alarms_on = {alarm.name for alarm in alarms}
 
     def unscored(self, step: int, num_responses: int, reason: str) -> None:
-        """Record how many responses have no score: at the first such response, and whenever the number has doubled."""
+        """Record the number of responses without a score.
+
+        This is done for the first such response, and each time the number has doubled since the last record.
+        """
         if num_responses < self._next_unscored_report:
             return
         self._next_unscored_report = 2 * num_responses
@@ -247,9 +257,9 @@ class RunEvents:
         self._record.record_event("scorer_failed", step, {"num_answers": num_responses, "reason": reason, "text": text})
 
     def shortages(self, step: int, shortages: Sequence[OomRetry], micro_batch_tokens: int) -> None:
-        """Record passes that ran out of memory and were repeated.
+        """Record the forward and backward passes that were repeated because they ran out of memory.
 
-        `micro_batch_tokens`: the token budget of a micro-batch.
+        `micro_batch_tokens`: the maximum number of tokens in a micro-batch.
         """
         for shortage in shortages:
             data = {
@@ -260,7 +270,7 @@ class RunEvents:
             self._record.record_event("out_of_memory", step, data)
 
     def failures(self, step: int) -> None:
-        """Record earlier failures again in a journal that lost them when it was truncated to a checkpoint."""
+        """Record earlier failures again, if the journal lost them when it was truncated to a checkpoint."""
         failures = read_failures(self._record.layout.run_dir)
         events = load_journal(self._record.layout.journal).events
         known = {event.data.get("time") for event in events if event.name == "fault"}

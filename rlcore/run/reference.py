@@ -20,10 +20,10 @@ def add_reference(
     pairs: Sequence[Demonstration],
     report: Callable[[Mapping[str, object]], None],
 ) -> None:
-    """Set the `reference` of `pairs` from the stored folder, or compute and store it first.
+    """Set the reference log-probabilities of `pairs`. If they are not stored in `folder`, compute and store them first.
 
-    The workers must hold the initial policy. `batches`: the pairs of each step of the first epoch, and the held-out
-    pairs. They are packed as in these steps, so the first step has margins of exactly 0.
+    The workers must hold the initial policy. `batches`: the pairs of each training step in the first epoch, and the
+    held-out pairs. Pairs are packed as they are during training, so all reward margins are exactly 0 in the first step.
     """
     if read_finished_or_set_aside(folder) is None:
         report({"event": "note", "text": f"computes the reference log-probabilities of {len(pairs):,} pairs"})

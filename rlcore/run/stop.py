@@ -4,10 +4,10 @@ The rules (docs/operations.md):
 
 - The first SIGTERM or SIGINT is a stop request: the step is finished and saved.
 - A second SIGINT (Ctrl-C again) ends the process immediately.
-- A second SIGTERM ends the process immediately if it comes more than `SAME_REQUEST_S` after the first. An earlier one
-  belongs to the same request, since a supervisor signals the process and its group.
-- The kernel sends a signal when the parent process ends (`flows.server.launch`). It is never a second request.
-  Cancelling a flow signals this process first and ends the flow later, during the save.
+- A second SIGTERM ends the process immediately only if it comes more than `SAME_REQUEST_S` after the first signal. A
+  supervisor may signal the process and then its group, and both signals belong to one request.
+- The kernel sends a signal when the parent process ends (`flows.server.launch`). This signal never counts as a second
+  request. Cancelling a flow signals this process first and ends the flow later, during the save.
 """
 
 import logging
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rlcore.storage.locks import RunLock
 
 SAME_REQUEST_S = 5.0
-"""The seconds within which two SIGTERMs are the same request."""
+"""The seconds within which a second SIGTERM belongs to the first stop request."""
 LOCK_WAIT_S = 90.0
 """The seconds that a trainer may still need for saving after its flow has ended."""
 POLL_S = 0.2
@@ -36,7 +36,7 @@ log = logging.getLogger("rlcore.run.stop")
 
 
 class StopFlag:
-    """A flag that the first SIGTERM or SIGINT sets. `end_now`: a function that ends the process and does not return."""
+    """A flag that the first SIGTERM or SIGINT sets. `end_now`: a function that ends the process immediately."""
 
     def __init__(self, end_now: Callable[[], None]) -> None:
         self._end_now = end_now
@@ -76,9 +76,9 @@ def locked_run(
 ) -> "Iterator[RunLock]":
     """Hold the run's lock inside the `with` block, and remove temporary files of killed processes.
 
-    If another process holds the lock, report this and wait. `waits_for_holder`: whether to wait for a holder that is
-    alive. Raises RunInUseError with the holder's process and host if the lock is still held after `wait_s`. Raises
-    StopRequestedError if a stop is requested during the wait.
+    If another process holds the lock, report this and wait. `waits_for_holder`: whether to wait if that process is
+    still alive. Raises RunInUseError, which names the process and its host, if the lock is not free after `wait_s`.
+    Raises StopRequestedError if a stop is requested during the wait.
     """
     # The command line imports this module before it reads settings.
     from rlcore.storage.locks import RUN_LOCK, RunLock, read_holder

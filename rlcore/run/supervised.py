@@ -95,7 +95,11 @@ class Demonstrations:
         return cls(stream, tuple(kept), warm.misdirected_share, config.seed, len(rows) - len(fitting))
 
     def draw(self, position: int, step: int, count: int) -> list[Demonstration]:
-        """Return the demonstrations of a step. Some have a response that does not reach the prompt's target."""
+        """Return the demonstrations of a training step.
+
+        A random share of them (`warm_start.misdirected_share`) has a response that misses the prompt's target on
+        purpose.
+        """
         rng = np.random.default_rng((self.seed, WARM_START_STREAM, step))
         misdirected = (rng.random(count) < self.misdirected_share).tolist()
         rows = self.shown.take(position, count)
@@ -198,7 +202,9 @@ class SupervisedTraining(Training[SupervisedWorkers]):
 
 
 def has_learned(config: RunConfig, step: int, best_step: int, metrics: Mapping[str, float]) -> bool:
-    """Return whether the sampled reward reached its target or the held-out loss did not fall for `patience` checks."""
+    """Return whether the sampled reward has reached its target or the held-out loss has not improved in `patience`
+    checks.
+    """
     warm = config.warm_start
     if warm.stop_at_reward is not None and metrics.get(REWARD, -math.inf) >= warm.stop_at_reward:
         return True
@@ -207,7 +213,7 @@ def has_learned(config: RunConfig, step: int, best_step: int, metrics: Mapping[s
 
 
 class WarmStart:
-    """The creation of the initial policy. After an error, it keeps the workers and the folder's lock until `close`."""
+    """The creator of the initial policy. After an error, it keeps its workers and the folder's lock until `close`."""
 
     def __init__(self, config: RunConfig, inputs: RunInputs, guard: Watchdog, run_id: str) -> None:
         self._config, self._inputs, self._guard, self._run_id = config, inputs, guard, run_id
@@ -284,7 +290,10 @@ class WarmStart:
         return is_last or has_learned(record.config, newest.step, best, newest.metrics)
 
     def _publish(self, training: SupervisedTraining, newest: CheckpointInfo) -> None:
-        """Publish the checkpoint with the lowest held-out loss, or the last one if a reward can end the warm start."""
+        """Publish the checkpoint with the lowest held-out loss.
+
+        If a sampled reward can end the warm start, publish the last checkpoint instead.
+        """
         record, workers = training.record, training.workers
         training.settle_save()
         ends_at_reward = self._config.warm_start.stop_at_reward is not None

@@ -20,7 +20,10 @@ from rlcore.tracking.journal import load_journal
 
 
 class SupervisedRun:
-    """The parts of a run without reinforcement learning. The stage itself is `WarmStart`, which several runs share."""
+    """The models and the export of a run without reinforcement learning.
+
+    The supervised stage itself is a `WarmStart`, which several runs can share.
+    """
 
     def __init__(self, record: RunRecord, inputs: RunInputs, warm_start: WarmStart) -> None:
         self._record, self._inputs, self._warm_start = record, inputs, warm_start
@@ -29,7 +32,7 @@ class SupervisedRun:
     def base(self) -> InitialPolicy:
         """Return the model before the stage, and create it first if needed.
 
-        Raises DataError if there are no demonstrations, before the model is evaluated.
+        Raises DataError if there are no demonstrations. This is checked before the model is created.
         """
         Demonstrations.read(self._config, self._inputs)
         return self._warm_start.base()
@@ -41,7 +44,7 @@ class SupervisedRun:
         return known
 
     def export(self) -> Mapping[str, object]:
-        """Write the journal of the stage into the run's journal, and copy the model after the stage into its folder."""
+        """Copy the journal of the stage into the run's journal, and the model after the stage into the run's folder."""
         model, target = self.result(), self._layout.exported_model
         if not is_exported(target, model.steps):
             self._write_journal(model.steps)

@@ -63,7 +63,8 @@ class Training(Generic[W]):
     def train_to(self, to_step: int, *, settle: bool = True) -> Mapping[str, float]:
         """Train to a step, save checkpoints at chunk ends and at this step, and return the metrics of the last step.
 
-        `settle`: whether to commit the last checkpoint before the return. Otherwise it is written during the next call.
+        `settle`: whether to wait until the last checkpoint is committed. If false, the checkpoint is written during the
+        next call.
         """
         state = self._begin()
         self.record.wait_for_room(state.step, self.settle_save)
@@ -126,7 +127,10 @@ class Training(Generic[W]):
         return state
 
     def _cost(self) -> dict[str, float]:
-        """Return metrics of the run's cost. `CostMeter` must read the journal after a resume has truncated it."""
+        """Return the cost metrics of the run, which are read from the journal.
+
+        Call this only after a resume has truncated the journal.
+        """
         if self._meter is None:
             self._meter = CostMeter(self.record.layout.journal)
         return self._meter.metrics(self.workers.gpu_uses())
@@ -194,7 +198,7 @@ class Training(Generic[W]):
         raise NotImplementedError
 
     def _evaluate(self, state: LoopState) -> tuple[Mapping[str, float], LoopState]:
-        """Return the metrics of the evaluations that are due, and the state with the best score so far."""
+        """Run the evaluations that are due. Return their metrics, and the state with the best score so far."""
         raise NotImplementedError
 
     def _write_responses(self, result: StepResult) -> None:
@@ -213,7 +217,7 @@ class Training(Generic[W]):
         self._saved_step = state.step
 
     def _save_before(self, state: LoopState) -> None:
-        """Save the last finished step before the weights change. The workers still hold its weights."""
+        """Save the last finished step. The workers must still hold the weights of this step."""
         self.workers.holds = name_of(state.step)
         if self._saved_step != state.step:
             self._begin_save(state)
@@ -224,7 +228,9 @@ class Training(Generic[W]):
         return step % trainer.steps_per_chunk == 0 or step == trainer.total_steps
 
     def _saving(self, advance: Callable[[], Saved | None]) -> None:
-        """Call `advance`, which continues the current save. Its duration becomes a metric of the next step."""
+        """Call `advance`, which continues the save in progress. The duration of the call is added to a metric of the
+        next step.
+        """
         begun = time.perf_counter()
         try:
             saved = advance()
@@ -303,7 +309,7 @@ class RunTraining(Training[RunWorkers]):
     ) -> ValidationResult:
         """Evaluate a checkpoint on all held-out problems or on a suite. Reuse a stored result with equal settings.
 
-        `step`: the step of the result, by default the step of the checkpoint.
+        `step`: the step that the result records. By default, this is the step of the checkpoint.
         """
         step = self.record.store.step_of(checkpoint) if step is None else step
         result = (
@@ -327,9 +333,10 @@ class RunTraining(Training[RunWorkers]):
         result.write(self.file_of(result.name, suite))
 
     def _known_result(self, step: int, suite: SuiteConfig | None, name: str | None = None) -> ValidationResult | None:
-        """Return the stored result of `name`, or None if the result is missing or has other settings.
+        """Return the stored result named `name`, or None if there is none with the present settings.
 
-        Without `name`, return the result that training stored for the step, or None if training skips some problems.
+        If `name` is None, return the result that training has stored for the step. Return None if training evaluates
+        only `max_problems` problems.
         """
         settings = self._config.validation if suite is None else suite
         file = self.file_of(name or name_of(step), suite)

@@ -51,7 +51,8 @@ BEFORE_THE_UPDATE = frozenset({"gen", "environment", "reward", "old_log_prob", "
 """The phases before the weights change. A step can be abandoned before each of them."""
 
 TRACKING_MODULE = "rlcore.tracking"
-"""The module of the process that delivers metrics. It outlives the trainer until everything is delivered."""
+"""The module of the process that delivers metrics. This process outlives the trainer until all metrics are delivered.
+"""
 FINAL_REPORT_S = 5.0
 """The maximum seconds for the final output of a process, whose reader may have ended."""
 STACKS_S = 40.0
@@ -74,9 +75,10 @@ class _Running:
 class Watchdog:
     """A guard that enforces the deadlines of phases and stops, and records the failures of a run.
 
-    Use it as a context manager around the workers. After a stop request, the step has half of `runtime.stop_deadline_s`
-    and the run has all of it. `abandon`: a function that reports an error and ends the process, called in a separate
-    thread. `step`: a function that returns the last finished step.
+    Use it as a context manager around the workers. After a stop request, the run must end within
+    `runtime.stop_deadline_s`. After half of this time, the current step is abandoned unless it has begun to change the
+    weights. `abandon`: a function that reports an error and ends the process. It is called in a separate thread.
+    `step`: a function that returns the last finished step.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class Watchdog:
         self._last_phase = ""
         self._has_hung = False
         self.aside: Callable[[], str] = str
-        """A function that returns the stage of the concurrent save, for the message about a hang."""
+        """A function that returns the stage of the save in progress, for the message about a hang."""
         self._running: tuple[_Running, ...] = ()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._poll, name="watch", daemon=True)
@@ -120,7 +122,8 @@ class Watchdog:
     def phase(self, name: str) -> Iterator[None]:
         """Enforce the deadline of a phase inside the `with` block.
 
-        Raises StepAbandonedError before the block if a stop request is too old and the weights are unchanged.
+        Raises StepAbandonedError on entry if the step has not changed the weights and the stop request is older than
+        half of `runtime.stop_deadline_s`.
         """
         self._last_phase = name
         waited = self.stop.seconds_since_request()
@@ -137,7 +140,7 @@ class Watchdog:
             self._arm_last_resort()
 
     def _arm_last_resort(self) -> None:
-        """Set the timer of `faulthandler`, of which a process has only one, for the innermost phase."""
+        """Set the timer of `faulthandler` for the innermost phase. A process has only one such timer."""
         faulthandler.cancel_dump_traceback_later()
         if self._running:
             innermost = self._running[-1]
@@ -161,7 +164,9 @@ class Watchdog:
         return sum(failure.kind == kind for failure in read_failures(self._layout.run_dir))
 
     def record_failure(self, error: Exception) -> Exception:
-        """Record an error that ends this process. Return it as a `MillraceError` if it is a known failure."""
+        """Record an error that ends this process. Return a known failure as a `MillraceError`, and any other error
+        unchanged.
+        """
         known = as_known_error(error, self._last_phase)
         failure = failure_from(known, self._last_phase, self._step())
         if not self._has_hung:  # errors after a hang are its consequences
@@ -220,7 +225,9 @@ class Watchdog:
 
 
 def report_and_exit(say: Callable[[], None], code: int) -> NoReturn:
-    """Call `say`, and end the process after at most `FINAL_REPORT_S` seconds, because the pipe may be full."""
+    """Call `say`, then end the process. Wait at most `FINAL_REPORT_S` seconds for `say`, because it may block on a full
+    pipe.
+    """
     _run_with_timeout(FINAL_REPORT_S, say)
     exit_immediately(code)
 
@@ -236,7 +243,7 @@ def exit_immediately(code: int) -> NoReturn:
 
 
 def _run_with_timeout(seconds: float, do: Callable[[], None]) -> None:
-    """Call `do` in a thread and wait at most `seconds`. A signal handler that interrupted `threading` can use this."""
+    """Call `do` in a thread and wait at most `seconds`. Without `threading`, it is safe in signal handlers."""
     is_done = _thread.allocate_lock()
     is_done.acquire()
 

@@ -79,7 +79,9 @@ class TrainingWorkers:
 
     @property
     def unscored(self) -> tuple[int, str]:
-        """The number of responses without a score and the last scoring error. A supervised training has (0, "")."""
+        """The number of responses without a score and the last scoring error. The default is (0, ""), for supervised
+        training.
+        """
         return 0, ""
 
     def gpu_uses(self) -> list[GpuUse]:
@@ -89,7 +91,7 @@ class TrainingWorkers:
         return [use for use in self.group.each(Worker.gpu_use) if use is not None]
 
     def load(self, checkpoint: str) -> None:
-        """Load a checkpoint's weights into the workers and the engines, unless the workers hold them."""
+        """Load a checkpoint's weights into the workers and the engines, unless the workers hold these weights."""
         workers = self.start().group
         found = self._record.store.find(checkpoint)
         name = "start" if found is None else found.name
@@ -128,7 +130,10 @@ class TrainingWorkers:
             return self.start().group.each(Worker.save, verb, *args, **kwargs)
 
     def step(self, state: LoopState) -> StepResult:
-        """Run one training step. The caller then records the result, and sets `holds` to the step's checkpoint name."""
+        """Run one training step.
+
+        The caller must then record the result and set `holds` to the name of the step's checkpoint.
+        """
         self.start()
         self.holds = MID_STEP
         is_profiled = self.config.runtime.profile.has_step(state.step + 1)
@@ -158,7 +163,7 @@ class TrainingWorkers:
         raise NotImplementedError
 
     def _start_group(self, probe: Sequence[Prompt] = ()) -> None:
-        """Start the ranks. `probe`: prompts with which weight syncs are checked."""
+        """Start the ranks. `probe`: the prompts on which weight syncs are tested."""
         try:
             with self._guard.phase("start"):
                 self.group = group = start_workers(self.config, str(self.initial_policy))
@@ -198,7 +203,9 @@ class RunWorkers(TrainingWorkers):
             self._config = record.config.model_copy(update={"model": model, "algo": AlgoConfig(), "critic": None})
 
     def use(self, model: Path) -> None:
-        """Evaluate this model in place of the initial policy. The ranks must not have started with another one."""
+        """Set the model that the ranks start with, in place of the initial policy. The ranks must not hold another
+        model.
+        """
         assert model == self.initial_policy or not self._is_started, "the ranks hold another model"
         self.initial_policy = model
 
@@ -296,7 +303,7 @@ class RunWorkers(TrainingWorkers):
 
     @cached_property
     def _trainer(self) -> Trainer:
-        """The trainer, which is created at the first step, when the pass rates are known."""
+        """The trainer. It is created at the first step, because it needs the pass rates."""
         collector = ExperienceCollector(self._sampler, self.problems.stream, self.problems.metrics())
         failures = self._layout.failures
         return Trainer(self.config, self.group, collector, failures=failures, enter_phase=self._guard.phase)

@@ -14,7 +14,7 @@ ENGINE_FIXED_BYTES = 1_500_000_000
 def require_vllm(has: Callable[[str], object] = find_spec) -> None:
     """Check that vLLM is installed, without loading it. Raises EngineError if vLLM is not installed.
 
-    `has`: whether the trainer's environment has a package.
+    `has`: a function that says whether a package is installed.
     """
     if not has("vllm"):
         raise EngineError(missing_vllm_message())

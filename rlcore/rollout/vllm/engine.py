@@ -142,8 +142,10 @@ class VllmEngine(RolloutEngine):
                 core.abort_requests(list(writing))
 
     def _agree(self, cut: TailCut, names: Sequence[str]) -> None:
-        """Exchange the lengths of finished responses with the other ranks. If the bound has fallen, lower the limits of
-        the running requests `names`."""
+        """Exchange the lengths of finished responses with the other ranks.
+
+        If the bound has fallen, lower the limits of the running requests whose ids are in `names`.
+        """
         before = cut.bound
         cut.agree()
         if cut.bound < before:
@@ -152,8 +154,11 @@ class VllmEngine(RolloutEngine):
     def _prepare_requests(
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
     ) -> Iterator[Any]:
-        """Yield the requests in vLLM's form. vLLM prepares and checks only the first request. All later requests are
-        copies of it with another prompt, seed and limit."""
+        """Yield the requests as vLLM's request objects.
+
+        vLLM prepares and checks only the first request. Each later request is a copy with another prompt, seed and
+        limit.
+        """
         from msgspec.structs import replace
 
         first = self._engine.input_processor.process_inputs(
@@ -208,7 +213,10 @@ class VllmEngine(RolloutEngine):
         )
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> WeightSyncResult:
-        """Load all weights. Raises EngineError if a name is unknown or missing, so that no tensor stays outdated."""
+        """Load all weights.
+
+        Raises EngineError if a name is unknown or missing. A missing tensor would otherwise keep its old values.
+        """
         self.policy_version = -1  # an interrupted weight sync leaves no valid version
         if self._asleep:
             release_cached_memory()
@@ -227,7 +235,9 @@ class VllmEngine(RolloutEngine):
         return taken
 
     def sleep(self) -> None:
-        """Release memory by `rollout.sleep_level`. At level 2, the weights are lost until the next weight sync."""
+        """Release memory, as far as `rollout.sleep_level` says. At level 2, the weights are lost until the next weight
+        sync.
+        """
         if self._asleep or self._sleep_level == 0:
             return
         torch.cuda.synchronize()  # vLLM unmaps memory that kernels may still read

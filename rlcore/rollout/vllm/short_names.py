@@ -12,7 +12,7 @@ SCHEDULER_NAMES = {
     "kv_cache_manager": "new_step_starts allocate_slots",
     "kv_cache_manager.block_pool": "get_num_free_blocks",
 }
-"""The attributes of the scheduler that short steps use, by the path of the object that has them."""
+"""The scheduler's attributes that short steps use. A key is the path from the scheduler to the object that has them."""
 REQUEST_NAMES = (
     "request_id num_computed_tokens num_output_placeholders num_prompt_tokens max_tokens is_prefill_chunk "
     "sampling_params update_block_hashes _output_token_ids _all_token_ids"
@@ -23,10 +23,12 @@ SAMPLING_NAMES = "all_stop_token_ids repetition_detection"
 REQUEST_CHANGES = frozenset(
     {"num_computed_tokens", "num_output_placeholders", "num_in_flight_tokens", "next_decode_eligible_step"}
 )
-"""The attributes of a request that a token changes, apart from growing lists. Releases after 0.25 also count tokens in
-flight. If vLLM changes other attributes, short steps are disabled."""
+"""The attributes of a request that vLLM changes for each token, without lists that grow.
+
+Releases after 0.25 also change `num_in_flight_tokens`. If vLLM changes other attributes, short steps are disabled.
+"""
 SCHEDULER_CHANGES = frozenset({"current_step", "prefill_capacity_bound"})
-"""The numbers and texts in the scheduler that a token changes."""
+"""The numbers and texts in the scheduler that vLLM changes for each token."""
 
 
 def unsupported_reason(scheduler: Any) -> str | None:

@@ -1,11 +1,11 @@
-"""Short steps of vLLM's scheduler, which have no new request and give every running response one token.
+"""Short steps of vLLM's scheduler. A short step has no new request and gives every running response one token.
 
-vLLM's `schedule` and `update_from_output` take 30 to 40 microseconds of Python per token. For hundreds of responses of
-a small model, the GPU needs less time. Nearly all steps of a rollout are short. Between full steps, the running
-responses are rows of arrays, which a short step updates together. Only responses that need a cache block or may end are
-handled one by one. Other steps, and every end, run the code of vLLM.
+vLLM's `schedule` and `update_from_output` take 30 to 40 microseconds of Python per token. If a small model generates
+hundreds of responses, this is longer than the GPU's work. Nearly all steps of a rollout are short. Between full steps,
+the running responses are rows of arrays, which a short step updates together. Only responses that may end or that need
+a cache block are handled one by one. vLLM's own code runs all full steps and ends all responses.
 
-Before a full step, vLLM's requests are updated (`_end_short_steps`). Tokens of short steps are buffered until vLLM
+Before a full step, vLLM's requests are updated (`_end_short_steps`). The tokens of short steps are buffered until vLLM
 creates the next output of their response.
 """
 
@@ -21,13 +21,13 @@ from rlcore.rollout.vllm.short_names import REQUEST_CHANGES, SCHEDULER_CHANGES, 
 
 log = logging.getLogger(__name__)
 _Scheduler: Any = object
-"""A placeholder for vLLM's scheduler class, which follows `ShortSteps` in the combined class."""
+"""A placeholder for vLLM's scheduler class, which is the next base after `ShortSteps` in the combined class."""
 _MAX_SHORT_STEPS = 256
 """The number of short steps after which vLLM's requests are updated."""
 
 
 class _BufferedTokens:
-    """The tokens of one response, with their log-probabilities, that no output contains yet."""
+    """The tokens and log-probabilities of one response that are not yet in an output of vLLM."""
 
     __slots__ = ("logprobs", "token_ids")
 
@@ -71,7 +71,10 @@ class _Rows:
         return self.running[self.to_come[self.running] > self.num_ordered]
 
     def ending(self, rows: Any, sampled: Any) -> Any:
-        """Return a mask over the indices `rows`, True where the new token in `sampled` ends the response."""
+        """Return which of the rows `rows` end with their new token, as a mask.
+
+        `sampled`: the new token of each of these rows.
+        """
         ends = self.to_come[rows] - self.num_taken <= 1
         for at in np.flatnonzero((sampled[:, None] == self.stop_token_ids).any(1)):
             ends[at] |= sampled[at] in self.requests[rows[at]].sampling_params.all_stop_token_ids
@@ -132,22 +135,28 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         return super().finish_requests(request_ids, *args, **kwargs)
 
     def lower_limits(self, request_ids: Iterable[str], limit: int) -> None:
-        """End responses at `limit` tokens. A response that is already longer ends with its next token."""
+        """End the responses to `request_ids` at `limit` tokens.
+
+        A response that is already longer ends with its next token.
+        """
         self._end_short_steps()
         for request in [self.requests[name] for name in request_ids if name in self.requests]:
             written = request.num_output_tokens + request.num_output_placeholders
             request.max_tokens = min(request.max_tokens, max(limit, written + 1))
 
     def _admits_waiting(self) -> bool:
-        """Return whether waiting requests may start now, which is when half of the slots are free.
+        """Return whether waiting requests may start in the next step.
 
-        A step with a prompt takes several times longer than other steps, and responses end at almost every step."""
+        They may start when half of the slots are free. Responses end at almost every step, but a step that processes a
+        prompt takes several times longer than other steps. Requests therefore start together.
+        """
         limit = min(self.max_num_running_reqs, getattr(self, "max_num_active_reqs", self.max_num_running_reqs))
         return len(self.requests) > len(self.running) and len(self.running) <= limit // 2
 
     def _full_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a full step of vLLM. If it could have been a short step, it becomes the template of the following short
-        steps."""
+        """Run a full step of vLLM. If each request got one token in it, use it as the template of the following short
+        steps.
+        """
         self._end_short_steps()
         if self._hashes_behind:  # vLLM adds them per token, and reads them per block
             for request in self.running:
@@ -174,7 +183,10 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         return order
 
     def _all_decode(self, order: Any) -> bool:
-        """Return whether every running request is past its prompt, and has a token in this step or needs no more."""
+        """Return whether every running request has finished its prompt.
+
+        Each request must also get a token in this step, unless it already has all its tokens.
+        """
         counts = order.num_scheduled_tokens
         return all(
             not request.is_prefill_chunk
@@ -275,7 +287,10 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         return self._prepend_buffered(outputs)
 
     def _update_requests(self, rows: _Rows, which: Any) -> None:
-        """Add the tokens of the short steps to vLLM's requests of the rows `which`, and buffer these tokens."""
+        """Append the tokens of the short steps to vLLM's request objects, and buffer them for the next output.
+
+        `which`: the rows whose requests are updated.
+        """
         taken = rows.num_taken
         token_ids, logprobs = rows.token_ids[which, :taken].tolist(), rows.logprobs[which, :taken].tolist()
         num_ordered = np.minimum(rows.num_ordered, rows.to_come[which]).tolist()

@@ -26,7 +26,7 @@ _ENVIRONMENT = {
 }
 _BYTES_PER_GIB = 2**30
 _MEMORY_FREED_MESSAGE = "error in memory profiling"
-"""A part of vLLM's error message if free GPU memory grew while vLLM measured its own use."""
+"""A text in the error that vLLM raises if another process frees GPU memory during vLLM's memory measurement."""
 _MEMORY_TAKEN_MESSAGE = "Memory usage increased after sleeping"
 _MAX_GRAPH_BATCH = 512
 """The batch size of the largest CUDA graph that vLLM captures by default."""
@@ -97,7 +97,7 @@ def start_vllm(shape: EngineShape, settings: RolloutConfig) -> Any:
 
 
 def allow_sleep_on_shared_gpu() -> None:
-    """Let vLLM's worker sleep while another process allocates GPU memory. vLLM would report this as an error."""
+    """Make vLLM's worker ignore the error that `sleep` raises if another process allocates GPU memory meanwhile."""
     from vllm.v1.worker.gpu_worker import Worker
 
     own = Worker.sleep
@@ -233,11 +233,11 @@ def start_failure_message(error: BaseException, shape: EngineShape, settings: Ro
 
 
 def _cache_bytes(shape: EngineShape, settings: RolloutConfig) -> int | None:
-    """Return the cache size for `rollout.max_num_seqs` full-length responses within `rollout.memory_share`. Return None
-    if vLLM should measure the size, because the share is too small or the model's shape is unknown.
+    """Return the bytes of a cache for `rollout.max_num_seqs` responses of full length, within `rollout.memory_share`.
 
-    If vLLM measures, its cache takes all free memory of the share. The measurement fails if another process takes or
-    frees GPU memory meanwhile.
+    Return None if the share is too small or the model's shape is unknown. vLLM must then measure free memory, and its
+    cache takes all free memory of the share. The measurement fails if another process takes or frees GPU memory
+    meanwhile.
     """
     config = AutoConfig.from_pretrained(shape.model_directory, local_files_only=True).get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads

@@ -70,8 +70,10 @@ def tied_head(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
 @dataclass(frozen=True, slots=True)
 class _SentTensor:
     """A tensor of the policy that was sent to vLLM. `path`: the name of the module in vLLM. `kind`: `weight` or `bias`.
+
     `rows_from_end`: the first row's distance from the end of a fused matrix, or None if the tensor starts at row 0.
-    `shape` and `digest`: the values for this rank's shard in vLLM's number type."""
+    `shape` and `digest`: the shape and the digest of this rank's shard in vLLM's number type.
+    """
 
     name: str
     path: str
@@ -82,8 +84,10 @@ class _SentTensor:
 
 
 class SentWeights:
-    """A comparison of vLLM's weights with the weights that were sent, by digests taken during the sync. No tensor is
-    stored or gathered again, and the device is synchronized once."""
+    """A comparison of vLLM's weights with the sent weights. It uses digests that are taken during the weight sync.
+
+    No tensor is stored or gathered again, and the device is synchronized once.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules())
@@ -134,8 +138,11 @@ class SentWeights:
         )
 
     def storages(self) -> dict[str, Tensor] | None:
-        """Return, for each tensor, the memory from which vLLM's kernels read it. Return None if vLLM stores a tensor in
-        another form or splits it across ranks. Call this only after a `compare` without differences."""
+        """Return the memory from which vLLM's kernels read each tensor. Call this only after a `compare` without
+        differences.
+
+        Return None if vLLM stores any tensor in another form or splits it across ranks.
+        """
         found: dict[str, Tensor] = {}
         for one in self._sent:
             module = self._modules[one.path]
