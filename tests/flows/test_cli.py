@@ -196,8 +196,9 @@ def test_every_command_takes_the_root_as_option_or_setting(
     [("", 0, r"a\xfc/runs"), (">&-", 0, ""), ("2>&-", 0, r"a\xfc/runs"), (">/dev/full", 1, "No space")],
 )
 def test_an_unusable_output_gives_no_traceback(tmp_path: Path, redirected: str, code: int, words: str) -> None:
+    command = f'"$0" -m flows.cli run experiment=debug --dry-run --root "$1" {redirected}'
     done = subprocess.run(
-        ["sh", "-c", f'"$0" -m flows.cli run experiment=debug --dry-run --root "$1" {redirected}', sys.executable, str(tmp_path / "a\xfc")],
+        ["sh", "-c", command, sys.executable, str(tmp_path / "a\xfc")],
         env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert (done.returncode, words in done.stdout + done.stderr) == (code, True), done
