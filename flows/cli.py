@@ -93,9 +93,11 @@ def main() -> NoReturn:
 
 
 def open_standard_streams() -> None:
-    """Open the standard streams that the parent has closed, so that no new file is opened as a standard stream.
+    """Replace each standard stream that the parent process has closed with the null device.
 
-    Characters that the terminal's encoding lacks are printed as escapes.
+    Otherwise the next file that this process opens would become the standard stream.
+
+    Characters that a stream's encoding lacks are printed as escapes.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:

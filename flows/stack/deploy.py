@@ -42,8 +42,8 @@ JOB_TEMPLATE: dict[str, Any] = {
     "job_configuration": {"working_dir": ".", "command": FLOW_COMMAND, "stream_output": False},
     "variables": {"type": "object", "properties": {}, "additionalProperties": False},
 }
-"""The template by which a worker starts a flow run: Prefect's own command in the worker's environment. The log of the
-flow run outlives the worker.
+"""The template of the process that a worker starts for a flow run. The process runs Prefect's own command in the
+worker's environment. The log of the flow run outlives the worker.
 
 Job variables are refused, because by default a variable may set another command, environment or folder.
 """
@@ -170,7 +170,7 @@ CANCELLED_RUNS = AutomationCore(
 
 def set_up_notifications(client: SyncPrefectClient, block: str) -> None:
     """Create or update the automations that notify users if a run fails or waits for disk space. Raises MillraceError
-    if there is no notification block of this name.
+    if the notification block `block` does not exist.
     """
     block_id = _notification_block(client, block)
     for name, trigger, subject, body in NOTIFICATIONS:

@@ -125,7 +125,7 @@ class SlotsLimit:
         self._slots = Slots(root)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, after an update of the limit if the request reads limits."""
+        """Pass a request on. If the request reads concurrency limits, update the limit `millrace-slots` first."""
         path = scope.get("path", "")
         if path.startswith(LIMITS) and (scope.get("method") == "GET" or path.endswith("/filter")):
             try:

@@ -28,8 +28,8 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A process of the stack. `born` is the start time that `start_time_of` returns. `version` is the release of a
-    server at its start.
+    """A process of the stack. `born` is the start time that `start_time_of` returns. `version` is the version of a
+    server when it was started.
 
     `url` is the address of the service, or '' if it has none. `ready_url` is an address that answers once the service
     is up.

@@ -101,7 +101,9 @@ def _changed_files(config: RunConfig, inputs: RunInputs) -> list[str]:
 
 
 def _changed_models(config: RunConfig, origin: Origin) -> list[str]:
-    """Return a line for each changed model file. A model that is or was missing on this machine is skipped."""
+    """Return a line for each changed model file. A model is skipped if it is missing on this machine now, or was
+    missing when the run's record was written.
+    """
     changes, paths = [], model_paths(config)
     for key, now in model_digests(config).items():
         place = Path(str(paths[key])).expanduser().resolve()
