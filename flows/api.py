@@ -32,8 +32,9 @@ __all__ = ["Run", "compose", "open", "run", "runs"]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run on disk. Each call reads the run's folder again, so a run in progress can be followed. `config` is read
-    once."""
+    """A run on disk. Each call reads the run's folder again, so the values of a run in progress are current. `config`
+    is read only once.
+    """
 
     config: RunConfig
     layout: RunLayout
@@ -70,8 +71,8 @@ class Run:
         return pd.DataFrame([dict(record.metrics) for record in records], index=index)
 
     def validation(self, name: str = "after") -> ValidationResult:
-        """Return the validation `before` or `after` training, or the validation of the checkpoint with this name.
-        Raises DataError if the validation does not exist or is damaged.
+        """Return a validation of the run. `name` is `before` (training), `after` (training) or the name of a
+        checkpoint. Raises DataError if the validation does not exist or is damaged.
         """
         file = self.layout.validation / f"{name}.json"
         if not file.is_file():

@@ -100,7 +100,7 @@ def show_latest_validation(run: OpenRun, step: int, summary: Mapping[str, float]
 
 
 def show_summary(run: OpenRun, now: str) -> None:
-    """Show the run's progress and the link to its MLflow page. `now` is the progress as Markdown text."""
+    """Show the run's progress and the link to its MLflow page. `now` is the progress as text."""
     page = f"[{run.run_id} in MLflow]({run.prefect_view.mlflow_page})" if run.prefect_view.mlflow_page else ""
     if not page and run.config.tracking.enabled:
         page = f"`millrace ui --root {quote(str(run.layout.root))}` serves the run's MLflow page."

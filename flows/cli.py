@@ -155,7 +155,9 @@ def _flush_stdout() -> bool:
 
 
 class _SigtermHandler:
-    """A signal handler that turns SIGTERM into a keyboard interrupt, but only once within `SAME_REQUEST_S` seconds."""
+    """A signal handler that turns SIGTERM into a keyboard interrupt. A second SIGTERM within `SAME_REQUEST_S` seconds
+    is ignored.
+    """
 
     def __init__(self) -> None:
         self._requested_at = float("-inf")

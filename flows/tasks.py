@@ -98,8 +98,8 @@ def open_flow_run(settings: RunSettings, verb: str) -> Iterator[OpenRun]:
 
 
 def log_settings(settings: RunSettings, verb: str) -> None:
-    """Give the flow run the id of its Millrace run as a name, and add tags. Log the equivalent command and the settings
-    that have no effect.
+    """Name the flow run after the id of its Millrace run, and tag it. Log the equivalent command and the settings that
+    have no effect.
     """
     name, what = run_id(settings.config), _flow_or_stage()
     label_flow_run(name if what == "pipeline" else f"{what} {name}", settings.config.name, settings.config.data.task)
@@ -277,7 +277,9 @@ class RunReporter:
         self._show_summary()
 
     def _show_summary(self, *, now: bool = False) -> None:
-        """Update checkpoints, summary and MLflow link, at most once per `SUMMARY_EVERY_S` unless `now` is true."""
+        """Update the checkpoints, the summary and the MLflow link. An update less than `SUMMARY_EVERY_S` seconds after
+        the last one is skipped unless `now` is true.
+        """
         shown = self._run.prefect_view
         if not now and time.monotonic() - shown.summary_at < SUMMARY_EVERY_S:
             return

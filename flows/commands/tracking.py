@@ -49,9 +49,9 @@ def compare(
 
 
 def reachable_urls(root: Path, *pages: str) -> list[str]:
-    """Return the addresses of these MLflow pages at the server of their store.
+    """Return the addresses of these MLflow pages at the server that serves them.
 
-    If this is the local server and it is down, the last address is followed by the command that starts the server.
+    If this is the local server and it is down, the command that starts it is appended to the last address.
     """
     from flows.stack.services import free_port, is_free_port
     from rlcore.tracking.mlflow_store import LOCAL_UI

@@ -135,8 +135,8 @@ def stop_as_cancellation(is_stopped: Callable[[], bool] = lambda: False) -> Iter
     Without the conversion, Prefect treats SIGINT as a crash. After SIGTERM, Prefect ends the process before the state
     is reported, or marks the task as crashed.
 
-    If a deployed run gets a signal without a cancellation or a stop request, the signal's error is not converted. The
-    reason of the signal is the end of the run's worker. The next `millrace up` resumes the run.
+    A deployed run also gets a signal when its worker ends, without a cancellation or a stop request. The error of this
+    signal is raised unchanged, and the next `millrace up` resumes the run.
 
     Raises FlowCancelledError in place of the error that a signal has caused in this process or in the trainer.
 

@@ -39,7 +39,7 @@ from rlcore.tracking.mlflow_store import MlflowStore
 LOCK_WAIT_S = 600.0
 PROFILE = "millrace"
 UNCHOSEN = (None, "ephemeral", PROFILE)
-"""Names of an active profile that the user has not chosen. Prefect's default profile is `ephemeral`."""
+"""The active profiles that do not show a choice of the user. Prefect's default profile is `ephemeral`."""
 PRIORITY_VARIABLES = ("PREFECT_API_URL", "PREFECT_PROFILE")
 """The environment variables that Prefect prefers to the active profile."""
 

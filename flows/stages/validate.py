@@ -102,7 +102,7 @@ class Evaluate(Stage[list[ValidationResult]]):
 
 
 def find_validation(config: RunConfig, layout: RunLayout, name: str, step: int) -> ValidationSummary | None:
-    """Return the stored validation `name`, or None if it has another step or other settings or does not exist."""
+    """Return the stored validation `name`. Return None if it does not exist, or has another step or other settings."""
     file = layout.validation / f"{name}.json"
     if (known := _find_result(file, step, config.validation)) is None:
         return None
@@ -122,8 +122,8 @@ def find_validation(config: RunConfig, layout: RunLayout, name: str, step: int) 
 def find_suite_results(
     config: RunConfig, layout: RunLayout, inputs: RunInputs, name: str, step: int
 ) -> list[ValidationResult] | None:
-    """Return the stored results `name` of all suites. Return None if one of them is missing, or has another step or
-    other settings.
+    """Return the stored result `name` of each suite. Return None if one is missing, or has another step or other
+    settings.
     """
     found = []
     for suite in config.validation.suites:

@@ -89,7 +89,7 @@ class SweepWorker:
         """Train points until all have ended or the budget is used up. Return the last error, or '' if there was none.
 
         If `whole` is false, train a single point. The method waits for points that other processes train. If another
-        process is killed, its points are taken over.
+        process is killed, this process continues its points.
         """
         error = ""
         while not self.spending.read()["ended_by"] and self.study.num_left():
@@ -303,8 +303,8 @@ def sweep_child(
 
 
 def work_on_workers(drive: SweepWorker, sweep: Sweep, parameters: dict[str, Any]) -> None:
-    """Start child flow runs until all points have ended or the budget is used up. Lost children are replaced. Raises
-    MillraceError if the deployment is missing, or if too many children end without work on a point.
+    """Start child flow runs until all points have ended or the budget is used up. Lost child flow runs are replaced.
+    Raises MillraceError if the deployment is missing, or if too many child flow runs are lost.
     """
     max_children = MAX_CHILDREN if sweep.spec.optuna is None else sweep.spec.optuna.points_at_once
     with cancel_children_on_error() as us, get_client(sync_client=True) as client:

@@ -103,7 +103,9 @@ def score_at(config: RunConfig, metric: str, step: int) -> float | None:
 
 
 def problem_scores_of(config: RunConfig, metric: str, step: int) -> dict[int, float]:
-    """Return a metric of each held-out problem by problem id. The result is empty if the responses are not stored."""
+    """Return the value of a metric for each held-out problem, by the problem's id. The result is empty if the responses
+    are not stored.
+    """
     file: Path = RunLayout.of(config).validation / f"{name_of(step)}.json"
     try:
         result = ValidationResult.read(file).scored_only

@@ -31,8 +31,8 @@ error.
 A trial without settings is not a point. Its process was killed while it created the trial.
 """
 SEED_STRIDE = 100_003
-"""The distance between the sampler seeds of two sweeps whose own seeds differ by 1. Each point has a separate sampler
-seed, so a resumed sweep draws the same points.
+"""The distance between the sampler seeds of two sweeps whose search seeds differ by 1. Each point has a separate
+sampler seed, so a resumed sweep draws the same points.
 """
 LOCK_WAIT_S = 600.0  # seconds to wait for another process of the same sweep, which holds the lock for seconds at most
 
@@ -81,7 +81,7 @@ def points_of(study: optuna.Study) -> dict[int, FrozenTrial]:
 
 
 class SweepStudy:
-    """The Optuna study of a sweep. It also has the locks on the points that this process trains."""
+    """The Optuna study of a sweep, and the locks on the points that this process trains."""
 
     def __init__(self, sweep: Sweep) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)

@@ -219,7 +219,7 @@ def record_stop_request(run_dir: Path, worker: Holder) -> None:
 
 
 def has_untrained_steps(run_dir: Path) -> bool:
-    """Return whether the run's last attempt is absent or has not finished."""
+    """Return whether the run has no attempt yet, or its last attempt has not finished the training."""
     attempts = read_attempts(run_dir)
     end = attempts[-1][1] if attempts else None
     return end is None or end.status != "FINISHED"

@@ -358,8 +358,8 @@ class _Child:
     def has_ended(self) -> bool:
         """Return whether the process has ended, without reaping the process.
 
-        `Popen.poll` is not used, because an interrupt in it can leave its lock taken. `Popen.wait` would then wait
-        forever.
+        `Popen.poll` is not used, because an interrupt of `Popen.poll` can leave the lock of the `Popen` object locked.
+        `Popen.wait` would then wait forever.
         """
         try:
             gone = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
