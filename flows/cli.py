@@ -93,9 +93,9 @@ def main() -> NoReturn:
 
 
 def open_standard_streams() -> None:
-    """Replace each standard stream that the parent process has closed with the null device.
+    """Open the null device in place of each standard stream that the parent process has closed.
 
-    Otherwise the next file that this process opens would become the standard stream.
+    Otherwise the next file that this process opens would become that stream.
 
     Characters that a stream's encoding lacks are printed as escapes.
     """

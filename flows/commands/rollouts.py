@@ -104,7 +104,7 @@ def audit(
     as_json: AsJson = False,
     root: OptionalRoot = None,
 ) -> None:
-    """Check that a scorer does not reward worthless responses. The exit code is 1 if the scorer rewards one.
+    """Check that a scorer does not reward worthless responses. The exit code is 1 if one of them is rewarded.
 
     Examples:
       millrace audit countdown_demo-s1

@@ -93,7 +93,9 @@ def _requirements(extras: Sequence[str]) -> list[Requirement]:
 
 
 def _of(extras: Sequence[str]) -> str:
-    """Return the end of a check's name, which names the environment. Return '' if there is only one environment."""
+    """Return the last words of a check's name, such as ` of trainer`, which name the environment. Return '' if there is
+    only one environment.
+    """
     return "" if len(extras) > 1 else f" of {extras[0]}"
 
 

@@ -61,9 +61,9 @@ class RunPlan:
 
     `memory` is the plan for one rank's GPU, or None if the model's shape is unknown. `warm_start_memory` is the plan
     for supervised steps, or None if no warm start has to run. If `model.path` names a published model that is not on
-    this machine, `published_model` is this name. The sizes are then computed from the shape of this model, which is
-    part of Millrace. `versions` has the package versions of the trainer's environment. If this process has another
-    version of a package, that version has the key `flow.<package>`.
+    this machine, `published_model` is this name. The sizes are then computed from the shape that Millrace lists for
+    this model. `versions` has the package versions of the trainer's environment. If this process has another version of
+    a package, that version has the key `flow.<package>`.
     """
 
     run_id: str

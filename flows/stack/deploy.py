@@ -104,7 +104,7 @@ NULL_TYPE = {"type": "null"}
 
 
 def simplify_form(client: SyncPrefectClient, deployment: DeploymentResponse, *, paused: bool) -> None:
-    """Let users clear the optional fields of a deployment's form, and set whether the deployment is paused."""
+    """Let users clear the optional fields of a deployment's form. Also set whether the deployment is paused."""
     schema = without_null_types(deployment.parameter_openapi_schema or {})
     client.update_deployment(deployment.id, DeploymentUpdate(parameter_openapi_schema=schema, paused=paused))
 

@@ -136,7 +136,7 @@ def mlflow_database(root: Path) -> str:
 
 def default_mlflow_database(root: Path) -> str:
     """Return the address of the MLflow store under the root. Runs use this store unless their settings or the stack
-    name another one.
+    name another store.
     """
     return sqlite_address(root / "mlflow.db")
 

@@ -122,7 +122,7 @@ def find_validation(config: RunConfig, layout: RunLayout, name: str, step: int) 
 def find_suite_results(
     config: RunConfig, layout: RunLayout, inputs: RunInputs, name: str, step: int
 ) -> list[ValidationResult] | None:
-    """Return the stored result `name` of each suite. Return None if one is missing, or has another step or other
+    """Return the stored result `name` of each suite. Return None if a result is missing, or has another step or other
     settings.
     """
     found = []

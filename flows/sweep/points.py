@@ -76,7 +76,7 @@ def members_of(sweep: Sweep, point: Point) -> tuple[list[Member], Sequence[Probl
 
 
 def committed_step_or_zero(config: RunConfig) -> int:
-    """Return the step of a run's newest checkpoint, or 0 after an error. The error is raised again when the run starts."""
+    """Return the step of a run's newest checkpoint, or 0 after an error. The start of the run raises this error."""
     try:
         require_same_inputs(config, RunLayout.of(config))
         return committed_step(config)

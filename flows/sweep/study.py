@@ -146,7 +146,7 @@ class SweepStudy:
         self._claims.pop(trial.number).release()
 
     def _claim(self, number: int) -> FileLock:
-        """Return the lock that a process holds while it trains a trial. The kernel frees the lock if the process dies."""
+        """Return the lock that a process holds while it trains a trial. The death of the process frees the lock."""
         return FileLock(self._sweep.folder / "claims" / f"{number}.lock")
 
     def _requeue_lost(self) -> None:
@@ -164,7 +164,9 @@ class SweepStudy:
 
 
 class BudgetTracker:
-    """The runs, steps and hours that one call of a sweep has used. The study stores them for all of its processes."""
+    """The runs, steps and hours that one call of a sweep has used. The study stores these numbers, so that all
+    processes of the call share them.
+    """
 
     def __init__(self, study: SweepStudy, sweep: Sweep, call: str) -> None:
         self.call = call
@@ -202,7 +204,7 @@ class BudgetTracker:
         return (time.time() - known["begun"]) / done * steps if done > 0 else None
 
     def refund(self, steps: int) -> None:
-        """Return to the budget the reserved steps that a run has not done."""
+        """Return the steps that a run has reserved but not done to the budget."""
         with sweep_lock(self._sweep):
             known = self.read()
             self._write(known | {"steps": known["steps"] - steps})
