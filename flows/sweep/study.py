@@ -204,7 +204,7 @@ class BudgetTracker:
         return (time.time() - known["begun"]) / done * steps if done > 0 else None
 
     def refund(self, steps: int) -> None:
-        """Return the steps that a run has reserved but not done to the budget."""
+        """Subtract the reserved steps that a run has not done from the used budget."""
         with sweep_lock(self._sweep):
             known = self.read()
             self._write(known | {"steps": known["steps"] - steps})
