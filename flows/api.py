@@ -1,7 +1,7 @@
 """The public Python API, which composes settings, runs experiments and reads results.
 
-A run consists of the stages of `millrace train` and a report. It does not use Prefect. The training runs in a separate
-process, so a notebook survives a failure of the training.
+The API does not use Prefect. A run consists of the stages of `millrace train` and a report. The training runs in a
+separate process, so a notebook survives a failure of the training.
 """
 
 import logging
@@ -32,8 +32,9 @@ __all__ = ["Run", "compose", "open", "run", "runs"]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run on disk. Each call reads the run's folder again, so a run in progress can be followed. `config` is read
-    once."""
+    """A run on disk. Each call reads the run's folder again, so the values of a run in progress are current. `config`
+    is read only once.
+    """
 
     config: RunConfig
     layout: RunLayout
@@ -70,8 +71,9 @@ class Run:
         return pd.DataFrame([dict(record.metrics) for record in records], index=index)
 
     def validation(self, name: str = "after") -> ValidationResult:
-        """Return a validation by its name: `before` training, `after` training, or the name of a checkpoint. Raises
-        DataError if it does not exist or is damaged."""
+        """Return a validation of the run. `name` is `before` (training), `after` (training) or the name of a
+        checkpoint. Raises DataError if the validation does not exist or is damaged.
+        """
         file = self.layout.validation / f"{name}.json"
         if not file.is_file():
             there = sorted(each.stem for each in self.layout.validation.glob("*.json"))
@@ -82,9 +84,10 @@ class Run:
         return ValidationResult.read(file)
 
     def responses(self, name: str = "after") -> "pd.DataFrame":
-        """Return a table with a row for each sampled response of a validation, which is named as in `Run.validation`.
+        """Return a table with a row for each sampled response of a validation. `name` is a name as in `Run.validation`.
 
-        If the scorer failed on a response, the score of the response is NaN and `failure` has the reason."""
+        If the scorer failed on a response, the score of the response is NaN and `failure` has the reason.
+        """
         import pandas as pd
 
         rows = [

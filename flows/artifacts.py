@@ -1,4 +1,6 @@
-"""The Prefect artifacts of a run, such as its progress and report. A failed request does not stop the run."""
+"""The Prefect artifacts of a run, such as its progress and report. A failed request to Prefect's server does not stop
+the run.
+"""
 
 import json
 import re
@@ -37,8 +39,9 @@ def artifact_key(subject: str, content: str) -> str:
 
 
 def show_artifact(of: str, what: str, description: str, data: Content, kind: str = "markdown") -> None:
-    """Create a Prefect artifact. `of` and `what` form its key. `data`: a function that returns Markdown text or, for a
-    `table`, rows as JSON."""
+    """Create a Prefect artifact, whose key consists of `of` and `what`. `data`: a function that returns the content.
+    The content is Markdown text, or the rows of a table as JSON if `kind` is `table`.
+    """
     log_failure(lambda: _create(of, what, description, data, kind))
 
 
@@ -86,7 +89,9 @@ def show_progress(run: OpenRun, stage: str, percent: float, text: str) -> None:
 
 
 def show_latest_validation(run: OpenRun, step: int, summary: Mapping[str, float]) -> None:
-    """Add the validation of a training step to a table of the first validation and the latest ones."""
+    """Add the validation of a training step to a table. The table shows the first validation and the latest
+    validations.
+    """
     known = run.prefect_view.validations
     known[step] = summary
     shown = sorted(known)[:1] + sorted(known)[1:][-(NUM_VALIDATIONS - 1) :]
@@ -95,7 +100,7 @@ def show_latest_validation(run: OpenRun, step: int, summary: Mapping[str, float]
 
 
 def show_summary(run: OpenRun, now: str) -> None:
-    """Show the run's progress (`now`) and the link to its MLflow page."""
+    """Show the run's progress and the link to its MLflow page. `now` is the progress as text."""
     page = f"[{run.run_id} in MLflow]({run.prefect_view.mlflow_page})" if run.prefect_view.mlflow_page else ""
     if not page and run.config.tracking.enabled:
         page = f"`millrace ui --root {quote(str(run.layout.root))}` serves the run's MLflow page."
@@ -137,7 +142,7 @@ def show_checkpoints(run: OpenRun) -> None:
 
 
 def show_mlflow_page(run: OpenRun) -> None:
-    """Show the link to MLflow's table of all runs once the address of the run's page is known."""
+    """Show the link to MLflow's table of all runs. Do nothing before the address of the run's page is known."""
     if (page := run.prefect_view.mlflow_page) and "mlflow" not in run.prefect_view.artifacts:
         _update(run, "mlflow", f"{run.run_id} among all runs in MLflow", lambda: table_url(page), "link")
 

@@ -100,13 +100,15 @@ class StageResults(list[tuple[Stage[Any], Any]]):
 
 
 def stages_until(config: RunConfig, last: str, to_step: int | None = None) -> list[Stage[Any]]:
-    """Return the stages of a run up to the last stage with the name `last`."""
+    """Return the stages of a run up to and including the stage named `last`. If several stages have this name, the list
+    ends with the last of them.
+    """
     stages = stages_of(config, to_step)
     return stages[: max(index for index, stage in enumerate(stages, 1) if stage.name == last)]
 
 
 def run_stages(run: OpenRun, run_stage: StageRunner, last: str, to_step: int | None = None) -> StageResults:
-    """Run the stages up to the last stage with the name `last`, and return their results."""
+    """Run the stages up to and including the last stage named `last`, and return their results."""
     return StageResults((stage, run_stage(stage, run)) for stage in stages_until(run.config, last, to_step))
 
 
@@ -136,7 +138,9 @@ def run_chain(run: OpenRun, run_stage: StageRunner, record: MlflowRecord, *, wit
 
 
 def run_evaluation(run: OpenRun, run_stage: StageRunner) -> list[ValidationResult]:
-    """Evaluate the run's model on its suites and return a result for each suite. An evaluation has no other stages."""
+    """Run the stages of an evaluation: build the rows of each suite, and evaluate the model. Return a result for each
+    suite.
+    """
     for suite in run.config.validation.suites:
         run_stage(Suite(suite), run)
     return run_stage(Evaluate(), run)
@@ -145,7 +149,7 @@ def run_evaluation(run: OpenRun, run_stage: StageRunner) -> list[ValidationResul
 def finished_result(run: OpenRun) -> PipelineResult | None:
     """Return the result of a run if all its stages are done and recorded in MLflow, otherwise None.
 
-    If the stack's MLflow store is used, the run's settings must already name this store.
+    If runs use the stack's MLflow store, the settings of `run` must already name this store.
     """
     if not run.layout.run_json.is_file() or run.origin.settings != with_absolute_paths(run.config, run.layout):
         return None
@@ -190,8 +194,9 @@ def run_on_console(stage: Stage[R], run: OpenRun) -> R:
 
 
 def run_with_retries(stage: Stage[R], run: OpenRun, report: Callable[[str], None]) -> R:
-    """Run a stage. After each loss of the trainer process, run it again, at most `runtime.max_chunk_retries` times.
-    `report`: a function that receives a message before each retry."""
+    """Run a stage. If the trainer process is lost, run the stage again, at most `runtime.max_chunk_retries` times.
+    `report`: a function that receives a message before each retry.
+    """
     retries = run.config.runtime.max_chunk_retries if stage.in_trainer else 0
     for attempt in range(1, retries + 1):
         try:

@@ -93,9 +93,11 @@ def main() -> NoReturn:
 
 
 def open_standard_streams() -> None:
-    """Open the standard streams that the parent has closed, so that no new file is opened as a standard stream.
+    """Open the null device in place of each standard stream that the parent process has closed.
 
-    Characters that the terminal's encoding lacks are printed as escapes.
+    Otherwise the next file that this process opens would become that stream.
+
+    Characters that a stream's encoding lacks are printed as escapes.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -153,7 +155,9 @@ def _flush_stdout() -> bool:
 
 
 class _SigtermHandler:
-    """A signal handler that turns SIGTERM into a keyboard interrupt, but only once within `SAME_REQUEST_S` seconds."""
+    """A signal handler that turns SIGTERM into a keyboard interrupt. A second SIGTERM within `SAME_REQUEST_S` seconds
+    is ignored.
+    """
 
     def __init__(self) -> None:
         self._requested_at = float("-inf")

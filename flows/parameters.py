@@ -47,7 +47,7 @@ FIELDS = {
     "samples_per_prompt": "rollout.samples_per_prompt",
     "root": "paths.root",
 }
-"""The settings that the typed parameters of a flow set, by the names of the parameters."""
+"""The setting that each typed parameter of a flow sets."""
 EXPERIMENT = "experiment="
 
 
@@ -55,9 +55,9 @@ EXPERIMENT = "experiment="
 class RunSettings:
     """The composed and checked settings of one run.
 
-    `overrides` are settings as on the command line, with or without the experiment. `planning_config` is set for the
-    dry run of a fork, whose model is not written. It names an existing model of the same shape and tokenizer.
-    `composed` is the composition that produced `config`.
+    `overrides` are settings as on the command line. They may also name the experiment. A dry run of a fork does not
+    write the model that `config` names. In this case, `planning_config` names an existing model of the same shape and
+    tokenizer. `composed` is the composition that produced `config`.
     """
 
     config: RunConfig

@@ -50,7 +50,9 @@ COMMANDS = {"dataset": "data make", "filter": "data make", "pass-rates": "data p
 
 
 def run_checked(settings: RunSettings) -> chain.PipelineResult:
-    """Run the pipeline with settings that are already checked. Prefect records the parameters that they came from."""
+    """Run the pipeline with settings that are already checked. Prefect records the experiment and overrides of the
+    settings.
+    """
     result = call_flow(settings, lambda: pipeline(*split_experiment(settings.overrides)))
     assert isinstance(result, chain.PipelineResult)
     return result

@@ -158,7 +158,7 @@ def metrics_text(progress: Progress) -> str:
 
 
 def format_speed(tokens_per_s: float, num_devices: int) -> str:
-    """Return the number of tokens per second of each device as text. If there are several devices, the total is added.
+    """Return the tokens per second of each device as text. For several devices, the text also has their total.
 
     >>> format_speed(9_000.4, 1), format_speed(9_000.4, 2)
     ('9,000 tokens/s', '9,000 tokens/s per GPU, 18,001 in total')
@@ -295,7 +295,10 @@ def with_interval(summary: Mapping[str, float], metric: str) -> str:
 
 
 def _metrics_by_kind(values: Mapping[str, str]) -> str:
-    """Return held-out metrics as text. Rewards are first, since a weighted reward may exceed 1 and a share may not."""
+    """Return held-out metrics as text: first the rewards, then the shares of solved problems.
+
+    The two kinds are separate, because a weighted reward may exceed 1 and a share may not.
+    """
     labels = _labels(list(values))
     kinds = {"reward": [name for name in values if "/pass_at_" not in name]}
     kinds["share solved"] = [name for name in values if name not in kinds["reward"]]

@@ -40,7 +40,9 @@ LAST_STAGE: Final = "report"  # last stage of a whole run
 
 
 def flow_run_name() -> str:
-    """Return a name such as `train/countdown_demo seed=2`: a run's last stage or flow, its experiment and its seed."""
+    """Return a name such as `train/countdown_demo seed=2`. It consists of the run's last stage (or the flow's name),
+    its experiment and its seed.
+    """
     given = flow_run.parameters
     seed = [f"seed={given['seed']}"] if given.get("seed") is not None else []
     seed += [override for override in given.get("overrides") or [] if override.startswith("seed=")]
@@ -96,7 +98,9 @@ def open_flow_run(settings: RunSettings, verb: str) -> Iterator[OpenRun]:
 
 
 def log_settings(settings: RunSettings, verb: str) -> None:
-    """Name and tag the flow run after its run. Log the equivalent command and the settings that have no effect."""
+    """Name the flow run after the id of its Millrace run, and tag it. Log the equivalent command and the settings that
+    have no effect.
+    """
     name, what = run_id(settings.config), _flow_or_stage()
     label_flow_run(name if what == "pipeline" else f"{what} {name}", settings.config.name, settings.config.data.task)
     log_command(join(settings.command(verb)))
@@ -170,9 +174,12 @@ def run_task(
     assets: Sequence[Asset] = (),
     made_from: Sequence[str] = (),
 ) -> R:
-    """Run a function as a Prefect task and print its result. `describe`: a function that returns the result as text, or
-    '' for no output. A result that existed before gives the task run the state Cached. `made_from`: the keys of the
-    assets from which `assets` were made. Raises Pause if the flow run was suspended before the task."""
+    """Run a function as a Prefect task, print a line about its result, and return the result.
+
+    `describe`: a function that returns this line, or '' to print nothing. `made_from`: the keys of the assets that
+    `assets` were built from. If the result existed before, the task run gets the state Cached. Raises Pause if the flow
+    run was suspended before the task.
+    """
     watch.end_if_suspended()
     signals = watch.DeferredSignals()
 
@@ -270,7 +277,9 @@ class RunReporter:
         self._show_summary()
 
     def _show_summary(self, *, now: bool = False) -> None:
-        """Update checkpoints, summary and MLflow link, at most once per `SUMMARY_EVERY_S` unless `now` is true."""
+        """Update the checkpoints, the summary and the MLflow link. An update less than `SUMMARY_EVERY_S` seconds after
+        the last one is skipped unless `now` is true.
+        """
         shown = self._run.prefect_view
         if not now and time.monotonic() - shown.summary_at < SUMMARY_EVERY_S:
             return
@@ -315,7 +324,7 @@ def log_and_print(text: str) -> None:
 
 
 def log_unused_settings(lines: Iterable[str]) -> None:
-    """Log the settings that have no effect, once for the whole flow: only the outermost flow run logs them."""
+    """Log the settings that have no effect. Only the outermost flow run logs them, so that they appear once."""
     if flow_run.parent_flow_run_id is None:
         for line in lines:
             get_run_logger().warning("%s", line)

@@ -90,7 +90,9 @@ def checkpoints(
 
 
 def _marks(rows: "Sequence[CheckpointInfo]") -> dict[int, list[str]]:
-    """Return the marks `last` and `best` by step. If several steps have the best score, the latest is marked."""
+    """Return the marks `last` and `best` of each marked step. If several steps have the best score, the latest is
+    marked.
+    """
     from rlcore.checkpoint.catalog import by_score
 
     intact = [row for row in rows if row.verdict != "broken"]

@@ -15,7 +15,9 @@ from flows import SOURCE_FOLDER
 
 CONF = SOURCE_FOLDER / "conf"
 OWN_CONF = "MILLRACE_CONFIG_DIR"
-"""`rlcore.config.base.CONFIG_DIR_VARIABLE`, whose module would take as long to import as all completion."""
+"""The value of `rlcore.config.base.CONFIG_DIR_VARIABLE`. An import of that module would take as long as a whole
+completion.
+"""
 PAGE = SOURCE_FOLDER / "docs" / "settings.md"
 _ROW = re.compile(r"^\| `([a-z0-9_.]+)` \| ([^|]*)\|[^|]*\| (.*)", re.MULTILINE)
 _NAMES = re.compile(r": ([\w, ]+), or a custom `module:function`")
@@ -34,7 +36,9 @@ _SETTINGS_PARAMETERS = ("settings", "overrides", "run", "words")
 
 
 def settings(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Complete the key of a setting or group. After `=`, complete the value: a group member, experiment or literal."""
+    """Complete the key of a setting or group. After `=`, complete the value: an option of a config group, an experiment
+    or a literal.
+    """
     before = [str(word) for word in next(filter(None, map(ctx.params.get, _SETTINGS_PARAMETERS)), ())]
     names = {*_groups(), *_values_by_key()}
     if not incomplete and before[-1:] and before[-1] in names:  # click drops the `=` at the cursor

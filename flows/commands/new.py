@@ -12,7 +12,8 @@ from flows import SOURCE_FOLDER
 from rlcore.errors import ConfigError
 
 TEMPLATES = Path(__file__).with_name("templates")
-"""Files in which NAME and COMMAND are replaced. A task and an environment are those of `data/` with another name."""
+"""The folder of templates, in which NAME and COMMAND are replaced. A task and an environment are copied from `data/`.
+"""
 Kind = Literal["task", "scorer", "loss", "advantage", "environment", "experiment", "suite", "sweep", "slurm", "project"]
 COMMANDS: dict[Kind, str] = {
     "task": "millrace run experiment=debug data=custom data.build={name}:build data.scorer={name}:score",
@@ -26,17 +27,17 @@ COMMANDS: dict[Kind, str] = {
     "slurm": "sbatch {name}.sbatch",
     "project": "make run",
 }
-"""The command that runs the file, by kind."""
+"""The command that runs the written file, for each kind of file."""
 SUFFIXES = {"experiment": ".yaml", "suite": ".yaml", "sweep": ".yaml", "slurm": ".sbatch", "project": ""}
-"""Suffix of the file by kind, if it is not `.py`."""
+"""The suffix of the written file, for each kind whose suffix is not `.py`."""
 COPIED = {"task": "multiplication", "environment": "number_guessing"}
-"""Modules of `data/` that are copied."""
+"""The module of `data/` that is copied, for each of these kinds."""
 PROJECT = {
     "Makefile": "Makefile", "README.md": "README.md", "gitignore": ".gitignore",
     "conf/experiment/baseline.yaml": "conf/experiment/baseline.yaml", "conf/data/task.yaml": "conf/data/NAME.yaml",
     "conf/sweep/lr.yaml": "conf/sweep/lr.yaml", "tests/test_task.py": "tests/test_NAME.py",
 }  # fmt: skip
-"""Templates of a project, and their paths in its folder."""
+"""The templates of a project, with the path of each written file in the project's folder."""
 
 
 def new(
@@ -51,7 +52,7 @@ def new(
       millrace new project my_research
 
     Raises:
-        ConfigError: invalid name, or an existing file.
+        ConfigError: if the name is invalid, or if the file already exists.
     """
     target = Path(f"{name}{SUFFIXES.get(kind, '.py')}")
     _require_free(name, target, is_module=target.suffix in ("", ".py"))

@@ -83,5 +83,7 @@ ConfigDir = Annotated[
         is_eager=True,  # before any name of a member is looked up
     ),
 ]
-"""The command itself does not read it: `use_config_dir` sets the environment of this process and of its children."""
+"""The option `--config-dir`. Commands do not read it, because `use_config_dir` sets the environment of this process and
+of its children.
+"""
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show the logs of Prefect and the trainer too.")]

@@ -104,7 +104,7 @@ def audit(
     as_json: AsJson = False,
     root: OptionalRoot = None,
 ) -> None:
-    """Check that a scorer does not reward worthless responses. The exit code is 1 if it rewards some of them.
+    """Check that a scorer does not reward worthless responses. The exit code is 1 if one of them is rewarded.
 
     Examples:
       millrace audit countdown_demo-s1
@@ -112,7 +112,7 @@ def audit(
 
     Raises:
         ConfigError: if the run has an environment.
-        DataError: if the scorer fails on some responses and does not reward the rest.
+        DataError: if the scorer fails on some responses and rewards no other response.
     """
     from flows.stages.trials import judge_failure_message
     from rlcore.responses.audit import audit_reward, cases_of
@@ -198,7 +198,7 @@ def _json_row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    """Return the cells of a response's row in a pipe. The texts are last."""
+    """Return a response as the cells of one output row. The prompt and the response are the last two cells."""
     figures = ("" if row[name] is None else f"{row[name]:.6g}" for name in ("score", "advantage"))
     names = ("num_tokens", "finish_reason", "prompt", "answer")
     place = [row["step"], row["validation"] or "", row["prompt_id"], row["sample_index"]]

@@ -105,7 +105,7 @@ def run(
 
 @wraps(run, assigned=("__module__", "__annotations__"))
 def sft(settings: Settings = None, **options: Any) -> None:
-    """Fine-tune a model on demonstrations, from the dataset to the report: `millrace run` without other steps.
+    """Fine-tune a model on demonstrations and write the report. The run has no reinforcement learning.
 
     Examples:
       millrace sft experiment=smollm2_countdown

@@ -39,7 +39,9 @@ _HYDRA = {
 
 
 class CommandGroup(TyperGroup):
-    """A group of commands that accepts Hydra's options, and `paths.root=DIR` for `--root`. Errors have one form."""
+    """A group of commands. It accepts Hydra's options, and `paths.root=DIR` in place of `--root`. All errors have the
+    same form.
+    """
 
     def main(self, *args: Any, **more: Any) -> NoReturn:
         """Run a command and exit with its code. Raises ConfigError for a mistake in the arguments."""
@@ -55,7 +57,7 @@ class CommandGroup(TyperGroup):
         return super().parse_args(ctx, args or ["--help"])
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the commands by section, with the whole first sentence of each help."""
+        """Write the list of commands by section. Each command is shown with the first sentence of its help."""
         sections: dict[str, list[tuple[str, str]]] = {}
         for name, command in self.commands.items():
             summary = command.get_short_help_str(limit=1_000)
@@ -82,7 +84,7 @@ class CommandGroup(TyperGroup):
 
 
 def _usage_error(error: Any) -> ConfigError:
-    """Return typer's error in the form of all errors: place, rule, value and remedy."""
+    """Return typer's error as a ConfigError. Its message has the place, the rule, the value and the remedy."""
     from rlcore.config.problems import Problem, format_value, nearest, settings_error
 
     command, parameter = error.ctx.command_path, getattr(error, "param", None)
@@ -102,8 +104,11 @@ def _usage_error(error: Any) -> ConfigError:
 def command_group(
     sections: Mapping[str, Mapping[str, Callable[..., None]]], description: str, **more: Any
 ) -> typer.Typer:
-    """Return a group of commands by section of its help and name. The help of a command is its docstring up to
-    `Raises:`. The lines of its examples are not wrapped."""
+    """Return a typer group of commands. `sections` maps each section of the group's help to the section's commands by
+    name.
+
+    The help of a command is its docstring up to `Raises:`. The lines of the examples are not wrapped.
+    """
     group = typer.Typer(cls=CommandGroup, help=description, rich_markup_mode=None, **more)
     for section, name, command in ((section, *one) for section, each in sections.items() for one in each.items()):
         text = inspect.cleandoc(command.__doc__ or "").partition("\n\nRaises:")[0]
@@ -160,7 +165,7 @@ def root_in_overrides(words: Sequence[str]) -> Path | None:
 
 
 def root_folder(given: str | Path) -> Path:
-    """Return the folder that `--root` names. It need not exist.
+    """Return the folder that `--root` names. The folder may not exist yet.
 
     Raises:
         typer.BadParameter: if the folder or one of its parents is a file.
@@ -275,7 +280,9 @@ def print_warnings(lines: Iterable[str]) -> None:
 
 
 def show_settings(settings: "RunSettings", cfg: str | None, package: str | None, info: str | None) -> None:
-    """Print the settings as YAML, only one section of them (`package`), or the sources of the settings (`--info`)."""
+    """Print the settings as YAML if `cfg` is set, otherwise the sources of the settings that `info` selects. If
+    `package` is set, the YAML has only this section.
+    """
     from rlcore.config.base import Section, conf_dirs, value_at
     from rlcore.config.compose import compose
     from rlcore.config.documents import to_yaml

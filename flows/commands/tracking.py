@@ -49,8 +49,10 @@ def compare(
 
 
 def reachable_urls(root: Path, *pages: str) -> list[str]:
-    """Return the addresses of MLflow pages of one store at its server. If the local server is down, append the command
-    that starts it on a free port to the last address."""
+    """Return the addresses of these MLflow pages at the server that serves them.
+
+    If this is the local server and it is down, the command that starts it is appended to the last address.
+    """
     from flows.stack.services import free_port, is_free_port
     from rlcore.tracking.mlflow_store import LOCAL_UI
 

@@ -39,7 +39,7 @@ MIN_SHARED_BYTES = 1 << 30  # size of /dev/shm, used by NCCL and vLLM's processe
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 SHARED = Path("/dev/shm")
 EXTRAS = ("flows", "trainer")
-"""The extras of Millrace whose packages are in one environment or in two."""
+"""Millrace's extras. Their packages are in one common environment or in two separate environments."""
 INSTALL = "In a checkout: {python} -m pip install -c {file} -e '.[{extras}]'"
 LOCAL_NAMES = ("127.0.0.1", "localhost")
 
@@ -93,7 +93,9 @@ def _requirements(extras: Sequence[str]) -> list[Requirement]:
 
 
 def _of(extras: Sequence[str]) -> str:
-    """Return the suffix of a check's name that names its environment, or '' if there is only one environment."""
+    """Return the last words of a check's name, such as ` of trainer`, which name the environment. Return '' if there is
+    only one environment.
+    """
     return "" if len(extras) > 1 else f" of {extras[0]}"
 
 

@@ -60,10 +60,10 @@ class RunPlan:
     """The stages of a run with their status, and the run's requirements.
 
     `memory` is the plan for one rank's GPU, or None if the model's shape is unknown. `warm_start_memory` is the plan
-    for supervised steps, or None if no warm start has to run. `published_model` is the `model.path` of a model that is
-    not on this machine. In this case, the sizes come from the shape that Millrace knows for this model. `versions` has
-    the package versions of the trainer's environment. A key with the prefix `flow.` is a version of this process that
-    differs.
+    for supervised steps, or None if no warm start has to run. If `model.path` names a published model that is not on
+    this machine, `published_model` is this name. The sizes are then computed from the shape that Millrace lists for
+    this model. `versions` has the package versions of the trainer's environment. If this process has another version of
+    a package, that version has the key `flow.<package>`.
     """
 
     run_id: str

@@ -37,8 +37,8 @@ from rlcore.errors import MillraceError, StopRequestedError
 from rlcore.storage.locks import HeldLock
 
 START_WAIT_S = 600.0
-"""The longest wait in seconds for a server to start. The first start creates the database, which takes 7 s of one core
-and minutes on a busy machine.
+"""The longest wait in seconds for a server to start. The first start creates the database. This takes 7 s of CPU time,
+but minutes on a busy machine.
 """
 ANSWER_WAIT_S = 10.0
 """The longest wait in seconds for an answer from a server that should be running."""

@@ -6,7 +6,7 @@ The launcher asks the kernel for a SIGTERM at the death of the parent, and then 
 would run Python code in a forked child, which may deadlock if the process has threads. The kernel watches the parent's
 thread that starts the launcher, so this thread must outlive the command.
 
-The launcher takes 20 ms, because it runs as a file that imports only the standard library.
+The launcher takes only 20 ms, because it is run as a file and imports only the standard library.
 """
 
 import ctypes

@@ -132,11 +132,13 @@ def end_if_suspended() -> None:
 def stop_as_cancellation(is_stopped: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """Convert a stop signal inside the `with` block into a cancellation of the flow run.
 
-    Prefect treats SIGINT as a crash. At SIGTERM, Prefect ends the process before it reports, or marks the task as
-    crashed. A signal to a deployed run that was neither cancelled nor stopped is not changed. The worker of such a run
-    has ended, and the next `millrace up` resumes the run.
+    Without the conversion, Prefect treats SIGINT as a crash. After SIGTERM, Prefect ends the process before the state
+    is reported, or marks the task as crashed.
 
-    Raises FlowCancelledError in place of the error of a signal to this process or to the trainer.
+    A deployed run also gets a signal when its worker ends, without a cancellation or a stop request. The error of this
+    signal is raised unchanged, and the next `millrace up` resumes the run.
+
+    Raises FlowCancelledError in place of the error that a signal has caused in this process or in the trainer.
 
     Args:
         is_stopped: A function that returns whether `millrace stop` has stopped the run.

@@ -39,7 +39,7 @@ from rlcore.tracking.mlflow_store import MlflowStore
 LOCK_WAIT_S = 600.0
 PROFILE = "millrace"
 UNCHOSEN = (None, "ephemeral", PROFILE)
-"""The active profiles of users who have chosen no other one. Prefect's default is `ephemeral`."""
+"""The active profiles that do not show a choice of the user. Prefect's default profile is `ephemeral`."""
 PRIORITY_VARIABLES = ("PREFECT_API_URL", "PREFECT_PROFILE")
 """The environment variables that Prefect prefers to the active profile."""
 
@@ -241,7 +241,7 @@ def _apply_deployments(root: Path, state: StackState, notify_block: str | None) 
 def keep_profile(url: str, login: str) -> tuple[bool, str]:
     """Write the profile of a stack and activate it, unless the user has activated another profile.
 
-    With the profile, Prefect's own commands find the stack in any shell. It has the address and the login of one stack.
+    The profile has the address and the login of one stack. Prefect's own commands then find the stack in any shell.
     Nothing is changed if the profile belongs to another running stack, or if the file cannot be written.
 
     Returns:

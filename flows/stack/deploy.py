@@ -42,8 +42,8 @@ JOB_TEMPLATE: dict[str, Any] = {
     "job_configuration": {"working_dir": ".", "command": FLOW_COMMAND, "stream_output": False},
     "variables": {"type": "object", "properties": {}, "additionalProperties": False},
 }
-"""The template by which a worker starts a flow run: Prefect's own command in the worker's environment. The log of the
-flow run outlives the worker.
+"""The template of the process that a worker starts for a flow run. The process runs Prefect's own command in the
+worker's environment. The log of the flow run outlives the worker.
 
 Job variables are refused, because by default a variable may set another command, environment or folder.
 """
@@ -104,7 +104,7 @@ NULL_TYPE = {"type": "null"}
 
 
 def simplify_form(client: SyncPrefectClient, deployment: DeploymentResponse, *, paused: bool) -> None:
-    """Let users clear the optional fields of a deployment's form, and set whether the deployment is paused."""
+    """Let users clear the optional fields of a deployment's form. Also set whether the deployment is paused."""
     schema = without_null_types(deployment.parameter_openapi_schema or {})
     client.update_deployment(deployment.id, DeploymentUpdate(parameter_openapi_schema=schema, paused=paused))
 
@@ -170,7 +170,7 @@ CANCELLED_RUNS = AutomationCore(
 
 def set_up_notifications(client: SyncPrefectClient, block: str) -> None:
     """Create or update the automations that notify users if a run fails or waits for disk space. Raises MillraceError
-    if there is no notification block of this name.
+    if the notification block `block` does not exist.
     """
     block_id = _notification_block(client, block)
     for name, trigger, subject, body in NOTIFICATIONS:

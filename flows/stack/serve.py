@@ -41,7 +41,7 @@ class Guard:
     """An ASGI application that passes the requests of our own clients and pages to another application.
 
     It refuses a request whose Host header does not name the loopback interface, which prevents DNS rebinding. It
-    refuses requests of pages of another origin. If `login` is set, it also refuses requests without that login.
+    refuses requests from pages of another origin. If `login` is set, it also refuses requests without that login.
 
     Args:
         app: The application that receives the allowed requests.
@@ -116,8 +116,9 @@ def _has_login(authorization: str, login: str) -> bool:
 class SlotsLimit:
     """An ASGI application that passes requests to Prefect's server.
 
-    Before a client reads the concurrency limits, it sets the limit `millrace-slots` to the number of the root's slots
-    and the number of slots in use. The locks of the slots decide who runs, and the limit shows their state.
+    Before a client reads the concurrency limits, the application updates the limit `millrace-slots`. The limit then
+    shows the number of the root's slots and the number of slots in use. The slots' locks decide which runs train. The
+    limit only shows the state of the locks.
     """
 
     def __init__(self, app: ASGIApp, root: Path) -> None:
@@ -125,7 +126,7 @@ class SlotsLimit:
         self._slots = Slots(root)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, after an update of the limit if the request reads limits."""
+        """Pass a request on. If the request reads concurrency limits, update the limit `millrace-slots` first."""
         path = scope.get("path", "")
         if path.startswith(LIMITS) and (scope.get("method") == "GET" or path.endswith("/filter")):
             try:

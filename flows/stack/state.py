@@ -28,8 +28,8 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A process of the stack. `born` is the start time that `start_time_of` returns. `version` is the release of a
-    server at its start.
+    """A process of the stack. `born` is the start time that `start_time_of` returns. `version` is the version of a
+    server when it was started.
 
     `url` is the address of the service, or '' if it has none. `ready_url` is an address that answers once the service
     is up.
@@ -136,7 +136,7 @@ def mlflow_database(root: Path) -> str:
 
 def default_mlflow_database(root: Path) -> str:
     """Return the address of the MLflow store under the root. Runs use this store unless their settings or the stack
-    name another one.
+    name another store.
     """
     return sqlite_address(root / "mlflow.db")
 

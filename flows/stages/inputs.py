@@ -30,7 +30,9 @@ def root_of(config: RunConfig) -> Path:
 
 
 def make_dataset(config: RunConfig, splits: Sequence[str] = SPLITS) -> StageResult:
-    """Build the dataset of a run or suite, or return the existing one. Warn about references below the full score."""
+    """Build the dataset of a run or suite, or return the existing dataset. The result has a warning if the scorer does
+    not give the full score to some references.
+    """
     made = build_dataset(config.data, seed=config.data.seed, root=root_of(config), splits=splits)
     return replace(made, warning=check_parts(config, splits))
 

@@ -13,7 +13,9 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class StageStatus:
-    """The status of a stage. `cached` means done. `fingerprint` is None if an earlier stage must run first."""
+    """The status of a stage. `cached` is true if the stage is done. `fingerprint` is None if an earlier stage must run
+    first.
+    """
 
     name: str
     fingerprint: str | None
@@ -23,7 +25,9 @@ class StageStatus:
 
 
 class Stage(ABC, Generic[R]):
-    """A stage of a run. Each kind of stage is a subclass: a frozen dataclass whose fields distinguish its instances."""
+    """A stage of a run. Each kind of stage is a subclass, which is a frozen dataclass. Its fields distinguish its
+    instances.
+    """
 
     name: ClassVar[str]
     """The kind of stage, which is shown in plans and task names."""
@@ -42,7 +46,7 @@ class Stage(ABC, Generic[R]):
         """Check the requirements of an unfinished stage before any expensive work.
 
         Returns:
-            The warnings. An empty text is no warning.
+            The warnings. Empty texts are ignored.
 
         Raises:
             ConfigError, DataError: if a requirement is not met. The message has key, rule, value and remedy.

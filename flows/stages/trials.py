@@ -57,7 +57,8 @@ class Trial:
         return self._rows[id(task)]
 
     def try_scorers(self) -> None:
-        """Try the scorer of each task, or the environment, on first rows.
+        """Try the scorer of each task on the task's first row. If the run has an environment, try the environment
+        instead.
 
         Raises:
             TrialError: if the scorer or the environment fails. The message names the response.
@@ -89,7 +90,8 @@ def count_rows(config: RunConfig) -> int | None:
     """Check the rows of local files.
 
     Returns:
-        The largest number of training rows, or None if it is unknown. For a custom build, it is the requested number.
+        The largest number of training rows, or None if it is unknown. If a custom function builds the rows,
+        this is the number of rows that the settings request.
 
     Raises:
         DataError: if a row is invalid. The message has the file and the line.
@@ -140,7 +142,9 @@ def judge_failure_message(failure: str) -> str:
 
 
 def _try_environment(row: "FirstRow", config: RunConfig) -> None:
-    """Play one turn. A repeatable environment plays it again in another process, with the same replies."""
+    """Play one turn of the environment. If the environment is repeatable, play the turn again in another process.
+    Raises TrialError if the environment's replies differ.
+    """
     name = config.data.environment
     played = [_first_replies(row, config) for _ in range(1 + is_repeatable(resolve_environment(name)))]
     if played[0] != played[-1]:

@@ -18,7 +18,7 @@ from rlcore.run.inputs import RunInputs, suite_fingerprint
 from rlcore.run.layout import RunLayout
 
 RESULT_NAMES = {"start": "before", "last": "after"}
-"""The names of the results of `start` and `last`. Other results have the name of the checkpoint."""
+"""The names of the results for the checkpoints `start` and `last`. Any other result has the name of its checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Evaluate(Stage[list[ValidationResult]]):
 
 
 def find_validation(config: RunConfig, layout: RunLayout, name: str, step: int) -> ValidationSummary | None:
-    """Return the validation called `name` if its step and settings match, otherwise None."""
+    """Return the stored validation `name`. Return None if it does not exist, or has another step or other settings."""
     file = layout.validation / f"{name}.json"
     if (known := _find_result(file, step, config.validation)) is None:
         return None
@@ -122,7 +122,9 @@ def find_validation(config: RunConfig, layout: RunLayout, name: str, step: int) 
 def find_suite_results(
     config: RunConfig, layout: RunLayout, inputs: RunInputs, name: str, step: int
 ) -> list[ValidationResult] | None:
-    """Return the results called `name` for all suites, or None if one is missing or has another step or settings."""
+    """Return the stored result `name` of each suite. Return None if a result is missing, or has another step or other
+    settings.
+    """
     found = []
     for suite in config.validation.suites:
         if suite.name not in inputs.suites:

@@ -60,7 +60,7 @@ from rlcore.tracking.mlflow_store import PARENT_TAG
 
 POLL_S = 1.0
 TrainFunction = Callable[[Member, int, str], object]
-"""A function that trains a run to a step. The text is the run's point and seed."""
+"""A function that trains a run to a step. Its third argument is a text with the run's point and seed."""
 
 
 def wait_for_others() -> None:
@@ -89,7 +89,7 @@ class SweepWorker:
         """Train points until all have ended or the budget is used up. Return the last error, or '' if there was none.
 
         If `whole` is false, train a single point. The method waits for points that other processes train. If another
-        process is killed, its points are taken over.
+        process is killed, this process continues its points.
         """
         error = ""
         while not self.spending.read()["ended_by"] and self.study.num_left():
@@ -135,7 +135,9 @@ class SweepWorker:
         return error
 
     def _train_to(self, members: list[Member], at: int, step: int, trial: Trial) -> bool:
-        """Train the run at an index to a step unless it has a score there. Return False if the budget is used up."""
+        """Train the run `members[at]` to `step`, unless it already has a score at this step. Return False if the budget
+        is used up.
+        """
         member, number, num_points = members[at], trial.user_attrs[POINT], self._sweep.num_points
         metric, total = self._sweep.metric_of(member.config), member.config.trainer.total_steps
         if member.refresh(metric, step):
@@ -168,8 +170,8 @@ class SweepWorker:
         return True
 
     def _problem_scores(self, members: list[Member], metric: str, step: int) -> dict[str, float]:
-        """Return the mean score over the seeds of each held-out problem that all runs have a score for. Return {} if
-        there is no pruning.
+        """Return the score of each held-out problem, averaged over the seeds. A problem is omitted if one of the runs
+        has no score for it. Return {} if the sweep has no pruning.
         """
         if self._sweep.spec.pruning is None:
             return {}
@@ -185,7 +187,7 @@ STOP_WAIT_S = 20.0  # seconds for children to save when the sweep stops, since P
 
 
 def run_checked(checked: Sweep, spec: str, overrides: list[str], *, on_workers: bool) -> SweepResult:
-    """Run a sweep whose settings are already checked. Prefect records the parameters that they came from."""
+    """Run a sweep whose settings are already checked. Prefect records the parameters that produced the settings."""
     most = checked.spec.budget
     result = call_flow(
         checked, lambda: sweep(spec, overrides, most.runs, most.steps, most.hours, on_workers=on_workers)
@@ -301,8 +303,8 @@ def sweep_child(
 
 
 def work_on_workers(drive: SweepWorker, sweep: Sweep, parameters: dict[str, Any]) -> None:
-    """Start child flow runs until all points have ended or the budget is used up. Lost children are replaced. Raises
-    MillraceError if the deployment is missing, or if too many children end without work on a point.
+    """Start child flow runs until all points have ended or the budget is used up. Lost child flow runs are replaced.
+    Raises MillraceError if the deployment is missing, or if too many child flow runs are lost.
     """
     max_children = MAX_CHILDREN if sweep.spec.optuna is None else sweep.spec.optuna.points_at_once
     with cancel_children_on_error() as us, get_client(sync_client=True) as client:
@@ -355,7 +357,7 @@ def _cancel_children(client: SyncPrefectClient, flow_run_id: UUID) -> None:
 
 
 def _children(client: SyncPrefectClient, flow_run_id: UUID) -> list[FlowRun]:
-    """Return the newest child flow runs, at most 200. Older ones have ended."""
+    """Return the newest child flow runs, at most 200. Any older child flow run has ended."""
     below = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[flow_run_id]))
     return client.read_flow_runs(flow_run_filter=below, sort=FlowRunSort.EXPECTED_START_TIME_DESC)
 

@@ -31,7 +31,9 @@ def load_checked_sweep(spec: str | Mapping[str, Any], overrides: list[str], budg
 
 @dataclass(slots=True)
 class Member:
-    """The training run of one point with one seed. `step` is its newest checkpoint, and `score` its latest score."""
+    """The training run of one point with one seed. `step` is the step of its newest checkpoint. `score` is its latest
+    score.
+    """
 
     seed: int
     settings: RunSettings
@@ -63,7 +65,7 @@ class Member:
 
 
 def members_of(sweep: Sweep, point: Point) -> tuple[list[Member], Sequence[Problem]]:
-    """Return the runs of a point, one for each seed, and the problems in the point's settings."""
+    """Return the runs of a point, one for each seed, and the errors in the point's settings."""
     overrides = [sweep.overrides_of(point, seed) for seed in sweep.spec.seeds]
     composed = compose_many(overrides, experiment=sweep.spec.experiment)
     members = [
@@ -74,7 +76,7 @@ def members_of(sweep: Sweep, point: Point) -> tuple[list[Member], Sequence[Probl
 
 
 def committed_step_or_zero(config: RunConfig) -> int:
-    """Return the step of a run's newest checkpoint, or 0 after an error. The run raises the error when it starts."""
+    """Return the step of a run's newest checkpoint, or 0 after an error. The start of the run raises this error."""
     try:
         require_same_inputs(config, RunLayout.of(config))
         return committed_step(config)
@@ -101,7 +103,9 @@ def score_at(config: RunConfig, metric: str, step: int) -> float | None:
 
 
 def problem_scores_of(config: RunConfig, metric: str, step: int) -> dict[int, float]:
-    """Return a metric of each held-out problem by problem id. The result is empty if the responses are not stored."""
+    """Return the value of a metric for each held-out problem, by the problem's id. The result is empty if the responses
+    are not stored.
+    """
     file: Path = RunLayout.of(config).validation / f"{name_of(step)}.json"
     try:
         result = ValidationResult.read(file).scored_only

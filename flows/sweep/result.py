@@ -65,7 +65,9 @@ class SweepResult:
 
     @property
     def best(self) -> Row | None:
-        """The finished point with the best score, or None. Of several best points, it is the first."""
+        """The finished point with the best score, or None if no point is finished. If several points have this score,
+        it is the one with the lowest number.
+        """
         return self.points[0] if self.points and self.points[0]["state"] == "finished" else None
 
     @property
@@ -208,7 +210,7 @@ def _log_mlflow_failure(what: str) -> Iterator[None]:
 
 
 def start_mlflow_run(sweep: Sweep) -> str | None:
-    """Create or reopen the sweep's MLflow run, and return its id. Return None without tracking or after a failure."""
+    """Create or reopen the sweep's MLflow run and return its id. Return None if tracking is off or MLflow fails."""
     if not sweep.base.tracking.enabled:
         return None
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")

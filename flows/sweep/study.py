@@ -31,7 +31,9 @@ error.
 A trial without settings is not a point. Its process was killed while it created the trial.
 """
 SEED_STRIDE = 100_003
-"""The distance between the seeds of two searches. Each point has its sampler, so a resumed sweep draws equal points."""
+"""The distance between the sampler seeds of two sweeps whose search seeds differ by 1. Each point has a separate
+sampler seed, so a resumed sweep draws the same points.
+"""
 LOCK_WAIT_S = 600.0  # seconds to wait for another process of the same sweep, which holds the lock for seconds at most
 
 
@@ -79,7 +81,7 @@ def points_of(study: optuna.Study) -> dict[int, FrozenTrial]:
 
 
 class SweepStudy:
-    """The Optuna study of a sweep, and the claims of this process on its points."""
+    """The Optuna study of a sweep, and the locks on the points that this process trains."""
 
     def __init__(self, sweep: Sweep) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -101,7 +103,7 @@ class SweepStudy:
         return points_of(self.optuna)
 
     def num_left(self) -> int:
-        """Return the number of points that have not ended. Points that are not drawn yet are included."""
+        """Return the number of points that have not ended. It includes points that the search has not drawn yet."""
         ended = [one for one in self.points().values() if one.state.is_finished()]
         return max(0, self._sweep.num_points - len(ended))
 
@@ -113,7 +115,9 @@ class SweepStudy:
                     self._requeue(trial)
 
     def ask(self) -> Trial | None:
-        """Claim the next point and return its trial. Return None if every point has ended or is claimed."""
+        """Reserve the next point for this process and return its trial. Return None if every point has ended or is
+        reserved.
+        """
         search = self._sweep.spec.optuna
         with sweep_lock(self._sweep):
             self._requeue_lost()
@@ -138,11 +142,11 @@ class SweepStudy:
         return trial
 
     def release(self, trial: Trial) -> None:
-        """End this process's claim on a point. If the point has not ended, another process may continue it."""
+        """End this process's reservation of a point. If the point has not ended, another process may continue it."""
         self._claims.pop(trial.number).release()
 
     def _claim(self, number: int) -> FileLock:
-        """Return the lock that a process holds while it trains a trial. The kernel frees it if the process dies."""
+        """Return the lock that a process holds while it trains a trial. The death of the process frees the lock."""
         return FileLock(self._sweep.folder / "claims" / f"{number}.lock")
 
     def _requeue_lost(self) -> None:
@@ -160,7 +164,9 @@ class SweepStudy:
 
 
 class BudgetTracker:
-    """The runs, steps and hours that one call of a sweep has used. The study stores them for all of its processes."""
+    """The runs, steps and hours that one call of a sweep has used. The study stores these numbers, so that all
+    processes of the call share them.
+    """
 
     def __init__(self, study: SweepStudy, sweep: Sweep, call: str) -> None:
         self.call = call
@@ -198,7 +204,7 @@ class BudgetTracker:
         return (time.time() - known["begun"]) / done * steps if done > 0 else None
 
     def refund(self, steps: int) -> None:
-        """Return to the budget the reserved steps that a run has not done."""
+        """Subtract the reserved steps that a run has not done from the used budget."""
         with sweep_lock(self._sweep):
             known = self.read()
             self._write(known | {"steps": known["steps"] - steps})
@@ -208,7 +214,7 @@ class BudgetTracker:
 
 
 def sweep_lock(sweep: Sweep) -> HeldLock:
-    """Return the lock that a process holds while it claims a point or writes results."""
+    """Return the lock that a process holds while it reserves a point or writes results."""
     return HeldLock(sweep.folder / "sweep.lock", what=f"sweep {sweep.sweep_id}", wait_s=LOCK_WAIT_S)
 
 

@@ -131,8 +131,9 @@ def log_run_page(
 
 
 def with_page_address(known: MlflowContents, page: MlflowRun, root: Path) -> MlflowContents:
-    """Return the record with the current address of the page, or with '' if no server serves its store. A resumed run
-    may have changed the address."""
+    """Return the record with the current address of the MLflow page, which a resume may have changed. The address is ''
+    if no server serves the page's store.
+    """
     ui_command, stack = page.store.ui_command() or "", served_mlflow(page.store.uri, root)
     url = page.store.run_url(page.id, stack) if stack or not ui_command else ""
     return replace(known, mlflow_run_id=page.id, url=url, ui_command="" if url else ui_command)
@@ -141,7 +142,7 @@ def with_page_address(known: MlflowContents, page: MlflowRun, root: Path) -> Mlf
 def log_start(
     run: OpenRun, page: MlflowRun, tags: Mapping[str, str], dataset: StageResult, filtered: StageResult
 ) -> None:
-    """Log what is known before the first step: tags, settings, machine, code and datasets."""
+    """Log the tags, settings, machine, code and datasets, which are known before the first step."""
     import pyarrow.parquet as pq
 
     from rlcore.config.documents import to_yaml

@@ -38,7 +38,9 @@ log = logging.getLogger(__name__)
 
 EVALUATION = "eval"  # `name` of an evaluation, which is a run without steps
 STOP_FILE = "stop.json"
-"""The file with the last stop request and the stopped process, which a second signal would end before it saves."""
+"""The file with the last stop request and the process to stop. `millrace stop` sends no second signal to this process,
+because the signal would end it before it saves.
+"""
 END_WAIT_S = 60.0
 """The seconds after `runtime.stop_deadline_s` in which a stopping trainer ends and delivers its last metrics."""
 
@@ -97,8 +99,8 @@ class OpenRun:
 
     @cached_property
     def committed(self) -> int:
-        """The step of the newest complete checkpoint at the first access, or 0 without a checkpoint. Raises
-        CheckpointError if all checkpoints are broken, or if the newest one has other settings.
+        """The step of the newest complete checkpoint, or 0 without a checkpoint. It is read only at the first access.
+        Raises CheckpointError if all checkpoints are broken, or if the newest one has other settings.
         """
         return committed_step(self.config)
 
@@ -206,7 +208,9 @@ def _keep_code(config: RunConfig, layout: RunLayout) -> None:
 
 
 def record_stop_request(run_dir: Path, worker: Holder) -> None:
-    """Record a stop request for the process `worker`, and its flow run if a Prefect worker started the process."""
+    """Record a stop request for the process `worker`. If a Prefect worker started the process, its flow run is recorded
+    too.
+    """
     request: dict[str, Any] = {"process": [worker.pid, worker.born], "time": round(time.time(), 3)}
     with suppress(psutil.Error):
         if (process := worker.process()) is not None and (flow_run := process.environ().get(FLOW_RUN_ID)):
@@ -215,7 +219,7 @@ def record_stop_request(run_dir: Path, worker: Holder) -> None:
 
 
 def has_untrained_steps(run_dir: Path) -> bool:
-    """Return whether the run's last attempt is absent or has not finished."""
+    """Return whether the run has no attempt yet, or its last attempt has not finished the training."""
     attempts = read_attempts(run_dir)
     end = attempts[-1][1] if attempts else None
     return end is None or end.status != "FINISHED"
@@ -223,7 +227,9 @@ def has_untrained_steps(run_dir: Path) -> bool:
 
 @contextmanager
 def _record_early_end(run_dir: Path) -> Iterator[None]:
-    """Record the failure or stop of a run before the trainer has begun, and a stop after the last step."""
+    """Record an end of the run that the trainer cannot record. This is a failure or stop before the trainer's first
+    attempt, or a stop after the last step.
+    """
     began = time.time()
     try:
         yield

@@ -45,11 +45,13 @@ SHOWN_DIGITS = 16  # hex digits of a digest in a message
 
 
 def require_same_inputs(config: RunConfig, layout: RunLayout, inputs: RunInputs | None = None) -> None:
-    """Check that a run resumes with the code, data and models of its record, and within `trainer.total_steps`. Raises
-    CheckpointError, with the changes and the remedy, if something differs.
+    """Check that the code, data and models of a run are still the recorded ones.
 
-    A run without checkpoints and validations has not begun and passes. With `inputs`, the filtered rows are compared
-    too, because another version of Millrace may filter a dataset differently.
+    Raises CheckpointError, with the changes and the remedy, if something differs. Raises CheckpointError also if the
+    run has more steps than `trainer.total_steps`.
+
+    A run without checkpoints and validations has not begun and passes. If `inputs` is passed, the filtered rows are
+    compared too, because another version of Millrace may filter a dataset differently.
     """
     steps = [info.step for info in scan(layout.checkpoints).checkpoints]
     if not steps and not any(layout.validation.glob("*.json")):
@@ -101,7 +103,9 @@ def _changed_files(config: RunConfig, inputs: RunInputs) -> list[str]:
 
 
 def _changed_models(config: RunConfig, origin: Origin) -> list[str]:
-    """Return a line for each changed model file. A model that is or was missing on this machine is skipped."""
+    """Return a line for each changed model file. A model is skipped if it is missing on this machine now, or was
+    missing when the run's record was written.
+    """
     changes, paths = [], model_paths(config)
     for key, now in model_digests(config).items():
         place = Path(str(paths[key])).expanduser().resolve()

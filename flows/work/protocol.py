@@ -18,11 +18,11 @@ def _drop_nan(seconds: float | None) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The progress of a stage. A value that is not known is None.
+    """The progress of a stage. A value is None if it is not known.
 
     `to_step` is the last step of the current chunk (`trainer.steps_per_chunk`). `eta_s` is the number of seconds to the
-    last step of the stage, and `sweep_eta_s` to the end of the sweep. The stage may end earlier if `may_end_early` is
-    true. `tokens_per_s` is the speed of each of the `num_devices` devices. None means that a value is not known.
+    last step of the stage, and `sweep_eta_s` is the number of seconds to the end of the sweep. The stage may end
+    earlier if `may_end_early` is true. `tokens_per_s` is the speed of each of the `num_devices` devices.
     """
 
     stage: str

@@ -97,8 +97,8 @@ def read_settings(folder: Path) -> RunConfig:
 class Comparison:
     """The comparison of runs, with its files. `statements` are its conclusions, and `summary` is a text in Markdown.
 
-    `mlflow_page` is the address of MLflow's comparison, and `mlflow_table` that of the table of all runs. Both are ''
-    if MLflow has fewer than two of the runs.
+    `mlflow_page` is the address of MLflow's comparison, and `mlflow_table` is the address of its table of all runs.
+    Both are '' if MLflow has fewer than two of the runs.
     """
 
     runs: tuple[Path, ...]
@@ -211,8 +211,10 @@ def sync(folder: Path, uri: str | None) -> Outcome:
 
 
 def _store_of_root(folder: Path, begun_with: Destination) -> str | None:
-    """Return the MLflow store of the root that now contains the run's folder. Return None to keep the store that the
-    run began with, for example if the settings name it. Raises TrackingError if the file under the root is not a store.
+    """Return the MLflow store of the root that now contains the run's folder.
+
+    Return None if the run keeps the store with which it began, for example because its settings name the store. Raises
+    TrackingError if the file under the root is not an MLflow store.
     """
     root = folder.parents[1]
     try:

@@ -1,7 +1,7 @@
 """The slots of a root, which limit the number of concurrent trainers, and the order of waiting runs.
 
 A slot is a locked file that the trainer process inherits. The kernel frees the slot when the flow and its trainer have
-both ended. A waiting run locks a file too. A file without a held lock does not count.
+both ended. A waiting run locks a file too. A file that no process has locked does not count.
 
 Runs are ordered by priority, then by the time of their request. No run overtakes a run that waits for more slots than
 are free. A run trains in chunks of `trainer.steps_per_chunk` steps. After a chunk, the run returns its slots and waits

@@ -58,7 +58,9 @@ class LogTail:
         self._rest = b""
 
     def new_lines(self) -> Iterator[str]:
-        """Yield the lines completed since the last call, within `MAX_READ_BYTES`. A deleted file gives no lines."""
+        """Yield the lines that were completed since the last call. A call reads at most `MAX_READ_BYTES`. A deleted
+        file gives no lines.
+        """
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
@@ -356,8 +358,8 @@ class _Child:
     def has_ended(self) -> bool:
         """Return whether the process has ended, without reaping the process.
 
-        `Popen.poll` is not used, because an interrupt in it can leave its lock taken. `Popen.wait` would then wait
-        forever.
+        `Popen.poll` is not used, because an interrupt of `Popen.poll` can leave the lock of the `Popen` object locked.
+        `Popen.wait` would then wait forever.
         """
         try:
             gone = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -392,11 +394,12 @@ def interpreter_of(python: str | None) -> str:
 
 
 def trainer_variables(python: str | None) -> dict[str, str]:
-    """Return the environment variables of the trainer: those of this process with its module path, so that the trainer
-    runs the same code.
+    """Return the environment variables of the trainer. They are the variables of this process with a `PYTHONPATH` by
+    which the trainer runs the same code.
 
-    The current folder may contain a scorer. The folder is last in the path, so that its files replace no other module.
-    Another interpreter has its own packages in the path, and gets the interpreter that delivers to MLflow.
+    The current folder may contain a scorer. This folder is last in `PYTHONPATH`, so that its files replace no other
+    module. If `python` is set, `PYTHONPATH` has the packages of that interpreter. Another variable then names this
+    process's interpreter, which delivers the metrics to MLflow.
     """
     here = str(Path.cwd())
     if python is None:

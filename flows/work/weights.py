@@ -36,8 +36,8 @@ def export_to(config: RunConfig, layout: RunLayout, checkpoint: str, target: Pat
 
 
 def find_initial_policy(config: RunConfig, layout: RunLayout) -> Path:
-    """Return the run's initial policy, a folder or a hub id as a `Path`. Raises DataError if the folder is missing.
-    Raises ModelError if the model of the hub is neither cached nor reachable.
+    """Return the run's initial policy as a `Path`, which is a folder or a hub id. Raises DataError if the folder is
+    missing. Raises ModelError if the hub model is neither cached nor reachable.
     """
     if config.is_supervised:
         config = config.model_copy(update={"warm_start": WarmStartConfig()})

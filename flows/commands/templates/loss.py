@@ -1,9 +1,9 @@
-"""A policy loss: a penalty on the squared log-ratio in place of a clip.
+"""A policy loss with a penalty on the squared log-ratio instead of a clip.
 
     COMMAND
 
 The function returns the loss of each of T tokens. Aggregation, KL, entropy and metrics are computed elsewhere.
-docs/algorithms.md describes the arguments. Values under the mask are undefined and must not be read.
+docs/algorithms.md describes the arguments. Values at masked positions are undefined and must not be read.
 """
 
 from typing import Annotated

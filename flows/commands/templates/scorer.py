@@ -1,9 +1,9 @@
-"""A scorer: countdown's, with the length of the response as one more part.
+"""A scorer that adds one metric to the scorer of countdown.
 
     COMMAND
 
-A part is a metric (`reward/short/mean`) and does not change the reward, which is `total`. docs/data.md describes what
-a scorer may return. Model output is untrusted: parse it, never evaluate it.
+The added metric is `reward/short/mean`, the share of short responses. It does not change the reward, which is `total`.
+docs/data.md describes what a scorer may return. Model output is untrusted: parse it, never evaluate it.
 """
 
 from collections.abc import Mapping
