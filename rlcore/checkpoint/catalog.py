@@ -144,8 +144,8 @@ def _is_unreadable(file: Path) -> bool:
 
 
 def list_checkpoints(directory: Path, *, verify_hashes: bool = False) -> tuple[CheckpointInfo, ...]:
-    """Return every checkpoint folder by step, including broken ones. File sizes are always checked, hashes only on
-    request. `verify_hashes`: whether the hashes of the files are checked too."""
+    """Return every checkpoint folder, sorted by step, including broken folders. The sizes of the files are always
+    checked. The hashes of the files are checked only if `verify_hashes` is true."""
     catalog = scan(directory)
     verified = [_verified(info, verify_hashes) for info in catalog.checkpoints]
     return tuple(sorted([*verified, *catalog.refusals], key=lambda info: info.step))
@@ -198,8 +198,9 @@ def prunable(checkpoints: Sequence[CheckpointInfo], config: CheckpointConfig) ->
 def kept_steps(checkpoints: Sequence[CheckpointInfo], config: CheckpointConfig) -> frozenset[int]:
     """Return the steps to keep: the newest `keep_last`, the best `keep_best`, and multiples of `keep_every_steps`.
 
-    The best checkpoints have the highest scores. Of equal scores the later is better. A checkpoint without a score is
-    not among them."""
+    The best checkpoints have the highest scores. If two scores are equal, the later checkpoint is better. A checkpoint
+    without a score is never one of the best.
+    """
     newest_first = sorted(checkpoints, key=lambda info: info.step, reverse=True)
     kept = {info.step for info in newest_first[: config.keep_last]}
     best_first = reversed(by_score(checkpoints))
