@@ -157,7 +157,7 @@ def policy_objective(
     entropy_added: float = 0.0,
     candidate_logprobs: Float[Tensor, "T k"] | None = None,
 ) -> tuple[Float[Tensor, ""], PolicyStatistics]:
-    """Return a micro-batch's share of the policy loss, with its gradient graph, and the micro-batch's statistics.
+    """Return a micro-batch's share of the policy loss, which is differentiable, and the statistics of the micro-batch.
 
         J = agg(w l) + kl_coef agg(kl) [kl.where = loss] - (entropy_coef + entropy_added) agg(H)
             + teacher.coef agg(D) [teacher.top_k]
@@ -225,7 +225,8 @@ def policy_objective(
 def value_objective(
     values: Floats, batch: TrainBatch, *, settings: AlgoConfig, denominator: Denominator
 ) -> tuple[Float[Tensor, ""], ValueStatistics]:
-    """Return a micro-batch's share of the critic loss (the token mean of `value_loss`), and its statistics."""
+    """Return a micro-batch's share of the critic loss, and the statistics of the micro-batch. The critic loss is the
+    token mean of `value_loss`."""
     assert batch.old_values is not None, "the critic's update needs its values before it"
     assert batch.returns is not None, "the critic's update needs returns"
     mask, sequence_ids, num_sequences = batch.packed.loss_mask, batch.packed.sequence_ids(), batch.packed.num_sequences

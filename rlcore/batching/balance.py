@@ -215,7 +215,7 @@ class RankShares:
 @dataclass(frozen=True, slots=True)
 class Assignment:
     """The assignment of a step's sequences to ranks. `mini_batches`: the sequences of each rank, for each optimizer
-    step. `whole`: the sequences of each rank, for a pass over the whole batch. They have the same order as in
+    step. `whole`: the sequences of each rank, for a pass over the whole batch. The sequences have the same order as in
     `mini_batches`. `num_shared`: the number of prompt tokens that are not computed again, because an earlier sequence
     has the same prompt."""
 
@@ -236,7 +236,7 @@ class Balancer:
     share_prompts: bool = False
 
     def assign(self, batch: PackedBatch, groups_per_mini_batch: int) -> Assignment:
-        """Assign the sequences of each mini-batch, and of the whole batch, to ranks."""
+        """Assign sequences to ranks, for each mini-batch and for a pass over the whole batch."""
         sizes = Sizes.from_batch(batch, share_prompts=self.share_prompts)
         cut = mini_batches(batch.group_ids, groups_per_mini_batch)
         found = tuple(self.shares(batch, sizes, sequences) for sequences in cut)
@@ -270,9 +270,8 @@ class Balancer:
         return max(self._num_cut(sizes.select(batch, mine)) for mine in of_ranks)
 
     def _num_cut(self, sizes: Sizes) -> int:
-        """Return the smallest number of micro-batches with which no micro-batch exceeds `max_tokens`. This must be true
-        for the split by cost and for the split by tokens. A sequence with more than `max_tokens` gets its own
-        micro-batch."""
+        """Return the smallest number of micro-batches that keeps every micro-batch within `max_tokens`, in the split by
+        cost and in the split by tokens. A sequence with more than `max_tokens` gets its own micro-batch."""
         num_sequences = len(sizes.lengths)
         fewest = _fewest_bins((sizes.lengths - sizes.shared).tolist(), self.max_tokens)
         count = max(fewest, -(-sizes.num_computed() // self.max_tokens))

@@ -158,8 +158,8 @@ class PassCounts:
         s <- fade s + n        c <- fade c + k
 
     The factor `fade` reduces the influence of older models' responses. The settings give the band `[low, high]`. The
-    weight of a row in the next draw is 1 if s = 0 or low <= c / s <= high, and otherwise `rest_weight`. Outside the
-    band, most groups have equal scores and therefore no gradient under a group advantage.
+    weight of a row in the next draw is 1 if s = 0 or low <= c / s <= high, and otherwise `rest_weight`. The band exists
+    because a group with equal scores has no gradient under a group advantage.
     """
 
     passes: Float[Array, "R"]
@@ -205,8 +205,8 @@ class PassCounts:
         return PassCounts(*after)
 
     def in_band(self, settings: PassRatesConfig) -> Bool[Array, "R"]:
-        """Return True for each row whose pass rate is unknown or inside the band. Metrics call a row outside the band
-        retired."""
+        """Return True for each row whose pass rate is unknown or inside the band. The metrics count a row outside the
+        band as retired."""
         low, high = settings.band
         rates = self.rates()
         inside: Array = np.isnan(rates) | ((rates >= low) & (rates <= high))

@@ -106,8 +106,8 @@ def pack_demonstrations(demonstrations: Sequence[Demonstration]) -> PackedBatch:
 
 
 def split_pairs(batch: PackedBatch) -> PackedBatch:
-    """Return a batch of preference pairs with one sequence per response. Other batches are returned as they are. The
-    batch must be on the host."""
+    """Split each preference pair of a batch into two sequences, one for each response. A batch without pairs is
+    returned unchanged. The batch must be on the host."""
     starts = (batch.position_ids == 0).nonzero()[:, 0]
     if len(starts) == batch.num_sequences:
         return batch

@@ -58,7 +58,7 @@ class CheckpointInfo:
 
     @property
     def score(self) -> float | None:
-        """The held-out reward, or for a supervised step the negative held-out loss. None if neither was measured."""
+        """The held-out reward, or the negative held-out loss of a supervised step. None if neither was measured."""
         loss = self.metrics.get(HELD_OUT_LOSS)
         return self.metrics.get(HELD_OUT_REWARD) if loss is None else -loss
 
@@ -167,7 +167,8 @@ def by_score(checkpoints: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
 
 def find_checkpoint(directory: Path, name: str) -> CheckpointInfo:
     """Find a checkpoint by its step (`20`), its folder's name, `last` or `best`. Its files are not verified. Raises
-    CheckpointError if its manifest cannot be read. If no name matches, the error lists all names."""
+    CheckpointError if the checkpoint's manifest cannot be read, or if no name matches. The message for an unknown name
+    lists all names."""
     catalog = scan(directory)
     known = catalog.checkpoints
     if name == "last" and known:

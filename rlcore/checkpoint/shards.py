@@ -257,8 +257,8 @@ class RankSaver:
         self._writing = start_thread(write, "checkpoint-shards")
 
     def is_written(self, *, wait: bool) -> bool:
-        """Return whether the writing thread has ended. If `wait` is true, wait for the end of the thread first. If the
-        write failed, the first call after the failure raises DiskSpaceError or CheckpointError. Later calls return
+        """Return whether the shards are written. If `wait` is true, wait for the end of the writing thread first. If
+        the write failed, the first call after the failure raises DiskSpaceError or CheckpointError. Later calls return
         True."""
         if self._writing is None:
             return True

@@ -244,7 +244,7 @@ class CheckpointStore:
         return replace(found, refusals=refusals)
 
     def _search(self, candidates: Sequence[CheckpointInfo], *, hashes: bool, journal: bool = False) -> FoundCheckpoint:
-        """Return the last of the candidates that is intact and, if `journal` is true, fits the journal."""
+        """Return the last candidate that is intact. If `journal` is true, it must also fit the journal."""
         refusals: tuple[CheckpointInfo, ...] = ()
         for info in reversed(candidates):
             try:

@@ -82,8 +82,8 @@ class ProblemResult:
 
     @property
     def is_scored(self) -> bool:
-        """True if at least one sample and the greedy response have a score. Samples or a greedy response that were not
-        requested are not checked."""
+        """True if the greedy response and at least one sample have a score. A problem without a greedy response, or
+        without samples, needs only the other score."""
         return (bool(self.scored_samples) or not self.samples) and (self.greedy is None or self.greedy.failure is None)
 
     @property

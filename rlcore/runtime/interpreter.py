@@ -1,7 +1,7 @@
 """The environment and the GPUs of the trainer's interpreter, which `runtime.python` names.
 
-A separate process reads them, so that the caller neither imports torch nor holds a GPU. `python -m
-rlcore.runtime.interpreter PACKAGE...` prints the environment of that process as JSON. If the only argument is
+A separate process reads the environment and the GPUs, so that the caller neither imports torch nor holds a GPU. `python
+-m rlcore.runtime.interpreter PACKAGE...` prints the environment of that process as JSON. If the only argument is
 `--devices`, it prints the versions of torch and CUDA, the GPU architectures and the GPUs.
 """
 

@@ -276,7 +276,7 @@ def size_bytes(directory: Path) -> int:
 
 def remove_stale_temporaries(parent: Path, *, of: str | None = None) -> tuple[Path, ...]:
     """Remove the temporary files and folders that dead processes have left in a folder. Return their paths. `of`: the
-    name of a target. If it is given, only temporaries of this target are removed."""
+    name of a published file or folder. If `of` is given, only the temporaries of that name are removed."""
     if not parent.is_dir():
         return ()
     prefix = ".tmp-" if of is None else f".tmp-{of}-"
