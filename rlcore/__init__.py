@@ -10,7 +10,8 @@ SOURCE_FOLDER = Path(__file__).resolve().parents[1]
 
 
 def python_path() -> str:
-    """Return a `PYTHONPATH` with the import path of this process. Python ignores entries that are not text."""
+    """Return a `PYTHONPATH` with the import path of this process. Entries of `sys.path` that are not strings are left
+    out, because Python ignores them."""
     return os.pathsep.join(place or str(Path.cwd()) for place in sys.path if isinstance(place, str))
 
 

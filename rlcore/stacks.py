@@ -39,7 +39,7 @@ def register(name: str) -> None:
 
 
 def open_folder(folder: Path) -> None:
-    """Empty the folder for stacks, and make processes that start from now on register in it."""
+    """Empty the folder for stacks. Processes that start after this call register in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob("*.txt"):  # left by a killed trainer
         path.unlink(missing_ok=True)
@@ -53,7 +53,8 @@ def close_folder(folder: Path) -> None:
 
 
 def report(folder: Path) -> str:
-    """Return the stacks and states of this and all registered processes. Other descendants have only their states."""
+    """Return the stacks and states of this process and of all registered processes. For other descendants, return only
+    the states."""
     import psutil
 
     registered = {int(path.stem.rpartition("-")[2]): path for path in sorted(folder.glob("*.txt"))}
@@ -106,7 +107,8 @@ def _stack(pid: int, path: Path) -> str:
 
 
 def _holds_open(pid: int, path: Path) -> bool:
-    """Return whether the process has the file open. This proves that the process, and no later one, has registered."""
+    """Return whether the process has the file open. If so, this process has registered, and not an earlier process with
+    the same id."""
     import psutil
 
     try:

@@ -43,10 +43,10 @@ class Rollout(FastPickle):
 
     `turn_rewards`: for each rewarded turn, the index of the turn's last token in `response_ids`, and the reward.
 
-    `is_cut`: whether the response is unfinished, because the tail cut ended its step (`rollout.finish_share`).
+    `is_cut`: whether the response is unfinished because `rollout.finish_share` ended its step early.
 
-    `num_stale`: the number of first tokens that policy version `policy_version - 1` sampled, in the step before. The
-    other tokens were sampled by `policy_version`.
+    `num_stale`: the number of leading tokens that the previous step sampled with policy version `policy_version - 1`.
+    The other tokens were sampled with `policy_version`.
     """
 
     prompt: Prompt
@@ -114,10 +114,11 @@ class PackedBatch:
 class TrainBatch:
     """A packed batch with all inputs of an update, each Float[T] and 0 where `loss_mask` is False.
 
-    `old_logprobs` is None if a batch gets one update. `ref_logprobs` is needed for a KL penalty in the loss.
+    `old_logprobs` is None if the batch gets only one update. `ref_logprobs` is needed for a KL penalty in the loss.
     `old_values` and `returns` are needed for a critic. `importance_weights` is 1 without a correction, and 0 where a
-    token has no policy loss. `covariance_rank`: the share of tokens with a larger covariance, or 1 outside the mask.
-    `teacher_top_ids` and `teacher_top_logprobs` [T, k]: the teacher's likeliest tokens with `algo.teacher.top_k`.
+    token has no policy loss. `covariance_rank`: for each token, the share of tokens with a larger covariance. It is 1
+    where `loss_mask` is False. `teacher_top_ids` and `teacher_top_logprobs` [T, k]: the ids and log-probabilities of
+    the teacher's k likeliest tokens, if `algo.teacher.top_k` is set.
     """
 
     packed: PackedBatch

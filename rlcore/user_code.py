@@ -279,9 +279,9 @@ def run_code(folder: Path) -> Iterator[None]:
 
 
 def import_from(folder: Path | None) -> None:
-    """Import user modules from the copy in `folder`, or from the original files if `folder` is None, also in child
-    processes. Modules of the copy are removed from `sys.modules`, so that their next import reads the right file.
-    """
+    """Make this process and its child processes import user modules from the copy in `folder`. If `folder` is None,
+    they import the original files. Imported modules that the copy contains are removed from `sys.modules`, so that
+    their next import reads the right file."""
     before = os.environ.pop(FOLDER_VARIABLE, None)
     for name in {*_modules_in(before), *_modules_in(folder)} & sys.modules.keys():
         del sys.modules[name]

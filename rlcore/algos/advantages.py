@@ -95,11 +95,13 @@ def _float_type(scores: Tensor) -> torch.dtype:
 def bind_advantage(
     settings: AlgoConfig, *, lengths: Counts, parts: Float[Tensor, "N K"], part_weights: Float[Tensor, "K"]
 ) -> Callable[..., Tensor]:
-    """Return the advantage function that the settings name, with its options. The returned function takes `scores` and
-    `group_ids`. The arguments below are passed to it if it declares them. `lengths`: the number of tokens of each
-    response. `parts`: the components of the scores in the order of `reward.weights`. If that setting is empty, the
-    score is the only component. `part_weights`: the weights of the components. Raises ConfigError if the function does
-    not exist or does not accept `algo.advantage_options`."""
+    """Return the advantage function that the settings name, with its options bound.
+
+    The returned function takes `scores` and `group_ids`. Each of the arguments below is bound, too, if the function
+    declares it. `lengths`: the number of tokens of each response. `parts`: the components of the scores in the order of
+    `reward.weights`. If that setting is empty, the score is the only component. `part_weights`: the weights of the
+    components. Raises ConfigError if the function does not exist or does not accept `algo.advantage_options`.
+    """
     function = find_function("algo.advantage", settings.advantage, ADVANTAGE_FUNCTIONS)
     given = {"lengths": lengths, "parts": parts, "part_weights": part_weights}
     return bind(function, "algo.advantage", settings.advantage_options, given)
@@ -111,7 +113,7 @@ def gdpo(scores: Scores, group_ids: Counts, *, parts: Float[Tensor, "N K"], part
         A_k = (s_k - mean) / (std + 1e-6)              for each component, the same formula that grpo uses
         A   = whiten(sum_k w_k A_k)                    over all responses of the batch
 
-    This is GDPO, Liu et al. 2026, arXiv:2601.05242. `scores` determines only the type of the result.
+    This is GDPO, Liu et al. 2026, arXiv:2601.05242. The result has the dtype of `scores`, whose values are not used.
     """
     columns = [group_advantages(part, group_ids, method="grpo") for part in parts.double().unbind(1)]
     summed = torch.stack(columns, dim=1) @ part_weights.double()
@@ -124,11 +126,12 @@ def pass_at_k(
     """Return the advantages for the reward pass_at_k, which is 1 if at least one of k responses is correct.
 
     A response is correct if its score is at least `threshold`. A prompt has n responses, of which c are correct. The
-    advantages average over all sets of k responses:
+    reward of a set of k responses is 1 if the set contains a correct response. The advantage of a response is an
+    average over all sets that contain the response:
 
         p = 1 - C(n - c, k) / C(n, k)              sigma = sqrt(p (1 - p))
         A = (1 - p) / sigma                        for a correct response: every set that contains it passes
-        A = (q - p) / sigma                        for a wrong one, q = 1 - C(n - c - 1, k - 1) / C(n - 1, k - 1)
+        A = (q - p) / sigma                        for a wrong response, q = 1 - C(n - c - 1, k - 1) / C(n - 1, k - 1)
 
     This is the analytical form of Chen et al. 2025, arXiv:2508.10751. A is 0 if p is 0 or 1. If n < k, n replaces k.
     """
@@ -246,7 +249,7 @@ def group_size(group_ids: Counts) -> Counts:
 
 
 def has_scored_peer(score_mask: Flags, group_ids: Counts) -> Flags:
-    """Return True for each scored response whose group has another scored response or is only this response.
+    """Return True for each scored response that is alone in its group, or has another scored response in its group.
 
     >>> has_scored_peer(torch.tensor([True, False, True, True, True]), torch.tensor([0, 0, 1, 1, 2])).tolist()
     [False, False, True, True, True]
@@ -294,8 +297,8 @@ def shift_left(values: Floats, distance: int) -> Floats:
 def backward_recurrence(decay: Floats, addend: Floats) -> Floats:
     """Compute `x_t = addend_t + decay_t x_{t+1}` backward from `x_T = 0`.
 
-    A decay of 0 ends a sequence. The solution takes log2(T) steps over flat tensors. Each step doubles the number of
-    tokens that are combined. This is a prefix sum by doubling (Hillis and Steele 1986, Blelloch 1990).
+    A decay of 0 ends a sequence. The loop makes log2(T) passes over flat tensors. Each pass doubles the number of
+    tokens that a partial result combines. This is a parallel prefix sum (Hillis and Steele 1986, Blelloch 1990).
 
     >>> backward_recurrence(torch.tensor([0.5, 0.5, 0.0]), torch.tensor([1.0, 1.0, 4.0])).tolist()
     [2.5, 3.0, 4.0]
@@ -318,9 +321,9 @@ def score_range(scores: Scores, score_mask: Flags, group_ids: Counts) -> tuple[F
 
 
 def groups_with_signal(scores: Scores, score_mask: Flags, group_ids: Counts) -> Flags:
-    """Return True for each response whose group has different scores. If the scores are equal, every advantage is 0. A
-    group of one scored response also counts. This is the filter of DAPO's dynamic sampling (Yu et al. 2025,
-    arXiv:2503.14476)."""
+    """Return True for each response whose group contains at least two different scores. If all scores of a group are
+    equal, every advantage in the group is 0. A group of one response gets True if the response is scored. This is the
+    filter of DAPO's dynamic sampling (Yu et al. 2025, arXiv:2503.14476)."""
     members, sizes = group_members(group_ids)
     highest, lowest = score_range(scores, score_mask, group_ids)
     return ((highest > lowest) | ((sizes == 1) & (highest == lowest)))[members]

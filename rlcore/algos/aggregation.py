@@ -19,9 +19,9 @@ Ids = Int[Tensor, "T"]
 
 @dataclass(frozen=True, slots=True)
 class Denominator:
-    """The divisor of a loss, counted once over the whole mini-batch and all ranks. `num_tokens`: the number of response
-    tokens. `num_sequences`: the number of responses. `norm_tokens`: the longest allowed response
-    (`rollout.max_response_tokens`), which is the constant of seq-mean-token-sum-norm."""
+    """The divisor of a loss. It is counted once, over the whole mini-batch and all ranks. `num_tokens`: the number of
+    response tokens. `num_sequences`: the number of responses. `norm_tokens`: the value of
+    `rollout.max_response_tokens`, which is the constant C of the aggregation seq-mean-token-sum-norm."""
 
     num_tokens: int
     num_sequences: int
@@ -101,8 +101,9 @@ def _ranks(values: Floats, mask: Mask) -> Ids:
 
 
 def rank_share(values: Floats, mask: Mask) -> Floats:
-    """Return the share of response tokens with a larger value, in float64, and 1 where the mask is False.
-    `rank_share(values, mask) < p` selects the `ceil(p M)` of M response tokens with the largest values."""
+    """Return, for each response token, the share of response tokens whose values are larger than the token's value. The
+    result is float64, and 1 where the mask is False. `rank_share(values, mask) < p` selects the `ceil(p M)` of M
+    response tokens with the largest values."""
     shares = _ranks(values, mask).double() / mask.sum().clamp(min=1)
     return torch.where(mask, shares, torch.ones_like(shares))
 

@@ -29,8 +29,9 @@ ADVANTAGE_SIGNATURE = (
 
 
 def bind_policy_loss(settings: AlgoConfig, given: Mapping[str, Tensor | None]) -> Callable[..., PolicyLoss]:
-    """Return the policy loss that the settings name, with its options and the arguments from `given` that it declares.
-    Raises ConfigError if the loss does not exist or does not accept `algo.policy_loss_options`."""
+    """Return the policy loss function that the settings name, with its options bound. Each argument of the function
+    that has a value in `given` is bound, too. Raises ConfigError if the function does not exist or does not accept
+    `algo.policy_loss_options`."""
     function, options = resolve_policy_loss(settings.policy_loss), settings.policy_loss_options
     return bind(function, "algo.policy_loss", options, {"settings": settings, **given}, always=("settings",))
 
@@ -38,10 +39,12 @@ def bind_policy_loss(settings: AlgoConfig, given: Mapping[str, Tensor | None]) -
 def check_results(
     function: Callable[..., R], key: str, name: str, problem_of_shape: Callable[[object, Tensor], str]
 ) -> Callable[..., R]:
-    """Return `function`, with a check of its results if it is custom (`module:function`). `key`: the setting that names
-    the function. `problem_of_shape`: a function of a result and the first argument, which returns an error message or
-    ''. It must not wait for a device. The returned function raises UserCodeError if a result is wrong or an error
-    occurs."""
+    """Return `function`. If `name` is a custom function (`module:function`), wrap it so that each result is checked.
+
+    `key`: the setting that names the function. `problem_of_shape`: a function that receives a result and the first
+    argument, and returns an error message or ''. It must not wait for a device. The wrapped function raises
+    UserCodeError if the custom function raises an error, or if `problem_of_shape` returns a message.
+    """
     if ":" not in name:
         return function
 
@@ -58,8 +61,9 @@ def check_results(
 
 
 def require_policy_loss(settings: AlgoConfig) -> None:
-    """Call the policy loss on two responses of three tokens, where each first token is masked, and differentiate it.
-    Raises ConfigError if the loss does not exist or its options are wrong, and TrialError if it fails."""
+    """Call the policy loss on two responses of three tokens, and compute the gradient of the result. The first token of
+    each response is masked. Raises ConfigError if the loss does not exist or its options are wrong. Raises TrialError
+    if the call fails, or if its result is unusable."""
     generator = torch.Generator().manual_seed(1)
     policy = (-torch.rand(6, generator=generator)).requires_grad_()
     old, advantages = -torch.rand(6, generator=generator), torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0])
@@ -76,7 +80,7 @@ def require_policy_loss(settings: AlgoConfig) -> None:
 
 def require_advantage(settings: AlgoConfig) -> None:
     """Call a custom advantage on the scores of two prompts with three responses each. Raises ConfigError if the
-    function does not exist or its options are wrong, and TrialError if it fails."""
+    function does not exist or its options are wrong, and TrialError if the call fails or its result is unusable."""
     scores, group_ids = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 0.0]), torch.tensor([0, 0, 0, 1, 1, 1])
     parts, weights = torch.stack([scores, 1 - scores], dim=1), torch.tensor([1.0, 0.5])
 
@@ -90,8 +94,8 @@ def require_advantage(settings: AlgoConfig) -> None:
 
 
 def _require(rule: str, name: str, problem: Callable[[], str], data: str) -> None:
-    """Run the trial `problem`, which returns an error message or ''. Raises ConfigError if there is no such function or
-    its options are wrong. Raises TrialError if the trial fails or returns an error message."""
+    """Run a trial. `problem` calls the custom function, and returns an error message or ''. Raises ConfigError if
+    `problem` raises it. Raises TrialError if `problem` raises any other error or returns a message."""
     try:
         text = problem()
     except ConfigError:

@@ -84,7 +84,8 @@ def clipped_surrogate(log_ratio: Floats, advantages: Floats, *, settings: AlgoCo
 
 
 def _sequence_mean(log_ratio: Floats, mask: Mask, sequence_ids: Ids, num_sequences: int) -> Floats:
-    """Return the mean log-ratio of each token's sequence. Its gradient reaches only the log-ratio of this token."""
+    """Return, for each token, the mean log-ratio of the token's sequence. The gradient reaches only the log-ratio of
+    this token."""
     counts = token_counts(mask, sequence_ids, num_sequences).clamp(min=1)
     sequence_log_ratio = (segment_sum(log_ratio.detach(), sequence_ids, num_sequences) / counts)[sequence_ids]
     # the added difference is exactly 0 in value and carries the token's gradient
@@ -166,7 +167,7 @@ def gmpo(
         log g_n = (1 / |n|) sum_{t in n} c_t
         l_t     = -A_t exp(sg(log g_n) + c_t - sg(c_t))            sg: no gradient
 
-    This is GMPO, Zhao et al. 2025, arXiv:2507.20673, with the aggregation seq-mean-token-mean.
+    This is GMPO, Zhao et al. 2025, arXiv:2507.20673, if `algo.aggregation` is seq-mean-token-mean.
     """
     log_ratio = token_log_ratio(policy_logprobs, old_logprobs, mask)
     advantages = masked(advantages, mask)
@@ -182,7 +183,7 @@ def gpg(
     num_sequences: int, *, settings: AlgoConfig,
 ) -> PolicyLoss:  # fmt: skip
     """Return the plain policy gradient loss without a ratio, `l_t = -A_t log pi(t)`. This is GPG (Chu et al. 2025,
-    arXiv:2504.02546) without the paper's factor for groups of equal scores."""
+    arXiv:2504.02546). The paper's factor for groups with equal scores is left out."""
     log_ratio = token_log_ratio(policy_logprobs, old_logprobs, mask).detach()
     logprobs = masked(policy_logprobs, mask)
     return PolicyLoss(-masked(advantages, mask) * logprobs, torch.zeros_like(mask), torch.zeros_like(mask), log_ratio)
@@ -271,10 +272,10 @@ def kl_estimate(policy_logprobs: Floats, ref_logprobs: Floats, *, estimator: KlE
         k3, low_var_kl   min(exp(-d) - 1 + d, 10)
 
     Source: Schulman 2020, "Approximating KL Divergence". The values of k1 and k3 are unbiased. In the reward, only k1
-    has the gradient of the divergence. The gradients of k2 and k3 vanish near the reference. In the loss, k2 has the
-    gradient of the divergence, and k3 has the gradient of KL(pi_ref || pi). There, the gradient of k1 is 0 in
-    expectation (Liu et al. 2025, arXiv:2510.01555). The caller applies the mask. The bound on d also keeps the gradient
-    of NaN or infinity at 0.
+    has the gradient of the divergence, and the gradients of k2 and k3 vanish near the reference. In the loss, k2 has
+    the gradient of the divergence, k3 has the gradient of KL(pi_ref || pi), and the gradient of k1 is 0 in expectation
+    (Liu et al. 2025, arXiv:2510.01555). The caller applies the mask. The clamp also makes the gradient 0 where the
+    difference is NaN or infinite.
     """
     difference = (policy_logprobs - ref_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     match estimator:

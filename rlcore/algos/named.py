@@ -16,8 +16,8 @@ Options = Mapping[str, bool | int | float | str]
 
 
 def find_function(key: str, name: str, known: Mapping[str, str]) -> Callable[..., Any]:
-    """Return the function of a short name in `known`, or of a custom `module:function`. Raises ConfigError, which names
-    the setting `key`, if there is no such function."""
+    """Return the function that `name` refers to, which is a short name in `known` or a custom `module:function`. Raises
+    ConfigError if the function does not exist. The message names the setting `key`."""
     module_name, colon, attribute = known.get(name, name).partition(":")
     rule = f"{key}: must name a function as module:function, got {name!r}"
     remedy = f"Use one of {', '.join(sorted(known))}, or a custom `module:function`"
@@ -36,9 +36,9 @@ def find_function(key: str, name: str, known: Mapping[str, str]) -> Callable[...
 def bind(
     function: Callable[..., R], key: str, options: Options, given: Mapping[str, Any], *, always: tuple[str, ...] = ()
 ) -> Callable[..., R]:
-    """Return `function` with `options` bound, and with the values in `given` that the function declares as keyword
-    arguments. `always`: names in `given` that are bound even if the signature hides them. Raises ConfigError, which
-    names the setting `key`, if an option is unknown, missing, or of a wrong type."""
+    """Return `function` with `options` bound. Each keyword argument of the function that has a value in `given` is
+    bound, too. `always`: the names in `given` that are bound even if the signature does not show them. Raises
+    ConfigError if an option is unknown, missing, or of a wrong type. The message names the setting `key`."""
     asked, values = _own_arguments(function, key, tuple(options.items()), (*given,))
     return partial(function, **values, **{word: given[word] for word in given if word in asked or word in always})
 
@@ -47,7 +47,7 @@ def bind(
 def _own_arguments(
     function: Callable[..., Any], key: str, options: tuple[tuple[str, Any], ...], given: tuple[str, ...]
 ) -> tuple[frozenset[str], dict[str, Any]]:
-    """Return the names in `given` that the function declares, and its options, validated by its annotations."""
+    """Return the names in `given` that the function declares, and its options after validation by its annotations."""
     declared = {
         word: parameter
         for word, parameter in inspect.signature(function).parameters.items()

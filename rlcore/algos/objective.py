@@ -23,8 +23,8 @@ S = TypeVar("S", bound="Statistics")
 @dataclass(frozen=True, slots=True)
 class Statistics:
     """Scalars without gradient, which are summed over micro-batches, mini-batches and ranks, and divided once at the
-    end. Each field is Float64[]. `num_tokens`: the number of response tokens. With `stack` and `unstack`, all fields
-    move to the CPU in one copy."""
+    end. Each field is Float64[]. `num_tokens`: the number of response tokens. `stack` joins all fields into one tensor,
+    so that a single copy moves them to the CPU."""
 
     num_tokens: Float[Tensor, ""]
 
@@ -49,10 +49,13 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True)
 class PolicyStatistics(Statistics):
-    """Sums over a micro-batch of a policy update. `pg_loss`, `entropy`, `kl_loss`: the micro-batch's shares of the
-    mini-batch's aggregated values (see `aggregate`). Sums over response tokens are `ppo_kl` (old minus policy
-    log-probability), `ref_kl` (the KL estimate in the loss), `entropy_sum` and `teacher_kl` (the KL of
-    `algo.teacher.top_k`). `num_clipped`, `num_clipped_lower`: numbers of response tokens."""
+    """The statistics of a micro-batch in a policy update.
+
+    `pg_loss`, `entropy` and `kl_loss` are the micro-batch's shares of the mini-batch's aggregated values (see
+    `aggregate`). The other fields are sums over response tokens. `ppo_kl`: the old minus the new log-probability.
+    `ref_kl`: the KL estimate in the loss. `entropy_sum`: the entropy. `teacher_kl`: the KL of `algo.teacher.top_k`.
+    `num_clipped`, `num_clipped_lower`: the number of tokens on the clipped branch and on the dual-clip branch.
+    """
 
     pg_loss: Float[Tensor, ""]
     entropy: Float[Tensor, ""]
@@ -108,7 +111,7 @@ class SupervisedStatistics(Statistics):
 @dataclass(frozen=True, slots=True)
 class PreferenceStatistics(SupervisedStatistics):
     """Sums over pairs of a chosen and a rejected response. `num_correct`: the number of pairs whose chosen response has
-    the higher reward. Log-probabilities are those of whole responses."""
+    the higher reward. The log-probability of a response is the sum over its target tokens."""
 
     num_pairs: Float[Tensor, ""]
     chosen_reward: Float[Tensor, ""]
@@ -128,7 +131,8 @@ class PreferenceStatistics(SupervisedStatistics):
 
 @dataclass(frozen=True, slots=True)
 class ValueStatistics(Statistics):
-    """Sums over a micro-batch. `vf_loss`: the share of the mini-batch's critic loss. `vpred`: the sum of the values."""
+    """The statistics of a micro-batch in a critic update. `vf_loss`: the micro-batch's share of the mini-batch's critic
+    loss. `vpred`: the sum of the critic's values over response tokens."""
 
     vf_loss: Float[Tensor, ""]
     vpred: Float[Tensor, ""]
@@ -153,16 +157,17 @@ def policy_objective(
     entropy_added: float = 0.0,
     candidate_logprobs: Float[Tensor, "T k"] | None = None,
 ) -> tuple[Float[Tensor, ""], PolicyStatistics]:
-    """Return a micro-batch's share of the policy loss, which the caller differentiates, and its statistics.
+    """Return a micro-batch's share of the policy loss, which is differentiable, and the statistics of the micro-batch.
 
         J = agg(w l) + kl_coef agg(kl) [kl.where = loss] - (entropy_coef + entropy_added) agg(H)
             + teacher.coef agg(D) [teacher.top_k]
 
     `l`: the policy loss that the settings name, or 0 where `off_policy_mask` is True. `w`: the importance weights.
-    `agg`: the aggregation. `H`: the policy's entropy at each token, which needs a gradient only if its weight is not 0.
-    `D`: `top_k_forward_kl` of `candidate_logprobs`, the policy's log-probabilities of the teacher's likeliest tokens.
-    A batch without `old_logprobs` uses the log-probabilities of the policy instead. `kl_coef` comes from
-    `next_kl_coef`, and `entropy_added` from `next_entropy_bonus`."""
+    `agg`: the aggregation. `H`: the policy's entropy at each token. `entropy` needs a gradient only if the coefficient
+    of agg(H) is not 0. `D`: the divergence from `top_k_forward_kl`. `candidate_logprobs`: the policy's
+    log-probabilities of the teacher's likeliest tokens. If the batch has no `old_logprobs`, `policy_logprobs` without
+    gradient replace them. `kl_coef` comes from `next_kl_coef`, and `entropy_added` from `next_entropy_bonus`.
+    """
     packed, mask = batch.packed, batch.packed.loss_mask
     sequence_ids, num_sequences = packed.sequence_ids(), packed.num_sequences
     old_logprobs = policy_logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
@@ -220,7 +225,8 @@ def policy_objective(
 def value_objective(
     values: Floats, batch: TrainBatch, *, settings: AlgoConfig, denominator: Denominator
 ) -> tuple[Float[Tensor, ""], ValueStatistics]:
-    """Return a micro-batch's share of the critic loss (the token mean of `value_loss`), and its statistics."""
+    """Return a micro-batch's share of the critic loss, and the statistics of the micro-batch. The critic loss is the
+    token mean of `value_loss`."""
     assert batch.old_values is not None, "the critic's update needs its values before it"
     assert batch.returns is not None, "the critic's update needs returns"
     mask, sequence_ids, num_sequences = batch.packed.loss_mask, batch.packed.sequence_ids(), batch.packed.num_sequences
@@ -267,9 +273,9 @@ def preference_objective(
     """Return `-1 / num_pairs sum_n log sigmoid(r_n(chosen) - r_n(rejected))`, the share of a micro-batch in the DPO
     loss (Rafailov et al. 2023, arXiv:2305.18290), and its statistics.
 
-    The reward of a response is `r = beta sum_t (logprob_t - reference_t)` over its target tokens. `batch`: pairs (see
-    `pack_demonstrations`), with the reference as `behavior_logprobs`. Pairs without targets do not count. `num_pairs`
-    is the number of pairs of the whole batch on all ranks.
+    The reward of a response is `r = beta sum_t (logprob_t - reference_t)` over its target tokens. `batch`: preference
+    pairs (see `pack_demonstrations`). Its `behavior_logprobs` contain `reference_t`. Pairs without target tokens do not
+    count. `num_pairs` is the number of pairs of the whole batch on all ranks.
     """
     mask, responses = batch.loss_mask, (batch.position_ids == 0).cumsum(0) - 1
 

@@ -55,7 +55,7 @@ def rejection_mask(
         sequence-max               max |k_t| over its response > bound
 
     `bound` is log(cap) for k1, otherwise cap. Sources: veRL's rollout correction, and Liu et al. 2025, "When Speed
-    Kills Stability". NaN is not rejected, so that it is reported.
+    Kills Stability". A token whose `k_t` is NaN is not rejected, so that the NaN is reported.
     """
     distance = masked(kl_estimate(behavior_logprobs, old_logprobs, estimator=settings.estimator), mask).detach()
     match settings.level:

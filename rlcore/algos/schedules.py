@@ -11,7 +11,8 @@ MAX_RELATIVE_ERROR = 0.2
 
 
 def num_warmup_steps(*, optim: OptimConfig, total_steps: int) -> int:
-    """Return the number of warm-up steps: the share `warmup_ratio` of all steps if `warmup_steps` is 0."""
+    """Return the number of warm-up steps. This is `warmup_steps`, or the share `warmup_ratio` of all steps if
+    `warmup_steps` is 0."""
     # 0.29 of 100 steps is 28.999999999999996 as a product
     return optim.warmup_steps or int(optim.warmup_ratio * total_steps + 1e-9)
 
@@ -24,9 +25,10 @@ def lr_at(step: int, *, optim: OptimConfig, total_steps: int) -> float:
         linear     lr (m + (1 - m) (1 - x))
         cosine     lr (m + (1 - m) (1 + cos(pi x)) / 2)       m = min_lr_ratio
 
-    W is the number of warm-up steps, S is `total_steps`, and `x = (step - W) / (S - W)` is clamped to 0 and 1. No step
-    of the run has the rate 0. The first warm-up step has lr / W. The end of the run reaches lr m, which later steps
-    keep. The cosine schedule is from Loshchilov and Hutter 2017, arXiv:1608.03983, without restarts.
+    W is the number of warm-up steps, S is `total_steps`, and `x = (step - W) / (S - W)` is clamped to [0, 1]. The first
+    warm-up step has the rate lr / W. The linear and cosine schedules reach lr m only at `step` = S, when the run has
+    ended. No step of the run therefore has the rate 0. The cosine schedule is from Loshchilov and Hutter 2017,
+    arXiv:1608.03983, without restarts.
     """
     warmup = num_warmup_steps(optim=optim, total_steps=total_steps)
     if step < warmup:
@@ -45,15 +47,15 @@ def lr_at(step: int, *, optim: OptimConfig, total_steps: int) -> float:
 
 
 def next_entropy_bonus(added: float, observed_entropy: float, *, settings: AlgoConfig) -> float:
-    """Return the addend to `algo.entropy_coef` after a step with this entropy, in nats per token.
+    """Return the addend to `algo.entropy_coef` after a step with the mean entropy `observed_entropy` in nats per token.
 
     The weight so far is `c = entropy_coef + added`. `algo.entropy_control` sets `step` and `target`. The new weight is:
 
         c + step            where the entropy is below the target
         max(0, c - step)    where the entropy is above the target
 
-    This is Skywork-OR1, He et al. 2025, arXiv:2505.22312, without its factor that sets the weight to 0 above the
-    target.
+    This is the controller of Skywork-OR1 (He et al. 2025, arXiv:2505.22312). Skywork-OR1 also sets the weight to 0
+    while the entropy is above the target. This controller does not.
     """
     control = settings.entropy_control
     if control.target is None or observed_entropy == control.target:
@@ -64,7 +66,8 @@ def next_entropy_bonus(added: float, observed_entropy: float, *, settings: AlgoC
 
 
 def next_kl_coef(coef: float, observed_kl: float, num_sequences: int, *, settings: KlConfig) -> float:
-    """Return the KL coefficient after a step with `observed_kl` nats per token over `num_sequences` responses.
+    """Return the KL coefficient after a step of `num_sequences` responses with a mean KL of `observed_kl` nats per
+    token.
 
         fixed      coef
         adaptive   coef (1 + clip(observed_kl / target - 1, -0.2, 0.2) num_sequences / horizon), not below 0

@@ -1,8 +1,9 @@
 """Assignment of sequences to mini-batches, ranks and micro-batches, balanced by cost under a token budget.
 
 Ranks and micro-batches are balanced by the largest differencing method of Karmarkar and Karp ("The differencing method
-of set partitioning", 1982). Several ranks synchronize at every micro-batch, so they are balanced by operations. A
-single rank is balanced by tokens, which determine its memory.
+of set partitioning", 1982). If there are several ranks, the cost is the number of operations, because the ranks wait
+for each other at every micro-batch. If there is one rank, the cost is the number of tokens, which determines the
+memory.
 """
 
 import bisect
@@ -30,10 +31,10 @@ BALANCE_TOLERANCE = 1e-3
 def partition(lengths: Sequence[int], num_parts: int, *, equal_counts: bool = False) -> list[list[int]]:
     """Split the indices of `lengths` into `num_parts` parts with nearly equal sums. Each part is in ascending order.
 
-    With `equal_counts`, each part has the same number of indices. The differencing method then takes one of every
-    `num_parts` neighbouring lengths, and exchanges of pairs correct skewed lengths. Without `equal_counts`, no part is
-    empty if all lengths are positive. Raises ValueError if there are too few indices, or if equal counts are
-    impossible.
+    If `equal_counts` is true, each part has the same number of indices. The lengths are then sorted, and each part gets
+    one of every `num_parts` consecutive lengths. If the sums still differ too much, pairs of indices are exchanged. If
+    `equal_counts` is false, and all lengths are positive, no part is empty. Raises ValueError if there are too few
+    indices, or if equal counts are impossible.
 
     >>> partition([8, 7, 6, 5, 4], 2)
     [[1, 3, 4], [0, 2]]
@@ -72,7 +73,7 @@ def _partition(lengths: tuple[int, ...], num_parts: int, equal_counts: bool) -> 
 
 
 def _spread(parts: Sequence[_Part], num_parts: int) -> int:
-    """Return the lightest sum minus the heaviest sum. `parts` leaves out empty parts, whose sum is 0."""
+    """Return the smallest sum of a part minus the largest sum. `parts` does not contain empty parts, whose sum is 0."""
     return parts[0][0] - (parts[-1][0] if len(parts) == num_parts else 0)
 
 
@@ -213,9 +214,10 @@ class RankShares:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The assignment of a step's sequences to ranks. `mini_batches`: the shares in each optimizer step. `whole`: the
-    shares in a pass over all sequences, in the order of `mini_batches`. `num_shared`: the number of tokens that reuse a
-    computed prompt."""
+    """The assignment of a step's sequences to ranks. `mini_batches`: the sequences of each rank, for each optimizer
+    step. `whole`: the sequences of each rank, for a pass over the whole batch. The sequences have the same order as in
+    `mini_batches`. `num_shared`: the number of prompt tokens that are not computed again, because an earlier sequence
+    has the same prompt."""
 
     mini_batches: tuple[RankShares, ...]
     whole: RankShares
@@ -225,8 +227,8 @@ class Assignment:
 @dataclass(frozen=True, slots=True)
 class Balancer:
     """A balancer that assigns equally many sequences of nearly equal cost to each rank. `max_tokens`: the token limit
-    of a micro-batch. `share_prompts`: assign whole prompts to ranks. This applies only if all prompts have equally many
-    responses, and the number of prompts is divisible by the number of ranks."""
+    of a micro-batch. `share_prompts`: whether all responses to a prompt are assigned to the same rank. This is done
+    only if all prompts have equally many responses, and the number of prompts is divisible by the number of ranks."""
 
     num_ranks: int
     max_tokens: int
@@ -234,7 +236,7 @@ class Balancer:
     share_prompts: bool = False
 
     def assign(self, batch: PackedBatch, groups_per_mini_batch: int) -> Assignment:
-        """Assign the sequences of each mini-batch, and of the whole batch, to ranks."""
+        """Assign sequences to ranks, for each mini-batch and for a pass over the whole batch."""
         sizes = Sizes.from_batch(batch, share_prompts=self.share_prompts)
         cut = mini_batches(batch.group_ids, groups_per_mini_batch)
         found = tuple(self.shares(batch, sizes, sequences) for sequences in cut)
@@ -248,7 +250,7 @@ class Balancer:
         return self.shape if self.num_ranks > 1 else None
 
     def shares(self, batch: PackedBatch, sizes: Sizes, sequences: Sequence[int]) -> RankShares:
-        """Assign some sequences of the batch to ranks. `sizes`: the sizes of all sequences in the batch."""
+        """Assign the given `sequences` of the batch to ranks. `sizes`: the sizes of all sequences in the batch."""
         parts = self._parts(batch.group_ids[list(sequences)], sizes.select(batch, sequences))
         of_ranks = tuple(tuple(sequences[i] for i in part) for part in parts)
         return RankShares(of_ranks, self._num_micro(batch, sizes, of_ranks))
@@ -268,8 +270,8 @@ class Balancer:
         return max(self._num_cut(sizes.select(batch, mine)) for mine in of_ranks)
 
     def _num_cut(self, sizes: Sizes) -> int:
-        """Return the smallest number of micro-batches that respects `max_tokens` both in the split by cost and in the
-        split by tokens. A sequence over the limit has a micro-batch for itself."""
+        """Return the smallest number of micro-batches that keeps every micro-batch within `max_tokens`, in the split by
+        cost and in the split by tokens. A sequence with more than `max_tokens` gets its own micro-batch."""
         num_sequences = len(sizes.lengths)
         fewest = _fewest_bins((sizes.lengths - sizes.shared).tolist(), self.max_tokens)
         count = max(fewest, -(-sizes.num_computed() // self.max_tokens))
@@ -284,8 +286,8 @@ class Balancer:
 
 def _fewest_bins(lengths: Sequence[int], budget: int) -> int:
     """Return a lower bound on the number of bins of size `budget` that can hold items of these lengths. A length over
-    the budget has a bin for itself. The bound is L2 of Martello and Toth ("Lower bounds and reduction procedures for
-    the bin packing problem", 1990)."""
+    the budget gets its own bin. The bound is L2 of Martello and Toth ("Lower bounds and reduction procedures for the
+    bin packing problem", 1990)."""
     ordered = sorted(min(length, budget) for length in lengths)
     sums, half = [0, *accumulate(ordered)], bisect.bisect_right(ordered, budget // 2)
     found = 1

@@ -50,7 +50,8 @@ class PromptStream(Generic[T]):
         self._begin: int | None = None
 
     def set_weights(self, weights: np.ndarray) -> None:
-        """Draw by positive weights from the next position on. Each prompt is drawn once before any is repeated."""
+        """Set positive weights for the draws from the next position on. The weights determine the random order of an
+        epoch. Each prompt is drawn once before any prompt is repeated."""
         self._weights, self._begin, self._epoch = weights, None, -1
 
     def __len__(self) -> int:
@@ -151,14 +152,14 @@ class MixedStream:
 class PassCounts:
     """The pass counts of R training rows, immutable.
 
-    Each row has two counts: s scored responses, and c of them correct. A step with n more scored responses, k of them
-    correct, changes the counts to
+    Each row has two counts. s is the number of scored responses, and c is the number of correct responses. A step with
+    n scored responses, of which k are correct, changes the counts to
 
         s <- fade s + n        c <- fade c + k
 
-    so that responses of older models count less. With the band `[low, high]`, the weight of a row in the next draw is 1
-    where s = 0 or low <= c / s <= high, otherwise `rest_weight`. A group of equal scores has no gradient under a group
-    advantage.
+    The factor `fade` reduces the influence of older models' responses. The settings give the band `[low, high]`. The
+    weight of a row in the next draw is 1 if s = 0 or low <= c / s <= high, and otherwise `rest_weight`. The band exists
+    because a group with equal scores has no gradient under a group advantage.
     """
 
     passes: Float[Array, "R"]
@@ -204,7 +205,8 @@ class PassCounts:
         return PassCounts(*after)
 
     def in_band(self, settings: PassRatesConfig) -> Bool[Array, "R"]:
-        """Return True for each row whose pass rate is unknown or inside the band. A row outside the band is retired."""
+        """Return True for each row whose pass rate is unknown or inside the band. The metrics count a row outside the
+        band as retired."""
         low, high = settings.band
         rates = self.rates()
         inside: Array = np.isnan(rates) | ((rates >= low) & (rates <= high))
@@ -232,8 +234,9 @@ class RowSampler:
         return self._counts(text).weights(self._settings)
 
     def update(self, text: str, groups: Mapping[int, tuple[int, int]]) -> tuple[str, dict[str, float]]:
-        """Return the encoded counts after a step, and metrics of the change. `text`: the encoded counts before the
-        step. `groups`: the numbers of correct and of scored responses, by `prompt_id`."""
+        """Return the encoded counts after a step, and the metrics `pass_rates/*`. `text`: the encoded counts before the
+        step, or '' at the start. `groups`: for each `prompt_id`, the number of correct and the number of scored
+        responses."""
         rows = np.array([self._place[row_id] for row_id in groups], dtype=np.int64)
         passes, samples = np.array(list(groups.values()), dtype=np.int64).reshape(-1, 2).T
         before = self._counts(text)

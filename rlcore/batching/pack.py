@@ -15,8 +15,8 @@ from rlcore.types import PackedBatch, Prompt, Rollout, Score, TrainBatch
 
 
 def pack(rollouts: Sequence[Rollout], scores: Sequence[Score], group_ids: Sequence[int]) -> PackedBatch:
-    """Pack N rollouts into a `PackedBatch` of T tokens, in the order of `rollouts`. Responses without a score and
-    tokens of an environment have no loss.
+    """Pack N rollouts into a `PackedBatch` of T tokens, in the order of `rollouts`. Responses without a score have no
+    loss. Tokens that an environment wrote have no loss either.
 
     >>> from rlcore.types import Prompt
     >>> prompt = Prompt(0, (7, 8), "countdown", "{}")
@@ -74,7 +74,8 @@ def place_turn_rewards(rollouts: Sequence[Rollout], packed: PackedBatch) -> Floa
 
 def pack_demonstrations(demonstrations: Sequence[Demonstration]) -> PackedBatch:
     """Pack N demonstrations into a `PackedBatch` in order. Only the target tokens have a loss. A preference pair
-    becomes one sequence, so that its responses stay together. The positions of both start at 0 (see `split_pairs`).
+    becomes one sequence, so that the chosen and the rejected response stay together. The position ids of each response
+    start at 0 (see `split_pairs`).
 
     >>> batch = pack_demonstrations([Demonstration((7, 8, 1, 2), (False, False, True, True))])
     >>> batch.target_ids.tolist(), batch.loss_mask.int().tolist()
@@ -105,8 +106,8 @@ def pack_demonstrations(demonstrations: Sequence[Demonstration]) -> PackedBatch:
 
 
 def split_pairs(batch: PackedBatch) -> PackedBatch:
-    """Return a batch of preference pairs with one sequence per response. Other batches are returned as they are. The
-    batch must be on the host."""
+    """Split each preference pair of a batch into two sequences, one for each response. A batch without pairs is
+    returned unchanged. The batch must be on the host."""
     starts = (batch.position_ids == 0).nonzero()[:, 0]
     if len(starts) == batch.num_sequences:
         return batch
@@ -128,9 +129,9 @@ def token_indices(cu_seqlens: Tensor, sequences: Sequence[int]) -> Tensor:
 def shared_prompts(batch: PackedBatch, sequences: Sequence[int] | None = None) -> npt.NDArray[np.int64]:
     """Return how many leading tokens each sequence shares with an earlier sequence of the same prompt: Int[n].
 
-    A sequence with the value 0 computes all its tokens, and the sequences after it may reuse its first tokens.
-    Neighbours with the same prompt share the tokens before the first token with a loss. `sequences`: the sequences to
-    compare, or None for all. The batch must be on the host.
+    The value 0 means that all tokens of the sequence are computed. Later sequences may reuse the first tokens of this
+    sequence. Neighbouring sequences with the same prompt share the tokens before the first token with a loss.
+    `sequences`: the sequences to compare, or None for all. The batch must be on the host.
 
     >>> from rlcore.types import Prompt
     >>> prompts = [Prompt(0, (7, 8, 9), "countdown", "{}"), Prompt(1, (7, 8), "countdown", "{}")]
@@ -210,7 +211,8 @@ def select_train(batch: TrainBatch, sequences: Sequence[int]) -> TrainBatch:
 def scatter_tokens(
     parts: Sequence[Float[Tensor, "..."]], cu_seqlens: Tensor, sequences: Sequence[Sequence[int]]
 ) -> Tensor:
-    """Put the token values of all selections into the order of the whole batch, [T, ...]. This inverts `select`."""
+    """Combine the token values of several selections into one tensor for the whole batch, [T, ...]. This inverts
+    `select`."""
     whole = torch.zeros(int(cu_seqlens[-1]), *parts[0].shape[1:], dtype=torch.float32)
     for part, chosen in zip(parts, sequences, strict=True):
         whole[token_indices(cu_seqlens, chosen)] = part

@@ -19,11 +19,13 @@ _REMEDY = "Give a file that the filter has written (filtered/<fingerprint>/<spli
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """The tokens of a whole conversation. `is_target`: True for each token to learn, including the end token of each
+    """A whole conversation as tokens. `is_target`: True for each token to learn, including the end token of each
     response. `misdirected`: the same prompt with a response that solves another problem, or None.
 
-    A preference pair is the chosen response with the `rejected` one. `reference`: the log-probability of each target of
-    both under the initial policy, chosen first. It is NaN until `SupervisedTrainer.fill_reference`."""
+    In a preference pair, this demonstration has the chosen response, and `rejected` has the rejected response.
+    `reference`: the log-probability of each target token under the initial policy, for the chosen and then for the
+    rejected response. The values are NaN until `SupervisedTrainer.fill_reference` computes them.
+    """
 
     token_ids: Sequence[int]
     is_target: Sequence[bool]

@@ -58,7 +58,7 @@ class CheckpointInfo:
 
     @property
     def score(self) -> float | None:
-        """The held-out reward, or for a supervised step the negative held-out loss. None if neither was measured."""
+        """The held-out reward, or the negative held-out loss of a supervised step. None if neither was measured."""
         loss = self.metrics.get(HELD_OUT_LOSS)
         return self.metrics.get(HELD_OUT_REWARD) if loss is None else -loss
 
@@ -144,8 +144,8 @@ def _is_unreadable(file: Path) -> bool:
 
 
 def list_checkpoints(directory: Path, *, verify_hashes: bool = False) -> tuple[CheckpointInfo, ...]:
-    """Return every checkpoint folder by step, including broken ones. File sizes are always checked, hashes only on
-    request. `verify_hashes`: whether the hashes of the files are checked too."""
+    """Return every checkpoint folder, sorted by step, including broken folders. The sizes of the files are always
+    checked. The hashes of the files are checked only if `verify_hashes` is true."""
     catalog = scan(directory)
     verified = [_verified(info, verify_hashes) for info in catalog.checkpoints]
     return tuple(sorted([*verified, *catalog.refusals], key=lambda info: info.step))
@@ -167,7 +167,8 @@ def by_score(checkpoints: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
 
 def find_checkpoint(directory: Path, name: str) -> CheckpointInfo:
     """Find a checkpoint by its step (`20`), its folder's name, `last` or `best`. Its files are not verified. Raises
-    CheckpointError if its manifest cannot be read. If no name matches, the error lists all names."""
+    CheckpointError if the checkpoint's manifest cannot be read, or if no name matches. The message for an unknown name
+    lists all names."""
     catalog = scan(directory)
     known = catalog.checkpoints
     if name == "last" and known:
@@ -198,8 +199,9 @@ def prunable(checkpoints: Sequence[CheckpointInfo], config: CheckpointConfig) ->
 def kept_steps(checkpoints: Sequence[CheckpointInfo], config: CheckpointConfig) -> frozenset[int]:
     """Return the steps to keep: the newest `keep_last`, the best `keep_best`, and multiples of `keep_every_steps`.
 
-    The best checkpoints have the highest scores. Of equal scores the later is better. A checkpoint without a score is
-    not among them."""
+    The best checkpoints have the highest scores. If two scores are equal, the later checkpoint is better. A checkpoint
+    without a score is never one of the best.
+    """
     newest_first = sorted(checkpoints, key=lambda info: info.step, reverse=True)
     kept = {info.step for info in newest_first[: config.keep_last]}
     best_first = reversed(by_score(checkpoints))

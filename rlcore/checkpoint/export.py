@@ -53,12 +53,14 @@ def export_transformers(
     lora: LoraConfig | None = None,
     adapters: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Path:
-    """Write weights under transformers' names, with the initial policy's configurations and tokenizer.
+    """Write weights under the names that transformers uses, with the configurations and tokenizer of the initial
+    policy.
 
-    An earlier export at `target` is replaced by one rename. `facts`: more entries for the manifest. With `lora`,
-    `policy_state` has the merged weights, and `adapters` are written to the subfolder `adapter` in PEFT's format.
-    Raises DiskSpaceError if there is no room. An earlier export then stays. Raises CheckpointError if the folder cannot
-    be written, or is not an export. Raises ModelError if the initial policy's tokenizer cannot be read.
+    An earlier export at `target` is replaced by one rename. `facts`: additional entries for the manifest. If `lora` is
+    given, `policy_state` must contain the merged weights. The `adapters` are then written to the subfolder `adapter` in
+    PEFT's format. Raises DiskSpaceError if there is no room, and keeps an earlier export. Raises CheckpointError if
+    `target` cannot be written, or if it exists and is not an export. Raises ModelError if the initial policy's
+    tokenizer cannot be read.
     """
     source = str(model_dir_for_config)
     earlier = (target / MANIFEST).is_file()

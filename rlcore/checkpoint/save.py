@@ -1,10 +1,10 @@
-"""Saving of checkpoints concurrently with training.
+"""The saving of checkpoints while training continues.
 
     training             copy to the host | next step ...................... | next step | poll: committed
     thread of a rank                      | write files |
     thread of the driver                                | hash, flush, rename, delete old ones |
 
-The next `poll` or `settle` raises the error of a thread. Nothing of that checkpoint remains.
+If a thread fails, the next `poll` or `settle` raises the error, and the incomplete checkpoint is removed.
 """
 
 import logging
@@ -59,8 +59,8 @@ class _Save:
 class CheckpointSaver:
     """The object that saves a run's checkpoints, one at a time.
 
-    `wait_for_room`: a function of the bytes and the step, which waits for disk space before a checkpoint. `phase`
-    limits the time of all other waits for the disk.
+    `wait_for_room(num_bytes, step)` is called before a checkpoint, and waits until the disk has room. `phase()` returns
+    a context that limits the time of all other waits for the disk.
     """
 
     def __init__(
@@ -79,9 +79,10 @@ class CheckpointSaver:
     ) -> Saved | None:
         """Wait for room, copy the state of every rank and begin to write the copy. Training may continue on return.
 
-        If a rank has no memory for its copy, complete the checkpoint and return it, otherwise return None. `record`: a
-        function that returns the trainer's state. Raises DiskSpaceError if there is no room, and CheckpointError if the
-        folder cannot be written. `DiskRoom.wait` may raise StopRequestedError.
+        If a rank has no memory for its copy, wait until the checkpoint is complete, and return the checkpoint.
+        Otherwise return None. `record`: a function that returns the trainer's state. Raises DiskSpaceError if there is
+        no room, and CheckpointError if the folder cannot be written. `wait_for_room` may also raise StopRequestedError
+        (see `DiskRoom.wait`).
         """
         assert self._save is None, "settle or abandon the save before this one first"
         sizes = ranks.each(RankSaver.copy)
@@ -102,12 +103,13 @@ class CheckpointSaver:
         return None if all(size.is_copied for size in sizes) else self.settle()
 
     def poll(self) -> Saved | None:
-        """Return a newly committed checkpoint, otherwise None, without waiting. Raises the errors of `settle`."""
+        """Return the checkpoint if its save has completed since the last call, otherwise None. The call does not wait.
+        Raises the errors of `settle`."""
         return self._advance(wait=False)
 
     def settle(self) -> Saved | None:
-        """Wait for the current save, and return the checkpoint, or None if there is no save. Raises DiskSpaceError if
-        there was no room, and CheckpointError if the folder cannot be written."""
+        """Wait until the current save is complete, and return the checkpoint. Return None if no save is in progress.
+        Raises DiskSpaceError if there was no room, and CheckpointError if the folder cannot be written."""
         return self._advance(wait=True)
 
     def abandon(self) -> None:
@@ -164,7 +166,7 @@ class CheckpointSaver:
 
 
 class _AbandonedError(Exception):
-    """The error that closes the folder of an abandoned save. The folder is then removed."""
+    """The error that makes the folder's context manager remove the folder of an abandoned save."""
 
 
 def prune(store: CheckpointStore) -> None:

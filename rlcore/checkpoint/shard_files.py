@@ -1,7 +1,8 @@
 """Storage of tensor parts in self-describing safetensors files.
 
-For each tensor, the header of a file has the shape of the whole tensor and the offset of the part. So any number of
-ranks can read the files of any other number of ranks, without an index."""
+The header of a file contains, for each part, the shape of the whole tensor and the offset of the part. Any number of
+ranks can therefore read the files that any other number of ranks wrote. No index is needed.
+"""
 
 import json
 import math

@@ -12,7 +12,8 @@ The layout follows torch.distributed.checkpoint, which is not used for these rea
 can write its manifest too, so no byte in the folder may be executable.
 
 Frozen parameters (the base under LoRA adapters) are not saved. `base.json` has the digest, dtype and quantization of
-the base. Another base is refused. `optimizer.json` has the groups and numbers of an optimizer.
+the base. Weights for another base are refused. `optimizer.json` has the parameter groups and the numeric values of an
+optimizer.
 """
 
 import json
@@ -70,7 +71,8 @@ class GroupRecord:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRecord:
-    """The state of an optimizer except for its tensors: the parameter groups, and each parameter's keys and numbers."""
+    """The state of an optimizer except for its tensors: the parameter groups and, for each parameter, the names of the
+    state tensors and the numeric values."""
 
     groups: tuple[GroupRecord, ...]
     state_tensors: Mapping[str, tuple[str, ...]]
@@ -179,7 +181,8 @@ def optimizer_record(model: nn.Module, optimizer: torch.optim.Optimizer) -> Opti
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numeric options of a parameter group. The running code sets switches such as `fused`."""
+    """Return the numeric options of a parameter group. Switches such as `fused` are left out, because the running code
+    sets them."""
 
     def is_number(value: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool)
@@ -202,18 +205,19 @@ def rank_shards(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Ra
 
 @dataclass(frozen=True, slots=True)
 class CopySize:
-    """The bytes of a rank's shards, and whether the shards are copied. Without a copy, training waits for the write."""
+    """The size of a rank's shards in bytes. `is_copied`: whether the shards were copied to the host. If not, training
+    waits until the shards are written."""
 
     num_bytes: int
     is_copied: bool
 
 
 class RankSaver:
-    """One rank's part of a save: it copies the shards, writes the copy in a thread and frees it. One save runs at a
-    time.
+    """The work of one rank in a save. The rank copies its shards, writes the copy in a thread and frees the copy. One
+    save runs at a time.
 
-    `models`: a function that returns the current models and optimizers. `num_ranks`: the ranks that may share this
-    host's memory.
+    `models`: a function that returns the current models and optimizers. `num_ranks`: the number of ranks that may share
+    this host's memory.
     """
 
     def __init__(self, models: Callable[[], SavedModels], *, num_ranks: int) -> None:
@@ -234,9 +238,10 @@ class RankSaver:
         return CopySize(size, is_copied)
 
     def write(self, directory: str) -> None:
-        """Start a thread that writes the copy below `directory`. Without a copy, write the shards now.
+        """Start a thread that writes the copy below `directory`. If there is no copy, write the shards before
+        returning.
 
-        A second call with another folder replaces the first call.
+        If an earlier call is still writing, wait until its thread has ended, and ignore its result.
         """
         self.abandon()
         if not self._copies:
@@ -252,8 +257,9 @@ class RankSaver:
         self._writing = start_thread(write, "checkpoint-shards")
 
     def is_written(self, *, wait: bool) -> bool:
-        """Return whether the writing thread has ended. With `wait`, wait for its end first. Raises DiskSpaceError or
-        CheckpointError once if the write failed."""
+        """Return whether the shards are written. If `wait` is true, wait for the end of the writing thread first. If
+        the write failed, the first call after the failure raises DiskSpaceError or CheckpointError. Later calls return
+        True."""
         if self._writing is None:
             return True
         if not wait and not self._writing.done():
@@ -263,7 +269,8 @@ class RankSaver:
         return True
 
     def abandon(self) -> None:
-        """Wait until the thread has ended and ignore its result. The folder of the checkpoint can then be removed."""
+        """Wait until the writing thread has ended, and ignore its result. The folder of the checkpoint can then be
+        removed."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.exception()
@@ -302,7 +309,8 @@ def _copy_part(part: LocalPart, buffers: dict[str, Tensor]) -> Tensor:
 
 @torch.no_grad()
 def load_shards(directory: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Load the tensors that any number of ranks saved, in place. Without an optimizer, only the weights are loaded.
+    """Load saved tensors into `model` and `optimizer`. Any number of ranks may have saved the tensors. If `optimizer`
+    is None, only the weights are loaded.
 
     After an error the model is unusable, since it may hold a mixture of old and loaded weights. Raises CheckpointError
     if files are missing or damaged, or belong to another model or optimizer.
@@ -351,8 +359,8 @@ def _read_record(directory: Path) -> OptimizerRecord:
 def load_optimizer(
     directory: Path, reader: ShardReader, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int
 ) -> None:
-    """Fill the optimizer's state, in place where it exists. Raises CheckpointError if no optimizer was saved, if the
-    saved one is damaged, or if its parameter groups differ."""
+    """Load the saved state into the optimizer. Existing state tensors are filled in place. Raises CheckpointError if no
+    optimizer was saved, if the saved state is damaged, or if the parameter groups differ from the saved groups."""
     record = _read_record(directory)
     named = dict(named_parameters(model))
     names = {parameter: name for name, parameter in named.items()}

@@ -24,7 +24,7 @@ class LoopState:
     policy_version: Count
     """The number of weight syncs."""
     num_prompts_drawn: Count
-    """The number of prompts from the endless stream, including those that dynamic sampling dropped."""
+    """The number of prompts drawn from the endless stream, including prompts that dynamic sampling dropped."""
     num_tokens: Count
     """The number of prompt and response tokens that were trained on."""
     kl_coef: float
@@ -35,7 +35,7 @@ class LoopState:
     entropy_added: float = 0.0
     """The amount that the entropy target has added to the weight of the entropy bonus."""
     pass_counts: str = ""
-    """The right and scored responses of each training row, as base64 of float32 (`rlcore.batching.loader`)."""
+    """The numbers of correct and of scored responses for each training row, as base64 of float32 (see `PassCounts`)."""
     carried: str = ""
     """The groups of responses that the next step continues, as JSON (`rlcore.trainer.carry`)."""
 
@@ -48,9 +48,9 @@ class TrainerState(LoopState):
 
     format_version: int = FORMAT_VERSION
     journal_bytes: Count = 0
-    """The length of metrics.jsonl up to the line of this step."""
+    """The size of metrics.jsonl in bytes, up to the end of this step's line."""
     journal_sha256: str = ""
-    """The digest of these bytes of the journal."""
+    """The sha256 of the first `journal_bytes` bytes of metrics.jsonl."""
     settings_fingerprint: str
 
     def to_json(self) -> str:

@@ -55,7 +55,7 @@ class CheckpointStore:
     def __init__(
         self, directory: Path, config: CheckpointConfig, settings: RunConfig, *, journal: Path | None = None
     ) -> None:
-        """Use a folder of checkpoints. `journal`: the run's journal, which a checkpoint to resume from has to fit."""
+        """Use a folder of checkpoints. `find_latest` compares the checkpoints with `journal`, the run's journal."""
         self.directory = directory
         self._journal = journal
         self._config = config
@@ -113,7 +113,7 @@ class CheckpointStore:
     def prune(self) -> tuple[Path, ...]:
         """Delete the checkpoints that the retention rule does not keep, and return their paths.
 
-        Nothing is deleted before one remaining checkpoint has passed a check of every byte. Broken folders stay.
+        Before anything is deleted, every byte of one remaining checkpoint is verified. Broken folders are kept.
         """
         remove_stale_temporaries(self.directory)
         checkpoints = scan(self.directory).checkpoints
@@ -126,7 +126,7 @@ class CheckpointStore:
     def set_aside_later(self, step: int) -> None:
         """Rename the intact checkpoints after `step`, because the run continues from `step` with a truncated journal.
 
-        Otherwise pruning would count them as the newest ones. Broken checkpoints stay.
+        Without the rename, pruning would count these checkpoints as the newest. Broken checkpoints are not renamed.
         """
         for info in scan(self.directory).checkpoints:
             if info.step > step and self._search([info], hashes=True).checkpoint is not None:
@@ -180,8 +180,9 @@ class CheckpointStore:
         """Find the newest checkpoint that is intact and fits the journal. Newer checkpoints that are refused are
         logged.
 
-        If no intact checkpoint fits the journal, the newest intact one is returned. Without `verify`, only sizes are
-        checked. Raises CheckpointError if all checkpoints are broken, or if the result has other settings than the run.
+        If no intact checkpoint fits the journal, the newest intact checkpoint is returned. If `verify` is false, only
+        the sizes of files are checked. Raises CheckpointError if all checkpoints are broken, or if the settings of the
+        newest usable checkpoint differ from the run's settings.
         """
         found = self._find(verify=verify)
         while not all(os.path.lexists(refusal.path) for refusal in found.refusals):  # pruned meanwhile
@@ -202,15 +203,17 @@ class CheckpointStore:
         return found
 
     def best(self) -> CheckpointInfo | None:
-        """Return the intact checkpoint with the highest score, or None. Of several best ones, it is the latest."""
+        """Return the intact checkpoint with the highest score, or None. If several have the highest score, return the
+        latest of them."""
         found = self._search(by_score(self.list()), hashes=True)
         for refusal in found.refusals:
             log.warning("checkpoint refused: %s", refusal.reason)
         return found.checkpoint
 
     def verify(self, info: CheckpointInfo, *, hashes: bool = True) -> None:
-        """Check the size of each file of a checkpoint and, with `hashes`, every byte. Later calls skip what is checked.
-        Raises CheckpointError if a check fails. The message names the file, the rule, the value and the remedy."""
+        """Check the size of each file of a checkpoint. If `hashes` is true, also check every byte, unless an earlier
+        call has done so. Raises CheckpointError if a check fails. The message names the file, the rule, the value and
+        the remedy."""
         known = (info.path, info.created)
         verify_directory(info.path, hashes=hashes and known not in self._verified, error=CheckpointError)
         if hashes:
@@ -241,7 +244,7 @@ class CheckpointStore:
         return replace(found, refusals=refusals)
 
     def _search(self, candidates: Sequence[CheckpointInfo], *, hashes: bool, journal: bool = False) -> FoundCheckpoint:
-        """Return the last of the candidates that is intact and, if `journal` is true, fits the journal."""
+        """Return the last candidate that is intact. If `journal` is true, it must also fit the journal."""
         refusals: tuple[CheckpointInfo, ...] = ()
         for info in reversed(candidates):
             try:

@@ -82,7 +82,8 @@ class ProblemResult:
 
     @property
     def is_scored(self) -> bool:
-        """True if the greedy response, if requested, and at least one sample, if requested, have a score."""
+        """True if the greedy response and at least one sample have a score. A problem without a greedy response, or
+        without samples, needs only the other score."""
         return (bool(self.scored_samples) or not self.samples) and (self.greedy is None or self.greedy.failure is None)
 
     @property
@@ -97,7 +98,7 @@ class ProblemResult:
 
 
 def vote(text: str) -> str:
-    """Return the final answer in a text without white space, as a key for majority votes.
+    """Return the final answer in a text, as a key for majority votes. White space is removed from the answer.
 
     The answer is the last `<answer>`, otherwise the text after the last `####`, otherwise the whole text.
 
@@ -118,11 +119,12 @@ def num_samples(problems: Sequence[ProblemResult]) -> int:
 
 
 def problem_statistics(problems: Sequence[ProblemResult]) -> dict[str, Array]:
-    """Return the values of each statistic (Float[P]) by the statistic's name below `val-core/<data_source>/`.
+    """Return one value per problem (Float[P]) for each statistic. The keys are metric names without the prefix
+    `val-core/<data_source>/`.
 
-    All problems must be scored. Sampled statistics need samples, and ignore the samples without a score. Greedy
-    statistics need a greedy response to every problem. Raises DataError if the problems have different numbers of
-    samples.
+    All problems must be scored. Statistics of samples are included if there are samples, and ignore samples without a
+    score. Statistics of greedy responses are included if every problem has a greedy response. Raises DataError if the
+    problems have different numbers of samples.
     """
     k = num_samples(problems)
     found: dict[str, Array] = {}
@@ -172,7 +174,8 @@ class ValidationResult:
 
     @property
     def reward_statistic(self) -> str:
-        """The name of the held-out reward: the mean sample score, or without samples the greedy score."""
+        """The name of the statistic that is the held-out reward. This statistic is the mean score of the samples, or
+        the greedy score if there are no samples."""
         return f"reward/mean_at_{self.num_samples}" if self.num_samples else "reward/greedy"
 
     @property
@@ -181,7 +184,7 @@ class ValidationResult:
         return replace(self, problems=tuple(problem for problem in self.problems if problem.is_scored))
 
     def intervals_of(self, columns: Mapping[str, Array]) -> dict[str, Interval]:
-        """Return the mean and the interval over problems of each column, whose shape is Float[P]."""
+        """Return the mean of each column with its confidence interval. A column has one value per problem, Float[P]."""
         if not columns:
             return {}
         table = np.stack(list(columns.values()), axis=1)
@@ -199,7 +202,8 @@ class ValidationResult:
 
     @cached_property
     def intervals(self) -> Mapping[str, Interval]:
-        """Each statistic with its interval over problems. Keys are the names below `val-core/<data_source>/`."""
+        """The mean and the confidence interval of each statistic over the problems. The keys are metric names without
+        the prefix `val-core/<data_source>/`."""
         return self.intervals_of(problem_statistics(self.scored_only.problems))
 
     def by_source(self) -> dict[str, "ValidationResult"]:
@@ -216,9 +220,11 @@ class ValidationResult:
         return {value: replace(self, problems=tuple(group)) for value, group in groupby(ordered, key)}
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the metrics (see `rlcore/tracking/metrics.md`), each with `/ci_low` and `/ci_high`. Several data
-        sources are reported one by one, and together as `val-core/all/...`. The held-out reward, which a suite does
-        not have, is first.
+        """Return the metrics (see `rlcore/tracking/metrics.md`). The ends of each confidence interval are separate
+        metrics with the suffixes `/ci_low` and `/ci_high`.
+
+        If there are several data sources, each data source has its own metrics, and `val-core/all/...` covers all of
+        them. The first metric is the held-out reward. A suite has no held-out reward.
         """
         reward = self.intervals.get(self.reward_statistic) if not self.suite else None
         summary = {} if reward is None else {HELD_OUT_REWARD: reward.value}
@@ -268,7 +274,7 @@ class Comparison:
 
 
 def pass_curve(result: ValidationResult) -> dict[int, Interval]:
-    """Return pass_at_k with its interval for k = 1, 2, 4, ... and for all samples."""
+    """Return pass_at_k with its interval for k = 1, 2, 4, ... and for k equal to the number of samples."""
     result = result.scored_only
     num_samples = result.num_samples
     if not num_samples:
@@ -282,8 +288,7 @@ def pass_curve(result: ValidationResult) -> dict[int, Interval]:
 
 def compare(first: ValidationResult, second: ValidationResult) -> tuple[Comparison, ...]:
     """Compare every statistic that two validations share, paired over their common problems. Raises DataError if the
-    validations share no scored problem, or if problems of the same id differ.
-    """
+    validations share no scored problem, or if two problems with the same id differ."""
     first, second = first.scored_only, second.scored_only
     known = {problem.prompt_id: problem for problem in second.problems}
     pairs = [(problem, known[problem.prompt_id]) for problem in first.problems if problem.prompt_id in known]

@@ -64,7 +64,8 @@ def audit_reward(cases: Sequence[Case], pool: ScoringPool) -> tuple[AuditFinding
     """Score several kinds of worthless responses to each problem, and return the kinds that the scorer rewards.
 
     The kinds are empty text, junk, a copy of the prompt, an answer form without content, and responses to another
-    problem. Empty text and junk are rewarded if they score above 0. The other kinds are rewarded from `HALF_MARKS` on.
+    problem. Empty text and junk count as rewarded if their score is above 0. The other kinds count as rewarded if their
+    score is at least `HALF_MARKS`.
     """
     tried: list[tuple[str, Case, str]] = []
     for place, case in enumerate(cases):

@@ -45,10 +45,11 @@ Range = tuple[float | None, float | None]
 class Query:
     """The selection and order of responses.
 
-    `prompt`: a prompt id. `search`: a text in the response, regardless of case. If `in_prompts` is true, the text may
-    also be in the prompt. `kind`: one of `KINDS`. `sort`: one of `SORTS`, with `-` for descending order. Among equal
-    values, earlier steps come first. If `each` is `prompt`, later steps come first among equal values. Only the first
-    response to each prompt is then selected.
+    `prompt`: a prompt id. `search`: a text that the response contains, regardless of case. If `in_prompts` is true, the
+    prompt may contain the text instead. `kind`: one of `KINDS`. `sort`: one of `SORTS`, with `-` for descending order.
+    If `each` is `answer`, all responses are selected, and responses with equal values are sorted by ascending step. If
+    `each` is `prompt`, only the first response to each prompt is selected, and responses with equal values are sorted
+    by descending step.
     """
 
     step: Range = (None, None)
@@ -113,9 +114,8 @@ class SearchResult:
         return int(self.light.num_rows)
 
     def rows(self, numbers: Sequence[int], columns: Sequence[str] = READABLE) -> list[dict[str, Any]]:
-        """Return the `columns` of the responses at the indices `numbers`. The `key` in each row is for `read_response`.
-        Raises DataError if a file cannot be read.
-        """
+        """Return the `columns` of the responses at the indices `numbers`. Each row also has a `key`, by which
+        `read_response` finds the response. Raises DataError if a file cannot be read."""
         chosen = self.light.take(pa.array(numbers, pa.int64()))
         parts, places = chosen["part"].to_numpy(), chosen["place"].to_numpy()
         found: list[dict[str, Any]] = chosen.select(
@@ -192,7 +192,8 @@ def _missing_response(key: str) -> DataError:
 
 @dataclass(frozen=True, slots=True)
 class PromptResponses:
-    """All responses to one prompt in one step or validation. `visits`: the prompt's mean scores over the run."""
+    """All responses to one prompt in one step or validation. `visits`: the prompt's mean score in each step and
+    validation of the run."""
 
     answers: list[dict[str, Any]]
     visits: list[dict[str, Any]]

@@ -113,21 +113,24 @@ class ResponseWriter:
         return bool(every) and step % every == 0
 
     def add(self, table: pa.Table) -> None:
-        """Collect the responses of the next training step in memory. Start to write them if they are large."""
+        """Collect the responses of the next training step in memory. If the collected responses are large, start to
+        write them."""
         self._tables.append(table)
         if sum(each.nbytes for each in self._tables) >= PART_BYTES:
             self.start_part()
 
     def start_part(self) -> None:
         """Wait until the previous file is written, and start to write the responses collected since then. Raises
-        DiskSpaceError if the disk has no room for the previous file. After this error, a new call tries again."""
+        DiskSpaceError if the disk has no room for the previous file. After this error, the next call writes the
+        previous file again."""
         self.wait()
         if self._tables:
             self._part, self._tables = pa.concat_tables(self._tables), []
             self._written = self._thread.submit(self._write, self._part)
 
     def wait(self) -> None:
-        """Wait until the current file is written. Raises DiskSpaceError if the disk is full. A new call tries again."""
+        """Wait until the current file is written. Raises DiskSpaceError if the disk is full. The next call writes it
+        again."""
         if self._part is None:
             return
         written, self._written = self._written, None
@@ -180,7 +183,7 @@ def _training_name(table: pa.Table) -> str:
 
 
 def steps_of(path: Path) -> tuple[int, int]:
-    """Return the first and last step of a response file. A validation that a command requested has (-1, -1)."""
+    """Return the first and last step of a response file. For a validation that a command requested, return (-1, -1)."""
     found = _PART.fullmatch(path.name)
     if found is None:
         return -1, -1

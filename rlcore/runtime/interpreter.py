@@ -1,7 +1,8 @@
 """The environment and the GPUs of the trainer's interpreter, which `runtime.python` names.
 
-Another process answers, so the caller neither imports torch nor holds a GPU. `python -m rlcore.runtime.interpreter
-PACKAGE...` prints the environment of this process as JSON, and with `--devices` torch, CUDA, architectures and GPUs.
+A separate process reads the environment and the GPUs, so that the caller neither imports torch nor holds a GPU. `python
+-m rlcore.runtime.interpreter PACKAGE...` prints the environment of that process as JSON. If the only argument is
+`--devices`, it prints the versions of torch and CUDA, the GPU architectures and the GPUs.
 """
 
 import hashlib
@@ -106,7 +107,8 @@ def this_environment(names: tuple[str, ...] = PACKAGES) -> Environment:
 def trainer_environment(python: str | None, names: tuple[str, ...] = PACKAGES) -> Environment:
     """Return the environment of the interpreter `runtime.python`, or of this process if it is None.
 
-    Raises ConfigError if it is no interpreter, lacks Millrace or torch, or has other code of Millrace.
+    Raises ConfigError if `runtime.python` is not an interpreter, or if its environment lacks Millrace or torch. Raises
+    ConfigError, too, if the environment's code of Millrace differs from the code of this process.
     """
     found = this_environment(names) if python is None else _ask(python, names)
     if missing := [name for name in ("torch", "transformers") if not found.has(name)]:
@@ -145,8 +147,9 @@ def _install(program: str) -> str:
 
 
 def run_versions(python: str | None) -> dict[str, str]:
-    """Return the versions in the trainer's environment. Other versions in this process get the prefix `flow.`. A
-    package that only this process has gets no prefix."""
+    """Return the versions of Python and the packages in the trainer's environment. If this process has another version
+    of a package, that version is added with the prefix `flow.`. A package that only this process has is added without a
+    prefix."""
     own = this_environment().versions
     trainer = own if python is None else trainer_environment(python).versions
     differ = {name: version for name, version in own.items() if trainer.get(name) != version}
@@ -154,16 +157,17 @@ def run_versions(python: str | None) -> dict[str, str]:
 
 
 def _inherited_path() -> str:
-    """Return the `PYTHONPATH` with which another interpreter finds the code of this process. It has the folder of a
-    checkout, but not a folder of installed packages, and then the user's `PYTHONPATH`."""
+    """Return the `PYTHONPATH` with which another interpreter finds the code of this process. It starts with the folder
+    of Millrace's checkout, unless Millrace is installed as a package. The user's `PYTHONPATH` follows."""
     source = [] if SOURCE_FOLDER.name in SITE_PACKAGES else [str(SOURCE_FOLDER)]
     return os.pathsep.join(filter(None, (*source, os.environ.get("PYTHONPATH"))))
 
 
 def trainer_path(python: str) -> list[str]:
-    """Return the import path of the trainer's interpreter, followed by folders from which only this process imports.
+    """Return the import path of the trainer's interpreter, followed by the other folders of this process's import path.
 
-    The library and the installed packages of this interpreter are left out."""
+    The folders of this process's standard library and installed packages are left out.
+    """
     found, library = trainer_environment(python), sysconfig.get_path("stdlib")
     own = (
         place
@@ -174,7 +178,7 @@ def trainer_path(python: str) -> list[str]:
 
 
 def trainer_process(python: str | None) -> tuple[str, dict[str, str]]:
-    """Return the trainer's program and environment variables, for a short process in the trainer's environment."""
+    """Return the interpreter and the environment variables for a short process in the trainer's environment."""
     if python is None:
         return sys.executable, dict(os.environ)
     return trainer_environment(python).executable, {**os.environ, "PYTHONPATH": os.pathsep.join(trainer_path(python))}
@@ -192,9 +196,11 @@ def find_devices(python: str | None = None) -> Devices:
 
 
 def output_of(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
-    """Return the standard output of a process with these environment variables, by default those of this process.
+    """Run a command, and return its standard output. If `environment` is None, the command gets the environment
+    variables of this process.
 
-    Raises OSError after a timeout, or with the last line of the error output if the process fails.
+    Raises OSError if the command exceeds the timeout. If the command fails, the OSError contains the last line of its
+    error output.
     """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, env=environment)
@@ -219,7 +225,8 @@ def _describe_devices() -> Devices:
 
 
 def run_module(python: str, module: str, *arguments: str, error: type[MillraceError]) -> None:
-    """Run a module of Millrace in the trainer's environment. If it fails, raises `error` with the last output line."""
+    """Run a module of Millrace in the trainer's environment. If the module fails, raises `error` with the last line of
+    the module's error output."""
     program, environment = trainer_process(python)
     done = subprocess.run([program, "-P", "-m", module, *arguments], capture_output=True, text=True, env=environment)
     if done.returncode:

@@ -135,7 +135,8 @@ class RayGroup:
     def stream(
         self, verb: Callable[..., Iterator[R]], arguments: Sequence[tuple[Any, ...]], take: Callable[[int, R], None]
     ) -> None:
-        """Call a generator method on rank i with `arguments[i]`, and `take(rank, item)` when an item arrives."""
+        """Call a generator method on each rank i with `arguments[i]`. Call `take(rank, item)` for each item that
+        arrives."""
         streams: dict[Any, int] = {}
         for rank, (actor, args) in enumerate(zip(self._actors, arguments, strict=True)):
             method = actor.stream.options(num_returns="streaming")
@@ -220,7 +221,7 @@ def as_tensor(sent: tuple[np.ndarray, torch.dtype, torch.Size]) -> torch.Tensor:
 
 
 def neighbours(nodes: Mapping[int, str]) -> list[int]:
-    """Return the order of the ranks' bundles in which bundles on the same node are adjacent.
+    """Return the bundle numbers in an order that puts bundles on the same node next to each other.
 
     Ray assigns bundles to nodes in any order.
 

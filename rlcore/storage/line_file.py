@@ -110,8 +110,8 @@ class LineFile:
 
         The removed lines are saved in `<name>.abandoned-<k>.jsonl`. Return the path of this file, or None if nothing
         was removed. The shortened file replaces the old file by a rename, so a process that has opened the old file can
-        still read it. Raises TrackingError if the file is shorter than `to_bytes`, or if no line ends there. Raises
-        DiskSpaceError if there is no room for the new files. An error leaves the file unchanged.
+        still read it. Raises TrackingError if the file is shorter than `to_bytes`, or if no line ends at byte
+        `to_bytes`. Raises DiskSpaceError if there is no room for the new files. An error leaves the file unchanged.
         """
         with self._lock:
             self._write_pending()

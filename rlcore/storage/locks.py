@@ -189,7 +189,8 @@ class HeldLock:
         error: type[MillraceError] = RunInUseError,
         is_named: bool = True,
     ) -> None:
-        """Prepare the lock. If `is_named`, the file will name this process. Otherwise the text of the file is kept."""
+        """Prepare the lock. If `is_named` is true, acquiring the lock writes this process as the holder into the file.
+        Otherwise the content of the file is kept."""
         self.path = path
         self._is_named = is_named
         self._lock = FileLock(path)
@@ -198,8 +199,8 @@ class HeldLock:
         self._error = error
 
     def __enter__(self) -> Self:
-        """Acquire the lock, and wait for at most `wait_s` seconds. The minimum is `POLL_S`, since `holder_of` may hold
-        the lock briefly.
+        """Acquire the lock. Wait for at most `wait_s` seconds. A `wait_s` below `POLL_S` is raised to `POLL_S`, because
+        `holder_of` may hold the lock briefly.
 
         Raises `error` (by default RunInUseError) if another process holds the lock, or if the file system has no locks.
         Raises UnwritableError if the folder cannot be written. Raises DiskSpaceError if the disk has no room for an

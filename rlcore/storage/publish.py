@@ -53,9 +53,10 @@ def published_directory(
 
     A killed process leaves at most a `.tmp-` folder, which `remove_stale_temporaries` removes. An exception leaves
     nothing. If another process publishes `target` during the block, that directory stays, unless `replace` is true.
-    `manifest` is read after the block. `at`: a function that receives the name of each stage, for reports about a file
-    system that hangs. Raises DiskSpaceError if there is no room for a write. Raises `error` if `target` cannot be
-    written, or if it exists and is not a finished directory.
+    `manifest`: values for `manifest.json`. They are read after the block, so the block may change them. `at`: a
+    function that receives the name of each stage, so that a hang of the file system can be located. Raises
+    DiskSpaceError if there is no room for a write. Raises `error` if `target` cannot be written, or if it exists and is
+    not a finished directory.
     """
     if not replace:
         _require_free_or_finished(target, error)
@@ -93,7 +94,8 @@ def _make_temporary(target: Path, error: type[MillraceError]) -> tuple[Path, Fil
 
 
 def _take(owner: FileLock) -> None:
-    """Lock the temporary folder. Without file locks, only the process id in its name shows that it is in use."""
+    """Lock the temporary folder. If the file system has no locks, only the process id in the folder's name shows that
+    the folder is in use."""
     try:
         while not owner.try_acquire():  # another process checks whether it is stale
             time.sleep(CHECK_INTERVAL_S)
@@ -254,7 +256,7 @@ def flush_to_disk(path: Path) -> None:
 
 
 def temporary_sibling(path: Path) -> Path:
-    """Return a new path `.tmp-<name>-<pid>-<8 hex>` in the same folder, from which a rename is possible."""
+    """Return a new path `.tmp-<name>-<pid>-<8 hex>` in the folder of `path`, so that a rename to `path` is possible."""
     return path.with_name(f".tmp-{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
 
 
@@ -273,8 +275,8 @@ def size_bytes(directory: Path) -> int:
 
 
 def remove_stale_temporaries(parent: Path, *, of: str | None = None) -> tuple[Path, ...]:
-    """Remove the temporary files and folders that dead processes have left in a folder. Return their paths. With `of`,
-    only those of this name are removed."""
+    """Remove the temporary files and folders that dead processes have left in a folder. Return their paths. `of`: the
+    name of a published file or folder. If `of` is given, only the temporaries of that name are removed."""
     if not parent.is_dir():
         return ()
     prefix = ".tmp-" if of is None else f".tmp-{of}-"
