@@ -95,8 +95,8 @@ def _base_model(path: str | None) -> tuple[str | None, str, str | None]:
 
 
 def _results_of(record: RunRecord, step: int) -> Iterator[ValidationResult]:
-    """Yield one validation result after `step` for the held-out set and one for each suite. If there are several, the
-    result with the most problems is chosen."""
+    """Yield one validation result after `step` for the held-out set and one for each suite. If a set has several
+    results, the result with the most problems is chosen."""
     for results in (record.validations, *record.suites.values()):
         of_step = [result for result in results.values() if result.step == step]
         if of_step:

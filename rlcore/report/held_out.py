@@ -142,7 +142,7 @@ def _meaning(statistic: str) -> str:
 def _table_by_key(
     name: str, title: str, key: tuple[str, Kind], columns: Mapping[str, Mapping[Any, Value]], note: str = ""
 ) -> Table:
-    """Build a table with a row for each key. A key may be missing in some columns. The rows are sorted by key."""
+    """Build a table with a row for each key that at least one column contains. The rows are sorted by key."""
     keys = sorted({each for column in columns.values() for each in column})
     rows = [(each, *(column.get(each) for column in columns.values())) for each in keys]
     return table(name, title, dict([key]) | dict.fromkeys(columns, "number"), rows, note)

@@ -70,7 +70,7 @@ class RunRecord:
     @property
     def is_complete(self) -> bool:
         """Return whether the journal has reached the last step of the settings. If a run ends after its supervised
-        stage, the steps of this stage are copied into its journal at the end."""
+        stage, the steps of this stage are copied into the run's journal at the end."""
         return self.last_step >= max(1, self.config.trainer.total_steps)
 
     @cached_property

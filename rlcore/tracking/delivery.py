@@ -53,7 +53,7 @@ class TrackingState:
 
     `key`: the value of a tag of the MLflow run. If the run's id was not stored, a search for this tag finds the run.
     `attempt_time`: the start time of the newest attempt that was described to MLflow. `journal_bytes`: the cursor, in
-    bytes. `status`: the final status of this attempt after its delivery, otherwise None."""
+    bytes. `status`: the final status that was delivered for that attempt, or None."""
 
     format_version: int = FORMAT_VERSION
     uri: str = ""

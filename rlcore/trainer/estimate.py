@@ -43,7 +43,7 @@ class ForwardResults:
 class Estimate:
     """The estimated advantages and returns. `batch`: the input of the updates. `rewards` Float[N]: the scores minus the
     KL penalty in the reward. `kl_in_reward`: the mean KL divergence from the reference per response token, without its
-    coefficient. `teacher_kl`: the same for the teacher.
+    coefficient. `teacher_kl`: the mean KL divergence from the teacher per response token, without its coefficient.
 
     `returns` Float[T]: the returns for reporting. For group methods they equal the advantages. `masked_share`: the
     share of response tokens that `algo.rejection` and `algo.mask_truncated` exclude from the update. It is None if both
@@ -90,8 +90,8 @@ def estimate(
     """Compute advantages and returns with the method `algo.advantage`. Responses without a score are excluded.
 
     A teacher gives each token the advantage `coef (log p_teacher - log p_old)`. This replaces the advantage from
-    rewards, or is added to it if `algo.teacher.with_reward` is set. The mean of the logarithms' difference is minus the
-    KL divergence from the teacher to the policy (Agarwal et al. 2024, arXiv:2306.13649). If `algo.teacher.top_k` is
+    rewards, or is added to it if `algo.teacher.with_reward` is set. The mean of `log p_teacher - log p_old` is minus
+    the KL divergence from the teacher to the policy (Agarwal et al. 2024, arXiv:2306.13649). If `algo.teacher.top_k` is
     set, the teacher gives no advantage, since the loss contains a divergence instead.
 
     Args:
@@ -180,8 +180,8 @@ def _sequence_advantages(
     parts: ScoreParts,
     algo: AlgoConfig,
 ) -> Float[Tensor, "N"]:
-    """Return one advantage per response. The advantage is 0 if the response, or everything it would be compared with,
-    has no score."""
+    """Return one advantage per response. It is 0 if the response has no score. It is also 0 if the response has no
+    scored response to compare it with."""
     greedy = None if greedy_scores is None else torch.tensor(greedy_scores)
     if greedy is not None:
         chosen = packed.score_mask & greedy.isfinite()

@@ -65,11 +65,11 @@ class Canary:
 
     def check(self, version: int, observed: Sequence[tuple[WeightSyncResult, float]]) -> WeightSync:
         """Check a weight sync. `observed`: the sync result and the probe difference of every rank. Each rank gets the
-        same list, so all ranks reach the same verdict. Raises EngineError if a tensor differs or the difference is not
-        finite.
+        same list, so all ranks reach the same verdict.
 
-        If the difference exceeds the bound, tensors that cannot be compared also raise EngineError. If all tensors are
-        equal, the result contains a warning instead."""
+        Raises EngineError if a tensor differs or the difference is not finite. A difference above the bound also raises
+        EngineError if some tensors cannot be compared. If all tensors are equal, it only sets `warning` in the result.
+        """
         bound, difference = self.bound, max(one for _, one in observed)
         differing = list(dict.fromkeys(name for result, _ in observed for name in result.differing))
         uncompared = list(dict.fromkeys(name for result, _ in observed for name in result.uncompared))

@@ -115,7 +115,7 @@ def max_sequence_tokens(config: RunConfig) -> int:
 
 def micro_batch_tokens(config: RunConfig) -> int:
     """Return the largest number of tokens in a micro-batch. It is the token budget, or the longest sequence if that is
-    longer. It never exceeds this rank's tokens of a mini-batch."""
+    longer. It never exceeds the number of tokens in this rank's share of a mini-batch."""
     sequences = config.trainer.mini_batch_size * config.rollout.samples_per_prompt
     per_rank = -(-sequences // config.runtime.num_workers) * max_sequence_tokens(config)
     return min(max(config.trainer.max_tokens_per_micro_batch, max_sequence_tokens(config)), per_rank)
@@ -126,8 +126,8 @@ def layer_activation_bytes(shape: ModelShape, itemsize: int, *, compiled: bool =
 
     A plain layer keeps the float32 input and the output of both norms. Attention keeps its input, the rotated query and
     key, the value, its output, and a float32 normalizer. The feed-forward layer keeps its input, the gate and its
-    activation, the up projection, and the product. A compiled layer does not keep the activation of the gate. Of each
-    norm, it keeps the input in the compute type and a float32 scale."""
+    activation, the up projection, and the product. A compiled layer does not keep the activation of the gate. For each
+    norm, a compiled layer keeps the input in the compute type and one float32 scale."""
     hidden, query, kv, inner = shape.hidden, shape.query_width, shape.kv_width, shape.intermediate
     norms = 2 * (itemsize * hidden + FULL) if compiled else 2 * (FULL * hidden + itemsize * hidden)
     inputs = 2 * itemsize * hidden
@@ -174,8 +174,8 @@ def head_bytes(
 
 def engine_bytes(config: RunConfig, shape: ModelShape, device: Device) -> int:
     """Return the bytes of the awake engine. vLLM holds weights and cache within its share of the device's memory. The
-    engine hf (`rlcore.rollout.hf`) holds weights, cache, and the larger of two buffers: for sampling, or for one pass
-    over all prompts."""
+    engine hf (`rlcore.rollout.hf`) holds weights, cache, and temporary tensors. These belong to sampling or to one pass
+    over all prompts, whichever is larger."""
     if config.rollout.engine == "none":
         return 0
     if config.rollout.engine == "vllm":
@@ -219,8 +219,8 @@ def plan_memory(config: RunConfig, shape: ModelShape, device: Device, *, tokens:
 @dataclass(frozen=True, slots=True)
 class _TrainedModel:
     """The policy or critic on one rank. `parameters`: the number of trained parameters. `gathered`: the bytes of the
-    weights that FSDP2 gathers at a time, in the compute type. `whole`: the bytes of all its weights when they are
-    gathered at the same time."""
+    weights that FSDP2 gathers at a time, in the compute type. `whole`: the bytes if FSDP2 gathers all weights at the
+    same time."""
 
     name: str
     shape: ModelShape

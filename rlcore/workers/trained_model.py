@@ -90,7 +90,7 @@ def sum_statistics(statistics: Sequence[S]) -> S:
 @dataclass(frozen=True, slots=True)
 class OomRetry:
     """A record of a pass that ran out of memory in `num_micro` micro-batches and was repeated in `num_again`. `factor`:
-    the factor that `MicroBatchRunner` uses from now on. `refusal`: the allocator's error message."""
+    the `factor` of the `MicroBatchRunner` after the retry. `refusal`: the allocator's error message."""
 
     name: str
     num_micro: int
@@ -110,8 +110,8 @@ class MicroBatchRunner:
 
     The token budget gives a number of micro-batches, which is multiplied by `factor`. On a single rank, the factor
     starts at 1, doubles when memory runs out, and halves after many successful passes. Several ranks wait for each
-    other in collectives, so a pass that runs out of memory raises an error there. The factor of several ranks changes
-    only in `Worker.split_micro_batches`.
+    other in collectives, so they raise an error when memory runs out. The factor of several ranks changes only in
+    `Worker.split_micro_batches`.
 
     Args:
         name: the name of the pass in messages.
