@@ -180,8 +180,8 @@ def _sequence_advantages(
     parts: ScoreParts,
     algo: AlgoConfig,
 ) -> Float[Tensor, "N"]:
-    """Return one advantage per response. It is 0 if the response has no score. It is also 0 if the response has no
-    scored response to compare it with."""
+    """Return one advantage per response. It is 0 if the response has no score, or if there is no scored response to
+    compare it with."""
     greedy = None if greedy_scores is None else torch.tensor(greedy_scores)
     if greedy is not None:
         chosen = packed.score_mask & greedy.isfinite()

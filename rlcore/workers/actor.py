@@ -223,7 +223,8 @@ def token_logprobs(policy: CausalPolicy, micro: MicroBatch[PackedBatch], **optio
 
 
 def model_inputs(policy: CausalPolicy, micro: MicroBatch[PackedBatch]) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
-    """Return the tokens and positions of a micro-batch, and the arguments of `CausalPolicy.forward` for its layout."""
+    """Return the tokens and positions of a micro-batch, and the arguments of `CausalPolicy.forward` that describe the
+    layout."""
     device, host = micro.device, split_pairs(micro.host)
     shared = shared_prompts(host) if policy.share_prompts else None
     layout = {"cu_seqlens": host.cu_seqlens.numpy(), "loss_mask": host.loss_mask.numpy(), "shared": shared}

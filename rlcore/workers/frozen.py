@@ -59,9 +59,9 @@ class FrozenPolicy:
 
     @torch.no_grad()
     def likeliest(self, batch: PackedBatch, num_micro: int, k: int) -> Float[Tensor, "T two_k"]:
-        """Return the `k` likeliest tokens at each response token. Columns 0 to k - 1 are their ids, and columns k to 2k
-        - 1 are their log-probabilities. All other rows are 0. The result is on the CPU. Float32 represents ids below
-        2^24 exactly."""
+        """Return the `k` likeliest tokens at each response token. The first k columns are their ids, and the last k
+        columns are their log-probabilities. All other rows are 0. The result is on the CPU. Float32 represents ids
+        below 2^24 exactly."""
         temperature = self._config.rollout.sampling.temperature
 
         def work(parts: Parts) -> Tensor:

@@ -218,7 +218,8 @@ class Worker:
         return self.reference.logprobs(batch, num_micro)
 
     def teacher_logprobs(self, batch: PackedBatch, num_micro: int, chosen: Sequence[int]) -> Float[Tensor, "T"]:
-        """Return the log-probabilities of the responses. `chosen`: the index of each response's teacher."""
+        """Return the log-probability of each response token under the teacher of its response. `chosen`: the index of
+        each response's teacher."""
         self._sleep_engine()
         assert self.teachers is not None, "algo.teacher is null: there is no teacher"
         return self.teachers.logprobs(batch, num_micro, chosen)
