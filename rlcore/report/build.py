@@ -209,7 +209,8 @@ def _facts_of(record: RunRecord) -> Iterator[str]:
 
 
 def _tiles_of(record: RunRecord) -> Iterator[Tile]:
-    """Yield the key metrics of a run: the held-out (or else the training) reward, time, tokens and speed."""
+    """Yield the key metrics of a run: reward, time, tokens and speed. The reward is the held-out reward if the run has
+    one, otherwise the training reward."""
     rows = {row.statistic: row for row in record.paired}
     k = record.num_samples
     wanted = {record.reward_statistic: "Held-out reward", "reward/greedy": "Greedy response",

@@ -79,7 +79,7 @@ def model_card(record: RunRecord, step: int, name: str, evaluations: Sequence[Va
 
 
 def _base_model(path: str | None) -> tuple[str | None, str, str | None]:
-    """Return the hub id, if there is one, a name, and the license of a run's base model, if its card states one."""
+    """Return the hub id, the name, and the license of a run's base model. The hub id and the license may be None."""
     if path is None:
         return None, "A randomly initialized model", None
     if path in _PUBLISHED:
@@ -95,7 +95,8 @@ def _base_model(path: str | None) -> tuple[str | None, str, str | None]:
 
 
 def _results_of(record: RunRecord, step: int) -> Iterator[ValidationResult]:
-    """Yield the result with the most problems of the held-out set and of each suite after a step."""
+    """Yield one validation result after `step` for the held-out set and one for each suite. If a set has several
+    results, the result with the most problems is chosen."""
     for results in (record.validations, *record.suites.values()):
         of_step = [result for result in results.values() if result.step == step]
         if of_step:

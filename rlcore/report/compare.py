@@ -34,8 +34,8 @@ CODE = "code"
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The spread of a metric over seeds. `mean` has the 95% interval of Student's t. For a single seed, both ends of
-    the interval equal the mean."""
+    """The spread of a metric over seeds. `mean` is the mean value with a 95% interval from Student's t distribution.
+    For a single seed, both ends of the interval equal the mean."""
 
     mean: Interval
     deviation: float
@@ -45,9 +45,10 @@ class Spread:
 
 
 def differing_settings(runs: Sequence[RunRecord]) -> dict[str, tuple[JsonValue, ...]]:
-    """Return the settings that differ between runs, with each run's value, or None if a run lacks the setting.
+    """Return the settings that differ between runs. The values of a setting are in the order of the runs, and None
+    stands for a run without the setting.
 
-    The key `code`, the fingerprint of the user's code, is included if all runs have it."""
+    The fingerprint of the user's code is compared under the key `code` if all runs have a fingerprint."""
     codes = [next((one.fingerprint for one in run.lineage.stages if one.name == CODE), None) for run in runs]
     known = zip(runs, codes if all(codes) else [None] * len(runs), strict=True)
     found = [{**settings_of(run.config), CODE: code} for run, code in known]
@@ -61,11 +62,11 @@ def differing_settings(runs: Sequence[RunRecord]) -> dict[str, tuple[JsonValue, 
 
 
 def groups_of(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
-    """Group runs that differ only by their seed and by settings that a resume may change, in the order of the first
-    run of each group.
+    """Group runs that differ only by their seed and by settings that a resume may change. The groups are in the order
+    of their first runs.
 
-    The label of a group is one or two differing settings. If more settings differ, the label is a run's name or id.
-    """
+    The label of a group consists of one or two settings that differ between groups. If more settings differ, the label
+    is a run's name or id."""
     fixed = {CODE, *OF_THE_SCORE}.union(*(fixed_settings(run.config) for run in runs)) - {"seed"}
     differing = {key: row for key, row in differing_settings(runs).items() if any(covers(name, key) for name in fixed)}
     members: dict[str, list[int]] = {}
@@ -84,7 +85,7 @@ def groups_of(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
 
 
 def label_runs(runs: Sequence[RunRecord]) -> dict[str, RunRecord]:
-    """Return the runs by id, or by folder if two runs have the same id."""
+    """Return the runs with their ids as keys. If two runs have the same id, the folders of the runs are the keys."""
     by_id = {run.run_id: run for run in runs}
     return by_id if len(by_id) == len(runs) else {str(run.run_dir): run for run in runs}
 
@@ -100,7 +101,8 @@ def spread_of(values: Sequence[float]) -> Spread:
 
 
 def _final_scores(group: Sequence[RunRecord]) -> dict[str, list[float]]:
-    """Return the last held-out metrics by statistic, one value for each seed. Runs of the same seed are averaged."""
+    """Return the held-out metrics of the last validation. Each statistic has one value for each seed, and runs of the
+    same seed are averaged."""
     found: dict[str, dict[int, list[float]]] = {}
     for run in group:
         for statistic in run.core_statistics:

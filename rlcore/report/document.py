@@ -33,8 +33,8 @@ Row = tuple[Value, ...]
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table. `kind`: the format of its values. The kind `difference` is an interval that is marked good
-    or bad."""
+    """A column of a table. `kind`: the format of the values. A column of the kind `difference` contains intervals,
+    which are marked as good or bad."""
 
     title: str
     kind: Kind = "text"
@@ -254,7 +254,7 @@ def table(
     *,
     folded: bool = False,
 ) -> Table:
-    """Build a table. `columns`: the kind of each column by its title."""
+    """Build a table. `columns`: the title of each column and the kind of its values."""
     cells = tuple(tuple(cell(value, kind) for value, kind in zip(row, columns.values(), strict=True)) for row in rows)
     return Table(name, title, tuple(Column(*column) for column in columns.items()), cells, note, folded)
 

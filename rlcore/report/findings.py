@@ -38,8 +38,8 @@ LARGEST_CUT_SHARE = 0.05  # of responses: truncated responses are scored as wron
 
 
 def findings_of(record: RunRecord) -> tuple[Finding, ...]:
-    """Return the findings about learning, convergence, stability, and the limits of learning and speed. Supervised
-    steps have no rewards, on which most findings depend."""
+    """Return the findings about learning, convergence, stability, and the limits of learning and speed. A supervised
+    run has only the findings about learning and the limit of speed, since most findings depend on rewards."""
     if record.config.is_supervised:
         return (learning_finding(record), speed_limit(record))
     return (
@@ -123,7 +123,7 @@ def stability_finding(record: RunRecord) -> Finding:
 
 
 def learning_limit(record: RunRecord) -> Finding:
-    """Return a finding about what limits the reward, such as equal scores, according to the metrics."""
+    """Return a finding that names what limits the reward according to the metrics, such as groups with equal scores."""
     rule = (
         f"In the last third of the steps: over {LARGEST_EQUAL_SHARE:.0%} of groups with equal scores, over "
         f"{LARGEST_CUT_SHARE:.0%} of responses truncated, training reward above held-out reward by more than "

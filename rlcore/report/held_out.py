@@ -29,7 +29,8 @@ _MEANING: Mapping[str, str] = {
 
 
 def section_of(runs: Runs, draw: Callable[[Iterable[Chart]], Block]) -> Section:
-    """Return the section on held-out problems. `draw`: a function that converts charts into a block of the report."""
+    """Return the section on held-out problems. `draw`: a function that draws charts and returns them as one block of
+    the report."""
     (first, *others), lead = runs.values(), ""
     if others:
         results = {label: run.after for label, run in runs.items() if run.after is not None}
@@ -141,7 +142,7 @@ def _meaning(statistic: str) -> str:
 def _table_by_key(
     name: str, title: str, key: tuple[str, Kind], columns: Mapping[str, Mapping[Any, Value]], note: str = ""
 ) -> Table:
-    """Build a table with a row for each key that occurs in a column, sorted by key."""
+    """Build a table with a row for each key that at least one column contains. The rows are sorted by key."""
     keys = sorted({each for column in columns.values() for each in column})
     rows = [(each, *(column.get(each) for column in columns.values())) for each in keys]
     return table(name, title, dict([key]) | dict.fromkeys(columns, "number"), rows, note)

@@ -1,8 +1,7 @@
 """Charts and summary tables of metrics, for one run or several.
 
-The chart of one run has all lines of its panel. The chart of several runs has only the panel's first line, once for
-each group of runs.
-"""
+The chart of one run has all lines of its panel. The chart of several runs has only the first line of its panel, drawn
+for each group of runs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,12 +53,13 @@ STATISTIC_COLOURS = ("blue", "green", "purple", "orange")
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """The description of a chart over steps, which draws the metrics in `lines` and held-out statistics.
+    """The description of a chart over steps. The chart shows the metrics in `lines` and held-out statistics.
 
-    `held_out`: the number of main held-out statistics. `band`: the metrics at the edges of a shaded band, and its
-    label. `limit`: the label of a dashed line, and a function that returns its height. `draw`: a function that draws
-    the chart instead. `when`: the condition for the chart. `flat`: the reason why the chart may be 0 at every step.
-    """
+    `held_out`: the number of held-out statistics in the chart, most important first. `band`: the metrics at the lower
+    and upper edge of a shaded band, and its label. `limit`: the label of a dashed line, and a function that returns its
+    height. `draw`: a function that draws the whole chart. If it is None, the chart is drawn from the other fields.
+    `when`: a function that returns whether a run has the chart. `flat`: the reason why the chart may be 0 at every
+    step."""
 
     name: str
     title: str
@@ -76,7 +76,8 @@ class Panel:
     flat: str = ""
 
     def draw_run(self, record: RunRecord, figure: "Figure") -> None:
-        """Draw the curves of one run into an empty figure. A curve of zeros is omitted if there are others."""
+        """Draw the curves of one run into an empty figure. A curve that is 0 at every step is omitted. If all curves
+        are 0 at every step, the first curve is drawn."""
         if self.draw is not None:
             self.draw(record, self, figure)
             return
@@ -176,7 +177,7 @@ _AXES: tuple[tuple[str, str, GetSeries], ...] = (
 
 
 def learning_panels(runs: Runs) -> Sequence[Panel]:
-    """Return the panels about learning. If no run has reinforcement learning, they are those of supervised steps."""
+    """Return the panels about learning. If all runs are supervised, return the panels of supervised learning."""
     if not all(run.config.is_supervised for run in runs.values()):
         return LEARNING
     return (*SUPERVISED, *(panel for panel in LEARNING if panel.name == "validation"))
@@ -246,8 +247,8 @@ def num_seeds(runs: Sequence[RunRecord]) -> int:
 class Measure(NamedTuple):
     """A row of a table, which defines how a metric's values over the steps are summarized and formatted.
 
-    `note`: a text that replaces the metric's definition. `of_run`: a function for a value that needs more than one
-    metric."""
+    `note`: a text that replaces the metric's definition. `of_run`: a function that computes the value from the whole
+    run, for values that need several metrics."""
 
     label: str
     metric: str

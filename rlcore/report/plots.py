@@ -148,11 +148,11 @@ def thin(series: Series, most: int) -> Series:
 
 
 def trend_of(series: Series) -> Interval | None:
-    """Return the change of a least-squares line over the last third of the run, with a 95% interval, or None for too
-    few steps.
+    """Return the change of a least-squares line over the last third of the run, with a 95% interval. Return None if
+    there are too few steps.
 
     The interval is Student's t for independent noise around the line. The noise is nearly independent, since each step
-    has other prompts."""
+    has different prompts."""
     part = last_third(series)
     if len(part) < MIN_STEPS:
         return None
@@ -165,7 +165,8 @@ def trend_of(series: Series) -> Interval | None:
 
 
 def series_over(series: Series, totals: Series | None) -> Series:
-    """Return the series over steps, or over the cumulative tokens or seconds in `totals`."""
+    """Return the series with the cumulative tokens or seconds in `totals` as its index. If `totals` is None, return the
+    series over steps."""
     return series if totals is None else series.set_axis(totals.reindex(series.index, method="ffill").fillna(0.0))
 
 
@@ -191,7 +192,8 @@ class Chart:
 
 
 def gallery_of(charts: Iterable[Chart], folder: Path) -> Gallery:
-    """Draw charts and write them into `folder`. A chart without data, or with 0 everywhere, is only named."""
+    """Draw charts and write them into `folder`. A chart without data, or with only zeros, is not drawn. The gallery
+    then lists its title."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

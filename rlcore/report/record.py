@@ -38,7 +38,8 @@ _CORE = re.compile(r"val-core/(?P<source>.+)/reward/mean_at_(?P<k>\d+)")
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The contents of a run's folder. `missing`: one sentence for each missing part."""
+    """The contents of a run's folder. `missing`: one sentence for each thing that a complete run would have and this
+    run lacks."""
 
     run_dir: Path
     config: RunConfig
@@ -68,8 +69,8 @@ class RunRecord:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether the journal has reached the last step of the settings. A run that ends after its supervised
-        stage has the steps of this stage in its journal at the end."""
+        """Return whether the journal has reached the last step of the settings. If a run ends after its supervised
+        stage, the steps of this stage are copied into the run's journal at the end."""
         return self.last_step >= max(1, self.config.trainer.total_steps)
 
     @cached_property
@@ -108,7 +109,8 @@ class RunRecord:
 
     @cached_property
     def step_s(self) -> float | None:
-        """Return the mean seconds of a training step. The first step, a warm-up, is left out if there are others."""
+        """Return the mean seconds of a training step. The first step is a warm-up and is left out, unless it is the
+        only step."""
         series = self.series("timing_s/step")
         return None if series is None else float(without_first_step(series).mean())
 
@@ -135,14 +137,15 @@ class RunRecord:
 
     @cached_property
     def num_samples(self) -> int:
-        """Return the number k of the newest mean_at_k, or 0 without samples."""
+        """Return k, the number of samples per problem in the newest metric mean_at_k, or 0 if there are no samples."""
         if self.validations:
             return max(self.validations.values(), key=lambda result: result.step).num_samples
         return next((int(match["k"]) for match in self._core_names), 0)
 
     @cached_property
     def _core_names(self) -> list[re.Match[str]]:
-        """Return the names of held-out reward metrics in the journal as regex matches, newest steps first."""
+        """Return the names of held-out reward metrics in the journal, as regex matches. Names of the newest steps come
+        first."""
         is_of_suite = self.config.validation.is_of_suite
         names = dict.fromkeys(name for record in reversed(self.steps) for name in record.metrics)
         return [found for name in names if not is_of_suite(name) and (found := _CORE.fullmatch(name))]
@@ -154,7 +157,8 @@ class RunRecord:
 
     @cached_property
     def after(self) -> ValidationResult | None:
-        """Return the newest validation after training. Of several at the same step, prefer the one named `after`."""
+        """Return the newest validation after training. If there are several at the newest step, return the validation
+        named `after`."""
         named = self.validations.get("after")
         later = [result for result in self.validations.values() if result.step > 0 and result is not self.before]
         newest = max(later, key=lambda result: result.step, default=named)
@@ -175,10 +179,10 @@ class RunRecord:
             return ()
 
     def held_out(self, statistic: str) -> tuple[tuple[int, Interval], ...]:
-        """Return a held-out statistic with its interval by step, from the journal and the validation files.
+        """Return a held-out statistic with its interval at each validated step. The values come from the journal and
+        the validation files.
 
-        `statistic`: the name after `val-core/<data_source>/`, such as `reward/mean_at_4`.
-        """
+        `statistic`: the metric's name without the prefix `val-core/<data_source>/`, such as `reward/mean_at_4`."""
         name = f"val-core/{self.data_source}/{statistic}"
         found = {
             result.step: result.intervals[statistic]
@@ -300,7 +304,7 @@ def _read_validation(file: Path, changed_ns: int, size: int) -> ValidationResult
 
 
 def _missing_parts(record: RunRecord) -> Iterable[str]:
-    """Yield a sentence for each missing part that a complete run would have."""
+    """Yield a sentence for each thing that a complete run would have and this run lacks."""
     total = record.config.total_steps
     if not record.validations and record.data_source is None:
         yield "No validation on held-out problems yet, so the performance on new problems is unknown."

@@ -55,8 +55,8 @@ def settings_table(config: RunConfig) -> Table:
 def describe_setting(key: str) -> str:
     """Return the first clause of a setting's documentation, up to a period, semicolon or colon.
 
-    A colon after a single word, such as the name of a choice, does not end it. A name in a free mapping (`tags.owner`)
-    has the documentation of the mapping.
+    A colon after a single word does not end the clause, since the word may be the name of a choice. A key of a free
+    mapping, such as `tags.owner`, has the documentation of the mapping.
 
     >>> describe_setting("runtime.device"), describe_setting("rollout.samples_per_prompt")
     ('auto: CUDA where a GPU is present.', 'Responses to each prompt')
@@ -75,7 +75,7 @@ def _cell(value: JsonValue) -> Cell:
 
 
 def origin(record: RunRecord) -> Iterator[Block]:
-    """Yield the command that started a run, and tables of its stages and of its code and packages."""
+    """Yield the command that started a run, a table of its stages, and a table of its code and package versions."""
     found = record.lineage
     if found.command:
         yield Prose("Started with:")
@@ -146,7 +146,8 @@ time."""
 
 
 def phase_seconds(record: RunRecord) -> pd.DataFrame:
-    """Return a table with the seconds of each phase (columns) at each step (rows). `other` is the rest of the step."""
+    """Return a table with the seconds of each phase (columns) at each step (rows). The column `other` is the rest of
+    the step."""
     whole = record.series("timing_s/step")
     if whole is None:
         return pd.DataFrame()
@@ -157,8 +158,8 @@ def phase_seconds(record: RunRecord) -> pd.DataFrame:
 
 
 def mean_phases(record: RunRecord) -> dict[str, float]:
-    """Return the mean seconds of each phase, which add up to the mean step. The first step is left out if there are
-    others."""
+    """Return the mean seconds of each phase. The sum over all phases is the mean time of a step. The first step is left
+    out, unless it is the only step."""
     found = phase_seconds(record)
     means = found.iloc[min(1, len(found) - 1) :].mean()
     return {str(name): float(seconds) for name, seconds in means.items()}

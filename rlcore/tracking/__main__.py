@@ -1,8 +1,7 @@
 """The process `python -m rlcore.tracking RUN_DIR ...`, which delivers a trainer's journal to MLflow.
 
-It outlives the trainer, so that it can report the status KILLED. See
-docs/decisions/0004-tracking-in-a-separate-process.md.
-"""
+This process outlives the trainer, so that it can report the status KILLED. See
+docs/decisions/0004-tracking-in-a-separate-process.md."""
 
 import argparse
 import logging

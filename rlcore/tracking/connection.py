@@ -91,7 +91,7 @@ def _locked_database(database: Path) -> Iterator[None]:
 
 def _create_store(database: Path) -> None:
     """Create the tables in a temporary file, and rename the file when it is complete. MLflow's migrations are not
-    atomic. A store whose migration was killed would never be complete."""
+    atomic. If a migration were killed, the store would stay incomplete."""
     temporary = database.with_name(f".tmp-{database.name}")
     for left in (temporary, temporary.with_name(f"{temporary.name}-journal")):
         left.unlink(missing_ok=True)
@@ -159,7 +159,8 @@ def mlflow_name(name: str) -> str:
 
 
 def accepted_values(values: Mapping[str, Value]) -> dict[str, Value]:
-    """Return the values under their MLflow names. Invalid names are omitted. MLflow would reject the request."""
+    """Return the values under their MLflow names. Invalid names are omitted, since MLflow would reject the whole
+    request."""
     return {taken: value for name, value in values.items() if (taken := _is_accepted(name)) is not None}
 
 

@@ -1,9 +1,9 @@
 """The GPU-seconds of a run over all its attempts.
 
-The journal line of each step has the total so far. A run's cost is the largest total in the journal and in the lines
-that a resume removed from it. Repeated steps therefore count twice. The time of a killed process after its last line is
-unknown. A run without a GPU has no metric `cost/gpu_seconds`.
-"""
+The journal line of each step has the GPU-seconds of the run so far. A resume moves some lines from the journal to
+another file. The cost of a run is the largest number in the journal and these files. Steps that are repeated after a
+resume therefore count twice. If a process is killed, its time after its last journal line is not counted. A run without
+a GPU has no metric `cost/gpu_seconds`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ GPU_SECONDS = "cost/gpu_seconds"
 
 
 class GpuUse(NamedTuple):
-    """The seconds of a rank on its GPU since `began`, a monotonic time that identifies the rank's process."""
+    """The GPU time of a rank: the seconds since `began`. The monotonic time `began` identifies the rank's process."""
 
     began: float
     seconds: float
@@ -29,7 +29,7 @@ def gpu_seconds(journal: Path) -> float | None:
 
 
 class CostMeter:
-    """A meter that adds the GPU use of this process's ranks to the GPU use that the journal has recorded."""
+    """A meter of a run's GPU-seconds. It adds the GPU use of this process's ranks to the GPU-seconds in the journal."""
 
     def __init__(self, journal: Path) -> None:
         self._before = gpu_seconds(journal) or 0.0

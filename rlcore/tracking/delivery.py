@@ -1,9 +1,8 @@
 """The delivery of a run's journal to MLflow. A cursor in `tracking.json` marks the end of the delivered lines.
 
-The cursor moves after a batch is sent, so a kill may cause a batch to be sent twice. MLflow stores it once, since the
-time stamps come from the journal. A resume truncates the journal and moves the cursor back. Repeated steps are sent
-again with new times, and MLflow shows the last value of a step.
-"""
+The cursor moves after a batch is sent, so a batch may be sent twice if the process is killed. MLflow then stores the
+batch only once, since the time stamps come from the journal. A resume truncates the journal and moves the cursor back.
+Repeated steps are sent again with new times, and MLflow shows the last value of a step."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -52,10 +51,9 @@ NONFINITE_METRIC = "training/num_nonfinite"
 class TrackingState:
     """The state of the delivery to MLflow, stored as `tracking.json` in the run's folder.
 
-    `key`: a tag of the MLflow run, by which a search finds the run if its id was not stored. `attempt_time`: the time
-    of the newest attempt that was described to MLflow. `journal_bytes`: the cursor. `status`: the delivered final
-    status of this attempt.
-    """
+    `key`: the value of a tag of the MLflow run. If the run's id was not stored, a search for this tag finds the run.
+    `attempt_time`: the start time of the newest attempt that was described to MLflow. `journal_bytes`: the cursor, in
+    bytes. `status`: the final status that was delivered for that attempt, or None."""
 
     format_version: int = FORMAT_VERSION
     uri: str = ""
@@ -127,7 +125,7 @@ class MlflowRun:
         self.update_state(mlflow_run_id=str(made))
 
     def nest(self) -> None:
-        """Make a warm start in MLflow a child of the run for which it was trained, if MLflow has this run."""
+        """Make a warm start a child of the run for which it was trained, unless MLflow does not have that run."""
         if (run_id := self.target.tags.get(TRAINED_FOR_TAG)) is not None:
             parent = read_state(Path(self.target.root) / "runs" / run_id)
             if parent.mlflow_run_id and (parent.uri, parent.experiment) == (self.state.uri, self.state.experiment):

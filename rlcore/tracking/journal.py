@@ -40,7 +40,8 @@ WORKERS = "workers"
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """The metrics of one step. `metrics` has the finite values, and `nonfinite` has the names of all other metrics."""
+    """The metrics of one step. `metrics` has the finite values, and `nonfinite` has the names of metrics that are NaN
+    or infinite."""
 
     step: int
     time: float

@@ -56,8 +56,9 @@ class Stage:
 class Origin:
     """The origin of a run.
 
-    `models`: the SHA-256 digest of each file, by settings key and file name. `command`: the command line, or empty if
-    it is unknown. Its secrets are masked on disk. `version`: the version of the file format."""
+    `models`: the SHA-256 digests of model files, first by settings key and then by file name. `command`: the command
+    line, or empty if it is unknown. Secrets in the command line are masked in the file. `version`: the version of the
+    file format."""
 
     settings: RunConfig
     models: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -79,8 +80,8 @@ VERSION_REMEDY = "use the version of Millrace that wrote it, or restore it and m
 
 
 def read_origin(run_dir: Path) -> Origin | None:
-    """Return the record of a run's origin, or None without one. Raises DataError if it is damaged or has another
-    version."""
+    """Return the record of a run's origin, or None if the folder has no `run.json`. Raises DataError if the file is
+    damaged or has another format version."""
     return read_document(run_dir / RUN_FILE, _ORIGIN, VERSION_REMEDY)
 
 

@@ -103,7 +103,7 @@ class MlflowStore:
         return created
 
     def find_runs(self, tags: Mapping[str, str]) -> "list[Run]":
-        """Return the runs of the experiment with all these tags, oldest first."""
+        """Return the runs of the experiment that have all of these tags, oldest first."""
         conditions = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
         return self.client.search_runs([self.experiment_id], conditions, order_by=["attributes.start_time ASC"])
 
@@ -116,8 +116,8 @@ class MlflowStore:
     def set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
         """Set tags of a run. Long values are truncated and marked. Tags with invalid names are left out.
 
-        The parent of a nested run is set only when the run is created, so that a later sweep does not move the run.
-        """
+        The tag that names the parent of a nested run is left out too. It is set only when the run is created, so that a
+        later sweep does not move the run."""
         from mlflow.entities import RunTag
 
         values = {key: value for key, value in accepted_values(tags).items() if key != PARENT_TAG}
@@ -193,7 +193,8 @@ class MlflowStore:
         self.client.set_terminated(run_id, status, None if end_time_s is None else milliseconds(end_time_s))
 
     def run_url(self, run_id: str, ui: str = LOCAL_UI) -> str:
-        """Return the address of the page of a run. `ui`: the address of a sqlite store's pages."""
+        """Return the address of the page of a run. `ui`: the address of MLflow's pages, used if the store is a sqlite
+        file."""
         return f"{self.page_root(ui)}/#/experiments/{self.experiment_id}/runs/{run_id}?{TRAINING_VIEW}"
 
     def runs_url(self, ui: str = LOCAL_UI) -> str:
@@ -201,7 +202,8 @@ class MlflowStore:
         return f"{self.page_root(ui)}/#/experiments/{self.experiment_id}/runs?{TRAINING_VIEW}&viewStateShareKey={VIEW}"
 
     def page_root(self, ui: str) -> str:
-        """Return the address below which MLflow's pages are: `ui` for sqlite, otherwise the address of the server."""
+        """Return the base address of MLflow's pages: `ui` if the store is a sqlite file, otherwise the address of the
+        server."""
         return ui if self.uri.startswith(SQLITE) else mask_secrets(self.uri)
 
     def ui_command(self) -> str | None:
@@ -234,7 +236,8 @@ def search_run_ids(store: MlflowStore, query: str) -> list[str]:
 
 
 def compare_url(store: MlflowStore, mlflow_run_ids: Sequence[str], ui: str = LOCAL_UI) -> str:
-    """Return the address of the MLflow page that compares these runs. `ui`: the address of a sqlite store's pages."""
+    """Return the address of the MLflow page that compares these runs. `ui`: the address of MLflow's pages, used if the
+    store is a sqlite file."""
     runs = quote_url(json.dumps(list(mlflow_run_ids)))
     experiments = quote_url(json.dumps([store.experiment_id]))
     return f"{store.page_root(ui)}/#/compare-runs?runs={runs}&experiments={experiments}&{TRAINING_VIEW}"

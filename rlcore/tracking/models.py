@@ -51,14 +51,13 @@ def log_model(
     """Log a checkpoint or a transformers directory as an output of the run at a step, and return the model's id.
 
     An existing model with the same name and step is reused. Checkpoints are not copied. A transformers directory is
-    copied without being loaded. If it is larger than `max_bytes`, only its path is logged.
+    copied without being loaded. If the directory is larger than `max_bytes`, only its path is logged.
     `mlflow.transformers.load_model` can load the copy at `models:/<id>`, and `AutoModelForCausalLM` can load its folder
     `model`.
 
     `metrics`: the model's validation scores. `time_s`: the time of the journal line with these scores, so that they
-    match the run's curves. `versions`: those of the packages that wrote the weights, or of this process.
-    Raises TrackingError if a model of the kind `transformers` has no config.json.
-    """
+    match the run's curves. `versions`: the versions of the packages that wrote the weights. If it is empty, the
+    versions in this process are used. Raises TrackingError if a model of the kind `transformers` has no config.json."""
     from mlflow.entities import LoggedModelOutput
 
     tags = {**tags, "path": str(path.absolute()), "step": str(step)}
@@ -91,7 +90,8 @@ def log_model(
 
 
 def _held_out_dataset(client: "MlflowClient", run_id: str) -> dict[str, str]:
-    """Return the fields of a metric that name the run's held-out dataset and its digest, or {} if MLflow has none."""
+    """Return the name and the digest of the run's held-out dataset, as fields for MLflow metrics. Return {} if MLflow
+    has no such dataset."""
     inputs = client.get_run(run_id).inputs
     known = () if inputs is None else inputs.dataset_inputs
     found = [one.dataset for one in known if any(tag.value == "validation" for tag in one.tags)]
@@ -184,13 +184,14 @@ def name_models(store: MlflowStore, run_id: str, by_alias: Mapping[Alias, str], 
 
 
 def model_of(version: "ModelVersion") -> str:
-    """Return the id of a registered version's logged model. A version from a search has no `model_id`."""
+    """Return the id of the logged model behind a registered version. If a search returned the version, `model_id` is
+    missing, and the id is read from `source`."""
     return str(version.model_id or str(version.source).removeprefix("models:/"))
 
 
 @contextmanager
 def _global_uri(uri: str) -> Iterator[None]:
-    """Set MLflow's global tracking URI, which the model registry in a database reads, inside the `with` block."""
+    """Set MLflow's global tracking URI inside the `with` block. The model registry in a database reads this URI."""
     import mlflow
 
     is_set = mlflow.is_tracking_uri_set()  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
-"""TensorBoard and Weights & Biases as further trackers, which the process that delivers to MLflow also serves.
+"""TensorBoard and Weights & Biases as further trackers. The process that delivers to MLflow also sends metrics to them.
 
-A sink reads the journal from its start whenever that process starts. Its failures never reach the trainer or MLflow.
-"""
+When that process starts, each sink reads the journal from the beginning. Failures of a sink never reach the trainer or
+MLflow."""
 
 import logging
 import os
@@ -68,10 +68,9 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A run of Weights & Biases with this run's id. W&B's own environment variables configure the connection.
+    """A run in Weights & Biases with the id of the Millrace run. W&B's environment variables configure the connection.
 
-    W&B ignores a step that it already has, so a journal may be sent twice.
-    """
+    W&B ignores a step that it already has, so a journal may be sent twice."""
 
     def __init__(self, run_dir: Path, attempt: Attempt) -> None:
         import wandb
@@ -96,7 +95,7 @@ class WandbSink:
         )
 
     def log(self, record: StepRecord) -> None:
-        """Send the metrics of a step. Lines of the same step are joined."""
+        """Send the metrics of a step. W&B merges lines of the same step."""
         self._run.log(dict(record.metrics), step=record.step)
 
     def flush(self) -> None:
@@ -131,7 +130,8 @@ def require_trackers(config: TrackingConfig) -> None:
 
 
 class Sinks:
-    """The trackers of a run's `tracking.report_to`. A tracker that fails is reported once and then left out."""
+    """The trackers that `tracking.report_to` names. If a tracker fails, the error is reported, and the tracker receives
+    no further metrics."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -142,8 +142,8 @@ class Sinks:
     def catch_up(self, attempt: Attempt) -> None:
         """Send the new complete lines of the journal. If a new attempt has begun, send the whole journal again.
 
-        `attempt`: the newest attempt at the run. Raises OSError if the journal cannot be read, but no tracker's error.
-        """
+        `attempt`: the newest attempt at the run. Raises OSError if the journal cannot be read. Errors of trackers are
+        not raised."""
         if attempt != self._attempt:
             self.close(failed=False)
             self._attempt, self._cursor = attempt, 0

@@ -87,8 +87,8 @@ def _have_equal_scores(experience: Experience) -> bool:
 
 
 def save_failed_batch(directory: Path, step: int, experience: Experience, batch: TrainBatch) -> tuple[Path, list[int]]:
-    """Save a non-finite batch (`.safetensors`) and its responses (`.json`). Return the path, and the prompt ids of
-    non-finite rows."""
+    """Save a non-finite batch (`.safetensors`) and its responses (`.json`). Return the path of the batch, and the
+    prompt ids of its non-finite rows."""
     directory.mkdir(parents=True, exist_ok=True)
     optional = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "packed"}
     per_token = {name: values for name, values in optional.items() if values is not None}

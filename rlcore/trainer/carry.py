@@ -1,11 +1,13 @@
 """Groups of responses that are cut in one step and continued in the next step (`rollout.finish_share`).
 
-A step trains P = `trainer.batch_size` groups and carries K others. Carried groups finish in the next step, so their
-tokens are at most one policy version old. P - K new groups finish too, and K new groups are carried in turn.
+A step trains on P = `trainer.batch_size` groups and carries K further groups into the next step. The next step finishes
+these K groups and P - K new groups, and carries K new groups in turn. Tokens are therefore at most one policy version
+old.
 
 Let L be the (P - K)-th smallest length of a new group. Every response of the carried groups is cut to L tokens, even if
-an engine has generated more. A continued response is a further turn. Its prompt ends with its tokens so far, and its
-seed is `turn_seed` of its first seed. Nothing here depends on time or on the number of ranks."""
+an engine has generated more. The next step continues a response with a new request. The prompt of the request includes
+the response's tokens so far, and its seed is `turn_seed` of the first seed. Nothing here depends on time or on the
+number of ranks."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -20,8 +22,9 @@ from rlcore.types import FinishReason, Prompt, Rollout
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """A response that the next step receives because its group was cut. The response itself may be finished. `seed`:
-    the seed of the next tokens. `token_ids` and `logprobs`: the tokens so far, as little-endian int32 and float32."""
+    """A response of a group that was cut, which the next step receives. The response itself may be finished. `seed`:
+    the seed for its next tokens. `token_ids` and `logprobs`: the ids and log-probabilities of its tokens so far, as
+    little-endian int32 and float32."""
 
     prompt: Prompt
     sample_index: int
@@ -33,7 +36,8 @@ class Carried:
 
     @classmethod
     def of(cls, rollout: Rollout, seed: int, length: int) -> "Carried":
-        """Store at most `length` tokens of a response in a cut group. `seed`: the seed of its tokens so far."""
+        """Store the first `length` tokens of a response in a cut group. `seed`: the seed with which these tokens were
+        sampled."""
         is_cut = rollout.is_cut or len(rollout.response_ids) > length
         ids, logprobs = rollout.response_ids[:length].astype("<i4"), rollout.behavior_logprobs[:length].astype("<f4")
         reason: FinishReason = "length" if is_cut else rollout.finish_reason
@@ -72,8 +76,9 @@ def from_text(text: str) -> tuple[Carried, ...]:
 
 
 def first_finished(groups: Sequence[Sequence[Rollout]], count: int) -> tuple[list[int], int]:
-    """Return the indices of the `count` shortest finished groups, in ascending order, and the length of the longest of
-    these. The length of a group is the length of its longest response. Groups of equal length are taken in order."""
+    """Return the indices of the `count` shortest finished groups in ascending order, and the length of the longest of
+    these groups. The length of a group is the length of its longest response. If groups have equal length, the earlier
+    group comes first."""
     finished = [index for index, group in enumerate(groups) if not any(each.is_cut for each in group)]
     lengths = sorted((max(len(each.response_ids) for each in groups[index]), index) for index in finished)
     assert len(lengths) >= count, f"the engines finished {len(lengths)} of {count} groups"
@@ -86,8 +91,8 @@ class GroupsInProgress:
     def __init__(
         self, carried: Sequence[Carried], requests: Sequence[SamplingRequest], size: int, policy_version: int
     ) -> None:
-        """Begin with the groups carried from the previous step. `requests`: the requests that continue these groups,
-        then those of new groups of `size` responses."""
+        """Begin with the groups carried from the previous step. `requests`: the requests that continue carried
+        responses, followed by the requests for new groups. `size`: the number of responses in a group."""
         self._rollouts = {place: each.rollout(policy_version) for place, each in enumerate(carried)}
         continued = [place for place, each in enumerate(carried) if each.is_cut]
         self._places = [*continued, *range(len(carried), len(carried) + len(requests) - len(continued))]
@@ -96,13 +101,14 @@ class GroupsInProgress:
         self._missing = Counter(place // size for place in self._places)
 
     def finished(self) -> list[tuple[int, Rollout]]:
-        """Return the responses of carried groups that are already finished, each with the index of its place."""
+        """Return the responses of carried groups in which every response is finished. Each response comes with its
+        position in the step."""
         groups = [group for group in range(self._num_carried) if group not in self._missing]
         return [pair for group in groups for pair in self._responses(group)]
 
     def add(self, index: int, rollout: Rollout) -> list[tuple[int, Rollout]]:
-        """Add the response to a request. If it finishes its group, return all responses of the group, otherwise an
-        empty list."""
+        """Add the response to the request `index`. If its group is now finished, return all responses of the group,
+        otherwise an empty list."""
         place = self._places[index]
         if (before := self._rollouts.get(place)) is not None:
             rollout = replace(
@@ -119,7 +125,8 @@ class GroupsInProgress:
 
     def settle(self, count: int) -> tuple[dict[int, Rollout], tuple[Carried, ...], int]:
         """Choose the `count` shortest new groups for training and cut the other new groups. Return the responses to
-        train on by their place, the carried responses, and the length of the cut."""
+        train on, the carried responses, and the length of the cut. The keys of the responses to train on are their
+        positions in the step."""
         groups = [self._responses(group) for group in range(len(self._rollouts) // self._size)]
         old, new = groups[: self._num_carried], groups[self._num_carried :]
         chosen, length = first_finished([[rollout for _, rollout in group] for group in new], count)

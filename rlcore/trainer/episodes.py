@@ -44,8 +44,8 @@ def generate(
     num_finished: int = 0,
 ) -> list[Rollout]:
     """Generate responses in the order of the requests. `shares`: the request indices of each rank, by default from
-    `split_requests`. With `num_finished`, unfinished responses are cut when so many groups are finished. Raises
-    EngineError if an engine used a policy version other than `policy_version`."""
+    `split_requests`. If `num_finished` is positive, unfinished responses are cut as soon as `num_finished` groups are
+    finished. Raises EngineError if an engine used a policy version other than `policy_version`."""
     indices = split_requests(requests, group.world_size) if shares is None else shares
     arguments = [([requests[i] for i in mine], sampling, max_response_tokens, num_finished) for mine in indices]
     rollouts: dict[int, Rollout] = {}
@@ -152,7 +152,8 @@ class _OpenEpisode:
         )
 
     def score(self) -> Score:
-        """Return the sum of the turns' rewards. The answer for majority votes comes from the model's text alone."""
+        """Return the score of the episode, which is the sum of its turns' rewards. The answer for majority votes is
+        read from the model's text alone."""
         if self.failure is not None:
             return Score(0.0, {}, failure=self.failure)
         parts = {**self.parts, "turns": float(len(self.record.texts))}
@@ -192,7 +193,7 @@ class Episodes(AbstractContextManager["Episodes"]):
 
     @property
     def unscored(self) -> tuple[int, str]:
-        """The number of episodes that a failure of their environment has ended, and the last failure's reason."""
+        """The number of episodes that ended because their environment failed, and the reason of one such failure."""
         failures = [pool.unscored for pool in self._pools]
         return sum(number for number, _ in failures), next((why for number, why in failures if number), "")
 
@@ -206,7 +207,8 @@ class Episodes(AbstractContextManager["Episodes"]):
         clock: PhaseClock,
     ) -> tuple[list[Rollout], list[Score], list[str]]:
         """Play one episode for each request. Return the rollouts, scores and texts in the order of the requests. Raises
-        EngineError if an engine used another policy version, or if no environment can be started."""
+        EngineError if an engine used a policy version other than `policy_version`, or if no environment can be started.
+        """
         max_kept = -(-len(requests) // len(self._pools))
         playing = [self._open_episode(request, max_kept) for request in requests]
         with clock.phase("environment"):

@@ -29,7 +29,8 @@ from rlcore.types import PackedBatch, Score, TrainBatch
 
 @dataclass(frozen=True, slots=True)
 class ForwardResults:
-    """The results of the forward passes before an update, each Float[T], or None if the algorithm does not need it."""
+    """The results of the forward passes before an update. Each result is Float[T], or None if the algorithm does not
+    need it."""
 
     old_logprobs: Float[Tensor, "T"] | None = None
     ref_logprobs: Float[Tensor, "T"] | None = None
@@ -41,13 +42,12 @@ class ForwardResults:
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """The estimated advantages and returns. `batch`: the input of the updates. `rewards` Float[N]: the scores minus the
-    KL penalty in the reward. `kl_in_reward`, `teacher_kl`: the mean KL divergence from the reference and from the
-    teacher per response token, without coefficients.
+    KL penalty in the reward. `kl_in_reward`: the mean KL divergence from the reference per response token, without its
+    coefficient. `teacher_kl`: the mean KL divergence from the teacher per response token, without its coefficient.
 
-    `returns` Float[T]: the returns for reporting, which equal the advantages for group methods. `masked_share`: the
-    share of response tokens that `algo.rejection` and `algo.mask_truncated` exclude from the update, or None if both
-    are off. `response_mask`: the loss mask before this exclusion.
-    """
+    `returns` Float[T]: the returns for reporting. For group methods they equal the advantages. `masked_share`: the
+    share of response tokens that `algo.rejection` and `algo.mask_truncated` exclude from the update. It is None if both
+    settings are off. `response_mask`: the loss mask before this exclusion."""
 
     batch: TrainBatch
     rewards: Float[Tensor, "N"]
@@ -60,16 +60,16 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class ScoreParts:
-    """The parts of the scores that `reward.weights` names. `values` Float[N, K]: the parts. `weights` Float[K]: the
-    weights."""
+    """The parts of the scores that `reward.weights` names. `values` Float[N, K]: the K parts of each response's score.
+    `weights` Float[K]: the weight of each part."""
 
     values: Float[Tensor, "N K"]
     weights: Float[Tensor, "K"]
 
     @classmethod
     def from_scores(cls, scores: Sequence[Score], weights: Mapping[str, float]) -> "ScoreParts":
-        """Return the parts of each score in the order of `weights`, with 0 for a missing part. If there are no weights,
-        the total is the only part."""
+        """Return the parts of each score in the order of `weights`. A missing part is 0. If `weights` is empty, the
+        total score is the only part."""
         if not weights:
             return cls(torch.tensor([[score.total] for score in scores]), torch.ones(1))
         rows = [[score.parts.get(name, 0.0) for name in weights] for score in scores]
@@ -89,13 +89,14 @@ def estimate(
 ) -> Estimate:
     """Compute advantages and returns with the method `algo.advantage`. Responses without a score are excluded.
 
-    With a teacher, each token's advantage is `coef (log p_teacher - log p_old)`, alone or added to the advantage by
-    rewards. Its mean is minus the KL divergence from the teacher to the policy (Agarwal et al. 2024, arXiv:2306.13649).
-    With `teacher.top_k`, the loss has a divergence instead, so the teacher gives no advantage.
+    A teacher gives each token the advantage `coef (log p_teacher - log p_old)`. This replaces the advantage from
+    rewards, or is added to it if `algo.teacher.with_reward` is set. The mean of `log p_teacher - log p_old` is minus
+    the KL divergence from the teacher to the policy (Agarwal et al. 2024, arXiv:2306.13649). If `algo.teacher.top_k` is
+    set, the teacher gives no advantage, since the loss contains a divergence instead.
 
     Args:
         greedy_scores: the score of the greedy response to the same prompt, only for remax.
-        parts: the parts of the scores for advantages over parts, or None to use the total rewards.
+        parts: the parts of the scores, for advantages that use them separately. If None, the total reward is used.
         is_truncated: True for responses that ended at the token limit, only for `algo.mask_truncated`.
         turn_rewards: the rewards at the ends of the turns, or None if the whole score is at the last token.
     """
@@ -179,7 +180,8 @@ def _sequence_advantages(
     parts: ScoreParts,
     algo: AlgoConfig,
 ) -> Float[Tensor, "N"]:
-    """Return one advantage per response. It is 0 for a response that has no score or no other score to compare with."""
+    """Return one advantage per response. It is 0 if the response has no score, or if there is no scored response to
+    compare it with."""
     greedy = None if greedy_scores is None else torch.tensor(greedy_scores)
     if greedy is not None:
         chosen = packed.score_mask & greedy.isfinite()

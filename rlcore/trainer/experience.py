@@ -1,4 +1,4 @@
-"""The collection of scored responses. Finished responses are scored while the engines of all ranks generate others."""
+"""The collection of scored responses. Responses are scored while the engines generate further responses."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -57,8 +57,8 @@ ScoredResponse = tuple[Rollout, Score, str]
 
 
 class ResponseSampler:
-    """A sampler that generates responses with the engines of all ranks and scores them. With `episodes`, each response
-    is a multi-turn episode."""
+    """A sampler that generates responses with the engines of all ranks and scores them. If `episodes` is given, each
+    response is a multi-turn episode."""
 
     def __init__(
         self,
@@ -113,8 +113,8 @@ class ResponseSampler:
         clock: PhaseClock,
         shares: Sequence[Sequence[int]] | None,
     ) -> tuple[list[ScoredResponse], tuple[Carried, ...], int]:
-        """Return the scored responses to train on, the carried responses, and the length to which these were cut. A
-        group is scored when its last response ends. See `GroupsInProgress`."""
+        """Return the scored responses to train on, the carried responses, and the length to which the carried responses
+        were cut. A group is scored when its last response ends. See `GroupsInProgress`."""
         config = self.config
         groups = GroupsInProgress(carried, requests, config.rollout.samples_per_prompt, policy_version)
         scorer = self._stream_scorer()
@@ -158,9 +158,9 @@ class ResponseSampler:
 
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """The responses of one step. `group_ids[i]`: the number of the prompt in the step. `texts[i]`: the text that was
-    scored. `greedy_scores[i]`: the score of the greedy response to the same prompt, NaN if the scorer failed.
-    `greedy_scores` is None if the algorithm does not need it."""
+    """The responses of one step. `group_ids[i]`: the number of the response's prompt within the step. `texts[i]`: the
+    text that was scored. `greedy_scores[i]`: the score of the greedy response to the same prompt, or NaN if the scorer
+    failed. `greedy_scores` is None if the algorithm does not need it."""
 
     rollouts: tuple[Rollout, ...]
     scores: tuple[Score, ...]
@@ -186,12 +186,12 @@ class Experience:
 
     @property
     def num_stale_tokens(self) -> int:
-        """The number of tokens in all responses that the previous step has sampled."""
+        """The number of response tokens that were sampled in the previous step."""
         return sum(rollout.num_stale for rollout in self.rollouts)
 
     @property
     def num_carried_tokens(self) -> int:
-        """The number of tokens that the responses to be continued in the next step have so far."""
+        """The number of tokens so far in the responses that the next step will continue."""
         return sum(len(each.ids) for each in self.carried)
 
     @property
@@ -207,7 +207,8 @@ class ExperienceCollector:
     def __init__(
         self, sampler: ResponseSampler, stream: PromptStream[Prompt] | MixedStream, counted: RowSampler | None = None
     ) -> None:
-        """Create a collector. `counted`: a sampler of rows by pass counts, or None for equal weights."""
+        """Create a collector. `counted`: a sampler that draws rows by their pass counts. If it is None, all rows have
+        equal weight."""
         self._config = sampler.config
         self._sampler = sampler
         self._stream = stream
@@ -215,7 +216,8 @@ class ExperienceCollector:
         self._prepared: dict[LoopState, tuple[list[SamplingRequest], list[list[int]]]] = {}
 
     def prepare(self, state: LoopState) -> None:
-        """Draw the prompts of the step after `state` and split them over the ranks, which may still be busy."""
+        """Draw the prompts of the step after `state` and assign them to ranks. The ranks are not called, so they may
+        still be busy."""
         requests = self._first_requests(state)
         self._prepared = {state: (requests, split_requests(requests, self._sampler.group.world_size))}
 
@@ -337,7 +339,8 @@ def all_unscored_error(where: str, scorer: str, failures: Sequence[str]) -> Unsc
 
 
 def count_solved(responses: Sequence[ScoredResponse], tally: dict[int, tuple[int, int]]) -> None:
-    """Add each prompt's numbers of solved and of scored responses to `tally`, whose keys are prompt ids."""
+    """Count the responses to each prompt in `tally`. A key of `tally` is a prompt id, and its value is the number of
+    solved and the number of scored responses."""
     for rollout, score, _ in responses:
         if score.failure is None:
             num_solved, num_scored = tally.get(rollout.prompt.prompt_id, (0, 0))

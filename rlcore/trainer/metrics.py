@@ -52,7 +52,8 @@ def step_metrics(config: RunConfig, experience: Experience, estimated: Estimate,
 
 
 def weight_sync_metrics(config: RunConfig, weight_sync: WeightSync) -> Metrics:
-    """Return how much log-probabilities of engine and trainer differ after a sync, or {} for the engine `hf`."""
+    """Return the metric for the difference between the engine's and the trainer's log-probabilities after a weight
+    sync. Return {} for the engine `hf`."""
     return {} if config.rollout.engine == "hf" else {"training/canary_logprob_diff": weight_sync.difference}
 
 
@@ -163,7 +164,8 @@ def group_metrics(packed: PackedBatch, experience: Experience) -> Metrics:
 
 
 def carry_metrics(config: RunConfig, experience: Experience) -> Metrics:
-    """Return the size of the carried groups and the share of stale tokens, or {} without a tail cut."""
+    """Return the metrics of the tail cut, such as the number of carried groups and the share of stale tokens. Return {}
+    if the step had no tail cut."""
     if not experience.cut_length:
         return {}
     return {
@@ -175,7 +177,8 @@ def carry_metrics(config: RunConfig, experience: Experience) -> Metrics:
 
 
 def balance_metrics(packed: PackedBatch, sequences: Sequence[Sequence[int]]) -> Metrics:
-    """Return metrics of the tokens per rank, both for a split in the drawn order and for the balanced split."""
+    """Return metrics of the number of tokens per rank. They compare a split in the order of the draws with the balanced
+    split."""
     lengths = packed.sequence_lengths()
     drawn = torch.stack([part.sum() for part in lengths.chunk(len(sequences))]).float()
     balanced = torch.stack([lengths[torch.tensor(part)].sum() for part in sequences])
@@ -238,8 +241,8 @@ def mfu_metrics(
     lora: LoraConfig | None = None,
 ) -> Metrics:
     """Return the share of the devices' peak performance that the updates reach, or {} if the peak is unknown. Only
-    necessary work counts. A shared prompt counts once, and frozen weights have no gradients. The output head counts
-    only for the `num_targets` tokens with a loss. `mfu_verl` counts operations in the way of veRL."""
+    necessary operations are counted: a shared prompt counts once, and frozen weights need no gradients. The output head
+    is counted for the `num_targets` tokens with a loss. The metrics `mfu_verl` count operations as veRL does."""
     if info.peak_flops is None:
         return {}
     flops: dict[tuple[str, str], float] = {}

@@ -145,7 +145,7 @@ class Trainer(GroupTrainer):
         return StepResult(after, metrics | peaks, experience, used, update.logprobs_before, alarms, shortages)
 
     def _teachers_of(self, experience: Experience) -> Sequence[int]:
-        """Return the index of each response's teacher, or nothing without a teacher."""
+        """Return the index of each response's teacher, or an empty list if there is no teacher."""
         teacher = self._config.algo.teacher
         return [] if teacher is None else [teacher.index_of(each.prompt.data_source) for each in experience.rollouts]
 
@@ -183,7 +183,8 @@ class Trainer(GroupTrainer):
         *more: bool,
         of_sequence: Sequence[int] = (),
     ) -> Float[Tensor, "T ..."]:
-        """Call `verb` on all ranks. `of_sequence`: a value for each sequence, which replaces `more`."""
+        """Call `verb` on each rank with its sequences, and return the values in batch order. `more`: further arguments.
+        If `of_sequence` has a value for each sequence, a rank gets the values of its sequences instead of `more`."""
         with clock.phase(phase):
             own = [([of_sequence[i] for i in mine],) if of_sequence else more for mine in shares.sequences]
             arguments = [
@@ -207,8 +208,8 @@ class Trainer(GroupTrainer):
         )
 
     def _share_batch(self, batch: TrainBatch, packed: PackedBatch, assignment: Assignment) -> SharedBatch:
-        """Send each rank its sequences of the batch. If some tokens have lost their loss, balance the batch again
-        first."""
+        """Send each rank its sequences of the batch. If the loss mask has changed, first balance the sequences over the
+        ranks again."""
         if not torch.equal(batch.packed.loss_mask, packed.loss_mask):  # costs and shared prompts have changed
             assignment = self._assign(batch.packed, self._config.trainer.mini_batch_size)
         shared = SharedBatch.split(self._config, batch, assignment)

@@ -93,6 +93,7 @@ class SupervisedTrainer(GroupTrainer):
             pair.reference[:] = values.numpy()
 
     def _pack_padded(self, demonstrations: Sequence[Demonstration]) -> PackedBatch:
-        """Pack demonstrations. Padding without a loss gives all ranks equal numbers."""
+        """Pack demonstrations. Each rank needs the same number, so copies of the last demonstration without a loss are
+        added."""
         missing = -len(demonstrations) % self._group.world_size
         return pack_demonstrations([*demonstrations, *[demonstrations[-1].without_targets()] * missing])

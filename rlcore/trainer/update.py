@@ -32,7 +32,7 @@ S = TypeVar("S", bound=Statistics)
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSteps(Generic[S]):
-    """The optimizer steps of one model on one batch. The statistics are sums over steps and ranks."""
+    """The optimizer steps of one model on one batch. The statistics are summed over steps and ranks."""
 
     stats: S
     num_steps: int
@@ -111,9 +111,10 @@ def _needs_selection(algo: AlgoConfig) -> bool:
 def apply_selection(
     config: RunConfig, batch: TrainBatch, entropy: Float[Tensor, "T"] | None, *, num_finished: int
 ) -> TrainBatch:
-    """Return the batch with the token weights of `algo.top_entropy` and `algo.clip_cov`. `covariance_rank` becomes the
-    share of tokens with a larger covariance. Tokens are compared within their mini-batch. `entropy`: required for
-    `algo.top_entropy`. `num_finished`: the number of finished steps."""
+    """Return the batch with the token weights of `algo.top_entropy` and `algo.clip_cov`. For each token,
+    `covariance_rank` becomes the share of tokens whose covariance is larger than its own. Tokens are compared within
+    their mini-batch. `entropy`: required for `algo.top_entropy`. `num_finished`: the number of training steps finished
+    so far."""
     algo, packed = config.algo, batch.packed
     if not _needs_selection(algo):
         return batch
@@ -141,8 +142,8 @@ def logprobs_before_update(config: RunConfig, batch: TrainBatch) -> Float[Tensor
 
 @dataclass(frozen=True, slots=True)
 class SharedBatch:
-    """A batch that is split over the ranks. `parts[rank]`: the `TrainBatch` of the rank, or a handle to it after it was
-    sent. `mini_batches`: the mini-batches of all epochs. Mini-batches without a loss token are left out."""
+    """A batch that is split over the ranks. `parts[rank]`: the rank's `TrainBatch`, or a handle to it if it has been
+    sent to the rank. `mini_batches`: the mini-batches of all epochs. Mini-batches without a loss token are left out."""
 
     batch: TrainBatch
     assignment: Assignment
@@ -176,7 +177,8 @@ class SharedBatch:
 def update_models(
     config: RunConfig, group: WorkerGroup, shared: SharedBatch, state: LoopState, clock: PhaseClock
 ) -> Update:
-    """Run all optimizer steps on a batch, or until one is not finite. `state`: the state before the step."""
+    """Run all optimizer steps on a batch, but stop at the first non-finite step. `state`: the state of the run before
+    the step."""
     total_steps, added = config.trainer.total_steps, state.entropy_added
     num_steps = num_optimizer_steps(config)
     before = logprobs_before_update(config, shared.batch)

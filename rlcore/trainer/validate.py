@@ -1,6 +1,7 @@
-"""Validation on held-out problems, with sampled and greedy responses of the current weights. Random numbers depend only
-on the run's seed and the problem, so checkpoints are compared on the same draws. The random state of an environment
-depends on `data.seed` instead."""
+"""Validation on held-out problems, with sampled and greedy responses of the current weights.
+
+Random numbers depend only on the run's seed and the problem, so all checkpoints are compared with the same random
+numbers. The random state of an environment depends on `data.seed` instead."""
 
 from collections.abc import Callable, Sequence
 
@@ -27,7 +28,8 @@ def validate(
     suite: str = "",
     on_scored: OnScored = lambda responses, greedy: None,
 ) -> ValidationResult:
-    """Sample and score responses to all `prompts`. `suite`: the fingerprint of the prompts' suite, or ''."""
+    """Sample and score responses to all `prompts`. `suite`: the fingerprint of the suite that contains the prompts, or
+    '' if there is none."""
     config, settings = sampler.config, sampler.config.validation
     count = settings.samples_per_problem
 

@@ -79,8 +79,8 @@ class Actor(TrainedModel[CausalPolicy]):
         with_entropy: bool = False,
         temperature: float | None = None,
     ) -> Float[Tensor, "T ..."]:
-        """Return `policy_logprobs`, without the LoRA adapters if `adapters` is false. `temperature`: None for the
-        temperature of the sampling."""
+        """Return the result of `policy_logprobs`. If `adapters` is false, the LoRA adapters are disabled. If
+        `temperature` is None, the temperature of the sampling is used."""
         options: dict[str, Any] = {"with_entropy": with_entropy, "temperature": temperature}
         with nullcontext() if adapters else without_adapters(self.model):
             return self.forward_pass.run(
@@ -102,9 +102,9 @@ class Actor(TrainedModel[CausalPolicy]):
         entropy_added: float = 0.0,
         with_logprobs: bool = True,
     ) -> ModelUpdate[PolicyStatistics]:
-        """Take one optimizer step on this rank's part of a mini-batch. `with_logprobs`: whether to return the
-        log-probabilities before the step. Raises NonFiniteError if the loss or the gradient is not finite. The weights
-        are then unchanged."""
+        """Take one optimizer step on this rank's share of a mini-batch. If `with_logprobs` is true, the result contains
+        the log-probabilities before the step. Raises NonFiniteError if the loss or the gradient is not finite. The
+        weights are then unchanged."""
 
         def work(parts: Parts) -> tuple[PolicyStatistics, Tensor | None]:
             logprobs: list[Tensor] = []
@@ -141,7 +141,7 @@ class Actor(TrainedModel[CausalPolicy]):
     def _non_finite_groups(
         self, batch: TrainBatch, denominator: Denominator, kl_coef: float, entropy_added: float
     ) -> list[int]:
-        """Return the numbers, within the step, of the prompts whose responses have a non-finite loss on some rank."""
+        """Return the prompts whose responses have a non-finite loss on any rank, as numbers within the step."""
         groups: set[int] = set()
         for index in range(batch.packed.num_sequences):
             micro = to_device(batch, [index], self._placement.device)
@@ -179,8 +179,8 @@ class Actor(TrainedModel[CausalPolicy]):
     def supervise(
         self, batch: PackedBatch, num_micro: int, total: int, *, lr: float
     ) -> ModelUpdate[SupervisedStatistics]:
-        """Take one optimizer step on the loss that `warm_start.loss` names. It is summed and divided by `total`, the
-        number of targets or pairs of all ranks. Raises NonFiniteError if the loss or the gradient is not finite. The
+        """Take one optimizer step on the loss that `warm_start.loss` names. The summed loss is divided by `total`, the
+        number of targets or pairs on all ranks. Raises NonFiniteError if the loss or the gradient is not finite. The
         weights are then unchanged."""
 
         def objective(micro: MicroBatch[PackedBatch]) -> tuple[Tensor, SupervisedStatistics]:
@@ -210,8 +210,8 @@ class Actor(TrainedModel[CausalPolicy]):
         return supervised_objective(output.logprobs, output.is_top, micro.device.loss_mask, num_tokens=total)
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield all weights under the names of transformers. This is a collective. `dtype`: the type in which matrices
-        are sent. A policy with adapters ignores `dtype`."""
+        """Yield all weights under their names in transformers. All ranks must call this. `dtype`: the type to which
+        matrices are converted. If the policy has adapters, `dtype` is ignored."""
         yield from full_state(self.model, self.base.value, None if self._config.model.lora is not None else dtype)
 
 
@@ -239,8 +239,9 @@ def policy_logprobs(
     with_entropy: bool = False,
     temperature: float | None = None,
 ) -> Float[Tensor, "T ..."]:
-    """Return the log-probability of each response token, and 0 elsewhere, on the CPU. The result is Float[T], or [T, 2]
-    with the entropy. `parts`: the sequences of each micro-batch."""
+    """Return the log-probability of each response token, and 0 elsewhere, on the CPU. The shape is Float[T]. With
+    `with_entropy`, the shape is [T, 2], and the second column is the entropy. `parts`: the sequence indices of each
+    micro-batch."""
     values = []
     for part in parts:
         output = token_logprobs(
@@ -289,7 +290,7 @@ class Critic(TrainedModel[ValueModel]):
     def update(
         self, batch: TrainBatch, num_micro: int, denominator: Denominator, *, lr: float
     ) -> ModelUpdate[ValueStatistics]:
-        """Take one optimizer step on this rank's part of a mini-batch. Raises NonFiniteError if the loss or the
+        """Take one optimizer step on this rank's share of a mini-batch. Raises NonFiniteError if the loss or the
         gradient is not finite. The weights are then unchanged."""
 
         def objective(micro: MicroBatch[TrainBatch]) -> tuple[Tensor, ValueStatistics]:

@@ -1,8 +1,9 @@
 """The canary, a comparison of the engine's and the trainer's log-probabilities on the same probe after a weight sync.
 
-Digests of the tensors (`WeightSyncResult`) reveal a missing tensor. An engine with all tensors may still compute with
-wrong weights, from an old packed copy or an old address in a graph. Its log-probabilities then differ from the
-trainer's. Rounding changes them too, to a degree that depends on the model. The first correct sync sets the bound."""
+Digests of the tensors (`WeightSyncResult`) reveal a missing tensor. An engine that has all tensors may still compute
+with an old packed copy of them, or read an old address in a CUDA graph. Its log-probabilities then differ from the
+trainer's log-probabilities. Rounding also causes a difference, whose size depends on the model. The bound is therefore
+a multiple of the difference after the first correct sync."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,15 +37,16 @@ MIN_BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.02}
 
 @dataclass(frozen=True, slots=True)
 class WeightSync:
-    """The result of a weight sync in which all tensors were correct. `difference`: the mean |engine's - trainer's|
-    log-probability of the probe. `warning`: the reason why the sync is doubtful, or ''."""
+    """The result of a weight sync in which all tensors were correct. `difference`: the mean absolute difference between
+    the engine's and the trainer's log-probabilities of the probe. `warning`: the reason why the sync is doubtful, or
+    ''."""
 
     difference: float
     warning: str = ""
 
 
 class Canary:
-    """A check of weight syncs, whose bound is set by the first sync."""
+    """A check of each weight sync. The first sync sets the bound for later syncs."""
 
     def __init__(self, config: RunConfig, dtype: torch.dtype) -> None:
         self._configured = config.rollout.canary_bound
@@ -54,7 +56,7 @@ class Canary:
 
     @property
     def bound(self) -> float:
-        """The difference above which the next weight sync is doubtful."""
+        """The difference of log-probabilities above which the next weight sync is doubtful."""
         if self._configured is not None:
             return self._configured
         if self._noise is None:
@@ -62,9 +64,12 @@ class Canary:
         return max(MIN_BOUNDS[self._dtype], NOISE_FACTOR * self._noise)
 
     def check(self, version: int, observed: Sequence[tuple[WeightSyncResult, float]]) -> WeightSync:
-        """Check a weight sync. `observed`: the result and difference of each rank, so that all ranks decide alike.
-        Raises EngineError if a tensor differs or the difference is not finite. A difference above the bound is an error
-        if some tensors cannot be compared. If all tensors are equal, it is a warning."""
+        """Check a weight sync. `observed`: the sync result and the probe difference of every rank. Each rank gets the
+        same list, so all ranks reach the same verdict.
+
+        Raises EngineError if a tensor differs or the difference is not finite. A difference above the bound also raises
+        EngineError if some tensors cannot be compared. If all tensors are equal, it only sets `warning` in the result.
+        """
         bound, difference = self.bound, max(one for _, one in observed)
         differing = list(dict.fromkeys(name for result, _ in observed for name in result.differing))
         uncompared = list(dict.fromkeys(name for result, _ in observed for name in result.uncompared))
@@ -118,9 +123,9 @@ def probe_difference(
     prompts: Sequence[Prompt],
     logprobs: Callable[[PackedBatch, int], Float[Tensor, "T"]],
 ) -> float:
-    """Return the mean absolute difference of the engine's and the trainer's log-probabilities, or inf if it is not
-    finite. The engine samples at the training temperature with fixed seeds. `logprobs`: the trainer's forward pass. It
-    receives a batch and the number of micro-batches, which is equal on all ranks."""
+    """Return the mean absolute difference between the engine's and the trainer's log-probabilities, or inf if it is not
+    finite. The engine samples at the training temperature with fixed seeds. `logprobs`: a function that runs the
+    trainer's forward pass on a batch. Its second argument, the number of micro-batches, is equal on all ranks."""
     assert prompts, "set_probe must precede a weight sync to vLLM"
     requests = [SamplingRequest(prompt, i, seed=i) for prompt in prompts for i in range(_RESPONSES_PER_PROMPT)]
     sampling = SamplingConfig(temperature=config.rollout.sampling.temperature)

@@ -1,6 +1,8 @@
-"""The device and compute type of a rank, the rendezvous of ranks, and the configuration of memory allocators. glibc
-returns large freed blocks to the system. Mapping and clearing their pages again took a fifth of a small model's
-training step. torch's GPU segments have fixed sizes, so micro-batches of different lengths fragment them."""
+"""The device and compute type of a rank, the rendezvous of ranks, and the configuration of memory allocators.
+
+By default, glibc returns large freed blocks to the system. Later allocations must map and clear these pages again,
+which took a fifth of a small model's training step. torch's GPU segments have fixed sizes by default, so micro-batches
+of different lengths fragment them."""
 
 import ctypes
 import os

@@ -35,8 +35,8 @@ class Completed(Generic[R]):
 class WorkerGroup(Protocol):
     """All ranks of a run. Each call reaches all ranks, and ends when all ranks have returned.
 
-    A verb is an unbound method of `Worker`. If one rank fails or is lost, the call raises an error, and the group is
-    unusable."""
+    The argument `verb` of a call is an unbound method of `Worker`, such as `Worker.values`. If one rank fails or is
+    lost, the call raises an error, and the group is unusable."""
 
     world_size: int
 
@@ -77,7 +77,7 @@ class LocalGroup:
         return [verb(self._worker, *args, **kwargs)]
 
     def begin(self, verb: Callable[..., R], arguments: Sequence[tuple[Any, ...]]) -> Completed[R]:
-        """Call the method with the only tuple of arguments."""
+        """Call the method with the only tuple in `arguments`."""
         (only,) = arguments
         return Completed([verb(self._worker, *only)])
 

@@ -15,9 +15,9 @@ BYTES_PER_GB = 1e9
 
 @dataclass(frozen=True, slots=True)
 class MemoryPeak:
-    """The peak GPU memory since the start, in GB of 1e9 bytes, or 0 on a CPU. Memory released by a sleeping engine is
-    excluded. `num_retries`: the number of repeated passes since the start. `shortages`: the repeated passes since the
-    last report."""
+    """The peak GPU memory since the process started, in GB of 1e9 bytes, or 0 on a CPU. Memory that a sleeping engine
+    has released is not counted. `num_retries`: the number of passes repeated for lack of memory since the process
+    started. `shortages`: the passes repeated for lack of memory since the last report."""
 
     allocated_gb: float
     reserved_gb: float
@@ -27,7 +27,7 @@ class MemoryPeak:
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """The bytes of torch's tensors, and the bytes that torch has reserved."""
+    """The bytes that torch's tensors occupy, and the bytes that torch has reserved."""
 
     allocated: int
     reserved: int
@@ -43,12 +43,12 @@ def gpu_peak() -> Bytes:
 
 
 class MemoryMeter:
-    """A meter of peak memory, without the memory that is unmapped while the engine sleeps. torch counts vLLM's weights
-    and cache as allocated even while they are unmapped.
+    """A meter of peak GPU memory. torch counts vLLM's weights and cache as allocated even while the sleeping engine has
+    unmapped them. The meter subtracts these bytes.
 
     Args:
         peak: a function that returns the peak since its last call.
-        unmapped: a function that returns the bytes that are counted but unmapped while the engine sleeps.
+        unmapped: a function that returns the bytes that torch counts although the sleeping engine has unmapped them.
     """
 
     def __init__(self, peak: Callable[[], Bytes] = gpu_peak, unmapped: Callable[[], int] = engine_pool_bytes) -> None:

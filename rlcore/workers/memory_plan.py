@@ -1,6 +1,8 @@
 """Plans of the GPU memory on one rank in each phase of a step, and settings that make a run fit. The module imports no
-torch. Weights, gradients and moments are exact. Activations are the tensors that autograd keeps in a Llama layer, plain
-or compiled, times a measured factor."""
+torch.
+
+The bytes of weights, gradients and optimizer moments are exact. The bytes of activations are an estimate. They are the
+tensors that autograd keeps in a plain or compiled Llama layer, multiplied by a measured factor."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -72,8 +74,8 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The planned bytes of each kind of tensor in each phase. `floor_bytes`: the bytes of the largest phase with one
-    sequence per micro-batch."""
+    """The planned memory of one rank. `phases`: the bytes of each kind of tensor in each phase. `floor_bytes`: the
+    bytes of the largest phase if each micro-batch has one sequence."""
 
     device: Device
     phases: Mapping[str, Mapping[str, int]]
@@ -112,21 +114,20 @@ def max_sequence_tokens(config: RunConfig) -> int:
 
 
 def micro_batch_tokens(config: RunConfig) -> int:
-    """Return the largest number of tokens in a micro-batch. It is the token budget, but at least the longest sequence.
-    It is at most the number of tokens of a mini-batch on this rank."""
+    """Return the largest number of tokens in a micro-batch. It is the token budget, or the longest sequence if that is
+    longer. It never exceeds the number of tokens in this rank's share of a mini-batch."""
     sequences = config.trainer.mini_batch_size * config.rollout.samples_per_prompt
     per_rank = -(-sequences // config.runtime.num_workers) * max_sequence_tokens(config)
     return min(max(config.trainer.max_tokens_per_micro_batch, max_sequence_tokens(config)), per_rank)
 
 
 def layer_activation_bytes(shape: ModelShape, itemsize: int, *, compiled: bool = False) -> int:
-    """Return the bytes per token that autograd keeps of one layer, before `ACTIVATION_FACTOR`.
+    """Return the bytes per token that autograd keeps of one layer, not yet multiplied by `ACTIVATION_FACTOR`.
 
-    Plain layers keep two norms (float32 input, output), the input of the projections, rotated query and key, and value.
-    Attention keeps its output and a float32 normalizer. The feed-forward layer keeps its input, the gate and its
-    activation, the up projection, and the product. Compiled layers keep no activation of the gate. For the norms they
-    keep two inputs in the compute type and two float32 scales.
-    """
+    A plain layer keeps the float32 input and the output of both norms. Attention keeps its input, the rotated query and
+    key, the value, its output, and a float32 normalizer. The feed-forward layer keeps its input, the gate and its
+    activation, the up projection, and the product. A compiled layer does not keep the activation of the gate. For each
+    norm, a compiled layer keeps the input in the compute type and one float32 scale."""
     hidden, query, kv, inner = shape.hidden, shape.query_width, shape.kv_width, shape.intermediate
     norms = 2 * (itemsize * hidden + FULL) if compiled else 2 * (FULL * hidden + itemsize * hidden)
     inputs = 2 * itemsize * hidden
@@ -137,11 +138,11 @@ def layer_activation_bytes(shape: ModelShape, itemsize: int, *, compiled: bool =
 def update_activation_bytes(
     shape: ModelShape, itemsize: int, *, recompute: bool, offload: bool = False, compiled: bool = False
 ) -> int:
-    """Return the bytes per token that a forward pass keeps for the backward pass. With `recompute`, these are the
-    inputs of all layers, and of one layer the activations and the gradients in its feed-forward part. With `offload`
-    too, only the input of one layer is on the device.
+    """Return the bytes per token that a forward pass keeps for the backward pass.
 
-    131,040 tokens of the 1.5B shape took 50.2 GB on an H200 with `recompute`, where the plan has 49.2 GB."""
+    With `recompute`, the pass keeps the inputs of all layers. One layer at a time also needs its activations and the
+    gradients of its feed-forward part. If `offload` is also true, only the input of one layer is on the device. Example
+    with `recompute`: 131,040 tokens of a 1.5B model took 50.2 GB on an H200, and the plan says 49.2 GB."""
     layer = layer_activation_bytes(shape, itemsize, compiled=compiled)
     ends = (FULL + 2 * itemsize) * shape.hidden  # embedding's output, last norm
     inputs = (1 if offload else shape.layers) * itemsize * shape.hidden
@@ -158,9 +159,10 @@ def forward_activation_bytes(shape: ModelShape, itemsize: int) -> int:
 def head_bytes(
     shape: ModelShape, itemsize: int, chunk_tokens: int, tokens: int, *, gradient: Literal["none", "hidden", "all"]
 ) -> int:
-    """Return the bytes of the chunked head, which has one chunk of float32 logits. With a gradient, the gradient of the
-    logits is added. With the gradient `all`, two float32 matrices are added too: the weight's gradient so far and the
-    current product."""
+    """Return the bytes of the output head, which computes one chunk of float32 logits at a time.
+
+    `gradient`: `none` counts logits and hidden states. `hidden` also counts the gradients of both. `all` adds two
+    float32 matrices: the gradient of the head's weight so far and the current product."""
     rows = min(chunk_tokens, tokens)
     logits = rows * shape.vocab * FULL
     hidden = tokens * shape.hidden * itemsize
@@ -171,8 +173,9 @@ def head_bytes(
 
 
 def engine_bytes(config: RunConfig, shape: ModelShape, device: Device) -> int:
-    """Return the bytes of the awake engine. vLLM has room for all responses within its share of the device. hf
-    (`rlcore.rollout.hf`) has weights, cache, and the larger of sampling and one pass over all prompts."""
+    """Return the bytes of the awake engine. vLLM holds weights and cache within its share of the device's memory. The
+    engine hf (`rlcore.rollout.hf`) holds weights, cache, and temporary tensors. These belong to sampling or to one pass
+    over all prompts, whichever is larger."""
     if config.rollout.engine == "none":
         return 0
     if config.rollout.engine == "vllm":
@@ -215,8 +218,9 @@ def plan_memory(config: RunConfig, shape: ModelShape, device: Device, *, tokens:
 
 @dataclass(frozen=True, slots=True)
 class _TrainedModel:
-    """The policy or critic on one rank. `parameters`: the number of trained parameters. `gathered`: the bytes of
-    weights that FSDP2 gathers at a time, in the compute type. `whole`: the bytes of all weights that it can gather."""
+    """The policy or critic on one rank. `parameters`: the number of trained parameters. `gathered`: the bytes of the
+    weights that FSDP2 gathers at a time, in the compute type. `whole`: the bytes if FSDP2 gathers all weights at the
+    same time."""
 
     name: str
     shape: ModelShape
@@ -346,9 +350,9 @@ def detect_device(config: RunConfig) -> Device:
 
 
 def fit_settings(config: RunConfig, shape: ModelShape, device: Device) -> tuple[RunConfig, MemoryPlan]:
-    """Return the settings to run with, and the memory plan for these settings. With `runtime.fit_memory=auto` and a
-    device of known size, these settings are chosen: the engine's memory share, largest pass and sleep level, the token
-    budget, offloading and recomputation."""
+    """Return the settings to run with, and the memory plan for these settings. If `runtime.fit_memory` is `auto` and
+    the device's size is known, some settings are chosen automatically. These are the engine's memory share, largest
+    pass and sleep level, the token budget, offloading, and recomputation."""
     if config.runtime.fit_memory == "auto" and device.total_bytes is not None:
         config = _choose_settings(config, shape, device)
     return config, plan_memory(config, shape, device)
@@ -406,8 +410,8 @@ def chosen_settings(before: RunConfig, after: RunConfig) -> str:
 
 
 def _choose_settings(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:
-    """Return the first variant of the settings that fits with several sequences per micro-batch. If none fits, return
-    the last variant, with one sequence per micro-batch."""
+    """Return the first variant of the settings that fits with several sequences per micro-batch. If no variant fits,
+    return the last variant with one sequence per micro-batch."""
     for variant, least in variants(config):
         found = with_token_budget(with_memory_share(variant, shape, device), shape, device, least=least)
         if found is not None:
@@ -417,10 +421,12 @@ def _choose_settings(config: RunConfig, shape: ModelShape, device: Device) -> Ru
 
 
 def variants(config: RunConfig) -> Iterator[tuple[RunConfig, int]]:
-    """Yield variants of the settings from the fastest to the one with the least memory, each with its minimum token
-    budget. First, nothing is offloaded or recomputed, with an awake engine and then with a sleeping one. Then the
-    reference, or the base under adapters, and the teacher are offloaded, and then the optimizer moments. At last layers
-    are recomputed, and then their inputs are offloaded too."""
+    """Yield variants of the settings, each with the smallest token budget that is acceptable. The first is the fastest,
+    and the last needs the least memory.
+
+    The first variant offloads and recomputes nothing, and vLLM stays awake. Each later variant adds one saving. The
+    order of the savings is: vLLM sleeps, frozen models are offloaded, optimizer moments are offloaded, layers are
+    recomputed, inputs of layers are offloaded."""
     several = max(4 * max_sequence_tokens(config), TOKENS_STEP)
     has_lora, has_vllm = config.model.lora is not None, config.rollout.engine == "vllm"
     moments = ["optim.offload", *(["critic.optim.offload"] if config.critic is not None else [])]
@@ -443,8 +449,8 @@ def variants(config: RunConfig) -> Iterator[tuple[RunConfig, int]]:
 
 
 def with_memory_share(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:
-    """Return the settings with the engine's memory share that all responses of maximum length need. If the free memory
-    is smaller, the engine gets all of it, and vLLM's passes are short."""
+    """Return the settings with a new memory share for vLLM. The share is enough for all responses at maximum length. If
+    less memory is free, vLLM gets all free memory, and its passes are shortened."""
     if config.rollout.engine != "vllm":
         return config
     assert device.total_bytes is not None
@@ -471,7 +477,8 @@ def with_token_budget(config: RunConfig, shape: ModelShape, device: Device, *, l
 
 
 def available_bytes(device: Device) -> int:
-    """Return the bytes of a device that chosen settings may use."""
+    """Return the bytes of a device that automatically chosen settings may use. The rest is for the CUDA context and a
+    reserve."""
     assert device.total_bytes is not None
     return device.total_bytes - CONTEXT_BYTES - round(FREE_SHARE * device.total_bytes)
 

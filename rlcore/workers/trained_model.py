@@ -50,8 +50,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch(Generic[Batch]):
-    """Some sequences of a batch, on the host and the device. Bounds and masks are read from `host`, since reading them
-    from the device would block. Models take them as numpy arrays, since FSDP moves tensor arguments to the device."""
+    """Some sequences of a batch, as a copy on the host and a copy on the device. Bounds and masks are read from `host`,
+    since a read from the device would block. Models take bounds and masks as numpy arrays, since FSDP moves tensor
+    arguments to the device."""
 
     host: Batch
     device: Batch
@@ -88,8 +89,8 @@ def sum_statistics(statistics: Sequence[S]) -> S:
 
 @dataclass(frozen=True, slots=True)
 class OomRetry:
-    """A pass that ran out of memory with `num_micro` micro-batches and was repeated with `num_again`. `factor`: the
-    factor of later passes (see `MicroBatchRunner`). `refusal`: the allocator's message."""
+    """A record of a pass that ran out of memory in `num_micro` micro-batches and was repeated in `num_again`. `factor`:
+    the `factor` of the `MicroBatchRunner` after the retry. `refusal`: the allocator's error message."""
 
     name: str
     num_micro: int
@@ -107,15 +108,16 @@ class OomRetry:
 class MicroBatchRunner:
     """An object that runs one kind of pass in as many micro-batches as the memory requires.
 
-    A pass has `factor` times the micro-batches of the token budget. The factor starts at 1, doubles when memory runs
-    out, and halves after many successful passes. With several ranks, the pass raises an error instead, since the ranks
-    wait for each other in collectives. `Worker.split_micro_batches` sets their factor, which then stays.
+    The token budget gives a number of micro-batches, which is multiplied by `factor`. On a single rank, the factor
+    starts at 1, doubles when memory runs out, and halves after many successful passes. Several ranks wait for each
+    other in collectives, so they raise an error when memory runs out. The factor of several ranks changes only in
+    `Worker.split_micro_batches`.
 
     Args:
-        name: the name of the pass, for messages.
+        name: the name of the pass in messages.
         recover: a function that resets the model after a failed pass.
         num_ranks: the number of ranks that take part in the pass.
-        shape: the model's shape, to balance the cost over these ranks, or None to balance tokens.
+        shape: the model's shape, used to balance the computing cost over ranks. If None, tokens are balanced.
         share_prompts: the setting `model.share_prompts`.
     """
 
@@ -144,7 +146,8 @@ class MicroBatchRunner:
         return retries
 
     def run(self, work: Callable[[Parts], R], batch: PackedBatch, num_micro: int) -> R:
-        """Call `work` with the sequences of each micro-batch. If memory runs out, repeat with more micro-batches.
+        """Call `work` with the sequence indices of each micro-batch. If memory runs out, call it again with more
+        micro-batches.
 
         Raises:
             DeviceMemoryError: if memory runs out with one sequence per micro-batch.
@@ -192,8 +195,8 @@ class MicroBatchRunner:
 @dataclass(frozen=True, slots=True)
 class ModelUpdate(Generic[S]):
     """The result of one optimizer step on one rank. `stats`: the statistics of the passes before the step. `applied`:
-    False if the settings skip a gradient of this norm. `logprobs` Float[T]: the log-probabilities before a training
-    step's only policy update, in batch order."""
+    False if the step was skipped because its gradient norm was above `alarms.grad_norm_above`. `logprobs` Float[T]: the
+    log-probabilities before the step in batch order, or None if they were not requested."""
 
     stats: S
     grad_norm: float
@@ -203,7 +206,7 @@ class ModelUpdate(Generic[S]):
 
 @dataclass(frozen=True, slots=True)
 class MiniBatch:
-    """One rank's part of an optimizer step. The denominator counts the sequences of all ranks."""
+    """One rank's share of an optimizer step. The denominator counts the sequences of all ranks."""
 
     sequences: range
     num_micro: int
@@ -212,7 +215,8 @@ class MiniBatch:
 
 @dataclass(frozen=True, slots=True)
 class ModelUpdates(Generic[S]):
-    """Consecutive optimizer steps up to the first non-finite one, and its error. All ranks have equally many steps."""
+    """The optimizer steps before the first non-finite step, and the error of that step. The number of steps is equal on
+    all ranks."""
 
     steps: tuple[ModelUpdate[S], ...]
     failure: NonFiniteError | None = None
@@ -221,7 +225,8 @@ class ModelUpdates(Generic[S]):
 def run_mini_batches(
     step: Callable[[TrainBatch, int, Denominator], ModelUpdate[S]], batch: TrainBatch, mini_batches: Sequence[MiniBatch]
 ) -> ModelUpdates[S]:
-    """Call `step(batch, num_micro, denominator)` on each mini-batch, until one raises NonFiniteError."""
+    """Call `step(batch, num_micro, denominator)` on each mini-batch in order. Stop at the first call that raises
+    NonFiniteError."""
     steps: list[ModelUpdate[S]] = []
     for each in mini_batches:
         try:
@@ -233,7 +238,7 @@ def run_mini_batches(
 
 class TrainedModel(Generic[Model]):
     """A model with float32 master weights, its optimizer, and a `MicroBatchRunner` for each kind of pass. The weights
-    are sharded if there is a mesh. `passes`: the names of the update and the forward pass, for messages."""
+    are sharded if there is a mesh. `passes`: the names of the update pass and of the forward pass in messages."""
 
     def __init__(
         self,
@@ -283,9 +288,9 @@ class TrainedModel(Generic[Model]):
         return sum_statistics(statistics)
 
     def clip(self, statistics: Statistics, loss: str, why: Callable[[], str]) -> float:
-        """Clip the gradient and return its norm before clipping. `loss`: the start of the error message. `why`: a
-        function that returns the end of the message. Raises NonFiniteError if the norm or a statistic is not finite on
-        some rank. The gradients are then released."""
+        """Clip the gradient and return its norm before clipping. Raises NonFiniteError if the norm or a statistic is
+        not finite on some rank. The gradients are then released. `loss`: the start of the error message. `why`: a
+        function that returns the end of the error message."""
         norm = clip_grad_norm(self.model.parameters(), self._optim.grad_clip).item()
         is_finite = math.isfinite(norm) and bool(torch.isfinite(statistics.stack()).all())
         if not holds_on_all_ranks(is_finite, world_size=self._world_size, device=self._placement.device):

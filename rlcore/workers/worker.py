@@ -135,7 +135,7 @@ class Worker:
         self.split_micro_batches(self._num_splits)
 
     def split_micro_batches(self, times: int) -> None:
-        """Set `factor` to `2**times` in each `MicroBatchRunner` whose passes several ranks compute together."""
+        """Set `factor` to `2**times` in each `MicroBatchRunner` that runs its passes on several ranks together."""
         self._num_splits = times
         for each in self._passes():
             if each.num_ranks > 1:
@@ -177,8 +177,9 @@ class Worker:
         max_response_tokens: int,
         num_finished: int = 0,
     ) -> Iterator[list[tuple[int, Rollout]]]:
-        """Yield batches of finished responses, each with the index of its request. The engine has the last synced
-        weights. With `num_finished`, unfinished responses are cut when so many groups are finished on all ranks."""
+        """Yield batches of finished responses, each response with the index of its request. The engine uses the weights
+        of the last sync. If `num_finished` is positive, unfinished responses are cut as soon as all ranks together have
+        finished `num_finished` groups."""
         if not requests and self._config.rollout.tensor_parallel_size == 1 and not num_finished:
             return  # no other rank shares the engine
         self._wake_engine()
@@ -217,21 +218,22 @@ class Worker:
         return self.reference.logprobs(batch, num_micro)
 
     def teacher_logprobs(self, batch: PackedBatch, num_micro: int, chosen: Sequence[int]) -> Float[Tensor, "T"]:
-        """Return the log-probabilities of the responses. `chosen`: the index of each response's teacher."""
+        """Return the log-probability of each response token under the teacher of its response. `chosen`: the index of
+        each response's teacher."""
         self._sleep_engine()
         assert self.teachers is not None, "algo.teacher is null: there is no teacher"
         return self.teachers.logprobs(batch, num_micro, chosen)
 
     def cache_teacher_tokens(self, batch: TrainBatch, num_micro: int, chosen: Sequence[int]) -> None:
-        """Keep the likeliest tokens of the teachers for the next update, which must have the same batch. `chosen`: the
-        teacher of each response."""
+        """Cache the teachers' likeliest tokens for the next update, which must have the same batch. `chosen`: the index
+        of each response's teacher."""
         self._sleep_engine()
         assert self.teachers is not None, "algo.teacher is null: there is no teacher"
         ids, logprobs = self.teachers.likeliest(batch.packed, num_micro, chosen)
         self._cached |= {"teacher_top_ids": ids, "teacher_top_logprobs": logprobs}
 
     def cache_ref_logprobs(self, batch: TrainBatch, num_micro: int) -> Float[Tensor, "T"]:
-        """Return `ref_logprobs`, and keep them for the next update, which must have the same batch."""
+        """Return `ref_logprobs`, and cache the values for the next update, which must have the same batch."""
         found = self.ref_logprobs(batch.packed, num_micro)
         self._cached["ref_logprobs"] = found
         return found
@@ -295,9 +297,9 @@ class Worker:
         self._probe = tuple(prompts)
 
     def sync_weights(self, version: int) -> WeightSync:
-        """Send the policy's weights to the engine, and check that vLLM computes with these weights. For other engines,
-        the returned difference is 0. Raises EngineError on all ranks if the engine did not load the weights, or
-        computes with other weights."""
+        """Send the policy's weights to the engine. For vLLM, also check that the engine computes with these weights.
+        For other engines, the returned difference is 0. Raises EngineError on all ranks if the engine did not load the
+        weights, or computes with different weights."""
         config = self._config
         self._wake_engine()
         weights = self.actor.weights(engine_dtype(config, self._placement.dtype))
@@ -318,7 +320,7 @@ class Worker:
         return self.actor.logprobs(batch, num_micro)
 
     def save(self, verb: Callable[Concatenate[RankSaver, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the method `verb` of this rank's `RankSaver`, which is one step of a save."""
+        """Call the method `verb` of this rank's `RankSaver`. Each of these methods is one step of a save."""
         return verb(self._saver, *args, **kwargs)
 
     def _saved_models(self) -> dict[str, tuple[nn.Module, torch.optim.Optimizer]]:
@@ -330,7 +332,7 @@ class Worker:
         return models
 
     def load(self, directory: str) -> None:
-        """Load a checkpoint, which may come from any number of ranks."""
+        """Load a checkpoint. A checkpoint can be loaded on a different number of ranks than it was saved on."""
         self._sleep_engine()  # until the next weight sync
         for name, (model, optimizer) in self._saved_models().items():
             load_shards(Path(directory) / name, model=model, optimizer=optimizer)
