@@ -9,7 +9,7 @@ copy, and starts the same command (`millrace train`). A case passes in one of th
 
 - The numbers and weights equal those of the undisturbed run, and the console names the damage.
 - The command refuses with one clear message that names the damage.
-- The weights are equal, and the console and the report name lost steps of the journal that no checkpoint restores.
+- The weights are the same, and the console and the report name lost steps of the journal that no checkpoint restores.
 
 A case fails with a traceback, a hang, different numbers, or damage that is not reported. The script writes
 build/results/damaged_inputs.json, or the file that --out names.

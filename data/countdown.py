@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rlcore.config.data import CountdownData
 
 VERSION = 1
-"""The version of the rows. Increase it when equal settings give different rows."""
+"""The version of the rows. Increase it when the same settings give different rows."""
 WELL_FORMED_SCORE = 0.1
 _OPEN, _CLOSE = "<answer>", "</answer>"
 

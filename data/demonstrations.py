@@ -47,7 +47,7 @@ from rlcore.storage.manifest import FILE_SHA256, read_finished_or_set_aside
 from rlcore.storage.publish import published_directory
 
 VERSION = 1
-"""The version of the result. Increase it when equal rows give other columns or other token ids."""
+"""The version of the result. Increase it when the same rows give other columns or other token ids."""
 ROLES = ("system", "user", "assistant", "tool")
 MOST_HELD_OUT = 10
 """The number of rows per held-out row. At most one row in ten is held out."""
@@ -111,7 +111,7 @@ def tokenize_demonstrations(
 
     `chat_template_kwargs`: further variables for the chat template. The result counts the rows of `train` and
     `validation`, and the omitted rows by reason. The reasons are `overlong`, `empty` (a turn without text),
-    `duplicate` and `identical` (a pair of equal responses).
+    `duplicate` and `identical` (a pair of identical responses).
 
     Raises DataError if a row has an invalid form, the template changes a response, or fewer than two rows remain.
     Raises DiskSpaceError if the disk is full. No partial result remains after an error.

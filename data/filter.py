@@ -45,7 +45,7 @@ from rlcore.storage.manifest import part_directories, read_finished, read_finish
 from rlcore.storage.publish import published_directory
 
 VERSION = 1
-"""The version of the result. Increase it when equal rows give other columns, other token ids or another selection."""
+"""The version of the result. Increase it when the same rows give other columns, token ids or selections."""
 
 _IDS = pa.list_(pa.int32())
 _ADDED = [("prompt_ids", _IDS), ("solution_ids", _IDS), ("distractor_ids", _IDS), ("ground_truth_json", pa.string())]
@@ -390,8 +390,8 @@ def _require_no_leak(directories: Sequence[Path]) -> None:
 
 
 def _keys(path: Path) -> Iterator[tuple[int, list[bytes], list[Multiset]]]:
-    """Yield, for each batch of a file, the index of its first row, the prompts (ids as bytes) and the multisets of
-    numbers.
+    """Read a file in batches of rows. For each batch, yield the index of the first row, the prompt ids of each row as
+    bytes, and the multiset of numbers in the ground truth of each row.
     """
     start = 0
     for batch in read_batches(open_parquet(path), path, ROWS_PER_GROUP):

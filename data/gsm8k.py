@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rlcore.config.data import Gsm8kData
 
 VERSION = 1
-"""The version of the rows. Increase it when equal settings give different rows."""
+"""The version of the rows. Increase it when the same settings give different rows."""
 _INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 _SPLITS = {"train": "train", "validation": "test"}
 _SUBSET = "main"  # the other subset of the hub dataset has other answers
@@ -103,7 +103,7 @@ def _score(response: str, ground_truth: Mapping[str, object], reading: str) -> S
     numeric = number is not None and number == reference
     strict = numeric and marked is not None and marked.group(1).replace(",", "") in digits
     parts = {"strict": float(strict), "numeric": float(numeric), "format": float(marked is not None)}
-    # Equal numbers have equal votes. Without the mark the strict reading has no vote.
+    # Equal numbers have the same vote. Without the mark the strict reading has no vote.
     votes = number is not None and (reading == "numeric" or "####" in response)
     return Score(parts[reading], parts, str(number) if votes else None)
 

@@ -98,7 +98,7 @@ def _is_in_language(text: str, language: str) -> bool:
             "data.scorer: data.ifeval:score identifies languages with the package langdetect, which is missing; "
             "pip install -c constraints.txt -e '.[ifeval]' in the checkout"
         ) from error
-    DetectorFactory.seed = 0  # otherwise equal texts may differ in language
+    DetectorFactory.seed = 0  # otherwise the language found for a text may vary
     try:
         return bool(detect(text) == language)
     except LangDetectException:

@@ -47,7 +47,7 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
 
 
 def judge_response(settings: JudgeConfig, response: str, truth: str) -> float:
-    """Return the verdict on a response. Equal requests are sent only once. Raises JudgeError if there is no verdict."""
+    """Return the verdict on a response. A stored verdict is reused. Raises JudgeError if there is no verdict."""
     # one pass over the template, so that a response is never taken for a placeholder
     words = {"{response}": response, "{ground_truth}": truth}
     text = re.sub(r"\{response\}|\{ground_truth\}", lambda found: words[found[0]], settings.prompt)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rlcore.config.data import ReasoningGymData
 
 VERSION = 1
-"""The version of the rows. Increase it when equal settings give different rows."""
+"""The version of the rows. Increase it when the same settings give different rows."""
 PACKAGE = "reasoning_gym"
 INSTRUCTION = "Think step by step, then give the final answer alone between <answer> and </answer>."
 _EVALUATED = "its scorer evaluates a response as Python"

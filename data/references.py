@@ -53,7 +53,7 @@ from rlcore.storage.publish import write_json_atomically
 from rlcore.user_code import code_for
 
 VERSION = 1
-"""The version of the check. Increase it when equal rows and scorers give another result."""
+"""The version of the check. Increase it when the same rows and scorers give another result."""
 BUDGET_S = 60.0
 """The time limit for one dataset, in seconds. If it is too short for all rows, the checked rows are spread evenly over
 the file.
@@ -279,7 +279,7 @@ def _check(data: TaskData, reward: RewardConfig, rows: Sequence[RowReference], *
 
 
 class _Checker:
-    """A checker for the rows of one scorer. Equal responses to equal references are scored once."""
+    """A checker for the rows of one scorer. It scores each pair of a response and a reference once."""
 
     def __init__(
         self, scorer: str, pool: ScoringPool, rows: Sequence[RowReference], deadline: float, *, is_taught: bool

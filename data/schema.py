@@ -4,8 +4,8 @@ A row has the usual columns: `data_source`, `prompt` (chat messages), `ability`,
 `extra_info{split, index, ...}`. The task determines the ground truth, which is a struct or a plain string. In the
 user's files, the columns `style`, `index` and `split` are ignored. They may be missing or have any type.
 
-Files are written in bounded memory, and equal rows give equal bytes. A card is a README.md about the rows and their
-origin.
+Files are written in bounded memory, and the same rows always give the same bytes. A card is a README.md about the rows
+and their origin.
 """
 
 import json

@@ -37,7 +37,7 @@ class Task(Protocol):
     """The interface of a task: a module `data.<task>`, or an entry of `data.sources.TASKS`."""
 
     VERSION: int
-    """The version of the rows that result from equal settings and files."""
+    """The version of the rows. It changes when the same settings and files give other rows."""
 
     def build(self, settings: Any, seed: int, /) -> TaskRows:
         """Return the rows of the task."""

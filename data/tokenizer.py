@@ -63,7 +63,9 @@ class FastPathError(Exception):
 
 
 def tokenizer_fingerprint(directory: Path) -> str:
-    """Return 16 hex digits over the tokenizer's files and the model's stop ids. Raises DataError if no file exists."""
+    """Return a hash (16 hex digits) of the tokenizer's files and the model's stop ids. Raises DataError if the
+    directory has no tokenizer file.
+    """
     digest = hashlib.sha256()
     found = [name for name in _FILES if (directory / name).is_file()]
     if not found:
@@ -166,7 +168,8 @@ class PromptTokenizer:
         return found
 
     def prompt(self, messages: Messages, tools: Sequence[Any] = ()) -> str:
-        """Render a chat prompt. The text ends where the assistant's turn begins, or after the assistant's last words.
+        """Render a chat prompt. The text ends at the start of the assistant's turn. If the last message is already the
+        assistant's, the text ends after that message.
 
         Raises DataError if there is no user message, the last message ends its turn, or rendering fails.
         """

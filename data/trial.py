@@ -130,7 +130,7 @@ def _build_first_row(config: TaskData, seed: int) -> FirstRow:
 
 
 def _truth_json(config: TaskData, data_source: str, ground_truth: object) -> str:
-    """Return a ground truth as JSON for the scorer of the settings."""
+    """Return a ground truth as JSON, in the form that the configured scorer reads."""
     scorer = scorer_of_row(config, data_source) if config.scorer == BY_ROW else None
     if scorer is None:
         return json.dumps(ground_truth)

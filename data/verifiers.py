@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rlcore.config.data import VerifiersData
 
 VERSION = 1
-"""The version of the rows. Increase it when equal settings give different rows."""
+"""The version of the rows. Increase it when the same settings give different rows."""
 PACKAGE = "verifiers"
 _HOOKS = ("setup", "finalize", "stage_verifier", "toolsets")
 """The methods of a task that need the runtime or the tool servers of a harness."""

@@ -162,7 +162,7 @@ class Number(NamedTuple):
     percent: bool = False
 
     def __str__(self) -> str:
-        """Return the shortest text of the number. Equal numbers have equal texts."""
+        """Return the shortest text of the number. Equal numbers have the same text."""
         return f"{self.value}{'%' * self.percent}"
 
     def matches(self, other: "Number") -> bool:

@@ -63,7 +63,7 @@ class Rollout(FastPickle):
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """N concatenated sequences. `group_ids[i]` is equal for responses to one prompt. `score_mask` is False for a
+    """N concatenated sequences. `group_ids[i]` is the same for all responses to one prompt. `score_mask` is False for a
     response without a score. `loss_mask` is then False for all tokens of the response, which excludes the response from
     every loss, mean and variance. A preference pair is one sequence with two responses (see `pack_demonstrations`).
     """

@@ -88,7 +88,7 @@ class Code:
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint of names and contents, which is equal on every machine."""
+        """The fingerprint of names and contents, which is the same on every machine."""
         from rlcore.config.fingerprint import fingerprint
 
         return fingerprint("code", self.digests)

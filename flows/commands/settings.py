@@ -189,7 +189,8 @@ def use_config_dir(given: Path | None) -> Path | None:
 
 
 def _refuse_unknown_options(command: str, words: Sequence[str], taken: Mapping[str, str]) -> None:
-    """Refuse unknown options. The remedy is the most similar option or setting, or the list of options."""
+    """Raise ConfigError if an option is unknown. The message suggests the most similar option or
+    setting. If nothing is similar, the message lists all options."""
     words = words[: words.index("--")] if "--" in words else words
     unknown = [
         at

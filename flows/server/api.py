@@ -221,7 +221,7 @@ def _check_health(url: str, timeout_s: float) -> None:
 
 
 def _get(url: str, timeout_s: float) -> bytes:
-    """Return the content of a page. The request sends the login of the environment and never uses a proxy."""
+    """Return the content of a page. The request sends the login in PREFECT_API_AUTH_STRING and never uses a proxy."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     login = b64encode(os.environ.get(CLIENT_LOGIN, "").encode()).decode()
     request = urllib.request.Request(url, headers={"Authorization": f"Basic {login}"} if login else {})

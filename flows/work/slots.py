@@ -158,9 +158,9 @@ class Slots:
         return next((state.wait_reason(request) for request in state.waiting if request.run_id == run_id), "")
 
     def acquire(self, request: SlotRequest, on_wait: Callable[[str], None]) -> "HeldSlots":
-        """Wait for the run's turn and acquire its slots. `on_wait` is called often with the reason of the wait. An
-        exception in it ends the wait. Raises ConfigError if the root has fewer slots than requested, even if this
-        happens during the wait.
+        """Wait for the run's turn and acquire its slots. `on_wait` is called often with the reason for the wait. An
+        exception in `on_wait` ends the wait. Raises ConfigError if the root has fewer slots than requested, before or
+        during the wait.
         """
         if not self.devices():
             return HeldSlots(self, request, {}, ())

@@ -16,8 +16,8 @@ Options = Mapping[str, bool | int | float | str]
 
 
 def find_function(key: str, name: str, known: Mapping[str, str]) -> Callable[..., Any]:
-    """Return the function that `name` refers to, which is a short name in `known` or a custom `module:function`. Raises
-    ConfigError if the function does not exist. The message names the setting `key`."""
+    """Return the function that `name` refers to. `name` is a short name in `known` or a custom `module:function`.
+    Raises ConfigError if the function does not exist. The message names the setting `key`."""
     module_name, colon, attribute = known.get(name, name).partition(":")
     rule = f"{key}: must name a function as module:function, got {name!r}"
     remedy = f"Use one of {', '.join(sorted(known))}, or a custom `module:function`"

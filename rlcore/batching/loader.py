@@ -183,7 +183,7 @@ class PassCounts:
         return cls(found[:num_rows].astype(np.float32), found[num_rows:].astype(np.float32))
 
     def text(self) -> str:
-        """Encode all counts without loss as a string of about 11 characters per row."""
+        """Encode all counts losslessly as a string of about 11 characters per row."""
         return base64.b64encode(np.concatenate([self.passes, self.samples]).astype("<f4").tobytes()).decode()
 
     def rates(self) -> Float[Array, "R"]:

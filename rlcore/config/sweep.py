@@ -395,7 +395,7 @@ def _search_problems(spec: SweepSpec) -> Iterable[Problem]:
 
 
 def _key_problems(spec: SweepSpec, shared: Sequence[str]) -> Iterable[Problem]:
-    """Check that each key of the points may be swept, and that no override sets the same key for all points."""
+    """Check that each key of the points may be swept, and that no override for all points sets a swept key."""
     keys = dict.fromkeys([*(spec.grid or ()), *(key for point in spec.list or () for key in point), *spec.space])
     for key in keys:
         owner, got = key.partition(".")[0], f"{key} in {spec.searches[0]}"

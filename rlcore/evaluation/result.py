@@ -54,7 +54,7 @@ class Response:
 
     @property
     def vote(self) -> str:
-        """The key for majority votes. Equal answers have equal keys."""
+        """The key for majority votes. Equal answers have the same key."""
         return vote(self.text) if self.said is None else self.said
 
     @property

@@ -118,7 +118,8 @@ def frozen_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def base_digest(model: nn.Module) -> str:
-    """Return 16 hex digits that identify the names and values of all frozen tensors, and are equal on every device."""
+    """Return 16 hex digits that identify the names and values of all frozen tensors. The digits are the same on every
+    device."""
     found = hashlib.sha256()
     for name, tensor in frozen_tensors(model):
         value = tensor.detach() + 0  # -0 as 0: `digest` takes them as one on a CPU

@@ -2,7 +2,7 @@
 
 Weights are in blocks of 64. A weight is one of 16 levels times the largest absolute weight of its block. The format and
 the dequantization kernel come from bitsandbytes. The quantizer of bitsandbytes is not used, because its division is
-only approximate on a GPU. Quantized weights, digests and exports are therefore equal on every device.
+only approximate on a GPU. Quantized weights, digests and exports are therefore the same on every device.
 """
 
 import importlib

@@ -119,7 +119,7 @@ class _Buckets:
     """A callable that returns whole parameters. Sharded parameters are gathered in buckets.
 
     The first request of a bucket gathers the whole bucket, since a collective for each tensor would be slower. The
-    order of requests must be equal on all ranks.
+    order of requests must be the same on all ranks.
     """
 
     def __init__(self, model: nn.Module, value: Callable[[Tensor], Tensor], dtype: torch.dtype | None) -> None:

@@ -39,8 +39,8 @@ _TAG = re.compile(r"([<\[])(/?)((?!(?:s|INST|SYSTEM_PROMPT)[>\]])\w[\w:.-]*[>\]]
 
 def build_scratch_tokenizer(config: ScratchModel, directory: Path) -> Path:
     """Write the arithmetic tokenizer into `directory` and return `directory`. Text is split into whole numbers and
-    single characters, without white space. "19+7" and "19 + 7" give equal tokens. Decoding joins tokens with one space.
-    Unknown text becomes `<unk>`. The written bytes depend on the settings alone."""
+    single characters, without white space. "19+7" and "19 + 7" give the same tokens. Decoding joins tokens with one
+    space. Unknown text becomes `<unk>`. The written bytes depend on the settings alone."""
     core = Tokenizer(WordLevel(scratch_vocabulary(config), unk_token=UNK_TOKEN))
     core.pre_tokenizer = pre_tokenizers.Sequence([WhitespaceSplit(), Split(Regex(r"\d+|\D"), behavior="isolated")])
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]

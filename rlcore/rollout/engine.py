@@ -27,7 +27,7 @@ class SamplingRequest(FastPickle):
 
     All randomness of the response comes from `seed`. Other requests and the rank have no effect on the response.
     `max_tokens`: a limit for this response that is below the run's limit, or 0 to use the run's limit.
-    `environment_seed`: the seed of an environment, equal for all responses to a prompt. `group`: the index of the
+    `environment_seed`: the seed of an environment, the same for all responses to a prompt. `group`: the index of the
     prompt in the step, or -1 if the tail cut must not end the response.
     """
 

@@ -11,7 +11,7 @@ from typing import Any
 from rlcore.errors import ConfigError
 
 TODAY = date(2024, 7, 26)
-"""The date for chat templates that contain a date, so that equal rows give equal tokens every day (Llama 3's
+"""The date for chat templates that contain a date, so that the same rows give the same tokens every day (Llama 3's
 default)."""
 _USER_MESSAGE = {"role": "user", "content": "MillraceAsk"}
 _RESPONSES, _REPLIES = ("MillraceFirst", "MillraceSecond"), ("MillraceOne", "MillraceTwo")

@@ -88,7 +88,7 @@ def _temporary_folders(stage: RunLayout) -> tuple[Path, ...]:
 
 
 def stage_layout(config: RunConfig, filtered_directory: Path) -> RunLayout:
-    """Return the layout of the warm start's folder. Runs with equal settings share this folder."""
+    """Return the layout of the warm start's folder. Runs with the same settings share this folder."""
     root = Path(config.paths.root).resolve()
     name = planned_initial_policy(config, filtered_directory).name
     return RunLayout(root, root / "warm-starts" / f"warm-start-{name}")
@@ -97,8 +97,8 @@ def stage_layout(config: RunConfig, filtered_directory: Path) -> RunLayout:
 def stage_settings(config: RunConfig, num_demonstrations: int | None = None) -> RunConfig:
     """Return the settings of the warm start. Settings that belong to other stages are reset to their defaults.
 
-    Runs whose warm starts have equal settings can therefore share one warm start. Otherwise, their folders differ (see
-    `initial_policy_fingerprint`). Settings that may change on a resume do not change the folder.
+    Runs whose warm starts have the same settings can therefore share one warm start. Otherwise, their folders differ
+    (see `initial_policy_fingerprint`). Settings that may change on a resume do not change the folder.
     """
     usual, warm, data = RunConfig(), config.warm_start, config.data
     samples, is_dpo = warm.stop_at_reward is not None, warm.loss == "dpo"

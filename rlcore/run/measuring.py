@@ -141,8 +141,8 @@ class PassRateMeasurement:
 
 
 def count_row(prompt: Prompt, responses: Sequence[Response]) -> dict[str, object]:
-    """Count the scored and the solved responses to one prompt. Return them as a row of the pass-rate table, without its
-    digest.
+    """Return one prompt's row of the pass-rate table, without the column `digest`. The row has the numbers of scored,
+    unscored and solved responses, the mean score and the mean of each part.
     """
     scored = [response for response in responses if response.failure is None]
     names = sorted({name for response in scored for name in response.parts})

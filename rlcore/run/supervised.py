@@ -1,7 +1,7 @@
 """The warm start, which is a supervised training that creates the initial policy.
 
 Its folder is `warm-starts/warm-start-<fingerprint>`. The folder has a journal and checkpoints, from which a warm start
-resumes. The result is published in `models/<fingerprint>` for all runs with equal settings.
+resumes. The result is published in `models/<fingerprint>` for all runs with the same settings.
 """
 
 import gc

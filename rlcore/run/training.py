@@ -307,7 +307,7 @@ class RunTraining(Training[RunWorkers]):
     def evaluate_checkpoint(
         self, checkpoint: str, name: str, suite: SuiteConfig | None = None, *, step: int | None = None
     ) -> ValidationResult:
-        """Evaluate a checkpoint on all held-out problems or on a suite. Reuse a stored result with equal settings.
+        """Evaluate a checkpoint on all held-out problems or on a suite. Reuse a stored result with the same settings.
 
         `step`: the step that the result records. By default, this is the step of the checkpoint.
         """

@@ -22,8 +22,8 @@ from rlcore.types import FinishReason, Prompt, Rollout
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """A response of a group that was cut, which the next step receives. The response itself may be finished. `seed`:
-    the seed for its next tokens. `token_ids` and `logprobs`: the ids and log-probabilities of its tokens so far, as
+    """A response of a group that continues in the next step. The response itself may already be finished. `seed`: the
+    seed for its next tokens. `token_ids` and `logprobs`: the ids and log-probabilities of its tokens so far, as
     little-endian int32 and float32."""
 
     prompt: Prompt
@@ -77,8 +77,8 @@ def from_text(text: str) -> tuple[Carried, ...]:
 
 def first_finished(groups: Sequence[Sequence[Rollout]], count: int) -> tuple[list[int], int]:
     """Return the indices of the `count` shortest finished groups in ascending order, and the length of the longest of
-    these groups. The length of a group is the length of its longest response. If groups have equal length, the earlier
-    group comes first."""
+    these groups. The length of a group is the length of its longest response. If groups have the same length, the
+    earlier group comes first."""
     finished = [index for index, group in enumerate(groups) if not any(each.is_cut for each in group)]
     lengths = sorted((max(len(each.response_ids) for each in groups[index]), index) for index in finished)
     assert len(lengths) >= count, f"the engines finished {len(lengths)} of {count} groups"

@@ -124,7 +124,7 @@ class Trainer(GroupTrainer):
             described = step_metrics(config, experience, estimated, update)
             used = replace(estimated.batch, ref_logprobs=shared.batch.ref_logprobs)
             self._collector.prepare(after)
-            weight_sync = sync.result()[0]  # the result is equal on all ranks
+            weight_sync = sync.result()[0]  # the result is the same on all ranks
         alarms += step_alarms(config, update, estimated.kl_in_reward, weight_sync)
         metrics = {
             **described,  # the reward is first

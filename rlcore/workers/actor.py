@@ -130,7 +130,7 @@ class Actor(TrainedModel[CausalPolicy]):
 
         grad_norm = self.clip(summed, f"the policy's loss is {float(summed.pg_loss)}", why)
         alarms = self._config.alarms
-        applied = not (alarms.grad_norm == "skip" and grad_norm > alarms.grad_norm_above)  # equal on all ranks
+        applied = not (alarms.grad_norm == "skip" and grad_norm > alarms.grad_norm_above)  # the same on all ranks
         if applied:
             self.step(lr)
         else:

@@ -125,7 +125,7 @@ def probe_difference(
 ) -> float:
     """Return the mean absolute difference between the engine's and the trainer's log-probabilities, or inf if it is not
     finite. The engine samples at the training temperature with fixed seeds. `logprobs`: a function that runs the
-    trainer's forward pass on a batch. Its second argument, the number of micro-batches, is equal on all ranks."""
+    trainer's forward pass on a batch. Its second argument, the number of micro-batches, is the same on all ranks."""
     assert prompts, "set_probe must precede a weight sync to vLLM"
     requests = [SamplingRequest(prompt, i, seed=i) for prompt in prompts for i in range(_RESPONSES_PER_PROMPT)]
     sampling = SamplingConfig(temperature=config.rollout.sampling.temperature)

@@ -450,7 +450,7 @@ def variants(config: RunConfig) -> Iterator[tuple[RunConfig, int]]:
 
 def with_memory_share(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:
     """Return the settings with a new memory share for vLLM. The share is enough for all responses at maximum length. If
-    less memory is free, vLLM gets all free memory, and its passes are shortened."""
+    not enough memory is free, vLLM gets all free memory, and `rollout.max_batched_tokens` is reduced if it is set."""
     if config.rollout.engine != "vllm":
         return config
     assert device.total_bytes is not None

@@ -215,8 +215,8 @@ class MiniBatch:
 
 @dataclass(frozen=True, slots=True)
 class ModelUpdates(Generic[S]):
-    """The optimizer steps before the first non-finite step, and the error of that step. The number of steps is equal on
-    all ranks."""
+    """The optimizer steps before the first non-finite step, and the error of that step. The number of steps is the same
+    on all ranks."""
 
     steps: tuple[ModelUpdate[S], ...]
     failure: NonFiniteError | None = None

@@ -1,4 +1,4 @@
-"""Workers and engines that die, hang or run out of memory: the fault is named, and the run resumes with equal bits."""
+"""Workers and engines that die, hang or run out of memory: the fault is named, and a resume gives the same bits."""
 
 import subprocess
 import sys

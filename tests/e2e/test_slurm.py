@@ -1,4 +1,4 @@
-"""The batch script of `millrace new slurm`: a run that is preempted, and resumes with equal numbers."""
+"""The batch script of `millrace new slurm`: a run that is preempted, and resumes with the same numbers."""
 
 import os
 import re

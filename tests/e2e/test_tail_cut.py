@@ -1,4 +1,4 @@
-"""Runs that cut and carry groups give equal numbers on two ranks, after kills and when they are extended."""
+"""Runs that cut and carry groups give the same numbers on two ranks, after kills and when they are extended."""
 
 import json
 from pathlib import Path
