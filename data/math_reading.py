@@ -92,8 +92,8 @@ class Reading(NamedTuple):
     """The sides of a chain of equations before the last number, such as `x` and `9 + 9` in `x = 9 + 9 = 18`."""
     number: Number | None = None
     words: tuple[str, ...] | None = None
-    """The words and numbers of a text. For a multiple-choice answer, the letter in brackets and the text of the choice.
-    """
+    """The words and numbers of a text. For a multiple-choice answer, the letter in brackets and the text of the
+    choice."""
     based: tuple[str, str] | None = None
     """The digits and the base of a number such as `1011_2`."""
     entries: tuple["Reading", ...] = ()

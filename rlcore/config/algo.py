@@ -40,8 +40,7 @@ class EntropyControlConfig(Section):
     """The target entropy in nats per token. If null, the weight stays at `algo.entropy_coef`."""
     step: Annotated[float, EffectiveWhen(".target")] = Field(default=0.005, gt=0)
     """The amount by which the weight rises after a step whose entropy is below the target. After a step with a higher
-    entropy, the weight falls by this amount, at the lowest to 0.
-    """
+    entropy, the weight falls by this amount, at the lowest to 0."""
 
 
 class KlConfig(Section):
@@ -66,8 +65,7 @@ class KlConfig(Section):
     """The KL divergence in nats per token that the adaptive controller aims at."""
     horizon: Annotated[int, EffectiveWhen(".adaptive")] = Field(default=10_000, ge=1)
     """The number of sequences over which the adaptive controller corrects the coefficient. With a larger number, the
-    controller is slower.
-    """
+    controller is slower."""
     offload: Annotated[
         bool,
         MayChange,
@@ -94,12 +92,10 @@ class ImportanceConfig(Section):
 
     mode: Annotated[Literal["off", "truncate", "mask"], _TWO_SIDES] = "off"
     """The weight by which the loss of a token is multiplied. `truncate` uses min(ratio, cap). `mask` uses the ratio, or
-    0 if the ratio is outside [1/cap, cap].
-    """
+    0 if the ratio is outside [1/cap, cap]."""
     level: Annotated[Literal["token", "sequence"], _CORRECTED] = "token"
     """The unit of the ratio: a token, or a whole response. The ratio of a response is the product of the ratios of its
-    tokens.
-    """
+    tokens."""
     cap: Annotated[float, _CORRECTED] = Field(default=2.0, gt=1)
     """The upper bound of the ratio `exp(old - behavior)` of the trainer's probability to the sampler's probability."""
 
@@ -109,14 +105,12 @@ class RejectionConfig(Section):
 
     level: Annotated[Literal["off", "token", "sequence-sum", "sequence-mean", "sequence-max"], _TWO_SIDES] = "off"
     """The unit that is skipped: `token` skips single tokens, and the other values skip whole responses. The difference
-    of a response is the sum, mean or maximum of the differences of its tokens.
-    """
+    of a response is the sum, mean or maximum of the differences of its tokens."""
     estimator: Annotated[Literal["k1", "k2", "k3"], _REJECTED] = "k1"
     """The estimator of a token's divergence KL(behavior || old). The estimators are those of `algo.kl.estimator`."""
     cap: Annotated[float, _REJECTED] = Field(default=2.0, gt=0)
     """The largest accepted difference. With k1, it is the ratio of the two probabilities in either direction, and must
-    be over 1. With k2 or k3, it is the divergence in nats.
-    """
+    be over 1. With k2 or k3, it is the divergence in nats."""
     checks = (
         rule(".cap", ".estimator", "must be over 1 with k1",
              lambda own, _: own.level == "off" or own.estimator != "k1" or own.cap > 1,
@@ -133,15 +127,14 @@ class TeacherConfig(Section):
     """Other teachers for the prompts of some data sources, as in `{gsm8k: FOLDER}`."""
     top_k: int = Field(default=0, ge=0)
     """The number of the teacher's likeliest tokens over which the divergence KL(teacher || policy) is computed. The
-    divergence is added to the loss. If 0, each sampled token gets the advantage `log p_teacher - log p_old` instead.
-    """
+    divergence is added to the loss. If 0, each sampled token gets the advantage `log p_teacher - log p_old` instead."""
     coef: float = Field(default=1.0, gt=0)
     """The weight of the teacher's advantage (`top_k` of 0) or of the divergence."""
     with_reward: bool = False
     """Learn from rewards in addition to the teacher. If false, rewards do not affect the update."""
     base: Literal["native", "nf4"] = "native"
-    """The storage of the teacher's weights. `native` uses the compute type. `nf4` uses 4 bits, as in `model.lora.base`.
-    """
+    """The storage of the teacher's weights. `native` uses the compute type. `nf4` uses 4 bits, as in
+    `model.lora.base`."""
     offload: Annotated[bool, MayChange] = False
     """Keep the teacher's weights in host memory between its forward passes."""
 
@@ -164,8 +157,7 @@ class ClipCovConfig(Section):
 
     share: float = Field(default=0.0, ge=0, lt=1)
     """The largest share of a mini-batch's response tokens that are excluded from the policy loss. With 0, no tokens are
-    excluded. The paper uses 0.0002.
-    """
+    excluded. The paper uses 0.0002."""
     low: Annotated[
         float, _BY_COVARIANCE, Bound("be under", "algo.clip_cov.high", "Lower it", only_with="algo.clip_cov.share")
     ] = 1.0
@@ -181,8 +173,7 @@ class DynamicSamplingConfig(Section):
     """Replace each group whose responses all have the same score."""
     max_refills: Annotated[int, EffectiveWhen(".enabled")] = Field(default=2, ge=0)
     """The largest number of further sampling rounds in a step. After the last round, the step continues with the groups
-    that it has.
-    """
+    that it has."""
     checks = (
         rule(".enabled", "rollout.samples_per_prompt", "needs rollout.samples_per_prompt of 2 or more",
              lambda own, run: not own.enabled or run.rollout.samples_per_prompt >= 2,
@@ -254,22 +245,19 @@ class AlgoConfig(Section):
         default=3.0, gt=1
     )
     """The upper bound of the loss for a negative advantage, as a multiple of the absolute advantage. If null, there is
-    no bound.
-    """
+    no bound."""
     aggregation: Aggregation = "token-mean"
     """The way in which the per-token losses are aggregated to one number."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """The weight of the entropy bonus. If `algo.entropy_control.target` is set, it is the weight at the start. With 0,
-    the entropy is computed without a gradient.
-    """
+    the entropy is computed without a gradient."""
     entropy_control: EntropyControlConfig = EntropyControlConfig()
     """The controller that keeps the entropy near a target."""
     value_clip: Annotated[float, EffectiveWhen("critic", remedy="Choose algo=ppo, which has a critic")] = Field(
         default=0.5, gt=0
     )
     """The clip range of the value loss. In the clipped loss, a new value differs from the old value by at most this
-    number.
-    """
+    number."""
     kl: KlConfig = KlConfig()
     """The KL divergence from the reference policy."""
     teacher: TeacherConfig | None = None
@@ -280,18 +268,15 @@ class AlgoConfig(Section):
     """The rejection of tokens or responses for which trainer and sampler differ too much."""
     off_policy_mask: float | None = Field(default=None, gt=0)
     """The largest fall of a response's mean log-probability since it was sampled, in nats per token. A response with a
-    larger fall and a negative advantage has no policy loss. If null, there is no limit.
-    """
+    larger fall and a negative advantage has no policy loss. If null, there is no limit."""
     top_entropy: float = Field(default=1.0, gt=0, le=1)
     """The share of a mini-batch's response tokens that have a policy loss. The tokens with the highest entropy are
-    selected.
-    """
+    selected."""
     clip_cov: ClipCovConfig = ClipCovConfig()
     """Clip-Cov, which excludes tokens from the policy loss so that the entropy falls more slowly."""
     mask_truncated: bool = False
     """Exclude responses that reach the length limit from the update. Their scores still affect the advantages of the
-    other responses to the prompt.
-    """
+    other responses to the prompt."""
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     """The replacement of groups whose responses all have the same score."""
     overlong: OverlongConfig = OverlongConfig()

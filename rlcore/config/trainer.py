@@ -19,8 +19,7 @@ class TrainerConfig(Section):
 
     total_steps: int = Field(default=100, ge=0, le=10_000_000)
     """Steps of the run; a step samples, scores and trains on one batch of prompts. With 0, the run ends after its
-    supervised stage (`warm_start`).
-    """
+    supervised stage (`warm_start`)."""
     steps_per_chunk: Annotated[int, MayChange, _IN_STEPS] = Field(default=20, ge=1)
     """The number of steps between two checkpoints. These steps are a chunk, which Prefect retries as a unit."""
     batch_size: Annotated[int, _IN_STEPS] = Field(default=256, ge=1, le=10_000_000)
@@ -42,8 +41,7 @@ class TrainerConfig(Section):
     old_logprobs: Literal["auto", "recompute", "behavior"] = "auto"
     """The source of the log-probabilities before the update. `recompute` computes them in a forward pass. `behavior`
     uses the log-probabilities of the sampler. `auto` recomputes them only if a batch gets more than one update, or if
-    the algorithm compares or ranks them.
-    """
+    the algorithm compares or ranks them."""
     checks = (
         rule(".total_steps", "warm_start.enabled", "must be 1 or more without a supervised stage",
              lambda own, run: own.total_steps or run.warm_start.enabled,
@@ -71,23 +69,20 @@ class AlarmConfig(Section):
     """The action if a loss or gradient is not finite. The batch is always saved, and the update is never applied."""
     grad_norm: StepAction = "tell"
     """The action if the norm of the policy's gradient in a mini-batch is above `grad_norm_above`. The norm is measured
-    before clipping. `skip` skips only these mini-batches.
-    """
+    before clipping. `skip` skips only these mini-batches."""
     grad_norm_above: Annotated[float, EffectiveWhen(".grad_norm")] = Field(default=1_000.0, gt=0)
     """The limit of the gradient norm of one mini-batch. The norm is over all parameters."""
     entropy: StateAction = "tell"
     """The action if the entropy is below `entropy_below`. The policy then gives nearly the same response for every
-    seed.
-    """
+    seed."""
     entropy_below: Annotated[float, EffectiveWhen(".entropy")] = Field(default=0.001, ge=0)
     """The limit of the mean entropy over response tokens, in nats."""
     equal_scores: Annotated[StepAction, EffectiveWhen("rollout.samples_per_prompt", unless="1")] = "tell"
     """The action if all responses of each group have the same score, so that there is nothing to compare. The alarm is
-    off if each prompt has only one response.
-    """
+    off if each prompt has only one response."""
     kl: StateAction = "off"
-    """The action if the KL divergence from the reference policy is above `kl_above`. The alarm requires algo.kl.where.
-    """
+    """The action if the KL divergence from the reference policy is above `kl_above`. The alarm requires
+    algo.kl.where."""
     kl_above: Annotated[float, EffectiveWhen(".kl")] = Field(default=10.0, gt=0)
     """The limit of the mean KL divergence over response tokens, in nats."""
     length: StepAction = "off"
@@ -121,12 +116,10 @@ class AnswersConfig(Section):
 
     every_steps: int = Field(default=1, ge=0)
     """Record the responses of each training step whose number is a multiple of this. The responses of every validation
-    are recorded too. With 0, no responses are recorded.
-    """
+    are recorded too. With 0, no responses are recorded."""
     max_gb: Annotated[float, EffectiveWhen(".every_steps")] = Field(default=10.0, gt=0)
     """The largest size of the record on disk, in GB of 1e9 bytes. The responses of the oldest training steps are
-    deleted first.
-    """
+    deleted first."""
 
 
 class ProfileConfig(Section):
@@ -180,8 +173,7 @@ class RuntimeConfig(Section):
 
     backend: Literal["local", "ray"] = "local"
     """The way in which workers run. `local` runs one worker in the trainer's process. `ray` runs each rank as a Ray
-    actor.
-    """
+    actor."""
     num_workers: Annotated[
         int,
         Bound("divide", "trainer.mini_batch_size x rollout.samples_per_prompt"),
@@ -193,8 +185,7 @@ class RuntimeConfig(Section):
     """auto: CUDA where a GPU is present. Otherwise `auto` is the CPU."""
     python: str | None = None
     """The Python interpreter of the trainer process and its workers, such as `bin/python` of another environment. If
-    null, it is the interpreter that runs the command.
-    """
+    null, it is the interpreter that runs the command."""
     threads_per_worker: int = Field(default=1, ge=1)
     """The number of CPU threads that torch uses in each worker. Another number may change the last digits of a sum."""
     ray_address: Annotated[str | None, _UNDER_RAY] = None
@@ -205,31 +196,26 @@ class RuntimeConfig(Section):
     """The use of the memory plan on a GPU. `off` only prints the plan. `check` refuses a run that does not fit even
     with the smallest micro-batch. `auto` also chooses the fastest values that fit, for `rollout.memory_share`,
     `rollout.max_batched_tokens`, `rollout.sleep_level`, `trainer.max_tokens_per_micro_batch`, `algo.kl.offload`,
-    `model.lora.offload`, `optim.offload`, `model.gradient_checkpointing` and `model.offload_activations`.
-    """
+    `model.lora.offload`, `optim.offload`, `model.gradient_checkpointing` and `model.offload_activations`."""
     peak_tflops: float | None = Field(default=None, gt=0)
     """The peak speed of one device in the compute type, in 1e12 dense operations per second. `perf/mfu` is relative to
     this speed. If null, the bfloat16 speed of a GPU with this name is used. On a CPU the speed is unknown, and there is
-    no `perf/mfu`.
-    """
+    no `perf/mfu`."""
     profile: ProfileConfig = ProfileConfig()
     """The steps that torch's profiler records. The profiler makes these steps slower, but does not change their
-    results.
-    """
+    results."""
     deadlines: DeadlineConfig = DeadlineConfig()
     """The time limit of each phase. A phase that takes longer counts as hung."""
     stop_deadline_s: float = Field(default=60.0, gt=0)
     """The number of seconds in which a run ends after a request to stop. The current step has half of this time to
     finish. If it does not finish, it is cancelled, and the state after the previous step is saved. The next start
-    repeats the cancelled step.
-    """
+    repeats the cancelled step."""
     max_chunk_retries: int = Field(default=2, ge=0)
     """The largest number of retries of a failed chunk. A retry starts from the last checkpoint."""
     priority: int = Field(default=0, ge=-1000, le=1000)
     """The priority of the run in the queue for the slots of the root (`millrace slots`). Runs with the highest number
     come first. A run with a lower priority returns its slots at the end of a chunk, and waits. If the root has no
-    slots, the priority has no effect.
-    """
+    slots, the priority has no effect."""
     _expanded = field_validator("python")(expand_home)
     checks = (
         rule(".num_workers", ".backend", "must be 1 with runtime.backend=local",
@@ -259,11 +245,10 @@ class TrackingConfig(Section):
     """Store the weights of the best checkpoint in MLflow, in addition to the weights of the last checkpoint."""
     registered_model: Annotated[str | None, _TRACKED] = Field(default=None, pattern=r"^[^/:]{1,200}$")
     """The name under which the best and the last weights are registered in MLflow's model registry, with the aliases
-    `best` and `last`. If null, they are not registered.
-    """
+    `best` and `last`. If null, they are not registered."""
     report_to: Annotated[tuple[Literal["tensorboard", "wandb"], ...], EffectiveWhen(".enabled")] = ()
     """Further trackers that receive the metrics of every step. TensorBoard writes event files in the run's folder. In
-    Weights & Biases, the project has the name in `tracking.experiment`. The package of each tracker must be installed.
-    """
+    Weights & Biases, the project has the name in `tracking.experiment`. The package of each tracker must be
+    installed."""
     ship_every_s: Annotated[float, _TRACKED] = Field(default=2.0, gt=0)
     """The number of seconds between two deliveries by the process that sends the metrics."""

@@ -18,7 +18,7 @@ def test_settings_table_is_complete(grpo_run, grpo_report):
     changed = {row["Setting"]: row for row in table(grpo_report, "settings_changed")}
     assert changed["data.train_size"]["Value"] == 4_767
     assert changed["data.train_size"]["Default"] == 327_680
-    assert "Rows of the training split" in changed["data.train_size"]["Meaning"]
+    assert "rows in the training split" in changed["data.train_size"]["Meaning"]
     assert "data.target_low" not in page_of(grpo_report).words
     assert list(changed) == [
         key for key, value in settings_of(config).items() if defaults_of(config).get(key, ...) != value
