@@ -225,8 +225,9 @@ def _add_unknown(name: str, value: Any, settings: Mapping[str, Any], findings: F
         rule = f"is a setting of task {' or '.join(owners)}, and the task is {task}"
         findings.add(Problem(name, rule, got, f"Leave it out, or add data={owners[0]}"))
         return
-    hint = foreign_key_hint(name)
-    proposal = None if hint else nearest(name, all_keys())
+    hint, proposal = foreign_key_hint(name), nearest(name, all_keys())
+    if hint and proposal and not proposal.endswith(f".{name}"):
+        proposal = None
     remedy = f"Did you mean {proposal}?" if proposal else hint or "docs/settings.md lists every key"
     # The value of the right key is unknown, so rules about it would mislead.
     findings.add(Problem(name, "there is no such setting", got, remedy), name, *([proposal] if proposal else []))

@@ -134,7 +134,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
     # sweeps
     ("sweep seed.yaml", ["seed: a sweep has no such key; got [1,2]", "Did you mean seeds?"]),
     ("sweep typo.yaml", ["grids: a sweep has no such key", "Did you mean grid?"]),
-    ("sweep short.yaml", ["grid.lr: there is no such setting", "Did you mean optim.lr?"]),
+    ("sweep short.yaml", ["lr: there is no such setting; got lr in grid", "Did you mean optim.lr?"]),
     ("sweep mine.yaml", ["this is an experiment's", "Run it by millrace run experiment=mine.yaml"]),
     ("sweep nothing.yaml", ["sweep: its file must hold keys and values; got nothing.yaml", "docs/sweeps.md"]),
     ("eval model --suite nothing.yaml", ["--suite: its file must hold keys and values; got nothing.yaml"]),

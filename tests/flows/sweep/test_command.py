@@ -16,7 +16,7 @@ def test_mistake_is_reported_before_anything_is_written(
     done = in_this_process(capsys, "sweep", str(spec), f"paths.root={artifacts_root}")
     assert done.code == 2
     assert "Did you mean optim.lr?" in done.err
-    assert "grid.paths.root: cannot be swept" in done.err
+    assert "paths.root: cannot be swept; got paths.root in grid" in done.err
     assert "seeds: must differ" in done.err
     assert list(artifacts_root.iterdir()) == []
 
@@ -64,7 +64,7 @@ def test_multirun_is_the_sweep_of_its_file(artifacts_root: Path, capsys: pytest.
     [
         (["seed=1"], "--multirun: needs a setting with several values"),
         (["optim.lr=fast,slow"], "optim.lr: must be a valid number"),
-        (["experiment=debug,countdown_demo"], "grid.experiment: cannot be swept"),
+        (["experiment=debug,countdown_demo"], "experiment: cannot be swept"),
         (["seed=1,2", "--info"], "--info: is for one run"),
     ],
 )
