@@ -128,15 +128,12 @@ def test_prefect_shows_progress_validation_checkpoints_report_and_link(
     assert checkpoints[-1]["step"] == 60
     assert all(row["MB"] > 0 for row in checkpoints)
 
-    assert re.search(r"/runs/\w+/artifacts/report/report\.html\?[^/]*\)$", artifacts["report-page"])
+    assert artifacts["report-page"].endswith(f"({(reference.run_dir / 'report/report.html').as_uri()})")
     summary = artifacts["summary"]
     assert summary.startswith(f"## {reference.run_dir.name}")
     assert "train: step 60/60" in summary
-    assert f"[{reference.run_dir.name} in MLflow](" in summary
     of_the_summary = [one for one in shown if str(one["key"]).endswith("-summary")]
     assert len(of_the_summary) == 1, "the summary is updated, not created again"
-    assert "/runs?" in artifacts["mlflow"]
-    assert artifacts["mlflow"].endswith("&viewStateShareKey=millrace)")
 
     assert str(reference.run_dir / "report") in artifacts["report"]
     assert f"{measured[60][reward]:.3f}" in artifacts["report"]
