@@ -44,8 +44,6 @@ def checkpoints(
         CheckpointError: if the export or its upload fails, or if `--verify` detects a broken checkpoint.
         RunInUseError: if `--prune` is used while another process uses the run.
     """
-    from flows.work.hub import push as upload
-    from flows.work.hub import require_pushable, write_card
     from flows.work.runs import find_run
     from flows.work.weights import export_to, find_weights
     from rlcore.checkpoint.catalog import list_checkpoints
@@ -59,6 +57,8 @@ def checkpoints(
     if public and push is None:
         raise ConfigError("--public: concerns the repository of --push; add --push OWNER/NAME, or leave it out")
     if push is not None:
+        from flows.work.hub import require_pushable
+
         require_pushable(push)
     config, layout = find_run(run, root)
     document: dict[str, Any] = {"run_id": layout.run_dir.name}
@@ -69,14 +69,17 @@ def checkpoints(
         document["deleted"] = [path.name for path in pruned]
         lines += [f"deleted {path.name}: the retention rule does not keep it" for path in pruned]
     if export is not None:
+        from flows.work.hub import push as upload
+        from flows.work.hub import write_card
+
         exported = export_to(config, layout, checkpoint or "last", export.absolute())
         document["exported"] = str(exported)
         lines.append(f"exported {checkpoint or 'last'} to {exported}")
         evaluated = find_weights(f"{layout.run_dir}@{checkpoint or 'last'}", root).folder
         write_card(layout, exported, push or exported.name, evaluated)
-    if export is not None and push is not None:
-        document["pushed"] = upload(exported, push, private=not public)
-        lines.append(f"pushed to {document['pushed']}, {'public' if public else 'private'}")
+        if push is not None:
+            document["pushed"] = upload(exported, push, private=not public)
+            lines.append(f"pushed to {document['pushed']}, {'public' if public else 'private'}")
     rows = list_checkpoints(layout.checkpoints, verify_hashes=verify)
     if as_json:
         print(json.dumps(document | {"checkpoints": _json_rows(rows)}, indent=2))

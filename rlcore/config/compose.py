@@ -236,8 +236,8 @@ def _parse_override(parser: OverridesParser, text: str) -> Override | Problem:
         rule = "is a sweep over several values, and this is one run"
         return Problem(key, rule, repr(text), "Give one value; a list is written key=[a,b]")
     groups = (*GROUPS, "experiment")
-    is_known = key in (*groups, *RunConfig.model_fields) or bool(foreign_key_hint(key))
-    if not is_known and nearest(key, [*groups, *all_keys()]) in groups:
+    is_known = key in (*groups, *RunConfig.model_fields)
+    if not is_known and nearest(key, [*groups, *all_keys()]) in groups and not foreign_key_hint(key):
         remedy = f"Did you mean {nearest(key, groups)}={text.partition('=')[2]}?"
         return Problem(key, "there is no such setting", repr(text), remedy)
     if key == "data.task":

@@ -67,7 +67,7 @@ def known_initial_policy(config: RunConfig, inputs: RunInputs) -> InitialPolicy 
 def remove_leftovers(config: RunConfig, inputs: RunInputs) -> None:
     """Remove checkpoints that a killed warm start left after it published its model. Skip a locked folder."""
     stage = stage_layout(config, inputs.filtered_directory)
-    if not config.warm_start.enabled or not stage.checkpoints.is_dir():
+    if not config.warm_start.enabled or not any(folder.is_dir() for folder in _temporary_folders(stage)):
         return
     if known_initial_policy(config, inputs) is not None:
         with suppress(MillraceError), RunLock(stage.run_dir):

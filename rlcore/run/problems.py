@@ -1,6 +1,6 @@
 """The problems of a run: its training and held-out prompts, with the decoder and the scorer of their responses."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -119,13 +119,8 @@ class Problems(HeldOutProblems):
                 "metrics would be merged; write another `name` into the suite's file"
             )
         train = tuple(map(tuple, read_parts(config, inputs.train_parquets)))
-        teachers = config.algo.teacher.by_source if config.algo.teacher is not None else {}
-        sources = {prompt.data_source for part in train for prompt in part}
-        if unknown := sorted(set(teachers) - sources):
-            raise DataError(
-                f"algo.teacher.by_source: must name data sources of the training rows; got {unknown[0]!r}, but the "
-                f"rows are of {', '.join(sorted(sources))}"
-            )
+        if config.algo.teacher is not None and config.algo.teacher.by_source:
+            _require_sources(config.algo.teacher.by_source, train)
         if isinstance(config.data, MixtureData):  # checks the weights
             MixedStream(train, [part.weight for part in config.data.parts], seed=config.seed)
         return cls(config=config, validation=held_out.validation, decode=held_out.decode, inputs=inputs, train=train)
@@ -215,6 +210,15 @@ def spread(parts: Sequence[Sequence[Prompt]]) -> tuple[Prompt, ...]:
         for place, prompt in enumerate(prompts)
     ]
     return tuple(prompt for _, _, prompt in sorted(placed, key=lambda entry: entry[:2]))
+
+
+def _require_sources(teachers: Iterable[str], parts: Sequence[Sequence[Prompt]]) -> None:
+    sources = {prompt.data_source for part in parts for prompt in part}
+    if unknown := sorted(set(teachers) - sources):
+        raise DataError(
+            f"algo.teacher.by_source: must name data sources of the training rows; got {unknown[0]!r}, but the "
+            f"rows are of {', '.join(sorted(sources))}"
+        )
 
 
 def _require_unique_names(parts: Sequence[Sequence[Prompt]]) -> None:

@@ -77,7 +77,13 @@ class Inputs:
 
 
 def call(
-    inputs: Inputs, rows: Rows, settings: AlgoConfig, counts: Denominator, kl_coef: float = 0.3, **more: float
+    inputs: Inputs,
+    rows: Rows,
+    settings: AlgoConfig,
+    counts: Denominator,
+    kl_coef: float = 0.3,
+    teacher: Tensor | None = None,
+    **more: Any,
 ) -> tuple[Tensor, PolicyStatistics]:
     return policy_objective(
         inputs.policy,
@@ -89,6 +95,7 @@ def call(
             ref_logprobs=inputs.ref,
             importance_weights=inputs.weights,
             covariance_rank=inputs.rank,
+            teacher_top_logprobs=teacher,
         ),
         settings=settings,
         denominator=counts,
@@ -361,18 +368,8 @@ def test_divergence_from_teacher_is_added_to_loss(aggregation: Aggregation) -> N
     )
 
     def with_teacher(rows: Rows, index: Tensor) -> tuple[Tensor, PolicyStatistics]:
-        values = inputs.pick(index)
-        batch = train_batch(
-            rows,
-            values.advantages,
-            old_logprobs=values.old,
-            ref_logprobs=values.ref,
-            importance_weights=values.weights,
-            covariance_rank=values.rank,
-            teacher_top_logprobs=teacher[index],
-        )
-        more = {"settings": settings, "denominator": counts, "kl_coef": 0.3, "candidate_logprobs": policy[index]}
-        return policy_objective(values.policy, values.entropy, batch, **more)
+        more = {"teacher": teacher[index], "candidate_logprobs": policy[index]}
+        return call(inputs.pick(index), rows, settings, counts, **more)
 
     plain, _ = call(inputs, RAGGED, settings, counts)
     whole, statistics = with_teacher(RAGGED, torch.arange(len(RAGGED.mask)))

@@ -78,3 +78,6 @@ def test_leftovers_of_a_warm_start_are_removed(tmp_path: Path) -> None:
         assert stage.checkpoints.is_dir(), "it is in use"
     remove_leftovers(config, inputs)
     assert sorted(path.name for path in stage.run_dir.iterdir()) == ["metrics.jsonl", "run.lock"]
+    (stage.run_dir / REFERENCE).mkdir()  # a kill between the two removals
+    remove_leftovers(config, inputs)
+    assert sorted(path.name for path in stage.run_dir.iterdir()) == ["metrics.jsonl", "run.lock"]
