@@ -1,7 +1,6 @@
 """Exact arithmetic on equations that a model has written, and the tool `calculate` for `episode.tools`.
 
-An expression contains integers, the operators `+ - * /`, parentheses and ASCII white space. Unary signs, decimals,
-powers, `//` and `%` are refused. The length of the text bounds time and memory. Python never evaluates the text.
+An expression has integers, `+ - * /`, parentheses and ASCII white space: no unary sign, decimal, power, `//` or `%`.
 """
 
 import re
@@ -9,13 +8,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 MAX_EXPRESSION_CHARS = 1_000
-"""The maximum number of characters in an expression. This limit also bounds the size of a product."""
+"""The maximum number of characters in an expression. It bounds time and memory."""
 _ALLOWED = re.compile(r"[0-9+\-*/() \t\r\n]*")
 # "07" becomes two adjacent numbers, which the grammar refuses.
 _TOKEN = re.compile(r"0|[1-9][0-9]*|[-+*/()]")
 _PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
-Rational = tuple[int, int]
-"""The numerator and the denominator of a fraction, which need not be reduced."""
+Rational = tuple[int, int]  # numerator and denominator, which need not be reduced; 0 below: undefined
 _Operation = tuple[Rational, str, Rational, Rational]  # left, operator, right, result
 
 
@@ -25,15 +23,10 @@ class Expression:
 
     numbers: tuple[int, ...]
     value: Fraction | None
-    operations: tuple[_Operation, ...]
-    """The left value, operator, right value and result of each operation, in the order of computation."""
+    operations: tuple[_Operation, ...]  # left value, operator, right value and result, in the order of computation
 
     def solution_steps(self) -> str:
-        """Return the text of all operations with their results, in the order of computation.
-
-        >>> evaluate("44 - 14 - (38 - 21)").solution_steps()
-        '44 - 14 = 30, 38 - 21 = 17, 30 - 17 = 13'
-        """
+        """Return the text of all operations with their results, in the order of computation."""
 
         def text(value: Rational) -> str:
             return str(Fraction(*value)) if value[1] else "undefined"
@@ -42,15 +35,7 @@ class Expression:
 
 
 def evaluate(text: str) -> Expression | None:
-    """Parse and compute an expression. Return None if the text is not a valid expression.
-
-    >>> evaluate("(8 - 3) / 2").value
-    Fraction(5, 2)
-    >>> evaluate("1 / (2 - 2)").value is None
-    True
-    >>> [evaluate(bad) for bad in ("9**9", "-1 + 2", "07 + 1", "1.5 * 2", "(1 + 2", "")]
-    [None, None, None, None, None, None]
-    """
+    """Parse and compute an expression. Return None if the text is not a valid expression."""
     if len(text) > MAX_EXPRESSION_CHARS or _ALLOWED.fullmatch(text) is None:
         return None
     numbers: list[int] = []
@@ -131,11 +116,7 @@ class Term:
 
 
 def join(left: Term, operator: str, right: Term) -> Term:
-    """Join two terms by an operator, with only the brackets that exact arithmetic needs.
-
-    >>> join(join(Term("7", 3), "-", Term("2", 3)), "*", Term("3", 3)).text
-    '(7 - 2) * 3'
-    """
+    """Join two terms by an operator, with only the brackets that exact arithmetic needs."""
     precedence = _PRECEDENCE[operator]
     a = f"({left.text})" if left.precedence < precedence else left.text
     needs_brackets = right.precedence < precedence or (right.precedence == precedence and operator in "-/")

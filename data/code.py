@@ -1,19 +1,10 @@
 """Programming problems with tests, read from jsonl files. The program of a response runs in the sandbox.
 
-    millrace run ... data=code 'data.options=[FOLDER]'
+`data.options` names a folder with `train.jsonl` and `test.jsonl`. Each line has a `question`, `tests`, and optionally a
+`solution`. A test is the input and output of the program, `{"stdin": "3 4", "stdout": "7"}`, or Python code that runs
+after the program. Problems of HumanEval's form have `prompt`, `test` and `entry_point` instead.
 
-The folder contains `train.jsonl` and `test.jsonl`. Each line has a `question`, `tests`, and optionally a `solution`. A
-test may be the input and expected output of the program, such as `{"stdin": "3 4", "stdout": "7"}`. White space at the
-ends of lines is then ignored. A test may also be Python code, such as `"assert add(3, 4) == 7"`, which runs after the
-program. The score is the share of passed tests.
-
-Problems of HumanEval's form have `prompt` (imports, signature and docstring of a function), `test` (a function `check`)
-and `entry_point` (the name of the function) in place of `tests`. The suites `humaneval` and `humaneval_base` read the
-published rows.
-
-A Python test fails if the program exits before the test runs. A program can read the code of a Python test, because
-both run in one process. If the expected values must stay secret, use a test with `stdin` and `stdout`. The program
-never sees the `stdout` of a test.
+A program can read the code of a Python test, because both run in one process. It never sees the `stdout` of a test.
 """
 
 import json
@@ -42,11 +33,7 @@ _SPLITS = {"train": "train", "validation": "test"}
 
 
 def build(settings: "CustomData", seed: int) -> TaskRows:
-    """Return the problems of the two files. The settings `data.train_size` and `data.validation_size` limit their
-    numbers.
-
-    Raises DataError if `data.options` does not name one folder, or if a line is invalid.
-    """
+    """Return the first `data.train_size` and `data.validation_size` problems. Raises DataError if a line is invalid."""
     if len(settings.options) != 1:
         raise DataError(f"data.options: must name the folder of train.jsonl and test.jsonl; got {settings.options}")
     most = {"train": settings.train_size, "validation": settings.validation_size}
@@ -88,9 +75,9 @@ def _is_test(test: object) -> bool:
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score a program by the share of passed tests. The tests of a program share the time limit `sandbox.time_s`.
+    """Score a program by the share of tests that pass within `sandbox.time_s`.
 
-    The score's part `passed` is 1 if all tests pass. The part `compiles` is 0 after a syntax error, otherwise 1.
+    The part `passed` is 1 if all tests pass. The part `compiles` is 0 after a syntax error, otherwise 1.
     """
     if "entry_point" in ground_truth:
         program = _completed(str(ground_truth["prompt"]), response, str(ground_truth["entry_point"]))
@@ -112,25 +99,16 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
 
 
 def program_of(response: str) -> str:
-    r"""Return the last code block of a response, or the whole response if it has no code block.
-
-    >>> program_of("So:\n```python\nprint(1)\n```\nDone.")
-    'print(1)\n'
-    """
+    """Return the last code block of a response, or the whole response if it has no code block."""
     found = _BLOCK.findall(response)
     return str(found[-1]) if found else response
 
 
 def _completed(prompt: str, response: str, entry_point: str) -> str:
-    r"""Join a prompt and a response to a program. The response continues the function in the prompt or defines it
-    again.
+    """Join the prompt of a function and a response that continues the function or defines it again.
 
-    If the response is indented, it continues the function and ends at the usual stop sequences. Otherwise the last code
-    block that defines the function is used. If no code block does, the last code block is used, or the whole response
-    if there is none.
-
-    >>> _completed("def f():\n    'One.'\n", "    return 1\nprint(f())", "f")
-    "def f():\n    'One.'\n    return 1"
+    A continuation is indented and ends at the usual stop sequences. A new definition is the last code block that
+    defines the function, otherwise the last code block, otherwise the whole response.
     """
     if not _CONTINUES.match(response):
         definition = re.compile(rf"^(?:async )?def {re.escape(entry_point)}\b", re.MULTILINE)

@@ -1,12 +1,8 @@
 """The countdown task: reach a target by an equation that uses each number exactly once.
 
-This module builds the rows and prompts, and scores the responses. In the `bare` template the whole response is the
-equation. The other templates expect the equation between `<answer>` and `</answer>`, and the last complete pair counts.
-After a few-shot prompt the first pair counts, because a base model continues with further problems. For `bare` and
-`few-shot`, the ground truth has a `form` that selects one of these rules for the scorer.
-
-    tags   1.0 if correct, 0.1 for a well-formed expression with a wrong value or wrong numbers, otherwise 0
-    bare   1.0 if correct, otherwise 0
+In the `bare` template the whole response is the equation. Otherwise the last pair `<answer>...</answer>` counts, or the
+first one after a few-shot prompt, because a base model continues with further problems. The ground truth's `form`
+selects this rule. A correct response scores 1. A well-formed wrong one scores 0.1 between tags, and 0 in `bare`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,8 +16,7 @@ if TYPE_CHECKING:
     from data.countdown_problems import Problem
     from rlcore.config.data import CountdownData
 
-VERSION = 1
-"""The version of the rows. Increase it when the same settings give different rows."""
+VERSION = 1  # increase it when the same settings give different rows
 WELL_FORMED_SCORE = 0.1
 _OPEN, _CLOSE = "<answer>", "</answer>"
 
@@ -72,7 +67,7 @@ def build(settings: "CountdownData", seed: int) -> TaskRows:
 
 
 def inputs(settings: "CountdownData") -> Mapping[str, str]:
-    """Return an empty dict, because the rows are generated and have no input files."""
+    """Return an empty dict, because the rows have no input files."""
     return {}
 
 
@@ -99,9 +94,7 @@ def _rows(settings: "CountdownData", problems: "Iterable[Problem]", seed: int) -
 
 
 def _solution(settings: "CountdownData", problem: "Problem", equation: str, seed: int) -> str:
-    """Return a response with the answer `equation`. Some templates write the value of the equation, or a search for it,
-    before the answer.
-    """
+    """Return a response with the answer `equation`, in some templates after its value or a search for it."""
     last = evaluate(equation)
     assert last is not None
     if settings.search_tries is None:
@@ -114,14 +107,7 @@ def _solution(settings: "CountdownData", problem: "Problem", equation: str, seed
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score a response. The part `correct` is 1 if the response is correct. The part `format` is 1 if the answer is one
-    well-formed expression.
-
-    >>> score("so <answer> (8 - 3) * 2 </answer>", {"target": 10, "numbers": [2, 3, 8]}).total
-    1.0
-    >>> score("so <answer> 8 - 3 </answer>", {"target": 10, "numbers": [2, 3, 8]}).total
-    0.1
-    """
+    """Score a response. The part `format` is 1 if the answer is one well-formed expression."""
     form, target, numbers = (ground_truth.get(name) for name in ("form", "target", "numbers"))
     if not isinstance(target, int | float) or not isinstance(numbers, Sequence):
         raise TypeError(f"the ground truth of countdown is {{target, numbers}}, got {str(dict(ground_truth))[:100]}")
@@ -136,13 +122,7 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
 
 
 def tagged_answer(response: str, *, first: bool = False) -> str | None:
-    """Return the text inside the last complete `<answer>` pair, or inside the first pair if `first` is true.
-
-    Return None if there is no complete pair. The search takes linear time.
-
-    >>> tagged_answer("<answer> 1 </answer> no, <answer> 2 </answer> or <answer> 3")
-    ' 2 '
-    """
+    """Return the text inside the last (or first) complete `<answer>` pair, or None. The time is linear."""
     close = response.find(_CLOSE, max(response.find(_OPEN), 0)) if first else response.rfind(_CLOSE)
     start = response.rfind(_OPEN, 0, max(close, 0))
     if start < 0:

@@ -1,10 +1,8 @@
 """Countdown problems that are solvable by construction. The two splits share no multiset of numbers.
 
-If the settings allow few problems (5,326 in the demo), a solver enumerates all of them. If a run asks for more problems
-than exist, the error then gives their exact number. Otherwise, random equations over random numbers are drawn. With
-uniform targets (`data.targets`), numbers and targets are drawn independently, and only solvable pairs are kept. Random
-problems are drawn in chunks, and the chunks are used in order. Each chunk has a generator that is seeded by (seed,
-chunk).
+A small space of problems is enumerated (5,326 in the demo). Otherwise random equations are drawn, in chunks that are
+seeded by (seed, chunk). With uniform targets (`data.targets`), numbers and targets are drawn independently, and only
+solvable pairs are kept.
 """
 
 import random
@@ -27,8 +25,7 @@ _COST = {2: 6, 3: 150, 4: 3_500, 5: 90_000, 6: 3_000_000}
 # After each `_STALL_CHUNKS` chunks, a smaller share of new problems means that the space is exhausted.
 _STALL_CHUNKS = 32
 _STALL_SHARE = 0.01
-CHUNK = 4_096
-"""The number of equations that are drawn together."""
+CHUNK = 4_096  # equations that are drawn together
 _DISTRACTOR_TRIES = 16  # each try succeeds for a third of the rows
 _MOST_TARGETS = 32  # uniform targets that are tried with one draw of numbers
 _TRIES_FOR_ONE = 8  # equations drawn for each wrong equation of a search
@@ -36,12 +33,10 @@ _TRAIN, _VALIDATION = "train", "validation"
 _SIGNS = "+-*/"
 
 Multiset = tuple[int, ...]
+# one operation: the indices of both values and of its sign in `_SIGNS`; the result replaces the first value
 Merge = tuple[int, int, int]
-"""One operation on two values: the indices of both values, and the index of the operator in `_SIGNS`. The result
-replaces the first value.
-"""
+# one value for each of M rows: numerators and denominators, both of shape [M]
 Fraction = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""One value for each of M rows: the numerators and the denominators, both of shape [M]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +51,11 @@ class Problem:
 
     @property
     def difficulty(self) -> int:
-        """Return the number of operations, which is the number of operands minus one."""
+        """Return the number of operations."""
         return len(self.numbers) - 1
 
     def wrong_tries(self, most: int, operations: Sequence[str], seed: int) -> list[str]:
-        """Return at most `most` equations that use all numbers but miss the target. The last equation has the value
-        nearest to the target.
+        """Return at most `most` equations over all numbers that miss the target, the nearest one last.
 
         Every intermediate value is a non-negative whole number.
         """
@@ -91,7 +85,7 @@ class Problem:
 
 
 def generate(settings: CountdownData, seed: int) -> Mapping[str, list[Problem]]:
-    """Return the unique problems of both splits in their final order. The splits share no multiset of numbers.
+    """Return the problems of both splits in their final order.
 
     Raises DataError if numbers are too large or the settings allow fewer problems than requested.
     """
@@ -108,11 +102,7 @@ def generate(settings: CountdownData, seed: int) -> Mapping[str, list[Problem]]:
 
 
 def require_enough(settings: CountdownData, seed: int) -> None:
-    """Check that the numbers do not overflow. If all problems can be enumerated, also check that enough problems exist.
-
-    Raises DataError if a check fails. If there are too many problems to enumerate, a shortage is detected only while
-    the dataset is built.
-    """
+    """Raise DataError if the numbers overflow, or if an enumerated space has too few problems."""
     _check_range(settings)
     if _is_enumerated(settings):
         _enumerate_problems(settings, seed)
@@ -133,23 +123,19 @@ def _check_range(settings: CountdownData) -> None:
 
 
 def _classes(settings: CountdownData) -> list[tuple[int, ...]]:
-    """Return the difficulty classes, each as a tuple of operand counts. If difficulties are not balanced, one class has
-    all counts.
-    """
+    """Return the difficulty classes as tuples of operand counts, or one class if they are not balanced."""
     counts = tuple(range(settings.min_numbers, settings.max_numbers + 1))
     return [(n,) for n in counts] if settings.balance_difficulty else [counts]
 
 
 def _quotas(settings: CountdownData) -> list[Mapping[str, int]]:
-    """Return the number of rows that each split gets from each class of `_classes`. In a split, these numbers differ by
-    at most one.
-    """
+    """Return the rows of each split from each class of `_classes`. They differ by at most one."""
     parts, sizes = len(_classes(settings)), {_TRAIN: settings.train_size, _VALIDATION: settings.validation_size}
     return [{split: n // parts + (index < n % parts) for split, n in sizes.items()} for index in range(parts)]
 
 
 def _enumerate_problems(settings: CountdownData, seed: int) -> dict[str, list[Problem]]:
-    """Select the rows of both splits from all existing problems. Problems with the same numbers stay in one split."""
+    """Select the rows of both splits from all problems. Problems with the same numbers stay in one split."""
     rng = np.random.default_rng((seed, 0))
     found: dict[str, list[Problem]] = {_TRAIN: [], _VALIDATION: []}
     for counts, quota in zip(_classes(settings), _quotas(settings), strict=True):
@@ -196,9 +182,7 @@ def _problems_of(numbers: Multiset, settings: CountdownData, rng: np.random.Gene
 def _deal(
     groups: list[list[Problem]], num_held_out: int, rng: np.random.Generator
 ) -> tuple[list[Problem], list[Problem]]:
-    """Divide groups of problems at random into held-out and training problems. At most `num_held_out` problems are held
-    out.
-    """
+    """Divide groups of problems at random into at most `num_held_out` held-out problems and training problems."""
     held_out: list[Problem] = []
     rest: list[Problem] = []
     for index in rng.permutation(len(groups)).tolist():
@@ -217,7 +201,7 @@ def _sample(pool: list[Problem], size: int, split: str, rng: np.random.Generator
 
 
 def solve(numbers: tuple[int, ...], operations: tuple[str, ...]) -> dict[Rational, Term]:
-    """Return every value that an equation over all the numbers can reach, and the shortest equation for each value.
+    """Return every value of an equation over all the numbers, with the shortest equation for each value.
 
     >>> solve((2, 3), ("+", "/"))[(2, 3)].text
     '2 / 3'
@@ -262,10 +246,7 @@ def _apply(left: Rational, operation: str, right: Rational) -> Rational | None:
 def _random_equations(
     rng: np.random.Generator, numbers: np.ndarray, operations: tuple[str, ...]
 ) -> tuple[Fraction, NDArray[np.int8]]:
-    """Draw an equation for each row of `numbers` [M, n]. The equation uses all numbers of the row.
-
-    Return the values of the equations, and their merges [M, n-1, 3] (see `Merge`).
-    """
+    """Draw an equation over all numbers of each row [M, n]. Return their values and merges [M, n-1, 3]."""
     rows, n = numbers.shape
     every = np.arange(rows)
     top, bottom = numbers.copy(), np.ones_like(numbers)
@@ -291,9 +272,8 @@ def equations_for(
 ) -> tuple[NDArray[np.int8], NDArray[np.bool_]]:
     """Search for an equation for each of the `targets` [M, T] of each row of `numbers` [M, n].
 
-    All equations over the numbers are tried in the order of `operations`. There are 6 equations over 2 numbers, 108
-    over 3 and 3,888 over 4. Return the merges [M, T, n-1, 3] of the first equation for each target. Also return which
-    targets are solved (bool [M, T]).
+    All equations are tried (6 for 2 numbers, 108 for 3, 3,888 for 4), in the order of `operations`. Return the merges
+    [M, T, n-1, 3] of the first equation for each target, and which targets are solved (bool [M, T]).
     """
     rows, n = numbers.shape
     plan, solved = np.zeros((*targets.shape, n - 1, 3), dtype=np.int8), np.zeros(targets.shape, dtype=bool)
@@ -335,7 +315,7 @@ def _merge(left: Fraction, sign: str, right: Fraction) -> Fraction:
 
 
 def _equation(numbers: list[int], plan: list[list[int]]) -> str:
-    """Return the text of a drawn equation by applying its merges to the numbers."""
+    """Return the text of a drawn equation."""
     slots = [Term(str(number), 3) for number in numbers]
     for i, j, code in plan:
         slots[i] = join(slots[i], _SIGNS[code], slots[j])
@@ -345,7 +325,7 @@ def _equation(numbers: list[int], plan: list[list[int]]) -> str:
 
 
 def _whole_values(values: Fraction, settings: CountdownData) -> tuple[np.ndarray, np.ndarray]:
-    """Return the values [M], and a mask (bool [M]) that is True for whole values within the range of targets."""
+    """Return the values [M] and a mask (bool [M]) of the whole values within the range of targets."""
     top, bottom = values
     value, rest = np.divmod(top, np.where(bottom == 0, 1, bottom))
     return value, (bottom != 0) & (rest == 0) & (value >= settings.target_low) & (value <= settings.target_high)
@@ -354,9 +334,7 @@ def _whole_values(values: Fraction, settings: CountdownData) -> tuple[np.ndarray
 def _distractors(
     rng: np.random.Generator, numbers: np.ndarray, target: np.ndarray, settings: CountdownData
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Draw an equation for another target in each row. Return the merges, the values, and a mask (bool [M]) of the rows
-    without a distractor.
-    """
+    """Draw an equation for another target in each row. Return merges, values, and a mask of rows without one."""
     rows, n = numbers.shape
     plan, found = np.zeros((rows, n - 1, 3), dtype=np.int8), np.zeros_like(target)
     still = np.arange(rows)
@@ -370,11 +348,7 @@ def _distractors(
 
 
 def draw_chunk(settings: CountdownData, seed: int, chunk: int) -> list[Problem]:
-    """Return the problems of one chunk. They depend only on the settings, the seed and the chunk number.
-
-    By default, all problems of a chunk have the same count of numbers. With uniform targets, a chunk has problems with
-    every allowed count.
-    """
+    """Return the problems of one chunk. They depend only on the settings, the seed and the chunk number."""
     rng = np.random.default_rng((seed, 1, chunk))
     if settings.targets == "uniform":
         counts = range(settings.min_numbers, settings.max_numbers + 1)
@@ -391,8 +365,8 @@ def draw_chunk(settings: CountdownData, seed: int, chunk: int) -> list[Problem]:
 def _with_uniform_targets(settings: CountdownData, rng: np.random.Generator, n: int) -> list[Problem]:
     """Draw problems of n numbers with targets that are independent of the numbers.
 
-    Several targets are tried for each draw of numbers, because four numbers reach only one in twenty targets up to
-    1,000. All pairs of numbers and a target remain equally likely.
+    Several targets are tried for each draw, because four numbers reach only one in twenty targets up to 1,000. All
+    pairs of numbers and a target remain equally likely.
     """
     numbers = rng.integers(settings.number_low, settings.number_high + 1, size=(CHUNK, n))
     num_targets = min(_MOST_TARGETS, 1 + (settings.target_high - settings.target_low) // _MOST_TARGETS)

@@ -1,25 +1,14 @@
 """The user's demonstrations for the warm start, tokenized once: conversations, or prompts with completions.
 
-Each row of the file has one of these forms:
-
     {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}, ...]}    OpenAI
     {"prompt": [messages], "completion": [messages]}                                                TRL
     {"prompt": "plain text", "completion": "plain text"}
 
-With `warm_start.loss=dpo`, each row is a preference pair (`data.preferences`), whose responses are two demonstrations.
-Content may be a list of text parts. A turn may have `tool_calls` and a row may have `tools`, both in the format of
-OpenAI's API.
-
-The targets are the turns of the assistant with their end tokens. If a row has a `completion`, only the turns of the
-completion are targets. If the `prompt` ends with a message of the assistant, the `completion` continues this message.
-Only the continuation is then a target. Some chat templates write a turn differently once another turn follows, for
-example without its thoughts. The targets would then differ from sampled text. Therefore the tokens of a conversation
-must not change when another turn is added. Each split of the result has these columns:
-
-    token_ids        list<int32>   the whole conversation
-    answer_lengths   list<int32>   lengths of alternating runs of context and target tokens
-
-Preference pairs also have the columns `rejected_ids` and `rejected_lengths`, which describe the rejected conversation.
+The targets are the turns of the assistant, or of the `completion`, with their end tokens. If the `prompt` ends with a
+message of the assistant, only its continuation is a target. Each split of the result has the columns `token_ids` (the
+whole conversation) and `answer_lengths` (the lengths of alternating runs of context and target tokens). With
+`warm_start.loss=dpo`, each row is a preference pair (`data.preferences`), and `rejected_ids` and `rejected_lengths`
+describe the rejected conversation.
 """
 
 import json
@@ -46,20 +35,16 @@ from rlcore.storage.documents import content_digest
 from rlcore.storage.manifest import FILE_SHA256, read_finished_or_set_aside
 from rlcore.storage.publish import published_directory
 
-VERSION = 1
-"""The version of the result. Increase it when the same rows give other columns or other token ids."""
+VERSION = 1  # increase it when the same rows give other columns or token ids
 ROLES = ("system", "user", "assistant", "tool")
-MOST_HELD_OUT = 10
-"""The number of rows per held-out row. At most one row in ten is held out."""
+MOST_HELD_OUT = 10  # the number of rows per held-out row: at most one in ten is held out
 _IDS = pa.list_(pa.int32())
 _NAMES = ("token_ids", "answer_lengths", "rejected_ids", "rejected_lengths")
 
 
 @dataclass(frozen=True, slots=True)
 class Tokenized:
-    """The token ids of a row as bytes, and the run lengths for the column `answer_lengths`. `rejected`: the rejected
-    conversation of a preference pair, otherwise None.
-    """
+    """The token ids of a row as bytes, and its run lengths. `rejected`: the other conversation of a preference pair."""
 
     ids: bytes
     lengths: tuple[int, ...]
@@ -71,10 +56,8 @@ class Tokenized:
         return (self,) if self.rejected is None else (self, self.rejected)
 
 
-Encode = Callable[[Sequence[Record]], list[Tokenized | None]]
-"""A function that tokenizes rows. It returns None for each row without targets."""
-Encoder = Callable[[Record], Encode]
-"""A function that takes the first row of a file and returns a tokenizing function for rows of the same form."""
+Encode = Callable[[Sequence[Record]], list[Tokenized | None]]  # tokenizes rows, with None for each row without targets
+Encoder = Callable[[Record], Encode]  # takes the first row of a file and returns the function for all its rows
 
 
 def demonstrations_fingerprint(
@@ -107,14 +90,11 @@ def tokenize_demonstrations(
     root: Path,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> StageResult:
-    """Tokenize a file of demonstrations and hold out some rows. An existing result is reused.
+    """Tokenize a file of demonstrations and hold out some rows, or reuse the result.
 
-    `chat_template_kwargs`: further variables for the chat template. The result counts the rows of `train` and
-    `validation`, and the omitted rows by reason. The reasons are `overlong`, `empty` (a turn without text),
-    `duplicate` and `identical` (a pair of identical responses).
-
-    Raises DataError if a row has an invalid form, the template changes a response, or fewer than two rows remain.
-    Raises DiskSpaceError if the disk is full. No partial result remains after an error.
+    The counts are of `train`, `validation` and the omitted rows: `overlong`, `empty` (a turn without text), `duplicate`
+    and `identical` (two equal responses). Raises DataError if a row has an invalid form, the template changes a
+    response, or fewer than two rows remain, and DiskSpaceError if the disk is full. Nothing remains after an error.
     """
     digest = demonstrations_fingerprint(config, tokenizer_dir, seed=seed, chat_template_kwargs=chat_template_kwargs)
     directory = tokenized_directory(digest, root)
@@ -158,9 +138,7 @@ def tokenize_demonstrations(
 
 
 def check_first_row(config: WarmStartConfig) -> None:
-    """Check the form of the first row without tokenizing the row. Raises DataError if there is no row, or if its form
-    is wrong.
-    """
+    """Raise DataError if the file has no row or the form of its first row is wrong. Nothing is tokenized."""
     file = Path(config.demonstrations or "").expanduser()
     if (first := next(records_of(file), None)) is None:
         raise DataError(f"warm_start.demonstrations: {file} must have rows, and is empty. Name another file")
@@ -172,7 +150,7 @@ def check_first_row(config: WarmStartConfig) -> None:
 
 
 def _rows_that_fit(file: Path, encoder: Encoder, max_tokens: int, counts: Counter[str]) -> list[Tokenized]:
-    """Return the rows that are kept, in the order of the file. The omitted rows are counted by reason in `counts`."""
+    """Return the rows that are kept, in order. Count the omitted rows by reason in `counts`."""
     rows, kept, seen = records_of(file), [], set()
     encode: Encode | None = None
     while batch := list(islice(rows, ROWS_PER_GROUP)):
@@ -194,7 +172,7 @@ def _rows_that_fit(file: Path, encoder: Encoder, max_tokens: int, counts: Counte
 
 @dataclass(frozen=True, slots=True)
 class _Conversation:
-    """The messages of a row for a chat template. The targets are the assistant's turns from message `first` on.
+    """The messages of a row. The targets are the assistant's turns from message `first` on.
 
     `begun`: the beginning of message `first`, if this text belongs to the prompt and is not a target.
     """
@@ -215,7 +193,7 @@ def _is_conversation(values: Mapping[str, Any]) -> bool:
 
 
 def _conversation(row: Record) -> _Conversation:
-    """Return the checked conversation of a row, which may have any supported form."""
+    """Return the checked conversation of a row."""
     if not _is_conversation(row.values):
         columns = ", ".join(map(str, row.values)) or "none"
         raise DataError(
@@ -255,7 +233,7 @@ def _turns(row: Record) -> tuple[Any, int]:
 
 
 def _message(found: object, where: str) -> dict[str, Any]:
-    """Return a message with its content as one text, and with its tool calls."""
+    """Return a message with its content as one text."""
     message = found if isinstance(found, dict) else {}
     role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
     if role not in ROLES:
@@ -306,7 +284,7 @@ def _require_text(found: object, what: str) -> None:
 
 
 def _encoder(tokenizer_dir: Path, chat_template_kwargs: Mapping[str, Any] | None, first: Record) -> Encode:
-    """Return a function that tokenizes the rows of a file. The form of the first row selects the function."""
+    """Return the function that tokenizes rows of the form of the first row."""
     if _is_conversation(first.values):
         return _Conversations(tokenizer_dir, chat_template_kwargs).encode
     _require_completion(first)
@@ -326,7 +304,6 @@ def _require_completion(first: Record) -> None:
 
 
 def _pair_encoder(encoder: Encoder, first: Record) -> Encode:
-    """Return a function that tokenizes preference pairs. `encoder`: the encoder of demonstrations."""
     encode = encoder(chosen_and_rejected(first)[0])
 
     def encode_pairs(rows: Sequence[Record]) -> list[Tokenized | None]:
@@ -363,7 +340,7 @@ class _Conversations:
         )
 
     def encode(self, rows: Sequence[Record]) -> list[Tokenized | None]:
-        """Tokenize rows with a single call of the tokenizer for all prefixes of all rows."""
+        """Tokenize rows by a single call of the tokenizer for all prefixes of all rows."""
         conversations = [_conversation(row) for row in rows]
         prefixes = []
         for row, conversation in zip(rows, conversations, strict=True):
@@ -378,9 +355,7 @@ class _Conversations:
         ]
 
     def _prefixes(self, conversation: _Conversation) -> list[str]:
-        """Render the conversation up to the start and up to the end of each target, and as a whole. Each text extends
-        the previous text.
-        """
+        """Render the conversation up to the start and the end of each target, and as a whole."""
         messages, found = conversation.messages, []
         render = partial(self._tokenizer.render, tools=conversation.tools)
         for place in conversation.learned:

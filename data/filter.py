@@ -1,14 +1,12 @@
 """The tokenization filter. It tokenizes each prompt once, and drops, truncates or refuses overlong prompts.
 
-Rows are read in batches, so memory does not grow with the dataset. The result adds these columns to the dataset:
+The result has these further columns. Memory does not grow with the dataset, because rows are read in batches.
 
     prompt_ids       list<int32>   the prompt for the engine, chat template included
-    solution_ids     list<int32>   the solution after the prompt, with its end token. It is [] if the row has no
-                                   solution, or if the chat template does not write it
+    solution_ids     list<int32>   the solution after the prompt, with its end token, or [] if there is none or if the
+                                   chat template does not write it
     distractor_ids   list<int32>   the distractor in the same form
     ground_truth_json   string     the ground truth for the scorer
-
-The filter also detects repeated prompts in a split, and prompts that training shares with validation.
 """
 
 import logging
@@ -44,15 +42,14 @@ from rlcore.rollout.tools import tool_schemas
 from rlcore.storage.manifest import part_directories, read_finished, read_finished_or_set_aside
 from rlcore.storage.publish import published_directory
 
-VERSION = 1
-"""The version of the result. Increase it when the same rows give other columns, token ids or selections."""
+VERSION = 1  # increase it when the same rows give other columns, token ids or selections
 
 _IDS = pa.list_(pa.int32())
 _ADDED = [("prompt_ids", _IDS), ("solution_ids", _IDS), ("distractor_ids", _IDS), ("ground_truth_json", pa.string())]
 Multiset = tuple[int, ...]
 log = logging.getLogger(__name__)
+# called after each batch with the split, the number of finished rows and the number of all rows
 Progress = Callable[[str, int, int], None]
-"""A function that is called after each batch with the split, the number of finished rows and the number of all rows."""
 
 
 def filter_fingerprint(
@@ -63,7 +60,7 @@ def filter_fingerprint(
     tools: Sequence[str] = (),
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return the fingerprint of the filtered rows. `dataset` and `tokenizer` are the fingerprints of the inputs."""
+    """Return the fingerprint of the filtered rows from the fingerprints of dataset and tokenizer."""
     payload = {
         "version": VERSION,
         "dataset": dataset,
@@ -90,14 +87,11 @@ def filter_dataset(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     on_progress: Progress | None = None,
 ) -> StageResult:
-    """Tokenize and filter a published dataset, or reuse the result.
+    """Tokenize and filter a published dataset, or reuse the result. Each part of a mixture is filtered alone.
 
-    `tools`: the functions of `episode.tools`, for the chat template. `chat_template_kwargs`: further variables for the
-    template. The result counts the rows of `train` and `validation`. The omitted rows are counted by split and reason,
-    such as `train/overlong` and `train/duplicate`. Each data source of a mixture is filtered separately.
-
-    Raises DataError if a row breaks the schema or the settings, no row is left, or the splits overlap. Raises
-    DiskSpaceError if the disk is full. No partial result remains after an error.
+    The counts are of `train`, `validation` and the omitted rows, such as `train/overlong` and `train/duplicate`. Raises
+    DataError if a row breaks the schema or the settings, no row is left, or the splits overlap. Raises DiskSpaceError
+    if the disk is full. No partial result remains after an error.
     """
     dataset = read_finished(dataset_dir)
     if dataset is None:
@@ -160,11 +154,7 @@ def filter_dataset(
 
 
 class _Filter:
-    """A filter for the splits of one dataset. The held-out split is filtered first.
-
-    The filter counts rows by split and reason. It also counts the prompts that contain a word outside the vocabulary.
-    It stores each prompt as a 64-bit hash, which takes a few dozen bytes.
-    """
+    """A filter for the splits of one dataset, the held-out split first. It stores each prompt as a 64-bit hash."""
 
     def __init__(
         self,
@@ -206,9 +196,7 @@ class _Filter:
             writer.add_key_value_metadata(provenance_metadata({**document, **facts}))
 
     def _filtered(self, batch: pa.RecordBatch, start: int, schema: pa.Schema) -> pa.RecordBatch:
-        """Return the selected rows of a batch with token ids. `start` is the index in the file of the first row of the
-        batch.
-        """
+        """Return the selected rows of a batch with token ids. `start`: the index of the first row in the file."""
         prompts = self._prompts(batch, start)
         texts = self._tokenizer.texts(prompts, lambda place: f"{self._source}: row {start + place}: ")
         truths = pc.struct_field(batch.column("reward_model"), "ground_truth")
@@ -258,9 +246,7 @@ class _Filter:
         return prompts
 
     def _without_duplicates(self, texts: Sequence[str], numbers: Sequence[Multiset], start: int) -> list[int]:
-        """Return the positions in the batch of the rows to keep. Raises DataError if a training row is held out, or if
-        a prompt is repeated and `filter.duplicates` is `error`.
-        """
+        """Return the positions in the batch of the rows to keep."""
         keys = [hash(text) for text in texts]
         if self._split == "validation":
             self._held_out.add(keys, range(start, start + len(keys)))
@@ -286,9 +272,7 @@ class _Filter:
         return rows
 
     def _rows_that_fit(self, rows: list[int], ids: list[bytes], start: int) -> Sequence[int]:
-        """Return the indices in `ids` of the prompts that fit or will be truncated. `rows`: the position in the batch
-        of each prompt in `ids`.
-        """
+        """Return the indices in `ids` of the prompts that fit or will be truncated."""
         limit = self._config.max_prompt_tokens
         lengths = np.array([len(prompt) for prompt in ids], dtype=np.int64) // ID_BYTES
         fits = (lengths > 0) & (lengths <= limit)
@@ -307,7 +291,6 @@ class _Filter:
 
 
 def _text_field(extra_info: pa.StructArray, name: str) -> list[str]:
-    """Return a text field of `extra_info`, with '' for each missing value."""
     if extra_info.type.get_field_index(name) < 0:
         return [""] * len(extra_info)
     return [text or "" for text in pc.struct_field(extra_info, name).to_pylist()]
@@ -320,7 +303,7 @@ def _as_lists(rows: list[bytes]) -> pa.ListArray:
 
 
 def _refuse_answer(where: str, words: str, solution: str, ground_truth: object) -> None:
-    """Raise DataError if the assistant's text at the end of a prompt ends with the solution or the ground truth."""
+    """Raise DataError if the assistant's text at the end of a prompt ends with the solution or ground truth."""
     for name, text in (("solution", solution), ("ground truth", str(ground_truth))):
         if text.strip() and re.search(rf"(?<!\w){re.escape(text.strip())}\W*\Z", words):
             raise DataError(
@@ -330,11 +313,7 @@ def _refuse_answer(where: str, words: str, solution: str, ground_truth: object) 
 
 
 def multisets(ground_truths: pa.Array) -> list[Multiset]:
-    """Return the sorted numbers of each countdown problem. Return [] for other tasks, or if a value is missing.
-
-    >>> multisets(pa.array([{"target": 6, "numbers": [3, 1, 2]}, {"target": 9, "numbers": [5, 4]}]))
-    [(1, 2, 3), (4, 5)]
-    """
+    """Return the sorted numbers of each countdown problem. Return [] for other tasks, or if a value is missing."""
     kind = ground_truths.type
     if not pa.types.is_struct(kind) or any(kind.get_field_index(name) < 0 for name in ("numbers", "target")):
         return []
@@ -348,9 +327,7 @@ def multisets(ground_truths: pa.Array) -> list[Multiset]:
 
 
 class _HeldOut:
-    """An index of held-out rows by prompt and by multiset of numbers. `named`: the template that describes a row in
-    error messages.
-    """
+    """An index of held-out rows by prompt and by multiset of numbers. `named`: a template that describes a row."""
 
     def __init__(self, named: str, remedy: str) -> None:
         self._named, self._remedy = named, remedy
@@ -361,9 +338,7 @@ class _HeldOut:
             self._places.setdefault(key, place)
 
     def refuse(self, path: Path, start: int, *keys_of_rows: Sequence[Any]) -> None:
-        """Raise DataError if a training row has a key of a held-out row. `path`: the training file. `start`: the index
-        in this file of the first row.
-        """
+        """Raise DataError if a training row has a key of a held-out row. `start`: index of the first row."""
         for keys in keys_of_rows:
             for position, key in enumerate(keys if not self._places.keys().isdisjoint(keys) else ()):
                 if key in self._places:
@@ -376,7 +351,7 @@ class _HeldOut:
 
 
 def _require_no_leak(directories: Sequence[Path]) -> None:
-    """Raise DataError if a data source of a mixture trains on a held-out row of another data source."""
+    """Raise DataError if a part of a mixture trains on a held-out row of another part."""
     held_out = _HeldOut(
         "a held-out row of {}, another part of the mixture",
         "Choose parts that do not overlap (other numbers, other sources), or remove the row",
@@ -390,9 +365,7 @@ def _require_no_leak(directories: Sequence[Path]) -> None:
 
 
 def _keys(path: Path) -> Iterator[tuple[int, list[bytes], list[Multiset]]]:
-    """Read a file in batches of rows. For each batch, yield the index of the first row, the prompt ids of each row as
-    bytes, and the multiset of numbers in the ground truth of each row.
-    """
+    """Yield for each batch the index of its first row, the prompt ids of its rows, and their multisets of numbers."""
     start = 0
     for batch in read_batches(open_parquet(path), path, ROWS_PER_GROUP):
         ids = batch.column("prompt_ids")

@@ -1,16 +1,10 @@
 """GSM8K: grade-school word problems with a whole number as the answer (`#### 18`).
 
-Rows come from the published jsonl files, with the usual prompt and ground truth. Two rules read the number of a
-response:
-
     strict    `#### <number>` in the last 300 characters, with the digits of the reference. This is the usual metric.
-              A thousands separator, a currency, a unit and `.0` of the reference are ignored.
     numeric   the number after the last `####`, otherwise the last number of the text. Values are compared (18.0 = 18).
 
-Both rules need a line that states exactly one number. Brackets, emphasis, a currency or a unit are allowed. Both rules
-refuse a second number (`18 or 19`, `18/19`, `18*10`) and an exponent (`18e5`). They refuse a magnitude (`18 million`)
-and a sign in words (`minus 18`). The usual regular expressions stop at the first digits and read `18/19`, `18e5` and
-`18 or 19` as 18. Those expressions accept every response that the rule `strict` accepts.
+Both rules need a line that states exactly one number, perhaps with a currency or unit. They refuse `18 or 19`, `18/19`,
+`18e5`, `18 million` and `minus 18`, which the usual regular expressions read as 18.
 """
 
 import re
@@ -27,8 +21,7 @@ from rlcore.score import Score
 if TYPE_CHECKING:
     from rlcore.config.data import Gsm8kData
 
-VERSION = 1
-"""The version of the rows. Increase it when the same settings give different rows."""
+VERSION = 1  # increase it when the same settings give different rows
 _INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 _SPLITS = {"train": "train", "validation": "test"}
 _SUBSET = "main"  # the other subset of the hub dataset has other answers
@@ -76,7 +69,7 @@ def _rows(settings: "Gsm8kData", split: str) -> Iterator[Row]:
 
 
 def reference_number(answer: str, where: str) -> str:
-    """Return the number after `####` without thousands separators. Raises DataError if there is no number."""
+    """Return the number after `####` without thousands separators. Raises DataError if there is none."""
     found = re.search(r"#### (-?[0-9][0-9.,]*)\s*$", answer)
     if found is None:
         raise DataError(f"{where}: the answer must end in '#### <number>', got {answer[-40:]!r}; repair or remove it")
@@ -84,14 +77,12 @@ def reference_number(answer: str, where: str) -> str:
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score a response by the rule `strict`. The parts `strict` and `numeric` are 1 if the rule of the same name
-    accepts the response. The part `format` is 1 if a number follows `####`.
-    """
+    """Score a response by the rule `strict`. The part `format` is 1 if a number follows `####`."""
     return _score(response, ground_truth, "strict")
 
 
 def score_numeric(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score a response by the rule `numeric`. The parts of the score are the same as in `score`."""
+    """Score a response by the rule `numeric`, with the parts of `score`."""
     return _score(response, ground_truth, "numeric")
 
 
@@ -110,14 +101,7 @@ def _score(response: str, ground_truth: Mapping[str, object], reading: str) -> S
 
 @lru_cache(maxsize=16_384)
 def _reference_value(reference: str) -> tuple[Fraction | None, tuple[str, ...]]:
-    r"""Return the value of a reference and the digits that the rule `strict` accepts. The reference is a number or a
-    whole solution. For 76.0, the digits 76 are accepted too.
-
-    >>> _reference_value(" $1,234"), _reference_value("9 * 2 = 18\n#### 18")[1], _reference_value("76.0")[1]
-    ((Fraction(1234, 1), ('1234', '1234')), ('18', '18'), ('76.0', '76'))
-    >>> _reference_value("18 or 19")
-    (None, ())
-    """
+    """Return the value of a reference or whole solution, and the digits that the rule `strict` accepts."""
     stated = reference.rpartition("####")[2].strip()
     number = only_number(stated)
     if number is None:
@@ -127,11 +111,7 @@ def _reference_value(reference: str) -> tuple[Fraction | None, tuple[str, ...]]:
 
 
 def last_number(response: str) -> Fraction | None:
-    """Return the number after the last `####`, on the same line. Without `####`, return the last number of the text.
-
-    >>> last_number("18 eggs a day, so #### $18.00 a day"), last_number("9 * 2 = **18** eggs.")
-    (Fraction(18, 1), Fraction(18, 1))
-    """
+    """Return the number after the last `####`, on the same line, or else the last number of the text."""
     _, mark, tail = response.rpartition("####")
     if mark:
         return only_number(tail.lstrip()[:_STRICT_CHARS].partition("\n")[0])
@@ -139,24 +119,14 @@ def last_number(response: str) -> Fraction | None:
 
 
 def only_number(line: str) -> Fraction | None:
-    """Return the number of a text that contains exactly one number, otherwise None.
-
-    >>> only_number("**$1,018.50** a day")
-    Fraction(2037, 2)
-    >>> [only_number(text) for text in ("18 or 19", "18/19", "18e5", "18 million", "1,8", "eighteen")]
-    [None, None, None, None, None, None]
-    """
+    """Return the number of a text that contains exactly one number, otherwise None."""
     words = _words(line)
     places = [place for place, word in enumerate(words) if _has_digit(word)]
     return _number_at(words, places[0], words) if len(places) == 1 else None
 
 
 def final_number(text: str, within: int) -> Fraction | None:
-    """Return the last number of a text. Only the last `within` characters are searched.
-
-    >>> final_number("9 * 2 = 18, so it is 18.", 300), final_number("it is 17 or 18", 300)
-    (Fraction(18, 1), None)
-    """
+    """Return the last number within the last `within` characters of a text."""
     end = text[-within - 1 :]
     # The first word of a longer text may be truncated, so that 118 would be read as 18.
     words = _words(end if len(end) <= within else end.partition(" ")[2])
@@ -178,9 +148,7 @@ def _has_digit(word: str) -> bool:
 
 
 def _number_at(words: list[str], place: int, context: list[str]) -> Fraction | None:
-    """Return the number at index `place`. Return None if an adjacent word, or a word in `context`, changes the value of
-    the number.
-    """
+    """Return the number at `place`, or None if an adjacent word or a word in `context` changes its value."""
     word = words[place].lstrip(_LEADING).rstrip(_TRAILING)
     found = _NUMBER.fullmatch(word)
     if found is None or _MAGNITUDE.fullmatch(found.group(2)) or any(map(makes_another, context)):

@@ -1,12 +1,8 @@
 """Scorer for IFEval: the share of a prompt's instructions that a response follows, by the benchmark's strict rules.
 
-The ground truth has the columns `instruction_id_list` and `kwargs` of `google/IFEval` as JSON text. Of the 25 kinds of
-instructions, three prescribe the language of the response. The package langdetect identifies the language of a
-response, as in the published scorer.
-
-Two rules differ from the published scorer. The published scorer detects sentences and capitalized words by models of
-NLTK, and this module by regular expressions. The published scorer reads keywords as regular expressions, and this
-module as plain text.
+The ground truth has the columns `instruction_id_list` and `kwargs` of `google/IFEval` as JSON text. Two rules differ
+from the published scorer: sentences and capitalized words are found by regular expressions instead of NLTK, and
+keywords are plain text.
 """
 
 import json
@@ -32,8 +28,7 @@ _END_OF_WORD = re.compile("[.,?!'\"]")
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
     """Score by the share of followed instructions. The part `correct` is 1 if all are followed.
 
-    The parts `num_followed` and `num_instructions` are the two counts. Raises DataError if the ground truth has an
-    unknown instruction. Raises ConfigError if an instruction needs the package langdetect and the package is missing.
+    Raises DataError for an unknown instruction, and ConfigError if the package langdetect is needed and missing.
     """
     names, settings = (json.loads(str(ground_truth[name])) for name in ("instruction_id_list", "kwargs"))
     followed = [_follows(response, *pair) for pair in zip(names, settings, strict=True)]
@@ -61,9 +56,7 @@ def _occurrences(keyword: str, text: str) -> int:
 
 
 def _separated(text: str, mark: str) -> list[str]:
-    """Return the parts of a text between marks. An empty part at the start or the end is omitted. If any other part is
-    empty, return [].
-    """
+    """Return the parts between marks, without empty ones at both ends. Return [] if another part is empty."""
     parts = [part.strip() for part in text.split(mark)]
     return [part for part in parts if part] if all(parts[1:-1]) else []
 
@@ -90,7 +83,7 @@ def _has_title(text: str) -> bool:
 
 
 def _is_in_language(text: str, language: str) -> bool:
-    """Return whether a text is in the language. Return True if the language of the text cannot be identified."""
+    """Return whether a text is in the language, or True if its language cannot be identified."""
     try:
         from langdetect import DetectorFactory, LangDetectException, detect
     except ImportError as error:
@@ -155,5 +148,4 @@ RULES: Mapping[str, Callable[..., bool]] = {
         text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
     ),
     "startend:quotation": lambda text: len(text.strip()) > 1 and text.strip()[0] == text.strip()[-1] == '"',
-}
-"""The rule of each kind of instruction. A rule is a function of the response and the values in `kwargs`."""
+}  # the rule of each kind of instruction: a function of the response and the values in `kwargs`

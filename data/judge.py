@@ -1,8 +1,7 @@
 """A judge model behind an OpenAI-compatible endpoint, alone or in addition to a rule-based scorer.
 
-If the endpoint fails, `score` raises an error. The scoring pool then counts the response as failed, and training
-ignores the response. A failure never gives a response a score. No message contains the key or the output of the
-endpoint.
+If the endpoint fails, `score` raises an error, and training ignores the response. No message contains the key or the
+output of the endpoint.
 """
 
 import asyncio
@@ -34,10 +33,9 @@ class _BusyError(JudgeError):
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score a response by the judge's verdict, from 0 to 1. The score's part `judge` is the verdict.
+    """Score a response by the judge's verdict, from 0 to 1, plus the total of the scorer `reward.judge.rules`.
 
-    The scorer `reward.judge.rules`, if set, adds its total and its parts to the score. Raises JudgeError if no verdict
-    arrives in time or the verdict cannot be read.
+    Raises JudgeError if no verdict arrives in time or the verdict cannot be read.
     """
     settings = JudgeConfig.model_validate_json(os.environ[JUDGE_VARIABLE])
     truth = json.dumps(ground_truth, ensure_ascii=False, sort_keys=True)
@@ -47,7 +45,7 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
 
 
 def judge_response(settings: JudgeConfig, response: str, truth: str) -> float:
-    """Return the verdict on a response. A stored verdict is reused. Raises JudgeError if there is no verdict."""
+    """Return the verdict on a response. A stored verdict is reused."""
     # one pass over the template, so that a response is never taken for a placeholder
     words = {"{response}": response, "{ground_truth}": truth}
     text = re.sub(r"\{response\}|\{ground_truth\}", lambda found: words[found[0]], settings.prompt)
@@ -83,13 +81,9 @@ def _response_format(settings: JudgeConfig) -> Mapping[str, object]:
 
 
 def read_verdict(text: str, highest: float) -> float:
-    """Read the only score `{"score": 3}` or `<score>3</score>` at the end of a text, and divide it by `highest`.
+    """Read the only score `{"score": 3}` or `<score>3</score>` at the end of a text, divided by `highest`.
 
-    Raises JudgeError if there is no score or a number out of range. Several scores are refused too, because the judge
-    may have quoted the response.
-
-    >>> read_verdict('Good. {"score": 3}', 4)
-    0.75
+    Raises JudgeError for no score or several, because the judge may quote the response, and for a number out of range.
     """
     found = list(_VERDICT.finditer(text))
     if len(found) != 1 or text[found[0].end() :].strip("` \n\t"):
@@ -101,9 +95,7 @@ def read_verdict(text: str, highest: float) -> float:
 
 
 async def _request(settings: JudgeConfig, content: str) -> str:
-    """Request a verdict from the judge, and return the judge's text. Raises JudgeError if all tries fail or the
-    deadline passes.
-    """
+    """Return the judge's text. Raises JudgeError if all tries fail or the deadline passes."""
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
     if settings.key_variable:
         headers["Authorization"] = f"Bearer {_secret(settings.key_variable)}"
@@ -138,9 +130,7 @@ def _secret(variable: str) -> str:
 
 
 async def _request_once(client: httpx.AsyncClient, url: str, headers: Mapping[str, str], content: str) -> str:
-    """Send one request and return the judge's text. Redirections are not followed, because the key is only for this
-    endpoint.
-    """
+    """Send one request. Redirections are not followed, because the key is only for this endpoint."""
     address = f"{url.rstrip('/')}/chat/completions"
     async with client.stream("POST", address, headers=headers, content=content.encode()) as reply:
         status, kind = reply.status_code, reply.headers.get("content-type", "").partition(";")[0].strip()

@@ -1,22 +1,16 @@
 r"""Scorer for mathematics of any kind. The last `\boxed{}` counts, as in the usual graders of MATH.
 
-Without a box, the text after the last "answer is" or "answer:" counts, otherwise the last line. This text does not
-count if more mathematics follows.
-
-Reference and response are read by the same rules, as a whole or not at all. Equality depends on the kind of text:
+Without a box, the text after the last "answer is" or "answer:" counts, otherwise the last line, unless more mathematics
+follows. Reference and response are read by the same rules, as a whole or not at all:
 
     numbers       written numbers (`data.written_numbers`) have equal values; form, unit and currency do not matter
     words         `\text{Sunday}`, `B`, `\textbf{(B)}\ 36`, `5\text{ ft }2\text{ in}` have the same words in order
     bases         `1011_2` has the same digits; the response may omit the base
     expressions   other texts that the math-verify library reads as a whole are equal if the library says so
 
-math-verify ignores a part of many texts (`\approx 18`, `x'`, `1011_2`, units). It reads `1 234` as 235, and it accepts
-`36 \div 2` or `\binom{5}{2}` in place of the number. Therefore numbers and texts with ignored parts never reach the
-library.
-
-The library computes the value of a response. For some responses (`9^{9^{9}}`), the computation never ends. Therefore
-this scorer needs scoring processes with a deadline: `reward.num_processes` of 1 or more. The time limit of the library
-is off, because it uses signals, which do not work in a thread.
+math-verify ignores a part of many texts (`\approx 18`, `x'`, units), reads `1 234` as 235, and computes `36 \div 2`.
+Therefore numbers and texts with ignored parts never reach the library. Some computations (`9^{9^{9}}`) never end, so
+this scorer needs scoring processes with a deadline (`reward.num_processes` of 1 or more).
 """
 
 import logging
@@ -81,12 +75,7 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
 
 
 def reference_problem(reference: str) -> str | None:
-    r"""Return the reason why a reference cannot be read as a whole. Return None if it can, so that a response equal to
-    it scores 1.
-
-    >>> reference_problem(r"12\frac12\%"), reference_problem(r"\approx 3")
-    (None, 'the command \\approx is not known')
-    """
+    """Return why a reference cannot be read as a whole, or None."""
     return _reference(reference).problem
 
 
@@ -102,9 +91,7 @@ def _reference(answer: str) -> Reading:
 
 
 def _boxed(text: str) -> str | None:
-    r"""Return the content of the last box, or None if a box is not closed.
-
-    If a comma, `and` or `or` joins the last boxes, return the contents of all joined boxes.
+    r"""Return the content of the last box, with all boxes that `,`, `and` or `or` joins to it. None: it is not closed.
 
     >>> _boxed(r"\boxed{1} so \boxed{\frac{1}{2}}."), _boxed(r"$\fbox{3}$ or $\boxed 5$"), _boxed(r"\boxed{18")
     ('\\frac{1}{2}', '3, 5', None)
@@ -132,10 +119,7 @@ def _boxed(text: str) -> str | None:
 
 
 def _statement(text: str) -> str | None:
-    r"""Return the statement at the end of a response without a box. Return None if mathematics follows the statement.
-
-    The statement follows "answer is". Without these words, the statement is the last line, which must contain
-    mathematics.
+    r"""Return the statement after "answer is", or in the last line. Return None if mathematics follows it.
 
     >>> _statement("Twice nine. The answer is $18$."), _statement("The answer is 18. No, 19."), _statement("Hm.\n18")
     ('18', None, '18')
@@ -170,9 +154,7 @@ def _equal(gold: Reading, answer: Reading) -> bool:
 
 
 def _same_entries(gold: Reading, answer: Reading) -> bool:
-    """Return whether two lists have equal entries. Named entries are matched by name, ordered lists by position, and
-    other lists in any order.
-    """
+    """Return whether two lists have equal entries, by name, by position if ordered, or in any order."""
     open_or_round = {"", "()"}
     if len(gold.entries) != len(answer.entries) or (gold.name and answer.name and gold.name != answer.name):
         return False
@@ -195,14 +177,15 @@ def _same_entries(gold: Reading, answer: Reading) -> bool:
 
 
 def _names_each(entries: Sequence[Reading]) -> bool:
-    """Return whether each entry has a different name. This is true for `x = 1, y = 2`, but not for `x = 1, x = 2`."""
+    """Return whether each entry has a different name, as in `x = 1, y = 2`."""
     names = {entry.name for entry in entries}
     return "" not in names and len(names) == len(entries)
 
 
 def _states_number(wanted: Number, names: tuple[str, ...], answer: Reading) -> bool:
-    """Return whether the response states the number. If both texts have a name, the names must be equal. In a chain
-    such as `x = 9 + 9 = 18`, each numeric side must equal the number.
+    """Return whether the response states the number, by the same name if both have one.
+
+    In a chain such as `x = 9 + 9 = 18`, each numeric side must equal the number.
     """
     number = answer.number or number_in_words(answer.plain)
     if number is None or not wanted.matches(number):
@@ -228,16 +211,14 @@ def _has_letters(side: str) -> bool:
 
 
 def _same_words(wanted: tuple[str, ...], stated: tuple[str, ...] | None) -> bool:
-    """Return whether the words are equal. Either text may give only the letter of a multiple-choice answer."""
+    """Return whether the words are equal. Either may give only the letter of a multiple-choice answer."""
     if stated is None or not wanted[0].startswith("("):
         return wanted == stated
     return wanted[0] == stated[0] and (wanted[1] == stated[1] or not (wanted[1] and stated[1]))
 
 
 def _equal_expressions(gold: Reading, answer: Reading) -> bool:
-    """Return whether math-verify accepts the response for the reference. In a chain of equations, it must accept each
-    numeric side.
-    """
+    """Return whether math-verify accepts the response and each numeric side of a chain of equations."""
     text = answer.plain
     if answer.number is not None and answer.number.value.denominator == 1 and not answer.left:
         text = str(answer.number)
@@ -262,9 +243,7 @@ _parsed_reference = lru_cache(maxsize=4_096)(_parsed)
 
 
 def _vote(answer: Reading, gold: Reading) -> str | None:
-    """Return a text that is the same for equal responses, such as 1/2 for 0.5. A huge expression is returned as
-    written.
-    """
+    """Return a text that is the same for equal responses, such as 1/2 for 0.5."""
     if number := answer.number or (number_in_words(answer.plain) if gold.number else None):
         return str(number)
     if answer.problem is not None:

@@ -1,7 +1,6 @@
 r"""Readers for mathematical statements: numbers, words, digits in a base, lists and expressions.
 
-Reference and response are read by the same rules, each as a whole. A text that math-verify would read only in part has
-a `problem`. The library ignores `\approx`, primes, bases and units, and reads `2 3` as 5.
+A text that math-verify would read only in part has a `problem`: the library ignores `\approx`, primes, bases and units.
 """
 
 import re
@@ -82,36 +81,23 @@ _UNREAD = (
 
 
 class Reading(NamedTuple):
-    """A parsed statement. At most one of `number`, `words`, `based` and `entries` is set. For an expression, none is
-    set.
-    """
+    """A parsed statement with one of `number`, `words`, `based` and `entries`, or none for an expression."""
 
-    plain: str
-    """The text without typesetting, and without a unit after a constant."""
+    plain: str  # without typesetting, and without a unit after a constant
+    # sides of a chain of equations before the last number: `x` and `9 + 9` in `x = 9 + 9 = 18`
     left: tuple[str, ...] = ()
-    """The sides of a chain of equations before the last number, such as `x` and `9 + 9` in `x = 9 + 9 = 18`."""
     number: Number | None = None
+    # words and numbers; for a multiple choice, the letter in brackets and the text of the choice
     words: tuple[str, ...] | None = None
-    """The words and numbers of a text. For a multiple-choice answer, the letter in brackets and the text of the
-    choice."""
-    based: tuple[str, str] | None = None
-    """The digits and the base of a number such as `1011_2`."""
-    entries: tuple["Reading", ...] = ()
-    """The entries of a list. Each entry may be a list."""
-    brackets: str = ""
-    """The brackets around an ordered list, otherwise ''."""
-    name: str = ""
-    """The name of a list or an entry, such as `x` in `x = 1`."""
-    problem: str | None = None
-    """The reason why the text cannot be read as a whole, or None."""
+    based: tuple[str, str] | None = None  # digits and base, as in `1011_2`
+    entries: tuple["Reading", ...] = ()  # of a list; an entry may be a list
+    brackets: str = ""  # around an ordered list, otherwise ''
+    name: str = ""  # of a list or an entry, such as `x` in `x = 1`
+    problem: str | None = None  # the reason why the text cannot be read as a whole
 
 
 def read(stated: str) -> Reading:
-    r"""Read a statement with or without LaTeX.
-
-    >>> read(r"x = \$36").number, read(r"\textbf{(B)}\ 36").words, read("1011_2").based, read(r"x \approx 3").problem
-    (Number(value=Fraction(36, 1), percent=False), ('(b)', '36'), ('1011', '2'), 'the command \\approx is not known')
-    """
+    """Read a statement with or without LaTeX."""
     if len(stated) > LONGEST_CHARS:
         return Reading("", problem=f"it has more than {LONGEST_CHARS:,} characters")
     plain = typeset(stated)
@@ -147,25 +133,21 @@ def closed_up(plain: str) -> str:
 
 
 def _are_sides(left: list[str]) -> bool:
-    """Return whether each text can be the left side of `= 18`. A side is a name or a term without relations."""
+    """Return whether each text can be the left side of `= 18`: a name or a term without relations."""
     if any(_NO_SIDE.search(side) or _unknown(side) for side in left) or (len(left) > 1 and any("," in s for s in left)):
         return False
     return not any(makes_another(word) for side in left for word in _WORD.findall(side))
 
 
 def without_introduction(text: str) -> str:
-    """Remove words that introduce a number, as in `The answer is 18`, `Area: 18` or `USD 18`.
-
-    >>> [without_introduction(text) for text in ("It is 18", '"Rs. "450', "twice 18", '"sum of "18')]
-    ['18', '450', 'twice 18', '"sum of "18']
-    """
+    """Remove words that introduce a number, as in `The answer is 18`, `Area: 18` or `USD 18`."""
     found = _INTRODUCTION.match(text)
     is_known = found is not None and _INTRODUCES.fullmatch(found[0].replace('"', " ").strip())
     return text[found.end() :] if found and is_known else text
 
 
 def number_in_words(plain: str) -> Number | None:
-    """Read a response as a number if the reference is a number. A letter after it is then a unit, as in `18 m`."""
+    """Read a response as a number if the reference is one. A letter after it is then a unit, as in `18 m`."""
     *left, last = plain.split("=")
     text = _LETTER_UNIT.sub("", without_introduction(last.strip()))
     return read_number(text) if _are_sides(left) else None
@@ -186,7 +168,7 @@ def _split(text: str) -> list[str]:
 
 
 def _read_list(plain: str) -> Reading | None:
-    """Read a list of two or more entries, with or without brackets around it. Return None for other texts."""
+    """Read a list of two or more entries, with or without brackets around it."""
     name = _OF_LIST.match(plain)
     text = plain[name.end() :] if name else plain
     brackets, texts = "", []
@@ -226,12 +208,7 @@ def _unit_of(entry: str) -> str:
 
 
 def read_words(plain: str) -> tuple[str, ...] | None:
-    """Read a text of words and numbers, or a multiple-choice answer as its letter and text. Return None for other
-    texts.
-
-    >>> read_words('5" ft "2" in"'), read_words("36 and 48"), read_words("infinity"), read_words("C, D")
-    (('5', 'ft', '2', 'in'), None, None, None)
-    """
+    """Read a text of words and numbers, or a multiple-choice answer as its letter and text."""
     bare = plain.replace('"', " ").strip()
     if (choice := _CHOICE.fullmatch(bare)) and not _AND.search(choice[3]):
         return (f"({choice[1] or choice[2]})".lower(), closed_up(choice[3]))
@@ -258,7 +235,7 @@ def _unknown_word(plain: str, words: tuple[str, ...]) -> str | None:
 
 
 def _without_unit(plain: str) -> str:
-    r"""Remove the unit after a constant, as in `4\pi cm`. Variables, as in `2ab`, remain."""
+    r"""Remove the unit after a constant, as in `4\pi cm`, but not the variables of `2ab`."""
     unit = _UNIT.search(plain)
     rest = plain[: unit.start()].rstrip() if unit else ""
     is_constant = _CONSTANT.search(rest) and not re.search("[a-zA-Z]", COMMAND.sub(" ", rest))
@@ -266,11 +243,7 @@ def _without_unit(plain: str) -> str:
 
 
 def expression_problem(plain: str) -> str | None:
-    r"""Return the reason why math-verify would read only a part of a text. Return None if it reads the whole text.
-
-    >>> expression_problem("2 3"), expression_problem("x'"), expression_problem("1011_2 + 1")[:3]
-    ("'2 3' has two numbers side by side", '"\'" is not read', "'1_")
-    """
+    """Return the reason why math-verify would read only a part of a text, or None."""
     if command := _unknown(plain):
         return f"the command \\{command} is not known"
     for pattern, problem in _UNREAD:

@@ -46,9 +46,7 @@ def _rows(pairs: list[tuple[int, int]]) -> Iterator[Row]:
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score 1 for the product, otherwise 0. White space is ignored. The part `format` is 1 if the response is an
-    integer.
-    """
+    """Score 1 for the product, otherwise 0. The part `format` is 1 if the response is an integer."""
     digits = "".join(response.split())
     is_number = digits.isascii() and digits.isdigit() and len(digits) <= 20
     correct = is_number and int(digits) == ground_truth["product"]

@@ -2,9 +2,8 @@
 
     millrace run experiment=number_guessing
 
-The replies are words of the scratch tokenizer. `+` means higher, `-` means lower, and `:` means an invalid guess. A
-prompt is the index of the game in three digits of base 8. The index gives no hint, because the number comes from the
-seed of the episode.
+The replies are words of the scratch tokenizer: `+` means higher, `-` means lower, and `:` means an invalid guess. A
+prompt is the index of the game in base 8. It gives no hint, because the number comes from the seed of the episode.
 """
 
 import random
@@ -18,9 +17,8 @@ if TYPE_CHECKING:
     from rlcore.config.data import CustomData
 
 HIGHEST = 7
-"""The highest number. Binary search needs 17 / 7 = 2.43 guesses on average, and 3 guesses for 4 of the 7 numbers."""
-WRONG = -0.1
-"""The reward of each wrong guess. The correct guess earns 1."""
+"""The highest number. Binary search needs 17 / 7 = 2.43 guesses on average."""
+WRONG = -0.1  # reward of each wrong guess; the correct guess earns 1
 
 
 def build(settings: "CustomData", seed: int) -> TaskRows:

@@ -26,14 +26,10 @@ from rlcore.rollout.scoring_worker import describe
 if TYPE_CHECKING:
     from rlcore.config.data import CustomData
 
-GAME = "{game}"
-"""The placeholder in the prompt that is replaced by the number of the game."""
+GAME = "{game}"  # the place of the game's number in the prompt
 _SEED_STEP = 1_000_003
 _SEEDS = 2**31
-_SERVER_SHARE = 0.9
-"""The share of `episode.deadline_s` that the server may use. It is below 1, so that a late reply ends only the episode,
-and not the environment's process.
-"""
+_SERVER_SHARE = 0.9  # of `episode.deadline_s`; below 1, so that a late reply ends only the episode and not the process
 _MAX_BYTES = 2**24
 _GENERAL = ("metadata", "done", "reward")
 _INVALID = "VALIDATION_ERROR"
@@ -43,9 +39,7 @@ _CAPACITY = "Start it with a session for each open episode: trainer.batch_size x
 
 
 def build(settings: "CustomData", seed: int) -> TaskRows:
-    """Return numbered games, each with a separate seed. `data.options` has the prompt and optionally its form, `chat`
-    or `text`.
-    """
+    """Return numbered games, each with a separate seed. `data.options` has the prompt and optionally its form."""
     prompt, form = (*settings.options, "chat", "chat")[:2] if settings.options else ("", "chat")
     if GAME not in prompt or form not in ("chat", "text"):
         raise DataError(
@@ -81,9 +75,7 @@ _fields: dict[str, Fields] = {}
 
 
 class OpenEnv:
-    """A session of an OpenEnv server. `server`, `key_variable` and `deadline_s` come from the settings
-    `episode.server`, `episode.server_key_variable` and `episode.deadline_s`.
-    """
+    """A session of an OpenEnv server, with `episode.server`, `server_key_variable` and `deadline_s`."""
 
     repeatable = False
 
@@ -94,7 +86,7 @@ class OpenEnv:
         self._num_invalid = 0
 
     def reset(self, row: Mapping[str, Any]) -> str | None:
-        """Open a session and return the first observation. The row is sent to the server, with a seed below 2**31."""
+        """Open a session and return the first observation. The row is sent to the server."""
         asked = {name: value for name, value in row.items() if name != OWN_SEED}
         asked["seed"] = row.get(OWN_SEED, row["seed"]) % _SEEDS
         headers, self._end = self._headers(), time.monotonic() + self._limit_s
@@ -127,8 +119,7 @@ class OpenEnv:
         return Turn(self.reply(found["observation"]), found["done"], float(found["reward"] or 0), parts)
 
     def action(self, text: str) -> Mapping[str, Any] | None:
-        """Convert a text to an action. If an action has only one field, the text is its value. Otherwise the text must
-        be a JSON object.
+        """Convert a text to an action: the value of the only field, otherwise a JSON object.
 
         Raises ValueError if the text is not JSON. Returns None for JSON that is not an object.
         """
@@ -139,9 +130,7 @@ class OpenEnv:
         return found if isinstance(found, dict) else None
 
     def reply(self, observation: Mapping[str, Any]) -> str:
-        """Convert an observation to text. If only one field is a text, return this field, otherwise return all fields
-        as JSON.
-        """
+        """Convert an observation to text: the only field that is a text, otherwise all fields as JSON."""
         fields = _fields[self.server].observation
         if missing := fields.keys() - observation.keys():
             raise self._error(f"an observation without {', '.join(sorted(missing))}", _CHANGED)
@@ -155,9 +144,7 @@ class OpenEnv:
             self._session.close()
 
     def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Send a message and return the data of the server's reply. Return None if an action does not fit the server's
-        schema.
-        """
+        """Send a message and return the data of the reply, or None if an action does not fit the schema."""
         assert self._session is not None
         try:
             with suppress(WebSocketException):  # a closed session may have sent its reason
@@ -204,9 +191,7 @@ class RepeatableOpenEnv(OpenEnv):
 
 
 def _read(text: str | bytes) -> dict[str, Any] | None:
-    """Return the data of a server's message if it is an observation. Return the code if it is an error, and None for
-    any other message.
-    """
+    """Return the data of an observation, the code of an error, or None for any other message."""
     try:
         message = json.loads(text)
         data = message["data"]

@@ -22,10 +22,7 @@ _GROUP = ["step", "data_source", "prompt_id"]
 
 
 def chosen_and_rejected(row: Record) -> tuple[Record, Record]:
-    """Return both responses of a pair as demonstrations with `prompt` and `completion`.
-
-    Raises DataError if the row lacks a response or the prompt.
-    """
+    """Return both responses of a pair as demonstrations with `prompt` and `completion`."""
     values = row.values
     chosen, rejected, prompt = (values.get(name) for name in ("chosen", "rejected", "prompt"))
     if isinstance(chosen, list) and isinstance(rejected, list) and not isinstance(prompt, list):
@@ -50,7 +47,7 @@ def recorded_pairs(found: SearchResult, files: Sequence[Path], run: str) -> list
     """Return the best and the worst recorded response of each group as a pair, with scores and the run's name.
 
     Responses that end at the length limit or have no score are left out, and so are groups with equal scores. `files`:
-    the filtered rows of each data source. The prompts are read from these files.
+    the filtered rows of each data source, with the prompts.
     """
     light = found.light.select([*_GROUP, "score", "finish_reason"]).to_pandas()
     groups = light[light.score.notna() & (light.finish_reason == "stop")].groupby(_GROUP, sort=False).score
@@ -69,9 +66,7 @@ def recorded_pairs(found: SearchResult, files: Sequence[Path], run: str) -> list
 
 
 def _prompts(file: Path) -> dict[int, Any]:
-    """Return the prompts of a file by row index. A prompt is a list of messages, or a text if the file has plain-text
-    prompts.
-    """
+    """Return the prompts of a file by row index, each as messages or as plain text."""
     table, chat = pq.read_table(file, columns=["prompt", "extra_info"]), is_chat(file)
     indices = [row["index"] for row in table.column("extra_info").to_pylist()]
     prompts = table.column("prompt").to_pylist()

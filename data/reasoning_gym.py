@@ -1,8 +1,6 @@
 """Tasks of the package reasoning_gym: any number of generated problems, each with a scorer.
 
-The ground truth of a row is the name of the task and the package's entry as JSON. The package's scorer reads this
-entry. Some tasks are not supported. Their scorers evaluate a response as Python, run programs, or need values that JSON
-cannot represent.
+The ground truth of a row is the name of the task and the package's entry as JSON.
 """
 
 import json
@@ -21,8 +19,7 @@ from rlcore.score import Score
 if TYPE_CHECKING:
     from rlcore.config.data import ReasoningGymData
 
-VERSION = 1
-"""The version of the rows. Increase it when the same settings give different rows."""
+VERSION = 1  # increase it when the same settings give different rows
 PACKAGE = "reasoning_gym"
 INSTRUCTION = "Think step by step, then give the final answer alone between <answer> and </answer>."
 _EVALUATED = "its scorer evaluates a response as Python"
@@ -34,21 +31,16 @@ LEFT_OUT: Mapping[str, str] = {
     **dict.fromkeys(("arc_agi", "rearc"), _NO_JSON),
     "codeio": "it runs programs from a file",
     "composite": "it mixes other tasks: name those in data.tasks",
-}
-"""The unsupported tasks of the package, each with the reason."""
+}  # the unsupported tasks of the package, each with the reason
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _VALIDATION_SEED = 1_500_000_000
 _SEED_STEP = 7_919_000
 _SEEDS = 2**31
-_TRIES = 10
-"""The maximum number of problems that are generated for each row, because small tasks repeat problems."""
+_TRIES = 10  # problems generated at most for each row, because small tasks repeat problems
 
 
 def inputs(settings: "ReasoningGymData") -> dict[str, str]:
-    """Return the version of the package, because every row depends on it.
-
-    Raises DataError if the package is not installed, or if a task or level cannot be used.
-    """
+    """Return the version of the package. Raises DataError if it is missing, or a task or level cannot be used."""
     if find_spec(PACKAGE) is None:
         raise DataError(
             "data=reasoning_gym: the package reasoning_gym must be installed, and is not. In the checkout: "
@@ -112,11 +104,7 @@ def _row(task: str, level: int | None, entry: Mapping[str, Any]) -> Row:
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score the text in the last `<answer>` pair from 0 to 1 by the package's scorer. The part `correct` is 1 for a
-    full score. The part `format` is 1 if there is an `<answer>` pair.
-
-    If the package's scorer fails on a response, the score is 0.
-    """
+    """Score the last `<answer>` pair by the package's scorer, or 0 if this scorer fails on the response."""
     found = _ANSWER.findall(response)
     if not found:
         return Score(0.0, {"correct": 0.0, "format": 0.0})
@@ -137,11 +125,7 @@ def _scorer(task: str) -> Callable[[str, Mapping[str, Any]], float]:
 
 
 def _parsed(named: str) -> tuple[str, int | None]:
-    """Return the task and the level of a name such as `task@level`.
-
-    >>> _parsed("chain_sum@2"), _parsed("chain_sum")
-    (('chain_sum', 2), ('chain_sum', None))
-    """
+    """Return the task and the level of a name such as `task@level`."""
     task, at, level = named.partition("@")
     if at and not level.isdecimal():
         raise DataError(f"data.tasks: a level must be a whole number from 0 up; got {named}. Such as chain_sum@0")
@@ -149,7 +133,7 @@ def _parsed(named: str) -> tuple[str, int | None]:
 
 
 def _dataset(named: str, *, size: int, seed: int) -> Any:
-    """Return the package's dataset for a task and level. Raises DataError if the task or level cannot be used."""
+    """Return the package's dataset for a task and level. Raises DataError if they cannot be used."""
     task, level = _parsed(named)
     factory = import_module(f"{PACKAGE}.factory")
     if task in LEFT_OUT:

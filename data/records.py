@@ -1,9 +1,4 @@
-"""Records of data files and hub datasets, read one by one. Each record has its position for error messages.
-
-A JSON file has one object per line, or one array. Parquet files are read too.
-
-A hub dataset is read at one commit, from the local cache or after a download.
-"""
+"""Records of data files (one JSON object per line, one JSON array, or parquet) and of hub datasets."""
 
 import codecs
 import json
@@ -34,7 +29,7 @@ _MOST_SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One record of a dataset. `where` is the file and the line or row of the record, for error messages."""
+    """One record of a dataset. `where` is its file and line or row, for error messages."""
 
     where: str
     values: Mapping[str, Any]
@@ -42,10 +37,8 @@ class Record:
     def text(self, column: str) -> str:
         """Return a column as text. `a.b` is field b of a, `a.0` is the first entry of a list, and `a.-1` is the last.
 
-        Numbers are written without an exponent, so 1e-05 becomes 0.00001. Whole numbers have no point, so 76.0 becomes
-        76.
-
-        Raises DataError if the value is missing, empty, not UTF-8, or neither a text nor a finite number.
+        Numbers are written without an exponent (0.00001), and whole numbers without a point (76). Raises DataError if
+        the value is missing, empty, not UTF-8, or neither a text nor a finite number.
         """
         found = self._at(column)
         if isinstance(found, float) and math.isfinite(found):
@@ -68,7 +61,7 @@ class Record:
         return found
 
     def text_or_json(self, column: str) -> str:
-        """Return a list or an object as JSON text. Return the value of any other column as text (see `text`)."""
+        """Return a list or an object as JSON text, and the value of any other column as by `text`."""
         found = self._at(column)
         return json.dumps(found) if isinstance(found, list | Mapping) else self.text(column)
 
@@ -96,10 +89,8 @@ class Record:
 def local_files(source: str, splits: Sequence[str]) -> dict[str, tuple[Path, ...]] | None:
     """Return the files of each split, or None if `source` is a hub id.
 
-    A split is one file such as `<split>.jsonl`, or all shards, such as `<split>-00000-of-00002.parquet`.
-
-    Raises DataError if `source` is neither a hub id nor a folder with all splits. Raises DataError if shards are
-    missing, or if another file seems to belong to a split.
+    A split is one file such as `<split>.jsonl`, or all shards, such as `<split>-00000-of-00002.parquet`. Raises
+    DataError if `source` is neither a hub id nor a folder with all splits, shards are missing, or files are ambiguous.
     """
     folder = expand_path(source)
     if not source or not folder.is_dir():
@@ -121,10 +112,7 @@ def local_files(source: str, splits: Sequence[str]) -> dict[str, tuple[Path, ...
 
 
 def is_on_hub(config: TaskData) -> bool:
-    """Return whether `data.source` names a dataset of the Hugging Face hub.
-
-    Raises DataError if it names neither a hub dataset nor a local folder.
-    """
+    """Return whether `data.source` names a hub dataset. Raises DataError if it names no folder either."""
     return isinstance(config, Gsm8kData | MappedData) and local_files(config.source, []) is None
 
 
@@ -162,11 +150,7 @@ def _files_of(folder: Path, split: str) -> tuple[Path, ...]:
 
 
 def format_names(names: Iterable[str]) -> str:
-    """Join names for a message. Names after the first `_MOST_SHOWN` are only counted.
-
-    >>> format_names("abcdefghij")
-    'a, b, c, d, e, f, g, h and 2 more'
-    """
+    """Join names for a message. Names after the first `_MOST_SHOWN` are only counted."""
     found = list(names)
     more = f" and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""
     return ", ".join(found[:_MOST_SHOWN]) + more
@@ -216,7 +200,6 @@ def records_of(path: Path) -> Iterator[Record]:
 
 
 def _from_json(path: Path) -> Iterator[Record]:
-    """Read the objects of a file that has one object per line, or one array of objects."""
     is_first = True
     for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
@@ -288,7 +271,7 @@ def _from_hub(source: str, subset: str, split: str, revision: str) -> Iterator[R
 
 @cache
 def commit_of(source: str, revision: str) -> str:
-    """Return the commit of a branch or tag ('' means main). If the hub is unreachable, the local cache is used.
+    """Return the commit of a branch or tag ('' means main), from the local cache if the hub is unreachable.
 
     Raises DataError if neither the hub nor the cache knows the revision.
     """
@@ -310,7 +293,7 @@ def commit_of(source: str, revision: str) -> str:
 
 @cache
 def snapshot(source: str, revision: str) -> Path:
-    """Return the folder with the files of the dataset at the commit of `revision`. Missing files are downloaded.
+    """Return the folder of the dataset at the commit of `revision`. Missing files are downloaded.
 
     Raises DataError if a necessary download fails, and DiskSpaceError if the disk is full.
     """

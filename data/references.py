@@ -1,14 +1,8 @@
 """A check of each reference against its scorer before a run.
 
-If a scorer cannot read a reference, every correct response gets 0. A misread reference rewards wrong responses.
-Therefore each row is scored on two responses that must be correct. One is its solution. The other is its reference in a
-form that the scorer reads, such as `#### 18`. Program tests and countdown numbers have no such form, so their rows are
-scored only on the solution. If such a row has no solution, the scorer must at least accept the row without an error.
-
-A solution in a form that the scorer does not read is accepted if no warm start trains on it. For example, the solutions
-of GSM8K end with `####`, but `data.math` reads another form.
-
-The result is stored next to the datasets. Its name depends on the dataset and the scorer's code.
+Each row is scored on two responses that must be correct: its solution, and its reference in a form that the scorer
+reads, such as `#### 18`. A row without either must be scored without an error. A solution in another form is accepted
+if no warm start trains on it. The result is stored next to the datasets, under the dataset and the scorer's code.
 """
 
 import json
@@ -52,19 +46,14 @@ from rlcore.storage.documents import parse_json, read_ordinary
 from rlcore.storage.publish import write_json_atomically
 from rlcore.user_code import code_for
 
-VERSION = 1
-"""The version of the check. Increase it when the same rows and scorers give another result."""
-BUDGET_S = 60.0
-"""The time limit for one dataset, in seconds. If it is too short for all rows, the checked rows are spread evenly over
-the file.
-"""
+VERSION = 1  # increase it when the same rows and scorers give another result
+BUDGET_S = 60.0  # time limit for one dataset; the rows that are checked within it are spread evenly over the file
 SAMPLE = 64  # references for finding the form that a scorer reads
 MAX_SHOWN = 5  # rows in a message
 MAX_SAVED = 100  # rows in the stored result
 WRONG = "0"  # response for rows without a known correct response
 _BATCH = 128  # rows that are scored together, and lost if time runs out
-Form = tuple[str, str]
-"""The texts before and after a reference in a response."""
+Form = tuple[str, str]  # texts before and after a reference in a response
 FORMS: Mapping[str, Form | None] = {
     "data.math:score": ("\\boxed{", "}"),
     "data.gsm8k:score": ("#### ", ""),
@@ -72,17 +61,13 @@ FORMS: Mapping[str, Form | None] = {
     "data.countdown:score": None,
     PROGRAMS: None,
 }
-"""The form that each of Millrace's scorers reads, or None if it reads no reference. For any other scorer, each of the
-`USUAL_FORMS` is tried.
-"""
+"""The form that each of Millrace's scorers reads, or None if it reads no reference. Others: see `USUAL_FORMS`."""
 USUAL_FORMS: tuple[Form, ...] = (("", ""), ("\\boxed{", "}"), ("#### ", ""), ("<answer>", "</answer>"))
 
 
 @dataclass(frozen=True, slots=True)
 class RowReference:
-    """A row to check. `number` is its index in the split. `where` is the file and line. `truth_json` is the ground
-    truth as JSON.
-    """
+    """A row to check. `number` is its index in the split, `where` its file and line."""
 
     split: str
     number: int
@@ -94,10 +79,7 @@ class RowReference:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A row whose correct response does not get the full score. `answer` is the response, and `score` is its score.
-
-    `failure`: the error message if the scorer failed, otherwise ''.
-    """
+    """A row whose response `answer` must be correct but misses the full score. `failure`: the scorer's error, or ''."""
 
     split: str
     number: int
@@ -114,10 +96,7 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceReport:
-    """The result of a check. `rows` counts the checked rows by split. `total` counts all rows, checked or not.
-
-    `unmet` counts the checked rows without a full score by split. `shown` has the first of these rows.
-    """
+    """The numbers of checked (`rows`) and unmet rows by split, and of all rows. `shown`: the first unmet rows."""
 
     rows: Mapping[str, int]
     unmet: Mapping[str, int]
@@ -126,13 +105,11 @@ class ReferenceReport:
 
     @property
     def share(self) -> float:
-        """Return the share of checked rows without a full score, in the split where this share is largest."""
+        """Return the share of checked rows without a full score, in the split where it is largest."""
         return max((self.unmet[split] / self.rows[split] for split in self.unmet), default=0.0)
 
     def text(self, scorer: str) -> str:
-        """Describe the rows without a full score. The text gives the file and line of the first rows. Return '' if
-        there are no such rows.
-        """
+        """Describe the rows without a full score, or return '' if there are none."""
         num_checked, num_unmet = sum(self.rows.values()), sum(self.unmet.values())
         if self.total and not num_checked:
             return f"data.scorer: {scorer} has scored no reference in {BUDGET_S:g} s, so none is checked"
@@ -160,10 +137,7 @@ def is_checked(data: TaskData) -> bool:
 
 
 def check_parts(config: RunConfig, splits: Sequence[str] = SPLITS) -> str:
-    """Run `check_references` for each task of a run or of a suite, and join the warnings.
-
-    For a suite, `config` comes from `suite_settings`.
-    """
+    """Run `check_references` for each task of a run or a suite (`suite_settings`), and join the warnings."""
     if config.data.environment:
         return ""
     sandbox.set_limits(config.sandbox)
@@ -187,11 +161,9 @@ def check_references(
 ) -> str:
     """Check that the scorer of a task gives its references the full score. The dataset must exist.
 
-    `is_taught`: whether a warm start trains on the solutions. The result is stored for later starts. Return a warning
-    about rows without a full score, or ''.
-
-    Raises DataError if more than `reward.max_unmet_references` of a split's rows miss the full score. Raises
-    ConfigError if `reward.weights` names a part that the scorer does not return.
+    `is_taught`: whether a warm start trains on the solutions. Return a warning about rows without a full score, or ''.
+    Raises DataError if more than `reward.max_unmet_references` of a split's rows miss the full score, and ConfigError
+    if `reward.weights` names a part that the scorer does not return.
     """
     if not is_checked(data):
         return ""
@@ -297,9 +269,7 @@ class _Checker:
         )
 
     def _find_form(self, references: Sequence[tuple[RowReference, str]]) -> Form | None:
-        """Return the form in which most references get a full score. Return None if in each form fewer than half of
-        them do.
-        """
+        """Return the form in which most references get a full score, or None if fewer than half do."""
         counts: dict[Form, int] = {}
         for before, after in USUAL_FORMS:
             scores = self._scores([(f"{before}{text}{after}", row.truth_json) for row, text in references])
@@ -308,7 +278,7 @@ class _Checker:
         return best if 2 * counts[best] >= len(references) else None
 
     def mismatches(self, rows: Sequence[RowReference]) -> list[Mismatch]:
-        """Return the rows whose correct response misses the full score, and the rows on which the scorer fails."""
+        """Return the rows whose correct response misses the full score, and those where the scorer fails."""
         cases: list[tuple[RowReference, str, bool]] = []  # row, response, whether it is correct
         for row in rows:
             if row.solution:

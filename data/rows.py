@@ -4,16 +4,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-SPLITS = ("train", "validation")
-"""The splits of a dataset. The dataset of a suite has only `validation`."""
+SPLITS = ("train", "validation")  # the dataset of a suite has only `validation`
 
-PromptForm = Literal["text", "chat"]
-"""The form of a prompt. `text`: the only message is the whole prompt. `chat`: the chat template is applied."""
+PromptForm = Literal["text", "chat"]  # text: the only message is the whole prompt; chat: the chat template is applied
 
 GroundTruth = str | int | float | list[int] | Mapping[str, str | int | float | list[int]]
-"""A ground truth. It has the same shape in all rows. A scorer receives a value that is not a mapping as `{"answer":
-...}`.
-"""
+"""A ground truth, of the same shape in all rows. A scorer receives other values than mappings as `{"answer": ...}`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +24,8 @@ class Message:
 class Row:
     """One problem of a task.
 
-    `solution` is a response with a full score, or ''. `distractor` is a response of the same form with another result,
-    or ''. `difficulty` is the task's measure of difficulty, or 0. `data_source` and `ability` default to the values of
-    the task. `where` is the file and line for messages.
+    `solution` is a response with a full score. `distractor` is a response of the same form with another result.
+    `data_source` and `ability` default to the values of the task. `where` is the file and line for messages.
     """
 
     prompt: tuple[Message, ...]
@@ -45,10 +40,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class TaskRows:
-    """All rows of a task by split, and the properties of every row.
+    """All rows of a task by split, which may be generators, and the properties of every row.
 
-    Rows may be generators, so that a large dataset is never completely in memory. `ground_truth_type` is an Arrow type.
-    If it is None, the first row determines the type.
+    `ground_truth_type` is an Arrow type. If it is None, the first row determines the type.
     """
 
     data_source: str

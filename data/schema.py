@@ -1,11 +1,7 @@
 """The row schema as Arrow types, and functions for its parquet files, their provenance and their cards.
 
-A row has the usual columns: `data_source`, `prompt` (chat messages), `ability`, `reward_model{style, ground_truth}` and
-`extra_info{split, index, ...}`. The task determines the ground truth, which is a struct or a plain string. In the
-user's files, the columns `style`, `index` and `split` are ignored. They may be missing or have any type.
-
-Files are written in bounded memory, and the same rows always give the same bytes. A card is a README.md about the rows
-and their origin.
+The task determines the type of the ground truth. In the user's files, `style`, `index` and `split` are ignored. Files
+are written in bounded memory, and the same rows always give the same bytes.
 """
 
 import json
@@ -23,11 +19,8 @@ import pyarrow.parquet as pq
 from data.rows import SPLITS, Row, TaskRows
 from rlcore.errors import DataError
 
-PROVENANCE_KEY = b"millrace"
-"""The metadata key of the provenance in a parquet file. The provenance is a JSON document about the origin of the rows.
-"""
-ROWS_PER_GROUP = 8_192
-"""The number of rows in a parquet row group, and in a batch in memory."""
+PROVENANCE_KEY = b"millrace"  # metadata key of the JSON document about the origin of a file's rows
+ROWS_PER_GROUP = 8_192  # in a parquet row group, and in a batch in memory
 PROMPT_TYPE = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 EXTRA_INFO_TYPE = pa.struct(
     [
@@ -38,8 +31,7 @@ EXTRA_INFO_TYPE = pa.struct(
         ("distractor", pa.string()),
     ]
 )
-CARD = "README.md"
-"""The file name of a card."""
+CARD = "README.md"  # a page about the rows and their origin
 Check = Callable[[pa.DataType], bool]
 _encode = json.JSONEncoder(ensure_ascii=False, sort_keys=True).encode
 # A missing value as Python, NumPy, pandas and JSON write it.
@@ -101,11 +93,7 @@ _OPTIONAL: tuple[tuple[str, str, Check], ...] = (
 
 
 def require_row_schema(schema: pa.Schema, path: Path) -> None:
-    """Check the columns of a file.
-
-    Raises DataError if a column is missing or has a wrong type. The message lists all such columns with the expected
-    type, the actual type and a remedy.
-    """
+    """Raise DataError with the expected and actual types of all missing and mistyped columns of a file."""
     problems = []
     for name, expected, check in _RULES:
         found = find_type(schema, name)
@@ -144,7 +132,7 @@ def find_type(schema: pa.Schema, name: str) -> pa.DataType | None:
 
 
 def has_non_finite(ground_truth: object) -> bool:
-    """Return whether a ground truth contains NaN or an infinity, or is a text for a missing value, such as `nan`.
+    """Return whether a ground truth contains NaN or an infinity, or is a text for a missing value.
 
     >>> has_non_finite({"numbers": [1, 2.5, float("nan")]}), has_non_finite(["nan", 3]), has_non_finite("NaN")
     (True, False, True)
@@ -185,10 +173,7 @@ def open_parquet(path: Path) -> pq.ParquetFile:
 def read_batches(
     file: pq.ParquetFile, path: Path, num_rows: int, columns: Sequence[str] | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """Read the rows in batches of at most `num_rows`. `columns`: the columns to read, or None for all columns.
-
-    Raises DataError if a page is damaged. The message gives the number of rows before the damaged page.
-    """
+    """Read the rows in batches of at most `num_rows`. Raises DataError at a damaged page, with the rows before."""
     done = 0
     batches = file.iter_batches(batch_size=num_rows, columns=columns)
     while True:
@@ -203,7 +188,7 @@ def read_batches(
 
 
 def provenance(path: Path) -> dict[str, Any]:
-    """Return the provenance document of a file, or {} if it has none. Raises DataError if the file cannot be read."""
+    """Return the provenance document of a file, or {} if it has none. Raises DataError if it cannot be read."""
     raw = (open_parquet(path).metadata.metadata or {}).get(PROVENANCE_KEY)
     try:
         found = json.loads(raw) if raw else {}
@@ -218,16 +203,14 @@ def provenance_metadata(document: Mapping[str, Any]) -> dict[bytes, bytes]:
 
 
 def parquet_writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
-    """Return a writer that uses no dictionary encoding and no statistics, because values seldom repeat and no reader
-    filters by them.
-    """
+    """Return a writer without dictionaries and statistics, because no reader filters by values."""
     return pq.ParquetWriter(path, schema, compression="zstd", use_dictionary=False, write_statistics=False)
 
 
 def write_splits(
     directory: Path, task: TaskRows, document: Mapping[str, Any], splits: Sequence[str] = SPLITS
 ) -> dict[str, int]:
-    """Write `<split>.parquet` for each split with `document` as provenance. Return the number of rows of each split.
+    """Write `<split>.parquet` for each split with `document` as provenance. Return the numbers of rows.
 
     Raises DataError if a split is missing or has no rows.
     """
@@ -271,9 +254,7 @@ def _write(directory: Path, task: TaskRows, split: str, document: Mapping[str, A
 def _record_batch(
     rows: list[Row], task: TaskRows, split: str, start: int, schema: pa.Schema, example: object
 ) -> pa.RecordBatch:
-    """Return rows as a record batch. `example` is the first ground truth of the split, or None if the task sets the
-    type of ground truths.
-    """
+    """Return rows as a record batch. `example`: the first ground truth, if it determines the type."""
     columns = {
         "data_source": [row.data_source or task.data_source for row in rows],
         "prompt": [[{"role": m.role, "content": m.content} for m in row.prompt] for row in rows],
@@ -303,9 +284,7 @@ def _record_batch(
 
 
 def _extra_fields(value: object, example: object) -> Iterator[str]:
-    """Yield the fields of a ground truth that `example` lacks. The entries of a list are compared with the first entry
-    of the list in `example`.
-    """
+    """Yield the fields of a ground truth that `example`, or the first entry of a list in it, lacks."""
     if isinstance(value, Mapping) and isinstance(example, Mapping):
         for name, inner in value.items():
             yield from _extra_fields(inner, example[name]) if name in example else (name,)

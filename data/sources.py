@@ -1,7 +1,4 @@
-"""Tasks whose rows come from the user: parquet files in the row schema, columns of any dataset, or a function.
-
-The fingerprint of a custom dataset covers the source files of the function and the files that `data.options` names.
-"""
+"""Tasks whose rows come from the user: parquet files in the row schema, columns of any dataset, or a function."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,8 +31,8 @@ _COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 def build_parquet(settings: ParquetData, seed: int) -> TaskRows:
     """Return the rows of two parquet files, without columns outside the schema.
 
-    Raises DataError if a file cannot be read, breaks the schema or has an unusable row. Raises DataError if the files
-    differ in the type of ground truth or the form of prompt.
+    Raises DataError if a file or row is unusable, or the files differ in the type of ground truth or the form of
+    prompt.
     """
     files = _parquet_files(settings)
     types, forms = set(), set()
@@ -64,10 +61,7 @@ def _parquet_inputs(settings: ParquetData) -> dict[str, str]:
 
 
 def require_scorers(settings: ParquetData, splits: Sequence[str]) -> None:
-    """Check that every row of the splits has a known scorer.
-
-    Raises DataError if a row's data source has no known scorer, or if a file cannot be read.
-    """
+    """Raise DataError if a data source of the rows has no known scorer, or if a file cannot be read."""
     for path in (path for split, path in _parquet_files(settings).items() if split in splits):
         file = open_parquet(path)
         require_row_schema(file.schema_arrow, path)
@@ -121,9 +115,7 @@ def _parquet_row(values: Mapping[str, Any], where: str) -> Row:
 
 
 def build_mapped(settings: MappedData, seed: int) -> TaskRows:
-    """Return rows with questions and answers from the named columns of a dataset. Raises DataError if a record lacks a
-    column.
-    """
+    """Return rows from the named columns of a dataset. Raises DataError if a record lacks a column."""
     splits = {"train": settings.train_split, "validation": settings.validation_split}
     return TaskRows(
         data_source=settings.data_source or Path(settings.source).resolve().name,  # resolved: `.` has no name
@@ -178,10 +170,7 @@ def build_custom(settings: CustomData, seed: int) -> TaskRows:
 
 
 def _custom_inputs(settings: CustomData) -> dict[str, str]:
-    """Return the sha256 of the function's source files and of the files that `data.options` names.
-
-    Raises ConfigError if the module does not exist or has no source file.
-    """
+    """Return the sha256 of the function's source files and of the files that `data.options` names."""
     sources = code_for(settings.build)
     if not sources:
         raise ConfigError(

@@ -1,11 +1,7 @@
-"""The dataset stage, which turns settings into a published dataset.
+"""The dataset stage, which turns settings into a published dataset under a fingerprint.
 
-A task builds rows, and `data.schema` writes them as parquet files with a card. The folder is published under the
-fingerprint of everything that the rows depend on.
-
-Each data source of a mixture is built and filtered under a separate fingerprint. The folder of the mixture has no rows.
-Its manifest names the folders of the data sources in order. Weights, names and scorers remain in the settings, so
-another weight needs no new rows.
+Each data source of a mixture is built and filtered separately. The folder of the mixture has no rows: its manifest
+names the folders of the data sources in order. Weights, names and scorers stay in the settings.
 """
 
 from collections import Counter
@@ -21,23 +17,20 @@ from rlcore.config.fingerprint import fingerprint
 from rlcore.storage.manifest import PARTS_KEY, part_directories, read_finished_or_set_aside, read_manifest
 from rlcore.storage.publish import published_directory
 
-DATASET_FORMAT = 1
-"""The version of the file layout of a dataset. Increase it when the layout changes."""
+DATASET_FORMAT = 1  # version of the file layout
 _PLACES: Mapping[str, tuple[str, ...]] = {
     "gsm8k": ("source", "revision"),
     "parquet": ("train_file", "validation_file"),
     "mapped": ("revision",),  # `source` counts, because it may name the rows
 }
-"""The settings that are paths of files. The fingerprint contains the digests of the files instead of their paths."""
-_GENERATED = ("countdown", "reasoning_gym", "verifiers", "custom")
-"""The tasks with rows that depend on the seed."""
+"""The settings that are paths of files. The fingerprint contains the digests of the files instead."""
+_GENERATED = ("countdown", "reasoning_gym", "verifiers", "custom")  # tasks whose rows depend on the seed
 
 
 class Task(Protocol):
     """The interface of a task: a module `data.<task>`, or an entry of `data.sources.TASKS`."""
 
-    VERSION: int
-    """The version of the rows. It changes when the same settings and files give other rows."""
+    VERSION: int  # changes when the same settings and files give other rows
 
     def build(self, settings: Any, seed: int, /) -> TaskRows:
         """Return the rows of the task."""
@@ -48,9 +41,9 @@ class Task(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StageResult:
-    """The published directory of a stage. `cached` is true if the directory existed before.
+    """The published directory of a stage. `cached`: it existed before. `warning`: a remark about the rows, or ''.
 
-    `counts` has the rows of each split, and the omitted rows by reason. `warning` is a remark about the rows, or ''.
+    `counts` has the rows of each split, and the omitted rows by reason.
     """
 
     directory: Path
@@ -70,7 +63,7 @@ def task_of(config: TaskData) -> Task:
 
 
 def _origin(config: TaskData, seed: int) -> dict[str, Any]:
-    """Return everything that the rows depend on. The settings of scorers and environments are left out."""
+    """Return everything that the rows depend on, without the settings of scorers and environments."""
     left_out = {"scorer", "environment", "chat_template_kwargs", "seed", *_PLACES.get(config.task, ())}
     return {
         "format_version": DATASET_FORMAT,
@@ -83,10 +76,7 @@ def _origin(config: TaskData, seed: int) -> dict[str, Any]:
 
 
 def input_digests(config: DataConfig) -> dict[str, str]:
-    """Return the current digests of the input files. Raises DataError if a file is missing.
-
-    In a mixture, each name begins with the index of the data source.
-    """
+    """Return the digests of the input files, in a mixture by part. Raises DataError if a file is missing."""
     if isinstance(config, MixtureData):
         return _by_part([input_digests(part.data) for part in config.parts])
     return dict(task_of(config).inputs(config))
@@ -104,11 +94,7 @@ def _by_part(inputs: Sequence[Mapping[str, str]]) -> dict[str, str]:
 
 
 def dataset_fingerprint(config: DataConfig, seed: int, splits: Sequence[str] = SPLITS) -> str:
-    """Return the fingerprint of the task version, the settings, the input files and the names of the splits.
-
-    The seed is included only if the rows are generated from it. A mixture combines the fingerprints of its data
-    sources.
-    """
+    """Return the fingerprint of a dataset, before it is built. A mixture combines those of its parts."""
     if isinstance(config, MixtureData):
         return fingerprint("dataset-mixture", [dataset_fingerprint(part.data, seed) for part in config.parts])
     return fingerprint("dataset", {**_origin(config, seed), "splits": splits})
@@ -120,10 +106,10 @@ def dataset_directory(fingerprint: str, root: Path) -> Path:
 
 
 def build_dataset(config: DataConfig, *, seed: int, root: Path, splits: Sequence[str] = SPLITS) -> StageResult:
-    """Build and publish a dataset unless it exists. Each data source of a mixture is built separately.
+    """Build and publish a dataset unless it exists, with only `validation` for a suite (`splits`).
 
-    `splits`: the splits to write. A suite writes only `validation`. Raises DataError if the settings or source files
-    give no valid dataset. Raises DiskSpaceError if the disk is full. No partial dataset remains after an error.
+    Raises DataError if the settings or source files give no valid dataset, and DiskSpaceError if the disk is full. No
+    partial dataset remains after an error.
     """
     if isinstance(config, MixtureData):
         parts = [build_dataset(part.data, seed=seed, root=root) for part in config.parts]
@@ -143,9 +129,9 @@ def build_dataset(config: DataConfig, *, seed: int, root: Path, splits: Sequence
 
 
 def publish_mixture(kind: str, directory: Path, parts: Sequence[StageResult]) -> StageResult:
-    """Publish the folder of a mixture unless it exists. `kind` is `dataset` or `filtered`.
+    """Publish the folder of a mixture unless it exists, with the sums of the counts. `kind`: `dataset` or `filtered`.
 
-    The counts are sums over the data sources. Raises DiskSpaceError if the disk is full.
+    Raises DiskSpaceError if the disk is full.
     """
     counts = dict(sorted(sum((Counter(part.counts) for part in parts), Counter()).items()))
     if read_finished_or_set_aside(directory) is not None:

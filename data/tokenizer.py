@@ -1,18 +1,11 @@
 """A renderer and tokenizer for many prompts at a time, with exactly the results of the model's tokenizer.
 
-`PieceEncoder` tokenizes each different word only once. Byte-level BPE (as in GPT) first splits a text into words. It
-starts a new word at every single space between two visible characters. Therefore the ids of a text are the concatenated
-ids of its pieces. A piece is a word with the space before it. Prompts of one template or language share pieces.
+Byte-level BPE (as in GPT) first splits a text into words, and starts a new word at every single space between two
+visible characters. `PieceEncoder` therefore tokenizes each different word once and joins the ids. If a tokenizer does
+not split at spaces, or a text has other white space, the text is tokenized as a whole.
 
-If a tokenizer does not split at spaces, each text is tokenized as a whole. The tokenizer's description and a test on
-short texts decide whether it does. A text with white space other than single spaces and line ends is also tokenized as
-a whole.
-
-A response is tokenized together with its prompt, as the chat template writes both. The ids after the prompt are the
-targets.
-
-Token ids are stored as bytes, four for each id (int32), because bytes are fast to join and split. The transformers
-library is imported when a tokenizer is opened, so a cached filter starts quickly.
+A response is tokenized together with its prompt, as the chat template writes both. Token ids are stored as bytes, four
+for each id (int32), because bytes are fast to join and split.
 """
 
 import hashlib
@@ -59,12 +52,13 @@ class ResponseChangedError(Exception):
 
 
 class FastPathError(Exception):
-    """`PieceEncoder` and the tokenizer give different results. The filter restarts without `PieceEncoder`."""
+    """`PieceEncoder` and the tokenizer give different results."""
 
 
 def tokenizer_fingerprint(directory: Path) -> str:
-    """Return a hash (16 hex digits) of the tokenizer's files and the model's stop ids. Raises DataError if the
-    directory has no tokenizer file.
+    """Return a hash (16 hex digits) of the tokenizer's files and the model's stop ids.
+
+    Raises DataError if the directory has no tokenizer file.
     """
     digest = hashlib.sha256()
     found = [name for name in _FILES if (directory / name).is_file()]
@@ -82,7 +76,7 @@ def tokenizer_fingerprint(directory: Path) -> str:
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """Load the transformers tokenizer of a directory. Raises DataError if this fails or there is no fast tokenizer."""
+    """Load the transformers tokenizer of a directory. Raises DataError if this fails or it is not fast."""
     # AutoTokenizer ignores the tokenizer's own class for some config.json files.
     from rlcore.models.tokenizer import load_tokenizer as load_as_its_file_says
 
@@ -102,13 +96,10 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 class PromptTokenizer:
-    """A tokenizer that renders and tokenizes prompts and responses. `PieceEncoder` is checked on a sample of the texts.
+    """A tokenizer that renders and tokenizes prompts and responses. A sample checks `PieceEncoder`.
 
-    `tools`: JSON schemas of functions for the chat template. `chat_template_kwargs`: further variables for the
-    template.
-
-    Raises DataError if the tokenizer cannot be loaded, or if prompts are chats and there is no chat template. Raises
-    DataError if the template ignores the tools or a variable.
+    Raises DataError if the tokenizer cannot be loaded, chats have no chat template, or the template ignores the `tools`
+    (JSON schemas) or a variable of `chat_template_kwargs`.
     """
 
     def __init__(
@@ -151,12 +142,7 @@ class PromptTokenizer:
         self._around = (b"", b"") if chat else self._find_special_tokens()
 
     def texts(self, prompts: Sequence[Messages], where: Callable[[int], str] = lambda place: "") -> list[str]:
-        """Return the text of each prompt. A chat ends where the assistant's turn begins. The messages of a plain-text
-        prompt are joined.
-
-        `where`: a function that converts a prompt's index to the beginning of an error message. Raises DataError if a
-        prompt is invalid or cannot be rendered.
-        """
+        """Return the text of each prompt. `where`: the beginning of an error message for a prompt's index."""
         if not self.chat:
             return [self.render(prompt) for prompt in prompts]
         found = []
@@ -168,8 +154,7 @@ class PromptTokenizer:
         return found
 
     def prompt(self, messages: Messages, tools: Sequence[Any] = ()) -> str:
-        """Render a chat prompt. The text ends at the start of the assistant's turn. If the last message is already the
-        assistant's, the text ends after that message.
+        """Render a chat prompt up to the assistant's turn, or up to the end of the assistant's last words.
 
         Raises DataError if there is no user message, the last message ends its turn, or rendering fails.
         """
@@ -199,12 +184,10 @@ class PromptTokenizer:
     def encode_responses(
         self, prompts: Sequence[Messages], texts: Sequence[str], responses: Sequence[str]
     ) -> tuple[list[bytes], dict[int, str]]:
-        """Return the token ids of each response after its prompt, end token included. An empty response has no ids.
+        """Return the token ids of each response after its prompt (`texts`), with the end token.
 
-        If a response is not empty and has no ids, the second result maps its index to the reason. `texts`: the prompts
-        as text.
-
-        Raises DataError if a response has a word without a token. No model with this tokenizer can write the word.
+        An empty response has no ids. The second result maps other responses without ids to the reason. Raises DataError
+        if a response has a word without a token.
         """
         found, unwritten, wholes = [b""] * len(responses), dict[int, str](), dict[int, str]()
         for place, response in enumerate(responses):
@@ -228,12 +211,10 @@ class PromptTokenizer:
         return found, unwritten
 
     def require_response(self, prompt: str, whole: str, response: str) -> None:
-        """Check that the chat template writes a response after the prompt without changes, except in white space.
+        """Check that the template writes a response after the prompt unchanged, except in white space.
 
-        `whole`: the rendered text up to the end of the response's turn. If the prompt ends with an opening tag such as
-        `<think>`, the response may repeat the tag at its start.
-
-        Raises ResponseChangedError if the template changes the response.
+        `whole`: the text up to the end of the response's turn. The response may repeat an opening tag such as `<think>`
+        at the end of the prompt. Raises ResponseChangedError if the template changes the response.
         """
         if not whole.startswith(prompt):
             raise ResponseChangedError(f"does not write it behind {prompt[-40:]!r}, the end of the prompt")
@@ -244,13 +225,10 @@ class PromptTokenizer:
             raise ResponseChangedError("does not write it as it is")
 
     def response_ids(self, before: bytes, joint: bytes, written: str) -> bytes:
-        """Return the token ids of a response with its end token.
+        """Return the ids of a response with its end token, from the ids `before` it and up to its end.
 
-        `before`: the ids before the response. `joint`: the ids up to the end of the response's turn. `written`: the
-        text that `joint` adds to `before`. If a token of `joint` spans the end of the prompt, the response is tokenized
-        separately, because it is also sampled separately.
-
-        Raises ResponseChangedError if no token ends the response, or if no token begins at the end of the prompt.
+        `written`: the text that `joint` adds to `before`. It is tokenized alone if a token spans the end of the prompt.
+        Raises ResponseChangedError if no token ends the response, or if none begins at the end of the prompt.
         """
         found = joint[len(before) :] if joint.startswith(before) else self._from_boundary(before, joint, written)
         if not self.chat:
@@ -265,11 +243,11 @@ class PromptTokenizer:
         return found[: len(found) - len(closing) + ID_BYTES]
 
     def after_end(self) -> bytes:
-        """Return the ids that the template writes after the end token of a response. These ids are never sampled."""
+        """Return the ids that the template writes after the end token. They are never sampled."""
         return self._closing[1][ID_BYTES:]
 
     def with_unknown_words(self, encoded: Sequence[bytes]) -> list[int]:
-        """Return the indices of the texts with a word outside the vocabulary. `encoded` has the texts' token ids."""
+        """Return the indices of the encoded texts with a word outside the vocabulary."""
         unknown = self._tokenizer.unk_token_id
         # Byte-level tokenizers have tokens for every word; some use an end-of-text token as the unknown token.
         if unknown is None or self._pieces is not None:
@@ -279,10 +257,9 @@ class PromptTokenizer:
     def render(
         self, messages: Messages, *, opened: bool = True, continued: bool = False, tools: Sequence[Any] = ()
     ) -> str:
-        """Render messages as text. `opened`: whether the text ends with the beginning of the assistant's turn.
+        """Render messages as text. `opened`: the text ends with the beginning of the assistant's turn.
 
-        `continued`: whether the text ends with the last message, so that the message can be continued. `tools`:
-        function schemas for this text, instead of the schemas from the constructor.
+        `continued`: the text ends with the last message. `tools`: schemas instead of those from the constructor.
         """
         if not self.chat:
             return "".join(message["content"] for message in messages)
@@ -312,7 +289,7 @@ class PromptTokenizer:
 
     @cached_property
     def _closing(self) -> tuple[str, bytes]:
-        """The text that the template writes after a response, and the ids of this text from the first stop id on."""
+        """The text that the template writes after a response, and its ids from the first stop id on."""
         answered = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
         text = self.render(answered, opened=False).rpartition(_MARK)[2]
         [ids] = encode_whole(self.backend, [text])
@@ -320,9 +297,7 @@ class PromptTokenizer:
         return text, ids[int(ends[0]) * ID_BYTES :] if len(ends) else b""
 
     def _whole(self, prompt: Messages, text: str, response: str) -> str:
-        """Return the text of a prompt and its response, up to the end of the turn. Raises ResponseChangedError if the
-        template changes the response.
-        """
+        """Return the text of a prompt and its response, up to the end of the turn."""
         if not self.chat:
             return text + response
         try:
@@ -338,8 +313,7 @@ class PromptTokenizer:
         return whole
 
     def _joined(self, texts: Sequence[str], wholes: Collection[str]) -> Iterator[tuple[bytes, bytes]]:
-        """Return pairs: the ids of a prompt, and the ids of the prompt with its response. Plain text gets no special
-        tokens.
+        """Return the ids of each prompt, and those of the prompt with its response.
 
         If texts are tokenized by pieces, both begin at the last piece of the prompt.
         """
@@ -349,10 +323,7 @@ class PromptTokenizer:
         return zip(prompts, joints, strict=True)
 
     def _from_boundary(self, before: bytes, joint: bytes, written: str) -> bytes:
-        """Return the ids of the text `written` after the tokens `before`.
-
-        Some tokenizers put a mark before the first word of a text. Therefore `written` is also tried after a newline.
-        """
+        """Return the ids of the text `written` after the tokens `before`."""
         alone, line_end, behind = encode_whole(self.backend, [written, "\n", f"\n{written}"])
         ways = [alone, *([behind[len(line_end) :]] if behind.startswith(line_end) else [])]
         text = self._decode(joint)
@@ -375,9 +346,7 @@ class PromptTokenizer:
         return found
 
     def _require_read(self, names: Collection[str]) -> None:
-        """Raise DataError if the chat template does not read a variable in `names`. The transformers library would
-        ignore the variable.
-        """
+        """Raise DataError if the template does not read a variable, which transformers would ignore."""
         try:
             template = self._tokenizer.get_chat_template(tools=self._tools)
             # The extension parses tags of chat templates.
@@ -393,9 +362,7 @@ class PromptTokenizer:
             )
 
     def _find_special_tokens(self) -> tuple[bytes, bytes]:
-        """Return the special tokens that the tokenizer puts before and after plain text. A final end-of-sequence token
-        is left out.
-        """
+        """Return the tokens before and after plain text, without an end-of-sequence token."""
         [plain] = encode_whole(self.backend, ["a"])
         [full] = encode_whole(self.backend, ["a"], add_special_tokens=True)
         for start in range(0, len(full) - len(plain) + 1, ID_BYTES):
@@ -449,11 +416,11 @@ class PieceEncoder:
 
     @classmethod
     def of(cls, backend: Any) -> "PieceEncoder | None":
-        """Return an encoder for a `tokenizers.Tokenizer`, or None if the tokenizer does not split at single spaces."""
+        """Return an encoder, or None if the `tokenizers.Tokenizer` does not split at single spaces."""
         return cls(backend) if _is_byte_level(json.loads(backend.to_str())) and _cuts_at_spaces(backend) else None
 
     def encode(self, texts: Sequence[str]) -> list[bytes]:
-        """Return the token ids of each text. Texts that cannot be split at single spaces are tokenized as a whole."""
+        """Return the token ids of each text. Texts that cannot be split are tokenized as a whole."""
         found = [self._by_pieces(text) for text in texts]
         odd = [place for place, ids in enumerate(found) if ids is None]
         whole = iter(encode_whole(self._backend, [texts[place] for place in odd]))
@@ -470,7 +437,7 @@ class PieceEncoder:
 
 
 def _last_piece(text: str) -> int:
-    r"""Return the index of the last space, where the last piece begins. Return 0 if no piece may begin at this space.
+    r"""Return the index of the last space, where the last piece begins, or 0 if none may begin there.
 
     >>> _last_piece("add 1 and 2?\n"), _last_piece("add: ")
     (9, 0)

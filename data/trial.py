@@ -1,7 +1,7 @@
 """Rows of a task before its dataset is built, to detect errors early.
 
-The scorer and the tokenizer are tried on the first row. A user's build function creates this row in a process with a
-deadline. The command `python -m data.trial` reads settings and seed as JSON, and writes the row as JSON.
+A user's build function runs in a process with a deadline: `python -m data.trial` reads settings and seed as JSON, and
+writes its first row as JSON.
 """
 
 import json
@@ -36,9 +36,7 @@ from rlcore.errors import DataError, MillraceError
 from rlcore.rollout.by_part import with_scorer
 from rlcore.storage.manifest import read_manifest
 
-BUILD_DEADLINE_S = 20.0
-"""The seconds that a user's build function has for its first row. If the function needs longer, its rows are not tried.
-"""
+BUILD_DEADLINE_S = 20.0  # for the first row of a user's build function; the rows of a slower one are not tried
 _MARK = "first row for Millrace: "  # among lines that the build prints
 
 
@@ -53,8 +51,7 @@ class FirstRow:
 
 
 def first_row(config: TaskData, seed: int, root: Path) -> FirstRow | None:
-    """Return the first training row. It is read from the dataset if the dataset exists. Return None if building the row
-    would take long.
+    """Return the first training row, or None if building it would take long. An existing dataset is read.
 
     Raises DataError if the task cannot be built with these settings.
     """
@@ -73,14 +70,11 @@ def first_row(config: TaskData, seed: int, root: Path) -> FirstRow | None:
 def validate_rows(
     config: TaskData, seed: int, root: Path, splits: Sequence[str] = SPLITS, *, each_once: bool
 ) -> int | None:
-    """Check the rows of local files by building them. This takes 0.5 s for 100,000 rows. Nothing is built if the
-    dataset exists.
+    """Check the rows of local files by building them, unless the dataset exists.
 
-    Rows of the hub, of parquet files and of a user's build function are not built. For parquet files, only the scorer
-    of each row is checked. `each_once`: whether a repeated prompt in a split is an error, as in the filter. A prompt in
-    both splits is always an error. Return the number of rows in the first split, or None if no rows are built.
-
-    Raises DataError with file and line if a row is unusable.
+    For parquet files, only the scorer of each row is checked. A prompt in both splits is an error, and with `each_once`
+    a repeated prompt in a split. Return the number of rows in the first split, or None if no rows are built. Raises
+    DataError with file and line if a row is unusable.
     """
     if isinstance(config, ParquetData):
         require_scorers(config, splits)

@@ -1,7 +1,6 @@
 """Tasks of the package verifiers: the prompts and rewards of a taskset, without a harness.
 
-The ground truth of a row is the taskset's name, its options and the task's data as JSON. A taskset whose tasks need
-tools, a runtime or a separate environment is refused.
+A taskset whose tasks need tools, a runtime or a separate environment is refused.
 """
 
 import inspect
@@ -24,11 +23,10 @@ from rlcore.user_code import code_for
 if TYPE_CHECKING:
     from rlcore.config.data import VerifiersData
 
-VERSION = 1
-"""The version of the rows. Increase it when the same settings give different rows."""
+VERSION = 1  # increase it when the same settings give different rows
 PACKAGE = "verifiers"
+# methods of a task that need the runtime or the tool servers of a harness
 _HOOKS = ("setup", "finalize", "stage_verifier", "toolsets")
-"""The methods of a task that need the runtime or the tool servers of a harness."""
 
 
 def inputs(settings: "VerifiersData") -> dict[str, str]:
@@ -47,10 +45,7 @@ def inputs(settings: "VerifiersData") -> dict[str, str]:
 
 
 def build(settings: "VerifiersData", seed: int) -> TaskRows:
-    """Return the tasks in random order, the held-out ones first. An infinite taskset keeps its order.
-
-    If `validation_options` is set, the held-out tasks come from the taskset with these options.
-    """
+    """Return the tasks in random order, the held-out ones first. An infinite taskset keeps its order."""
     count, split = settings.validation_size, {**settings.taskset_options, **settings.validation_options}
     rows = _rows(settings, settings.taskset_options, seed)
     held_out = list(islice(_rows(settings, split, seed) if settings.validation_options else rows, count))
@@ -88,9 +83,7 @@ def _messages(name: str, data: Any) -> Iterator[Message]:
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score a response by the weighted rewards of the task. The parts of the score are the unweighted rewards and the
-    metrics.
-    """
+    """Score a response by the weighted rewards of the task. The parts are the unweighted rewards and the metrics."""
     v1 = import_module(f"{PACKAGE}.v1")
     tasks = _taskset(str(ground_truth["taskset"]), str(ground_truth["options"]))
     kind = type(tasks).task_type()
@@ -112,9 +105,7 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
 
 @cache
 def _taskset(name: str, options: str) -> Any:
-    """Return the taskset that `name` (`module:Class`) selects. `options`: its options as JSON. Raises DataError if the
-    taskset cannot be used.
-    """
+    """Return the taskset `name` (`module:Class`) with `options` (JSON). Raises DataError if it cannot be used."""
     try:
         v1, generic = (import_module(f"{PACKAGE}.v1{part}") for part in ("", ".utils.generic"))
         kind = resolve_name(name)

@@ -4,8 +4,8 @@ r"""Reader for written numbers. It reads one number from a text or its LaTeX, ex
     decimal    2.5   .5   5.                        mixed        12\frac12   12 1/2
     recurring  0.\overline{3}   0.\bar{3}   0.(3)   scientific   2.5 \times 10^3   1e-05
 
-A number may have a sign, a currency, a percent sign or a unit. Other texts are refused, because they need arithmetic or
-are not numbers. Examples are `36/2` (18), `9+9`, `2^{10}`, `--5`, `18 \times 10`, `18 million`, `5 ft 2 in`.
+A number may have a sign, a currency, a percent sign or a unit. Texts that need arithmetic or are not numbers, such as
+`36/2`, `2^{10}`, `--5`, `18 \times 10`, `18 million` and `5 ft 2 in`, are refused.
 """
 
 import re
@@ -166,7 +166,7 @@ class Number(NamedTuple):
         return f"{self.value}{'%' * self.percent}"
 
     def matches(self, other: "Number") -> bool:
-        """Return whether two numbers are equal. If only one is a finite decimal, six decimal places must agree.
+        """Return whether two numbers are equal, to six decimal places if only one is a finite decimal.
 
         A percentage equals the number before the percent sign (50% is 50), unless it is below 1%. It also equals a
         hundredth of that number (50% is 0.5), unless the hundredth is a whole number.
@@ -186,7 +186,6 @@ def _same(one: Fraction, other: Fraction) -> bool:
 
 
 def _ends(value: Fraction) -> bool:
-    """Return whether the value is a finite decimal."""
     return pow(10, value.denominator.bit_length(), value.denominator) == 0
 
 
