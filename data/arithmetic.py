@@ -6,6 +6,7 @@ An expression has integers, `+ - * /`, parentheses and ASCII white space: no una
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 MAX_EXPRESSION_CHARS = 1_000
 """The maximum number of characters in an expression. It bounds time and memory."""
@@ -41,9 +42,9 @@ def evaluate(text: str) -> Expression | None:
     numbers: list[int] = []
     values: list[Rational] = []
     done: list[_Operation] = []
-    pending: list[str] = []  # operators and open brackets, innermost last
+    pending = ["("]  # operators and open brackets, innermost last
     wants_operand = True
-    for token in _TOKEN.findall(text):
+    for token in (*_TOKEN.findall(text), ")"):
         if token == "(" or token[0].isdigit():
             if not wants_operand:
                 return None
@@ -58,7 +59,9 @@ def evaluate(text: str) -> Expression | None:
             return None
         precedence = _PRECEDENCE.get(token, 0)
         while pending and pending[-1] != "(" and _PRECEDENCE[pending[-1]] >= precedence:
-            _apply(values, pending.pop(), done)
+            right, left, operator = values.pop(), values.pop(), pending.pop()
+            values.append(apply(left, operator, right))
+            done.append((left, operator, right, values[-1]))
         if token != ")":
             pending.append(token)
             wants_operand = True
@@ -66,10 +69,8 @@ def evaluate(text: str) -> Expression | None:
             return None
         else:
             pending.pop()
-    if wants_operand or "(" in pending:
+    if pending:
         return None
-    while pending:
-        _apply(values, pending.pop(), done)
     numerator, denominator = values[0]
     return Expression(tuple(numbers), Fraction(numerator, denominator) if denominator else None, tuple(done))
 
@@ -89,22 +90,17 @@ def calculate(expression: str) -> str:
     return "division by zero" if found.value is None else str(found.value)
 
 
-def _apply(values: list[Rational], operator: str, done: list[_Operation]) -> None:
-    """Replace the last two entries of `values` by the result of an operation. Division by zero gives a denominator of
-    0.
+def apply(left: tuple[Any, Any], operator: str, right: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Apply an operation to fractions of integers or of arrays. The result is not reduced.
+
+    A division by zero gives a denominator of 0, which all later operations keep.
     """
-    (c, d), (a, b) = values.pop(), values.pop()
-    if b == 0 or d == 0:
-        values.append((0, 0))
-    elif operator == "+":
-        values.append((a * d + c * b, b * d))
-    elif operator == "-":
-        values.append((a * d - c * b, b * d))
-    elif operator == "*":
-        values.append((a * c, b * d))
-    else:
-        values.append((a * d, b * c) if c else (0, 0))
-    done.append(((a, b), operator, (c, d), values[-1]))
+    (a, b), (c, d) = left, right
+    if operator == "+":
+        return a * d + c * b, b * d
+    if operator == "-":
+        return a * d - c * b, b * d
+    return (a * c, b * d) if operator == "*" else (a * d, b * c * (d != 0))
 
 
 @dataclass(frozen=True, slots=True)

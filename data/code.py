@@ -12,17 +12,15 @@ import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from data.records import Record, records
 from data.rows import Message, Row, TaskRows
+from rlcore.config.data import CustomData
 from rlcore.errors import DataError
 from rlcore.sandbox import ProgramResult, current_limits
 from rlcore.sandbox import run_python as run_in_sandbox
 from rlcore.score import Score
-
-if TYPE_CHECKING:
-    from rlcore.config.data import CustomData
 
 _INSTRUCTION = "Answer with one Python program in a block that begins with ```python and ends with ```."
 _BLOCK = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL)
@@ -32,7 +30,7 @@ _AFTER_THE_FUNCTION = re.compile(r"\n(?:class|def|#|if|print|@|```)")  # the usu
 _SPLITS = {"train": "train", "validation": "test"}
 
 
-def build(settings: "CustomData", seed: int) -> TaskRows:
+def build(settings: CustomData, seed: int) -> TaskRows:
     """Return the first `data.train_size` and `data.validation_size` problems. Raises DataError if a line is invalid."""
     if len(settings.options) != 1:
         raise DataError(f"data.options: must name the folder of train.jsonl and test.jsonl; got {settings.options}")
@@ -75,10 +73,7 @@ def _is_test(test: object) -> bool:
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score a program by the share of tests that pass within `sandbox.time_s`.
-
-    The part `passed` is 1 if all tests pass. The part `compiles` is 0 after a syntax error, otherwise 1.
-    """
+    """Score a program by the share of tests that pass within `sandbox.time_s`. `compiles`: 0 after a syntax error."""
     if "entry_point" in ground_truth:
         program = _completed(str(ground_truth["prompt"]), response, str(ground_truth["entry_point"]))
         tests = [f"{ground_truth['test']}\ncheck({ground_truth['entry_point']})"]
@@ -105,11 +100,7 @@ def program_of(response: str) -> str:
 
 
 def _completed(prompt: str, response: str, entry_point: str) -> str:
-    """Join the prompt of a function and a response that continues the function or defines it again.
-
-    A continuation is indented and ends at the usual stop sequences. A new definition is the last code block that
-    defines the function, otherwise the last code block, otherwise the whole response.
-    """
+    """Join the prompt of a function and a response that continues it (indented) or defines it again."""
     if not _CONTINUES.match(response):
         definition = re.compile(rf"^(?:async )?def {re.escape(entry_point)}\b", re.MULTILINE)
         blocks = _BLOCK.findall(response) or [response]

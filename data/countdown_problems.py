@@ -1,20 +1,19 @@
 """Countdown problems that are solvable by construction. The two splits share no multiset of numbers.
 
-A small space of problems is enumerated (5,326 in the demo). Otherwise random equations are drawn, in chunks that are
-seeded by (seed, chunk). With uniform targets (`data.targets`), numbers and targets are drawn independently, and only
-solvable pairs are kept.
+A small space is enumerated (5,326 problems in the demo). Otherwise random equations are drawn in chunks, each with a
+generator seeded by (seed, chunk). With `data.targets=uniform`, numbers and targets are drawn independently.
 """
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations_with_replacement, count, permutations
+from itertools import chain, combinations_with_replacement, count, permutations
 from math import comb, gcd
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data.arithmetic import Rational, Term, evaluate, join
+from data.arithmetic import Rational, Term, apply, evaluate, join
 from rlcore.config.data import CountdownData
 from rlcore.errors import DataError
 
@@ -55,10 +54,7 @@ class Problem:
         return len(self.numbers) - 1
 
     def wrong_tries(self, most: int, operations: Sequence[str], seed: int) -> list[str]:
-        """Return at most `most` equations over all numbers that miss the target, the nearest one last.
-
-        Every intermediate value is a non-negative whole number.
-        """
+        """Return at most `most` equations over all numbers that miss the target, the nearest one last."""
         rng = random.Random(f"{seed} {self.numbers} {self.target}")
         wanted = rng.randint(0, most)
         found: dict[int, str] = {}
@@ -76,19 +72,14 @@ class Problem:
         found.pop(self.target, None)
         return [found[value] for value in sorted(found, key=lambda value: abs(value - self.target))[:wanted]][::-1]
 
-    def proved(self) -> "Problem":
-        """Check the equation with the arithmetic of the scorer, and return this problem."""
-        found = evaluate(self.solution)
+    def __post_init__(self) -> None:
+        found = evaluate(self.solution)  # as the scorer does
         if found is None or found.value != self.target or sorted(found.numbers) != sorted(self.numbers):
             raise AssertionError(f"{self} does not solve itself")
-        return self
 
 
 def generate(settings: CountdownData, seed: int) -> Mapping[str, list[Problem]]:
-    """Return the problems of both splits in their final order.
-
-    Raises DataError if numbers are too large or the settings allow fewer problems than requested.
-    """
+    """Return the problems of both splits in their final order. Raises DataError if the settings allow too few."""
     _check_range(settings)
     if _is_enumerated(settings):
         found = _enumerate_problems(settings, seed)
@@ -123,7 +114,7 @@ def _check_range(settings: CountdownData) -> None:
 
 
 def _classes(settings: CountdownData) -> list[tuple[int, ...]]:
-    """Return the difficulty classes as tuples of operand counts, or one class if they are not balanced."""
+    """Return the difficulty classes as tuples of operand counts."""
     counts = tuple(range(settings.min_numbers, settings.max_numbers + 1))
     return [(n,) for n in counts] if settings.balance_difficulty else [counts]
 
@@ -135,7 +126,6 @@ def _quotas(settings: CountdownData) -> list[Mapping[str, int]]:
 
 
 def _enumerate_problems(settings: CountdownData, seed: int) -> dict[str, list[Problem]]:
-    """Select the rows of both splits from all problems. Problems with the same numbers stay in one split."""
     rng = np.random.default_rng((seed, 0))
     found: dict[str, list[Problem]] = {_TRAIN: [], _VALIDATION: []}
     for counts, quota in zip(_classes(settings), _quotas(settings), strict=True):
@@ -175,16 +165,14 @@ def _problems_of(numbers: Multiset, settings: CountdownData, rng: np.random.Gene
             other = int(rng.integers(len(ordered) - 1))
             value = ordered[other + (other >= position)]
             distractor = targets[value]
-        problems.append(Problem(shown, target, targets[target], distractor, value).proved())
+        problems.append(Problem(shown, target, targets[target], distractor, value))
     return problems
 
 
 def _deal(
     groups: list[list[Problem]], num_held_out: int, rng: np.random.Generator
 ) -> tuple[list[Problem], list[Problem]]:
-    """Divide groups of problems at random into at most `num_held_out` held-out problems and training problems."""
-    held_out: list[Problem] = []
-    rest: list[Problem] = []
+    held_out, rest = list[Problem](), list[Problem]()
     for index in rng.permutation(len(groups)).tolist():
         fits = len(held_out) + len(groups[index]) <= num_held_out
         (held_out if fits else rest).extend(groups[index])
@@ -228,19 +216,9 @@ def solve(numbers: tuple[int, ...], operations: tuple[str, ...]) -> dict[Rationa
 
 def _apply(left: Rational, operation: str, right: Rational) -> Rational | None:
     """Return the reduced result of an operation, with a positive denominator. Return None for a division by zero."""
-    (a, b), (c, d) = left, right
-    if operation == "+":
-        top, bottom = a * d + c * b, b * d
-    elif operation == "-":
-        top, bottom = a * d - c * b, b * d
-    elif operation == "*":
-        top, bottom = a * c, b * d
-    elif c == 0:
-        return None
-    else:
-        top, bottom = (a * d, b * c) if c > 0 else (-a * d, -b * c)
-    divisor = gcd(top, bottom)
-    return top // divisor, bottom // divisor
+    top, bottom = apply(left, operation, right)
+    divisor = gcd(top, bottom) if bottom > 0 else -gcd(top, bottom)
+    return (top // divisor, bottom // divisor) if bottom else None
 
 
 def _random_equations(
@@ -258,11 +236,9 @@ def _random_equations(
         j += j >= i
         code = codes[rng.integers(len(codes), size=rows)]
         plan[:, step] = np.stack([i, j, code], axis=1)
-        a, b, c, d = top[every, i], bottom[every, i], top[every, j], bottom[every, j]
-        # A division by zero leaves a denominator of 0, which every later step keeps at 0.
-        bottom[every, i] = np.where(code == 3, b * c, b * d)
-        top[every, i] = np.choose(code, [a * d + c * b, a * d - c * b, a * c, a * d])
-        bottom[every, i] *= d != 0
+        pair = (top[every, i], bottom[every, i]), (top[every, j], bottom[every, j])
+        results = zip(*(apply(pair[0], sign, pair[1]) for sign in _SIGNS), strict=True)
+        top[every, i], bottom[every, i] = (np.choose(code, result) for result in results)
         top[every, j], bottom[every, j] = top[:, left - 1], bottom[:, left - 1]
     return (top[:, 0], bottom[:, 0]), plan
 
@@ -286,7 +262,7 @@ def equations_for(
                     continue
                 merges = [*made, (i, j, _SIGNS.index(sign))]
                 left = list(slots)
-                left[i] = _merge(slots[i], sign, slots[j])
+                left[i] = apply(slots[i], sign, slots[j])
                 left[j] = left[-1]
                 left.pop()
                 if len(left) > 1:
@@ -304,18 +280,7 @@ def equations_for(
     return plan, solved
 
 
-def _merge(left: Fraction, sign: str, right: Fraction) -> Fraction:
-    """Apply one operation. A division by zero gives a denominator of 0, which all later operations keep."""
-    (a, b), (c, d) = left, right
-    if sign == "/":
-        return a * d, b * c * (d != 0)
-    if sign == "*":
-        return a * c, b * d
-    return (a * d + c * b if sign == "+" else a * d - c * b), b * d
-
-
 def _equation(numbers: list[int], plan: list[list[int]]) -> str:
-    """Return the text of a drawn equation."""
     slots = [Term(str(number), 3) for number in numbers]
     for i, j, code in plan:
         slots[i] = join(slots[i], _SIGNS[code], slots[j])
@@ -363,11 +328,7 @@ def draw_chunk(settings: CountdownData, seed: int, chunk: int) -> list[Problem]:
 
 
 def _with_uniform_targets(settings: CountdownData, rng: np.random.Generator, n: int) -> list[Problem]:
-    """Draw problems of n numbers with targets that are independent of the numbers.
-
-    Several targets are tried for each draw, because four numbers reach only one in twenty targets up to 1,000. All
-    pairs of numbers and a target remain equally likely.
-    """
+    """Draw problems of n numbers with targets that are independent of the numbers."""
     numbers = rng.integers(settings.number_low, settings.number_high + 1, size=(CHUNK, n))
     num_targets = min(_MOST_TARGETS, 1 + (settings.target_high - settings.target_low) // _MOST_TARGETS)
     targets = rng.integers(settings.target_low, settings.target_high + 1, size=(CHUNK, num_targets))
@@ -388,7 +349,7 @@ def _problems(
     shown = np.sort(numbers, axis=1) if settings.template == "bare" else np.take_along_axis(numbers, order, axis=1)
     columns = (shown, numbers, target, plan, other, other_value, is_open)
     return [
-        Problem(tuple(seen), goal, _equation(row, steps), "" if none else _equation(row, wrong), value).proved()
+        Problem(tuple(seen), goal, _equation(row, steps), "" if none else _equation(row, wrong), value)
         for seen, row, goal, steps, wrong, value, none in zip(*(c.tolist() for c in columns), strict=True)
     ]
 
@@ -400,7 +361,7 @@ class _Dealer:
         self._seed = seed
         self._class_of = {n: index for index, counts in enumerate(_classes(settings)) for n in counts}
         self._quotas = _quotas(settings)
-        self._found: list[dict[str, list[Problem]]] = [{_TRAIN: [], _VALIDATION: []} for _ in self._quotas]
+        self._found = {split: [list[Problem]() for _ in self._quotas] for split in (_TRAIN, _VALIDATION)}
         self._seen: set[tuple[Multiset, int]] = set()
         self._num_wanted = self._num_new = 0
         held_out = settings.validation_size
@@ -412,27 +373,23 @@ class _Dealer:
         for number, problems in enumerate(chunks, start=1):
             for problem in problems:
                 self._add(problem)
-            if all(len(found[split]) == size for split, size, found in self._state()):
-                return {
-                    split: [problem for found in self._found for problem in found[split]]
-                    for split in (_TRAIN, _VALIDATION)
-                }
+            if all(len(found) == size for _, size, found in self._state()):
+                return {split: list(chain.from_iterable(found)) for split, found in self._found.items()}
             if number % _STALL_CHUNKS == 0:
                 if self._num_new <= _STALL_SHARE * self._num_wanted:
                     self._refuse(number * CHUNK)
                 self._num_wanted = self._num_new = 0
         raise AssertionError("the stream of chunks is endless")
 
-    def _state(self) -> Iterator[tuple[str, int, dict[str, list[Problem]]]]:
-        for quota, found in zip(self._quotas, self._found, strict=True):
-            for split, size in quota.items():
-                yield split, size, found
+    def _state(self) -> Iterator[tuple[str, int, list[Problem]]]:
+        for index, quota in enumerate(self._quotas):
+            yield from ((split, size, self._found[split][index]) for split, size in quota.items())
 
     def _add(self, problem: Problem) -> None:
         multiset = tuple(sorted(problem.numbers))
         index = self._class_of[len(multiset)]
         split = _VALIDATION if _unit_hash(multiset, self._seed) < self._share else _TRAIN
-        found = self._found[index][split]
+        found = self._found[split][index]
         if len(found) == self._quotas[index][split]:
             return
         self._num_wanted += 1
@@ -442,7 +399,7 @@ class _Dealer:
             self._num_new += 1
 
     def _refuse(self, num_draws: int) -> None:
-        had = ", ".join(f"{len(found[split]):,} of {size:,} for {split}" for split, size, found in self._state())
+        had = ", ".join(f"{len(found):,} of {size:,} for {split}" for split, size, found in self._state())
         raise DataError(
             f"countdown: {num_draws:,} draws gave {had} problems, and less than one in a hundred is still new. These "
             "settings allow hardly more: ask for fewer rows (data.train_size, data.validation_size), or widen the "

@@ -138,7 +138,7 @@ def tokenize_demonstrations(
 
 
 def check_first_row(config: WarmStartConfig) -> None:
-    """Raise DataError if the file has no row or the form of its first row is wrong. Nothing is tokenized."""
+    """Raise DataError if the file has no row or the form of its first row is wrong."""
     file = Path(config.demonstrations or "").expanduser()
     if (first := next(records_of(file), None)) is None:
         raise DataError(f"warm_start.demonstrations: {file} must have rows, and is empty. Name another file")
@@ -150,7 +150,6 @@ def check_first_row(config: WarmStartConfig) -> None:
 
 
 def _rows_that_fit(file: Path, encoder: Encoder, max_tokens: int, counts: Counter[str]) -> list[Tokenized]:
-    """Return the rows that are kept, in order. Count the omitted rows by reason in `counts`."""
     rows, kept, seen = records_of(file), [], set()
     encode: Encode | None = None
     while batch := list(islice(rows, ROWS_PER_GROUP)):
@@ -184,7 +183,6 @@ class _Conversation:
 
     @property
     def learned(self) -> list[int]:
-        """Return the indices of the messages that are targets."""
         return [n for n, message in enumerate(self.messages) if message["role"] == "assistant" and n >= self.first]
 
 
@@ -193,7 +191,6 @@ def _is_conversation(values: Mapping[str, Any]) -> bool:
 
 
 def _conversation(row: Record) -> _Conversation:
-    """Return the checked conversation of a row."""
     if not _is_conversation(row.values):
         columns = ", ".join(map(str, row.values)) or "none"
         raise DataError(
@@ -233,7 +230,6 @@ def _turns(row: Record) -> tuple[Any, int]:
 
 
 def _message(found: object, where: str) -> dict[str, Any]:
-    """Return a message with its content as one text."""
     message = found if isinstance(found, dict) else {}
     role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
     if role not in ROLES:
@@ -284,7 +280,6 @@ def _require_text(found: object, what: str) -> None:
 
 
 def _encoder(tokenizer_dir: Path, chat_template_kwargs: Mapping[str, Any] | None, first: Record) -> Encode:
-    """Return the function that tokenizes rows of the form of the first row."""
     if _is_conversation(first.values):
         return _Conversations(tokenizer_dir, chat_template_kwargs).encode
     _require_completion(first)

@@ -170,7 +170,6 @@ class _Filter:
         self._held_out = _HeldOut("row {} of the validation split", "Remove it from one of the two files")
 
     def write(self, split: str, source: Path, target: Path, document: Mapping[str, Any]) -> None:
-        """Write the selected rows of a split. `document` becomes part of the provenance."""
         file, origin = open_parquet(source), provenance(source)
         require_row_schema(file.schema_arrow, source)
         self._split, self._source = split, source
@@ -246,7 +245,6 @@ class _Filter:
         return prompts
 
     def _without_duplicates(self, texts: Sequence[str], numbers: Sequence[Multiset], start: int) -> list[int]:
-        """Return the positions in the batch of the rows to keep."""
         keys = [hash(text) for text in texts]
         if self._split == "validation":
             self._held_out.add(keys, range(start, start + len(keys)))
@@ -272,7 +270,6 @@ class _Filter:
         return rows
 
     def _rows_that_fit(self, rows: list[int], ids: list[bytes], start: int) -> Sequence[int]:
-        """Return the indices in `ids` of the prompts that fit or will be truncated."""
         limit = self._config.max_prompt_tokens
         lengths = np.array([len(prompt) for prompt in ids], dtype=np.int64) // ID_BYTES
         fits = (lengths > 0) & (lengths <= limit)
@@ -303,7 +300,6 @@ def _as_lists(rows: list[bytes]) -> pa.ListArray:
 
 
 def _refuse_answer(where: str, words: str, solution: str, ground_truth: object) -> None:
-    """Raise DataError if the assistant's text at the end of a prompt ends with the solution or ground truth."""
     for name, text in (("solution", solution), ("ground truth", str(ground_truth))):
         if text.strip() and re.search(rf"(?<!\w){re.escape(text.strip())}\W*\Z", words):
             raise DataError(
@@ -327,7 +323,7 @@ def multisets(ground_truths: pa.Array) -> list[Multiset]:
 
 
 class _HeldOut:
-    """An index of held-out rows by prompt and by multiset of numbers. `named`: a template that describes a row."""
+    """An index of held-out rows by prompt and by multiset of numbers."""
 
     def __init__(self, named: str, remedy: str) -> None:
         self._named, self._remedy = named, remedy
@@ -338,7 +334,6 @@ class _HeldOut:
             self._places.setdefault(key, place)
 
     def refuse(self, path: Path, start: int, *keys_of_rows: Sequence[Any]) -> None:
-        """Raise DataError if a training row has a key of a held-out row. `start`: index of the first row."""
         for keys in keys_of_rows:
             for position, key in enumerate(keys if not self._places.keys().isdisjoint(keys) else ()):
                 if key in self._places:
@@ -351,7 +346,6 @@ class _HeldOut:
 
 
 def _require_no_leak(directories: Sequence[Path]) -> None:
-    """Raise DataError if a part of a mixture trains on a held-out row of another part."""
     held_out = _HeldOut(
         "a held-out row of {}, another part of the mixture",
         "Choose parts that do not overlap (other numbers, other sources), or remove the row",
@@ -365,7 +359,6 @@ def _require_no_leak(directories: Sequence[Path]) -> None:
 
 
 def _keys(path: Path) -> Iterator[tuple[int, list[bytes], list[Multiset]]]:
-    """Yield for each batch the index of its first row, the prompt ids of its rows, and their multisets of numbers."""
     start = 0
     for batch in read_batches(open_parquet(path), path, ROWS_PER_GROUP):
         ids = batch.column("prompt_ids")

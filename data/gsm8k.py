@@ -69,7 +69,7 @@ def _rows(settings: "Gsm8kData", split: str) -> Iterator[Row]:
 
 
 def reference_number(answer: str, where: str) -> str:
-    """Return the number after `####` without thousands separators. Raises DataError if there is none."""
+    """Return the number after `####` without thousands separators."""
     found = re.search(r"#### (-?[0-9][0-9.,]*)\s*$", answer)
     if found is None:
         raise DataError(f"{where}: the answer must end in '#### <number>', got {answer[-40:]!r}; repair or remove it")
@@ -143,7 +143,6 @@ def _words(text: str) -> list[str]:
 
 
 def _has_digit(word: str) -> bool:
-    """Return whether a word contains a digit of any script, a superscript or a fraction."""
     return any(letter.isnumeric() for letter in word)
 
 

@@ -26,10 +26,7 @@ _END_OF_WORD = re.compile("[.,?!'\"]")
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score by the share of followed instructions. The part `correct` is 1 if all are followed.
-
-    Raises DataError for an unknown instruction, and ConfigError if the package langdetect is needed and missing.
-    """
+    """Score by the share of followed instructions. The part `correct` is 1 if all are followed."""
     names, settings = (json.loads(str(ground_truth[name])) for name in ("instruction_id_list", "kwargs"))
     followed = [_follows(response, *pair) for pair in zip(names, settings, strict=True)]
     parts = {"correct": all(followed), "num_followed": sum(followed), "num_instructions": len(followed)}

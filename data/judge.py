@@ -33,10 +33,7 @@ class _BusyError(JudgeError):
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score a response by the judge's verdict, from 0 to 1, plus the total of the scorer `reward.judge.rules`.
-
-    Raises JudgeError if no verdict arrives in time or the verdict cannot be read.
-    """
+    """Score a response by the judge's verdict, from 0 to 1, plus the total of the scorer `reward.judge.rules`."""
     settings = JudgeConfig.model_validate_json(os.environ[JUDGE_VARIABLE])
     truth = json.dumps(ground_truth, ensure_ascii=False, sort_keys=True)
     rules = score_one(resolve_scorer(settings.rules), response, truth) if settings.rules else Score(0.0, {})
@@ -81,10 +78,7 @@ def _response_format(settings: JudgeConfig) -> Mapping[str, object]:
 
 
 def read_verdict(text: str, highest: float) -> float:
-    """Read the only score `{"score": 3}` or `<score>3</score>` at the end of a text, divided by `highest`.
-
-    Raises JudgeError for no score or several, because the judge may quote the response, and for a number out of range.
-    """
+    """Read the only score `{"score": 3}` or `<score>3</score>` at the end of a text, divided by `highest`."""
     found = list(_VERDICT.finditer(text))
     if len(found) != 1 or text[found[0].end() :].strip("` \n\t"):
         raise JudgeError(f"the judge's text must end with its one score; it has {len(found)} in {len(text)} characters")
@@ -95,7 +89,6 @@ def read_verdict(text: str, highest: float) -> float:
 
 
 async def _request(settings: JudgeConfig, content: str) -> str:
-    """Return the judge's text. Raises JudgeError if all tries fail or the deadline passes."""
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
     if settings.key_variable:
         headers["Authorization"] = f"Bearer {_secret(settings.key_variable)}"
@@ -130,7 +123,6 @@ def _secret(variable: str) -> str:
 
 
 async def _request_once(client: httpx.AsyncClient, url: str, headers: Mapping[str, str], content: str) -> str:
-    """Send one request. Redirections are not followed, because the key is only for this endpoint."""
     address = f"{url.rstrip('/')}/chat/completions"
     async with client.stream("POST", address, headers=headers, content=content.encode()) as reply:
         status, kind = reply.status_code, reply.headers.get("content-type", "").partition(";")[0].strip()

@@ -177,16 +177,12 @@ def _same_entries(gold: Reading, answer: Reading) -> bool:
 
 
 def _names_each(entries: Sequence[Reading]) -> bool:
-    """Return whether each entry has a different name, as in `x = 1, y = 2`."""
     names = {entry.name for entry in entries}
     return "" not in names and len(names) == len(entries)
 
 
 def _states_number(wanted: Number, names: tuple[str, ...], answer: Reading) -> bool:
-    """Return whether the response states the number, by the same name if both have one.
-
-    In a chain such as `x = 9 + 9 = 18`, each numeric side must equal the number.
-    """
+    """Return whether the response states the number, and each numeric side of a chain of equations equals it."""
     number = answer.number or number_in_words(answer.plain)
     if number is None or not wanted.matches(number):
         return False

@@ -154,7 +154,6 @@ def number_in_words(plain: str) -> Number | None:
 
 
 def _split(text: str) -> list[str]:
-    """Split a list without brackets into its entries. A text in brackets is one entry."""
     depth, start, found = 0, 0, []
     for part in _PART.finditer(text):
         depth += (part["open"] is not None) - (part["close"] is not None)
@@ -168,7 +167,6 @@ def _split(text: str) -> list[str]:
 
 
 def _read_list(plain: str) -> Reading | None:
-    """Read a list of two or more entries, with or without brackets around it."""
     name = _OF_LIST.match(plain)
     text = plain[name.end() :] if name else plain
     brackets, texts = "", []
@@ -202,7 +200,6 @@ def _read_entry(text: str) -> Reading:
 
 
 def _unit_of(entry: str) -> str:
-    """Return the words after the number of an entry, or ''."""
     found = re.search(r'[0-9)}] ?("[^"]*"|[a-zA-Z]{2,})', entry)
     return found[1].strip('" ') if found and read_number(entry) else ""
 

@@ -1,8 +1,6 @@
 """A custom task in one file: products of two numbers. docs/data.md explains the file.
 
-A task needs the function `build`, which creates rows, and the function `score`, which scores a response:
-
-    millrace run experiment=debug data=custom data.build=data.multiplication:build data.scorer=data.multiplication:score
+millrace run experiment=debug data=custom data.build=data.multiplication:build data.scorer=data.multiplication:score
 """
 
 import random

@@ -8,20 +8,18 @@ prompt is the index of the game in base 8. It gives no hint, because the number 
 
 import random
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from data.rows import Message, Row, TaskRows
+from rlcore.config.data import CustomData
 from rlcore.rollout.environment import Turn
-
-if TYPE_CHECKING:
-    from rlcore.config.data import CustomData
 
 HIGHEST = 7
 """The highest number. Binary search needs 17 / 7 = 2.43 guesses on average."""
 WRONG = -0.1  # reward of each wrong guess; the correct guess earns 1
 
 
-def build(settings: "CustomData", seed: int) -> TaskRows:
+def build(settings: CustomData, seed: int) -> TaskRows:
     """Return games that differ only in their index. The held-out games have the first indices."""
     held_out, total = settings.validation_size, settings.validation_size + settings.train_size
     splits = {"validation": range(held_out), "train": range(held_out, total)}

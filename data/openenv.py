@@ -11,20 +11,17 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 from websockets.exceptions import WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
 from data.rows import Message, Row, TaskRows
+from rlcore.config.data import CustomData
 from rlcore.errors import DataError
 from rlcore.rollout.environment import OWN_SEED, Turn
 from rlcore.rollout.scoring_worker import describe
-
-if TYPE_CHECKING:
-    from rlcore.config.data import CustomData
 
 GAME = "{game}"  # the place of the game's number in the prompt
 _SEED_STEP = 1_000_003
@@ -38,7 +35,7 @@ _CHANGED = "Restart the run with the server that it began with"
 _CAPACITY = "Start it with a session for each open episode: trainer.batch_size x rollout.samples_per_prompt, or more"
 
 
-def build(settings: "CustomData", seed: int) -> TaskRows:
+def build(settings: CustomData, seed: int) -> TaskRows:
     """Return numbered games, each with a separate seed. `data.options` has the prompt and optionally its form."""
     prompt, form = (*settings.options, "chat", "chat")[:2] if settings.options else ("", "chat")
     if GAME not in prompt or form not in ("chat", "text"):
@@ -62,16 +59,9 @@ def build(settings: "CustomData", seed: int) -> TaskRows:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Fields:
-    """The schemas of the fields of a server, by name. The fields `metadata`, `done` and `reward` are left out."""
-
-    action: Mapping[str, Any]
-    observation: Mapping[str, Any]
-
-
+Fields = dict[str, dict[str, Any]]
 _fields: dict[str, Fields] = {}
-"""The fields of each server whose schema this process has read."""
+"""The schemas of the fields of `action` and `observation`, for each server whose schema this process has read."""
 
 
 class OpenEnv:
@@ -115,15 +105,12 @@ class OpenEnv:
         self._num_invalid += found is None
         parts = {"invalid_actions": float(self._num_invalid)}
         if found is None:
-            return Turn(f"error: an action has the fields {', '.join(_fields[self.server].action)}", parts=parts)
+            return Turn(f"error: an action has the fields {', '.join(_fields[self.server]['action'])}", parts=parts)
         return Turn(self.reply(found["observation"]), found["done"], float(found["reward"] or 0), parts)
 
     def action(self, text: str) -> Mapping[str, Any] | None:
-        """Convert a text to an action: the value of the only field, otherwise a JSON object.
-
-        Raises ValueError if the text is not JSON. Returns None for JSON that is not an object.
-        """
-        fields = _fields[self.server].action
+        """Convert a text to an action: the value of the only field, otherwise a JSON object (None: other JSON)."""
+        fields = _fields[self.server]["action"]
         if len(fields) == 1:
             return {name: text for name in fields}
         found = json.loads(text)
@@ -131,7 +118,7 @@ class OpenEnv:
 
     def reply(self, observation: Mapping[str, Any]) -> str:
         """Convert an observation to text: the only field that is a text, otherwise all fields as JSON."""
-        fields = _fields[self.server].observation
+        fields = _fields[self.server]["observation"]
         if missing := fields.keys() - observation.keys():
             raise self._error(f"an observation without {', '.join(sorted(missing))}", _CHANGED)
         texts = [name for name, schema in fields.items() if schema.get("type") == "string"]
@@ -144,7 +131,6 @@ class OpenEnv:
             self._session.close()
 
     def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Send a message and return the data of the reply, or None if an action does not fit the schema."""
         assert self._session is not None
         try:
             with suppress(WebSocketException):  # a closed session may have sent its reason
@@ -177,8 +163,8 @@ class OpenEnv:
     def _read_fields(self) -> Fields:
         reply = httpx.get(f"{self.server}/schema", headers=self._headers(), timeout=self._left_s(), trust_env=False)
         schemas = reply.raise_for_status().json()
-        parts = [schemas[part]["properties"] for part in ("action", "observation")]
-        return Fields(*({name: each[name] for name in each if name not in _GENERAL} for each in parts))
+        parts = {part: schemas[part]["properties"] for part in ("action", "observation")}
+        return {part: {name: each[name] for name in each if name not in _GENERAL} for part, each in parts.items()}
 
     def _error(self, got: str, remedy: str) -> ConnectionError:
         return ConnectionError(f"episode.server: must be an OpenEnv server; got from {self.server} {got}. {remedy}")

@@ -44,10 +44,9 @@ def chosen_and_rejected(row: Record) -> tuple[Record, Record]:
 
 
 def recorded_pairs(found: SearchResult, files: Sequence[Path], run: str) -> list[dict[str, Any]]:
-    """Return the best and the worst recorded response of each group as a pair, with scores and the run's name.
+    """Return the best and the worst recorded response of each group as a pair. `files`: rows with the prompts.
 
-    Responses that end at the length limit or have no score are left out, and so are groups with equal scores. `files`:
-    the filtered rows of each data source, with the prompts.
+    Responses that end at the length limit or have no score are left out, and so are groups with equal scores.
     """
     light = found.light.select([*_GROUP, "score", "finish_reason"]).to_pandas()
     groups = light[light.score.notna() & (light.finish_reason == "stop")].groupby(_GROUP, sort=False).score
@@ -66,7 +65,6 @@ def recorded_pairs(found: SearchResult, files: Sequence[Path], run: str) -> list
 
 
 def _prompts(file: Path) -> dict[int, Any]:
-    """Return the prompts of a file by row index, each as messages or as plain text."""
     table, chat = pq.read_table(file, columns=["prompt", "extra_info"]), is_chat(file)
     indices = [row["index"] for row in table.column("extra_info").to_pylist()]
     prompts = table.column("prompt").to_pylist()

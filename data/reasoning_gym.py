@@ -80,7 +80,6 @@ def _rows(settings: "ReasoningGymData", seed: int, split: str, count: int, seen:
 
 
 def _problems(named: str, seed: int, count: int, seen: set[str]) -> Iterator[Mapping[str, Any]]:
-    """Generate problems with questions that are not in `seen`, and add these questions to `seen`."""
     size = _TRIES * count
     dataset = _dataset(named, size=size, seed=seed)
     for index in range(size):
@@ -125,7 +124,6 @@ def _scorer(task: str) -> Callable[[str, Mapping[str, Any]], float]:
 
 
 def _parsed(named: str) -> tuple[str, int | None]:
-    """Return the task and the level of a name such as `task@level`."""
     task, at, level = named.partition("@")
     if at and not level.isdecimal():
         raise DataError(f"data.tasks: a level must be a whole number from 0 up; got {named}. Such as chain_sum@0")

@@ -117,7 +117,6 @@ def is_on_hub(config: TaskData) -> bool:
 
 
 def _files_of(folder: Path, split: str) -> tuple[Path, ...]:
-    """Return the files of a split in order, or () if there are none."""
     looks = re.compile(rf"{re.escape(split)}(?:[-. ].*|_?[0-9].*)?")
     names = (path.name for path in sorted(folder.iterdir()) if path.is_file())
     found = [name for name in names if (match := DATA_FILE.fullmatch(name)) and looks.fullmatch(match[1])]
@@ -157,10 +156,7 @@ def format_names(names: Iterable[str]) -> str:
 
 
 def digests(source: str, splits: Sequence[str], subset: str = "", revision: str = "") -> dict[str, str]:
-    """Return the sha256 of each local file, or the name and commit of a hub dataset.
-
-    Raises DataError if another data file in the folder would be ignored.
-    """
+    """Return the sha256 of each local file, or the name and commit of a hub dataset."""
     files = local_files(source, splits)
     if files is None:
         return {"hub": f"{source}/{subset}" if subset else source, "commit": commit_of(source, revision)}
@@ -179,10 +175,7 @@ def digests(source: str, splits: Sequence[str], subset: str = "", revision: str 
 
 
 def records(source: str, split: str, subset: str = "", revision: str = "") -> Iterator[Record]:
-    """Read all records of a split, in order.
-
-    Raises DataError if a file, line or row cannot be read, or if a hub dataset cannot be downloaded.
-    """
+    """Read all records of a split, in order."""
     files = local_files(source, [split])
     if files is None:
         yield from _from_hub(source, subset, split, revision)
@@ -192,7 +185,7 @@ def records(source: str, split: str, subset: str = "", revision: str = "") -> It
 
 
 def records_of(path: Path) -> Iterator[Record]:
-    """Read all records of a file, in order. Raises DataError if a record or this kind of file cannot be read."""
+    """Read all records of a file, in order."""
     match = DATA_FILE.fullmatch(path.name)
     if match is None:
         raise DataError(f"{path}: must be {KINDS_OF_FILES}, by its name; rename or convert it")
@@ -271,21 +264,19 @@ def _from_hub(source: str, subset: str, split: str, revision: str) -> Iterator[R
 
 @cache
 def commit_of(source: str, revision: str) -> str:
-    """Return the commit of a branch or tag ('' means main), from the local cache if the hub is unreachable.
-
-    Raises DataError if neither the hub nor the cache knows the revision.
-    """
+    """Return the commit of a branch or tag ('' means main), from the local cache if the hub is unreachable."""
     if _COMMIT.fullmatch(revision):
         return revision
     from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
         found = HfApi().dataset_info(source, revision=revision or None, timeout=_HUB_TIMEOUT_S).sha
     except Exception as error:  # OSError, ValueError, the client's own classes and those of its HTTP library
-        cached = _find_in_cache(source, revision or "main")
-        if cached is None:
+        try:
+            return _download(source, revision or "main", is_cached=True).name
+        except (LocalEntryNotFoundError, HfHubHTTPError, OSError):
             raise _unavailable(source, revision, error) from error
-        return cached.name
     if found is None:
         raise DataError(f"data.source: the hub names no commit of {source}; give one in data.revision")
     return found
@@ -293,10 +284,7 @@ def commit_of(source: str, revision: str) -> str:
 
 @cache
 def snapshot(source: str, revision: str) -> Path:
-    """Return the folder of the dataset at the commit of `revision`. Missing files are downloaded.
-
-    Raises DataError if a necessary download fails, and DiskSpaceError if the disk is full.
-    """
+    """Return the folder of the dataset at the commit of `revision`. Missing files are downloaded."""
     from huggingface_hub import constants
 
     from rlcore.storage.disk import is_out_of_room, out_of_room
@@ -312,20 +300,10 @@ def snapshot(source: str, revision: str) -> Path:
         raise _unavailable(source, revision, error) from error
 
 
-def _download(source: str, revision: str) -> Path:
+def _download(source: str, revision: str, *, is_cached: bool = False) -> Path:
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(source, repo_type="dataset", revision=revision))
-
-
-def _find_in_cache(source: str, revision: str) -> Path | None:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(source, repo_type="dataset", revision=revision, local_files_only=True))
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError):
-        return None
+    return Path(snapshot_download(source, repo_type="dataset", revision=revision, local_files_only=is_cached))
 
 
 def _unavailable(source: str, revision: str, error: Exception) -> DataError:

@@ -220,7 +220,6 @@ class _OutOfTimeError(Exception):
 
 
 def _check(data: TaskData, reward: RewardConfig, rows: Sequence[RowReference], *, is_taught: bool) -> ReferenceReport:
-    """Check the rows of one scorer after another, within the time limit."""
     by_scorer: dict[str, list[RowReference]] = {}
     for row in rows:
         scorer = scorer_of_row(data, row.data_source)
@@ -278,7 +277,6 @@ class _Checker:
         return best if 2 * counts[best] >= len(references) else None
 
     def mismatches(self, rows: Sequence[RowReference]) -> list[Mismatch]:
-        """Return the rows whose correct response misses the full score, and those where the scorer fails."""
         cases: list[tuple[RowReference, str, bool]] = []  # row, response, whether it is correct
         for row in rows:
             if row.solution:
@@ -299,7 +297,6 @@ class _Checker:
         return list(found.values())
 
     def _scores(self, pairs: Sequence[tuple[str, str]]) -> list[Score]:
-        """Score pairs of a response and a ground truth."""
         new = [pair for pair in dict.fromkeys(pairs) if pair not in self._known]
         job = self._pool.submit([response for response, _ in new], [truth for _, truth in new])
         if not job.done.wait(max(0.0, self._deadline - time.monotonic())):
@@ -316,7 +313,6 @@ def _is_full_score(score: Score) -> bool:
 
 
 def _reference(row: RowReference) -> str | None:
-    """Return the ground truth as text, or None if it is neither a text nor a number."""
     truth = json.loads(row.truth_json)
     if isinstance(truth, dict) and set(truth) == {"answer"}:
         truth = truth["answer"]

@@ -40,10 +40,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class TaskRows:
-    """All rows of a task by split, which may be generators, and the properties of every row.
-
-    `ground_truth_type` is an Arrow type. If it is None, the first row determines the type.
-    """
+    """All rows of a task by split, which may be generators. `ground_truth_type`: an Arrow type, or None to infer it."""
 
     data_source: str
     ability: str

@@ -210,10 +210,7 @@ def parquet_writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
 def write_splits(
     directory: Path, task: TaskRows, document: Mapping[str, Any], splits: Sequence[str] = SPLITS
 ) -> dict[str, int]:
-    """Write `<split>.parquet` for each split with `document` as provenance. Return the numbers of rows.
-
-    Raises DataError if a split is missing or has no rows.
-    """
+    """Write `<split>.parquet` for each split with `document` as provenance. Return the numbers of rows."""
     if missing := [split for split in splits if split not in task.splits]:
         raise DataError(
             f"{task.data_source}: the task's rows have no split {missing}; give both {' and '.join(SPLITS)}"
@@ -254,7 +251,6 @@ def _write(directory: Path, task: TaskRows, split: str, document: Mapping[str, A
 def _record_batch(
     rows: list[Row], task: TaskRows, split: str, start: int, schema: pa.Schema, example: object
 ) -> pa.RecordBatch:
-    """Return rows as a record batch. `example`: the first ground truth, if it determines the type."""
     columns = {
         "data_source": [row.data_source or task.data_source for row in rows],
         "prompt": [[{"role": m.role, "content": m.content} for m in row.prompt] for row in rows],

@@ -29,11 +29,7 @@ _COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 
 
 def build_parquet(settings: ParquetData, seed: int) -> TaskRows:
-    """Return the rows of two parquet files, without columns outside the schema.
-
-    Raises DataError if a file or row is unusable, or the files differ in the type of ground truth or the form of
-    prompt.
-    """
+    """Return the rows of two parquet files, without columns outside the schema."""
     files = _parquet_files(settings)
     types, forms = set(), set()
     for path in files.values():
@@ -170,7 +166,6 @@ def build_custom(settings: CustomData, seed: int) -> TaskRows:
 
 
 def _custom_inputs(settings: CustomData) -> dict[str, str]:
-    """Return the sha256 of the function's source files and of the files that `data.options` names."""
     sources = code_for(settings.build)
     if not sources:
         raise ConfigError(

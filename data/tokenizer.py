@@ -56,10 +56,7 @@ class FastPathError(Exception):
 
 
 def tokenizer_fingerprint(directory: Path) -> str:
-    """Return a hash (16 hex digits) of the tokenizer's files and the model's stop ids.
-
-    Raises DataError if the directory has no tokenizer file.
-    """
+    """Return a hash (16 hex digits) of the tokenizer's files and the model's stop ids."""
     digest = hashlib.sha256()
     found = [name for name in _FILES if (directory / name).is_file()]
     if not found:
@@ -154,10 +151,7 @@ class PromptTokenizer:
         return found
 
     def prompt(self, messages: Messages, tools: Sequence[Any] = ()) -> str:
-        """Render a chat prompt up to the assistant's turn, or up to the end of the assistant's last words.
-
-        Raises DataError if there is no user message, the last message ends its turn, or rendering fails.
-        """
+        """Render a chat prompt up to the assistant's turn, or up to the end of the assistant's last words."""
         roles = [message["role"] for message in messages]
         if "user" not in roles:
             raise DataError(
@@ -297,7 +291,6 @@ class PromptTokenizer:
         return text, ids[int(ends[0]) * ID_BYTES :] if len(ends) else b""
 
     def _whole(self, prompt: Messages, text: str, response: str) -> str:
-        """Return the text of a prompt and its response, up to the end of the turn."""
         if not self.chat:
             return text + response
         try:
@@ -313,10 +306,7 @@ class PromptTokenizer:
         return whole
 
     def _joined(self, texts: Sequence[str], wholes: Collection[str]) -> Iterator[tuple[bytes, bytes]]:
-        """Return the ids of each prompt, and those of the prompt with its response.
-
-        If texts are tokenized by pieces, both begin at the last piece of the prompt.
-        """
+        """Return the ids of each prompt, and those of the prompt with its response."""
         starts = [0 if self._pieces is None else _last_piece(text) for text in texts]
         prompts = self._encode([text[start:] for text, start in zip(texts, starts, strict=True)])
         joints = self._encode([whole[start:] for whole, start in zip(wholes, starts, strict=True)])
@@ -346,7 +336,6 @@ class PromptTokenizer:
         return found
 
     def _require_read(self, names: Collection[str]) -> None:
-        """Raise DataError if the template does not read a variable, which transformers would ignore."""
         try:
             template = self._tokenizer.get_chat_template(tools=self._tools)
             # The extension parses tags of chat templates.

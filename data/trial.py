@@ -51,10 +51,7 @@ class FirstRow:
 
 
 def first_row(config: TaskData, seed: int, root: Path) -> FirstRow | None:
-    """Return the first training row, or None if building it would take long. An existing dataset is read.
-
-    Raises DataError if the task cannot be built with these settings.
-    """
+    """Return the first training row, or None if building it would take long. An existing dataset is read."""
     dataset = dataset_directory(dataset_fingerprint(config, seed), root)
     if read_manifest(dataset) is not None:
         return _read_first_row(config, dataset / "train.parquet")
@@ -124,7 +121,6 @@ def _build_first_row(config: TaskData, seed: int) -> FirstRow:
 
 
 def _truth_json(config: TaskData, data_source: str, ground_truth: object) -> str:
-    """Return a ground truth as JSON, in the form that the configured scorer reads."""
     scorer = scorer_of_row(config, data_source) if config.scorer == BY_ROW else None
     if scorer is None:
         return json.dumps(ground_truth)

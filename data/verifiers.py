@@ -12,16 +12,14 @@ from importlib import import_module, metadata
 from importlib.util import find_spec
 from itertools import islice
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from data.rows import Message, Row, TaskRows
+from rlcore.config.data import VerifiersData
 from rlcore.errors import MODULE_REMEDY, DataError
 from rlcore.rollout.environment import await_value
 from rlcore.score import Score
 from rlcore.user_code import code_for
-
-if TYPE_CHECKING:
-    from rlcore.config.data import VerifiersData
 
 VERSION = 1  # increase it when the same settings give different rows
 PACKAGE = "verifiers"
@@ -29,11 +27,8 @@ PACKAGE = "verifiers"
 _HOOKS = ("setup", "finalize", "stage_verifier", "toolsets")
 
 
-def inputs(settings: "VerifiersData") -> dict[str, str]:
-    """Return the version of the package and the digests of the taskset's files.
-
-    Raises DataError if the package is not installed, or if the taskset does not exist or needs a harness.
-    """
+def inputs(settings: VerifiersData) -> dict[str, str]:
+    """Return the version of the package and the digests of the taskset's files."""
     if find_spec(PACKAGE) is None:
         raise DataError(
             "data=verifiers: the package verifiers must be installed, and is not. In the checkout: "
@@ -44,7 +39,7 @@ def inputs(settings: "VerifiersData") -> dict[str, str]:
     return {PACKAGE: metadata.version(PACKAGE), **digests}
 
 
-def build(settings: "VerifiersData", seed: int) -> TaskRows:
+def build(settings: VerifiersData, seed: int) -> TaskRows:
     """Return the tasks in random order, the held-out ones first. An infinite taskset keeps its order."""
     count, split = settings.validation_size, {**settings.taskset_options, **settings.validation_options}
     rows = _rows(settings, settings.taskset_options, seed)
@@ -54,7 +49,7 @@ def build(settings: "VerifiersData", seed: int) -> TaskRows:
     return TaskRows(name, "verifiers", settings.template, {"validation": held_out, "train": train})
 
 
-def _rows(settings: "VerifiersData", options: Mapping[str, Any], seed: int) -> Iterator[Row]:
+def _rows(settings: VerifiersData, options: Mapping[str, Any], seed: int) -> Iterator[Row]:
     document = json.dumps(options)
     tasks = _taskset(settings.taskset, document)
     for place, task in enumerate(tasks.shuffle(seed) if tasks.bounded else tasks):
@@ -105,7 +100,6 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
 
 @cache
 def _taskset(name: str, options: str) -> Any:
-    """Return the taskset `name` (`module:Class`) with `options` (JSON). Raises DataError if it cannot be used."""
     try:
         v1, generic = (import_module(f"{PACKAGE}.v1{part}") for part in ("", ".utils.generic"))
         kind = resolve_name(name)
@@ -127,7 +121,6 @@ def _taskset(name: str, options: str) -> Any:
 
 
 def _require_no_harness(name: str, tasks: Any, task: Any) -> None:
-    """Check that the rewards of a taskset need only responses."""
     v1, kind = import_module(f"{PACKAGE}.v1"), type(task)
     for own, base in ((kind, v1.Task), (type(tasks), v1.Taskset)):
         overridden = {hook for each in own.__mro__[: own.__mro__.index(base)] for hook in vars(each)}

@@ -249,10 +249,7 @@ def _fraction(found: re.Match[str]) -> Fraction | None:
 
 
 def _decimal(found: re.Match[str]) -> Fraction | None:
-    """Return the value of a decimal with its recurring digits and its power of ten.
-
-    A decimal before a power of ten must be in [1, 10), or in [1, 1000) if 3 divides the exponent.
-    """
+    """Return the value of a decimal with its recurring digits and its power of ten."""
     places = found["places"] or ""
     size = Fraction(int((_digits(found["int"] or "") + places) or "0"), 10 ** len(places))
     if cycle := found["bar"] or found["digit"] or found["cycle"]:

@@ -152,7 +152,7 @@ def test_fewer_rows_than_counts_of_numbers_are_generated():
 
 def test_wrong_solutions_are_detected():
     with pytest.raises(AssertionError, match="does not solve itself"):
-        Problem((1, 2, 3), 7, "1 + 2 + 3", "", 0).proved()
+        Problem((1, 2, 3), 7, "1 + 2 + 3", "", 0)
 
 
 def test_solver_uses_fractions():
