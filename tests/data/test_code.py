@@ -75,21 +75,13 @@ def test_hostile_response_scores_zero(response: str) -> None:
     assert score(response, TWICE).total == 0.0
 
 
-def test_every_reference_passes_as_continuation_and_as_whole_function() -> None:
-    for record in records(str(PUBLISHED), "test"):
-        truth = {name: record.values[name] for name in ("prompt", "test", "entry_point")}
-        solution = record.text("canonical_solution")
-        assert score(solution, truth).solved, record.where
-        assert score(f"```python\n{truth['prompt']}{solution}```", truth).solved, record.where
-        assert not score("    pass\n", truth).solved, record.where
-
-
 def test_score_equals_the_published_check() -> None:
     """The published scorer joins prompt, completion, test and call, and asks whether the program raises an error."""
     for record in records(str(PUBLISHED), "test"):
-        values = record.values
-        for completion in (values["canonical_solution"], "    return None\n", "    return 1 /\n"):
-            program = f"{values['prompt']}{completion}\n{values['test']}\ncheck({values['entry_point']})"
-            found = score(completion, {name: values[name] for name in ("prompt", "test", "entry_point")})
+        truth = {name: record.values[name] for name in ("prompt", "test", "entry_point")}
+        solution = record.text("canonical_solution")
+        assert score(f"```python\n{truth['prompt']}{solution}```", truth).solved, record.where
+        for completion, passes in ((solution, True), ("    return None\n", False), ("    return 1 /\n", False)):
+            program = f"{truth['prompt']}{completion}\n{truth['test']}\ncheck({truth['entry_point']})"
             joined = score(f"```python\n{program}\n```", {"tests": json.dumps(["pass"])})
-            assert found.total == joined.total, record.where
+            assert score(completion, truth).total == joined.total == float(passes), record.where

@@ -73,11 +73,9 @@ def test_words_are_continued_as_by_transformers(name: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("messages", "problem"),
     [
-        ([("user", "a"), ("assistant", "It is 7")], "must not end with the row's ground truth '7', got 'It is 7'"),
         ([("user", "a"), ("assistant", r"So \boxed{7}.")], "must not end with the row's ground truth '7', got"),
         ([("user", "a"), ("assistant", "It is <b>seven</b>.")], "the row's solution '<b>seven</b>', got 'It is"),
         ([("user", "a"), ("assistant", "So<|im_end|>\n")], "and must not end with <|im_end|>, which ends a turn"),
-        ([("system", "a"), ("assistant", "So")], "must have a message of the user, got the roles system, assistant"),
         ([("system", "a")], "the prompt must have a message of the user, got the roles system. Add one, or remove"),
     ],
 )

@@ -127,22 +127,14 @@ def test_requests_have_prompt_key_and_response_format(
     assert path == "/v1/chat/completions"
     names = ("Content-Type", "Accept-Encoding", "Authorization")
     assert [headers[name] for name in names] == ["application/json", "identity", "Bearer sk-1"]
-    schema = {
-        "type": "object",
-        "properties": {"score": {"type": "number", "enum": [0, 0.5, 1, 1.5, 2]}},
-        "required": ["score"],
-        "additionalProperties": False,
-    }
+    score = {"type": "number", "enum": [0, 0.5, 1, 1.5, 2]}
+    schema = {"type": "object", "properties": {"score": score}, "required": ["score"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": schema}}
+    content = 'says {ground_truth}|{"a": 1}|{other}'
     assert request == {
-        "model": "m",
-        "messages": [{"role": "user", "content": 'says {ground_truth}|{"a": 1}|{other}'}],
-        "temperature": 0,
-        "max_tokens": 77,
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {"name": "verdict", "strict": True, "schema": schema},
-        },
-    }
+        "model": "m", "messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 77,
+        "response_format": form,
+    }  # fmt: skip
     judge_response(settings(levels=None), "x", "{}")
     assert server.requests[1][2].keys() == {"model", "messages", "temperature", "max_tokens"}
     assert "Authorization" not in server.requests[1][1]
@@ -171,21 +163,9 @@ def test_invalid_replies_are_not_retried(server: Judge, settings: Settings, repl
 
 
 @pytest.mark.parametrize("status", [408, 425, 429, 500, 503])
-def test_busy_endpoints_are_retried(server: Judge, settings: Settings, status: int) -> None:
-    busy: Reply = (status, b"{}", {})
-    server.replies = [busy, busy, (200, message('{"score": 4}'), {})]
-    assert judge_response(settings(tries=3), "x", "{}") == 1.0
-    server.replies = [busy]
-    with pytest.raises(JudgeError) as error:
-        judge_response(settings(tries=2), "x", "{}")
-    assert str(error.value) == (
-        f"no verdict of {settings().url} (reward.judge.url) in 2 tries (reward.judge.tries); the last one: the "
-        f"endpoint answered with status {status}"
-    )
-    assert len(server.requests) == 3 + 2
-
-
-def test_pauses_between_tries_double(server: Judge, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_busy_endpoints_are_retried(
+    server: Judge, settings: Settings, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pauses: list[float] = []
 
     async def sleep(seconds: float) -> None:
@@ -193,29 +173,22 @@ def test_pauses_between_tries_double(server: Judge, settings: Settings, monkeypa
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
     monkeypatch.setattr(judge, "_FIRST_PAUSE_S", FIRST_PAUSE_S)
-    server.replies = [(503, b"", {})]
-    with pytest.raises(JudgeError, match="in 4 tries"):
+    busy: Reply = (status, b"{}", {})
+    server.replies = [busy, busy, (200, message('{"score": 4}'), {})]
+    assert judge_response(settings(tries=3), "x", "{}") == 1.0
+    server.replies = [busy]
+    problem = f"in 4 tries (reward.judge.tries); the last one: the endpoint answered with status {status}"
+    with pytest.raises(JudgeError, match=re.escape(problem)):
         judge_response(settings(tries=4), "x", "{}")
-    assert pauses == [0.5, 1.0, 2.0]
+    assert pauses == [0.5, 1.0, 0.5, 1.0, 2.0]
 
 
 def test_deadline_ends_the_tries(server: Judge, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judge, "_FIRST_PAUSE_S", 60.0)
     server.replies = [(503, b"", {})]
-    with pytest.raises(JudgeError) as error:
+    problem = r"within 0\.25 s \(reward\.judge\.deadline_s\); before that the endpoint answered with status 503"
+    with pytest.raises(JudgeError, match=problem):
         judge_response(settings(tries=4, deadline_s=0.25), "x", "{}")
-    assert str(error.value) == (
-        f"no verdict of {settings().url} within 0.25 s (reward.judge.deadline_s); before that the endpoint answered "
-        "with status 503"
-    )
-
-
-def test_reply_length_is_bounded(server: Judge, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge, "_MOST_BYTES", len(VERDICT))
-    assert judge_response(settings(), "x", "{}") == 0.75
-    server.replies = [(200, VERDICT + b" ", {})]
-    with pytest.raises(JudgeError, match=rf"^the endpoint's answer is longer than {len(VERDICT)} bytes$"):
-        judge_response(settings(), "x", "{}")
 
 
 def test_equal_requests_are_sent_once(server: Judge, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,14 +213,6 @@ def test_unusable_keys_are_named_by_their_variable(
     assert server.requests == []
 
 
-@pytest.mark.parametrize(
-    ("text", "highest", "verdict"),
-    [("<score> 4 </score>\n", 4, 1.0), ('{"score": 0}', 4, 0.0), ('```json\n{ "score" : 0.5 }\n```', 2, 0.25)],
-)
-def test_verdicts_are_shares_of_the_highest_score(text: str, highest: float, verdict: float) -> None:
-    assert read_verdict(text, highest) == verdict
-
-
 RANGE = "the judge's score must be from 0 to 4 (reward.judge.highest), got"
 
 
@@ -256,14 +221,14 @@ RANGE = "the judge's score must be from 0 to 4 (reward.judge.highest), got"
     [
         *((text, "the judge's text must end with its one score; it has 0 in") for text in (
             "", "1", '{"score": true}', '{"score": "1"}', '{"score": 1e400}', '{"score": 1.0, "x": 2}',
-            "<score>one</score>",
         )),
         ('{"score": 1} or so', "the judge's text must end with its one score; it has 1 in 18 characters"),
         ("<score>1</score> <score>2</score>", "the judge's text must end with its one score; it has 2 in 33"),
-        *((f"<score>{number}</score>", f"{RANGE} {number}") for number in ("4.01", "-0.01")),
-        ('{"score": 5}', f"{RANGE} 5"), ('{"score": -0.1}', f"{RANGE} -0.1"),
+        ("<score>4.01</score>", f"{RANGE} 4.01"), ('{"score": -0.1}', f"{RANGE} -0.1"),
     ],
 )  # fmt: skip
 def test_verdicts_need_one_final_number_in_range(text: str, problem: str) -> None:
+    for valid, verdict in (("<score> 4 </score>\n", 1.0), ('```json\n{ "score" : 1 }\n```', 0.25)):
+        assert read_verdict(valid, 4) == verdict
     with pytest.raises(JudgeError, match=f"^{re.escape(problem)}"):
         read_verdict(text, 4)

@@ -51,14 +51,6 @@ def test_math_verify_reads_every_accepted_expression():
             assert [part for part in found[:1] if not isinstance(part, str)], reference
 
 
-@pytest.mark.slow
-def test_references_of_gsm8k_earn_full_scores(gsm8k_folder):
-    for split in ("train", "test"):
-        for line in (gsm8k_folder / f"{split}.jsonl").read_text().splitlines():
-            number = json.loads(line)["answer"].rpartition("#### ")[2]
-            assert (paid(number, number), paid(f"{number}1", number)) == (True, False), number
-
-
 # fmt: off
 RIGHT_AND_WRONG = [
     # reference, right answers, wrong answers

@@ -14,6 +14,7 @@ from rlcore.errors import DataError
 
 VALUES = {"a": {"b": " one "}, "n": 3, "t": True, "e": "  ", "z": 0, "l": [{"c": "x"}, {"c": ["y"]}], "d.e": "flat"}
 COLUMNS = "a, n, t, e, z, l, d.e"
+KINDS = ".jsonl, .json or .parquet"
 
 
 def test_columns_are_named_by_dotted_paths() -> None:
@@ -43,8 +44,8 @@ def test_missing_and_unusable_columns_are_refused(name: str, problem: str) -> No
 @pytest.mark.parametrize(
     ("number", "text"),
     [
-        (2.5, "2.5"), (0.1, "0.1"), (76.0, "76"), (1e-05, "0.00001"), (-1.5e-7, "-0.00000015"),
-        (1e16, "10000000000000000"), (1e23, "100000000000000000000000"), (12345678901234567890, "12345678901234567890"),
+        (0.1, "0.1"), (76.0, "76"), (-1.5e-7, "-0.00000015"), (1e23, "100000000000000000000000"),
+        (12345678901234567890, "12345678901234567890"),
     ],
 )  # fmt: skip
 def test_numbers_are_written_without_exponents(number: float, text: str) -> None:
@@ -77,69 +78,29 @@ def test_splits_are_one_file_or_ordered_shards(tmp_path: Path) -> None:
         assert digests("owner/name", ["a"], subset, "a" * 40) == {"hub": named, "commit": "a" * 40}
 
 
-KINDS = ".jsonl, .json or .parquet"
-
-
-def test_missing_files_are_listed_with_the_others(tmp_path: Path) -> None:
-    touch(tmp_path, "a-00000-of-00002.parquet", "a-00001-of-00002.parquet", "ab.jsonl", "c.txt", "inner/c.csv")
-    with pytest.raises(DataError) as error:
-        local_files(str(tmp_path), ["c", "a", "e"])
-    assert str(error.value) == (
-        f"data.source: {tmp_path} lacks c and e, as {KINDS}. Its files: a-00000-of-00002.parquet, "
-        "a-00001-of-00002.parquet, ab.jsonl, c.txt, inner/c.csv. Put the files there, rename them, give the folder "
-        "that has them, or convert other kinds (docs/data.md)"
-    )
-    with pytest.raises(DataError) as error:
-        local_files("no/such/folder", ["c", "d"])
-    assert str(error.value) == (
-        "data.source: must be a folder or a hub id (owner/name), got 'no/such/folder', which is neither. Give the "
-        f"folder that holds c and d as {KINDS}"
-    )
-
-
 @pytest.mark.parametrize(
     ("names", "problem"),
     [
-        (
-            ["a-00000-of-00005.parquet"],
-            "holds 1 of the 5 shards of a; missing: a-00001-of-00005.parquet, a-00002-of-00005.parquet, "
-            "a-00003-of-00005.parquet, a-00004-of-00005.parquet. Fetch them, or write the rows that shall count into "
-            "one file a.parquet",
-        ),
-        (
-            ["a-00000-of-00003.jsonl", "a-00002-of-00003.jsonl"],
-            "holds 2 of the 3 shards of a; missing: a-00001-of-00003.jsonl. Fetch them",
-        ),
-        (
-            ["a-00000-of-00002-abcdef0123456780.parquet"],
-            "holds 1 of the 2 shards of a; missing: a-00001-of-00002.parquet",
-        ),
-        (["a-0-of-20.json"], "missing: a-1-of-20.json, a-2-of-20.json, a-3-of-20.json, a-4-of-20.json, "
-                             "a-5-of-20.json, a-6-of-20.json, a-7-of-20.json, a-8-of-20.json and 11 more. Fetch"),
-        (
-            ["a-00000-of-00002.parquet", "a-00001-of-00002.parquet", "a-00000-of-00001.parquet"],
-            "a must be one file, or all shards of one count and kind, got a-00000-of-00001.parquet, "
-            "a-00000-of-00002.parquet, a-00001-of-00002.parquet. Move elsewhere what does not count",
-        ),
-        (["a.jsonl", "a.parquet"], "got a.jsonl, a.parquet. Move elsewhere"),
+        (["a-00000-of-00003.jsonl", "a-00002-of-00003.jsonl"],
+         "holds 2 of the 3 shards of a; missing: a-00001-of-00003.jsonl. Fetch them, or write the rows"),
+        (["a-0-of-20.json"], "a-7-of-20.json, a-8-of-20.json and 11 more. Fetch"),
+        (["a-00000-of-00002.parquet", "a-00001-of-00002.parquet", "a-00000-of-00001.parquet"],
+         "a must be one file, or all shards of one count and kind, got a-00000-of-00001.parquet, a-00000-of-00002.par"),
         (["a-00000-of-00001.parquet", "a-00000-of-00001.jsonl"], "got a-00000-of-00001.jsonl, a-00000-of-00001.par"),
         (["a.jsonl", "a-00000-of-00001.parquet"], "got a-00000-of-00001.parquet, a.jsonl. Move"),
         (["a.jsonl", "a (1).jsonl"], "got a (1).jsonl, a.jsonl. Move"),
-        (["a-00000-of-00001.parquet", "a-more.parquet"], "got a-00000-of-00001.parquet, a-more.parquet. Move"),
         (["a_01.json", "a2.jsonl"], "got a2.jsonl, a_01.json. Move"),
-        (["a-00000-of-00002.parquet", "a-00002-of-00002.parquet"], "missing: a-00001-of-00002.parquet. Fetch"),
         (["a-00000-of-00001.json", "a-00001-of-00001.json"], "got a-00000-of-00001.json, a-00001-of-00001.json. Move"),
+        (["ab.jsonl", "in/c.csv"], f"lacks a, as {KINDS}. Its files: ab.jsonl, in/c.csv. Put the files"),
     ],
 )  # fmt: skip
-def test_incomplete_or_ambiguous_splits_are_refused(names: list[str], problem: str, tmp_path: Path) -> None:
+def test_missing_or_ambiguous_splits_are_refused(names: list[str], problem: str, tmp_path: Path) -> None:
     touch(tmp_path, *names)
-    with pytest.raises(DataError) as error:
+    with pytest.raises(DataError, match=rf"^data\.source: {tmp_path}.*{re.escape(problem)}"):
         local_files(str(tmp_path), ["a"])
-    assert problem in str(error.value)
-    assert str(error.value).startswith(f"data.source: {tmp_path}")
 
 
-@pytest.mark.parametrize("name", ["a_extra.parquet", "a_old.jsonl", "data-00000-of-00001.parquet", "part-0.json"])
+@pytest.mark.parametrize("name", ["a_extra.parquet", "data-00000-of-00001.parquet", "part-0.json"])
 def test_stray_files_of_rows_are_refused(name: str, tmp_path: Path) -> None:
     touch(tmp_path, "a.parquet", "b.parquet", "other.jsonl", "abc.json", "notes.txt")
     assert digests(str(tmp_path), ["a", "b"]).keys() == {"a.parquet", "b.parquet"}
@@ -151,26 +112,19 @@ def test_stray_files_of_rows_are_refused(name: str, tmp_path: Path) -> None:
 ROWS = [{"q": 'What, "7"?\nNow.', "a": "007"}, {"q": "ä?", "a": "0.10"}]
 
 
-def saved(folder: Path) -> dict[str, Path]:
-    """Write the rows to files of every kind."""
-    lines = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
-    array = json.dumps(ROWS, indent=2).encode()
-    plain = {"x.jsonl": lines, "lines.json": lines, "x.json": array, "pretty.jsonl": b"\n" + array}
-    for name, content in plain.items():
-        (folder / name).write_bytes(content)
-    pq.write_table(pa.Table.from_pylist(ROWS), folder / "x.parquet")
-    return {name: folder / name for name in (*plain, "x.parquet")}
-
-
 def test_files_of_every_kind_have_the_same_records(tmp_path: Path) -> None:
-    files, places = saved(tmp_path), {}
-    for name, file in files.items():
-        found = list(records_of(file))
+    lines, array = "".join(json.dumps(row) + "\n" for row in ROWS), json.dumps(ROWS, indent=2)
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "x.parquet")
+    for name, content, places in (
+        ("x.jsonl", lines, ["line 1", "line 2"]), ("lines.json", lines, ["line 1", "line 2"]),
+        ("x.json", array, ["entry 0", "entry 1"]), ("pretty.jsonl", f"\n{array}", ["entry 0", "entry 1"]),
+        ("x.parquet", "", ["row 0", "row 1"]),
+    ):  # fmt: skip
+        if content:
+            (tmp_path / name).write_text(content)
+        found = list(records_of(tmp_path / name))
         assert [record.values for record in found] == ROWS, name
-        places[name] = [record.where.removeprefix(f"{file}: ") for record in found]
-    assert places["x.jsonl"] == places["lines.json"] == ["line 1", "line 2"]
-    assert places["x.json"] == places["pretty.jsonl"] == ["entry 0", "entry 1"]
-    assert places["x.parquet"] == ["row 0", "row 1"]
+        assert [record.where for record in found] == [f"{tmp_path / name}: {place}" for place in places]
 
 
 @pytest.mark.parametrize(

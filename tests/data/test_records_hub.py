@@ -2,7 +2,6 @@
 
 import io
 import json
-from functools import partial
 from pathlib import Path
 
 import datasets
@@ -31,18 +30,14 @@ CARD = "---\nconfigs:" + "".join(
 )
 
 
-def parquet(label, rows):
-    file = io.BytesIO()
-    questions = [f"{label} {row}: what?" for row in range(rows)]
-    pq.write_table(pa.table({"question": questions, "answer": [f"It is\n#### {row}" for row in range(rows)]}), file)
-    return file.getvalue()
-
-
 def gsm8k(commit):
     files = {"README.md": f"{CARD}\n---\nof {commit}".encode()}
     for subset in ("main", "socratic"):
         for split, rows in (("train", 4), ("test", 2)):
-            files[f"{subset}/{split}-00000-of-00001.parquet"] = parquet(f"{subset} {commit[0]} {split}", rows)
+            questions = [f"{subset} {commit[0]} {split} {row}: what?" for row in range(rows)]
+            answers = [f"It is\n#### {row}" for row in range(rows)]
+            pq.write_table(pa.table({"question": questions, "answer": answers}), file := io.BytesIO())
+            files[f"{subset}/{split}-00000-of-00001.parquet"] = file.getvalue()
     return files
 
 
@@ -55,16 +50,15 @@ def puzzles(commit):
 def reach(monkeypatch, tmp_path):
     """Reset the caches of the process, and use a hub at this port."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "arrow")
-    client = partial(use_hub, monkeypatch, tmp_path)
 
-    def begin(port):
+    def begin(port=None):
         commit_of.cache_clear()
         snapshot.cache_clear()
-        client(port)
+        if port:
+            use_hub(monkeypatch, tmp_path, port)
 
     yield begin
-    commit_of.cache_clear()
-    snapshot.cache_clear()
+    begin()
 
 
 def questions(result):

@@ -1,4 +1,4 @@
-"""Datasets on disk: schema, provenance, cache, filter, and rows that never change for a seed."""
+"""Datasets on disk: schema, provenance, cache, mixtures, and rows that never change for a seed."""
 
 import json
 from dataclasses import astuple
@@ -15,11 +15,32 @@ from data.countdown_problems import draw_chunk, generate
 from data.filter import filter_dataset, filter_fingerprint
 from data.rows import Message, Row, TaskRows
 from data.schema import provenance, require_row_schema, row_schema
-from data.tasks import build_dataset, dataset_directory, dataset_fingerprint, input_digests, inputs_of
+from data.tasks import (
+    StageResult,
+    build_dataset,
+    dataset_directory,
+    dataset_fingerprint,
+    input_digests,
+    inputs_of,
+    publish_mixture,
+)
 from data.tokenizer import tokenizer_fingerprint
 from rlcore.batching.prompts import read_prompts, read_solutions
-from rlcore.config import CountdownData, CustomData, FilterConfig, MappedData, MixtureData, MixturePart
-from rlcore.errors import DataError
+from rlcore.config import (
+    CountdownData,
+    CustomData,
+    FilterConfig,
+    MappedData,
+    MixtureData,
+    MixturePart,
+    RewardConfig,
+    RunConfig,
+)
+from rlcore.config.compose import load_config
+from rlcore.errors import ConfigError, DataError
+from rlcore.rollout.scoring import ScoringPool
+from rlcore.run.inputs import RunInputs
+from rlcore.run.problems import Problems
 
 SMALL = CountdownData(
     train_size=60, validation_size=20, max_numbers=3, number_high=9, target_high=20, operations=("+", "-"),
@@ -32,40 +53,30 @@ def dataset(artifacts_root):
     return build_dataset(SMALL, seed=1, root=artifacts_root)
 
 
-def test_dataset_has_schema_provenance_and_counts(dataset):
-    assert dataset.counts == {"train": 60, "validation": 20}
+def test_dataset_has_schema_provenance_and_counts(dataset, artifacts_root):
+    assert (dataset.counts, dataset.cached) == ({"train": 60, "validation": 20}, False)
     file = dataset.directory / "train.parquet"
     table = pq.read_table(file)
     truth = pa.struct([("target", pa.int64()), ("numbers", pa.list_(pa.int64())), ("form", pa.string())])
     assert table.schema.remove_metadata() == row_schema(truth)
     require_row_schema(table.schema, file)
-    assert table.column("extra_info").to_pylist()[7]["index"] == 7
     document = provenance(file)
-    assert document["fingerprint"] == dataset.fingerprint == dataset.directory.name
+    assert document["fingerprint"] == dataset.fingerprint == dataset_fingerprint(SMALL, 1)
+    assert dataset.directory == dataset_directory(dataset.fingerprint, artifacts_root)
     assert (document["seed"], document["counts"]["rows"], document["settings"]["number_high"]) == (1, 60, 9)
+    before = file.stat().st_mtime_ns
+    again = build_dataset(SMALL, seed=1, root=artifacts_root)
+    assert (again.cached, again.counts, file.stat().st_mtime_ns) == (True, dataset.counts, before)
+    scored = {"scorer": "somewhere:else", "environment": "somewhere:Else", "chat_template_kwargs": {"think": False}}
+    assert dataset_fingerprint(SMALL.model_copy(update=scored), 1) == dataset.fingerprint
+    assert dataset_fingerprint(SMALL, 2) != dataset.fingerprint
 
 
 def test_settings_and_seed_determine_the_bytes(dataset, tmp_path):
-    again = build_dataset(SMALL, seed=1, root=tmp_path / "elsewhere")
+    again, other = (build_dataset(SMALL, seed=seed, root=tmp_path / "elsewhere") for seed in (1, 2))
     for name in ("train.parquet", "validation.parquet"):
-        assert (again.directory / name).read_bytes() == (dataset.directory / name).read_bytes()
-    other = build_dataset(SMALL, seed=2, root=tmp_path / "elsewhere")
-    assert (other.directory / "train.parquet").read_bytes() != (dataset.directory / "train.parquet").read_bytes()
-
-
-def test_finished_datasets_are_not_made_again(dataset, artifacts_root):
-    before = (dataset.directory / "train.parquet").stat()
-    again = build_dataset(SMALL, seed=1, root=artifacts_root)
-    assert (dataset.cached, again.cached, again.counts) == (False, True, dataset.counts)
-    assert (dataset.directory / "train.parquet").stat().st_mtime_ns == before.st_mtime_ns
-
-
-def test_fingerprint_is_known_before_the_work(dataset, artifacts_root):
-    assert dataset_fingerprint(SMALL, 1) == dataset.fingerprint
-    assert dataset_directory(dataset.fingerprint, artifacts_root) == dataset.directory
-    elsewhere = SMALL.model_copy(update={"scorer": "somewhere:else", "environment": "somewhere:Else"})
-    assert dataset_fingerprint(elsewhere, 1) == dataset.fingerprint
-    assert dataset_fingerprint(SMALL, 2) != dataset.fingerprint
+        content = (dataset.directory / name).read_bytes()
+        assert (again.directory / name).read_bytes() == content != (other.directory / name).read_bytes()
 
 
 def test_failed_builds_leave_nothing(artifacts_root):
@@ -82,8 +93,7 @@ def test_filter_tokenizes_prompts_and_solutions(dataset, scratch_tokenizer, arti
     assert len(rows) == len(prompts) == len(demonstrations) == 60
     vocabulary = json.loads((scratch_tokenizer / "tokenizer.json").read_text())["model"]["vocab"]
     for row, prompt, demonstration in zip(rows, prompts, demonstrations, strict=True):
-        words = row["prompt"][0]["content"].split()
-        assert prompt.token_ids == tuple(vocabulary[word] for word in words)
+        assert prompt.token_ids == tuple(vocabulary[word] for word in row["prompt"][0]["content"].split())
         assert json.loads(prompt.ground_truth_json) == row["reward_model"]["ground_truth"]
         solution = row["extra_info"]["solution"].replace("(", "( ").replace(")", " )").split()
         response = (*(vocabulary[word] for word in solution), vocabulary["<eos>"])
@@ -95,26 +105,15 @@ def test_filter_tokenizes_prompts_and_solutions(dataset, scratch_tokenizer, arti
         read_prompts(dataset.directory / "train.parquet")
 
 
-def test_finished_filters_are_not_repeated(dataset, scratch_tokenizer, artifacts_root):
-    first, second = (
-        filter_dataset(dataset.directory, scratch_tokenizer, FilterConfig(), root=artifacts_root) for _ in range(2)
-    )
-    assert (first.cached, second.cached, second.counts) == (False, True, first.counts)
-    tokenizer = tokenizer_fingerprint(scratch_tokenizer)
-    assert filter_fingerprint(dataset.fingerprint, tokenizer, FilterConfig()) == first.fingerprint
-    assert filter_fingerprint(dataset.fingerprint, "0" * 16, FilterConfig()) != first.fingerprint
-
-
 def test_input_files_of_a_mixture_are_named_by_part(mapped: MappedData, tmp_path: Path) -> None:
     root, named = tmp_path / "root", input_digests(mapped)
     assert named.keys() == {"train.jsonl", "test.jsonl"}
-    other = CountdownData(min_numbers=2, max_numbers=2, number_high=9, target_high=9, train_size=9, validation_size=3)
-    mixture = MixtureData(parts=(MixturePart(data=other), MixturePart(data=mapped)))
+    mixture = MixtureData(parts=(MixturePart(data=SMALL), MixturePart(data=mapped)))
     by_part = {f"part 1: {name}": digest for name, digest in named.items()}
     assert input_digests(mixture) == by_part
     made = build_dataset(mixture, seed=1, root=root)
     assert inputs_of(made.directory) == by_part
-    assert made.counts == {"train": 12, "validation": 5}
+    assert made.counts == {"train": 63, "validation": 22}
     assert build_dataset(mixture, seed=1, root=root).cached
     assert inputs_of(root) == {}
 
@@ -140,6 +139,7 @@ LOW = CountdownData(
     target_high=30, template="bare", operations=("+", "-", "/"),
 )  # fmt: skip
 DRAWN = CountdownData(train_size=90, validation_size=9, max_numbers=5)
+UNIFORM = CountdownData(train_size=90, validation_size=9, targets="uniform")
 BALANCED = CountdownData(
     train_size=41, validation_size=6, min_numbers=2, max_numbers=5, balance_difficulty=True, template="bare"
 )
@@ -163,8 +163,9 @@ def digest_of_rows(task: TaskRows) -> str:
         (DRAWN, 7, "40750fd48515c2f1"),
         (DRAWN, 8, "2af86bc70cbf6721"),
         (BALANCED, 7, "e77bc38788021aee"),
+        (UNIFORM, 7, "ab35c111aad7511c"),
     ],
-    ids=["enumerated", "low", "drawn", "another seed", "balanced"],
+    ids=["enumerated", "low", "drawn", "another seed", "balanced", "uniform"],
 )
 def test_countdown_problems_of_a_seed_never_change(settings: CountdownData, seed: int, expected: str) -> None:
     splits = generate(settings, seed)
@@ -190,13 +191,7 @@ def test_countdown_rows_of_a_template_never_change(settings: dict[str, object], 
 def test_rows_of_custom_tasks_never_change() -> None:
     settings = CustomData(train_size=20, validation_size=70)
     games = number_guessing.build(settings, 1)
-    assert (games.data_source, games.ability, games.prompt_form) == ("number_guessing", "search", "text")
-    held_out, train = (list(games.splits[split]) for split in ("validation", "train"))
-    assert (len(held_out), len(train)) == (70, 20)
-    assert [held_out[0], held_out[69], train[0], train[-1]] == [
-        Row((Message("user", f"{words} >"),), {"game": game})
-        for words, game in (("0 0 0", 0), ("1 0 5", 69), ("1 0 6", 70), ("1 3 1", 89))
-    ]
+    assert games.splits["train"][0] == Row((Message("user", "1 0 6 >"),), {"game": 70})
     assert digest_of_rows(games) == "467202d63b253de8"
     assert digest_of_rows(multiplication.build(settings, 1)) == "0e3236ca5645ffbf"
 
@@ -206,3 +201,91 @@ def test_chunks_depend_on_their_number_and_settings_alone() -> None:
     assert {len(problem.numbers) for problem in problems} == {5}
     assert digest([astuple(problem) for problem in problems[:50]]) == "4536e9bbec2980d9"
     assert {len(problem.numbers) for chunk in (3, 4) for problem in draw_chunk(DRAWN, 7, chunk)[:9]} == {3, 4}
+
+
+FEW = {"train_size": 60, "validation_size": 20, "number_high": 9, "target_high": 20, "template": "bare"}
+EASY = CountdownData(min_numbers=2, max_numbers=2, operations=("+", "-"), **FEW | {"train_size": 40})
+HARD = CountdownData(min_numbers=3, max_numbers=3, operations=("+", "-"), **FEW)
+TIMES = CustomData(train_size=50, validation_size=10)
+PARTS = (MixturePart(data=EASY, name="easy"), MixturePart(data=HARD, weight=2), MixturePart(data=TIMES, weight=0.5))
+MIXED = MixtureData(parts=PARTS)
+
+
+def make(settings, tokenizer, root):
+    dataset = build_dataset(settings, seed=1, root=root)
+    return dataset, filter_dataset(dataset.directory, tokenizer, FilterConfig(), root=root)
+
+
+@pytest.fixture
+def mixed(scratch_tokenizer, artifacts_root):
+    return make(MIXED, scratch_tokenizer, artifacts_root)
+
+
+def test_parts_are_shared_by_mixtures(mixed, scratch_tokenizer, artifacts_root):
+    dataset, filtered = mixed
+    assert dataset.counts == filtered.counts == {"train": 150, "validation": 50}
+    assert dataset_fingerprint(MIXED, 1) == dataset.fingerprint == dataset.directory.name
+    alone, alone_filtered = make(HARD, scratch_tokenizer, artifacts_root)
+    heavier = MixtureData(parts=(*PARTS[:2], MixturePart(data=TIMES, weight=9)))
+    again, again_filtered = make(heavier, scratch_tokenizer, artifacts_root)
+    assert all(result.cached for result in (alone, alone_filtered, again, again_filtered))
+    assert again.fingerprint == dataset.fingerprint
+    other, _ = make(MixtureData(parts=PARTS[:2]), scratch_tokenizer, artifacts_root)
+    assert not other.cached
+    assert other.fingerprint != dataset.fingerprint
+    tokenizer = tokenizer_fingerprint(scratch_tokenizer)
+    assert filter_fingerprint(dataset.fingerprint, tokenizer, FilterConfig()) == filtered.fingerprint
+    assert alone.fingerprint in (dataset.directory / "README.md").read_text()
+
+
+def test_responses_are_scored_by_the_scorer_of_their_part(mixed, scratch_tokenizer):
+    """A right response for one scorer is wrong for the other: separate digits, or an equation."""
+    prompts = Problems.read(RunConfig(data=MIXED), RunInputs(mixed[1].directory, scratch_tokenizer)).validation
+    truths = [json.loads(prompt.ground_truth_json) for prompt in prompts]
+    responses = [
+        " ".join(str(truth["product"])) if "product" in truth else " + ".join(map(str, truth["numbers"]))
+        for truth in truths
+    ]
+    with ScoringPool(MIXED.scorer, RewardConfig(num_processes=1)) as pool:
+        scores = pool.score(responses, [prompt.ground_truth_json for prompt in prompts])
+        assert pool.errors == 0
+    for truth, score in zip(truths, scores, strict=True):
+        assert score.parts["format"] == 1.0
+        assert score.total == ("product" in truth or sum(truth["numbers"]) == truth["target"])
+
+
+def test_training_rows_that_another_part_holds_out_are_refused(scratch_tokenizer, artifacts_root):
+    other = HARD.model_copy(update={"target_high": 21})
+    settings = MixtureData(parts=(MixturePart(data=HARD), MixturePart(data=other, name="other")))
+    message = r"row \d+: has the same (prompt|multiset of numbers \[.*\]) as a held-out row of"
+    with pytest.raises(DataError, match=message):
+        make(settings, scratch_tokenizer, artifacts_root)
+    assert len(list((artifacts_root / "filtered").glob("*/manifest.json"))) == 2, "of the parts, not of the mixture"
+
+
+def test_invalid_parts_are_refused():
+    parts = "[{weight:-1,data:{task:countdown}},{data:{task:gsm8k,sorce:x}},{data:{task:custm}}]"
+    with pytest.raises(ConfigError) as error:
+        load_config(["data=mixture", f"data.parts={parts}", "model.path=some/model"])
+    for message in (
+        "data.parts: entry 0: weight: must be greater than 0; got -1",
+        "data.parts: entry 1: data.sorce: there is no such setting; got x",
+        "data.parts: entry 2: data",
+    ):
+        assert message in str(error.value)
+
+
+def test_published_mixture_names_its_parts_and_sums_their_rows(tmp_path: Path) -> None:
+    parts = [
+        StageResult(tmp_path / name, name, cached, {"train": rows, f"train/{name}": 1})
+        for name, rows, cached in (("one", 1_200, True), ("two", 30, False))
+    ]
+    counts = {"train": 1_230, "train/one": 1, "train/two": 1}
+    made = publish_mixture("dataset", tmp_path / "mix", parts)
+    assert made == StageResult(tmp_path / "mix", "mix", False, counts)
+    assert (tmp_path / "mix" / "README.md").read_text() == (
+        "# Mixture of 2 datasets\n\n| part | rows |\n| --- | --- |\n| [one](../one) | 1,200 train, 1 train/one |\n"
+        "| [two](../two) | 30 train, 1 train/two |\n"
+    )
+    again = publish_mixture("dataset", tmp_path / "mix", parts[:1])
+    assert again == StageResult(tmp_path / "mix", "mix", True, {"train": 1_200, "train/one": 1})

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from data.filter import filter_dataset
@@ -35,26 +33,6 @@ def ids_of(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]], *, p
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert tokenizer.decode(ids) == text
     return ids
-
-
-def test_template_has_the_models_system_prompt(tokenizer: PreTrainedTokenizerBase) -> None:
-    text = tokenizer.apply_chat_template(TURNS[1:2], tokenize=False, add_generation_prompt=True)
-    assert text == (
-        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-        f"<|im_start|>user\n{TURNS[1]['content']}<|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (1, 2, 0)
-
-
-def test_digits_and_spaces_before_them_are_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
-    """The model's tokenizer splits digits, then GPT-2's words. transformers reads two tokens for the two spaces."""
-    assert tokenizer.convert_ids_to_tokens(tokenizer("a  12")["input_ids"]) == ["a", "\u0120\u0120", "1", "2"]
-
-
-@given(st.text(st.characters(exclude_categories=("C",)), max_size=40))
-def test_visible_characters_are_decoded_as_encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
-    """The vocabulary lacks some bytes of other characters."""
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
 def test_gsm8k_is_filtered_with_the_models_template(

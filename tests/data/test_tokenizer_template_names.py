@@ -12,12 +12,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from data.demonstrations import tokenize_demonstrations
 from data.filter import filter_dataset
-from data.tasks import build_dataset, dataset_fingerprint
+from data.tasks import build_dataset
 from rlcore.batching.prompts import read_demonstrations
 from rlcore.config import CountdownData, FilterConfig, MixtureData, WarmStartConfig
 from rlcore.config.data import RENDERING_NAMES, MixturePart
 from rlcore.errors import DataError
-from rlcore.rollout.turns import TurnTokens
 from rlcore.storage.manifest import part_directories
 from tests.data.conftest import saved
 
@@ -68,11 +67,6 @@ def test_prompts_are_rendered_with_the_names(
             assert tokenizer.decode(row["prompt_ids"]) == rendered(tokenizer, row["prompt"], names, prompt=True)
 
 
-def test_names_do_not_change_the_dataset() -> None:
-    plain, quiet = (CountdownData(chat_template_kwargs=names) for names in ({}, QUIET))
-    assert dataset_fingerprint(plain, 1) == dataset_fingerprint(quiet, 1)
-
-
 def test_demonstrations_are_rendered_with_the_names(
     folder: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
@@ -93,17 +87,6 @@ def test_demonstrations_are_rendered_with_the_names(
             assert tokenizer.decode(list(row.token_ids)) == rendered(tokenizer, talk, names, prompt=False)
     with pytest.raises(DataError, match="does not read voise"):
         tokenize_demonstrations(config, folder, seed=1, root=tmp_path, chat_template_kwargs={"voise": "loud"})
-
-
-def test_later_turns_are_rendered_with_the_names(tokenizer: PreTrainedTokenizerBase) -> None:
-    turns = TurnTokens(tokenizer, chat=True, max_reply_tokens=50, chat_template_kwargs=LOUD)
-    conversation = [{"role": "user", "content": "Guess."}]
-    ids = list(tokenizer.encode(rendered(tokenizer, conversation, LOUD, prompt=True)))
-    for turn, reply in (("Five", "higher"), ("Eight", "lower")):
-        ids += [*tokenizer.encode(turn), tokenizer.eos_token_id]
-        ids += turns.reply_tokens(ids[-1], reply)[1]
-        conversation += [{"role": "assistant", "content": turn}, {"role": "user", "content": reply}]
-    assert tokenizer.decode(ids) == rendered(tokenizer, conversation, LOUD, prompt=True)
 
 
 def test_arguments_of_transformers_are_not_template_names() -> None:

@@ -1,19 +1,22 @@
-"""Custom tasks: a function in a file, and the files that it reads."""
+"""Rows from a function in a file, and from columns of any dataset."""
 
+import json
+import math
 import sys
 from hashlib import sha256
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from data import multiplication
 from data.filter import filter_dataset
-from data.tasks import build_dataset, dataset_directory, dataset_fingerprint, input_digests, inputs_of
+from data.rows import Message, Row
+from data.sources import build_mapped
+from data.tasks import build_dataset, dataset_directory, dataset_fingerprint, input_digests
 from data.trial import first_row
-from rlcore.batching.prompts import read_prompts, read_solutions
-from rlcore.config import CustomData, FilterConfig, MixtureData, MixturePart, RewardConfig
-from rlcore.config.compose import load_config
+from rlcore.config import CustomData, FilterConfig, MappedData, MixtureData, MixturePart, RewardConfig
 from rlcore.errors import ConfigError, DataError
 from rlcore.rollout.scoring import ScoringPool
 
@@ -24,13 +27,11 @@ def test_multiplication_rows_are_filtered_and_scored(scratch_tokenizer, artifact
     dataset = build_dataset(TIMES, seed=1, root=artifacts_root)
     assert dataset.counts == {"train": 200, "validation": 20}
     filtered = filter_dataset(dataset.directory, scratch_tokenizer, FilterConfig(), root=artifacts_root)
-    file = filtered.directory / "train.parquet"
-    prompts = read_prompts(file)
-    assert all(len(prompt.token_ids) == 4 for prompt in prompts)
-    assert len(read_solutions(file)) == 200
-    solutions = [row["extra_info"]["solution"] for row in pq.read_table(file).to_pylist()]
+    rows = pq.read_table(filtered.directory / "train.parquet").to_pylist()
+    assert all(len(row["prompt_ids"]) == 4 and row["solution_ids"] for row in rows)
+    solutions = [row["extra_info"]["solution"] for row in rows]
     with ScoringPool(TIMES.scorer, RewardConfig(num_processes=1)) as pool:
-        truths = [prompt.ground_truth_json for prompt in prompts]
+        truths = [row["ground_truth_json"] for row in rows]
         assert {score.total for score in pool.score(solutions, truths)} == {1.0}
         assert {score.total for score in pool.score(solutions[1:], truths[:-1])} == {0.0}
     with pytest.raises(DataError, match="at most 4851 products exist, got 5020"):
@@ -98,21 +99,8 @@ def test_files_of_an_option_folder_count_by_content(tmp_path, monkeypatch):
     assert len(set(fingerprints[0])) == 2
 
 
-def test_each_of_several_files_with_one_name_counts(tmp_path):
-    places = [tmp_path / f"{name}.txt" for name in ("de/train", "en/train", "de/validation", "more/named/validation")]
-    for number, file in enumerate(places):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"{number}\n")
-    mine = TIMES.model_copy(update={"options": tuple(map(str, places))})
-    for number, file in enumerate(places):
-        made = build_dataset(mine, seed=1, root=tmp_path / "root")
-        assert build_dataset(mine, seed=1, root=tmp_path / "root").cached
-        file.write_text(f"1{number}\n")
-        assert inputs_of(made.directory) != input_digests(mine)
-        assert not build_dataset(mine, seed=1, root=tmp_path / "root").cached, file
-
-
 def test_option_files_are_named_by_file_or_folder(tmp_path: Path) -> None:
+    """Of two files with one name, both digests count."""
     names = ("one/a.txt", "one/b.txt", "two/one/b.txt", "c.txt")
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -143,7 +131,67 @@ def test_first_row_is_found_among_printed_lines(tmp_path, monkeypatch, artifacts
     assert row == first_row(TIMES, 1, artifacts_root)
 
 
-def test_settings_groups_of_custom_tasks_compose():
-    config = load_config(["data=math", "data.source=some/maths", "model.path=some/model", "reward.num_processes=1"])
-    assert (config.data.task, config.data.question, config.data.scorer) == ("mapped", "problem", "data.math:score")
-    assert load_config(["data=custom", "model.path=some/model"]).data == CustomData()
+def test_rows_are_named_after_their_folder(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text('{"q": "What?", "a": 2, "s": "It is 2"}\n')
+    names = {"source": str(tmp_path), "question": "q", "answer": "a"}
+    assert build_mapped(MappedData(**names), 0).data_source == tmp_path.name
+    more = build_mapped(MappedData(**names, data_source="own", instruction="Think.", solution="s"), 0)
+    assert more.data_source == "own"
+    train = f"{tmp_path}/train.jsonl: line 1"
+    assert list(more.splits["train"]) == [Row((Message("user", "What? Think."),), "2", solution="It is 2", where=train)]
+
+
+def test_further_columns_reach_the_scorer_as_text(tmp_path: Path, artifacts_root: Path) -> None:
+    line = {"question": "What?", "answer": 2, "unit": "m", "kinds": ["a", {"b": None}], "limit": 3.0, "none": None}
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps({**line, "question": split}) + "\n")
+    settings = MappedData(source=str(tmp_path), columns=("unit", "kinds", "kinds.0", "limit"), scorer="my_reward:score")
+    made = build_dataset(settings, seed=1, root=artifacts_root)
+    (row,) = pq.read_table(made.directory / "validation.parquet").to_pylist()
+    assert row["reward_model"]["ground_truth"] == {
+        "answer": "2", "unit": "m", "kinds": '["a", {"b": null}]', "kinds.0": "a", "limit": "3",
+    }  # fmt: skip
+    for column, message in (("none", "column none: must be a text"), ("kind", "there is no column kind ")):
+        with pytest.raises(DataError, match=rf"train.jsonl: line 1: {message}"):
+            list(build_mapped(settings.model_copy(update={"columns": (column,)}), 0).splits["train"])
+
+
+@pytest.mark.parametrize("text", ["NaN", "nan", "inf", "-Infinity", "None", "null", "<NA>"])
+def test_texts_of_missing_values_are_refused(text: str, tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        rows = [{"question": "None", "answer": "none"}, {"question": "b?", "answer": text}]
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    made = build_mapped(MappedData(source=str(tmp_path)), 1)
+    with pytest.raises(DataError, match=rf"^{tmp_path}/train.jsonl: line 2: column answer: .*'{text}' of a missing"):
+        list(made.splits["train"])
+
+
+def test_nan_and_infinity_are_refused(tmp_path: Path) -> None:
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text('{"question": "a?", "answer": 1}\n{"question": "b?", "answer": NaN}\n')
+    with pytest.raises(DataError, match=rf"^{tmp_path}/train.jsonl: line 2: column answer: .*, got nan \(columns"):
+        list(build_mapped(MappedData(source=str(tmp_path)), 0).splits["train"])
+    (tmp_path / "train.jsonl").unlink()
+    pq.write_table(pa.table({"question": ["a?", "b?"], "answer": [1.0, -math.inf]}), tmp_path / "train.parquet")
+    with pytest.raises(DataError, match=rf"^{tmp_path}/train.parquet: row 1: column answer: .*, got -inf \(columns"):
+        list(build_mapped(MappedData(source=str(tmp_path)), 0).splits["train"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"question": "tsk.text"}, r"line 1: there is no column tsk.text \(columns: task, final, cut\)"),
+        ({"question": "task"}, r"column task: must be a text"),
+        ({"question": "cut"}, r"line 1: column cut: must be UTF-8 .*surrogates not allowed"),
+        ({"source": ""}, r"data.source: must be a folder or a hub id"),
+        ({"train_split": "train"}, r"lacks train, as \.jsonl, .* Its files: "),
+    ],
+)
+def test_wrong_names_are_refused(tmp_path, artifacts_root, changes, message):
+    for name in ("big", "small"):
+        line = {"task": {"text": f"{name}: what?"}, "final": 1, "cut": "\ud83d"}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(line))
+    names = {"question": "task.text", "answer": "final", "train_split": "big", "validation_split": "small"}
+    with pytest.raises(DataError, match=message):
+        build_dataset(MappedData(**{"source": str(tmp_path), **names, **changes}), seed=1, root=artifacts_root)
