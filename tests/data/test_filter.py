@@ -75,14 +75,6 @@ def test_chat_prompts_equal_those_of_the_tokenizer(chat_tokenizer, artifacts_roo
         assert json.loads(found["ground_truth_json"]) == found["reward_model"]["ground_truth"]
 
 
-def test_plain_prompts_get_special_tokens(base_tokenizer, artifacts_root):
-    result = filtered(CHAT.model_copy(update={"template": "base"}), base_tokenizer, artifacts_root)
-    tokenizer = AutoTokenizer.from_pretrained(base_tokenizer)
-    for found in pq.read_table(result.directory / "train.parquet").to_pylist():
-        assert found["prompt_ids"] == tokenizer(found["prompt"][0]["content"])["input_ids"]
-        assert found["prompt_ids"][0] == tokenizer.convert_tokens_to_ids("<|endoftext|>")
-
-
 def test_overlong_prompts_are_dropped_cut_or_refused(chat_tokenizer, artifacts_root, tmp_path):
     settings = written(tmp_path, rows(70), rows(7, "validation"))
     full = filtered(settings, chat_tokenizer, artifacts_root)

@@ -22,20 +22,16 @@ THOUSAND = {"answer": "1000"}
         ("so #### 1,000", 1, 1, 1),
         ("so #### $1,000", 0, 1, 0),
         ("so #### 1000.0", 0, 1, 1),
-        ("so #### 1000.", 0, 1, 1),
         ("so #### 1000 dollars", 1, 1, 1),
         ("so ####1000", 0, 1, 0),
         ("#### 5 no, #### 1000", 1, 1, 1),
-        ("#### 1000 no, #### 5", 0, 0, 1),
         ("it is 1,000 apples", 0, 1, 0),
         ("it is 1000 of 2000", 0, 0, 0),
         ("#### -1000", 0, 0, 1),
-        ("#### 1000" + " and more" * 50, 0, 1, 0),
         ("#### 1000\n" + "x" * 290, 1, 1, 1),
         ("#### 1000\n" + "x" * 291, 0, 1, 0),
         ("x" * 400 + " 1000", 0, 1, 0),
         ("#### ", 0, 0, 0),
-        ("#### ,", 0, 0, 1),
         ("", 0, 0, 0),
         ("#### " + "9" * 100_000, 0, 0, 0),
         ("#### " + "9" * 200, 0, 0, 1),
@@ -89,32 +85,18 @@ def test_published_solutions_score_one_and_perturbed_ones_zero(gsm8k_folder, art
     assert num_wrong == 0
 
 
-@pytest.fixture
-def small(tmp_path):
-    record = {"question": "How many?", "answer": "They are 3.\n#### 3"}
-    lines = [json.dumps(record | {"question": f"{i}?"}) for i in range(3)]
-    (tmp_path / "train.jsonl").write_text("\n".join(lines) + "\n\n")
-    (tmp_path / "test.jsonl").write_text(json.dumps(record))
-    return tmp_path
-
-
-def test_fingerprint_depends_on_content_not_place(small, tmp_path):
-    here = dataset_fingerprint(Gsm8kData(source=str(small)), 1)
-    moved = tmp_path / "moved"
-    moved.mkdir()
-    for name in ("train.jsonl", "test.jsonl"):
-        (moved / name).write_bytes((small / name).read_bytes())
-    assert dataset_fingerprint(Gsm8kData(source=str(moved)), 2) == here
-    (moved / "test.jsonl").write_text(json.dumps({"question": "other", "answer": "#### 4"}))
-    assert dataset_fingerprint(Gsm8kData(source=str(moved)), 1) != here
-
-
-def test_broken_lines_are_named(small, artifacts_root):
-    with (small / "train.jsonl").open("a") as file:
-        file.write('{"question": "x", "answer": "3"}')
-    with pytest.raises(DataError, match=r"train.jsonl: line 5: .*must end in '#### <number>', got '3'"):
-        build_dataset(Gsm8kData(source=str(small)), seed=1, root=artifacts_root)
+def test_broken_lines_are_named(tmp_path, artifacts_root):
+    lines = [
+        json.dumps({"question": f"{i}?", "answer": f"They are 3.\n{mark}3"}) for i, mark in enumerate(("#### ", ""))
+    ]
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("\n\n".join(lines))
+    with pytest.raises(DataError, match=r"test.jsonl|train.jsonl: line 3: .*must end in '#### <number>', got"):
+        build_dataset(Gsm8kData(source=str(tmp_path)), seed=1, root=artifacts_root)
     assert list((artifacts_root / "datasets").iterdir()) == []
+    first = dataset_fingerprint(Gsm8kData(source=str(tmp_path)), 1)
+    (tmp_path / "test.jsonl").write_text(lines[0])
+    assert dataset_fingerprint(Gsm8kData(source=str(tmp_path)), 1) != first
 
 
 def test_reference_numbers_are_read():
@@ -151,16 +133,12 @@ def test_only_number_needs_one_number_alone(line, number):
     [
         ("1,234", ["1,234", "1234"], ["$1,234", "1234.0"], ["1", "234", "12345"]),
         (" 76", ["76"], ["76.", "76.0"], ["7", "-76"]),
-        ("76\n", ["76"], [], ["75"]),
         ("76.0", ["76", "76.0"], ["76."], ["760"]),
         ("2.50", ["2.5", "2.50"], ["2.500"], ["25", "2"]),
         ("$76", ["76"], ["$76"], ["77"]),
-        ("-5", ["-5"], ["-5.0"], ["5"]),
         ("025", ["25"], ["25.0"], ["5"]),
         ("76 dollars", ["76"], [], ["67"]),
-        ("#### 76", ["76"], [], ["6"]),
         ("He has 4 * 19 = <<4*19=76>>76 eggs.\n#### 76", ["76"], ["76 eggs."], ["4", "19"]),
-        ("18 or 19", [], [], ["18", "19"]),
         ("18/19", [], [], ["18", "19", "18/19"]),
     ],
 )

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.math_answers import compared, readings
 
-# `_reference` and `_parsed`: scores alone do not show how a text is read.
-from data.math import _parsed, _reference, reference_problem, score
+# `_reference`: scores alone do not show how a text is read.
+from data.math import _reference, reference_problem, score
 from data.written_numbers import read_number, typeset
 from rlcore.config import RewardConfig
 from rlcore.rollout.scoring import ScoringPool
@@ -43,24 +43,14 @@ def test_documented_forms_are_read_as_documented():
         assert paid(form, form) is not is_refused, form
 
 
-@pytest.mark.slow
-def test_math_verify_reads_every_accepted_expression():
-    for reference, expected in readings().items():
-        if expected == "expression":
-            found = _parsed(_reference(reference).plain)
-            assert [part for part in found[:1] if not isinstance(part, str)], reference
-
-
 # fmt: off
 RIGHT_AND_WRONG = [
     # reference, right answers, wrong answers
     (r"\$36", ["36", r"\$36", "$36", r"36\text{ dollars}", "36.00"], ["-36", "3.6", r"\$35"]),
     (r"\$32,\!348", ["32348", "32,348", r"\$32{,}348"], ["32", "348"]),
-    ("-$5", ["-5", r"-\$5", r"\$-5"], ["5"]),
     (r"0.\overline{3}", [r"\frac13", "1/3", "0.(3)", "0.333333"], ["0", "0.3", "0.33", "3"]),
     (r"1.2\overline{34}", [r"\frac{611}{495}"], ["1.2", "1.234"]),
     (r"12\frac12", ["12.5", "25/2", r"12 \tfrac{1}{2}", "12 1/2"], ["12", "6", "13/2", r"12\frac13"]),
-    (r"-3\frac{1}{4}", ["-3.25", r"-\frac{13}{4}"], ["-2.75", "3.25", "-3"]),
     (r"12\frac12\%", ["12.5", r"12.5\%", "0.125", "12.5 percent"], ["12", r"12\%", "1.25"]),
     (r"\frac12\%", ["0.005", "0.5%"], ["0.5", "50"]),
     ("0.5", [r"50\%", r"\frac12", ".5"], [r"0.5\%", "5", r"5\%"]),
@@ -76,82 +66,57 @@ RIGHT_AND_WRONG = [
     ("A. 36", ["A", r"\textbf{(A)} 36"], ["36", "B. 36", "A. 37", "B"]),
     ("$36 and $48", ["36, 48", r"\$48\text{ and }\$36"], ["36", "48", "36, 49", "84"]),
     (r"\$1,234 and \$5,678", ["1234, 5678"], ["1, 234, 5, 678", "1234"]),
-    ("1,2,3", ["3, 2, 1", r"\{1,2,3\}", "1, 2 and 3"], ["1,2", "123", "1,2,4"]),
     ("(1,2)", ["(1, 2)", r"\left(1,2\right)"], ["(2,1)", "1", "[1,2]"]),
     ("[1,2)", ["[1, 2)"], ["(1,2)", "[1,2]", "(1,2]"]),
     ("42", [r"\text{42}", r"\textbf{42}", r"\mathbf{42}", "{42}", r"\fbox{42}", r"\text{42 apples}", "x = 42"],
      ["4{2}", "24"]),
-    (r"\text{42}", ["42"], ["4", "2"]),
     ("1,234", [r"1\,234", "1{,}234", "1 234"], ["1", "234", "235", "1,235"]),
-    ("235", ["235"], ["1 234"]),
     ("x = 5", ["5", "x=5", "x = 2 + 3 = 5"], ["y = 5", "x = 6", "x"]),
     ("f(-1) = 0", ["0"], ["-1", "f(1) = 0"]),
     (r"\angle ABC = 30^\circ", ["30", "30^{\\circ}"], [r"\angle ABD = 30^\circ", "60"]),
-    ("y = 2x + 3", ["y=3+2x"], ["y = 3x + 2", "3"]),
     ("x = 1 \\text{ or } x = 2", ["x=2, x=1", "1, 2"], ["2", "x = 1"]),
     ("1011_2", ["1011", "1011_{2}"], ["1011_3", "11", "1"]),
-    ("025", ["25", "025"], ["250", "0"]),
     (r"\text{Sunday}", ["Sunday", "sunday", r"\textbf{Sunday}"], ["Monday", r"\text{not Sunday}", "Sun"]),
-    ("even", [r"\text{even}", "Even"], ["odd", "neve"]),
-    ("3:45", ["3:45"], ["4:45", "3"]),
     (r"3:45\text{ p.m.}", ["3:45 p.m."], ["3:45", r"3:45\text{ a.m.}"]),
     ("6m", ["6m", "m6"], ["6", "6n"]),
-    ("3xy", ["3yx", r"3 \cdot x \cdot y"], ["3", "3x"]),
     (r"4\pi\text{ cm}^2", [r"4\pi", r"4\pi\text{ cm}^2", r"4 \pi cm^2"], ["4", r"2\pi"]),
     ("2^{10}", ["1024", "2^{10}", "4^5"], ["20", "210"]),
     (r"\pm 2", ["2, -2"], ["2", "-2"]),
-    ("January 5", ["January 5"], ["5", "March 5"]),
     # spaces between digits
     ("2 1/2", ["2.5", r"2\frac12"], ["21/2", r"\frac{21}{2}"]),
     ("21/2", [r"\frac{21}{2}", "10.5"], ["2 1/2", r"2\ 1/2", r"2\,1/2", "2~1/2"]),
-    ("12", [], ["1 2"]),
     ("1.25", [], ["1. 25", "1 .25", "1.2 5"]),
     ("x^2+12", ["x^2 + 12"], ["x^2+1 2"]),
     ("(12,3)", ["(12, 3)"], ["(1 2,3)"]),
-    ("12, 3", ["12,3", "3, 12"], ["1 2, 3"]),
-    ("2^{10}", ["2^{ 10 }"], ["2^{1 0}"]),
-    (r"12\pi", [r"12 \pi"], [r"1 2\pi"]),
-    ("10:30", [r"10\!:\!30"], ["1 0:30"]),
     ("1011_2", [], ["1 011_2"]),
-    (r"\text{May }21", ["May 21"], [r"\text{May }2 1"]),
     (r"\textbf{(C)}\ 12", ["C"], ["(C) 1 2"]),
     # words that introduce a number
     (r"\text{Rs. } 450", ["450", r"\text{Rs. }450"], ["45"]),
-    (r"\text{USD } 450", ["450", "450 USD"], ["-450"]),
     (r"\text{Area: }24", ["24", r"24\text{ cm}^2"], ["42"]),
-    ("Answer: 24", ["24"], ["2", "4"]),
     ("The answer is 24", ["24", r"\text{It is }24"], ["25"]),
     (r"18\frac{\text{m}}{\text{s}}", ["18", r"18\text{ m/s}"], ["1"]),
     (r"18^{\text{th}}", ["18", r"18\text{th}"], ["8"]),
     # words that change the number
     (r"3\text{ PM}", ["3 pm", r"3\text{ p.m.}"], [r"3\text{ AM}", "3"]),
-    (r"4 \text{ July}", ["4 July"], [r"4 \text{ June}", "4"]),
     (r"\$40\text{ loss}", [r"40\text{ loss}"], [r"\$40\text{ profit}", "40"]),
     (r"5\text{ north}", ["5 north"], [r"5\text{ south}", "5"]),
-    (r"5\text{ years ago}", ["5 years ago"], ["5"]),
     # lists, entry by entry
     ("x=24, y=36", ["24, 36", "y=36, x=24", "(24, 36)", r"x = 24 \text{ and } y = 36"],
      ["36, 24", "(36,24)", "x=36, y=24"]),
     ("a=1,b=2,c=3", ["c=3, a=1, b=2", "1,2,3"], ["3,2,1", "a=1,b=3,c=2"]),
-    (r"x=\sqrt{2}, y=3", [r"\sqrt{2}, 3"], [r"3, \sqrt{2}"]),
     ("x=3, x=-3", ["-3, 3", r"\pm 3"], ["3", "3, 3"]),
     ("(x,y) = (3,-5)", ["(3,-5)", "x=3, y=-5"], ["(-5,3)", "(a,b) = (3,-5)"]),
     ("1,2", ["2, 1", "1 and 2", r"x \in \{1,2\}"], ["3-2,4-2", "1, 4-2", "1,2,2", "1"]),
     ("(1,2)", ["(1.0, 2)"], ["(3-2,4-2)", r"(\frac22, 2)"]),
     (r"(1, \sqrt{3})", [r"(1, \sqrt3)"], [r"(2-1, \sqrt3)", r"(\sqrt3, 1)"]),
-    (r"24\text{ cm}, 36\text{ cm}", ["24, 36", "36 cm, 24 cm"], ["24", "24, 35"]),
-    ("2 1/2, 3", [r"3, \frac52"], ["21/2, 3", "2 1/2"]),
     (r"0.\overline{3}, 2", [r"2, \frac13"], ["0.3, 2"]),
-    (r"50\%, 25\%", ["25, 50", r"0.5, 0.25"], ["50, 24"]),
     # other spellings
     (r"-\frac{11}{6}", [r"\frac{11}{-6}", r"-\left(\frac{11}{6}\right)", "-(11/6)", "11/-6"],
      [r"\frac{-11}{-6}", "-(-11/6)"]),
     (r"\frac12", [r"\frac{-1}{-2}", r"\frac{{1}}{{2}}"], [r"-\frac{-1}{-2}"]),
     (r"\sqrt2", ["sqrt(2)"], ["sqrt(3)"]),
-    (r"10\%", [r"10\text{ \%}"], [r"1\text{ \%}"]),
     ("x=5", ["5=x"], ["5=y", "4=x"]),
     ("0", ["0/7", r"\frac{0}{5}"], ["7/0"]),
-    (r".\overline{6}", [r"\frac23"], ["0.6", "6"]),
     (r"0.\dot{1}\dot{8}", [r"\frac{2}{11}"], ["0.18", "0"]),
     ("18", [r"\Large 18", r"\phantom{0}18", r"18\hspace{2pt}\text{cm}", r"\underline{18}", r"\textcolor{red}{18}",
             r"{\color{red}18}"], [r"1\phantom{0}8", "1 8", r"\underline{1}8"]),
@@ -310,31 +275,20 @@ def test_edited_references_agree_with_math_verify_except_for_rules():
     assert min(sum(n for name, n in figures.items() if name.startswith(edit)) for edit in ("again", "part")) > 100
 
 
-IN_A_POOL = [
-    ("so \\boxed{\\frac{1}{2}}", r"\frac{1}{2}", 1.0, 1.0),
-    ("so \\boxed{0.5}", r"\frac{1}{2}", 1.0, 1.0),
-    ("the answer is $\\frac{2}{4}$", r"\frac{1}{2}", 1.0, 0.0),
-    ("so \\boxed{\\sqrt{8}}", r"2\sqrt{2}", 1.0, 1.0),
-    ("so \\boxed{x^2+2x+1}", r"(x+1)^2", 1.0, 1.0),
-    ("so \\boxed{(1, 2)}", "(1,2)", 1.0, 1.0),
-    ("so \\boxed{3}", r"\frac{1}{2}", 0.0, 1.0),
-    ("I do not know", r"\frac{1}{2}", 0.0, 0.0),
-    ("", "5", 0.0, 0.0),
-    ("\\boxed{" * 300, "5", 0.0, 1.0),
-    ("so \\boxed{1,000}", "1000", 1.0, 1.0),
-    ("\\boxed{9^{9^{9^{9}}}}", "5", 0.0, 1.0),  # not a written number, so it is never computed
-]
-
-
 @pytest.mark.slow
 def test_endless_computations_end_at_the_deadline():
-    responses = [*(response for response, *_ in IN_A_POOL), "\\boxed{9^{9^{9^{9}}}}", IN_A_POOL[0][0]]
-    truths = [json.dumps({"answer": truth}) for truth in (*(truth for _, truth, *_ in IN_A_POOL), "2^{10}", "0.5")]
+    """`9^{9^{9}}` is computed only if the reference is an expression."""
+    cases = [
+        ("the answer is $\\frac{2}{4}$", r"\frac{1}{2}", 1.0, 0.0), ("so \\boxed{x^2+2x+1}", r"(x+1)^2", 1.0, 1.0),
+        ("I do not know", r"\frac{1}{2}", 0.0, 0.0), ("\\boxed{9^{9^{9^{9}}}}", "5", 0.0, 1.0),
+        ("\\boxed{9^{9^{9^{9}}}}", "2^{10}", 0.0, 0.0), ("so \\boxed{\\frac{1}{2}}", "0.5", 1.0, 1.0),
+    ]  # fmt: skip
+    truths = [json.dumps({"answer": truth}) for _, truth, *_ in cases]
     with ScoringPool("data.math:score", RewardConfig(num_processes=1, deadline_s=5)) as pool:
-        scores = pool.score(responses, truths)
-        expected = [(total, boxed) for *_, total, boxed in IN_A_POOL]
-        assert [(one.total, one.parts["format"]) for one in scores[:-2]] == expected
-        assert (scores[-2].total, scores[-1].total) == (0.0, 1.0)
+        scores = pool.score([response for response, *_ in cases], truths)
+        assert [(one.total, one.parts.get("format", 0.0)) for one in scores] == [
+            (total, box) for *_, total, box in cases
+        ]
         assert pool.timeouts + pool.errors == 1
         assert scores[-2].failure is not None
         votes = ["\\boxed{1/2}", "\\boxed{\\frac12}", "\\boxed{0.5}", "\\boxed{2}", "\\boxed{2.0}", "none"]

@@ -1,18 +1,23 @@
-"""References are scored against themselves: which rows are counted, reported, refused and unchecked."""
+"""References are scored against themselves, also those of the suites of conf/suite."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from data import references
-from data.references import check_references
-from data.tasks import build_dataset
-from rlcore.config import RewardConfig
+from data.references import check_parts, check_references
+from data.tasks import build_dataset, task_of
+from rlcore.config import RewardConfig, RunConfig, SuiteConfig
+from rlcore.config.check import read_suites, suite_settings
 from rlcore.config.data import CountdownData, CustomData, Gsm8kData, MappedData, ParquetData
+from rlcore.config.problems import Findings
 from rlcore.errors import ConfigError, DataError
+from rlcore.rollout.scoring import ScoringPool
 
 OWN = """
 import time
@@ -76,29 +81,17 @@ def test_full_scores_are_stored_by_rows(tmp_path: Path) -> None:
     assert len(list(stored.parent.glob("references-*.json"))) == 2, "other rows are checked"
 
 
-def test_unreadable_references_are_refused_with_their_line(tmp_path: Path) -> None:
-    data = mapped(tmp_path, "data.math:score", ["18", '[{"input": "1", "output": "2"}]', "7"])
-    with pytest.raises(DataError) as error:
-        check(tmp_path, data)
-    text = str(error.value)
-    assert text.startswith("data.scorer: must give full marks to the reference of each row and to its solution; ")
-    assert "data.math:score does not for 1 of 3 rows of train (33.3%):" in text
-    assert f"{data.source}/train.jsonl: line 2: reference" in text
-    assert "reward.max_unmet_references=0.01 is the share of a split that is accepted. Repair or remove" in text
-
-
-def test_rows_below_the_share_are_reported(tmp_path: Path) -> None:
+def test_unreadable_references_are_reported_and_refused_above_the_share(tmp_path: Path) -> None:
     data = mapped(tmp_path, "data.gsm8k:score", ["18", "{}", "7", "4"])
     report = check(tmp_path, data, max_unmet_references=0.25)
-    assert report.startswith("warning: data.scorer: must give full marks")
-    assert "data.gsm8k:score does not for 1 of 4 rows of train (25.0%)" in report
-    assert "line 2" in report
+    first = "data.scorer: must give full marks to the reference of each row and to its solution; data.gsm8k:score"
+    assert report.startswith(f"warning: {first} does not for 1 of 4 rows of train (25.0%):\n")
+    assert f"{data.source}/train.jsonl: line 2: reference" in report
     assert check(tmp_path, data, max_unmet_references=0.25) == report, "a later start reports it too"
-    with pytest.raises(DataError, match=r"1 of 4 rows"):
+    with pytest.raises(
+        DataError, match=r"(?s)1 of 4 rows.*max_unmet_references=0\.24 is the share of a split that is acc"
+    ):
         check(tmp_path, data, max_unmet_references=0.24)
-
-
-def test_shares_are_computed_for_each_split(tmp_path: Path) -> None:
     data = mapped(tmp_path, "data.gsm8k:score", [str(n) for n in range(600)], ["1", "{}", "{}"])
     with pytest.raises(DataError, match=r"does not for 2 of 3 rows of validation \(66\.7%\):\n.*test\.jsonl: line 2"):
         check(tmp_path, data)
@@ -153,21 +146,12 @@ def test_own_builds_are_checked_by_their_solutions(tmp_path: Path) -> None:
     assert "train.parquet: row 7: reference {\"n\": 7}: the answer 'it is 7' scores 0" in report
 
 
-@pytest.mark.parametrize(
-    ("scorer", "answers", "message"),
-    [
-        # rows at the end of the file too
-        ("data.math:score", ["1", "2", '{"inputs": ["1"]}'], r"for 1 of 3 rows of train .*\n.*parquet: row 2"),
-        # each runs a program, so a sample is checked
-        ("data.code:score", ["no tests"] * 200, r"for 50 of 50 rows of train \(100\.0%\)"),
-    ],
-)
-def test_rows_of_another_kind_are_refused(tmp_path: Path, scorer: str, answers: list[str], message: str) -> None:
-    source = MappedData(source=mapped(tmp_path, "", answers).source)
+def test_programs_are_checked_on_a_sample(tmp_path: Path) -> None:
+    source = MappedData(source=mapped(tmp_path, "", ["no tests"] * 200).source)
     made = build_dataset(source, seed=1, root=tmp_path).directory
     files = {f"{split}_file": str(made / f"{split}.parquet") for split in ("train", "validation")}
-    with pytest.raises(DataError, match=rf"{scorer} does not {message}"):
-        check(tmp_path, ParquetData(scorer=scorer, **files))
+    with pytest.raises(DataError, match=r"data.code:score does not for 50 of 50 rows of train \(100\.0%\)"):
+        check(tmp_path, ParquetData(scorer="data.code:score", **files))
 
 
 def test_generated_problems_judges_and_environments_are_unchecked(tmp_path: Path) -> None:
@@ -179,3 +163,104 @@ def test_generated_problems_judges_and_environments_are_unchecked(tmp_path: Path
     ):
         assert check(tmp_path, data) == ""
     assert not list(tmp_path.glob("root/datasets/references-*.json"))
+
+
+PUBLISHED = Path(__file__).parent / "published"
+
+
+def settings_of(entry: str, root: Path) -> RunConfig:
+    """Return the settings of a suite in an evaluation."""
+    findings = Findings()
+    (given,) = read_suites([entry], findings)
+    assert not findings.problems
+    suite = SuiteConfig.model_validate(given)
+    plain = RunConfig()
+    reward = plain.reward.model_copy(update={"num_processes": 1})
+    paths = plain.paths.model_copy(update={"root": str(root)})
+    return suite_settings(plain.model_copy(update={"paths": paths, "reward": reward}), suite)
+
+
+def prepared(entry: str, root: Path) -> tuple[RunConfig, list[dict[str, Any]]]:
+    """Make the rows of a suite as an evaluation does, and check its references."""
+    settings = settings_of(entry, root)
+    made = build_dataset(settings.data, seed=1, root=root, splits=("validation",))
+    assert check_parts(settings, ("validation",)) == ""
+    return settings, pq.read_table(made.directory / "validation.parquet").to_pylist()
+
+
+@pytest.mark.parametrize(
+    ("suite", "files", "right", "wrong"),
+    [
+        ("math500", "math500", ["So \\boxed{7\\sqrt2}.", "The answer is $\\frac{3}{8}$."], ["\\boxed{7}", "0.37"]),
+        ("aime24", "aime24", ["\\boxed{15}", "\\boxed{032}", "\\boxed{625}"], ["\\boxed{16}", "32 or 33", "\\boxed{}"]),
+        ("aime25", "aime25", ["\\boxed{015}", "\\boxed{32}"], ["\\boxed{15.5}", "\\boxed{232}"]),
+        ("ifeval", "ifeval", ["A lake lies still.", f"Kettle, kettle! {'And tea. ' * 20}"], ["Wide, deep.", "Tea."]),
+        pytest.param("humaneval", "humaneval", ["```python\ndef twice(x):\n    return x + x\n```"], ["    return x"],
+                     marks=pytest.mark.program("bwrap")),
+        pytest.param("humaneval_base", "humaneval", ["    return x + x\n"], ["    return x\n"],
+                     marks=pytest.mark.program("bwrap")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_published_form_is_read_and_scored(
+    suite: str, files: str, right: list[str], wrong: list[str], artifacts_root: Path
+) -> None:
+    if suite == "ifeval":
+        pytest.importorskip("langdetect")
+    settings, rows = prepared(f"{suite}={PUBLISHED / files}", artifacts_root)
+    assert len(rows) == 12
+    truths = [json.dumps(row["reward_model"]["ground_truth"]) for row in rows]
+    with ScoringPool(settings.data.scorer, settings.reward) as pool:
+        assert [one.solved for one in pool.score(right, truths[: len(right)])] == [True] * len(right)
+        assert [one.solved for one in pool.score(wrong, truths[: len(wrong)])] == [False] * len(wrong)
+
+
+def test_base_suite_prompts_with_the_function_alone(artifacts_root: Path) -> None:
+    prompts = {}
+    for suite in ("humaneval", "humaneval_base"):
+        data = settings_of(f"{suite}={PUBLISHED / 'humaneval'}", artifacts_root).data
+        rows = task_of(data).build(data, 1)
+        first = next(iter(rows.splits["validation"]))
+        prompts[suite] = (rows.prompt_form, first.prompt[0].content)
+    function = 'def twice(x: int) -> int:\n    """ Return two times x.\n    """'
+    assert prompts["humaneval_base"] == ("text", function)
+    form, text = prompts["humaneval"]
+    assert form == "chat"
+    assert text.startswith(f"{function}\n \nComplete the function.")
+
+
+BWRAP = pytest.mark.program("bwrap")
+
+
+@pytest.mark.parametrize(
+    ("suite", "column", "value", "message"),
+    [
+        ("math500", "problem", None, r"test\.jsonl: line 1: there is no column problem \(columns: solution, answer"),
+        ("ifeval", "kwargs", None, r"train\.jsonl: line 1: there is no column kwargs"),
+        ("humaneval", "test", None, r"test\.jsonl: line 1: there is no column test \(columns: task_id"),
+        ("ifeval", "instruction_id_list", ["punctuation:no_dots"], r"line 1.*no_dots.*repair or remove the row"),
+        pytest.param(
+            "humaneval", "canonical_solution", "    return None\n", r"must give full marks.*line 1: ", marks=BWRAP
+        ),
+        ("math500", "answer", "\\approx 3", r"must give full marks.*line 1: reference .*approx 3"),
+    ],
+)
+def test_unusable_row_is_refused_with_file_and_line(
+    suite: str, column: str, value: object, message: str, tmp_path: Path, artifacts_root: Path
+) -> None:
+    shutil.copytree(PUBLISHED / suite, tmp_path / suite)
+    (file,) = (tmp_path / suite).iterdir()
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    del rows[0][column]
+    if value is not None:
+        rows[0][column] = value
+    file.write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(DataError, match=f"(?s){message}"):
+        prepared(f"{suite}={tmp_path / suite}", artifacts_root)
+
+
+def test_wrong_folder_is_refused(artifacts_root: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.source: .*aime24 lacks test, .* Its files: train\.jsonl"):
+        prepared(f"math500={PUBLISHED / 'aime24'}", artifacts_root)
+    with pytest.raises(DataError, match=r"data\.source: must be a folder or a hub id .* that holds test as \.jsonl"):
+        prepared("math500=/nowhere", artifacts_root)

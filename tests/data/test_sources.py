@@ -14,9 +14,9 @@ from data import multiplication
 from data.filter import filter_dataset
 from data.rows import Message, Row
 from data.sources import build_mapped
-from data.tasks import build_dataset, dataset_directory, dataset_fingerprint, input_digests
+from data.tasks import build_dataset, dataset_fingerprint, input_digests
 from data.trial import first_row
-from rlcore.config import CustomData, FilterConfig, MappedData, MixtureData, MixturePart, RewardConfig
+from rlcore.config import CustomData, FilterConfig, MappedData, RewardConfig
 from rlcore.errors import ConfigError, DataError
 from rlcore.rollout.scoring import ScoringPool
 
@@ -91,9 +91,6 @@ def test_files_of_an_option_folder_count_by_content(tmp_path, monkeypatch):
         second = build_dataset(mine, seed=1, root=root)
         assert (second.cached, second.counts["train"]) == (False, 3)
         assert len([each for each in (root / "datasets").iterdir() if each.is_dir()]) == 2, "nothing is left over"
-        mixture, fresh = MixtureData(parts=(MixturePart(data=mine), MixturePart(data=TIMES))), folder / "fresh"
-        made = build_dataset(mixture, seed=1, root=fresh)
-        assert made.directory == dataset_directory(dataset_fingerprint(mixture, 1), fresh), "the filter finds it"
         fingerprints.append((first.fingerprint, second.fingerprint))
     assert fingerprints[0] == fingerprints[1]
     assert len(set(fingerprints[0])) == 2

@@ -1,21 +1,22 @@
 """Responses are tokenized with their prompt, as the template writes both, for tokenizers of every kind."""
 
-import json
 import random
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from data.demonstrations import tokenize_demonstrations
+from data.filter import filter_dataset
+from data.tasks import build_dataset
 from data.tokenizer import Messages, PromptTokenizer
-from rlcore.batching.prompts import read_demonstrations
-from rlcore.config import WarmStartConfig
-from rlcore.errors import DataError
+from rlcore.config import FilterConfig, Gsm8kData
 from rlcore.models.tokenizer import end_of_text_ids, load_tokenizer
+from rlcore.rollout.turns import TurnTokens
 from tests.data.conftest import user_prompts
-from tests.helpers.tokenizer_kinds import KINDS, scratch
+from tests.helpers.tokenizer_kinds import KINDS
 
 NUM_ROWS = 200
 WORDS = (
@@ -110,41 +111,57 @@ def test_plain_prompts_and_responses_are_the_tokens_of_one_text(kind: tuple[str,
     assert len(unwritten) < NUM_ROWS / 20 or name == "unigram", unwritten
 
 
-@pytest.mark.parametrize("chat", [True, False])
-def test_scratch_tokenizer_writes_responses_and_their_end(tmp_path: Path, chat: bool) -> None:
-    folder = scratch(tmp_path)
-    tokenizer, own = load_tokenizer(folder), PromptTokenizer(folder, chat=chat)
-    prompts = [f"{a} + {b} =" for a in range(9) for b in range(9)]
-    responses = [f" {a + b} > {a}" for a in range(9) for b in range(9)]
-    texts = own.texts(user_prompts(*prompts))
-    found, unwritten = own.encode_responses(user_prompts(*prompts), texts, responses)
-    assert unwritten == {}
-    for prompt, response, before, target in zip(prompts, responses, own.encode_prompts(texts), found, strict=True):
-        assert listed(before) + listed(target) == tokens_of(tokenizer, f"{prompt}{response}<eos>")
+TURNS = [
+    {"role": "system", "content": "Answer in one line."},
+    {"role": "user", "content": "Janet has 16 eggs; she eats 3 and bakes with 4. What is 16 - 3 - 4?"},
+    {"role": "assistant", "content": "She has 16 - 3 - 4 = <<16-3-4=9>>9 left.\n#### 9"},
+    {"role": "user", "content": "And  at $2 each?\n\n  Caf\u00e9 \u4e2d\u6587 \U0001f95a"},
+    {"role": "assistant", "content": "9 * 2 = 18 dollars.\n#### 18"},
+]
 
 
-def test_demonstrations_and_solutions_have_the_same_tokens(kind: tuple[str, Path], tmp_path: Path) -> None:
-    name, folder = kind
-    rows = [row for row in conversations(random.Random(3), name) if len(row[0]) == 1]
-    file = tmp_path / "talks.jsonl"
-    lines = [{"messages": [*prompt, {"role": "assistant", "content": response}]} for prompt, response in rows]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    config = WarmStartConfig(demonstrations=str(file), held_out_rows=0)
-    if not KINDS[name].writes:
-        problem = r"talks\.jsonl: line 1: .*does not write it behind '.*<think>..', the end of the prompt"
-        with pytest.raises(DataError, match=problem):
-            tokenize_demonstrations(config, folder, seed=1, root=tmp_path)
-        return
-    made = tokenize_demonstrations(config, folder, seed=1, root=tmp_path)
-    own = PromptTokenizer(folder, chat=True)
-    prompts, responses = [prompt for prompt, _ in rows], [response for _, response in rows]
-    texts = own.texts(prompts)
-    expected = dict.fromkeys(
-        zip(own.encode_prompts(texts), own.encode_responses(prompts, texts, responses)[0], strict=True)
-    )
-    demonstrations = read_demonstrations(made.directory / "train.parquet")
-    assert len(demonstrations) == len(expected)
-    for demonstration, (before, target) in zip(demonstrations, expected, strict=True):
-        together = listed(before) + listed(target)
-        assert list(demonstration.token_ids)[: len(together)] == together
-        assert [*np.flatnonzero(demonstration.is_target)] == [*range(len(listed(before)), len(together))]
+@pytest.fixture(scope="module")
+def tokenizer(smollm2: Path) -> PreTrainedTokenizerBase:
+    return load_tokenizer(smollm2)
+
+
+def ids_of(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]], *, prompt: bool = False) -> list[int]:
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt)
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(ids) == text
+    return ids
+
+
+def test_gsm8k_is_filtered_with_the_models_template(
+    gsm8k_folder: Path, smollm2: Path, tokenizer: PreTrainedTokenizerBase, artifacts_root: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "gsm8k"
+    source.mkdir()
+    for name in ("train.jsonl", "test.jsonl"):
+        with (gsm8k_folder / name).open(encoding="utf-8") as lines:
+            (source / name).write_text("".join(islice(lines, 400)), encoding="utf-8")
+    dataset = build_dataset(Gsm8kData(source=str(source)), seed=1, root=artifacts_root)
+    settings = FilterConfig(max_prompt_tokens=160)
+    filtered = filter_dataset(dataset.directory, smollm2, settings, root=artifacts_root)
+    rows = pq.read_table(filtered.directory / "train.parquet").to_pylist()
+    assert 0.8 * 400 < len(rows) < 400
+    for row in rows[::4]:
+        prompt = [dict(turn) for turn in row["prompt"]]
+        answered = [*prompt, {"role": "assistant", "content": row["extra_info"]["solution"]}]
+        assert row["prompt_ids"] == ids_of(tokenizer, prompt, prompt=True)
+        assert len(row["prompt_ids"]) <= settings.max_prompt_tokens
+        joint = row["prompt_ids"] + row["solution_ids"]
+        assert ids_of(tokenizer, answered)[: len(joint)] == joint
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_appended_turns_are_the_tokens_of_the_conversation(tokenizer: PreTrainedTokenizerBase, cut: bool) -> None:
+    """The template's end of a turn comes with the reply where a turn was cut at its limit."""
+    turns = TurnTokens(tokenizer, chat=True, max_reply_tokens=64)
+    ids = ids_of(tokenizer, TURNS[:2], prompt=True)
+    for written, reply in ((TURNS[2], TURNS[3]), (TURNS[4], {"role": "user", "content": "#### right"})):
+        ids += tokenizer(written["content"])["input_ids"] + ([] if cut else [tokenizer.eos_token_id])
+        text, appended = turns.reply_tokens(ids[-1], reply["content"])
+        assert text == reply["content"]
+        ids += appended
+    assert ids == ids_of(tokenizer, [*TURNS, {"role": "user", "content": "#### right"}], prompt=True)
