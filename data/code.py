@@ -1,10 +1,8 @@
 """Programming problems with tests, read from jsonl files. The program of a response runs in the sandbox.
 
-`data.options` names a folder with `train.jsonl` and `test.jsonl`. Each line has a `question`, `tests`, and optionally a
-`solution`. A test is the input and output of the program, `{"stdin": "3 4", "stdout": "7"}`, or Python code that runs
-after the program. Problems of HumanEval's form have `prompt`, `test` and `entry_point` instead.
-
-A program can read the code of a Python test, because both run in one process. It never sees the `stdout` of a test.
+Each line of `train.jsonl` and `test.jsonl` has a `question`, `tests`, and optionally a `solution`. A test is the input
+and output of the program, `{"stdin": "3 4", "stdout": "7"}`, or Python code that runs after the program, which can read
+it. Problems of HumanEval's form have `prompt`, `test` and `entry_point` instead.
 """
 
 import json

@@ -1,8 +1,7 @@
 """The countdown task: reach a target by an equation that uses each number exactly once.
 
 In the `bare` template the whole response is the equation. Otherwise the last pair `<answer>...</answer>` counts, or the
-first one after a few-shot prompt, because a base model continues with further problems. The ground truth's `form`
-selects this rule. A correct response scores 1. A well-formed wrong one scores 0.1 between tags, and 0 in `bare`.
+first one after a few-shot prompt, because a base model continues with further problems.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

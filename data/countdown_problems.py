@@ -120,7 +120,6 @@ def _classes(settings: CountdownData) -> list[tuple[int, ...]]:
 
 
 def _quotas(settings: CountdownData) -> list[Mapping[str, int]]:
-    """Return the rows of each split from each class of `_classes`. They differ by at most one."""
     parts, sizes = len(_classes(settings)), {_TRAIN: settings.train_size, _VALIDATION: settings.validation_size}
     return [{split: n // parts + (index < n % parts) for split, n in sizes.items()} for index in range(parts)]
 
@@ -146,8 +145,11 @@ def _enumerate_problems(settings: CountdownData, seed: int) -> dict[str, list[Pr
                 f"{' '.join(settings.operations)} and targets {settings.target_low}..{settings.target_high}. Ask for "
                 "fewer, or widen the ranges"
             )
-        held_out, rest = _deal(groups, quota[_VALIDATION] * total // asked, rng)
-        for split, pool in ((_TRAIN, rest), (_VALIDATION, held_out)):
+        pools: dict[str, list[Problem]] = {_TRAIN: [], _VALIDATION: []}
+        for index in rng.permutation(len(groups)).tolist():
+            fits = len(pools[_VALIDATION]) + len(groups[index]) <= quota[_VALIDATION] * total // asked
+            pools[_VALIDATION if fits else _TRAIN].extend(groups[index])
+        for split, pool in pools.items():
             found[split] += _sample(pool, quota[split], split, rng)
     return found
 
@@ -167,16 +169,6 @@ def _problems_of(numbers: Multiset, settings: CountdownData, rng: np.random.Gene
             distractor = targets[value]
         problems.append(Problem(shown, target, targets[target], distractor, value))
     return problems
-
-
-def _deal(
-    groups: list[list[Problem]], num_held_out: int, rng: np.random.Generator
-) -> tuple[list[Problem], list[Problem]]:
-    held_out, rest = list[Problem](), list[Problem]()
-    for index in rng.permutation(len(groups)).tolist():
-        fits = len(held_out) + len(groups[index]) <= num_held_out
-        (held_out if fits else rest).extend(groups[index])
-    return held_out, rest
 
 
 def _sample(pool: list[Problem], size: int, split: str, rng: np.random.Generator) -> list[Problem]:
@@ -248,8 +240,8 @@ def equations_for(
 ) -> tuple[NDArray[np.int8], NDArray[np.bool_]]:
     """Search for an equation for each of the `targets` [M, T] of each row of `numbers` [M, n].
 
-    All equations are tried (6 for 2 numbers, 108 for 3, 3,888 for 4), in the order of `operations`. Return the merges
-    [M, T, n-1, 3] of the first equation for each target, and which targets are solved (bool [M, T]).
+    All equations are tried (3,888 for 4 numbers). Return the merges [M, T, n-1, 3] of the first equation for each
+    target, and which targets are solved (bool [M, T]).
     """
     rows, n = numbers.shape
     plan, solved = np.zeros((*targets.shape, n - 1, 3), dtype=np.int8), np.zeros(targets.shape, dtype=bool)
@@ -369,7 +361,6 @@ class _Dealer:
         self._share = min(0.5, (held_out + 3 * held_out**0.5 + 3) / (settings.train_size + held_out))
 
     def deal(self, chunks: Iterator[list[Problem]]) -> dict[str, list[Problem]]:
-        """Draw chunks until every quota is full. Raises DataError if the last chunks had almost no new problems."""
         for number, problems in enumerate(chunks, start=1):
             for problem in problems:
                 self._add(problem)

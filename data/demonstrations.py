@@ -113,19 +113,16 @@ def tokenize_demonstrations(
             f"warm_start.max_tokens (now {config.max_tokens}), or check the file"
         )
     num_held_out = min(config.held_out_rows, len(kept) // MOST_HELD_OUT)
-    order = np.random.default_rng(seed).permutation(len(kept))
-    held_out = set(order[:num_held_out].tolist())
-    splits = {
-        "train": [row for place, row in enumerate(kept) if place not in held_out],
-        "validation": [row for place, row in enumerate(kept) if place in held_out],
-    }
+    held_out = set(np.random.default_rng(seed).permutation(len(kept))[:num_held_out].tolist())
+    splits: dict[str, list[Tokenized]] = {"train": [], "validation": []}
+    for place, row in enumerate(kept):
+        splits["validation" if place in held_out else "train"].append(row)
     counts.update({split: len(rows) for split, rows in splits.items()})
     facts: dict[str, Any] = {"kind": "demonstrations", "fingerprint": digest, "file": str(file)}
-    facts[FILE_SHA256] = content_digest(file)
-    facts["counts"] = dict(sorted(counts.items()))
+    facts |= {FILE_SHA256: content_digest(file), "counts": dict(sorted(counts.items()))}
+    schema = pa.schema([(name, _IDS) for name in _NAMES[: 2 * len(kept[0].responses)]])
     with published_directory(directory, facts) as folder:
         for split, rows in splits.items():
-            schema = pa.schema([(name, _IDS) for name in _NAMES[: 2 * len(kept[0].responses)]])
             with parquet_writer(folder / f"{split}.parquet", schema) as writer:
                 for start in range(0, len(rows), ROWS_PER_GROUP):
                     arrays = []
@@ -197,7 +194,10 @@ def _conversation(row: Record) -> _Conversation:
             f"{row.where}: must be a conversation, as the first row of the file is, got the columns {columns}; rename "
             "them, or write the row to a separate file"
         )
-    found, first = _turns(row)
+    found, first = row.values.get("messages"), 0
+    if "messages" not in row.values:
+        prompt, found = row.values["prompt"], row.values["completion"]
+        found, first = ([*prompt, *found], len(prompt)) if isinstance(found, list) else (found, 0)
     if not isinstance(found, list) or not found:
         raise DataError(
             f"{row.where}: messages must be a list of messages with role and content, got {found!r:.80}; repair or "
@@ -218,15 +218,6 @@ def _conversation(row: Record) -> _Conversation:
             "nothing to learn: repair or remove it"
         )
     return conversation
-
-
-def _turns(row: Record) -> tuple[Any, int]:
-    """Return the unchecked messages of a row, and the index of the first message that may be a target."""
-    values = row.values
-    if "messages" in values:
-        return values["messages"], 0
-    prompt, completion = values["prompt"], values["completion"]
-    return ([*prompt, *completion], len(prompt)) if isinstance(completion, list) else (completion, 0)
 
 
 def _message(found: object, where: str) -> dict[str, Any]:
@@ -335,7 +326,6 @@ class _Conversations:
         )
 
     def encode(self, rows: Sequence[Record]) -> list[Tokenized | None]:
-        """Tokenize rows by a single call of the tokenizer for all prefixes of all rows."""
         conversations = [_conversation(row) for row in rows]
         prefixes = []
         for row, conversation in zip(rows, conversations, strict=True):
@@ -350,7 +340,6 @@ class _Conversations:
         ]
 
     def _prefixes(self, conversation: _Conversation) -> list[str]:
-        """Render the conversation up to the start and the end of each target, and as a whole."""
         messages, found = conversation.messages, []
         render = partial(self._tokenizer.render, tools=conversation.tools)
         for place in conversation.learned:

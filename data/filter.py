@@ -101,21 +101,15 @@ def filter_dataset(
     digest = filter_fingerprint(dataset.values["fingerprint"], tokenizer_print, config, **rendering)
     directory = filtered_directory(digest, root)
     if (parts := part_directories(dataset_dir)) != (dataset_dir,):
-        results = [
-            filter_dataset(part, tokenizer_dir, config, root=root, on_progress=on_progress, **rendering)
-            for part in parts
-        ]
+        filtered = partial(filter_dataset, root=root, on_progress=on_progress, **rendering)
+        results = [filtered(part, tokenizer_dir, config) for part in parts]
         if read_finished_or_set_aside(directory) is None:
             _require_no_leak([part.directory for part in results])
         return publish_mixture("filtered", directory, results)
     if (manifest := read_finished_or_set_aside(directory)) is not None:
         return StageResult(directory, digest, cached=True, counts=manifest.values["counts"])
-    document = {
-        "fingerprint": digest,
-        "dataset": dataset.values["fingerprint"],
-        "tokenizer": tokenizer_print,
-        "settings": config.model_dump(mode="json"),
-    }
+    document = {"fingerprint": digest, "dataset": dataset.values["fingerprint"], "tokenizer": tokenizer_print}
+    document["settings"] = config.model_dump(mode="json")
     facts: dict[str, Any] = {"kind": "filtered", **document}
     schemas = tool_schemas(tools) if tools else ()
     tokenizer = partial(PromptTokenizer, tokenizer_dir, tools=schemas, chat_template_kwargs=chat_template_kwargs)
@@ -157,16 +151,12 @@ class _Filter:
     """A filter for the splits of one dataset, the held-out split first. It stores each prompt as a 64-bit hash."""
 
     def __init__(
-        self,
-        config: FilterConfig,
-        tokenizer: Callable[..., PromptTokenizer],
-        on_progress: Progress | None,
+        self, config: FilterConfig, tokenizer: Callable[..., PromptTokenizer], on_progress: Progress | None
     ) -> None:
         self._config, self._tokenizer_for, self._on_progress = config, tokenizer, on_progress
         self.counts: Counter[str] = Counter()
         self.num_unknown, self.unknown_example = 0, ""
-        self.unwritten: list[tuple[str, str]] = []
-        """The solutions that have no token ids, as pairs of a reason and a solution."""
+        self.unwritten: list[tuple[str, str]] = []  # reason and solution, for each solution without token ids
         self._held_out = _HeldOut("row {} of the validation split", "Remove it from one of the two files")
 
     def write(self, split: str, source: Path, target: Path, document: Mapping[str, Any]) -> None:
@@ -255,11 +245,10 @@ class _Filter:
             self._seen.update(zip(keys, range(start, start + len(keys)), strict=True))
             return list(range(len(keys)))
         rows = []
-        for position, key in enumerate(keys):
-            row = start + position
+        for row, key in enumerate(keys, start=start):
             first = self._seen.setdefault(key, row)
             if first == row or self._config.duplicates == "keep":
-                rows.append(position)
+                rows.append(row - start)
             elif self._config.duplicates == "drop":
                 self.counts[f"{self._split}/duplicate"] += 1
             else:

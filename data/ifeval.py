@@ -1,8 +1,6 @@
 """Scorer for IFEval: the share of a prompt's instructions that a response follows, by the benchmark's strict rules.
 
-The ground truth has the columns `instruction_id_list` and `kwargs` of `google/IFEval` as JSON text. Two rules differ
-from the published scorer: sentences and capitalized words are found by regular expressions instead of NLTK, and
-keywords are plain text.
+Unlike in the published scorer, regular expressions find sentences and capitalized words, and keywords are plain text.
 """
 
 import json

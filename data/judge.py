@@ -1,7 +1,6 @@
 """A judge model behind an OpenAI-compatible endpoint, alone or in addition to a rule-based scorer.
 
-If the endpoint fails, `score` raises an error, and training ignores the response. No message contains the key or the
-output of the endpoint.
+No message contains the key or the output of the endpoint.
 """
 
 import asyncio
@@ -64,17 +63,10 @@ def _response_format(settings: JudgeConfig) -> Mapping[str, object]:
         return {}
     evenly = (settings.highest * level / (settings.levels - 1) for level in range(settings.levels))
     scores = [min(settings.highest, float(f"{score:.6g}")) for score in evenly]
-    schema = {
-        "type": "object",
-        "properties": {
-            "score": {"type": "number", "enum": [int(score) if score.is_integer() else score for score in scores]}
-        },
-        "required": ["score"],
-        "additionalProperties": False,
-    }
-    return {
-        "response_format": {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": schema}}
-    }
+    score = {"type": "number", "enum": [int(score) if score.is_integer() else score for score in scores]}
+    schema = {"type": "object", "properties": {"score": score}, "required": ["score"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": schema}}
+    return {"response_format": form}
 
 
 def read_verdict(text: str, highest: float) -> float:

@@ -1,16 +1,14 @@
 r"""Scorer for mathematics of any kind. The last `\boxed{}` counts, as in the usual graders of MATH.
 
-Without a box, the text after the last "answer is" or "answer:" counts, otherwise the last line, unless more mathematics
-follows. Reference and response are read by the same rules, as a whole or not at all:
+Reference and response are read by the same rules, as a whole or not at all:
 
     numbers       written numbers (`data.written_numbers`) have equal values; form, unit and currency do not matter
     words         `\text{Sunday}`, `B`, `\textbf{(B)}\ 36`, `5\text{ ft }2\text{ in}` have the same words in order
     bases         `1011_2` has the same digits; the response may omit the base
     expressions   other texts that the math-verify library reads as a whole are equal if the library says so
 
-math-verify ignores a part of many texts (`\approx 18`, `x'`, units), reads `1 234` as 235, and computes `36 \div 2`.
-Therefore numbers and texts with ignored parts never reach the library. Some computations (`9^{9^{9}}`) never end, so
-this scorer needs scoring processes with a deadline (`reward.num_processes` of 1 or more).
+math-verify ignores a part of many texts (`\approx 18`, units), reads `1 234` as 235, and computes `36 \div 2`. Such
+texts never reach it. Some computations (`9^{9^{9}}`) never end, so this scorer needs processes with a deadline.
 """
 
 import logging

@@ -1,9 +1,6 @@
 """Episodes on an OpenEnv server. An episode is a session of the server, over a WebSocket.
 
-    millrace run data=openenv episode.server=http://127.0.0.1:8000 'data.options=["Game {game}. ..."]'
-
-Only the server needs the package openenv. If an environment needs other actions or replies, write a subclass that
-overrides `action` or `reply`.
+millrace run data=openenv episode.server=http://127.0.0.1:8000 'data.options=["Game {game}. ..."]'
 """
 
 import json

@@ -37,8 +37,7 @@ class Record:
     def text(self, column: str) -> str:
         """Return a column as text. `a.b` is field b of a, `a.0` is the first entry of a list, and `a.-1` is the last.
 
-        Numbers are written without an exponent (0.00001), and whole numbers without a point (76). Raises DataError if
-        the value is missing, empty, not UTF-8, or neither a text nor a finite number.
+        Numbers have no exponent (0.00001), and whole numbers no point (76). Raises DataError for any other value.
         """
         found = self._at(column)
         if isinstance(found, float) and math.isfinite(found):
@@ -87,11 +86,7 @@ class Record:
 
 
 def local_files(source: str, splits: Sequence[str]) -> dict[str, tuple[Path, ...]] | None:
-    """Return the files of each split, or None if `source` is a hub id.
-
-    A split is one file such as `<split>.jsonl`, or all shards, such as `<split>-00000-of-00002.parquet`. Raises
-    DataError if `source` is neither a hub id nor a folder with all splits, shards are missing, or files are ambiguous.
-    """
+    """Return the files of each split (one file or all its shards), or None if `source` is a hub id."""
     folder = expand_path(source)
     if not source or not folder.is_dir():
         if _HUB_ID.fullmatch(source) and not folder.exists():

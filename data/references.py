@@ -159,11 +159,11 @@ def check_references(
     *,
     is_taught: bool = False,
 ) -> str:
-    """Check that the scorer of a task gives its references the full score. The dataset must exist.
+    """Check that the scorer of a task gives its references the full score. Return a warning, or ''.
 
-    `is_taught`: whether a warm start trains on the solutions. Return a warning about rows without a full score, or ''.
-    Raises DataError if more than `reward.max_unmet_references` of a split's rows miss the full score, and ConfigError
-    if `reward.weights` names a part that the scorer does not return.
+    `is_taught`: whether a warm start trains on the solutions. Raises DataError if more than
+    `reward.max_unmet_references` of a split's rows miss it, and ConfigError if `reward.weights` names a part that the
+    scorer does not return.
     """
     if not is_checked(data):
         return ""
@@ -193,9 +193,7 @@ def _saved_result(root: Path, dataset: str, data: TaskData, reward: RewardConfig
 
 
 def _rows(data: TaskData, seed: int, root: Path, dataset: str, splits: Sequence[str]) -> list[RowReference]:
-    """Read the rows from local files if possible, so that messages can give lines. Otherwise read the rows from the
-    dataset.
-    """
+    """Read the rows, from local files if possible, so that messages can give lines."""
     rows = []
     if isinstance(data, ParquetData | Gsm8kData | MappedData) and not is_on_hub(data):
         made = task_of(data).build(data, seed)

@@ -82,8 +82,6 @@ _RULES: tuple[tuple[str, str, Check], ...] = (
     ("prompt.[].content", "string", _is_text),
     ("reward_model", "struct {ground_truth}", pa.types.is_struct),
     ("reward_model.ground_truth", "string, number, list or struct", _is_ground_truth),
-)
-_OPTIONAL: tuple[tuple[str, str, Check], ...] = (
     ("ability", "string", _is_text),
     ("extra_info", "struct", pa.types.is_struct),
     ("extra_info.difficulty", "integer", pa.types.is_integer),
@@ -97,12 +95,10 @@ def require_row_schema(schema: pa.Schema, path: Path) -> None:
     problems = []
     for name, expected, check in _RULES:
         found = find_type(schema, name)
+        if name.startswith(("ability", "extra_info")) and (found is None or pa.types.is_null(found)):
+            continue  # optional
         if found is None or not check(found):
             problems.append((name, expected, "nothing" if found is None else str(found)))
-    for name, expected, check in _OPTIONAL:
-        found = find_type(schema, name)
-        if found is not None and not pa.types.is_null(found) and not check(found):
-            problems.append((name, expected, str(found)))
     # Fields of a missing parent are not reported.
     missing = {name for name, _, got in problems if got == "nothing"}
     reported = [p for p in problems if not any(p[0].startswith(f"{parent}.") for parent in missing)]
@@ -234,18 +230,11 @@ def _write(directory: Path, task: TaskRows, split: str, document: Mapping[str, A
         while batch := list(islice(rows, ROWS_PER_GROUP)):
             writer.write_batch(_record_batch(batch, task, split, difficulties.total(), schema, example))
             difficulties.update(row.difficulty for row in batch)
-        num_rows = difficulties.total()
-        facts = {
-            "split": split,
-            "data_source": task.data_source,
-            "prompt_form": task.prompt_form,
-            "counts": {
-                "rows": num_rows,
-                "by_difficulty": {str(key): difficulties[key] for key in sorted(difficulties)},
-            },
-        }
+        by_difficulty = {str(key): difficulties[key] for key in sorted(difficulties)}
+        counts = {"rows": difficulties.total(), "by_difficulty": by_difficulty}
+        facts = {"split": split, "data_source": task.data_source, "prompt_form": task.prompt_form, "counts": counts}
         writer.add_key_value_metadata(provenance_metadata({**document, **facts}))
-    return num_rows
+    return difficulties.total()
 
 
 def _record_batch(
@@ -295,11 +284,9 @@ def write_dataset_card(folder: Path) -> None:
     documents = {split: provenance(path) for split, path in files.items()}
     any_split = next(iter(documents.values()))
     lines = [
-        f"# {any_split['data_source']}",
-        "",
+        f"# {any_split['data_source']}\n",
         f"Fingerprint `{any_split['fingerprint']}`, task `{any_split['task']}`, seed {any_split['seed']}, "
-        f"version `{any_split['task_version']}`, prompts as {any_split['prompt_form']}.",
-        "",
+        f"version `{any_split['task_version']}`, prompts as {any_split['prompt_form']}.\n",
         "| split | rows | by difficulty |",
         "| --- | ---: | --- |",
     ]

@@ -1,7 +1,7 @@
 """The dataset stage, which turns settings into a published dataset under a fingerprint.
 
-Each data source of a mixture is built and filtered separately. The folder of the mixture has no rows: its manifest
-names the folders of the data sources in order. Weights, names and scorers stay in the settings.
+The folder of a mixture has no rows: its manifest names the folders of its parts, which are built and filtered
+separately.
 """
 
 from collections import Counter
@@ -108,8 +108,7 @@ def dataset_directory(fingerprint: str, root: Path) -> Path:
 def build_dataset(config: DataConfig, *, seed: int, root: Path, splits: Sequence[str] = SPLITS) -> StageResult:
     """Build and publish a dataset unless it exists, with only `validation` for a suite (`splits`).
 
-    Raises DataError if the settings or source files give no valid dataset, and DiskSpaceError if the disk is full. No
-    partial dataset remains after an error.
+    Raises DataError if the settings or source files give no valid dataset, and DiskSpaceError if the disk is full.
     """
     if isinstance(config, MixtureData):
         parts = [build_dataset(part.data, seed=seed, root=root) for part in config.parts]
@@ -133,12 +132,8 @@ def publish_mixture(kind: str, directory: Path, parts: Sequence[StageResult]) ->
     counts = dict(sorted(sum((Counter(part.counts) for part in parts), Counter()).items()))
     if read_finished_or_set_aside(directory) is not None:
         return StageResult(directory, directory.name, cached=all(part.cached for part in parts), counts=counts)
-    facts: dict[str, Any] = {
-        "kind": f"{kind}-mixture",
-        "fingerprint": directory.name,
-        PARTS_KEY: [part.directory.name for part in parts],
-        "counts": counts,
-    }
+    facts: dict[str, Any] = {"kind": f"{kind}-mixture", "fingerprint": directory.name, "counts": counts}
+    facts[PARTS_KEY] = [part.directory.name for part in parts]
     with published_directory(directory, facts) as folder:
         lines = [f"# Mixture of {len(parts)} datasets", "", "| part | rows |", "| --- | --- |"]
         for part in parts:

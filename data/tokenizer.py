@@ -1,17 +1,14 @@
 """A renderer and tokenizer for many prompts at a time, with exactly the results of the model's tokenizer.
 
-Byte-level BPE (as in GPT) first splits a text into words, and starts a new word at every single space between two
-visible characters. `PieceEncoder` therefore tokenizes each different word once and joins the ids. If a tokenizer does
-not split at spaces, or a text has other white space, the text is tokenized as a whole.
-
-A response is tokenized together with its prompt, as the chat template writes both. Token ids are stored as bytes, four
-for each id (int32), because bytes are fast to join and split.
+Byte-level BPE (as in GPT) starts a new word at every single space between two visible characters. `PieceEncoder`
+therefore tokenizes each different word once and joins the ids. Other tokenizers and texts are tokenized as a whole.
+Token ids are stored as bytes, four for each id (int32), because bytes are fast to join and split.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -190,8 +187,11 @@ class PromptTokenizer:
                     wholes[place] = self._whole(prompts[place], texts[place], response)
                 except ResponseChangedError as error:
                     unwritten[place] = str(error)
-        joined = self._joined([texts[place] for place in wholes], wholes.values())
-        for (place, whole), (before, joint) in zip(wholes.items(), joined, strict=True):
+        # If texts are tokenized by pieces, both begin at the last piece of the prompt.
+        starts = [0 if self._pieces is None else _last_piece(texts[place]) for place in wholes]
+        befores = self._encode([texts[place][start:] for place, start in zip(wholes, starts, strict=True)])
+        joints = self._encode([whole[start:] for whole, start in zip(wholes.values(), starts, strict=True)])
+        for (place, whole), before, joint in zip(wholes.items(), befores, joints, strict=True):
             try:
                 found[place] = self.response_ids(before, joint, whole[len(texts[place]) :])
             except ResponseChangedError as error:
@@ -207,8 +207,7 @@ class PromptTokenizer:
     def require_response(self, prompt: str, whole: str, response: str) -> None:
         """Check that the template writes a response after the prompt unchanged, except in white space.
 
-        `whole`: the text up to the end of the response's turn. The response may repeat an opening tag such as `<think>`
-        at the end of the prompt. Raises ResponseChangedError if the template changes the response.
+        `whole`: the text up to the end of the turn. The response may repeat an opening tag at the end of the prompt.
         """
         if not whole.startswith(prompt):
             raise ResponseChangedError(f"does not write it behind {prompt[-40:]!r}, the end of the prompt")
@@ -222,7 +221,6 @@ class PromptTokenizer:
         """Return the ids of a response with its end token, from the ids `before` it and up to its end.
 
         `written`: the text that `joint` adds to `before`. It is tokenized alone if a token spans the end of the prompt.
-        Raises ResponseChangedError if no token ends the response, or if none begins at the end of the prompt.
         """
         found = joint[len(before) :] if joint.startswith(before) else self._from_boundary(before, joint, written)
         if not self.chat:
@@ -304,13 +302,6 @@ class PromptTokenizer:
         except DataError as error:
             raise ResponseChangedError(str(error)) from error
         return whole
-
-    def _joined(self, texts: Sequence[str], wholes: Collection[str]) -> Iterator[tuple[bytes, bytes]]:
-        """Return the ids of each prompt, and those of the prompt with its response."""
-        starts = [0 if self._pieces is None else _last_piece(text) for text in texts]
-        prompts = self._encode([text[start:] for text, start in zip(texts, starts, strict=True)])
-        joints = self._encode([whole[start:] for whole, start in zip(wholes, starts, strict=True)])
-        return zip(prompts, joints, strict=True)
 
     def _from_boundary(self, before: bytes, joint: bytes, written: str) -> bytes:
         """Return the ids of the text `written` after the tokens `before`."""

@@ -67,11 +67,10 @@ def first_row(config: TaskData, seed: int, root: Path) -> FirstRow | None:
 def validate_rows(
     config: TaskData, seed: int, root: Path, splits: Sequence[str] = SPLITS, *, each_once: bool
 ) -> int | None:
-    """Check the rows of local files by building them, unless the dataset exists.
+    """Check the rows of local files by building them, unless the dataset exists. Parquet: their scorers alone.
 
-    For parquet files, only the scorer of each row is checked. A prompt in both splits is an error, and with `each_once`
-    a repeated prompt in a split. Return the number of rows in the first split, or None if no rows are built. Raises
-    DataError with file and line if a row is unusable.
+    A prompt in both splits is an error, and with `each_once` a repeated prompt in a split. Return the number of rows in
+    the first split, or None if no rows are built.
     """
     if isinstance(config, ParquetData):
         require_scorers(config, splits)
@@ -86,16 +85,13 @@ def validate_rows(
     for split in splits:
         for row in rows.splits[split]:
             counts[split] += 1
-            if (key := hash(row.prompt)) not in seen:
-                seen[key] = split, row.where
-                continue
-            first_split, first = seen[key]
+            first_split, first = seen.setdefault(hash(row.prompt), (split, row.where))
             if first_split != split:
                 raise DataError(
                     f"{row.where}: the same prompt as {first}, so {split} would not measure what is new to the model. "
                     "Remove it from one of the two files"
                 )
-            if each_once:
+            if each_once and first != row.where:
                 raise DataError(
                     f"{row.where}: the same prompt as {first}. Remove one of them, or set filter.duplicates to drop or "
                     "keep"
@@ -137,8 +133,8 @@ def _build_in_process(config: CustomData | VerifiersData, seed: int) -> FirstRow
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return None
-    lines = [line for line in done.stdout.split("\n") if line.startswith(_MARK)]
-    result: dict[str, Any] = json.loads(lines[-1].removeprefix(_MARK)) if lines else {}
+    _, mark, line = f"\n{done.stdout}".rpartition(f"\n{_MARK}")
+    result: dict[str, Any] = json.loads(line.partition("\n")[0]) if mark else {}
     if "error" in result or not result:
         raise DataError(result.get("error") or f"{_named(config)} ended its process ({done.returncode})")
     return FirstRow(**result)

@@ -110,9 +110,7 @@ _MAKES_ANOTHER = re.compile(
 
 
 def typeset(text: str) -> str:
-    r"""Remove the typesetting of a text: spaces, fonts, bracket sizes, currencies, `$`, outer braces and boxes.
-
-    The words of `\text{}` are put in quotes.
+    r"""Remove the typesetting of a text: spaces, fonts, sizes, currencies, `$`, outer braces and boxes. Quote words.
 
     >>> typeset(r"$\left( -\$32,\!348\text{ dollars} \right)$"), typeset(r"\textbf{42}"), typeset(r"{1{,}234}")
     ('( - 32,348" dollars" )', '42', '1,234')
@@ -168,8 +166,8 @@ class Number(NamedTuple):
     def matches(self, other: "Number") -> bool:
         """Return whether two numbers are equal, to six decimal places if only one is a finite decimal.
 
-        A percentage equals the number before the percent sign (50% is 50), unless it is below 1%. It also equals a
-        hundredth of that number (50% is 0.5), unless the hundredth is a whole number.
+        A percentage equals its number (50% is 50) unless below 1%, and the hundredth (0.5) unless that is a whole
+        number.
         """
         is_same = _same(self.value, other.value)
         if self.percent == other.percent or (is_same and not 0 < abs(self.value) < 1):

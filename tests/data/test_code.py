@@ -31,7 +31,6 @@ TWICE = {
     ("response", "total"),
     [
         ("    return 2 * x\n", 1.0),
-        ("\n    return 2 * x", 1.0),
         ("    return 2 * x\n\n\ndef half(x):\n    return\n\nprint(twice(", 1.0),
         ("    return 2 * x\n# the end\n)(", 1.0),
         ("    if x:\n        return 2 * x\n    return 0\nif twice(1):\n    raise SystemExit\n", 1.0),
@@ -39,14 +38,11 @@ TWICE = {
         ("Use math.\n```python\nfrom math import fsum\n\ndef twice(x):\n    return fsum([x, x])\n```\nDone.", 1.0),
         ("```python\ndef twice(x):\n    return 2 * x\n```\nSo\n```python\nprint(twice(2))\n```", 1.0),
         ("```python\n    return 2 * x\n```", 1.0),
-        ("def twice(x):\n    return 2 * x\n", 1.0),
         ("```python\ndef double(x):\n    return 2 * x\n```", 0.0),
-        ("    return 3 * x\n", 0.0),
         ("\n    return 2 * x\n```\n\nSo:\n\n```python\nprint(twice(2))\n```", 1.0),
         ("    return x\n```python\ndef twice(x):\n    return 2 * x\n```", 0.0),
         (" Sure:\n```python\ndef twice(x):\n    return 2 * x\n```", 1.0),
         ("return 2 * x", 0.0),
-        ("", 0.0),
         ("The function doubles x.", 0.0),
     ],
 )

@@ -145,11 +145,8 @@ def test_prompts_and_completions_must_be_text(base_tokenizer: Path, tmp_path: Pa
             r"line 1: the chat template of .* ends the assistant's turn without a token at which the model stops, "
             r"<\|im_end\|> \(2\); eos_token_id of generation_config\.json names them",
         ),
-        (("m.content", "(m.content if loop.index0 < 4 or loop.last else 'x')"),
-         [TALKS[0], chat("a", "b", "c", "d", "e", "f", "g")],
-         r"line 2: the chat template of .* drops or changes response 2 of the conversation"),
     ],
-    ids=["drops earlier turns", "drops responses", "writes no end", "changes a turn later"],
+    ids=["drops earlier turns", "drops responses", "writes no end"],
 )  # fmt: skip
 def test_templates_that_change_responses_are_refused(
     trained_bpe: Tokenizer, tmp_path: Path, change: tuple[str, str], rows: list[Any], problem: str
@@ -175,18 +172,6 @@ def test_turns_end_at_the_first_stop_token(tmp_path: Path) -> None:
     row = tokens_of(one, [TALKS[0], chat("Hello", "Hi.")], folder)[0]
     assert target_text(tokenizer, row) == "It is 4.<|end|>\n<|endoftext|>"
     assert tokenized(one, folder).fingerprint != first.fingerprint
-
-
-@pytest.mark.parametrize("name", ["legacy", "first", "chatml"])
-def test_completions_are_tokenized_with_their_prompt(tmp_path: Path, name: str) -> None:
-    folder = KINDS[name].saved(tmp_path / "tokenizer", template=False)
-    rows = [{"prompt": "Q: 1+1? A:", "completion": " 2"}, {"prompt": "Q: 1+1? A: ", "completion": "2"}]
-    (joint, _), (apart, _) = tokens_of(tmp_path / "rows.jsonl", rows, folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert joint == [*tokenizer("Q: 1+1? A: 2")["input_ids"], tokenizer.eos_token_id]
-    begun = tokenizer("Q: 1+1? A: ")["input_ids"]
-    assert apart[: len(begun)] == begun
-    assert tokenizer.decode(apart[:-1]) == tokenizer.decode(joint[:-1])
 
 
 def test_content_may_have_parts_and_only_the_completion_is_a_target(chat_tokenizer: Path, tmp_path: Path) -> None:

@@ -257,10 +257,3 @@ def test_unusable_row_is_refused_with_file_and_line(
     file.write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(DataError, match=f"(?s){message}"):
         prepared(f"{suite}={tmp_path / suite}", artifacts_root)
-
-
-def test_wrong_folder_is_refused(artifacts_root: Path) -> None:
-    with pytest.raises(DataError, match=r"data\.source: .*aime24 lacks test, .* Its files: train\.jsonl"):
-        prepared(f"math500={PUBLISHED / 'aime24'}", artifacts_root)
-    with pytest.raises(DataError, match=r"data\.source: must be a folder or a hub id .* that holds test as \.jsonl"):
-        prepared("math500=/nowhere", artifacts_root)

@@ -11,31 +11,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from data import multiplication
-from data.filter import filter_dataset
 from data.rows import Message, Row
 from data.sources import build_mapped
 from data.tasks import build_dataset, dataset_fingerprint, input_digests
 from data.trial import first_row
-from rlcore.config import CustomData, FilterConfig, MappedData, RewardConfig
+from rlcore.config import CustomData, MappedData
 from rlcore.errors import ConfigError, DataError
-from rlcore.rollout.scoring import ScoringPool
 
 TIMES = CustomData(train_size=200, validation_size=20)
-
-
-def test_multiplication_rows_are_filtered_and_scored(scratch_tokenizer, artifacts_root):
-    dataset = build_dataset(TIMES, seed=1, root=artifacts_root)
-    assert dataset.counts == {"train": 200, "validation": 20}
-    filtered = filter_dataset(dataset.directory, scratch_tokenizer, FilterConfig(), root=artifacts_root)
-    rows = pq.read_table(filtered.directory / "train.parquet").to_pylist()
-    assert all(len(row["prompt_ids"]) == 4 and row["solution_ids"] for row in rows)
-    solutions = [row["extra_info"]["solution"] for row in rows]
-    with ScoringPool(TIMES.scorer, RewardConfig(num_processes=1)) as pool:
-        truths = [row["ground_truth_json"] for row in rows]
-        assert {score.total for score in pool.score(solutions, truths)} == {1.0}
-        assert {score.total for score in pool.score(solutions[1:], truths[:-1])} == {0.0}
-    with pytest.raises(DataError, match="at most 4851 products exist, got 5020"):
-        build_dataset(TIMES.model_copy(update={"train_size": 5_000}), seed=1, root=artifacts_root)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +29,8 @@ def test_multiplication_rows_are_filtered_and_scored(scratch_tokenizer, artifact
 def test_multiplication_scores_products(response, total, well_formed):
     found = multiplication.score(response, {"product": 12})
     assert (found.total, found.parts["format"]) == (total, well_formed)
+    with pytest.raises(DataError, match="at most 4851 products exist, got 5020"):
+        multiplication.build(TIMES.model_copy(update={"train_size": 5_000}), 1)
 
 
 def test_fingerprint_depends_on_the_source_file(tmp_path, monkeypatch, artifacts_root):
@@ -97,7 +82,7 @@ def test_files_of_an_option_folder_count_by_content(tmp_path, monkeypatch):
 
 
 def test_option_files_are_named_by_file_or_folder(tmp_path: Path) -> None:
-    """Of two files with one name, both digests count."""
+    """Both digests of two files with one name count."""
     names = ("one/a.txt", "one/b.txt", "two/one/b.txt", "c.txt")
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

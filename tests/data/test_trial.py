@@ -19,35 +19,24 @@ def test_repeated_prompts_are_refused_with_their_line(mapped: MappedData, tmp_pa
     with train.open("a") as file:
         file.write('\n{"question": "train 1?", "answer": "7"}\n')
     assert validate_rows(mapped, 1, root, each_once=False) == 4
-    with pytest.raises(DataError) as error:
+    with pytest.raises(
+        DataError, match=rf"^{train}: line 5: the same prompt as {train}: line 2. Remove one of them, or"
+    ):
         validate_rows(mapped, 1, root, each_once=True)
-    assert str(error.value) == (
-        f"{train}: line 5: the same prompt as {train}: line 2. Remove one of them, or set "
-        "filter.duplicates to drop or keep"
-    )
     with test.open("a") as file:
         file.write('{"question": "train 0?", "answer": "7"}\n')
-    with pytest.raises(DataError) as error:
-        validate_rows(mapped, 1, root, each_once=False)
-    assert str(error.value) == (
-        f"{test}: line 3: the same prompt as {train}: line 1, so validation would not measure what is new to the "
-        "model. Remove it from one of the two files"
+    problem = (
+        rf"^{test}: line 3: the same prompt as {train}: line 1, so validation would .* Remove it from one of the two"
     )
+    with pytest.raises(DataError, match=problem):
+        validate_rows(mapped, 1, root, each_once=False)
     assert validate_rows(CountdownData(), 1, root, each_once=True) is None
     assert validate_rows(CustomData(), 1, root, each_once=True) is None
-
-
-def test_rows_of_finished_datasets_are_read(mapped: MappedData, tmp_path: Path) -> None:
-    root = tmp_path / "root"
     made = first_row(mapped, 1, root)
-    assert made is not None
-    assert (made.prompt_form, made.ground_truth_json, made.solution) == (mapped.template, '"0"', "")
-    assert made.prompt[0]["content"].startswith("train 0?")
     dataset = build_dataset(mapped, seed=1, root=root)
     assert inputs_of(dataset.directory) == input_digests(mapped)
-    assert first_row(mapped, 1, root) == made
-    assert validate_rows(mapped, 1, root, each_once=True) == 3
-    assert validate_rows(mapped, 1, root, ("validation", "train"), each_once=True) == 2
+    assert made == first_row(mapped, 1, root)
+    assert validate_rows(mapped, 1, root, each_once=True) == 4, "the rows of a finished dataset are not built"
 
 
 def test_first_row_of_a_large_task_is_made_alone(tmp_path: Path) -> None:
