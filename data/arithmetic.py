@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-MAX_EXPRESSION_CHARS = 1_000
-"""The maximum number of characters in an expression. It bounds time and memory."""
+MAX_EXPRESSION_CHARS = 1_000  # bounds time and memory
 _ALLOWED = re.compile(r"[0-9+\-*/() \t\r\n]*")
-# "07" becomes two adjacent numbers, which the grammar refuses.
-_TOKEN = re.compile(r"0|[1-9][0-9]*|[-+*/()]")
+_TOKEN = re.compile(r"0|[1-9][0-9]*|[-+*/()]")  # "07" becomes two adjacent numbers, which the grammar refuses
 _PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
 Rational = tuple[int, int]  # numerator and denominator, which need not be reduced; 0 below: undefined
 _Operation = tuple[Rational, str, Rational, Rational]  # left, operator, right, result

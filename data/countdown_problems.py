@@ -17,10 +17,8 @@ from data.arithmetic import Rational, Term, apply, evaluate, join
 from rlcore.config.data import CountdownData
 from rlcore.errors import DataError
 
-# The maximum number of combinations of two values for which a whole space is solved.
-_MAX_ENUMERATED = 4_000_000
-# The number of combinations that the solver tries for a multiset of n numbers, measured without equal values.
-_COST = {2: 6, 3: 150, 4: 3_500, 5: 90_000, 6: 3_000_000}
+_MAX_ENUMERATED = 4_000_000  # combinations of two values for which a whole space is solved
+_COST = {2: 6, 3: 150, 4: 3_500, 5: 90_000, 6: 3_000_000}  # combinations that the solver tries for n numbers
 # After each `_STALL_CHUNKS` chunks, a smaller share of new problems means that the space is exhausted.
 _STALL_CHUNKS = 32
 _STALL_SHARE = 0.01
@@ -34,8 +32,7 @@ _SIGNS = "+-*/"
 Multiset = tuple[int, ...]
 # one operation: the indices of both values and of its sign in `_SIGNS`; the result replaces the first value
 Merge = tuple[int, int, int]
-# one value for each of M rows: numerators and denominators, both of shape [M]
-Fraction = tuple[NDArray[np.int64], NDArray[np.int64]]
+Fraction = tuple[NDArray[np.int64], NDArray[np.int64]]  # numerators and denominators [M]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,11 +178,7 @@ def _sample(pool: list[Problem], size: int, split: str, rng: np.random.Generator
 
 
 def solve(numbers: tuple[int, ...], operations: tuple[str, ...]) -> dict[Rational, Term]:
-    """Return every value of an equation over all the numbers, with the shortest equation for each value.
-
-    >>> solve((2, 3), ("+", "/"))[(2, 3)].text
-    '2 / 3'
-    """
+    """Return every value of an equation over all the numbers, with the shortest equation for each value."""
     size = len(numbers)
     reached: list[dict[Rational, Term]] = [{} for _ in range(2**size)]
     for index, number in enumerate(numbers):

@@ -1,12 +1,7 @@
 """The tokenization filter. It tokenizes each prompt once, and drops, truncates or refuses overlong prompts.
 
-The result has these further columns. Memory does not grow with the dataset, because rows are read in batches.
-
-    prompt_ids       list<int32>   the prompt for the engine, chat template included
-    solution_ids     list<int32>   the solution after the prompt, with its end token, or [] if there is none or if the
-                                   chat template does not write it
-    distractor_ids   list<int32>   the distractor in the same form
-    ground_truth_json   string     the ground truth for the scorer
+The result has the further columns `prompt_ids` (chat template included), `solution_ids` (after the prompt, with the end
+token, or [] if the chat template does not write the solution), `distractor_ids` and `ground_truth_json`.
 """
 
 import logging
@@ -101,8 +96,8 @@ def filter_dataset(
     digest = filter_fingerprint(dataset.values["fingerprint"], tokenizer_print, config, **rendering)
     directory = filtered_directory(digest, root)
     if (parts := part_directories(dataset_dir)) != (dataset_dir,):
-        filtered = partial(filter_dataset, root=root, on_progress=on_progress, **rendering)
-        results = [filtered(part, tokenizer_dir, config) for part in parts]
+        rendering |= {"root": root, "on_progress": on_progress}
+        results = [filter_dataset(part, tokenizer_dir, config, **rendering) for part in parts]
         if read_finished_or_set_aside(directory) is None:
             _require_no_leak([part.directory for part in results])
         return publish_mixture("filtered", directory, results)

@@ -89,11 +89,7 @@ def _reference(answer: str) -> Reading:
 
 
 def _boxed(text: str) -> str | None:
-    r"""Return the content of the last box, with all boxes that `,`, `and` or `or` joins to it. None: it is not closed.
-
-    >>> _boxed(r"\boxed{1} so \boxed{\frac{1}{2}}."), _boxed(r"$\fbox{3}$ or $\boxed 5$"), _boxed(r"\boxed{18")
-    ('\\frac{1}{2}', '3, 5', None)
-    """
+    """Return the content of the last box and the boxes that `,`, `and` or `or` joins to it. None: it is not closed."""
     opened: list[tuple[int, int] | None] = []
     closed: list[tuple[int, int, str]] = []  # outermost boxes: start, end, content
     for found in _BRACE.finditer(text):

@@ -14,8 +14,7 @@ from data.rows import Message, Row, TaskRows
 from rlcore.config.data import CustomData
 from rlcore.rollout.environment import Turn
 
-HIGHEST = 7
-"""The highest number. Binary search needs 17 / 7 = 2.43 guesses on average."""
+HIGHEST = 7  # binary search needs 17 / 7 = 2.43 guesses on average
 WRONG = -0.1  # reward of each wrong guess; the correct guess earns 1
 
 

@@ -57,8 +57,7 @@ def build(settings: CustomData, seed: int) -> TaskRows:
 
 
 Fields = dict[str, dict[str, Any]]
-_fields: dict[str, Fields] = {}
-"""The schemas of the fields of `action` and `observation`, for each server whose schema this process has read."""
+_fields: dict[str, Fields] = {}  # of each server: the schemas of the fields of `action` and `observation`
 
 
 class OpenEnv:

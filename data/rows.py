@@ -8,8 +8,8 @@ SPLITS = ("train", "validation")  # the dataset of a suite has only `validation`
 
 PromptForm = Literal["text", "chat"]  # text: the only message is the whole prompt; chat: the chat template is applied
 
+# of the same shape in all rows; a scorer receives other values than mappings as `{"answer": ...}`
 GroundTruth = str | int | float | list[int] | Mapping[str, str | int | float | list[int]]
-"""A ground truth, of the same shape in all rows. A scorer receives other values than mappings as `{"answer": ...}`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,23 +25,17 @@ from rlcore.rollout.turns import TODAY
 Messages = Sequence[Mapping[str, str]]
 
 ID_BYTES = 4  # size of one token id
-
 _FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-# One of this many texts is also tokenized without the fast path, for a comparison.
-_CHECK_EVERY = 256
+_CHECK_EVERY = 256  # one of this many texts is also tokenized without the fast path, for a comparison
 _MARK = "MillraceContent"
 _LAST_TAG = re.compile(r"([<\[][^<>\[\]]*[>\]])\s*\Z")
-
-# The maximum number of cached pieces, about 200 MB.
-_MAX_PIECES = 1_000_000
-
+_MAX_PIECES = 1_000_000  # cached, about 200 MB
 # The probe tries each pair of these around a space: letters of several scripts, digits, punctuation and symbols.
 _EDGES = (*"aZ7.,'\"()<>|-+=#$_", "\u00e9", "\u4e2d", "\u0438", "\u0663", "\u20ac", "\U0001f642")
-# White space inside a piece, except line ends, which are tokenized with the piece.
-_OTHER_SPACE = re.compile(r"[^\S\n]")
+_OTHER_SPACE = re.compile(r"[^\S\n]")  # line ends are tokenized with their piece
 
 
 class ResponseChangedError(Exception):
@@ -268,16 +262,14 @@ class PromptTokenizer:
                 )
             )
         except Exception as error:  # errors of jinja and of the template
+            kind = type(error).__name__
+            problem = f"cannot render the prompt ({kind}: {error}). Repair chat_template.jinja"
             if continued:
-                raise DataError(
-                    f"{self._name}: the chat template does not write the assistant's words that the prompt ends with, "
-                    f"so they cannot be continued ({type(error).__name__}): {messages[-1]['content'][-80:]!r}. Remove "
-                    "them, or choose another model"
-                ) from error
-            raise DataError(
-                f"{self._name}: the chat template cannot render the prompt ({type(error).__name__}: {error}). Repair "
-                "chat_template.jinja, or choose another model"
-            ) from error
+                problem = (
+                    "does not write the assistant's words that the prompt ends with, so they cannot be continued "
+                    f"({kind}): {messages[-1]['content'][-80:]!r}. Remove them"
+                )
+            raise DataError(f"{self._name}: the chat template {problem}, or choose another model") from error
 
     @cached_property
     def _closing(self) -> tuple[str, bytes]:

@@ -118,9 +118,7 @@ def _build_first_row(config: TaskData, seed: int) -> FirstRow:
 
 def _truth_json(config: TaskData, data_source: str, ground_truth: object) -> str:
     scorer = scorer_of_row(config, data_source) if config.scorer == BY_ROW else None
-    if scorer is None:
-        return json.dumps(ground_truth)
-    return with_scorer(ground_truth_json(ground_truth), scorer)
+    return json.dumps(ground_truth) if scorer is None else with_scorer(ground_truth_json(ground_truth), scorer)
 
 
 def _build_in_process(config: CustomData | VerifiersData, seed: int) -> FirstRow | None:

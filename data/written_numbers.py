@@ -110,11 +110,7 @@ _MAKES_ANOTHER = re.compile(
 
 
 def typeset(text: str) -> str:
-    r"""Remove the typesetting of a text: spaces, fonts, sizes, currencies, `$`, outer braces and boxes. Quote words.
-
-    >>> typeset(r"$\left( -\$32,\!348\text{ dollars} \right)$"), typeset(r"\textbf{42}"), typeset(r"{1{,}234}")
-    ('( - 32,348" dollars" )', '42', '1,234')
-    """
+    """Remove the typesetting of a text: spaces, fonts, sizes, currencies, `$`, outer braces and boxes. Quote words."""
     if _PLAIN.fullmatch(text):
         return text
     found = _BLANK.sub(" ", _NOTHING.sub("", text.translate(_UNICODE))).replace("{,}", ",")

@@ -91,6 +91,7 @@ def test_malformed_expressions_are_refused():
     [
         ("8 / (3 - 8 / 3)", "8 / 3 = 8/3, 3 - 8/3 = 1/3, 8 / 1/3 = 24"),
         ("1 / (2 - 2) + 0 * 3", "2 - 2 = 0, 1 / 0 = undefined, 0 * 3 = 0, undefined + 0 = undefined"),
+        ("1 / (2 / 0)", "2 / 0 = undefined, 1 / undefined = undefined"),
         ("4 - 3 - 2 + 1", "4 - 3 = 1, 1 - 2 = -1, -1 + 1 = 0"),
         ("5", ""),
     ],
