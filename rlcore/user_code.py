@@ -1,14 +1,9 @@
 """The code that settings name as `module:function`: its source files, a copy for each run, and imports from this copy.
 
-The code of a function is the file of its module, and all files in the same import folder that this file imports,
-directly or indirectly. The import folder contains the module or its outermost package. A data file belongs to the code
-if a string in a source file is the data file's relative path. Files of installed packages and of Millrace belong only
-to the code of functions in these packages. File names are relative to the import folder, so equal code has the same
-fingerprint on every machine. No code is executed, so computed imports are not followed.
-
-All processes of a run import the copy, so editing a file does not change a started run. A scoring process imports this
-module. Therefore pydantic, settings and storage are imported inside functions.
-"""
+The code of a function is its module's file, the files of the same import folder that it imports, and the data files
+whose relative paths are strings in these. Installed packages and Millrace count only for functions in them. No code is
+executed, so computed imports are not followed. A scoring process imports this module, so pydantic, settings and storage
+are imported inside functions."""
 
 import ast
 import hashlib
@@ -42,7 +37,7 @@ MAX_DATA_BYTES = 10_000_000
 
 
 def module_of(name: str) -> str:
-    """Return the module name of a source file. `name` is the path of the file below an import folder.
+    """Return the module name of a source file below an import folder.
 
     >>> module_of("rewards/exact.py"), module_of("rewards/__init__.py")
     ('rewards.exact', 'rewards')
@@ -226,7 +221,7 @@ def _module_file(root: Path, module: str) -> Path | None:
 
 
 def _data_files(file: Path, root: Path, texts: tuple[str, ...]) -> Iterator[Source]:
-    """Yield the data files whose paths are among `texts`. Paths are relative to the folder of the source file."""
+    """Yield the data files with paths in `texts`, relative to the folder of the source file."""
     for text in texts:
         path = file.parent / text
         if PurePosixPath(text).is_absolute() or ".." in PurePosixPath(text).parts or path.suffix == ".py":
@@ -279,9 +274,10 @@ def run_code(folder: Path) -> Iterator[None]:
 
 
 def import_from(folder: Path | None) -> None:
-    """Make this process and its child processes import user modules from the copy in `folder`. If `folder` is None,
-    they import the original files. Imported modules that the copy contains are removed from `sys.modules`, so that
-    their next import reads the right file."""
+    """Import user modules from the copy in `folder`, or from the original files if it is None, also in child processes.
+
+    Imported modules that a copy contains are removed from `sys.modules`, so that their next import reads the right
+    file."""
     before = os.environ.pop(FOLDER_VARIABLE, None)
     for name in {*_modules_in(before), *_modules_in(folder)} & sys.modules.keys():
         del sys.modules[name]

@@ -36,7 +36,6 @@ def experiment_text(config: RunConfig, comment: str) -> str:
 
 
 def _differences(settings: Any, base: Any) -> Any:
-    """Return the settings that differ from `base`. Both mappings are nested."""
     if not (isinstance(settings, dict) and isinstance(base, dict)):
         return settings
     return {key: _differences(value, base.get(key)) for key, value in settings.items() if value != base.get(key, ...)}
@@ -123,7 +122,6 @@ def _range_text(field: FieldInfo) -> Iterator[str]:
 
 
 def _type_text(annotation: Any) -> str:
-    """Return a type in words for users who write YAML."""
     words = {int: "whole number", float: "number", str: "text", bool: "true or false", type(None): "null"}
     if annotation in words:
         return words[annotation]
