@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from yaml import YAMLError
 
-from rlcore.config.base import FILE_ENDINGS, covers, expand_path, group_members, keys_of, leaves, member_file
+from rlcore.config.base import FILE_ENDINGS, covers, expand_path, group_members, keys_of, leaves, member_file, value_at
 from rlcore.config.data import TASKS, CountdownData, FilterConfig, MappedData, MixtureData, ParquetData, TaskData
 from rlcore.config.model import WarmStartConfig
 from rlcore.config.problems import (
@@ -78,7 +78,11 @@ def _apply_override(settings: dict[str, Any], written: ValueOverride, findings: 
             rule = f"there is no such setting: {part} is a value, not a section"
             findings.add(Problem(key, rule, format_value(value), "docs/settings.md lists every key"))
             return
-    if written.delete and last not in inner:
+    if written.delete and key in section_names() and value_at(RunConfig(), key) is not None:
+        rule = "is a section, and only single settings return to their defaults"
+        example = min(name for name in all_keys() if covers(key, name))
+        findings.add(Problem(key, rule, f"~{key}", f"Set its keys, or reset one, such as ~{example}"))
+    elif written.delete and last not in inner:
         rule = "there is no such key to delete"
         findings.add(Problem(key, rule, f"~{key}", did_you_mean(key, all_keys()).strip()))
     elif written.delete:

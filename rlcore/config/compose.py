@@ -206,7 +206,9 @@ def _parse_override(parser: OverridesParser, text: str) -> Override | Problem:
         return Problem(key, rule, repr(text), "Write the dotted key alone")
     if override.is_sweep_override():
         rule = "is a sweep over several values, and this is one run"
-        return Problem(key, rule, repr(text), "Give one value; a list is written key=[a,b]")
+        return Problem(
+            key, rule, repr(text), "Add -m to millrace run for a grid over the values, or give one; a list is written key=[a,b]"
+        )
     groups = (*GROUPS, "experiment")
     is_known = key in (*groups, *RunConfig.model_fields)
     if not is_known and nearest(key, [*groups, *all_keys()]) in groups and not foreign_key_hint(key):
