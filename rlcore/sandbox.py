@@ -101,14 +101,12 @@ def _write_and_rewind(file: IO[bytes], content: bytes) -> None:
 
 
 def _read_output(file: IO[bytes], most: int) -> tuple[str, bool]:
-    """Return the first `most` bytes as text, and whether the output was longer."""
     file.seek(0)
     raw = file.read(most + 1)
     return raw[:most].decode("utf-8", "replace"), len(raw) > most
 
 
 def _python_command(settings: SandboxConfig) -> list[str]:
-    """Return the command that runs Python under kernel limits, set by prlimit of util-linux."""
     megabyte = 2**20
     return [
         "/usr/bin/prlimit", f"--as={settings.memory_mb * megabyte}", f"--fsize={settings.file_mb * megabyte}",
@@ -118,7 +116,6 @@ def _python_command(settings: SandboxConfig) -> list[str]:
 
 
 def _sandbox_command(settings: SandboxConfig, source: int, rules: int) -> list[str]:
-    """Return the whole bubblewrap command. `source` and `rules` are file descriptors."""
     words = [
         str(shutil.which("bwrap")), "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent",
         "--new-session", "--clearenv", "--uid", _USER_ID, "--gid", _USER_ID, "--hostname", "sandbox",

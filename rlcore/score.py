@@ -9,7 +9,6 @@ REWARD, HELD_OUT_REWARD = "reward", "val/reward"
 FULL_SCORE = 1.0
 """The score of a correct response if the scorer has no part `correct`."""
 _ROUNDING = 1e-9
-"""The largest rounding error of a score that is a sum, such as 0.1 for each of ten turns."""
 
 
 @dataclass(frozen=True, slots=True)

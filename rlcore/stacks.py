@@ -75,7 +75,6 @@ def _own_stacks() -> str:
 
 
 def _stack(pid: int, path: Path) -> str:
-    """Return the stacks that a registered process writes when it gets the signal, or the reason why it writes none."""
     state = _state(pid)
     if state == _ENDED:
         return path.read_text()

@@ -29,11 +29,9 @@ FOLDER_VARIABLE = "MILLRACE_CODE"
 MILLRACE_PACKAGES = ("conf", "data", "flows", "rlcore")
 """Millrace's packages. They are never imported from a copy, because running processes have already loaded them."""
 MILLRACE_FOLDER = "millrace-source"
-"""The folder of Millrace's files in a copy. Its name cannot be imported."""
 SITE_PACKAGES = ("site-packages", "dist-packages")
 MAX_PATCH_LINES = 40
 MAX_DATA_BYTES = 10_000_000
-"""The size of the largest data file that counts."""
 
 
 def module_of(name: str) -> str:
@@ -202,7 +200,6 @@ def code_patch(before: Code, now: Code) -> str:
 
 
 def _roots(module: str) -> list[Path]:
-    """Return the import folders that contain a module's outermost package."""
     top = module.partition(".")[0]
     try:
         spec = None if top in sys.stdlib_module_names else importlib.util.find_spec(top)
@@ -221,7 +218,6 @@ def _module_file(root: Path, module: str) -> Path | None:
 
 
 def _data_files(file: Path, root: Path, texts: tuple[str, ...]) -> Iterator[Source]:
-    """Yield the data files with paths in `texts`, relative to the folder of the source file."""
     for text in texts:
         path = file.parent / text
         if PurePosixPath(text).is_absolute() or ".." in PurePosixPath(text).parts or path.suffix == ".py":
@@ -232,7 +228,6 @@ def _data_files(file: Path, root: Path, texts: tuple[str, ...]) -> Iterator[Sour
 
 @cache
 def _parse_source(content: bytes, module: str, is_package: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names that a source file imports anywhere, and the strings that may be file paths."""
     try:
         tree = ast.parse(content)
     except (SyntaxError, ValueError):

@@ -18,12 +18,10 @@ GROUP_ADVANTAGES: frozenset[str] = frozenset(
 UNGROUPED_ADVANTAGES = ("gae", "reinforce_pp", "remax")
 """The built-in advantages that can differ from 0 if all responses to a prompt have the same score."""
 ADVANTAGES = (*UNGROUPED_ADVANTAGES, *sorted(GROUP_ADVANTAGES))
-"""The names of all built-in advantages."""
 POLICY_LOSSES: Mapping[str, str] = {
     name: f"rlcore.algos.losses:{name}"
     for name in ("ppo_clip", "gspo", "cispo", "sapo", "gmpo", "gpg", "dppo", "kl_cov")
 }
-"""The `module:function` of each built-in policy loss."""
 _UNCLIPPED = "sapo gmpo gpg dppo kl_cov"
 _WITH_BOTH_CLIPS = EffectiveWhen(".policy_loss", unless=_UNCLIPPED)
 _TWO_SIDES = EffectiveWhen("trainer.old_logprobs", unless="behavior")

@@ -116,14 +116,6 @@ def compose(overrides: Sequence[str], *, experiment: str | None = None) -> Compo
     return Composition(config, findings.problems, shown_files, members, given | request.choices.keys(), in_file)
 
 
-def compose_many(
-    many: Sequence[Sequence[str]], *, experiment: str | None = None
-) -> list[tuple[RunConfig, Sequence[Problem]]]:
-    """Compose each list of overrides. Return pairs of a config without wrong values and its problems."""
-    found = [compose(overrides, experiment=experiment) for overrides in many]
-    return [(each.config, each.problems) for each in found]
-
-
 def swept_values(text: str) -> list[Any]:
     """Return the values of an override with several values (`seed=1,2`, `seed=range(1,4)`), or [] for another text."""
     parser = OverridesParser.create()
@@ -207,7 +199,10 @@ def _parse_override(parser: OverridesParser, text: str) -> Override | Problem:
     if override.is_sweep_override():
         rule = "is a sweep over several values, and this is one run"
         return Problem(
-            key, rule, repr(text), "Add -m to millrace run for a grid over the values, or give one; a list is written key=[a,b]"
+            key,
+            rule,
+            repr(text),
+            "Add -m to millrace run for a grid over the values, or give one; a list is written key=[a,b]",
         )
     groups = (*GROUPS, "experiment")
     is_known = key in (*groups, *RunConfig.model_fields)
@@ -301,7 +296,6 @@ def _unknown_member_remedy(group: str, member: Any) -> str | None:
 
 
 def _compose_groups(chosen: Mapping[str, str], findings: Findings) -> tuple[dict[str, Any], Mapping[str, str]]:
-    """Merge the chosen options over the defaults. Return the plain settings and the option of each group."""
     files = [file for folder in conf_dirs() for file in sorted(folder.glob("*/*.yaml"))]
     state = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files]
     try:
@@ -336,7 +330,6 @@ def _compose_cached(
 
 @contextmanager
 def _hydra() -> Iterator[None]:
-    """Initialize Hydra on the first of `conf_dirs`, and restore Hydra's global state afterwards."""
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:

@@ -32,9 +32,7 @@ ALL_SOURCES = "all"
 """The name in metrics for the held-out problems of all data sources together: `val-core/all/...`."""
 
 JUDGE = "data.judge:score"
-"""The name of the scorer that uses `reward.judge`."""
 PROGRAMS = "data.code:score"
-"""The name of the scorer that runs programs in the sandbox."""
 BY_ROW = "rlcore.rollout.by_part:score"
 """The scorer that selects the scorer of the row's dataset in a mixture, otherwise that of the row's data source."""
 
@@ -279,7 +277,6 @@ class MixturePart(Section):
 
 
 def _is_of_all_parts(name: str) -> Rule:
-    """Return the rule that the mixture sets the setting `name` for all its datasets."""
 
     def holds(mixture: Any, _: Any) -> bool:
         unset = Conversation.model_fields[name].get_default(call_default_factory=True, validated_data={})
@@ -317,7 +314,6 @@ DataConfig = Annotated[
 TASKS: Mapping[str, type[Section]] = {
     section.model_fields["task"].default: section for section in get_args(get_args(DataConfig)[0])
 }
-"""The settings class of each task, by the name of the task."""
 
 
 def parts_of(data: DataConfig) -> tuple[MixturePart, ...]:

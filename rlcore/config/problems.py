@@ -84,16 +84,14 @@ def nearest(wrong: str, candidates: Iterable[str]) -> str | None:
     """
     # A SequenceMatcher caches its analysis of the second sequence.
     whole, last = (SequenceMatcher(None, b=text, autojunk=False) for text in (wrong, wrong.rpartition(".")[2]))
-    best, best_likeness = None, _MIN_SIMILARITY
-    for candidate in sorted(candidates):
+
+    def similarity(candidate: str) -> float:
         whole.set_seq1(candidate)
         last.set_seq1(candidate.rpartition(".")[2])
-        if _similarity(whole.quick_ratio(), last.quick_ratio()) < best_likeness:
-            continue
-        likeness = _similarity(whole.ratio(), last.ratio())
-        if likeness > best_likeness:
-            best, best_likeness = candidate, likeness
-    return best
+        return max(0.6 * last.ratio() + 0.4 * whole.ratio(), 0.8 * whole.ratio())
+
+    best = max(sorted(candidates), key=similarity, default="")
+    return best if best and similarity(best) > _MIN_SIMILARITY else None
 
 
 @cache
@@ -124,11 +122,6 @@ def did_you_mean(wrong: str, candidates: Iterable[str]) -> str:
     """Return `Did you mean ...? ` with the nearest candidate, or '' if no candidate is similar."""
     found = nearest(wrong, candidates)
     return f"Did you mean {found}? " if found else ""
-
-
-def _similarity(whole: float, last: float) -> float:
-    """Return the weighted similarity of two keys, or of wholes if one of them has no dot."""
-    return max(0.6 * last + 0.4 * whole, 0.8 * whole)
 
 
 def plain_text(value: Any, text: Callable[[str], str] = lambda text: text or "''") -> str:

@@ -116,7 +116,6 @@ def _value(section: Section, run: Run, name: str) -> Any:
 
 
 def _values_text(section: Section, run: Run, key: str, *others: str) -> str:
-    """Return the values of settings as text, such as `48 with batch_size 64`."""
     first, *rest = (_value_text(_value(section, run, name)) for name in (key, *others))
     values = [f"{name.rpartition('.')[2]} {value}" for name, value in zip(others, rest, strict=True)]
     return f"{first} with {', '.join(values)}" if values else first

@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 
 from rlcore.config.base import FILE_ENDINGS, Section, group_members, keys_of, member_file
 from rlcore.config.check import read_yaml, rule_text
-from rlcore.config.compose import GROUPS, compose, compose_many, swept_values
+from rlcore.config.compose import GROUPS, compose, swept_values
 from rlcore.config.fingerprint import fingerprint, fixed_settings, run_id
 from rlcore.config.problems import Problem, did_you_mean, format_value, override_value, settings_error
 from rlcore.config.run import RunConfig, all_keys, is_key, section_names
@@ -262,11 +262,9 @@ class Sweep:
 def load_sweep(
     source: str | Mapping[str, Any], overrides: Sequence[str] = (), *, budget: Budget | None = None
 ) -> Sweep:
-    """Read a sweep from a name in `conf/sweep`, a .yaml file or the content of one, and check the settings of every
-    point.
+    """Read a sweep from a name in `conf/sweep`, a .yaml file or its content, and check the settings of every point.
 
-    `overrides` and `budget` replace those of the file. Raises ConfigError with all mistakes in the form, or otherwise
-    in the settings."""
+    `overrides` and `budget` replace those of the file. Raises ConfigError with all mistakes of one kind."""
     spec = _parse(_content(source) if isinstance(source, str) else source)
     if budget is not None:
         changed = spec.budget.model_copy(update=budget.model_dump(exclude_none=True))
@@ -280,13 +278,14 @@ def load_sweep(
         raise settings_error(problems)
     points = points_of(spec)
     tried = points or edge_points(spec.space)
-    checked = compose_many(
-        [shared, *([*shared, *point_overrides(point)] for point in tried)], experiment=spec.experiment
+    shared_only, *checked = (
+        compose([*shared, *point_overrides(point)], experiment=spec.experiment) for point in ({}, *tried)
     )
-    (base, of_all), of_points = checked[0], checked[1:]
+    base, of_all = shared_only.config, shared_only.problems
     found = Sweep(spec, shared, base, tuple(points))
-    configs = [config for config, _ in of_points]
-    problems = [*of_all, *_point_problems(tried, [[one for one in more if one not in of_all] for _, more in of_points])]
+    configs = [each.config for each in checked]
+    of_points = [[one for one in each.problems if one not in of_all] for each in checked]
+    problems = [*of_all, *_point_problems(tried, of_points)]
     if not problems:
         problems += _duplicate_problems(tried, configs)
     problems += [*_metric_problems(spec, configs), *_rung_problems(found, configs)]
@@ -316,7 +315,6 @@ def _content(source: str) -> dict[str, Any]:
 
 
 def _parse(content: Mapping[str, Any]) -> SweepSpec:
-    """Return the content of a sweep's file as a `SweepSpec`. Raises ConfigError with all wrong keys and values."""
     try:
         # Strict JSON, as for settings: neither true nor "5" is a number.
         return SweepSpec.model_validate_json(json.dumps(content, default=str), strict=True)
@@ -384,7 +382,6 @@ def _seed_problems(spec: SweepSpec, shared: Sequence[str]) -> Iterable[Problem]:
 
 
 def _point_problems(points: Sequence[Point], found: Sequence[Sequence[Problem]]) -> Iterable[Problem]:
-    """Yield each problem in the settings of the points once. The problem names the points that have it."""
     where: dict[Problem, list[Point]] = {}
     for point, problems in zip(points, found, strict=True):
         for problem in problems:

@@ -12,7 +12,6 @@ from rlcore.storage.documents import find_obstacle
 
 BYTES_PER_GB = 1e9
 BYTES_PER_TRAINED_PARAMETER = 4 + 8
-"""The bytes of a float32 master weight and of the two float32 moments of AdamW."""
 CHECKPOINT_SLACK_BYTES = 4 * 2**20
 """The bytes of a checkpoint's headers, index, trainer state and manifest."""
 CHECKPOINT_SLACK_SHARE = 0.01
@@ -22,7 +21,6 @@ NO_ROOM_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 NO_ROOM_TEXTS = ("no space left on device", "disk quota exceeded", "os error 28)", "os error 122)")
 """The messages about a full disk of writers in Rust and C++ (safetensors, torch), which pass no errno."""
 UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-"""The bytes and the name of each unit, largest first."""
 
 
 def unit_for(num_bytes: float) -> tuple[float, str]:

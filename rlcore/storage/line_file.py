@@ -154,7 +154,6 @@ def iter_json(fd: int, start: int) -> Iterator[tuple[object, int]]:
 
 
 def _end_of_last_line(path: Path, size: int) -> int:
-    """Return the offset after the last newline within the first `size` bytes, or 0."""
     with path.open("rb") as file:
         end = size
         while end > 0:

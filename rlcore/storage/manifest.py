@@ -35,7 +35,6 @@ FILE_SHA256 = "file_sha256"
 """The manifest key for the SHA-256 digest of the file from which tokenized demonstrations were built."""
 RESERVED = frozenset({"format_version", "files", "manifest_sha256"})
 MAX_HASH_THREADS = 8
-"""The most threads that hash files. sha256 releases the interpreter's lock."""
 SETTLED_NS = 1_000_000_000
 """The minimum age of a file whose hash is remembered. It may change twice within one tick of the file system."""
 DAMAGED, LEFT = "damaged", "left"
@@ -222,7 +221,6 @@ def set_aside(path: Path, label: str, why: str, *, error: type[MillraceError] = 
 
 
 def _stamps(directory: Path, manifest: Manifest) -> list[Stamp]:
-    """Return change time, modification time, inode and size of each file, or [] if a file is unreadable."""
     try:
         files = [(directory / name).stat() for name in (MANIFEST, *(entry.name for entry in manifest.files))]
     except OSError:

@@ -30,7 +30,6 @@ TEMPORARY = re.compile(r"^\.tmp-.+-(?P<pid>\d+)-[0-9a-f]{8}$")
 YOUNG_S = 60.0
 """The minimum age in seconds of a stale temporary folder. A new folder is locked microseconds after its creation."""
 YOUNG_FILE_S = 3_600.0
-"""The minimum age in seconds of a stale temporary file, which has no lock."""
 CHECK_INTERVAL_S = 0.001
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2

@@ -179,8 +179,6 @@ def test_starting_child_keeps_no_released_lock(tmp_path):
 
 
 def test_lock_is_released_where_holder_is_unwritable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only on a full disk the lock holds without the text of its holder."""
-
     def broken(lock: FileLock, contents: bytes) -> None:
         raise OSError(errno.EIO, "a broken disk")
 
