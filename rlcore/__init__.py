@@ -10,13 +10,10 @@ SOURCE_FOLDER = Path(__file__).resolve().parents[1]
 
 
 def python_path() -> str:
-    """Return a `PYTHONPATH` with the import path of this process. Entries of `sys.path` that are not strings are left
-    out, because Python ignores them."""
+    """Return a `PYTHONPATH` with the import path of this process, without entries of `sys.path` that are no strings."""
     return os.pathsep.join(place or str(Path.cwd()) for place in sys.path if isinstance(place, str))
 
 
 def tune_garbage_collection() -> None:
-    """Collect garbage less often. With Python's default threshold (700 objects), garbage collection takes two fifths of
-    the import time of MLflow, Prefect or vLLM.
-    """
+    """Collect garbage less often. Python's threshold costs two fifths of the import time of MLflow, Prefect or vLLM."""
     gc.set_threshold(50_000, 20, 50)

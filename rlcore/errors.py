@@ -1,7 +1,4 @@
-"""The tree of exceptions. A message has the key or file, the rule, the actual value and the remedy.
-
-Ray and Prefect pickle exceptions between processes, so each constructor takes exactly the values in `args`.
-"""
+"""The tree of exceptions. They are pickled between processes, so a constructor takes exactly the values in `args`."""
 
 import sys
 from pathlib import Path

@@ -18,10 +18,7 @@ class FastPickle:
 
 @dataclass(frozen=True, slots=True)
 class Prompt(FastPickle):
-    """One filtered row, tokenized once before training. `ground_truth_json` is the scorer's ground truth as JSON, which
-    can cross process boundaries. `difficulty` is the task's measure of difficulty (fewest operations in countdown), or
-    0.
-    """
+    """One tokenized row. `ground_truth_json`: the scorer's ground truth. `difficulty`: the task's measure, or 0."""
 
     prompt_id: int
     token_ids: tuple[int, ...]

@@ -1,11 +1,8 @@
 """Execution of a Python program that a model wrote, inside a sandbox.
 
-bubblewrap gives the program separate user, network, pid, ipc and mount namespaces. Python and /usr are read-only, and
-/tmp is empty and bounded. There are no environment variables and no network. A seccomp filter allows only one process,
-with any number of threads. It blocks tracing, mounting, keys and network sockets. Kernel limits bound memory, files and
-output, and a timeout bounds time. docs/decisions/0014-programs-run-under-bubblewrap.md gives the reasons. The `sandbox`
-settings contain the limits.
-"""
+bubblewrap gives the program separate user, network, pid, ipc and mount namespaces, read-only /usr and Python, a bounded
+/tmp, and no environment variables. A seccomp filter allows one process with any number of threads. Kernel limits bound
+memory, files and output (docs/decisions/0014-programs-run-under-bubblewrap.md)."""
 
 import errno
 import os
@@ -56,10 +53,7 @@ def current_limits() -> SandboxConfig:
 
 
 def require_sandbox(settings: SandboxConfig) -> None:
-    """Check that this machine can run the sandbox, unless `sandbox.allow_weak` is set.
-
-    Raises ConfigError if the machine lacks a requirement. The message names the requirement.
-    """
+    """Raise ConfigError if this machine lacks a requirement of the sandbox, unless `sandbox.allow_weak` is set."""
     if not settings.allow_weak and (missing := _missing_requirement()):
         raise ConfigError(
             f"sandbox.allow_weak: programs of a model cannot be shut in on this machine: {missing}. Fix that, or set "
@@ -69,10 +63,7 @@ def require_sandbox(settings: SandboxConfig) -> None:
 
 
 def run_python(program: str, stdin: str = "", time_s: float | None = None) -> ProgramResult:
-    """Run a program under the current limits, with `stdin` as input. `time_s` replaces the timeout of these limits.
-
-    Raises ConfigError if this machine cannot run the sandbox.
-    """
+    """Run a program under the current limits. Raises ConfigError if this machine cannot run the sandbox."""
     settings = current_limits()
     require_sandbox(settings)
     with ExitStack() as opened:
@@ -110,14 +101,12 @@ def _write_and_rewind(file: IO[bytes], content: bytes) -> None:
 
 
 def _read_output(file: IO[bytes], most: int) -> tuple[str, bool]:
-    """Return the first `most` bytes as text, and whether the output was longer."""
     file.seek(0)
     raw = file.read(most + 1)
     return raw[:most].decode("utf-8", "replace"), len(raw) > most
 
 
 def _python_command(settings: SandboxConfig) -> list[str]:
-    """Return the command that runs Python under kernel limits. prlimit of util-linux sets the limits."""
     megabyte = 2**20
     return [
         "/usr/bin/prlimit", f"--as={settings.memory_mb * megabyte}", f"--fsize={settings.file_mb * megabyte}",
@@ -127,7 +116,6 @@ def _python_command(settings: SandboxConfig) -> list[str]:
 
 
 def _sandbox_command(settings: SandboxConfig, source: int, rules: int) -> list[str]:
-    """Return the whole bubblewrap command. `source` and `rules` are file descriptors."""
     words = [
         str(shutil.which("bwrap")), "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent",
         "--new-session", "--clearenv", "--uid", _USER_ID, "--gid", _USER_ID, "--hostname", "sandbox",
@@ -149,7 +137,7 @@ def _sandbox_command(settings: SandboxConfig, source: int, rules: int) -> list[s
 
 @cache
 def _missing_requirement() -> str:
-    """Return the requirement that this machine lacks, or '' if the sandbox works. A test program is run once."""
+    """Return the requirement that this machine lacks, or '' if the sandbox runs a test program."""
     if shutil.which("bwrap") is None:
         return "bubblewrap is not installed (apt-get install bubblewrap)"
     try:
@@ -171,7 +159,6 @@ def _missing_requirement() -> str:
 
 @cache
 def _seccomp_filter() -> bytes:
-    """Return the seccomp filter as BPF bytes."""
     import pyseccomp as seccomp
 
     rules = seccomp.SyscallFilter(seccomp.ALLOW)

@@ -9,19 +9,14 @@ REWARD, HELD_OUT_REWARD = "reward", "val/reward"
 FULL_SCORE = 1.0
 """The score of a correct response if the scorer has no part `correct`."""
 _ROUNDING = 1e-9
-"""The largest rounding error of a score that is a sum, such as 0.1 for each of ten turns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
     """The score of one response. `total` is the reward, and `parts` are its named components (format, correct, ...).
 
-    `said` is the answer that the scorer extracted, in a canonical form (`1000` for `1,000`). `maj_at_k` counts these
-    answers. `said` is None if the scorer returned no answer.
-
-    `failure` is the reason for a missing score: the scorer raised an error or exceeded its deadline. The scoring pool
-    sets this field. No statistic uses a response without a score.
-    """
+    `said`: the extracted answer in a canonical form (`1000` for `1,000`), for `maj_at_k`. `failure`: the reason of the
+    scoring pool for a missing score, which no statistic uses."""
 
     total: float
     parts: Mapping[str, float]
@@ -42,5 +37,5 @@ class Scorer(Protocol):
     """A pure and deterministic function that scores one response against a ground truth and never raises an error."""
 
     def __call__(self, response: str, ground_truth: Mapping[str, object]) -> Score | float:
-        """Score one response. A scorer may return a plain number, which is a score without parts."""
+        """Score one response. A plain number is a score without parts."""
         ...

@@ -1,9 +1,6 @@
 """The stacks of all processes of a run in one text, for the diagnosis of a hang.
 
-Each process calls `register` at its start. A signal then makes the process write the stacks of its threads to a file,
-even inside C code. A stopped process cannot do this and is reported as stopped. Only the standard library and psutil
-are needed.
-"""
+A signal makes each process that called `register` write the stacks of its threads to a file, even inside C code."""
 
 import faulthandler
 import os
@@ -53,8 +50,7 @@ def close_folder(folder: Path) -> None:
 
 
 def report(folder: Path) -> str:
-    """Return the stacks and states of this process and of all registered processes. For other descendants, return only
-    the states."""
+    """Return the stacks and states of this process and of registered processes, and the states of other descendants."""
     import psutil
 
     registered = {int(path.stem.rpartition("-")[2]): path for path in sorted(folder.glob("*.txt"))}
@@ -79,7 +75,6 @@ def _own_stacks() -> str:
 
 
 def _stack(pid: int, path: Path) -> str:
-    """Return the stacks that a registered process writes when it gets the signal, or the reason why it writes none."""
     state = _state(pid)
     if state == _ENDED:
         return path.read_text()
@@ -107,8 +102,7 @@ def _stack(pid: int, path: Path) -> str:
 
 
 def _holds_open(pid: int, path: Path) -> bool:
-    """Return whether the process has the file open. If so, this process has registered, and not an earlier process with
-    the same id."""
+    """Return whether the process has the file open. An earlier process with the same id may have registered."""
     import psutil
 
     try:

@@ -5,13 +5,10 @@ vocabulary. The prompt `p0 p1` and the response `a b c` fill the flat tensors in
 
     token_ids     p0 p1 a  b  c
     target_ids    p1 a  b  c  0      the token that position t predicts
-    loss_mask     0  1  1  1  0      1 where that token is part of the response (0 everywhere without a score)
-
-In an episode of several turns, `loss_mask` is 0 at targets that the environment wrote.
+    loss_mask     0  1  1  1  0      1 where that token is a sampled part of a response with a score
 
 Every per-token quantity (log-probability, entropy, value, advantage, loss) is at the position that predicts the token.
-Only `rlcore.batching.pack` shifts positions.
-"""
+Only `rlcore.batching.pack` shifts positions."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -33,21 +30,11 @@ FinishReason = Literal["stop", "length"]
 class Rollout(FastPickle):
     """One sampled response.
 
-    `response_ids` Int[R] includes the end-of-sequence token if the response ended by itself. It is an array, because
-    Python integers are scattered over memory.
-
-    `behavior_logprobs` Float[R]: the log-probability of each token when it was sampled.
-
-    `is_sampled` Bool[R]: False for tokens that an environment or a template wrote. These tokens have no loss,
-    log-probability or advantage. If it is None, all tokens were sampled.
-
-    `turn_rewards`: for each rewarded turn, the index of the turn's last token in `response_ids`, and the reward.
-
-    `is_cut`: whether the response is unfinished because `rollout.finish_share` ended its step early.
-
-    `num_stale`: the number of leading tokens that the previous step sampled with policy version `policy_version - 1`.
-    The other tokens were sampled with `policy_version`.
-    """
+    `response_ids` Int[R] includes the end-of-sequence token if the response ended by itself. `behavior_logprobs`
+    Float[R]: the log-probability of each token when it was sampled. `is_sampled` Bool[R]: False for tokens that an
+    environment or a template wrote, which have no loss or advantage. None: all were sampled. `turn_rewards`: the index
+    of a turn's last token in `response_ids`, and its reward. `is_cut`: `rollout.finish_share` ended the step early.
+    `num_stale`: the number of leading tokens that the previous step sampled, with `policy_version - 1`."""
 
     prompt: Prompt
     sample_index: int
@@ -64,9 +51,7 @@ class Rollout(FastPickle):
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
     """N concatenated sequences. `group_ids[i]` is the same for all responses to one prompt. `score_mask` is False for a
-    response without a score. `loss_mask` is then False for all tokens of the response, which excludes the response from
-    every loss, mean and variance. A preference pair is one sequence with two responses (see `pack_demonstrations`).
-    """
+    response without a score, whose `loss_mask` is False. A preference pair is one sequence with two responses."""
 
     token_ids: Int[Tensor, "T"]
     position_ids: Int[Tensor, "T"]
@@ -114,12 +99,9 @@ class PackedBatch:
 class TrainBatch:
     """A packed batch with all inputs of an update, each Float[T] and 0 where `loss_mask` is False.
 
-    `old_logprobs` is None if the batch gets only one update. `ref_logprobs` is needed for a KL penalty in the loss.
-    `old_values` and `returns` are needed for a critic. `importance_weights` is 1 without a correction, and 0 where a
-    token has no policy loss. `covariance_rank`: for each token, the share of tokens with a larger covariance. It is 1
-    where `loss_mask` is False. `teacher_top_ids` and `teacher_top_logprobs` [T, k]: the ids and log-probabilities of
-    the teacher's k likeliest tokens, if `algo.teacher.top_k` is set.
-    """
+    `old_logprobs` is None if the batch gets only one update. `importance_weights` is 1 without a correction, and 0
+    where a token has no policy loss. `covariance_rank`: the share of tokens with a larger covariance, 1 where
+    `loss_mask` is False. `teacher_top_ids` and `teacher_top_logprobs` [T, k]: the teacher's k likeliest tokens."""
 
     packed: PackedBatch
     old_logprobs: Float[Tensor, "T"] | None

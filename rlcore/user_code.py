@@ -1,14 +1,9 @@
 """The code that settings name as `module:function`: its source files, a copy for each run, and imports from this copy.
 
-The code of a function is the file of its module, and all files in the same import folder that this file imports,
-directly or indirectly. The import folder contains the module or its outermost package. A data file belongs to the code
-if a string in a source file is the data file's relative path. Files of installed packages and of Millrace belong only
-to the code of functions in these packages. File names are relative to the import folder, so equal code has the same
-fingerprint on every machine. No code is executed, so computed imports are not followed.
-
-All processes of a run import the copy, so editing a file does not change a started run. A scoring process imports this
-module. Therefore pydantic, settings and storage are imported inside functions.
-"""
+The code of a function is its module's file, the files of the same import folder that it imports, and the data files
+whose relative paths are strings in these. Installed packages and Millrace count only for functions in them. No code is
+executed, so computed imports are not followed. A scoring process imports this module, so pydantic, settings and storage
+are imported inside functions."""
 
 import ast
 import hashlib
@@ -34,15 +29,13 @@ FOLDER_VARIABLE = "MILLRACE_CODE"
 MILLRACE_PACKAGES = ("conf", "data", "flows", "rlcore")
 """Millrace's packages. They are never imported from a copy, because running processes have already loaded them."""
 MILLRACE_FOLDER = "millrace-source"
-"""The folder of Millrace's files in a copy. Its name cannot be imported."""
 SITE_PACKAGES = ("site-packages", "dist-packages")
 MAX_PATCH_LINES = 40
 MAX_DATA_BYTES = 10_000_000
-"""The size of the largest data file that counts."""
 
 
 def module_of(name: str) -> str:
-    """Return the module name of a source file. `name` is the path of the file below an import folder.
+    """Return the module name of a source file below an import folder.
 
     >>> module_of("rewards/exact.py"), module_of("rewards/__init__.py")
     ('rewards.exact', 'rewards')
@@ -207,7 +200,6 @@ def code_patch(before: Code, now: Code) -> str:
 
 
 def _roots(module: str) -> list[Path]:
-    """Return the import folders that contain a module's outermost package."""
     top = module.partition(".")[0]
     try:
         spec = None if top in sys.stdlib_module_names else importlib.util.find_spec(top)
@@ -226,7 +218,6 @@ def _module_file(root: Path, module: str) -> Path | None:
 
 
 def _data_files(file: Path, root: Path, texts: tuple[str, ...]) -> Iterator[Source]:
-    """Yield the data files whose paths are among `texts`. Paths are relative to the folder of the source file."""
     for text in texts:
         path = file.parent / text
         if PurePosixPath(text).is_absolute() or ".." in PurePosixPath(text).parts or path.suffix == ".py":
@@ -237,7 +228,6 @@ def _data_files(file: Path, root: Path, texts: tuple[str, ...]) -> Iterator[Sour
 
 @cache
 def _parse_source(content: bytes, module: str, is_package: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names that a source file imports anywhere, and the strings that may be file paths."""
     try:
         tree = ast.parse(content)
     except (SyntaxError, ValueError):
@@ -279,9 +269,10 @@ def run_code(folder: Path) -> Iterator[None]:
 
 
 def import_from(folder: Path | None) -> None:
-    """Make this process and its child processes import user modules from the copy in `folder`. If `folder` is None,
-    they import the original files. Imported modules that the copy contains are removed from `sys.modules`, so that
-    their next import reads the right file."""
+    """Import user modules from the copy in `folder`, or from the original files if it is None, also in child processes.
+
+    Imported modules that a copy contains are removed from `sys.modules`, so that their next import reads the right
+    file."""
     before = os.environ.pop(FOLDER_VARIABLE, None)
     for name in {*_modules_in(before), *_modules_in(folder)} & sys.modules.keys():
         del sys.modules[name]

@@ -8,24 +8,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-# Before anything reads them: two cores are shared with Ray, Prefect and gloo processes, and nothing calls out.
+# Two cores are shared with Ray, Prefect and gloo processes, and no process calls out or starts a Prefect server itself.
 os.environ.update(
-    {
-        "OMP_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "MKL_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",  # no server of Prefect's own where a test forgets to name one
-        "DO_NOT_TRACK": "1",
-        "MLFLOW_DISABLE_TELEMETRY": "true",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "MPLBACKEND": "Agg",
-    }
-)
+    OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", MKL_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false",
+    MPLBACKEND="Agg", PREFECT_SERVER_ANALYTICS_ENABLED="false", PREFECT_SERVER_ALLOW_EPHEMERAL_MODE="false",
+    DO_NOT_TRACK="1", MLFLOW_DISABLE_TELEMETRY="true", RAY_USAGE_STATS_ENABLED="0", VLLM_NO_USAGE_STATS="1",
+    HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1",
+)  # fmt: skip
 
 # A shell that starts us in its background has interrupts ignored, and what tests start would inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -48,10 +37,7 @@ check_types()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Create the folder of shared stages (`tests.helpers.small_run`), which xdist's workers share with their parent.
-
-    Set the environment in which Ray is safe before any test imports Ray; `tests.runtime.driver` starts without it.
-    """
+    """Create the folder of shared stages (`tests.helpers.small_run`), and set the environment in which Ray is safe."""
     from rlcore.runtime.cluster import loopback_environment
 
     os.environ.update(loopback_environment())
@@ -80,10 +66,7 @@ SERVER = (
     "server/test_guard.py", "stack/test_deploy.py", "stack/test_user_deployment.py", "sweep/test_flow.py",
     "sweep/test_flow_workers.py", "test_tasks.py",
 )  # fmt: skip
-"""Files of tests/flows that share one finished run, and files that share one Prefect server.
-
-A server with that run costs 40 s of a core, so each group goes to one worker.
-"""
+"""Files of tests/flows that share one finished run or one Prefect server, and go to one worker each."""
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,7 +1,7 @@
 """The modules that an import may load. `make imports` checks the layers of packages."""
 
 import ast
-from graphlib import CycleError, TopologicalSorter
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import grimp
@@ -18,21 +18,16 @@ HEAVY = {"torch", "transformers", "ray", "prefect", "vllm", "mlflow", "datasets"
 def test_no_file_imports_itself_through_others() -> None:
     graph = grimp.build_graph("flows", "data", "rlcore", cache_dir=None)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
-    with_a_circle = {"a": {"b"}, "b": {"a"}}
-    with pytest.raises(CycleError):
-        TopologicalSorter(with_a_circle).prepare()
     TopologicalSorter(imports).prepare()
-
-
-def test_the_probe_sees_what_is_loaded():
-    assert "numpy" in loaded_by("import numpy")
 
 
 @pytest.mark.parametrize(
     "statement", ["import rlcore.config", "import rlcore.config.compose", "import rlcore.errors", "import flows.cli"]
 )
 def test_settings_and_command_line_load_nothing_heavy(statement):
-    assert not HEAVY & loaded_by(statement)
+    loaded = loaded_by(statement)
+    assert "rlcore" in loaded
+    assert not HEAVY & loaded
 
 
 @pytest.mark.parametrize("file", SCRIPTS, ids=lambda file: file.stem)

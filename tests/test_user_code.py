@@ -61,31 +61,26 @@ def config_of(**more: str) -> RunConfig:
     )
 
 
-def test_code_is_module_and_its_imports(folder: Path) -> None:
-    """Data files that the code names count too. Installed packages and Millrace do not count."""
+def test_fingerprint_counts_imports_and_named_data(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Installed packages and Millrace do not count."""
     assert [source.name for source in code_for("their_reward:score")] == COUNTED
     assert "their_reward" not in sys.modules, "nothing is executed"
-
-
-def test_fingerprint_changes_with_counted_files(folder: Path) -> None:
-    before = code_for_run(config_of()).fingerprint
+    here = code_for_run(config_of())
+    before = here.fingerprint
     for name in FILES:
         text = (folder / name).read_text()
         (folder / name).write_text(f"{text}# changed\n")
         assert (code_for_run(config_of()).fingerprint != before) == (name in COUNTED), name
         (folder / name).write_text(text)
-    assert code_for_run(config_of()).fingerprint == before
-
-
-def test_fingerprint_is_independent_of_folder(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = code_for_run(config_of())
     forget()
     monkeypatch.syspath_prepend(str(write(tmp_path / "another machine")))
     elsewhere = code_for_run(config_of())
     assert {source.path for source in elsewhere.sources.values()}.isdisjoint(
         source.path for source in here.sources.values()
     )
-    assert elsewhere.fingerprint == here.fingerprint
+    assert elsewhere.fingerprint == before
 
 
 def test_code_of_run_has_every_named_function(folder: Path) -> None:
@@ -106,28 +101,25 @@ def test_code_of_run_has_every_named_function(folder: Path) -> None:
     assert {"data.countdown:score", "their_reward:score"} < set(code_for_run(mixture).by_function)
 
 
-def test_millrace_function_counts_with_package() -> None:
+def test_code_of_packages_and_of_missing_modules() -> None:
     names = {source.name for source in code_for("data.countdown:score")}
     assert {"data/countdown.py", "data/arithmetic.py"} < names
     assert all(name.startswith("data/") for name in names)
-
-
-def test_training_function_counts_alone() -> None:
-    """Otherwise a run with tools could not resume after a change of the settings' docstrings."""
+    # Otherwise a run with tools could not resume after a change of the settings' docstrings.
     names = {source.name for source in code_for("rlcore.rollout.tools:Tools")}
     assert names == {"rlcore/__init__.py", "rlcore/rollout/__init__.py", "rlcore/rollout/tools.py"}
-
-
-@pytest.mark.parametrize("function", ["their_nothing:score", "math:floor", "json:loads", "their_reward.inside:score"])
-def test_function_without_source_has_no_code(function: str) -> None:
-    assert code_for(function) == ()
+    for function in ("their_nothing:score", "math:floor", "json:loads", "their_reward.inside:score"):
+        assert code_for(function) == ()
 
 
 def test_run_imports_its_copy_after_edit(folder: Path, tmp_path: Path) -> None:
     (folder / "their_loss.py").write_text("def loss():\n    return 'kept'\n")
     loss = {"algo.policy_loss": "their_loss:loss"}
     kept = code_for_run(config_of(**loss))
+    assert read_code(tmp_path / "code") is None
     kept.save(tmp_path / "code")
+    kept.save(tmp_path / "code")
+    assert read_code(tmp_path / "code") == kept
     assert resolve_policy_loss("their_loss:loss")() == "kept"
     (folder / "their_kit/weights.py").write_text("WEIGHT = 0.75\n")
     (folder / "their_loss.py").write_text("def loss():\n    return 'edited'\n")
@@ -142,37 +134,32 @@ def test_run_imports_its_copy_after_edit(folder: Path, tmp_path: Path) -> None:
     assert code_for_run(config_of(**loss)).fingerprint != kept.fingerprint
     with ScoringPool("their_reward:score", RewardConfig(num_processes=1)) as pool:
         assert [score.total for score in pool.score(["x"], ["{}"])] == [0.75]
+    (tmp_path / "code" / "their_late.py").write_text("import os\n")
+    with pytest.raises(DataError, match=r"their_late\.py"):
+        read_code(tmp_path / "code")
 
 
-def test_module_of_another_run_is_reimported(folder: Path, tmp_path: Path) -> None:
-    """One trainer serves several runs in sequence."""
-    for weight in ("0.25", "0.5"):
-        (folder / "their_kit/weights.py").write_text(f"WEIGHT = {weight}\n")
-        code_for_run(config_of()).save(tmp_path / weight)
-    for weight in ("0.25", "0.5", "0.25"):
-        with run_code(tmp_path / weight), ScoringPool("their_reward:score", RewardConfig(num_processes=0)) as pool:
-            assert [score.total for score in pool.score(["x"], ["{}"])] == [float(weight)]
-
-
-def test_module_of_namespace_package_is_reimported(folder: Path, tmp_path: Path) -> None:
-    """The folder stays imported, with the old module as a member."""
+@pytest.mark.parametrize("package", ["their_kit", "their_plain"])
+def test_module_of_another_run_is_reimported(folder: Path, tmp_path: Path, package: str) -> None:
+    """One trainer serves several runs. A namespace package (their_plain) stays imported, with the old module in it."""
     (folder / "their_plain").mkdir()
-    (folder / "their_plain/reward.py").write_text(
-        "from their_plain import weights\n\ndef score(response, truth):\n    return weights.WEIGHT\n"
-    )
+    reward = f"from {package} import weights\n\ndef score(response, truth):\n    return weights.WEIGHT\n"
+    (folder / package / "reward.py").write_text(reward)
     for weight in ("0.25", "0.5"):
-        (folder / "their_plain/weights.py").write_text(f"WEIGHT = {weight}\n")
+        (folder / package / "weights.py").write_text(f"WEIGHT = {weight}\n")
         importlib.invalidate_caches()
-        code_for_run(load_config(["experiment=debug", "data.scorer=their_plain.reward:score"])).save(tmp_path / weight)
-    for weight in ("0.25", "0.5"):
+        code_for_run(load_config(["experiment=debug", f"data.scorer={package}.reward:score"])).save(tmp_path / weight)
+    for weight in ("0.25", "0.5", "0.25"):
         with run_code(tmp_path / weight):
-            assert resolve_scorer("their_plain.reward:score")("x", {}) == float(weight)
+            assert resolve_scorer(f"{package}.reward:score")("x", {}) == float(weight)
 
 
 def test_source_and_data_are_read_from_the_copy(folder: Path, tmp_path: Path) -> None:
     loss = "import inspect\nfrom importlib.resources import files\n\n\ndef loss():\n    return 'kept'\n"
     read = "\n\nTEXT = inspect.getsource(loss)\nDATA = (files(__package__) / 'data.txt').read_text()\n"
+    read += "from importlib import import_module\nLATE = import_module('their_' + 'loss.late').__file__\n"
     (folder / "their_loss").mkdir()
+    (folder / "their_loss/late.py").touch()
     (folder / "their_loss/__init__.py").write_text(loss + read)
     (folder / "their_loss/data.txt").write_text("next to it")
     own = {"algo.policy_loss": "their_loss:loss"}
@@ -183,17 +170,7 @@ def test_source_and_data_are_read_from_the_copy(folder: Path, tmp_path: Path) ->
         resolve_policy_loss("their_loss:loss")
         module = sys.modules["their_loss"]
         assert (module.TEXT, module.DATA) == ("def loss():\n    return 'kept'\n", "next to it")
-
-
-def test_saved_code_round_trip_and_damage(folder: Path, tmp_path: Path) -> None:
-    code, copy = code_for_run(config_of()), tmp_path / "code"
-    assert read_code(copy) is None
-    code.save(copy)
-    code.save(copy)
-    assert read_code(copy) == code
-    (copy / "their_late.py").write_text("import os\n")
-    with pytest.raises(DataError, match=r"their_late\.py"):
-        read_code(copy)
+        assert str(tmp_path / "code/their_loss/late.py") == module.LATE, "a computed import"
 
 
 def test_code_patch_is_limited(folder: Path) -> None:
@@ -205,15 +182,3 @@ def test_code_patch_is_limited(folder: Path) -> None:
     assert "-WEIGHT = 0.25" in message
     assert len(message) == user_code.MAX_PATCH_LINES + 1
     assert message[-1].startswith("... and ")
-
-
-def test_computed_import_is_found_in_copy(folder: Path, tmp_path: Path) -> None:
-    (folder / "their_kit/exact.py").write_text(
-        "from importlib import import_module\n\n"
-        "def of(text):\n    return len(import_module('their_' + 'kit.unused').__file__)\n"
-    )
-    code_for_run(config_of()).save(tmp_path / "code")
-    with run_code(tmp_path / "code"):
-        found = resolve_scorer("their_reward:score")("x", {})
-        assert sys.modules["their_kit.unused"].__file__ == str(tmp_path / "code/their_kit/unused.py")
-        assert found == len(str(tmp_path / "code/their_kit/unused.py"))

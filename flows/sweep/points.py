@@ -11,7 +11,7 @@ from flows.stack.state import with_stack_tracking
 from flows.work.origin import committed_step, require_same_inputs
 from rlcore.checkpoint.catalog import name_of
 from rlcore.config import RunConfig
-from rlcore.config.compose import compose_many
+from rlcore.config.compose import compose
 from rlcore.config.fingerprint import run_id
 from rlcore.config.problems import Problem
 from rlcore.config.sweep import Budget, Point, Sweep, load_sweep
@@ -67,12 +67,12 @@ class Member:
 def members_of(sweep: Sweep, point: Point) -> tuple[list[Member], Sequence[Problem]]:
     """Return the runs of a point, one for each seed, and the errors in the point's settings."""
     overrides = [sweep.overrides_of(point, seed) for seed in sweep.spec.seeds]
-    composed = compose_many(overrides, experiment=sweep.spec.experiment)
+    composed = [compose(texts, experiment=sweep.spec.experiment) for texts in overrides]
     members = [
-        Member(seed, RunSettings(with_stack_tracking(config), tuple(texts), sweep.spec.experiment))
-        for seed, texts, (config, _) in zip(sweep.spec.seeds, overrides, composed, strict=True)
+        Member(seed, RunSettings(with_stack_tracking(each.config), tuple(texts), sweep.spec.experiment))
+        for seed, texts, each in zip(sweep.spec.seeds, overrides, composed, strict=True)
     ]
-    return members, composed[0][1]
+    return members, composed[0].problems
 
 
 def committed_step_or_zero(config: RunConfig) -> int:

@@ -10,9 +10,7 @@ from rlcore.config.problems import Problem, did_you_mean
 from rlcore.config.rules import Bound, EffectiveWhen, Rule, rule
 
 ADVANTAGE_FUNCTIONS: Mapping[str, str] = {name: f"rlcore.algos.advantages:{name}" for name in ("pass_at_k", "gdpo")}
-"""The `module:function` of each built-in advantage that takes options. Custom advantages are functions of the same
-form.
-"""
+"""The `module:function` of each built-in advantage that takes options."""
 GROUP_ADVANTAGES: frozenset[str] = frozenset(
     {"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", *ADVANTAGE_FUNCTIONS}
 )
@@ -20,12 +18,10 @@ GROUP_ADVANTAGES: frozenset[str] = frozenset(
 UNGROUPED_ADVANTAGES = ("gae", "reinforce_pp", "remax")
 """The built-in advantages that can differ from 0 if all responses to a prompt have the same score."""
 ADVANTAGES = (*UNGROUPED_ADVANTAGES, *sorted(GROUP_ADVANTAGES))
-"""The names of all built-in advantages."""
 POLICY_LOSSES: Mapping[str, str] = {
     name: f"rlcore.algos.losses:{name}"
     for name in ("ppo_clip", "gspo", "cispo", "sapo", "gmpo", "gpg", "dppo", "kl_cov")
 }
-"""The `module:function` of each built-in policy loss."""
 _UNCLIPPED = "sapo gmpo gpg dppo kl_cov"
 _WITH_BOTH_CLIPS = EffectiveWhen(".policy_loss", unless=_UNCLIPPED)
 _TWO_SIDES = EffectiveWhen("trainer.old_logprobs", unless="behavior")
@@ -39,8 +35,7 @@ class EntropyControlConfig(Section):
     target: float | None = Field(default=None, gt=0)
     """The target entropy in nats per token. If null, the weight stays at `algo.entropy_coef`."""
     step: Annotated[float, EffectiveWhen(".target")] = Field(default=0.005, gt=0)
-    """The amount by which the weight rises after a step whose entropy is below the target. After a step with a higher
-    entropy, the weight falls by this amount, at the lowest to 0."""
+    """The rise of the weight after a step with an entropy below the target, otherwise the fall, at most to 0."""
 
 
 class KlConfig(Section):
@@ -55,8 +50,7 @@ class KlConfig(Section):
         EffectiveWhen(".where", unless="reward", of="k2 k3 low_var_kl", remedy="Set algo.kl.estimator=k1",
                       why="algo.kl.where=reward near the reference: its policy gradient vanishes, as d^2 / 2 does"),
     ] = "auto"  # fmt: skip
-    """The estimator of the KL divergence for each token. `low_var_kl` is another name for `k3`. `auto` is `k1` in the
-    reward and `low_var_kl` in the loss."""
+    """The estimator for each token. `low_var_kl` is `k3`. `auto` is `k1` in the reward and `low_var_kl` in the loss."""
     coef: float = Field(default=0.001, ge=0)
     """The coefficient of the KL term. If `adaptive` is true, the controller starts from this coefficient."""
     adaptive: bool = False
@@ -64,8 +58,7 @@ class KlConfig(Section):
     target: Annotated[float, EffectiveWhen(".adaptive")] = Field(default=0.1, gt=0)
     """The KL divergence in nats per token that the adaptive controller aims at."""
     horizon: Annotated[int, EffectiveWhen(".adaptive")] = Field(default=10_000, ge=1)
-    """The number of sequences over which the adaptive controller corrects the coefficient. With a larger number, the
-    controller is slower."""
+    """The number of sequences over which the controller corrects the coefficient. A larger number makes it slower."""
     offload: Annotated[
         bool,
         MayChange,
@@ -91,11 +84,9 @@ class ImportanceConfig(Section):
     """Importance weights that correct the difference between the sampler's and the trainer's probabilities."""
 
     mode: Annotated[Literal["off", "truncate", "mask"], _TWO_SIDES] = "off"
-    """The weight by which the loss of a token is multiplied. `truncate` uses min(ratio, cap). `mask` uses the ratio, or
-    0 if the ratio is outside [1/cap, cap]."""
+    """The factor of a token's loss. `truncate`: min(ratio, cap). `mask`: the ratio, or 0 outside [1/cap, cap]."""
     level: Annotated[Literal["token", "sequence"], _CORRECTED] = "token"
-    """The unit of the ratio: a token, or a whole response. The ratio of a response is the product of the ratios of its
-    tokens."""
+    """The unit of the ratio: a token, or a response, whose ratio is the product of the ratios of its tokens."""
     cap: Annotated[float, _CORRECTED] = Field(default=2.0, gt=1)
     """The upper bound of the ratio `exp(old - behavior)` of the trainer's probability to the sampler's probability."""
 
@@ -104,13 +95,11 @@ class RejectionConfig(Section):
     """The tokens or responses that an update skips because trainer and sampler differ too much."""
 
     level: Annotated[Literal["off", "token", "sequence-sum", "sequence-mean", "sequence-max"], _TWO_SIDES] = "off"
-    """The unit that is skipped: `token` skips single tokens, and the other values skip whole responses. The difference
-    of a response is the sum, mean or maximum of the differences of its tokens."""
+    """The unit that is skipped: a token, or a response by the sum, mean or maximum of its tokens' differences."""
     estimator: Annotated[Literal["k1", "k2", "k3"], _REJECTED] = "k1"
     """The estimator of a token's divergence KL(behavior || old). The estimators are those of `algo.kl.estimator`."""
     cap: Annotated[float, _REJECTED] = Field(default=2.0, gt=0)
-    """The largest accepted difference. With k1, it is the ratio of the two probabilities in either direction, and must
-    be over 1. With k2 or k3, it is the divergence in nats."""
+    """The largest accepted difference: with k1 the ratio of the two probabilities, over 1; with k2 or k3 nats."""
     checks = (
         rule(".cap", ".estimator", "must be over 1 with k1",
              lambda own, _: own.level == "off" or own.estimator != "k1" or own.cap > 1,
@@ -126,15 +115,14 @@ class TeacherConfig(Section):
     by_source: dict[str, str] = Field(default_factory=dict)
     """Other teachers for the prompts of some data sources, as in `{gsm8k: FOLDER}`."""
     top_k: int = Field(default=0, ge=0)
-    """The number of the teacher's likeliest tokens over which the divergence KL(teacher || policy) is computed. The
-    divergence is added to the loss. If 0, each sampled token gets the advantage `log p_teacher - log p_old` instead."""
+    """The number of the teacher's likeliest tokens over which KL(teacher || policy) is computed and added to the loss.
+    If 0, each sampled token gets the advantage `log p_teacher - log p_old` instead."""
     coef: float = Field(default=1.0, gt=0)
     """The weight of the teacher's advantage (`top_k` of 0) or of the divergence."""
     with_reward: bool = False
     """Learn from rewards in addition to the teacher. If false, rewards do not affect the update."""
     base: Literal["native", "nf4"] = "native"
-    """The storage of the teacher's weights. `native` uses the compute type. `nf4` uses 4 bits, as in
-    `model.lora.base`."""
+    """The storage of the teacher's weights: the compute type, or 4 bits as in `model.lora.base`."""
     offload: Annotated[bool, MayChange] = False
     """Keep the teacher's weights in host memory between its forward passes."""
 
@@ -151,13 +139,10 @@ class TeacherConfig(Section):
 
 
 class ClipCovConfig(Section):
-    """Clip-Cov, which slows the fall of the entropy. It draws tokens whose log-probability and advantage have a high
-    covariance, and excludes them from the policy loss.
-    """
+    """Clip-Cov, which excludes tokens with a high covariance of log-probability and advantage from the policy loss."""
 
     share: float = Field(default=0.0, ge=0, lt=1)
-    """The largest share of a mini-batch's response tokens that are excluded from the policy loss. With 0, no tokens are
-    excluded. The paper uses 0.0002."""
+    """The largest share of a mini-batch's response tokens that are excluded. The paper uses 0.0002. 0 excludes none."""
     low: Annotated[
         float, _BY_COVARIANCE, Bound("be under", "algo.clip_cov.high", "Lower it", only_with="algo.clip_cov.share")
     ] = 1.0
@@ -172,8 +157,7 @@ class DynamicSamplingConfig(Section):
     enabled: bool = False
     """Replace each group whose responses all have the same score."""
     max_refills: Annotated[int, EffectiveWhen(".enabled")] = Field(default=2, ge=0)
-    """The largest number of further sampling rounds in a step. After the last round, the step continues with the groups
-    that it has."""
+    """The largest number of further sampling rounds in a step. The step then continues with the groups that it has."""
     checks = (
         rule(".enabled", "rollout.samples_per_prompt", "needs rollout.samples_per_prompt of 2 or more",
              lambda own, run: not own.enabled or run.rollout.samples_per_prompt >= 2,
@@ -206,7 +190,6 @@ class OverlongConfig(Section):
 
 
 def _is_known(field: str, known: tuple[str, ...]) -> Rule:
-    """Return the rule that the setting `field` must be a built-in name or have the form `module:function`."""
 
     def check(algo: "AlgoConfig", _: Run) -> Problem | None:
         given = getattr(algo, field)
@@ -222,8 +205,8 @@ class AlgoConfig(Section):
     """The algorithm. `docs/algorithms.md` gives the equation and the function of each choice."""
 
     advantage: str = "grpo"
-    """The estimator of the advantage: gae, grpo, dr_grpo, rloo, opo, remax, reinforce_pp, reinforce_pp_baseline,
-    pass_at_k, gdpo, or a custom `module:function`."""
+    """The estimator: gae, grpo, dr_grpo, rloo, opo, remax, reinforce_pp, reinforce_pp_baseline, pass_at_k, gdpo, or a
+    custom `module:function`."""
     advantage_options: Annotated[
         dict[str, bool | int | float | str],
         EffectiveWhen(".advantage", unless=" ".join({*ADVANTAGES} - {*ADVANTAGE_FUNCTIONS})),
@@ -244,20 +227,17 @@ class AlgoConfig(Section):
     dual_clip: Annotated[float | None, EffectiveWhen(".policy_loss", unless=f"cispo {_UNCLIPPED}")] = Field(
         default=3.0, gt=1
     )
-    """The upper bound of the loss for a negative advantage, as a multiple of the absolute advantage. If null, there is
-    no bound."""
+    """The upper bound of the loss for a negative advantage, as a multiple of the absolute advantage. Null: no bound."""
     aggregation: Aggregation = "token-mean"
     """The way in which the per-token losses are aggregated to one number."""
     entropy_coef: float = Field(default=0.0, ge=0)
-    """The weight of the entropy bonus. If `algo.entropy_control.target` is set, it is the weight at the start. With 0,
-    the entropy is computed without a gradient."""
+    """The weight of the entropy bonus, at the start if `algo.entropy_control.target` is set. 0: only measured."""
     entropy_control: EntropyControlConfig = EntropyControlConfig()
     """The controller that keeps the entropy near a target."""
     value_clip: Annotated[float, EffectiveWhen("critic", remedy="Choose algo=ppo, which has a critic")] = Field(
         default=0.5, gt=0
     )
-    """The clip range of the value loss. In the clipped loss, a new value differs from the old value by at most this
-    number."""
+    """The largest difference between a new value and the old value in the clipped value loss."""
     kl: KlConfig = KlConfig()
     """The KL divergence from the reference policy."""
     teacher: TeacherConfig | None = None
@@ -268,15 +248,13 @@ class AlgoConfig(Section):
     """The rejection of tokens or responses for which trainer and sampler differ too much."""
     off_policy_mask: float | None = Field(default=None, gt=0)
     """The largest fall of a response's mean log-probability since it was sampled, in nats per token. A response with a
-    larger fall and a negative advantage has no policy loss. If null, there is no limit."""
+    larger fall and a negative advantage has no policy loss. Null: no limit."""
     top_entropy: float = Field(default=1.0, gt=0, le=1)
-    """The share of a mini-batch's response tokens that have a policy loss. The tokens with the highest entropy are
-    selected."""
+    """The share of a mini-batch's response tokens with a policy loss, those of the highest entropy."""
     clip_cov: ClipCovConfig = ClipCovConfig()
     """Clip-Cov, which excludes tokens from the policy loss so that the entropy falls more slowly."""
     mask_truncated: bool = False
-    """Exclude responses that reach the length limit from the update. Their scores still affect the advantages of the
-    other responses to the prompt."""
+    """Exclude responses that reach the length limit from the update, but not from the advantages of their group."""
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     """The replacement of groups whose responses all have the same score."""
     overlong: OverlongConfig = OverlongConfig()
@@ -318,9 +296,7 @@ class AlgoConfig(Section):
 
 
 OFFLOAD_PIECE_BYTES = 268_435_456
-"""The bytes of optimizer moments that are moved to the GPU at a time. The memory plan reads this number before torch is
-imported, so it is defined here.
-"""
+"""The bytes of optimizer moments that are moved to the GPU at a time. The memory plan reads it without torch."""
 
 
 class OptimConfig(Section):

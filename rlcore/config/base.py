@@ -12,24 +12,18 @@ from pydantic.fields import FieldInfo
 from rlcore.errors import ConfigError
 
 Run = Any
-"""A stand-in for the type `RunConfig`. The modules of the sections cannot import it, because the module of `RunConfig`
-imports them.
-"""
+"""The type `RunConfig`, which the modules of its sections cannot import."""
 FILE_ENDINGS = (".yaml", ".yml")
 """The file endings of paths. A value without such an ending is the name of a file in `conf/`."""
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 """The folder of the groups, experiments, suites and sweeps that come with Millrace."""
 CONFIG_DIR_VARIABLE = "MILLRACE_CONFIG_DIR"
-"""Environment variable with the user's folder, which has the form of `conf/`. The option `--config-dir` sets the
-variable.
-"""
+"""The environment variable with the user's folder in the form of `conf/`. The option `--config-dir` sets it."""
 
 
 def conf_dirs() -> list[Path]:
-    """Return the folders of groups, experiments, suites and sweeps. If there is a user's folder, it precedes
-    `CONF_DIR`.
-    """
+    """Return the user's folder of groups, experiments, suites and sweeps if there is one, and then `CONF_DIR`."""
     own = os.environ.get(CONFIG_DIR_VARIABLE)
     if own and not Path(own).is_dir():
         raise ConfigError(
@@ -50,9 +44,7 @@ def member_file(group: str, name: str) -> Path:
 
 
 def expand_path(path: str) -> Path:
-    """Return a path with `~` expanded. `~name` is kept if there is no such user, where Path.expanduser would raise an
-    error.
-    """
+    """Return a path with `~` expanded. Unlike Path.expanduser, keep `~name` if there is no such user."""
     return Path(os.path.expanduser(path))  # noqa: PTH111
 
 
@@ -68,8 +60,7 @@ def is_function_name(name: str) -> bool:
 
 
 class MayChange:
-    """An annotation of a setting or section that may change when a run resumes. The setting affects neither the numbers
-    nor the fingerprint of the run."""
+    """An annotation of a setting or section that may change when a run resumes and is not part of the fingerprint."""
 
 
 class Section(BaseModel):

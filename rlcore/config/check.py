@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from yaml import YAMLError
 
-from rlcore.config.base import FILE_ENDINGS, covers, expand_path, group_members, keys_of, leaves, member_file
+from rlcore.config.base import FILE_ENDINGS, covers, expand_path, group_members, keys_of, leaves, member_file, value_at
 from rlcore.config.data import TASKS, CountdownData, FilterConfig, MappedData, MixtureData, ParquetData, TaskData
 from rlcore.config.model import WarmStartConfig
 from rlcore.config.problems import (
@@ -34,9 +34,7 @@ SUITES = "validation.suites"
 
 @dataclass(frozen=True, slots=True)
 class ValueOverride:
-    """An override of one setting: the dotted key, the value, and the value as text. If `delete` is true, the key is
-    deleted.
-    """
+    """An override of one setting. `text`: the value as it was written."""
 
     key: str
     value: Any
@@ -50,9 +48,9 @@ class ValueOverride:
 
 
 def validate_settings(settings: dict[str, Any], values: Sequence[ValueOverride], findings: Findings) -> RunConfig:
-    """Apply overrides to nested plain settings, and return a typed config. Wrong values are left out of the config.
-    Every mistake in keys, types, ranges and rules is added to `findings`. Raises ConfigError if a wrong value cannot be
-    removed.
+    """Apply overrides to nested plain settings. Return a typed config without wrong values, and report these.
+
+    Raises ConfigError if a wrong value cannot be removed.
     """
     for written in values:
         _apply_override(settings, written, findings)
@@ -69,7 +67,6 @@ def validate_settings(settings: dict[str, Any], values: Sequence[ValueOverride],
 
 
 def _apply_override(settings: dict[str, Any], written: ValueOverride, findings: Findings) -> None:
-    """Apply one override to nested plain settings. `_validate_types` detects unknown keys."""
     key, value = written.key, written.value
     *outer, last = key.split(".")
     inner = settings
@@ -81,7 +78,11 @@ def _apply_override(settings: dict[str, Any], written: ValueOverride, findings: 
             rule = f"there is no such setting: {part} is a value, not a section"
             findings.add(Problem(key, rule, format_value(value), "docs/settings.md lists every key"))
             return
-    if written.delete and last not in inner:
+    if written.delete and key in section_names() and value_at(RunConfig(), key) is not None:
+        rule = "is a section, and only single settings return to their defaults"
+        example = min(name for name in all_keys() if covers(key, name))
+        findings.add(Problem(key, rule, f"~{key}", f"Set its keys, or reset one, such as ~{example}"))
+    elif written.delete and last not in inner:
         rule = "there is no such key to delete"
         findings.add(Problem(key, rule, f"~{key}", did_you_mean(key, all_keys()).strip()))
     elif written.delete:
@@ -97,9 +98,7 @@ def _merge(settings: Any, more: Any) -> Any:
 
 
 def _interpolate(settings: dict[str, Any], findings: Findings) -> dict[str, Any]:
-    """Return the settings as JSON values with every `${...}` replaced. A value that cannot be resolved is removed and
-    reported.
-    """
+    """Return the settings as JSON values without `${...}`. Remove and report values that cannot be resolved."""
     while True:
         # The keys of JSON are texts, where those of YAML may be true or 1.
         settings = json.loads(json.dumps(settings, default=str))
@@ -116,7 +115,6 @@ def _interpolate(settings: dict[str, Any], findings: Findings) -> dict[str, Any]
 
 
 def _path_of(key: str, settings: Any) -> list[str]:
-    """Return the names on the path of a dotted key in nested settings. One of these names may itself contain a dot."""
     for name, inner in settings.items() if isinstance(settings, dict) else ():
         if covers(name, key):
             return [name, *_path_of(key[len(name) + 1 :], inner)]
@@ -124,7 +122,6 @@ def _path_of(key: str, settings: Any) -> list[str]:
 
 
 def _remove(settings: Any, path: Sequence[int | str]) -> Any:
-    """Remove the value at a path, and return the value. Return None if there is no such value."""
     *outer, last = path
     for part in outer:
         settings = settings.get(part, {})
@@ -139,9 +136,7 @@ def as_plain(tree: Any, *, resolve: bool = False) -> dict[str, Any]:
 
 
 def _validate_types(settings: dict[str, Any], findings: Findings, texts: Mapping[str, str]) -> RunConfig:
-    """Remove wrong values until the rest is valid, and return the rest as a typed config. `texts` maps each overridden
-    key to the typed text if the value is a number, otherwise to ''.
-    """
+    """Remove wrong values until the rest is valid. `texts` has the text of each overridden key with a number, or ''."""
     while True:
         text = json.dumps(settings)
         try:
@@ -155,9 +150,7 @@ def _validate_types(settings: dict[str, Any], findings: Findings, texts: Mapping
 
 
 def error_path(detail: ErrorDetails, content: Any) -> tuple[int | str, ...]:
-    """Return the path of a pydantic error in nested plain values. pydantic's names for the members of unions are left
-    out of the path.
-    """
+    """Return the path of a pydantic error in nested plain values, without pydantic's names for members of unions."""
     path: list[int | str] = []
     for part in detail["loc"]:
         if part in (content if isinstance(content, dict) else range(len(content)) if isinstance(content, list) else ()):
@@ -169,9 +162,7 @@ def error_path(detail: ErrorDetails, content: Any) -> tuple[int | str, ...]:
 def _report_error(
     detail: ErrorDetails, given: Any, settings: dict[str, Any], findings: Findings, texts: Mapping[str, str]
 ) -> None:
-    """Add a validation error of the settings `given` to `findings`, and remove the wrong value from `settings`. If the
-    setting must be a text and the value is a number, the text of the number is used instead.
-    """
+    """Report a validation error of the settings `given`, and remove the wrong value. A number may become a text."""
     path = error_path(detail, given)
     at = next((number for number, part in enumerate(path) if isinstance(part, int)), len(path))
     key, inside = ".".join(map(str, path[:at])), path[at:]
@@ -200,9 +191,6 @@ def _report_error(
 
 
 def _list_problem(key: str, inside: Sequence[int | str], detail: ErrorDetails, given: Any) -> Problem:
-    """Return the problem of an entry in a list of sections. The rule begins with the name or number of the entry:
-    `entry 0: data.train_size`.
-    """
     index, *rest = inside
     suite = suites_in(given)[int(index)] if key == SUITES else None
     name = suite.get("name") if isinstance(suite, dict) else None
@@ -296,9 +284,7 @@ def suites_in(settings: Mapping[str, Any]) -> list[Any]:
 
 
 def read_suites(named: Sequence[Any], findings: Findings) -> list[Any]:
-    """Return suites as plain values. A file name is replaced by the content of the file. A file that cannot be read is
-    reported and left out.
-    """
+    """Return suites as plain values. Replace file names by their content, and report files that cannot be read."""
     found = [_read(entry) if isinstance(entry, str) else entry for entry in named]
     for problem in found:
         if isinstance(problem, Problem):
@@ -307,9 +293,7 @@ def read_suites(named: Sequence[Any], findings: Findings) -> list[Any]:
 
 
 def _read(entry: str) -> dict[str, Any] | Problem:
-    """Return the content of a suite's file, or a problem. If the file sets no `name`, the suite has the name of the
-    file. An entry `NAME=SOURCE` sets `data.source` of the suite NAME in conf/suite.
-    """
+    """Return the content of a suite's file, or a problem. `NAME=SOURCE` sets `data.source` of the suite NAME."""
     is_path = entry.endswith(FILE_ENDINGS)
     name, _, source = (entry, "", "") if is_path else entry.partition("=")
     file = expand_path(name) if is_path else member_file("suite", name)
@@ -326,9 +310,7 @@ def _read(entry: str) -> dict[str, Any] | Problem:
 
 
 def suite_settings(config: RunConfig, suite: SuiteConfig) -> RunConfig:
-    """Return a run's settings with the data, seed, lengths and sampling of a suite. The suite's seed determines both
-    the rows and the sampled tokens.
-    """
+    """Return a run's settings with the data, seed, lengths and sampling of a suite."""
     prompt_tokens = suite.max_prompt_tokens or config.filter.max_prompt_tokens
     response_tokens = suite.max_response_tokens or config.rollout.max_response_tokens
     changes: dict[str, Any] = {
@@ -344,9 +326,6 @@ def suite_settings(config: RunConfig, suite: SuiteConfig) -> RunConfig:
 
 
 def _held_out_only(data: TaskData) -> TaskData:
-    """Return a task's settings with the held-out split in place of the training split. A suite does not read the
-    training split.
-    """
     if isinstance(data, ParquetData):
         return data.model_copy(update={"train_file": data.validation_file})
     if isinstance(data, MappedData):
@@ -355,9 +334,8 @@ def _held_out_only(data: TaskData) -> TaskData:
 
 
 def find_problems(run: RunConfig, unsound: Collection[str] = ()) -> list[Problem]:
-    """Return a problem for each rule that a run breaks. Each dataset of a mixture and each suite is also checked as the
-    run's only dataset. A rule is skipped if it reads a key or section in `unsound`.
-    """
+    """Return a problem for each broken rule. Each dataset of a mixture and each suite is also checked alone.
+    A rule is skipped if it reads a key or section in `unsound`."""
     found = broken_rules(run, unsound)
     for key, name, alone in _single_datasets(run):
         if not any(covers(key, each) or covers(each, key) for each in unsound):
@@ -367,9 +345,7 @@ def find_problems(run: RunConfig, unsound: Collection[str] = ()) -> list[Problem
 
 
 def _single_datasets(run: RunConfig) -> Iterator[tuple[str, str, RunConfig]]:
-    """Yield the key, the name and the settings for each dataset of a mixture and for each suite. The settings have it
-    as the run's only dataset.
-    """
+    """Yield the key, the name and the settings with each dataset of a mixture and each suite as the only dataset."""
     for index, part in enumerate(run.data.parts if isinstance(run.data, MixtureData) else ()):
         yield "data.parts", f"entry {index} ({part.data.task})", run.model_copy(update={"data": part.data})
     for suite in run.validation.suites:  # the warm start learns from the run's own data

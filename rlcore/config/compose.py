@@ -1,16 +1,7 @@
 """The composition of an experiment and overrides to one validated `RunConfig`. Only this module imports Hydra.
 
-Hydra loads the chosen option of each group in `conf/` over the defaults of `rlcore.config`, and parses the overrides.
-The keys of an experiment's files replace values of the groups, and the values of overrides replace both:
-
-    data=gsm8k              another option of a group (data, model, algo, critic, rollout, runtime)
-    trainer.total_steps=5   a value; `+key=` means the same
-    critic.warmup_steps=3   a key of a section that is null (critic, model.lora) switches the section on
-    tags.owner=me           any name below tags
-    ~tags.owner             back to the default
-
-The experiment is the name of a file in `conf/experiment`, or the path of another file that ends in .yaml. The file may
-build on other files, by name or by a path from its folder: `defaults: [mine.yaml, _self_]`.
+Hydra merges the chosen option of each group in `conf/` over the defaults of `rlcore.config`. The keys of an
+experiment's files replace values of the groups, and overrides replace both.
 """
 
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
@@ -59,9 +50,7 @@ GROUPS = {
 }
 """The groups of settings, each with the option that is chosen by default."""
 EXCLUSIVE_GROUPS = ("data", "critic")
-"""Groups whose options have different keys. If an override chooses another option than an experiment file, the file's
-section of the group is ignored.
-"""
+"""Groups with options of different keys. Another option than a file's replaces the file's section of the group."""
 EXPERIMENT_HINT = "Did you mean experiment="
 _ROOT = "millrace"
 # Hydra's state is global and not safe between threads.
@@ -77,8 +66,8 @@ def experiment_names() -> tuple[str, ...]:
 class Composition:
     """Composed settings without wrong values, the problems, and the sources of the settings.
 
-    `files`: the experiment's files in merge order. `members`: the chosen option of each group. `override_keys`: the
-    keys and groups that overrides set. `file_keys`: the keys that the experiment's own file sets and no override sets.
+    `members`: the chosen option of each group. `override_keys`: the keys and groups that overrides set. `file_keys`:
+    the keys that the experiment's own file sets and no override sets.
     """
 
     config: RunConfig
@@ -89,9 +78,7 @@ class Composition:
     file_keys: Collection[str]
 
     def unused_settings(self, swept: Collection[str] = ()) -> list[str]:
-        """Return warnings about settings without an effect that an override or the experiment's own file sets. `swept`:
-        keys that differ between the runs of a sweep.
-        """
+        """Return warnings about set values without an effect. `swept`: keys that differ between the runs of a sweep."""
         return unused_settings(self.config, self.override_keys, self.file_keys, swept)
 
     def require_valid(self) -> "Composition":
@@ -102,11 +89,7 @@ class Composition:
 
 
 def load_config(overrides: Sequence[str], *, experiment: str | None = None) -> RunConfig:
-    """Compose the settings and check everything that needs no heavy import.
-
-    `experiment` is a name in `conf/experiment` or the path of a file. If it is None, the defaults are used. Raises
-    ConfigError if there are mistakes. The error gives the key, rule, value and remedy of each mistake.
-    """
+    """Compose the settings of an experiment's name or file, or the defaults. Raises ConfigError with all mistakes."""
     return compose(overrides, experiment=experiment).require_valid().config
 
 
@@ -133,20 +116,8 @@ def compose(overrides: Sequence[str], *, experiment: str | None = None) -> Compo
     return Composition(config, findings.problems, shown_files, members, given | request.choices.keys(), in_file)
 
 
-def compose_many(
-    many: Sequence[Sequence[str]], *, experiment: str | None = None
-) -> list[tuple[RunConfig, Sequence[Problem]]]:
-    """Compose each list of overrides. Return pairs of a config without wrong values and its problems."""
-    found = [compose(overrides, experiment=experiment) for overrides in many]
-    return [(each.config, each.problems) for each in found]
-
-
 def swept_values(text: str) -> list[Any]:
-    """Return the single values of an override with several values, such as `seed=1,2` or `seed=range(1,4)`.
-
-    The list is empty for any other override. It is also empty if the override cannot be parsed, because composition
-    reports this error.
-    """
+    """Return the values of an override with several values (`seed=1,2`, `seed=range(1,4)`), or [] for another text."""
     parser = OverridesParser.create()
     try:
         override = parser.parse_override(text)
@@ -159,9 +130,7 @@ def swept_values(text: str) -> list[Any]:
 
 
 def override_config(settings: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
-    """Apply overrides to nested plain settings that are already composed. Raises ConfigError with all mistakes if there
-    are any.
-    """
+    """Apply overrides to composed nested plain settings. Raises ConfigError with all mistakes."""
     findings = Findings()
     request = _read_overrides(overrides, None, findings)
     for group in [*request.choices, *(["experiment"] if request.experiment else [])]:
@@ -174,9 +143,7 @@ def override_config(settings: dict[str, Any], overrides: Sequence[str]) -> RunCo
 
 @dataclass(slots=True)
 class _Request:
-    """The parsed overrides of a command: the experiment, the option chosen for each group, and the values of single
-    settings.
-    """
+    """The parsed overrides of a command. `choices`: the option of each group."""
 
     experiment: str | None = None
     choices: dict[str, str] = field(default_factory=dict)
@@ -184,9 +151,7 @@ class _Request:
 
 
 def _read_overrides(overrides: Sequence[str], experiment: str | None, findings: Findings) -> _Request:
-    """Sort overrides into choices of group options and values of settings. Report overrides that cannot be parsed or
-    that contradict each other.
-    """
+    """Sort overrides into choices and values. Report those that cannot be parsed or that contradict each other."""
     request, parser = _Request(), OverridesParser.create()
     given: dict[str, Any] = {}
     if experiment is not None:
@@ -217,7 +182,6 @@ def _read_overrides(overrides: Sequence[str], experiment: str | None, findings: 
 
 
 def _parse_override(parser: OverridesParser, text: str) -> Override | Problem:
-    """Parse one override by Hydra's grammar. Return a problem if the override cannot be parsed or is not allowed."""
     try:
         override = parser.parse_override(text)
     except HydraException as error:
@@ -234,7 +198,12 @@ def _parse_override(parser: OverridesParser, text: str) -> Override | Problem:
         return Problem(key, rule, repr(text), "Write the dotted key alone")
     if override.is_sweep_override():
         rule = "is a sweep over several values, and this is one run"
-        return Problem(key, rule, repr(text), "Give one value; a list is written key=[a,b]")
+        return Problem(
+            key,
+            rule,
+            repr(text),
+            "Add -m to millrace run for a grid over the values, or give one; a list is written key=[a,b]",
+        )
     groups = (*GROUPS, "experiment")
     is_known = key in (*groups, *RunConfig.model_fields)
     if not is_known and nearest(key, [*groups, *all_keys()]) in groups and not foreign_key_hint(key):
@@ -247,7 +216,6 @@ def _parse_override(parser: OverridesParser, text: str) -> Override | Problem:
 
 
 def _choose_member(request: _Request, group: str, value: Any, findings: Findings) -> None:
-    """Add the chosen option of a group to the request. Report a problem if the group has no such option."""
     if value is None and group == "critic":
         value = "none"
     if value is None and group == "experiment":
@@ -265,9 +233,7 @@ def _choose_member(request: _Request, group: str, value: Any, findings: Findings
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """One file of an experiment. `name`: the name for messages. `members`: the group options that this file and its
-    base files choose.
-    """
+    """One file of an experiment. `members`: the group options that this file and its base files choose."""
 
     name: str
     keys: Mapping[str, Any]
@@ -275,9 +241,7 @@ class _File:
 
 
 def _experiment_files(named: str, findings: Findings, above: tuple[Path, ...] = ()) -> list[_File]:
-    """Return the files of an experiment in merge order: first its base files, then the file itself. If one of the files
-    has a problem, every setting counts as unreliable. The keys of readable files are still checked.
-    """
+    """Return the files of an experiment, base files first. A problem in a file makes every setting unreliable."""
 
     def wrong(rule: str, got: str, remedy: str) -> None:
         findings.add(Problem("experiment", rule, got, remedy), *RunConfig.model_fields)
@@ -317,9 +281,7 @@ def _experiment_files(named: str, findings: Findings, above: tuple[Path, ...] = 
 
 
 def _unknown_member_remedy(group: str, member: Any) -> str | None:
-    """Return None if the group has this option. Otherwise return a remedy with the nearest option and all known
-    options.
-    """
+    """Return None if the group has this option, otherwise a remedy with the nearest option and all known options."""
     groups = ("experiment", *GROUPS)
     if group not in groups:
         return f"{did_you_mean(group, groups)}There are {', '.join(groups)}"
@@ -334,9 +296,6 @@ def _unknown_member_remedy(group: str, member: Any) -> str | None:
 
 
 def _compose_groups(chosen: Mapping[str, str], findings: Findings) -> tuple[dict[str, Any], Mapping[str, str]]:
-    """Merge the chosen options of the groups over the defaults. Return the plain settings and the chosen option of each
-    group.
-    """
     files = [file for folder in conf_dirs() for file in sorted(folder.glob("*/*.yaml"))]
     state = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files]
     try:
@@ -352,7 +311,6 @@ def _compose_groups(chosen: Mapping[str, str], findings: Findings) -> tuple[dict
 def _compose_cached(
     chosen: tuple[tuple[str, str], ...], _files: tuple[Hashable, ...]
 ) -> tuple[dict[str, Any], Mapping[str, str]]:
-    """Compose the groups, or return the cached result if the files are unchanged. The caller must hold the lock."""
     store, defaults = ConfigStore.instance(), RunConfig().model_dump(mode="json")
     for group in GROUPS.keys() - set(EXCLUSIVE_GROUPS):
         store.store(group=group, name="defaults", node=defaults[group])
@@ -372,7 +330,6 @@ def _compose_cached(
 
 @contextmanager
 def _hydra() -> Iterator[None]:
-    """Initialize Hydra on the first of `conf_dirs`, and restore Hydra's global state afterwards."""
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:

@@ -32,13 +32,9 @@ ALL_SOURCES = "all"
 """The name in metrics for the held-out problems of all data sources together: `val-core/all/...`."""
 
 JUDGE = "data.judge:score"
-"""The name of the scorer that uses `reward.judge`."""
 PROGRAMS = "data.code:score"
-"""The name of the scorer that runs programs in the sandbox."""
 BY_ROW = "rlcore.rollout.by_part:score"
-"""The name of the scorer that selects another scorer for each row. In a mixture, it selects the scorer of the row's
-dataset, otherwise the scorer known for the row's data source.
-"""
+"""The scorer that selects the scorer of the row's dataset in a mixture, otherwise that of the row's data source."""
 
 _SCORERS = {
     "data.gsm8k:score": re.compile(r"(?:openai/)?gsm8k"),
@@ -68,18 +64,15 @@ class Conversation(Section):
     """The settings that all tasks share: the course of a conversation with the model, and the seed of the data."""
 
     environment: str = ""
-    """A `module:Class` that replies to the model's turns and rewards these turns in place of the scorer
-    (docs/environments.md). If '', responses have one turn."""
+    """A `module:Class` that replies to each turn and rewards it (docs/environments.md). '': responses have one turn."""
     chat_template_kwargs: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    """Variables of the tokenizer's chat template, such as `enable_thinking=false` for Qwen3. They apply to prompts,
-    demonstrations and later turns."""
+    """Variables of the chat template, such as `enable_thinking=false`, for prompts, demonstrations and later turns."""
     seed: Annotated[
         int,
         EffectiveWhen("data.task warm_start.demonstrations", unless="null gsm8k mapped parquet",
                       remedy="Choose a task that draws its rows, such as data=countdown"),
     ] = Field(default=1, ge=0, lt=2**31)  # fmt: skip
-    """The seed of the rows and of their split (docs/seeds.md). Runs that differ only in the run's `seed` use the same
-    rows and held-out problems."""
+    """The seed of the rows and of their split (docs/seeds.md), separate from the run's `seed`."""
     checks: ClassVar[tuple[Rule, ...]] = (
         rule(".scorer", "", "must be `module:function`",
              lambda own, _: is_function_name(own.scorer), "Such as data.countdown:score"),
@@ -115,14 +108,12 @@ class CountdownData(Conversation):
     target_high: int = Field(default=1_000)
     """The largest target."""
     targets: Literal["equation", "uniform"] = "equation"
-    """The choice of the target. `equation` uses the value of a random equation over the numbers, most often one with
-    only + and -. `uniform` draws every target in the range with equal probability, and keeps only numbers with an
-    equation for the target. If the settings allow few problems, both values give every problem the same probability."""
+    """The choice of the target. `equation`: the value of a random equation, most often one with only + and -.
+    `uniform`: equal probabilities. Both give every problem the same probability if the settings allow few problems."""
     operations: tuple[Operation, ...] = ("+", "-", "*", "/")
     """The operations that the solution of a generated problem may use."""
     balance_difficulty: bool = False
-    """Put equally many rows of each difficulty into each split. The difficulty is the number of operations in the
-    solution, which is the count of numbers minus one."""
+    """Put equally many rows of each number of operations in the solution into each split."""
     template: Literal["bare", "base", "qwen-instruct", "chat", "few-shot"] = "base"
     """The wording of the prompt. `bare` has only the numbers and the target, for randomly initialized models."""
     search_tries: Annotated[
@@ -130,9 +121,8 @@ class CountdownData(Conversation):
         EffectiveWhen("warm_start.enabled"),
         EffectiveWhen(".template", "base qwen-instruct chat"),
     ] = Field(default=None, ge=0, le=64)
-    """The largest number of wrong equations that a warm-start solution tries before the right equation. Each row has a
-    random number of wrong equations, and each equation is computed operation by operation. If null, a solution has only
-    the right equation and its value. Only templates with `<think>` show the tried equations or the value."""
+    """The most wrong equations, a random number in each row, that a warm-start solution tries before the right one. If
+    null, it has only the right equation and its value. Only templates with `<think>` show either."""
     scorer: Scorer = "data.countdown:score"
     checks = (
         rule(".operations", "", "must name one operation or more, each once",
@@ -152,13 +142,11 @@ class Gsm8kData(Conversation):
     """The id of a hub dataset, or a folder with the splits `train` and `test`."""
     revision: Annotated[Revision, _IS_HUB_SOURCE] = ""
     template: Literal["chat", "text"] = "chat"
-    """The form of the prompt. `chat` applies the tokenizer's chat template. `text` is the question alone, for base
-    models."""
+    """The form of the prompt: the tokenizer's chat template, or the question alone, for base models."""
     scorer: Scorer = "data.gsm8k:score"
 
 
 def _is_a_file(name: str) -> Rule:
-    """Return the rule that the setting `name` must be the path of an existing parquet file."""
 
     def holds(data: Any, _: Any) -> bool:
         file = getattr(data, name)
@@ -178,11 +166,9 @@ class ParquetData(Conversation):
     validation_file: str = ""
     """The path of the validation rows."""
     template: Literal["auto", "chat", "text"] = "auto"
-    """The form of the prompt. `chat` applies the tokenizer's chat template. `text` uses the only message as the whole
-    prompt. `auto` uses the form in the file's metadata, or `chat` if the metadata give no form."""
+    """The form of the prompt: the chat template, the only message, or the form in the file's metadata (else `chat`)."""
     scorer: str = BY_ROW
-    """A `module:function` that scores a response text against a ground truth. By default, a row is scored by the scorer
-    known for its `data_source` (docs/data.md)."""
+    """A `module:function` that scores a response text. Default: by the row's `data_source` (docs/data.md)."""
     checks = (_is_a_file("train_file"), _is_a_file("validation_file"))
 
 
@@ -201,23 +187,19 @@ class MappedData(Conversation):
     validation_split: str = "test"
     """The name of the held-out split."""
     question: str = "question"
-    """The column of the question. `a.b` is field b of column a. `a.0` is the first entry of a list, and `a.-1` is the
-    last."""
+    """The column of the question. `a.b` is field b of column a, and `a.0` and `a.-1` are entries of a list."""
     answer: str = "answer"
     """The column of the reference answer. The scorer receives it as `answer` in the ground truth."""
     columns: tuple[str, ...] = ()
-    """Further columns for the scorer, which receives them in the ground truth under their names. Lists and objects
-    arrive as JSON text."""
+    """Further columns for the scorer, which receives them in the ground truth. Lists and objects arrive as JSON."""
     solution: str = ""
-    """The column with a worked solution that gets the full score, for a warm start. If '', the rows have no
-    solutions."""
+    """The column with a worked solution of full score for a warm start. '': there are no solutions."""
     instruction: str = ""
     """A text that is added to each question after a space."""
     data_source: str = ""
     """The name of the data source in metrics (`val-core/<data_source>/...`). If '', the name follows from `source`."""
     template: Literal["chat", "text"] = "chat"
-    """The form of the prompt. `chat` applies the tokenizer's chat template. `text` is the question and the instruction
-    alone."""
+    """The form of the prompt: the chat template, or the question and the instruction alone."""
     scorer: Scorer = "data.math:score"
 
 
@@ -233,8 +215,7 @@ class CustomData(Conversation):
     validation_size: int = Field(default=100, ge=1)
     """The number of rows in the validation split."""
     options: tuple[str, ...] = ()
-    """Further arguments of the function. List each file that the function reads, or its folder. If such a file changes,
-    another dataset is built."""
+    """Further arguments of the function. Name each file or folder that it reads: a change builds a new dataset."""
     scorer: Scorer = "data.multiplication:score"
 
 
@@ -244,15 +225,13 @@ class ReasoningGymData(Conversation):
     task: Literal["reasoning_gym"] = "reasoning_gym"
     """The task in `data/` that creates the rows."""
     tasks: tuple[str, ...] = ("chain_sum",)
-    """The names of the package's tasks. Each task has an equal share of the rows. A suffix selects a level of the
-    task's curriculum, such as `chain_sum@0` for the easiest level."""
+    """The package's tasks, with equal shares of the rows. `chain_sum@0` is the easiest level of a curriculum."""
     train_size: int = Field(default=10_000, ge=1)
     """The number of rows in the training split."""
     validation_size: int = Field(default=500, ge=1)
     """The number of rows in the validation split. No question is repeated within a split or between the splits."""
     template: Literal["chat", "text"] = "chat"
-    """The form of the prompt. `chat` applies the tokenizer's chat template. `text` is the question and the instruction
-    alone."""
+    """The form of the prompt: the chat template, or the question and the instruction alone."""
     scorer: Scorer = "data.reasoning_gym:score"
 
 
@@ -266,8 +245,7 @@ class VerifiersData(Conversation):
     taskset_options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Fields of the taskset's config, such as `split: train`."""
     validation_options: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    """Fields of the config for the held-out tasks, in addition to `taskset_options`. If {}, training and held-out tasks
-    come from one taskset."""
+    """Further fields of the config for the held-out tasks. {}: training and held-out tasks come from one taskset."""
     train_size: int = Field(default=10_000, ge=1)
     """The largest number of rows in the training split."""
     validation_size: int = Field(default=500, ge=1)
@@ -299,9 +277,6 @@ class MixturePart(Section):
 
 
 def _is_of_all_parts(name: str) -> Rule:
-    """Return the rule that no dataset of a mixture sets the setting `name`, because the mixture sets it for all
-    datasets.
-    """
 
     def holds(mixture: Any, _: Any) -> bool:
         unset = Conversation.model_fields[name].get_default(call_default_factory=True, validated_data={})
@@ -311,15 +286,12 @@ def _is_of_all_parts(name: str) -> Rule:
 
 
 class MixtureData(Conversation):
-    """Several datasets. Each training prompt is drawn from one of them by weight. Each dataset has a separate scorer
-    and a separate evaluation.
-    """
+    """Several datasets. Each prompt is drawn from one of them by weight. Each has its own scorer and evaluation."""
 
     task: Literal["mixture"] = "mixture"
     """The task that combines the rows of several tasks."""
     parts: tuple[MixturePart, ...] = ()
-    """Two datasets or more: `[{weight: 3, data: {task: countdown, ...}}, {weight: 1, name: x, data: {task: gsm8k,
-    ...}}]`."""
+    """Two datasets or more: `[{weight: 3, data: {task: countdown, ...}}, {name: x, data: {task: gsm8k, ...}}]`."""
     scorer: str = BY_ROW
     """The scorer that scores each response by the scorer of its dataset."""
     checks = (
@@ -342,7 +314,6 @@ DataConfig = Annotated[
 TASKS: Mapping[str, type[Section]] = {
     section.model_fields["task"].default: section for section in get_args(get_args(DataConfig)[0])
 }
-"""The settings class of each task, by the name of the task."""
 
 
 def parts_of(data: DataConfig) -> tuple[MixturePart, ...]:
@@ -356,13 +327,10 @@ def has_default_scorer(data: TaskData) -> bool:
 
 
 def scorer_of_row(data: TaskData, data_source: str) -> str | None:
-    """Return the scorer of a row. If the settings name no scorer, return the scorer known for the row's data source, or
-    None.
+    """Return the scorer of a row, which follows from the data source if the settings name none. None: unknown.
 
     >>> scorer_of_row(ParquetData(), "openai/gsm8k"), scorer_of_row(ParquetData(), "codecontests")
     ('data.gsm8k:score', None)
-    >>> scorer_of_row(ParquetData(scorer="my_reward:score"), "openai/gsm8k")
-    'my_reward:score'
     """
     if data.scorer != BY_ROW:
         return data.scorer
@@ -390,7 +358,6 @@ _WITH_BAND = EffectiveWhen(".draw", "band")
 
 
 def _shares(name: str) -> Rule:
-    """Return the rule that the setting `name` must have two numbers from 0 to 1, the lower one first."""
 
     def holds(own: Any, _: Any) -> bool:
         low, high = getattr(own, name)
@@ -403,26 +370,20 @@ class PassRatesConfig(Section):
     """The pass rates of the initial policy on the training rows, and the selection of rows by them (docs/data.md)."""
 
     samples: int = Field(default=0, ge=0, le=1_024)
-    """The number of responses that the initial policy samples for each training row. The responses are scored. With 0,
-    the stage is skipped."""
+    """The number of scored responses of the initial policy to each training row. With 0, the stage is skipped."""
     keep: Annotated[tuple[float, float], EffectiveWhen(".samples")] = (0.0, 1.0)
-    """The lowest and highest pass rate of the training rows that are kept, both included. A pass rate is the share of
-    solved responses, from 0 to 1. [0, 1] keeps all rows."""
+    """The lowest and highest share of solved responses, both included, of the training rows that are kept."""
     rows_per_part: Annotated[int, MayChange, EffectiveWhen(".samples")] = Field(default=2_048, ge=1)
-    """The number of rows after which the results are saved. If the stage is killed, at most the results of this many
-    rows are lost."""
+    """The number of rows after which the results are saved. A kill loses at most the results of this many rows."""
     draw: Literal["uniform", "band"] = "uniform"
-    """The way in which training rows are drawn. `uniform` draws each row once per epoch. `band` prefers rows whose pass
-    rate is in `band`. With `band`, the responses of training change the pass rates. There are no epochs, so the next
-    step may draw a row again."""
+    """The way in which training rows are drawn. `uniform`: each once per epoch. `band`: rows with a pass rate in `band`
+    are preferred. Training responses change the pass rates, there are no epochs, and a row may be drawn again soon."""
     band: Annotated[tuple[float, float], _WITH_BAND] = (0.1, 0.9)
     """The lowest and highest pass rate, both included, of the rows that are drawn with weight 1."""
     rest_weight: Annotated[float, _WITH_BAND] = Field(default=0.05, gt=0, le=1)
-    """The weight of a row whose pass rate is outside `band`. The row is still drawn sometimes, so that its pass rate
-    can return to the band."""
+    """The weight of a row whose pass rate is outside `band`, so that it is still drawn sometimes."""
     fade: Annotated[float, _WITH_BAND] = Field(default=0.5, ge=0, le=1)
-    """The share of a row's earlier counts that remains after new responses to the row in training. With 1, all
-    responses count equally. With 0, only the newest group of responses counts."""
+    """The share of a row's earlier counts that remains after new responses to it, from 0 (none) to 1 (all)."""
     checks = (
         _shares("keep"),
         _shares("band"),

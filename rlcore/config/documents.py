@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from rlcore.config.base import CONF_DIR, Section, group_members, sections_of
 from rlcore.config.compose import EXCLUSIVE_GROUPS, GROUPS
 from rlcore.config.problems import format_value
-from rlcore.config.rules import Bound, EffectiveWhen
+from rlcore.config.rules import Bound
 from rlcore.config.run import RunConfig
 
 REFERENCE_FILE = CONF_DIR.parent / "docs" / "settings.md"
@@ -36,7 +36,6 @@ def experiment_text(config: RunConfig, comment: str) -> str:
 
 
 def _differences(settings: Any, base: Any) -> Any:
-    """Return the settings that differ from `base`. Both mappings are nested."""
     if not (isinstance(settings, dict) and isinstance(base, dict)):
         return settings
     return {key: _differences(value, base.get(key)) for key, value in settings.items() if value != base.get(key, ...)}
@@ -101,29 +100,16 @@ def _row(key: str, field: FieldInfo) -> str:
 
 
 def _range_text(field: FieldInfo) -> Iterator[str]:
+    limits = ((Ge, "ge", ">="), (Gt, "gt", ">"), (Le, "le", "<="), (Lt, "lt", "<"), (Len, "min_length", "at least"))
     for rule in field.metadata:
-        match rule:
-            case Ge(ge=bound):
-                yield f">= {bound}"
-            case Gt(gt=bound):
-                yield f"> {bound}"
-            case Le(le=bound):
-                yield f"<= {bound}"
-            case Lt(lt=bound):
-                yield f"< {bound}"
-            case Len(min_length=bound):
-                yield f"at least {bound}"
-            case Bound():
-                yield f"must {rule.words} {rule.others}" + (f" with {rule.only_with}" if rule.only_with else "")
-            case EffectiveWhen() | type():
-                pass
-            case _:
-                # pydantic keeps a pattern in a private class
-                yield f"like `{rule.pattern}`"
+        yield from (f"{sign} {getattr(rule, name)}" for kind, name, sign in limits if isinstance(rule, kind))
+        if isinstance(rule, Bound):
+            yield f"must {rule.words} {rule.others}" + (f" with {rule.only_with}" if rule.only_with else "")
+        elif hasattr(rule, "pattern"):  # pydantic keeps it in a private class
+            yield f"like `{rule.pattern}`"
 
 
 def _type_text(annotation: Any) -> str:
-    """Return a type in words for users who write YAML."""
     words = {int: "whole number", float: "number", str: "text", bool: "true or false", type(None): "null"}
     if annotation in words:
         return words[annotation]

@@ -26,18 +26,14 @@ def canonical_json(payload: Any) -> str:
 
 
 def fingerprint(stage: str, payload: Any) -> str:
-    """Return 16 hex digits that identify the inputs of a stage. Inputs are nested sections, mappings, sequences, paths
-    and plain values. Raises TypeError if `payload` contains any other value.
-    """
+    """Return 16 hex digits that identify settings and plain values. Raises TypeError for other values."""
     text = canonical_json({"stage": stage, "payload": payload})
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
 
 
 @cache
 def may_change() -> frozenset[str]:
-    """Return the keys and sections with the annotation `MayChange`, which may differ when a run resumes.
-    `total_steps_may_change` and `fixed_settings` define the exceptions.
-    """
+    """Return the keys and sections with the annotation `MayChange`. `fixed_settings` defines the exceptions."""
 
     def marked(section: type[Section], prefix: str) -> Iterator[str]:
         for name, field in section.model_fields.items():
@@ -50,9 +46,7 @@ def may_change() -> frozenset[str]:
 
 
 def total_steps_may_change(config: RunConfig) -> bool:
-    """Return whether a finished run can be extended, because no learning rate depends on the number of steps. A run
-    with only supervised steps cannot be extended.
-    """
+    """Return whether a finished run can be extended, because no learning rate depends on the number of steps."""
     optims = [config.optim] if config.critic is None else [config.optim, config.critic.optim]
     is_fixed = (each.schedule == "constant" and (each.warmup_steps > 0 or each.warmup_ratio == 0) for each in optims)
     return not config.is_supervised and all(is_fixed)

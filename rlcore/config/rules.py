@@ -1,10 +1,7 @@
 """Rules between settings: bounds and conditions that must hold, and settings without an effect.
 
-A rule is declared at the setting or section that it concerns. The annotation of a setting contains its `Bound` and its
-`EffectiveWhen`. A section lists its further rules in `checks`. If the section has an attribute `effective`, this
-`EffectiveWhen` applies to the whole section. Rules name settings by dotted keys. The key `.name` means a setting of the
-same section.
-"""
+A setting's annotation contains its `Bound` and its `EffectiveWhen`. A section lists its further rules in `checks`, and
+an `EffectiveWhen` of the whole section in `effective`. The key `.name` means a setting of the same section."""
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
@@ -27,18 +24,14 @@ _ABSENT = object()
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A check of a section of settings. `check` returns a problem or None. `reads` lists the settings that `check`
-    reads.
-    """
+    """A check of a section of settings that reads the settings in `reads`."""
 
     reads: tuple[str, ...]
     check: Callable[[Any, Run], Problem | None]
 
 
 def rule(key: str, others: str, says: str, holds: Callable[[Any, Run], bool], remedy: str) -> Rule:
-    """Return a rule about the setting `key`. The rule also reads the settings in `others`. Its problem shows the values
-    of all these settings.
-    """
+    """Return a rule about the setting `key`, which also reads the settings in `others` and shows all their values."""
 
     def check(section: Any, run: Run) -> Problem | None:
         return None if holds(section, run) else Problem(key, says, _values_text(section, run, key, *names), remedy)
@@ -49,12 +42,10 @@ def rule(key: str, others: str, says: str, holds: Callable[[Any, Run], bool], re
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A limit for a setting that is computed from other settings: `Annotated[int, Bound("divide", "algo.b")]`.
+    """A limit computed from the settings in `others`: their sum, or their product for `divide`.
 
-    The limit is the sum of the settings in `others`, or their product for `divide`. The limit is not checked if one of
-    the settings is null, or if the setting in `only_with` is off. In `remedy`, `{bound}` is replaced by the limit, and
-    `{divisors}` by the divisors of the limit.
-    """
+    It is not checked if one of them is null or the setting in `only_with` is off. `remedy` may contain `{bound}` and
+    `{divisors}`."""
 
     words: Literal["divide", "be at most", "be at least", "be under"]
     others: str
@@ -125,14 +116,13 @@ def _value(section: Section, run: Run, name: str) -> Any:
 
 
 def _values_text(section: Section, run: Run, key: str, *others: str) -> str:
-    """Return the values of settings as text, such as `48 with batch_size 64`."""
     first, *rest = (_value_text(_value(section, run, name)) for name in (key, *others))
     values = [f"{name.rpartition('.')[2]} {value}" for name, value in zip(others, rest, strict=True)]
     return f"{first} with {', '.join(values)}" if values else first
 
 
 def _value_text(value: object) -> str:
-    """Return the value of a setting as text. For a list of sections, the text is the number of sections."""
+    """Return the value of a setting as text, or the length of a list of sections."""
     if isinstance(value, Section):
         return "its settings"
     if isinstance(value, tuple) and value and all(isinstance(one, Section) for one in value):
@@ -142,15 +132,11 @@ def _value_text(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class EffectiveWhen:
-    """A condition under which the declaring setting has an effect. It holds if one setting in `by` has a value in
-    `values`.
+    """A condition under which the declaring setting has an effect: one setting in `by` is on, or has one of `values`,
+    or has none of `unless`.
 
-    `by`, `values`, `unless` and `of` are words separated by spaces. `values` may also be a function of the value. If
-    `unless` is given, the value must not be in `unless`. If neither `values` nor `unless` is given, the setting in `by`
-    must be on. `of`: the values of the declaring setting that need the condition. `why` and `remedy` replace the
-    generated texts of the warning. There is no warning if no setting in `by` exists, for example because its section is
-    null.
-    """
+    `by`, `values`, `unless` and `of` are words separated by spaces, and `values` may be a function. `of`: the values of
+    the declaring setting that need the condition. `why` and `remedy` replace generated texts of the warning."""
 
     by: str
     values: str | Callable[[Any], bool] = ""
@@ -188,14 +174,11 @@ class EffectiveWhen:
 def unused_settings(
     config: Run, given: Collection[str], in_file: Collection[str] = (), swept: Collection[str] = ()
 ) -> list[str]:
-    """Return a warning for each condition that is not met, with the keys and values that have no effect, the reason and
-    the remedy.
+    """Return a warning for each condition that is not met. A setting has only one warning.
 
-    These settings are not mistakes, because shared sweeps and experiments contain them. A setting has only one warning.
-    `given`: the keys and groups that overrides set. `in_file`: the keys in an experiment's file. A key in `in_file`
-    causes no warning if an override changes the setting that the key depends on. `swept`: the keys and groups that
-    differ between the points of a sweep. For a sweep, `config` has the settings that all points share.
-    """
+    `given`: the keys and groups that overrides set. `in_file`: the keys in an experiment's file, without a warning if
+    an override changes the setting that they depend on. `swept`: the keys and groups that differ between the points of
+    a sweep, whose shared settings are `config`."""
     values = leaves(config.model_dump(mode="json"))
     left = [key for key in values if key in given or key in in_file or key in swept]
     lines = []
@@ -219,9 +202,7 @@ def unused_settings(
 
 
 def effects_in(config: Run) -> dict[tuple[EffectiveWhen, tuple[str, ...]], list[str]]:
-    """Return the settings and sections that declare each condition. A key of the result is a pair of the condition and
-    the keys in `by`.
-    """
+    """Return the settings and sections that declare each condition, by condition and the keys in `by`."""
     found: dict[tuple[EffectiveWhen, tuple[str, ...]], list[str]] = {}
     for prefix, section in sections_in(config):
         declared = [(prefix[:-1], section.effective)] if section.effective else []

@@ -46,11 +46,9 @@ class RunConfig(Section):
     name: Annotated[str, MayChange] = Field(default="run", pattern=r"^[a-z0-9][a-z0-9_\-]{0,63}$")
     """The name of the experiment. It is the first part of the run id."""
     run_id: Annotated[str | None, MayChange] = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.\-]{0,127}$")
-    """The name of the folder of the run. If null, it consists of the name, the seed and the fingerprint of the
-    settings."""
+    """The name of the run's folder. If null, it consists of the name, the seed and the settings' fingerprint."""
     seed: int = Field(default=1, ge=0, lt=2**31)
-    """The seed of the initial weights, the order of prompts and every sampled token. `data.seed` determines the
-    rows."""
+    """The seed of the initial weights, the order of prompts and sampled tokens. `data.seed` determines the rows."""
     tags: Annotated[dict[str, str], MayChange] = Field(default_factory=dict)
     """The tags of the MLflow run."""
     paths: Annotated[PathsConfig, MayChange] = PathsConfig()
@@ -94,9 +92,7 @@ class RunConfig(Section):
 
     @property
     def prompts_in_progress(self) -> int:
-        """The number of prompts whose responses a step generates. With `rollout.finish_share` below 1, a step trains on
-        `trainer.batch_size` of these prompts. The other prompts continue in the next step.
-        """
+        """The number of prompts that a step samples. It trains on fewer if `rollout.finish_share` is below 1."""
         return int(self.trainer.batch_size / Fraction(str(self.rollout.finish_share)))
 
     @property

@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 
 from rlcore.config.base import FILE_ENDINGS, Section, group_members, keys_of, member_file
 from rlcore.config.check import read_yaml, rule_text
-from rlcore.config.compose import GROUPS, compose, compose_many, swept_values
+from rlcore.config.compose import GROUPS, compose, swept_values
 from rlcore.config.fingerprint import fingerprint, fixed_settings, run_id
 from rlcore.config.problems import Problem, did_you_mean, format_value, override_value, settings_error
 from rlcore.config.run import RunConfig, all_keys, is_key, section_names
@@ -26,9 +26,7 @@ SEARCHES = ("grid", "list", "optuna")
 
 
 class Range(Section):
-    """The numbers from `low` to `high`, both included. If `step` is set, only `low`, `low + step` and so on are drawn.
-    The numbers are integers if `low`, `high` and `step` are integers.
-    """
+    """The numbers from `low` to `high`, both included. They are integers if `low`, `high` and `step` are integers."""
 
     low: int | float
     """The smallest value."""
@@ -37,8 +35,7 @@ class Range(Section):
     log: bool = False
     """Draw from a uniform distribution of the logarithm, as is usual for a learning rate."""
     step: int | float | None = Field(default=None, gt=0)
-    """The distance between two neighbouring values, counted from `low`. If null, any value in the range may be
-    drawn."""
+    """The distance between two neighbouring values, counted from `low`. If null, any value may be drawn."""
 
     @property
     def is_whole(self) -> bool:
@@ -57,9 +54,7 @@ class Range(Section):
 
 
 VALUES, RANGE = "of a list", "of a range"
-"""The tags by which pydantic distinguishes a list of values from a range. An error in a space has one of these tags in
-its location, in addition to the keys.
-"""
+"""The tags by which pydantic distinguishes a list from a range. The location of an error in a space contains one."""
 Values = Annotated[
     Annotated[tuple[JsonValue, ...], Tag(VALUES)] | Annotated[Range, Tag(RANGE)],
     Discriminator(lambda said: RANGE if isinstance(said, dict | Range) else VALUES),
@@ -69,9 +64,7 @@ Space = dict[str, Values]
 
 
 class OptunaSearch(Section):
-    """A search in which Optuna's TPE chooses the points. The points depend only on the seed and the scores of earlier
-    points.
-    """
+    """A search by Optuna's TPE. Its points depend only on the seed and the scores of earlier points."""
 
     num_points: int = Field(ge=1)
     """The number of points to try. If a later call has a larger number, the search continues with further points."""
@@ -80,30 +73,25 @@ class OptunaSearch(Section):
     space: Space = Field(min_length=1)
     """The settings that vary, with their values."""
     startup_points: int = Field(default=10, ge=1)
-    """The number of points that are drawn at random before TPE begins. If it is `num_points` or more, all points are
-    random."""
+    """The number of random points before TPE begins. If it is `num_points` or more, all points are random."""
     points_at_once: int = Field(default=1, ge=1)
     """The number of points that are trained concurrently if --on-workers is given."""
 
 
 class Pruning(Section):
-    """The early stopping of poor points. A point is compared with the points that have already reached the same step.
+    """The early stopping of poor points, each compared with the points that have already reached the same step.
 
-    A point is dropped if the best point is better on the same held-out problems, according to the confidence interval
-    of the paired difference. After the k-th comparison, the best n / (k + 1) of n points continue.
-    """
+    A point is dropped if the best point is better by the confidence interval of the paired difference on the same
+    held-out problems. After the k-th comparison, the best n / (k + 1) of n points continue."""
 
     every_steps: int = Field(ge=1)
-    """The number of steps between two comparisons. It must be a multiple of trainer.steps_per_chunk and of
-    validation.every_steps."""
+    """The number of steps between two comparisons, a multiple of trainer.steps_per_chunk and validation.every_steps."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
     """The confidence level of the interval, from 0 to 1. With a lower level, more points are dropped early."""
 
 
 class Budget(Section):
-    """The limits of one call of a sweep. Runs that were already finished do not count. The next call continues the
-    sweep.
-    """
+    """The limits of one call of a sweep, without runs that were already finished. The next call continues the sweep."""
 
     runs: int | None = Field(default=None, ge=1)
     """The largest number of runs."""
@@ -128,8 +116,7 @@ class SweepSpec(Section):
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_\-]{0,63}$")
     """The first part of the id of the sweep."""
     experiment: str | None = None
-    """The experiment that all points start from: a name in conf/experiment, or the path of a file. If null, all points
-    start from the default settings."""
+    """The experiment of all points: a name in conf/experiment, or the path of a file. Null: the default settings."""
     overrides: tuple[str, ...] = ()
     """The settings that all points share, written as on the command line."""
     seeds: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] = (1,)
@@ -156,19 +143,14 @@ class SweepSpec(Section):
 
 
 def points_of(spec: SweepSpec) -> list[Point]:
-    """Return the points of a grid or list, in order. For a search, the result is empty, because the search chooses its
-    points later.
-    """
+    """Return the points of a grid or list, in order, or [] for a search, which chooses its points later."""
     if spec.grid is not None:
         return [dict(zip(spec.grid, values, strict=True)) for values in itertools.product(*spec.grid.values())]
     return list(spec.list or ([] if spec.searches else [{}]))
 
 
 def multirun_content(overrides: Sequence[str]) -> dict[str, JsonValue]:
-    """Return the content of a sweep's file that is equivalent to overrides with several values, as in `seed=1,2,3`.
-
-    Raises ConfigError if no override has several values.
-    """
+    """Return the sweep of overrides with several values, as in `seed=1,2,3`. Raises ConfigError if there are none."""
     several = {_key(text): values for text in overrides if (values := swept_values(text))}
     if not several:
         remedy = "Give one, as in seed=1,2,3 or optim.lr=1e-4,1e-3"
@@ -190,9 +172,7 @@ def multirun_content(overrides: Sequence[str]) -> dict[str, JsonValue]:
 
 
 def edge_points(space: Mapping[str, Values]) -> list[Point]:
-    """Return points with which the settings of a search are checked. Together they contain both ends of each range and
-    all values of each list.
-    """
+    """Return points for the check of a search, which contain both ends of each range and all values of each list."""
     ends = {
         key: [values.low, values.high] if isinstance(values, Range) else list(values) for key, values in space.items()
     }
@@ -204,18 +184,14 @@ def edge_points(space: Mapping[str, Values]) -> list[Point]:
 def point_overrides(point: Point) -> list[str]:
     """Return a point as overrides.
 
-    >>> point_overrides({"optim.lr": 1e-5, "algo": "dapo", "data.operations": ["+", "-"], "filter.overlong": "off"})
-    ['optim.lr=1e-05', 'algo=dapo', "data.operations=['+','-']", "filter.overlong='off'"]
+    >>> point_overrides({"optim.lr": 1e-5, "data.operations": ["+", "-"], "filter.overlong": "off"})
+    ['optim.lr=1e-05', "data.operations=['+','-']", "filter.overlong='off'"]
     """
     return [f"{key}={override_value(value)}" for key, value in point.items()]
 
 
 def format_point(point: Point) -> str:
-    """Return a point as one line of text.
-
-    >>> format_point({"optim.lr": 1e-5, "algo": "dapo"})
-    'optim.lr=1e-05 algo=dapo'
-    """
+    """Return a point as one line of text."""
     return " ".join(point_overrides(point)) or "the same settings"
 
 
@@ -235,9 +211,7 @@ NOT_SWEPT = {
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """A sweep whose settings are checked. `base`: the settings that all points share. `points`: the points of a grid or
-    list, or () for a search.
-    """
+    """A sweep with checked settings. `base`: the settings that all points share. `points`: of a grid or list."""
 
     spec: SweepSpec
     overrides: tuple[str, ...]
@@ -262,9 +236,7 @@ class Sweep:
 
     @property
     def num_points(self) -> int:
-        """The number of requested points. If an earlier call requested more points, the study has more points than
-        this.
-        """
+        """The number of requested points. The study has more if an earlier call requested more."""
         return len(self.points) if self.spec.optuna is None else self.spec.optuna.num_points
 
     def rungs(self, config: RunConfig) -> tuple[int, ...]:
@@ -290,13 +262,9 @@ class Sweep:
 def load_sweep(
     source: str | Mapping[str, Any], overrides: Sequence[str] = (), *, budget: Budget | None = None
 ) -> Sweep:
-    """Read a sweep, and check the settings of every point. This needs no heavy imports.
+    """Read a sweep from a name in `conf/sweep`, a .yaml file or its content, and check the settings of every point.
 
-    `source`: a name in `conf/sweep`, the path of a .yaml file, or the content of such a file. `overrides`: settings of
-    all points, which replace the overrides in the file. `budget`: limits that replace the limits in the file. Raises
-    ConfigError with all mistakes in the form of the file. If the form is right, the error has all mistakes in the
-    settings.
-    """
+    `overrides` and `budget` replace those of the file. Raises ConfigError with all mistakes of one kind."""
     spec = _parse(_content(source) if isinstance(source, str) else source)
     if budget is not None:
         changed = spec.budget.model_copy(update=budget.model_dump(exclude_none=True))
@@ -310,13 +278,14 @@ def load_sweep(
         raise settings_error(problems)
     points = points_of(spec)
     tried = points or edge_points(spec.space)
-    checked = compose_many(
-        [shared, *([*shared, *point_overrides(point)] for point in tried)], experiment=spec.experiment
+    shared_only, *checked = (
+        compose([*shared, *point_overrides(point)], experiment=spec.experiment) for point in ({}, *tried)
     )
-    (base, of_all), of_points = checked[0], checked[1:]
+    base, of_all = shared_only.config, shared_only.problems
     found = Sweep(spec, shared, base, tuple(points))
-    configs = [config for config, _ in of_points]
-    problems = [*of_all, *_point_problems(tried, [[one for one in more if one not in of_all] for _, more in of_points])]
+    configs = [each.config for each in checked]
+    of_points = [[one for one in each.problems if one not in of_all] for each in checked]
+    problems = [*of_all, *_point_problems(tried, of_points)]
     if not problems:
         problems += _duplicate_problems(tried, configs)
     problems += [*_metric_problems(spec, configs), *_rung_problems(found, configs)]
@@ -346,7 +315,6 @@ def _content(source: str) -> dict[str, Any]:
 
 
 def _parse(content: Mapping[str, Any]) -> SweepSpec:
-    """Return the content of a sweep's file as a `SweepSpec`. Raises ConfigError with all wrong keys and values."""
     try:
         # Strict JSON, as for settings: neither true nor "5" is a number.
         return SweepSpec.model_validate_json(json.dumps(content, default=str), strict=True)
@@ -371,7 +339,6 @@ def _form_problem(detail: ErrorDetails) -> Problem:
 
 
 def _search_problems(spec: SweepSpec) -> Iterable[Problem]:
-    """Check that the sweep has at least one point, and at most one way to choose points."""
     said = spec.searches
     if not said and len(spec.seeds) < 2:
         remedy = f"Give several seeds, or use one of {', '.join(SEARCHES)}; docs/sweeps.md shows each"
@@ -392,7 +359,6 @@ def _search_problems(spec: SweepSpec) -> Iterable[Problem]:
 
 
 def _key_problems(spec: SweepSpec, shared: Sequence[str]) -> Iterable[Problem]:
-    """Check that each key of the points may be swept, and that no override for all points sets a swept key."""
     keys = dict.fromkeys([*(spec.grid or ()), *(key for point in spec.list or () for key in point), *spec.space])
     for key in keys:
         owner, got = key.partition(".")[0], f"{key} in {spec.searches[0]}"
@@ -407,7 +373,6 @@ def _key_problems(spec: SweepSpec, shared: Sequence[str]) -> Iterable[Problem]:
 
 
 def _seed_problems(spec: SweepSpec, shared: Sequence[str]) -> Iterable[Problem]:
-    """Yield a problem if a seed is repeated, or if an override sets `seed` or `run_id`."""
     twice = sorted({seed for seed in spec.seeds if spec.seeds.count(seed) > 1})
     if twice:
         yield Problem("seeds", "must differ", format_value(spec.seeds), f"Name {', '.join(map(str, twice))} once")
@@ -417,7 +382,6 @@ def _seed_problems(spec: SweepSpec, shared: Sequence[str]) -> Iterable[Problem]:
 
 
 def _point_problems(points: Sequence[Point], found: Sequence[Sequence[Problem]]) -> Iterable[Problem]:
-    """Yield each problem in the settings of the points once. The problem names the points that have it."""
     where: dict[Problem, list[Point]] = {}
     for point, problems in zip(points, found, strict=True):
         for problem in problems:
@@ -429,7 +393,6 @@ def _point_problems(points: Sequence[Point], found: Sequence[Sequence[Problem]])
 
 
 def _duplicate_problems(points: Sequence[Point], configs: Sequence[RunConfig]) -> Iterable[Problem]:
-    """Check that no two points have the same run id."""
     first: dict[str, Point] = {}
     for point, config in zip(points, configs, strict=True):
         before = first.setdefault(run_id(config), point)
@@ -440,7 +403,6 @@ def _duplicate_problems(points: Sequence[Point], configs: Sequence[RunConfig]) -
 
 
 def _metric_problems(spec: SweepSpec, configs: Iterable[RunConfig]) -> Iterable[Problem]:
-    """Check that the validation of each point measures the objective's metric."""
     metric = spec.objective.metric
     for config in configs:
         k = config.validation.samples_per_problem
@@ -452,7 +414,6 @@ def _metric_problems(spec: SweepSpec, configs: Iterable[RunConfig]) -> Iterable[
 
 
 def _rung_problems(found: Sweep, configs: Iterable[RunConfig]) -> Iterable[Problem]:
-    """Check that each step at which points are compared has a checkpoint and a validation."""
     configs = list(configs)
     if any(config.is_supervised for config in configs):
         yield Problem("trainer.total_steps", "must be 1 or more in a sweep", "0", "Start millrace sft for each run")

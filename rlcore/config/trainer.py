@@ -18,8 +18,7 @@ class TrainerConfig(Section):
     """The training loop."""
 
     total_steps: int = Field(default=100, ge=0, le=10_000_000)
-    """Steps of the run; a step samples, scores and trains on one batch of prompts. With 0, the run ends after its
-    supervised stage (`warm_start`)."""
+    """Steps of the run, each on one batch of prompts. With 0, it ends after its supervised stage (`warm_start`)."""
     steps_per_chunk: Annotated[int, MayChange, _IN_STEPS] = Field(default=20, ge=1)
     """The number of steps between two checkpoints. These steps are a chunk, which Prefect retries as a unit."""
     batch_size: Annotated[int, _IN_STEPS] = Field(default=256, ge=1, le=10_000_000)
@@ -39,9 +38,8 @@ class TrainerConfig(Section):
     ] = Field(default=16_384, ge=1)
     """The largest number of tokens in one forward and backward pass. The gradient does not depend on this number."""
     old_logprobs: Literal["auto", "recompute", "behavior"] = "auto"
-    """The source of the log-probabilities before the update. `recompute` computes them in a forward pass. `behavior`
-    uses the log-probabilities of the sampler. `auto` recomputes them only if a batch gets more than one update, or if
-    the algorithm compares or ranks them."""
+    """The source of the log-probabilities before the update: a forward pass, or the sampler. `auto` recomputes them
+    only if a batch gets more than one update, or if the algorithm compares or ranks them."""
     checks = (
         rule(".total_steps", "warm_start.enabled", "must be 1 or more without a supervised stage",
              lambda own, run: own.total_steps or run.warm_start.enabled,
@@ -60,29 +58,23 @@ class AlarmConfig(Section):
     """The actions on abnormal metrics of a run, one for each alarm.
 
     `off` disables the alarm. `tell` writes an event to the journal, MLflow and Prefect. `skip` also skips the update of
-    the step. `stop` saves the step and ends the run with an error. A new run can then continue from the best checkpoint
-    with other settings (`--fork RUN@best`). Entropy and KL have no `skip`, because a skipped update does not repair the
-    weights.
-    """
+    the step. `stop` saves the step and ends the run with an error. A new run can continue from the best checkpoint with
+    other settings (`--fork RUN@best`)."""
 
     non_finite: Literal["skip", "stop"] = "stop"
     """The action if a loss or gradient is not finite. The batch is always saved, and the update is never applied."""
     grad_norm: StepAction = "tell"
-    """The action if the norm of the policy's gradient in a mini-batch is above `grad_norm_above`. The norm is measured
-    before clipping. `skip` skips only these mini-batches."""
+    """The action if a mini-batch's gradient norm before clipping is above `grad_norm_above`. `skip` skips only it."""
     grad_norm_above: Annotated[float, EffectiveWhen(".grad_norm")] = Field(default=1_000.0, gt=0)
     """The limit of the gradient norm of one mini-batch. The norm is over all parameters."""
     entropy: StateAction = "tell"
-    """The action if the entropy is below `entropy_below`. The policy then gives nearly the same response for every
-    seed."""
+    """The action if the entropy is below `entropy_below`, with nearly the same response for every seed."""
     entropy_below: Annotated[float, EffectiveWhen(".entropy")] = Field(default=0.001, ge=0)
     """The limit of the mean entropy over response tokens, in nats."""
     equal_scores: Annotated[StepAction, EffectiveWhen("rollout.samples_per_prompt", unless="1")] = "tell"
-    """The action if all responses of each group have the same score, so that there is nothing to compare. The alarm is
-    off if each prompt has only one response."""
+    """The action if all responses of each group have the same score. Off with one response to each prompt."""
     kl: StateAction = "off"
-    """The action if the KL divergence from the reference policy is above `kl_above`. The alarm requires
-    algo.kl.where."""
+    """The action if the KL divergence from the reference policy is above `kl_above`. It requires algo.kl.where."""
     kl_above: Annotated[float, EffectiveWhen(".kl")] = Field(default=10.0, gt=0)
     """The limit of the mean KL divergence over response tokens, in nats."""
     length: StepAction = "off"
@@ -115,17 +107,14 @@ class AnswersConfig(Section):
     """The record of the responses, with tokens, log-probabilities, scores and advantages. Training does not use it."""
 
     every_steps: int = Field(default=1, ge=0)
-    """Record the responses of each training step whose number is a multiple of this. The responses of every validation
-    are recorded too. With 0, no responses are recorded."""
+    """Record the responses of every validation and of each step that is a multiple of this. 0: no record."""
     max_gb: Annotated[float, EffectiveWhen(".every_steps")] = Field(default=10.0, gt=0)
-    """The largest size of the record on disk, in GB of 1e9 bytes. The responses of the oldest training steps are
-    deleted first."""
+    """The largest size of the record, in GB of 1e9 bytes. The oldest training steps are deleted first."""
 
 
 class ProfileConfig(Section):
-    """The recording of a few steps by torch's profiler. It writes `profile/step-<k>-rank-<i>.json.gz` in the run's
-    folder. Open the files in https://ui.perfetto.dev or chrome://tracing.
-    """
+    """The recording of a few steps by torch's profiler, as `profile/step-<k>-rank-<i>.json.gz` in the run's folder.
+    Open the files in https://ui.perfetto.dev or chrome://tracing."""
 
     first_step: int | None = Field(default=None, ge=1)
     """The first recorded step. If null, no step is recorded."""
@@ -140,9 +129,8 @@ class ProfileConfig(Section):
 class DeadlineConfig(Section):
     """The time limits of the phases of a run, in seconds.
 
-    A phase that takes longer counts as hung. The stacks of all processes are then written to a file, and the trainer is
-    ended. The steps since the last checkpoint are repeated.
-    """
+    A phase that takes longer counts as hung: the stacks of all processes are written, the trainer is ended, and the
+    steps since the last checkpoint are repeated."""
 
     start_s: float = Field(default=1_800.0, gt=0)
     """The time limit for starting the workers: Ray, models and engines."""
@@ -172,8 +160,7 @@ class RuntimeConfig(Section):
     """The processes and devices of a run. They change the speed of a run but not its results."""
 
     backend: Literal["local", "ray"] = "local"
-    """The way in which workers run. `local` runs one worker in the trainer's process. `ray` runs each rank as a Ray
-    actor."""
+    """The way in which workers run: one in the trainer's process, or each rank as a Ray actor."""
     num_workers: Annotated[
         int,
         Bound("divide", "trainer.mini_batch_size x rollout.samples_per_prompt"),
@@ -184,8 +171,7 @@ class RuntimeConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where a GPU is present. Otherwise `auto` is the CPU."""
     python: str | None = None
-    """The Python interpreter of the trainer process and its workers, such as `bin/python` of another environment. If
-    null, it is the interpreter that runs the command."""
+    """The interpreter of the trainer and its workers, such as `bin/python` of another environment. Null: the same."""
     threads_per_worker: int = Field(default=1, ge=1)
     """The number of CPU threads that torch uses in each worker. Another number may change the last digits of a sum."""
     ray_address: Annotated[str | None, _UNDER_RAY] = None
@@ -193,29 +179,25 @@ class RuntimeConfig(Section):
     placement_timeout_s: Annotated[float, _UNDER_RAY] = Field(default=60.0, gt=0)
     """The number of seconds to wait until the Ray cluster grants the resources of the workers."""
     fit_memory: Annotated[Literal["off", "check", "auto"], _ON_GPUS] = "check"
-    """The use of the memory plan on a GPU. `off` only prints the plan. `check` refuses a run that does not fit even
-    with the smallest micro-batch. `auto` also chooses the fastest values that fit, for `rollout.memory_share`,
-    `rollout.max_batched_tokens`, `rollout.sleep_level`, `trainer.max_tokens_per_micro_batch`, `algo.kl.offload`,
-    `model.lora.offload`, `optim.offload`, `model.gradient_checkpointing` and `model.offload_activations`."""
+    """The use of the memory plan on a GPU. `off` only prints it. `check` refuses a run that does not fit with the
+    smallest micro-batch. `auto` also chooses the fastest fitting `rollout.memory_share`, `rollout.max_batched_tokens`,
+    `rollout.sleep_level`, `trainer.max_tokens_per_micro_batch`, `algo.kl.offload`, `model.lora.offload`,
+    `optim.offload`, `model.gradient_checkpointing` and `model.offload_activations`."""
     peak_tflops: float | None = Field(default=None, gt=0)
-    """The peak speed of one device in the compute type, in 1e12 dense operations per second. `perf/mfu` is relative to
-    this speed. If null, the bfloat16 speed of a GPU with this name is used. On a CPU the speed is unknown, and there is
-    no `perf/mfu`."""
+    """The peak speed of a device in the compute type, in 1e12 dense operations per second, for `perf/mfu`. Null: the
+    bfloat16 speed of a GPU by its name, and no `perf/mfu` on a CPU."""
     profile: ProfileConfig = ProfileConfig()
-    """The steps that torch's profiler records. The profiler makes these steps slower, but does not change their
-    results."""
+    """The steps that torch's profiler records. They are slower, with the same results."""
     deadlines: DeadlineConfig = DeadlineConfig()
     """The time limit of each phase. A phase that takes longer counts as hung."""
     stop_deadline_s: float = Field(default=60.0, gt=0)
-    """The number of seconds in which a run ends after a request to stop. The current step has half of this time to
-    finish. If it does not finish, it is cancelled, and the state after the previous step is saved. The next start
-    repeats the cancelled step."""
+    """The seconds in which a run ends after a request to stop. The current step has half of them to finish. Otherwise
+    it is cancelled, the state before it is saved, and the next start repeats it."""
     max_chunk_retries: int = Field(default=2, ge=0)
     """The largest number of retries of a failed chunk. A retry starts from the last checkpoint."""
     priority: int = Field(default=0, ge=-1000, le=1000)
-    """The priority of the run in the queue for the slots of the root (`millrace slots`). Runs with the highest number
-    come first. A run with a lower priority returns its slots at the end of a chunk, and waits. If the root has no
-    slots, the priority has no effect."""
+    """The priority in the queue for the slots of the root (`millrace slots`), highest first. A run with a lower
+    priority returns its slots at the end of a chunk, and waits."""
     _expanded = field_validator("python")(expand_home)
     checks = (
         rule(".num_workers", ".backend", "must be 1 with runtime.backend=local",
@@ -244,11 +226,9 @@ class TrackingConfig(Section):
     log_best: Annotated[bool, _TRACKED] = True
     """Store the weights of the best checkpoint in MLflow, in addition to the weights of the last checkpoint."""
     registered_model: Annotated[str | None, _TRACKED] = Field(default=None, pattern=r"^[^/:]{1,200}$")
-    """The name under which the best and the last weights are registered in MLflow's model registry, with the aliases
-    `best` and `last`. If null, they are not registered."""
+    """The name of the best and the last weights in MLflow's model registry (aliases `best` and `last`). Null: none."""
     report_to: Annotated[tuple[Literal["tensorboard", "wandb"], ...], EffectiveWhen(".enabled")] = ()
-    """Further trackers that receive the metrics of every step. TensorBoard writes event files in the run's folder. In
-    Weights & Biases, the project has the name in `tracking.experiment`. The package of each tracker must be
-    installed."""
+    """Further trackers of each step's metrics: TensorBoard in the run's folder, Weights & Biases in the project
+    `tracking.experiment`. Their packages must be installed."""
     ship_every_s: Annotated[float, _TRACKED] = Field(default=2.0, gt=0)
     """The number of seconds between two deliveries by the process that sends the metrics."""

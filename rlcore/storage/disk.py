@@ -12,7 +12,6 @@ from rlcore.storage.documents import find_obstacle
 
 BYTES_PER_GB = 1e9
 BYTES_PER_TRAINED_PARAMETER = 4 + 8
-"""The bytes of a float32 master weight and of the two float32 moments of AdamW."""
 CHECKPOINT_SLACK_BYTES = 4 * 2**20
 """The bytes of a checkpoint's headers, index, trainer state and manifest."""
 CHECKPOINT_SLACK_SHARE = 0.01
@@ -22,15 +21,10 @@ NO_ROOM_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 NO_ROOM_TEXTS = ("no space left on device", "disk quota exceeded", "os error 28)", "os error 122)")
 """The messages about a full disk of writers in Rust and C++ (safetensors, torch), which pass no errno."""
 UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-"""The bytes and the name of each unit, largest first."""
 
 
 def unit_for(num_bytes: float) -> tuple[float, str]:
-    """Return the largest unit in which the number of bytes is at least 0.1, or GB for 0 bytes.
-
-    >>> unit_for(2.4e6), unit_for(0)
-    ((1000000.0, 'MB'), (1000000000.0, 'GB'))
-    """
+    """Return the largest unit in which the number of bytes is at least 0.1, or GB for 0 bytes."""
     if not num_bytes:
         return UNITS[0]
     return next((unit for unit in UNITS if num_bytes >= unit[0] / 10), UNITS[-1])
@@ -169,8 +163,7 @@ def check_needs(needs: Sequence[DiskNeed], reserve_bytes: int = 0) -> tuple[Room
 
 
 def checkpoint_bytes(num_trained_parameters: int) -> int:
-    """Estimate the bytes of the first checkpoint. `num_trained_parameters` counts the policy and the critic, but no
-    frozen parameters, since these are not saved."""
+    """Estimate the bytes of a checkpoint by the parameters of policy and critic. Frozen parameters are not saved."""
     tensors = num_trained_parameters * BYTES_PER_TRAINED_PARAMETER
     return int(tensors * (1 + CHECKPOINT_SLACK_SHARE)) + CHECKPOINT_SLACK_BYTES
 

@@ -23,8 +23,7 @@ _URI_QUERY = "file:"
 
 
 def open_ordinary(path: Path) -> BinaryIO:
-    """Open an ordinary file for reading. Raises OSError if it cannot be opened or is not an ordinary file. Opening a
-    FIFO would wait for a writer."""
+    """Open an ordinary file for reading. Raises OSError for others, such as a FIFO, which would wait for a writer."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -39,8 +38,7 @@ def read_ordinary(path: Path) -> bytes:
 
 
 def files_of(folder: Path, pattern: str) -> list[Path]:
-    """Return the files in a folder that match a pattern, or none if the folder does not exist. Raises OSError if the
-    folder cannot be read, which `Path.glob` does not report."""
+    """Return the files in a folder, or [] if there is none. Raises OSError, unlike `Path.glob`, if it is unreadable."""
     if folder.is_dir():
         os.close(os.open(folder, os.O_RDONLY))
     return list(folder.glob(pattern))
@@ -85,8 +83,7 @@ def parse_json(content: str | bytes) -> Any:
 
 
 def read_document(path: Path, kind: TypeAdapter[T], remedy: str = "") -> T | None:
-    """Return the content of a JSON file as a typed value, or None if there is no file. Raises DataError if the file
-    cannot be read or does not fit the type. The error message ends with `remedy`."""
+    """Return a JSON file as a typed value, or None if there is no file. Raises DataError, which ends with `remedy`."""
     try:
         return kind.validate_json(read_ordinary(path))
     except FileNotFoundError:
@@ -107,10 +104,8 @@ def first_problem(error: Exception) -> str:
 def sqlite_address(file: Path, scheme: str = SQLITE) -> str:
     """Return the SQLAlchemy address of an sqlite file at an absolute path. `scheme` may name a driver.
 
-    SQLAlchemy ends a path at a `?`. A path with a `?` is written in sqlite's URI form, with slashes escaped for MLflow.
+    SQLAlchemy ends a path at a `?`, so such a path is written in sqlite's URI form, with slashes escaped for MLflow.
 
-    >>> sqlite_address(Path("/data/50%/mlflow.db"))
-    'sqlite:////data/50%/mlflow.db'
     >>> sqlite_address(Path("/why?/mlflow.db"))
     'sqlite:///file:%2Fwhy%3F%2Fmlflow.db?uri=true'
     """

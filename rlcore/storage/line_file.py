@@ -21,9 +21,7 @@ log = logging.getLogger(__name__)
 class LineFile:
     """A file that grows by whole lines, each appended in a single unbuffered write.
 
-    A line for which the disk has no room stays in memory and is written with the next one. `sync` raises DiskSpaceError
-    until there is room.
-    """
+    A line for which the disk has no room stays in memory and is written with the next one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -106,13 +104,11 @@ class LineFile:
         self.close()
 
     def truncate(self, to_bytes: int) -> Path | None:
-        """Truncate the file to its first `to_bytes` bytes, and drop the lines that are still in memory.
+        """Truncate the file, and drop the lines in memory. Return the file `<name>.abandoned-<k>.jsonl` with the
+        removed lines.
 
-        The removed lines are saved in `<name>.abandoned-<k>.jsonl`. Return the path of this file, or None if nothing
-        was removed. The shortened file replaces the old file by a rename, so a process that has opened the old file can
-        still read it. Raises TrackingError if the file is shorter than `to_bytes`, or if no line ends at byte
-        `to_bytes`. Raises DiskSpaceError if there is no room for the new files. An error leaves the file unchanged.
-        """
+        A rename replaces the file, so a process that has opened the old file can still read it. Raises TrackingError if
+        no line ends at byte `to_bytes`, and DiskSpaceError if there is no room. An error leaves the file unchanged."""
         with self._lock:
             self._write_pending()
             size = self.size_bytes
@@ -158,7 +154,6 @@ def iter_json(fd: int, start: int) -> Iterator[tuple[object, int]]:
 
 
 def _end_of_last_line(path: Path, size: int) -> int:
-    """Return the offset after the last newline within the first `size` bytes, or 0 if there is no newline."""
     with path.open("rb") as file:
         end = size
         while end > 0:

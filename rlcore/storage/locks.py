@@ -1,7 +1,6 @@
-"""Locks by `flock` on an open file. The kernel releases a lock when its holder dies.
+"""Locks by `flock` on an open file, which the kernel releases when the holder dies.
 
-The filelock package truncates a file when it opens the file, so a contender would erase the holder's name.
-"""
+The package filelock truncates a file that it opens, so a contender would erase the holder's name."""
 
 import errno
 import fcntl
@@ -29,18 +28,17 @@ RUN_LOCK = "run.lock"
 
 
 class FileLock:
-    """One lock by `flock` on one file.
+    """One lock by `flock` on one file, which stays on disk, because two processes could lock a deleted and a new file.
 
-    The file stays on disk: after a deletion, two processes could lock two different files. A forked child closes its
-    copy of the descriptor immediately. A child started by exec gets no copy."""
+    A forked child closes its copy of the descriptor immediately. A child started by exec gets no copy."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._descriptor: int | None = None
 
     def try_acquire(self, *, create: bool = True) -> bool:
-        """Acquire the lock without waiting. Return False if another open file holds the lock. With `create`, a missing
-        file is created. Raises OSError if the file cannot be opened or its file system has no locks."""
+        """Acquire the lock without waiting. Return False if another open file holds the lock. Raises OSError if the
+        file cannot be opened or its file system has no locks."""
         assert self._descriptor is None, f"{self.path} is locked by this object already"
         descriptor = os.open(self.path, os.O_RDWR | (os.O_CREAT if create else 0), 0o666)
         try:
@@ -75,9 +73,7 @@ class FileLock:
         os.pwrite(self._descriptor, content, 0)
 
     def release(self, *, everywhere: bool = False) -> None:
-        """Release the lock. A child process that has inherited the lock keeps it, unless `everywhere` is true.
-
-        A child that another thread is starting has a copy of the descriptor until the child's program starts."""
+        """Release the lock. A child process that has inherited the lock keeps it, unless `everywhere` is true."""
         descriptor, self._descriptor = self._descriptor, None
         _held.discard(self)
         if descriptor is not None:
@@ -101,8 +97,8 @@ os.register_at_fork(after_in_child=_drop_inherited)  # a copy would keep the loc
 def start_time_of(process: psutil.Process) -> float:
     """Return a number that distinguishes a process from a later process with the same id.
 
-    On Linux the number is the seconds from the boot to the process's start, plus a number from the boot's id. On other
-    systems it is the time of day at the start, which depends on the clock."""
+    On Linux it is the seconds from the boot to the start, plus a number from the boot's id, otherwise the time of
+    day."""
     try:
         boot = int(BOOT_ID.read_text()[:8], 16)
         ticks = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
@@ -189,8 +185,7 @@ class HeldLock:
         error: type[MillraceError] = RunInUseError,
         is_named: bool = True,
     ) -> None:
-        """Prepare the lock. If `is_named` is true, acquiring the lock writes this process as the holder into the file.
-        Otherwise the content of the file is kept."""
+        """Prepare the lock. If `is_named` is true, acquiring it writes this process as the holder into the file."""
         self.path = path
         self._is_named = is_named
         self._lock = FileLock(path)
@@ -199,13 +194,10 @@ class HeldLock:
         self._error = error
 
     def __enter__(self) -> Self:
-        """Acquire the lock. Wait for at most `wait_s` seconds. A `wait_s` below `POLL_S` is raised to `POLL_S`, because
-        `holder_of` may hold the lock briefly.
+        """Acquire the lock within `wait_s` seconds, at least `POLL_S`, because `holder_of` may hold the lock briefly.
 
-        Raises `error` (by default RunInUseError) if another process holds the lock, or if the file system has no locks.
-        Raises UnwritableError if the folder cannot be written. Raises DiskSpaceError if the disk has no room for an
-        empty file.
-        """
+        Raises `error` if another process holds the lock, or if the file system has no locks. Raises UnwritableError if
+        the folder cannot be written, and DiskSpaceError if the disk has no room for an empty file."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as reason:

@@ -1,8 +1,6 @@
 """The file `manifest.json` of a published directory, its verification, and the reuse of finished directories.
 
-A directory is hashed at its first use in a process. Later uses compare sizes, times and inodes, and hash only after a
-change.
-"""
+A directory is hashed at its first use in a process, and later only after a change of sizes, times or inodes."""
 
 import hashlib
 import json
@@ -37,14 +35,10 @@ FILE_SHA256 = "file_sha256"
 """The manifest key for the SHA-256 digest of the file from which tokenized demonstrations were built."""
 RESERVED = frozenset({"format_version", "files", "manifest_sha256"})
 MAX_HASH_THREADS = 8
-"""The most threads that hash files. sha256 releases the interpreter's lock, so several threads read a large checkpoint
-at the disk's speed."""
 SETTLED_NS = 1_000_000_000
-"""The minimum age in nanoseconds of a file whose hash is remembered. A file may change twice within one tick of the
-file system."""
+"""The minimum age of a file whose hash is remembered. It may change twice within one tick of the file system."""
 DAMAGED, LEFT = "damaged", "left"
-"""The labels of folders that were set aside: damaged ones, and ones later than the step from which the run
-continues."""
+"""The labels of folders that were set aside: damaged ones, and ones later than the step of a resumed run."""
 
 log = logging.getLogger(__name__)
 _hashed: dict[Path, list[Stamp]] = {}
@@ -89,8 +83,8 @@ def manifest_digest(document: Mapping[str, Any]) -> str:
 
 
 def read_manifest(directory: Path, *, error: type[MillraceError] = DataError) -> Manifest | None:
-    """Return the manifest of a directory, or None if there is none. A directory gets its manifest when it is finished.
-    Raises `error` if the manifest cannot be read, is damaged, or has another format version."""
+    """Return the manifest of a directory, or None if the directory is unfinished. Raises `error` if the manifest cannot
+    be read, is damaged, or has another format version."""
     path = directory / MANIFEST
     again = f"delete {directory} and make it again"
     try:
@@ -129,8 +123,7 @@ def newer_format(directory: Path, name: str = MANIFEST, known: int = FORMAT_VERS
 
 
 def verify_directory(directory: Path, *, hashes: bool = True, error: type[MillraceError] = DataError) -> Manifest:
-    """Check that every listed file exists and has its size and, with `hashes`, its sha256. Raises `error` if a check
-    fails. The message names the file, the rule, the value and the remedy."""
+    """Check that every listed file exists and has its size and, with `hashes`, its sha256. Raises `error` otherwise."""
     manifest = read_manifest(directory, error=error)
     if manifest is None:
         raise error(f"{directory}: missing: {MANIFEST}, so it was never finished. Delete the folder and make it again.")
@@ -177,9 +170,8 @@ def part_directories(directory: Path) -> tuple[Path, ...]:
 
 
 def read_finished(directory: Path, *, error: type[MillraceError] = DataError) -> Manifest | None:
-    """Return the manifest of an intact published directory, or None if the directory was never finished. Raises `error`
-    if it is damaged, cannot be read, or has another format version. The message names the file, the rule, the value and
-    the remedy."""
+    """Return the manifest of an intact published directory, or None if it was never finished. Raises `error` if it is
+    damaged, cannot be read, or has another format version."""
     manifest = read_manifest(directory, error=error)
     if manifest is None:
         return None
@@ -208,8 +200,8 @@ def read_finished_or_reason(directory: Path, *, error: type[MillraceError] = Dat
 
 
 def read_finished_or_set_aside(directory: Path, *, error: type[MillraceError] = DataError) -> Manifest | None:
-    """Return the manifest of an intact directory, otherwise None. A damaged directory is renamed, which is logged.
-    Raises `error` if the directory has a newer format or cannot be renamed."""
+    """Return the manifest of an intact directory, otherwise None. A damaged directory is renamed. Raises `error` for a
+    newer format, or if it cannot be renamed."""
     manifest, damage = read_finished_or_reason(directory, error=error)
     if damage:
         set_aside(directory, DAMAGED, f"{damage} It is made again now", error=error)
@@ -217,8 +209,7 @@ def read_finished_or_set_aside(directory: Path, *, error: type[MillraceError] = 
 
 
 def set_aside(path: Path, label: str, why: str, *, error: type[MillraceError] = DataError) -> Path:
-    """Rename a file or folder to `<name>.<label>.<k>`, log the reason, and return the new path. Raises `error` if it
-    cannot be renamed."""
+    """Rename a path to `<name>.<label>.<k>`, log the reason, and return the new path. Raises `error` on a failure."""
     names = (path.with_name(f"{path.name}.{label}.{number}") for number in count(1))
     aside = next(name for name in names if not os.path.lexists(name))
     try:
@@ -230,7 +221,6 @@ def set_aside(path: Path, label: str, why: str, *, error: type[MillraceError] = 
 
 
 def _stamps(directory: Path, manifest: Manifest) -> list[Stamp]:
-    """Return change time, modification time, inode and size of each file, or an empty list if a file is unreadable."""
     try:
         files = [(directory / name).stat() for name in (MANIFEST, *(entry.name for entry in manifest.files))]
     except OSError:

@@ -1,8 +1,6 @@
 """Directories that are published whole or not at all.
 
-A directory is written under a temporary name, hashed, flushed to disk and renamed into place. `manifest.json` is
-written last. A reader therefore sees the whole directory, and can verify every byte.
-"""
+A directory is written under a temporary name, hashed, flushed to disk and renamed into place, with `manifest.json`."""
 
 import ctypes
 import json
@@ -32,7 +30,6 @@ TEMPORARY = re.compile(r"^\.tmp-.+-(?P<pid>\d+)-[0-9a-f]{8}$")
 YOUNG_S = 60.0
 """The minimum age in seconds of a stale temporary folder. A new folder is locked microseconds after its creation."""
 YOUNG_FILE_S = 3_600.0
-"""The minimum age in seconds of a stale temporary file, which has no lock."""
 CHECK_INTERVAL_S = 0.001
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -51,13 +48,10 @@ def published_directory(
 ) -> Iterator[Path]:
     """Yield a temporary folder, and rename it to `target` at the end of the `with` block.
 
-    A killed process leaves at most a `.tmp-` folder, which `remove_stale_temporaries` removes. An exception leaves
-    nothing. If another process publishes `target` during the block, that directory stays, unless `replace` is true.
-    `manifest`: values for `manifest.json`. They are read after the block, so the block may change them. `at`: a
-    function that receives the name of each stage, so that a hang of the file system can be located. Raises
-    DiskSpaceError if there is no room for a write. Raises `error` if `target` cannot be written, or if it exists and is
-    not a finished directory.
-    """
+    A kill leaves at most a `.tmp-` folder, which `remove_stale_temporaries` removes. If another process publishes
+    `target` during the block, that directory stays, unless `replace` is true. `manifest`: values for `manifest.json`,
+    which the block may change. `at`: a function that receives the name of each stage. Raises DiskSpaceError if there is
+    no room, and `error` if `target` cannot be written, or if it exists and is not a finished directory."""
     if not replace:
         _require_free_or_finished(target, error)
     temporary, owner = _make_temporary(target, error)
@@ -94,8 +88,7 @@ def _make_temporary(target: Path, error: type[MillraceError]) -> tuple[Path, Fil
 
 
 def _take(owner: FileLock) -> None:
-    """Lock the temporary folder. If the file system has no locks, only the process id in the folder's name shows that
-    the folder is in use."""
+    """Lock the temporary folder. On a file system without locks, only its name shows that it is in use."""
     try:
         while not owner.try_acquire():  # another process checks whether it is stale
             time.sleep(CHECK_INTERVAL_S)
@@ -195,8 +188,8 @@ def _has_content(directory: Path) -> bool:
 def replaced_file(path: Path, needed_bytes: int | None = None) -> Iterator[BinaryIO]:
     """Yield a new file, which is flushed at the end of the block and then replaces `path` by one rename.
 
-    A reader sees the old file or the new one. An error leaves the old file unchanged. Raises DiskSpaceError, with
-    `needed_bytes` in its message, if there is no room. Raises UnwritableError if the folder cannot be written."""
+    An error leaves the old file unchanged. Raises DiskSpaceError, with `needed_bytes` in its message, if there is no
+    room, and UnwritableError if the folder cannot be written."""
     temporary = temporary_sibling(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -275,8 +268,7 @@ def size_bytes(directory: Path) -> int:
 
 
 def remove_stale_temporaries(parent: Path, *, of: str | None = None) -> tuple[Path, ...]:
-    """Remove the temporary files and folders that dead processes have left in a folder. Return their paths. `of`: the
-    name of a published file or folder. If `of` is given, only the temporaries of that name are removed."""
+    """Remove temporaries that dead processes have left, all or those of the name `of`. Return their paths."""
     if not parent.is_dir():
         return ()
     prefix = ".tmp-" if of is None else f".tmp-{of}-"
@@ -288,8 +280,7 @@ def remove_stale_temporaries(parent: Path, *, of: str | None = None) -> tuple[Pa
 
 
 def _is_stale(path: Path) -> bool:
-    """Return whether a temporary path is left over: it is unlocked, and it is old or its process has ended. Its age
-    counts because process ids are reused."""
+    """Return whether a path is unlocked, and old or of an ended process. Process ids are reused."""
     match = TEMPORARY.match(path.name)
     if match is None:
         return False
@@ -311,8 +302,7 @@ def _is_stale(path: Path) -> bool:
 
 
 def exchange(a: Path, b: Path) -> bool:
-    """Swap two existing paths of one file system atomically (Linux renameat2). Return False if the system cannot do
-    this."""
+    """Swap two paths of one file system atomically (Linux renameat2). Return False where that is impossible."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False

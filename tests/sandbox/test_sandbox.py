@@ -5,6 +5,7 @@ import os
 import socket
 import stat
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -56,6 +57,15 @@ def test_program_reads_prints_and_ends() -> None:
     )
 
 
+def require_ended(programs: Callable[[], set[psutil.Process]]) -> None:
+    """Wait until all processes of a set have ended. Those of other tests end by themselves."""
+    left, deadline = programs(), time.monotonic() + 20
+    while left:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+        left &= programs()
+
+
 def running_programs() -> set[psutil.Process]:
     """Return all sandboxed programs on this machine."""
     return {p for p in psutil.process_iter(["cmdline"]) if "/program/main.py" in (p.info["cmdline"] or ())}
@@ -94,46 +104,38 @@ def test_hostile_programs_do_not_escape(tmp_path: Path, monkeypatch: pytest.Monk
         assert {kind for kind, output in map(try_program, harmless) if output} == UNSAFE_IF_WEAK
     assert secret.read_text() == "mine"
     assert Path(os.__file__).stat().st_mtime_ns == source
-    left, deadline = running_programs(), time.monotonic() + 20
-    while left:  # those of other tests end by themselves
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
-        left &= running_programs()
+    require_ended(running_programs)
     assert not (names(writable) | names(Path("/dev/shm"))) - before
     print(f"{len(chosen)} programs, longest {max(taken)[0]:.1f} s ({max(taken)[1]})")
+
+
+def problem_with(num_tests: int) -> str:
+    return json.dumps({"tests": json.dumps([{"stdin": "", "stdout": "1"}] * num_tests)})
 
 
 @shut_in
 def test_killed_scorer_ends_its_program() -> None:
     set_limits(SandboxConfig(time_s=1.5))
-    problem = json.dumps({"tests": json.dumps([{"stdin": "", "stdout": "1"}] * 50)})
     with ScoringPool("data.code:score", RewardConfig(num_processes=1, deadline_s=5.0)) as pool:
-        [hung] = pool.score([f"```python\n{HANGS}\n```"], [problem])
+        [hung] = pool.score([f"```python\n{HANGS}\n```"], [problem_with(50)])
     assert (hung.failure, hung.total, hung.parts["passed"]) == (None, 0.0, 0.0), "the model's fault, and no failure"
-    problem = json.dumps({"tests": json.dumps([{"stdin": "", "stdout": "1"}])})
     set_limits(SandboxConfig(time_s=60))
     with ScoringPool("data.code:score", RewardConfig(num_processes=1, deadline_s=2.0)) as pool:
-        [hung, right] = pool.score([f"```python\n{HANGS}\n```", "```python\nprint(1)\n```"], [problem, problem])
+        [hung, right] = pool.score([f"```python\n{HANGS}\n```", "```python\nprint(1)\n```"], [problem_with(1)] * 2)
     assert "reward.deadline_s" in str(hung.failure)
     assert right.total == 1.0
-    deadline = time.monotonic() + 20
-    while [p for p in psutil.process_iter(["cmdline"]) if "/program/main.py" in (p.info["cmdline"] or ())]:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    require_ended(running_programs)
 
 
 def test_killed_scorer_ends_its_program_without_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     set_limits(SandboxConfig(time_s=60, allow_weak=True))
-    problem = json.dumps({"tests": json.dumps([{"stdin": "", "stdout": "1"}])})
     program = f"import os\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n{HANGS}"
     with ScoringPool("data.code:score", RewardConfig(num_processes=1, deadline_s=5.0)) as pool:
-        [hung] = pool.score([f"```python\n{program}\n```"], [problem])
+        [hung] = pool.score([f"```python\n{program}\n```"], [problem_with(1)])
     assert "reward.deadline_s" in str(hung.failure)
-    deadline = time.monotonic() + 20
-    while psutil.pid_exists(int((tmp_path / "pid").read_text())):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    pid = int((tmp_path / "pid").read_text())
+    require_ended(lambda: {process for process in psutil.process_iter() if process.pid == pid})
 
 
 @shut_in
@@ -151,12 +153,8 @@ def test_score_is_share_of_passed_tests(answer: str, total: float, parts: tuple[
     found = code.score(answer, {"tests": json.dumps(tests)})
     assert found.total == pytest.approx(total)
     assert (found.parts["passed"], found.parts["compiles"]) == parts
-
-
-@shut_in
-def test_syntax_error_in_eval_fails_one_test() -> None:
     tests = [{"stdin": text, "stdout": "9"} for text in ("08+1", "8+1", "+")]
-    for order in (tests, tests[::-1]):
+    for order in (tests, tests[::-1]):  # a syntax error in eval fails one test
         found = code.score("```python\nprint(eval(input()))\n```", {"tests": json.dumps(order)})
         assert found == Score(1 / 3, {"passed": 0.0, "compiles": 1.0})
 

@@ -17,12 +17,8 @@ def mounted(folder: Path, size_mib: int = SMALL_DISK_MIB, options: str = "mode=7
     The test is skipped if mounting is not permitted.
     """
     folder.mkdir(exist_ok=True)
-    mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size_mib}m,{options}", "tmpfs", str(folder)],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size_mib}m,{options}", "tmpfs", str(folder)]
+    mount = subprocess.run(command, capture_output=True, text=True)
     if mount.returncode != 0:
         pytest.skip(f"a full disk cannot be made here: mounting a tmpfs was refused ({mount.stderr.strip()})")
     try:

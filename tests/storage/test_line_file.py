@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -54,11 +54,8 @@ def test_truncate_keeps_cut_lines(path: Path, monkeypatch: pytest.MonkeyPatch, b
         second = journal.truncate(at_checkpoint)
         assert path.read_bytes() == head
         journal.append_step(2, {"a": 2.75})
-    assert first is not None
-    assert first.name == "metrics.abandoned-1.jsonl"
+    assert (first.name, second.name) == ("metrics.abandoned-1.jsonl", "metrics.abandoned-2.jsonl")
     assert first.read_bytes() == tail
-    assert second is not None
-    assert second.name == "metrics.abandoned-2.jsonl"
     assert [record.metrics["a"] for record in read_journal(path)] == [1.0, 2.75]
 
 
@@ -79,33 +76,6 @@ def test_truncate_on_a_full_disk_changes_nothing(small_disk: Path):
         assert [record.step for record in read_journal(journal.path)] == [0]
 
 
-def test_truncate_flushes_to_disk(path: Path, monkeypatch: pytest.MonkeyPatch):
-    forced: list[tuple[bool, int]] = []
-
-    def watched(descriptor: int) -> None:
-        stat = os.fstat(descriptor)
-        forced.append((stat.st_ino == path.parent.stat().st_ino, stat.st_size))
-        fsync(descriptor)
-
-    fsync = os.fsync
-    with Journal(path) as journal:
-        journal.append_step(1, {"a": 1.0})
-        kept = journal.size_bytes
-        journal.append_step(2, {"a": 2.0, "b": 3.0})
-        whole = journal.size_bytes
-        monkeypatch.setattr(os, "fsync", watched)
-        journal.truncate(kept)
-    assert [size for is_folder, size in forced if not is_folder] == [whole - kept, kept], "both files, when whole"
-    assert [is_folder for is_folder, _ in forced] == [False, False, True]
-
-
-def test_truncate_to_current_size_cuts_nothing(path: Path):
-    with Journal(path) as journal:
-        journal.append_step(1, {"a": 1.0})
-        assert journal.truncate(journal.size_bytes) is None
-    assert [file.name for file in path.parent.iterdir()] == ["metrics.jsonl"]
-
-
 @pytest.mark.parametrize("offset", [1, -1])
 def test_truncate_inside_a_line_is_refused(path: Path, offset: int):
     with Journal(path) as journal:
@@ -113,7 +83,32 @@ def test_truncate_inside_a_line_is_refused(path: Path, offset: int):
         before = path.read_bytes()
         with pytest.raises(TrackingError, match=r"metrics\.jsonl: cannot be cut to byte"):
             journal.truncate(journal.size_bytes + offset)
+        assert journal.truncate(journal.size_bytes) is None
     assert path.read_bytes() == before
+    assert [file.name for file in path.parent.iterdir()] == ["metrics.jsonl"]
+
+
+def test_sync_and_truncate_flush_to_disk(path: Path, monkeypatch: pytest.MonkeyPatch):
+    forced: list[tuple[bool, int]] = []
+    fsync = os.fsync
+
+    def watched(descriptor: int) -> None:
+        stat = os.fstat(descriptor)
+        forced.append((stat.st_ino == path.parent.stat().st_ino, stat.st_size))
+        fsync(descriptor)
+
+    with Journal(path) as journal:
+        journal.append_step(1, {"a": 1.0})
+        kept = journal.size_bytes
+        journal.append_step(2, {"a": 2.0, "b": 3.0})
+        whole = journal.size_bytes
+        monkeypatch.setattr(os, "fsync", watched)
+        assert journal.sync() == whole
+        assert forced == [(False, whole)]
+        forced.clear()
+        journal.truncate(kept)
+    assert [size for is_folder, size in forced if not is_folder] == [whole - kept, kept], "both files, when whole"
+    assert [is_folder for is_folder, _ in forced] == [False, False, True]
 
 
 def test_open_reader_continues_after_truncate(path: Path):
@@ -129,35 +124,38 @@ def test_open_reader_continues_after_truncate(path: Path):
     assert [record.step for record in read_journal(path)] == [1, 9]
 
 
-def test_threads_never_mix_lines(path: Path):
-    with Journal(path) as journal:
+def test_threads_and_writers_never_mix_lines(path: Path):
+    """Two writers (a run that is validated while it trains) never overwrite each other."""
+    with Journal(path) as first, Journal(path) as second:
 
         def write(thread: int) -> None:
             for step in range(200):
-                journal.append_step(step, {f"thread/{thread}/{i}": 1.0 for i in range(20)})
+                (first, second)[thread % 2].append_step(step, {f"thread/{thread}/{i}": 1.0 for i in range(20)})
 
-        threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(write, range(4)))
+        assert first.size_bytes == second.size_bytes == path.stat().st_size
     contents = load_journal(path)
     assert contents.num_damaged_lines == 0
     assert len(contents.steps) == 200
     assert all(len(record.metrics) == 80 for record in contents.steps)
 
 
-FULL_DISK = """
+LIMITED = """
 import resource, signal, sys
 from pathlib import Path
 from rlcore.errors import DiskSpaceError
 from rlcore.tracking.journal import Journal
 
+def limit(num_bytes=resource.RLIM_INFINITY):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
+
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # so that a write over the limit fails as on a full disk
 journal = Journal(Path(sys.argv[1]))
 journal.append_step(1, {"a": 1.0})
-limit = journal.size_bytes + 20                # room for half of the next line
-resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+"""
+FULL_DISK = """
+limit(journal.size_bytes + 20)  # room for half of the next line
 journal.append_step(2, {"a": 2.0})
 assert b'"step":2' not in Path(sys.argv[1]).read_bytes(), "half a line is on disk"
 try:
@@ -165,43 +163,36 @@ try:
 except DiskSpaceError as error:
     print(error)
     assert error.needed_bytes == int(str(error).partition("metrics.jsonl: ")[2].split()[0])
-resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+limit()
 journal.append_step(3, {"a": 3.0})
 assert journal.sync() == Path(sys.argv[1]).stat().st_size
 """
 
 
 TRUNCATED = """
-import resource, signal, sys
-from pathlib import Path
-from rlcore.tracking.journal import Journal
-
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # so that a write over the limit fails as on a full disk
-journal = Journal(Path(sys.argv[1]))
-journal.append_step(1, {"a": 1.0})
 saved = journal.sync()
-resource.setrlimit(resource.RLIMIT_FSIZE, (saved, resource.RLIM_INFINITY))
+limit(saved)
 journal.append_step(2, {"a": 2.0, "of the abandoned steps": 2.0})
 assert journal.truncate(saved) is None
-resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+limit()
 journal.append_step(2, {"a": 3.0})
 kept = journal.sync()
 journal.append_step(3, {"a": 4.0})
-resource.setrlimit(resource.RLIMIT_FSIZE, (journal.sync(), resource.RLIM_INFINITY))
+limit(journal.sync())
 journal.append_step(4, {"a": 4.0})
 assert journal.truncate(kept) is not None
-resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+limit()
 journal.append_step(3, {"a": 5.0})  # its time may have a digit more
 """
 
 
 def test_truncate_drops_pending_lines(path: Path):
-    subprocess.run([sys.executable, "-c", TRUNCATED, str(path)], check=True)
+    subprocess.run([sys.executable, "-c", LIMITED + TRUNCATED, str(path)], check=True)
     assert [record.metrics for record in read_journal(path)] == [{"a": 1.0}, {"a": 3.0}, {"a": 5.0}]
 
 
 def test_full_disk_loses_no_value(path: Path):
-    done = subprocess.run([sys.executable, "-c", FULL_DISK, str(path)], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", LIMITED + FULL_DISK, str(path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     second = path.read_bytes().splitlines(keepends=True)[1]
     assert f"{path}: {len(second)} bytes could not be written" in done.stdout
@@ -226,7 +217,6 @@ while True:
 def test_written_lines_survive_a_kill(path: Path):
     process = subprocess.Popen([sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE, text=True)
     with process:
-        assert process.stdout is not None
         for line in process.stdout:
             if int(line) >= 300:
                 break
@@ -235,28 +225,3 @@ def test_written_lines_survive_a_kill(path: Path):
     steps = [record.step for record in read_journal(path)]
     assert steps == list(range(1, len(steps) + 1))
     assert len(steps) >= printed[-1] >= 300
-
-
-def test_two_writers_append_whole_lines(path: Path):
-    """Two writers (a run that is validated while it trains) never overwrite each other."""
-    with Journal(path) as first, Journal(path) as second:
-        first.append_step(1, {"a": 1.0})
-        second.append_step(2, {"a": 2.0})
-        first.append_step(3, {"a": 3.0})
-        assert first.size_bytes == second.size_bytes == path.stat().st_size
-    assert [record.step for record in read_journal(path)] == [1, 2, 3]
-
-
-def test_sync_flushes_to_disk(path: Path, monkeypatch: pytest.MonkeyPatch):
-    sizes, fsync = [], os.fsync
-
-    def watched(descriptor: int) -> None:
-        assert os.path.samestat(os.fstat(descriptor), path.stat())
-        sizes.append(os.fstat(descriptor).st_size)
-        fsync(descriptor)
-
-    with Journal(path) as journal:
-        journal.append_step(1, {"a": 1.0})
-        monkeypatch.setattr(os, "fsync", watched)
-        assert sizes == []
-        assert [journal.sync()] == sizes == [path.stat().st_size]

@@ -12,7 +12,7 @@ from rlcore.storage.manifest import (
     read_finished,
     read_finished_or_reason,
     read_finished_or_set_aside,
-    set_aside,
+    verify_directory,
 )
 from tests.helpers.published import edit_manifest, flip, publish
 from tests.storage.small_disk import mounted
@@ -22,8 +22,13 @@ def test_read_finished_of_whole_and_absent(tmp_path):
     manifest = read_finished(publish(tmp_path / "x", kind="demo"))
     assert manifest is not None
     assert manifest.values["kind"] == "demo"
-    assert read_finished(tmp_path / "nothing") is None
-    assert read_finished_or_reason(tmp_path / "nothing") == (None, "")
+    (tmp_path / "unfinished").mkdir()
+    (tmp_path / "unfinished" / "a").touch()
+    for name in ("nothing", "unfinished"):
+        assert read_finished(tmp_path / name) is None
+        assert read_finished_or_reason(tmp_path / name) == (None, "")
+        with pytest.raises(DataError, match="never finished"):
+            verify_directory(tmp_path / name)
 
 
 def test_unchanged_directory_is_hashed_once(tmp_path, monkeypatch):
@@ -53,54 +58,42 @@ def test_recently_changed_directory_is_hashed_again(tmp_path):
 
 
 def test_damaged_directory_is_set_aside(tmp_path, caplog):
-    target = publish(tmp_path / "x")
-    flip(target / "a.txt")
-    damaged = (target / "a.txt").read_bytes()
-    assert read_finished_or_set_aside(target) is None
-    assert "a.txt: hash must be" in caplog.text
-    assert "kept as x.damaged.1" in caplog.text
-    assert not target.exists()
-    assert (tmp_path / "x.damaged.1" / "a.txt").read_bytes() == damaged
-    caplog.clear()
-    publish(target)
-    assert read_finished_or_set_aside(target) is not None
-    assert caplog.text == ""
-
-
-def test_set_aside_takes_the_first_free_name(tmp_path: Path) -> None:
+    target = tmp_path / "x"
     for number in (1, 2, 3):
-        (tmp_path / "x").write_text(str(number))
-        assert set_aside(tmp_path / "x", "left", "why") == tmp_path / f"x.left.{number}"
-    assert [file.read_text() for file in sorted(tmp_path.iterdir())] == ["1", "2", "3"]
+        publish(target)
+        caplog.clear()
+        assert read_finished_or_set_aside(target) is not None
+        assert caplog.text == ""
+        flip(target / "a.txt")
+        damaged = (target / "a.txt").read_bytes()
+        assert read_finished_or_set_aside(target) is None
+        assert "a.txt: hash must be" in caplog.text
+        assert f"kept as x.damaged.{number}" in caplog.text
+        assert not target.exists()
+        assert (tmp_path / f"x.damaged.{number}" / "a.txt").read_bytes() == damaged
 
 
-@pytest.mark.parametrize("other", ["folder", "pipe", "device", "link to itself", "unreadable", "nested deeply"])
+OTHER_KINDS = {
+    "folder": Path.mkdir,
+    "pipe": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "link to itself": lambda path: path.symlink_to(path),
+    "unreadable": lambda path: path.symlink_to("/proc/self/mem"),  # its first byte is an input/output error
+    "nested deeply": lambda path: path.write_text("[" * 200_000),
+}
+
+
+@pytest.mark.parametrize("other", OTHER_KINDS)
 def test_manifest_of_another_kind_is_damage(tmp_path, other):
     target = publish(tmp_path / "x")
     path = target / MANIFEST
     path.unlink()
-    match other:
-        case "folder":
-            path.mkdir()
-        case "pipe":
-            os.mkfifo(path)
-        case "device":
-            path.symlink_to("/dev/zero")
-        case "link to itself":
-            path.symlink_to(path)
-        case "unreadable":
-            path.symlink_to("/proc/self/mem")  # its first byte is an input/output error
-        case "nested deeply":
-            path.write_text("[" * 200_000)
+    OTHER_KINDS[other](path)
     with pytest.raises(DataError, match=r"manifest\.json: (cannot be read|is damaged)"):
         read_finished(target)
     assert read_finished_or_set_aside(target) is None
     assert not os.path.lexists(target)
-
-
-def test_listed_pipe_is_damage(tmp_path):
-    target = publish(tmp_path / "x")
-    (target / "a.txt").unlink()
+    (publish(target) / "a.txt").unlink()
     os.mkfifo(target / "a.txt")
     assert "a.txt: must be an ordinary file" in read_finished_or_reason(target)[1]
 
@@ -115,7 +108,7 @@ def test_renamed_directory_is_refused(tmp_path):
 
 def test_newer_format_is_not_damage(tmp_path):
     edit_manifest(publish(tmp_path / "x"), format_version=2)
-    with pytest.raises(DataError, match="got 2"):
+    with pytest.raises(DataError, match=r"format_version must be 1, got 2.*version of Millrace"):
         read_finished_or_set_aside(tmp_path / "x")
     assert (tmp_path / "x").is_dir()
 

@@ -7,7 +7,9 @@ import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,55 +43,29 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def fail_in_block(target: Path, reason: BaseException) -> None:
-    with published_directory(target, {}) as folder:
+def publish_after(target: Path, act: Callable[[Path], object], **more: Any) -> None:
+    with published_directory(target, {}, **more) as folder:
         (folder / "a").write_bytes(b"12345")
-        raise reason
+        act(folder)
 
 
 def test_published_directory_has_files_and_manifest(tmp_path):
-    target = publish(tmp_path / "very" / "deep" / "x", kind="demo", reward=0.25)
+    values: dict[str, Any] = {"kind": "demo"}
+    stages: list[str] = []
+    with published_directory(tmp_path / "very" / "deep" / "x", values, at=stages.append) as folder:
+        (folder / "a.txt").write_text("abc")
+        (folder / "sub").mkdir()
+        (folder / "sub" / "b.bin").write_bytes(bytes(256))
+        values["reward"] = 0.25  # read after the block
+        assert stages == []
+    target = tmp_path / "very" / "deep" / "x"
     manifest = verify_directory(target)
-    assert dict(manifest.values) == {"kind": "demo", "reward": 0.25}
+    assert dict(manifest.values) == values
     assert [entry.name for entry in manifest.files] == ["a.txt", "sub/b.bin"]
     assert manifest.size_bytes == 259
-    assert names(target.parent) == ["x"]
-    assert names(target) == ["a.txt", "manifest.json", "sub"]
-
-
-def test_manifest_values_are_read_after_the_block(tmp_path):
-    values: dict[str, float] = {}
-    with published_directory(tmp_path / "x", values) as folder:
-        (folder / "a").touch()
-        values["steps"] = 3
-    manifest = read_manifest(tmp_path / "x")
-    assert manifest is not None
-    assert manifest.values["steps"] == 3
-
-
-@pytest.mark.parametrize(
-    "reason", [KeyboardInterrupt(), SystemExit(3), ValueError("no")], ids=lambda e: type(e).__name__
-)
-def test_exception_removes_temporary_and_propagates(tmp_path, reason):
-    with pytest.raises(type(reason)) as caught:
-        fail_in_block(tmp_path / "x", reason)
-    assert caught.value is reason
-    assert names(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    "reason",
-    [
-        OSError(errno.ENOSPC, "No space left on device"),
-        OSError(errno.EDQUOT, "Disk quota exceeded"),
-        RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
-    ],
-    ids=["full", "quota", "text of a Rust writer"],
-)
-def test_full_disk_error_names_path_and_bytes(tmp_path, reason):
-    with pytest.raises(DiskSpaceError, match=r"/x: no room .* at least 5 bytes were to be written, \d+ bytes are free"):
-        fail_in_block(tmp_path / "x", reason)
-    assert names(tmp_path) == []
+    assert (names(target.parent), names(target)) == (["x"], ["a.txt", "manifest.json", "sub"])
+    hashing = f"hashing and flushing the files in {folder}"
+    assert stages == [hashing, f"renaming {folder} to x", f"flushing the folder {target.parent}"]
 
 
 @pytest.mark.parametrize("leave_bytes", [0, 4096, 8192, 12288, 16384])
@@ -104,6 +80,31 @@ def test_full_disk_at_each_file_leaves_nothing(small_disk, leave_bytes):
     verify_directory(small_disk / "x")
 
 
+def raising(reason: BaseException) -> Callable[[Path], None]:
+    def fail(folder: Path) -> None:
+        raise reason
+
+    return fail
+
+
+FULL = r"/x: no room .* at least 5 bytes were to be written, \d+ bytes are free"
+
+
+@pytest.mark.parametrize(("act", "error", "message"), [
+    (raising(KeyboardInterrupt("no")), KeyboardInterrupt, "^no$"),
+    (raising(ValueError("no")), ValueError, "^no$"),
+    (raising(OSError(errno.ENOSPC, "No space left on device")), DiskSpaceError, FULL),
+    (raising(OSError(errno.EDQUOT, "Disk quota exceeded")), DiskSpaceError, FULL),
+    (raising(RuntimeError("a Rust writer: No space left on device (os error 28)")), DiskSpaceError, FULL),
+    (lambda folder: (folder / "manifest.json").touch(), DataError, r"/manifest\.json: is written by the publishing"),
+    (lambda folder: (folder / "link").symlink_to("/etc/hostname"), DataError, "only ordinary files"),
+])  # fmt: skip
+def test_failed_block_leaves_nothing(tmp_path, act, error, message):
+    with pytest.raises(error, match=message):
+        publish_after(tmp_path / "x", act)
+    assert names(tmp_path) == []
+
+
 def test_directory_of_another_process_is_kept(tmp_path, caplog):
     with published_directory(tmp_path / "x", {"who": "slow"}) as folder:
         (folder / "a.txt").write_text("slow")
@@ -115,60 +116,16 @@ def test_directory_of_another_process_is_kept(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
-def test_replace_exchanges_a_finished_directory(tmp_path, monkeypatch, can_exchange):
+def test_replace_exchanges_a_directory(tmp_path, monkeypatch, can_exchange):
+    (tmp_path / "x").mkdir()
     publish(tmp_path / "x", "old")
+    (tmp_path / "x" / "more").touch()
     if not can_exchange:
         monkeypatch.setattr("rlcore.storage.publish.exchange", lambda a, b: False)
     publish(tmp_path / "x", "new", replace=True)
     verify_directory(tmp_path / "x")
     assert (tmp_path / "x" / "a.txt").read_text() == "new"
-    assert names(tmp_path) == ["x"]
-
-
-def test_empty_or_replaced_folder_is_published_over(tmp_path: Path) -> None:
-    (tmp_path / "x").mkdir()
-    publish(tmp_path / "x")
-    (tmp_path / "y").mkdir()
-    (tmp_path / "y" / "old").touch()
-    publish(tmp_path / "y", replace=True)
-    for name in ("x", "y"):
-        assert names(tmp_path / name) == ["a.txt", "manifest.json", "sub"]
-
-
-def test_publishing_reports_its_stages(tmp_path: Path) -> None:
-    stages: list[str] = []
-    with published_directory(tmp_path / "x", {}, at=stages.append) as folder:
-        assert stages == []
-    assert stages == [
-        f"hashing and flushing the files in {folder}",
-        f"renaming {folder} to x",
-        f"flushing the folder {tmp_path}",
-    ]
-
-
-def test_target_that_cannot_be_replaced_is_an_error(tmp_path: Path) -> None:
-    """The target is a mount point, which cannot be renamed."""
-    with mounted(tmp_path / "x"), pytest.raises(DataError, match=r"x: cannot be published \(\[Errno 16\]"):
-        publish(tmp_path / "x")
-    assert names(tmp_path) == ["x"]
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda folder: (folder / "manifest.json").touch(), r"/manifest\.json: is written by the publishing itself"),
-        (lambda folder: (folder / "link").symlink_to("/etc/hostname"), "only ordinary files"),
-    ],
-    ids=["manifest", "link"],
-)
-def test_publishing_refuses_manifests_and_links(tmp_path: Path, make: Callable[[Path], None], message: str) -> None:
-    def write() -> None:
-        with published_directory(tmp_path / "x", {}) as folder:
-            make(folder)
-
-    with pytest.raises(DataError, match=message):
-        write()
-    assert names(tmp_path) == []
+    assert (names(tmp_path), names(tmp_path / "x")) == (["x"], ["a.txt", "manifest.json", "sub"])
 
 
 @pytest.mark.parametrize("num_inodes", [1, 2])
@@ -179,7 +136,7 @@ def test_disk_without_inodes_is_a_full_disk(tmp_path: Path, num_inodes: int) -> 
         assert names(disk) == []
 
 
-def test_publishing_without_file_locks(
+def test_publishing_closes_all_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refused(descriptor: int, operation: int) -> None:
@@ -187,15 +144,10 @@ def test_publishing_without_file_locks(
 
     caplog.set_level("DEBUG")
     before = num_open()
-    monkeypatch.setattr(fcntl, "flock", refused)
-    verify_directory(publish(tmp_path / "x"))
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "flock", refused)
+        verify_directory(publish(tmp_path / "x"))
     assert ".owner.lock: [Errno 37] No locks available" in caplog.text
-    assert num_open() <= before
-
-
-def test_publishing_closes_all_files(tmp_path: Path) -> None:
-    before = num_open()
-    publish(tmp_path / "x")
     publish(tmp_path / "x", replace=True)
     write_text_atomically(tmp_path / "y", "text")
     dead = tmp_path / f".tmp-x-{2**22 + 1}-0123abcd"
@@ -207,32 +159,34 @@ def test_publishing_closes_all_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("in_the_way", ["file", "folder"])
 def test_unfinished_target_is_never_overwritten(tmp_path, in_the_way):
-    target = tmp_path / "x"
-    if in_the_way == "file":
-        target.write_text("precious")
-    else:
-        target.mkdir()
-        (target / "precious").touch()
+    def obstruct(folder: Path | None = None) -> None:
+        if in_the_way == "file":
+            (tmp_path / "x").write_text("precious")
+        else:
+            (tmp_path / "x").mkdir()
+            (tmp_path / "x" / "precious").touch()
+
     with pytest.raises(DataError, match="in the way"):
-        published_directory(target, {}).__enter__()  # before anything is written
-    assert target.exists()
+        publish_after(tmp_path / "x", obstruct)
+    with pytest.raises(DataError, match="in the way"):
+        published_directory(tmp_path / "x", {}).__enter__()  # before anything is written
     assert names(tmp_path) == ["x"]
+    assert (tmp_path / "x").is_file() or names(tmp_path / "x") == ["precious"]
 
 
-def test_unwritable_folder_is_an_error(tmp_path):
+def test_unusable_parent_folder_is_an_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"file: must be a folder, and .*/file is none\. Move"):
         published_directory(tmp_path / "file" / "x", {}, error=CheckpointError).__enter__()
-
-
-def test_folder_removed_in_the_block_is_an_error(tmp_path):
-    def vanish() -> None:
-        with published_directory(tmp_path / "runs" / "x", {}, error=CheckpointError) as folder:
-            (folder / "a").touch()
-            (tmp_path / "runs").rename(tmp_path / "moved")
-
     with pytest.raises(CheckpointError, match="cannot be published"):
-        vanish()
+        publish_after(tmp_path / "a" / "x", lambda _: (tmp_path / "a").rename(tmp_path / "b"), error=CheckpointError)
+    # A mount point cannot be renamed.
+    with mounted(tmp_path / "x"), pytest.raises(DataError, match=r"x: cannot be published \(\[Errno 16\]"):
+        publish(tmp_path / "x")
+    assert names(tmp_path) == ["b", "file", "x"]
+    with pytest.raises(DataError, match=r"^/sys: cannot be written .* paths\.root") as caught:  # not even by root
+        write_text_atomically(Path("/sys/x.txt"), "content")
+    assert isinstance(caught.value, OSError), "a caller that does not need the text may continue"
 
 
 # ---------------------------------------------------------------- damage
@@ -245,20 +199,14 @@ def test_verify_finds_every_flipped_byte(tmp_path):
         for position in range(len(whole)):
             damaged = bytearray(whole)
             damaged[position] ^= 1 << (position % 8)
-            if path.name == "manifest.json" and _same_json(bytes(damaged), whole):
-                continue  # layout only, such as a space turned into a tab
+            with suppress(ValueError):
+                if path.name == "manifest.json" and json.loads(bytes(damaged)) == json.loads(whole):
+                    continue  # layout only, such as a space turned into a tab
             path.write_bytes(damaged)
             with pytest.raises(CheckpointError, match=path.name):
                 verify_directory(target, error=CheckpointError)
         path.write_bytes(whole)
     verify_directory(target)
-
-
-def _same_json(a: bytes, b: bytes) -> bool:
-    try:
-        return json.loads(a) == json.loads(b)
-    except ValueError:
-        return False
 
 
 @pytest.mark.parametrize("name", ["a.txt", "sub/b.bin", "manifest.json"])
@@ -275,30 +223,20 @@ def test_verify_finds_every_truncation(tmp_path, name, keep_bytes):
 def test_verify_without_hashes_checks_sizes_only(tmp_path):
     (publish(tmp_path / "x") / "a.txt").write_text("abd")
     verify_directory(tmp_path / "x", hashes=False)
-    with pytest.raises(DataError) as damaged:
-        verify_directory(tmp_path / "x")
     meant, found = (hashlib.sha256(text).hexdigest()[:12] for text in (b"abc", b"abd"))
-    assert str(damaged.value) == (
-        f"{tmp_path}/x/a.txt: hash must be sha256 {meant}..., got {found}... Delete {tmp_path}/x and make it again, or "
-        "restore the file."
-    )
-
-
-def test_newer_manifest_format_is_refused(tmp_path):
-    edit_manifest(publish(tmp_path / "x"), format_version=2)
-    with pytest.raises(DataError, match=r"format_version must be 1, got 2.*version of Millrace"):
-        read_manifest(tmp_path / "x")
+    message = rf"/x/a\.txt: hash must be sha256 {meant}\.\.\., got {found}\.\.\. Delete .*/x and make it again, or"
+    with pytest.raises(DataError, match=message):
+        verify_directory(tmp_path / "x")
 
 
 @pytest.mark.parametrize("name", ["/etc/hostname", "../outside", "sub/../../outside"])
 def test_manifest_cannot_name_outside_files(tmp_path, name):
-    (tmp_path / "outside").touch()
     edit_manifest(publish(tmp_path / "x"), files=[{"name": name, "size_bytes": 0, "sha256": ""}])
     with pytest.raises(DataError, match="must be inside"):
         verify_directory(tmp_path / "x")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", "null", '{"format_version": 1}', "\x00\xff"])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format_version": 1}', "\x00\xff"])
 def test_invalid_manifest_is_damaged(tmp_path, text):
     (publish(tmp_path / "x") / "manifest.json").write_text(text, encoding="latin-1")
     with pytest.raises(DataError, match="is damaged"):
@@ -314,7 +252,6 @@ def test_manifest_is_independent_of_layout(tmp_path: Path) -> None:
     )
     (tmp_path / "manifest.json").write_text(json.dumps(dict(reversed(json.loads(text).items()))))
     manifest = read_manifest(tmp_path)
-    assert manifest is not None
     assert (dict(manifest.values), manifest.files) == ({"name": "grüße"}, (FileEntry("a.txt", 3, "00"),))
     with pytest.raises(ValueError, match="JSON compliant"):
         manifest_text({"reward": float("nan")}, ())
@@ -358,12 +295,11 @@ def test_text_and_json_are_replaced_whole(tmp_path):
     assert (tmp_path / "new" / "x").read_bytes() == "grüße\n".encode()
     write_json_atomically(tmp_path / "very" / "deep" / "x", {"a": ["ü"]})
     assert (tmp_path / "very" / "deep" / "x").read_text(encoding="utf-8") == '{\n  "a": [\n    "ü"\n  ]\n}\n'
-    write_json_atomically(tmp_path / "new" / "x", {"a": [1, 2.5, None]})
-    assert json.loads((tmp_path / "new" / "x").read_text()) == {"a": [1, 2.5, None]}
-    assert names(tmp_path / "new") == ["x"]
     with pytest.raises(ValueError, match="JSON"):
         write_json_atomically(tmp_path / "new" / "x", float("nan"))
-    assert names(tmp_path / "new") == ["x"]
+    with pytest.raises(IsADirectoryError):
+        write_text_atomically(tmp_path / "very" / "deep", "content")
+    assert (names(tmp_path / "new"), names(tmp_path / "very")) == (["x"], ["deep"])
 
 
 def test_full_disk_keeps_the_old_text(small_disk):
@@ -412,12 +348,11 @@ def test_stale_temporaries_of_dead_processes_are_removed(tmp_path, caplog):
 def test_stale_temporary_with_reused_process_id_is_removed(tmp_path):
     """A restarted trainer in a container often has the id of the killed one."""
     young, old, file, old_file = (temporary_sibling(tmp_path / name) for name in ("w", "x", "y", "z"))
-    young.mkdir()
-    old.mkdir()
-    file.touch()
-    old_file.touch()
     # A file has no lock: it may be in use for an hour.
-    for path, age_s in ((young, 40), (old, 70), (file, 3_500), (old_file, 3_700)):
+    for path, make, age_s in (
+        (young, Path.mkdir, 40), (old, Path.mkdir, 70), (file, Path.touch, 3_500), (old_file, Path.touch, 3_700)
+    ):  # fmt: skip
+        make(path)
         os.utime(path, (time.time() - age_s,) * 2)
     with published_directory(tmp_path / "live", {}) as folder:
         os.utime(folder, (1, 1))  # an hour in one write: its lock says that it lives
@@ -480,30 +415,3 @@ def test_secret_is_private_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyP
         write_secret_once(secret, "another")
         assert secret.read_text(encoding="utf-8") == "grüße"
     assert names(tmp_path) == ["secret"]
-
-
-def test_unwritable_folder_error_has_a_remedy():
-    with pytest.raises(DataError, match=r"^/sys: cannot be written .* paths\.root") as caught:  # not even by root
-        write_text_atomically(Path("/sys/x.txt"), "content")
-    assert isinstance(caught.value, OSError), "a caller that does not need the text may continue"
-
-
-def test_failed_text_write_leaves_nothing(tmp_path):
-    (tmp_path / "x.txt").mkdir()
-    with pytest.raises(IsADirectoryError):
-        write_text_atomically(tmp_path / "x.txt", "content")
-    assert names(tmp_path) == ["x.txt"]
-
-
-def test_late_obstacle_is_not_overwritten(tmp_path: Path) -> None:
-    target = tmp_path / "published"
-
-    def publish() -> None:
-        with published_directory(target, {}) as folder:
-            (folder / "ours").write_text("ours")
-            target.mkdir()
-            (target / "theirs").write_text("theirs")
-
-    with pytest.raises(DataError, match="is in the way"):
-        publish()
-    assert [file.name for file in target.iterdir()] == ["theirs"]

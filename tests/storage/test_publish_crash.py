@@ -5,12 +5,10 @@ import random
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from rlcore.errors import DataError
-from rlcore.storage.manifest import read_manifest, verify_directory
+from rlcore.storage.manifest import verify_directory
 from rlcore.storage.publish import remove_stale_temporaries
 
 # For k = 1, 2, ...: a forked child publishes and kills itself at its k-th operation on a file, until one gets through.
@@ -132,12 +130,3 @@ def test_two_processes_publish_the_same_directories(tmp_path):
     assert len(folders) > 20
     for folder in folders:
         verify_directory(folder)
-
-
-def test_folder_without_manifest_was_never_finished(tmp_path: Path):
-    assert read_manifest(tmp_path / "absent") is None
-    (tmp_path / "x").mkdir()
-    (tmp_path / "x" / "a").touch()
-    assert read_manifest(tmp_path / "x") is None
-    with pytest.raises(DataError, match="never finished"):
-        verify_directory(tmp_path / "x")
