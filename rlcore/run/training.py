@@ -1,7 +1,4 @@
-"""The training loop of a run: steps, journal lines, checkpoints at the ends of chunks, and resumes.
-
-The newest committed checkpoint is the state of the run. Everything in this module can be rebuilt from it.
-"""
+"""The training loop of a run: steps, journal lines, checkpoints at the ends of chunks, and resumes from the newest."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -45,8 +42,7 @@ class Training(Generic[W]):
         self._system = SystemSampler(record.layout.run_dir)
         self._state: LoopState | None = None
         self._metrics: Mapping[str, float] = {}
-        self._saved_step = -1
-        """The step of the newest checkpoint, on disk or in progress."""
+        self._saved_step = -1  # the step of the newest checkpoint, on disk or in progress
         self._seconds_for_saves = 0.0
         self._meter: CostMeter | None = None
 
@@ -61,11 +57,8 @@ class Training(Generic[W]):
         return 0 if self._state is None else self._state.step
 
     def train_to(self, to_step: int, *, settle: bool = True) -> Mapping[str, float]:
-        """Train to a step, save checkpoints at chunk ends and at this step, and return the metrics of the last step.
-
-        `settle`: whether to wait until the last checkpoint is committed. If false, the checkpoint is written during the
-        next call.
-        """
+        """Train to a step, save checkpoints at chunk ends and at this step, and return the metrics of the last step. If
+        `settle` is false, the last checkpoint is written during the next call."""
         state = self._begin()
         self.record.wait_for_room(state.step, self.settle_save)
         pace = Pace(is_warm=bool(self._metrics))
@@ -101,10 +94,8 @@ class Training(Generic[W]):
     # ------------------------------------------------------------------ start
 
     def _begin(self) -> LoopState:
-        """Return the state from which training continues.
-
-        This is the state in memory if the workers hold its weights. Otherwise it is the newest checkpoint, or step 0.
-        """
+        """Return the state in memory if the workers hold its weights, otherwise that of the newest checkpoint, or of
+        step 0."""
         self.workers.start()
         if self._state is not None and self.workers.holds == name_of(self._state.step):
             return self._state  # possibly ahead of its newest checkpoint
@@ -127,10 +118,7 @@ class Training(Generic[W]):
         return state
 
     def _cost(self) -> dict[str, float]:
-        """Return the cost metrics of the run, which are read from the journal.
-
-        Call this only after a resume has truncated the journal.
-        """
+        """Return the cost metrics of the run. The journal, from which they are read, must be truncated before."""
         if self._meter is None:
             self._meter = CostMeter(self.record.layout.journal)
         return self._meter.metrics(self.workers.gpu_uses())
@@ -217,7 +205,7 @@ class Training(Generic[W]):
         self._saved_step = state.step
 
     def _save_before(self, state: LoopState) -> None:
-        """Save the last finished step. The workers must still hold the weights of this step."""
+        """Save the last finished step, whose weights the workers must still hold."""
         self.workers.holds = name_of(state.step)
         if self._saved_step != state.step:
             self._begin_save(state)
@@ -228,9 +216,7 @@ class Training(Generic[W]):
         return step % trainer.steps_per_chunk == 0 or step == trainer.total_steps
 
     def _saving(self, advance: Callable[[], Saved | None]) -> None:
-        """Call `advance`, which continues the save in progress. The duration of the call is added to a metric of the
-        next step.
-        """
+        """Continue the save in progress by `advance`, and add the duration to a metric of the next step."""
         begun = time.perf_counter()
         try:
             saved = advance()
@@ -278,9 +264,7 @@ class RunTraining(Training[RunWorkers]):
 
     def evaluate(self, name: str, step: int, suite: SuiteConfig | None = None) -> ValidationResult:
         """Evaluate the workers' weights on the held-out problems or on a suite, and store the result under `name`.
-
-        Raises UnscoredError if no problem has a score. Nothing is then stored.
-        """
+        Raises UnscoredError if no problem has a score."""
         if suite is None:
             result, responses = self.workers.validate(name, step)
             self._require_metrics(result, None)
@@ -308,9 +292,7 @@ class RunTraining(Training[RunWorkers]):
         self, checkpoint: str, name: str, suite: SuiteConfig | None = None, *, step: int | None = None
     ) -> ValidationResult:
         """Evaluate a checkpoint on all held-out problems or on a suite. Reuse a stored result with the same settings.
-
-        `step`: the step that the result records. By default, this is the step of the checkpoint.
-        """
+        `step`: the step that the result records, by default the checkpoint's."""
         step = self.record.store.step_of(checkpoint) if step is None else step
         result = (
             self._known_result(step, suite)
@@ -333,11 +315,8 @@ class RunTraining(Training[RunWorkers]):
         result.write(self.file_of(result.name, suite))
 
     def _known_result(self, step: int, suite: SuiteConfig | None, name: str | None = None) -> ValidationResult | None:
-        """Return the stored result named `name`, or None if there is none with the present settings.
-
-        If `name` is None, return the result that training has stored for the step. Return None if training evaluates
-        only `max_problems` problems.
-        """
+        """Return the stored result with the present settings, or None. If `name` is None, it is the result that
+        training has stored for the step, unless training evaluates only `max_problems`."""
         settings = self._config.validation if suite is None else suite
         file = self.file_of(name or name_of(step), suite)
         if (name is None and settings.max_problems) or not file.is_file():

@@ -16,14 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rlcore.checkpoint import shard_files
-from rlcore.checkpoint.shard_files import (
-    Box,
-    LocalPart,
-    ShardReader,
-    local_part,
-    rank_and_world_size,
-    write_parts,
-)
+from rlcore.checkpoint.shard_files import Box, LocalPart, ShardReader, local_part, rank_and_world_size, write_parts
 from rlcore.checkpoint.shards import load_shards
 from rlcore.errors import CheckpointError, DiskSpaceError
 from tests.checkpoint.small import assert_same, build, save_shards, state_of, train

@@ -14,14 +14,7 @@ from mlflow.utils.validation import _validate_metric_name
 
 from rlcore.config import PathsConfig, RunConfig, TrackingConfig
 from rlcore.errors import TrackingError
-from rlcore.tracking.connection import (
-    CLIENT_ENVIRONMENT,
-    connect,
-    explain_error,
-    has_store,
-    mlflow_name,
-    resolve_uri,
-)
+from rlcore.tracking.connection import CLIENT_ENVIRONMENT, connect, explain_error, has_store, mlflow_name, resolve_uri
 from rlcore.tracking.mlflow_store import MlflowStore
 from tests.helpers.forked import fork_module, run_module
 

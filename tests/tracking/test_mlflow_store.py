@@ -11,10 +11,7 @@ import pytest
 from rlcore.config import TrackingConfig
 from rlcore.errors import TrackingError
 from rlcore.tracking import mlflow_store
-from rlcore.tracking.connection import (
-    has_store,
-    resolve_uri,
-)
+from rlcore.tracking.connection import has_store, resolve_uri
 from rlcore.tracking.mlflow_store import PARENT_TAG, VIEW_TAG, MlflowStore, compare_url, search_run_ids, table_url
 from tests.helpers.mlflow import Server, server
 

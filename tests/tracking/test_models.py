@@ -9,12 +9,7 @@ import pytest
 
 from rlcore.errors import TrackingError
 from rlcore.tracking.mlflow_store import MlflowStore
-from rlcore.tracking.models import (
-    log_model,
-    model_of,
-    models_of,
-    name_models,
-)
+from rlcore.tracking.models import log_model, model_of, models_of, name_models
 from tests.helpers.mlflow import points
 
 
