@@ -40,10 +40,17 @@ NOTE_TAG = "mlflow.note.content"  # description of a run
 TABLES_TAG = "mlflow.loggedArtifacts"  # tables of a run
 VIEW = "millrace"  # id of the saved view of the experiment, whose columns and charts begin with the reward
 VIEW_TAG = f"mlflow.sharedViewState.{VIEW}"  # stores the view for MLflow's pages
-COLUMNS = (
-    *(f"metrics.`{name}`" for name in (REWARD, HELD_OUT_REWARD, "response_length/mean")),
-    *("params.`seed`", "params.`optim.lr`", "tags.`algorithm`", "tags.`task`"),
-)
+COLUMN_WIDTHS = {
+    "attributes.`Run Name`": 250,
+    f"metrics.`{REWARD}`": 80,
+    "params.`seed`": 60,
+    f"metrics.`{HELD_OUT_REWARD}`": 90,
+    "metrics.`response_length/mean`": 140,
+    "params.`optim.lr`": 80,
+    "tags.`algorithm`": 100,
+    "tags.`task`": 120,
+}
+"""The columns of the saved view in order, with their widths in pixels. Reward and seed fit beside the run's name."""
 
 
 class MlflowStore:
@@ -231,8 +238,9 @@ def _saved_view() -> str:
         for key in (REWARD, HELD_OUT_REWARD)
     ]  # fmt: skip
     section = {"uuid": VIEW, "name": "Reward", "display": True, "isReordered": True}
-    state = {"selectedColumns": COLUMNS, "columnOrder": COLUMNS, "compareRunCharts": charts,
-             "compareRunSections": [section], "isAccordionReordered": True}  # fmt: skip
+    order = list(COLUMN_WIDTHS)
+    state = {"selectedColumns": order[1:], "columnOrder": order, "columnWidths": COLUMN_WIDTHS,
+             "compareRunCharts": charts, "compareRunSections": [section], "isAccordionReordered": True}  # fmt: skip
     return json.dumps({"name": "Reward first", "createdAt": 0, "state": json.dumps(state)})
 
 

@@ -47,7 +47,6 @@ def test_configured_and_built_policies_are_known(tmp_path: Path) -> None:
     inputs = RunInputs(tmp_path / "f", tmp_path / "t")
     given = known_initial_policy(of_model(tmp_path, tmp_path / "given", warm=False), inputs)
     assert given == InitialPolicy(tmp_path / "given", cached=True)
-    assert given is not None
     assert given.steps == 0
     for warm in (False, True):
         config = of_model(tmp_path, None, warm=warm)
