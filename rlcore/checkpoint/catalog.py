@@ -160,8 +160,7 @@ def by_score(checkpoints: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
 
 
 def find_checkpoint(directory: Path, name: str) -> CheckpointInfo:
-    """Find a checkpoint by its step (`20`), its folder's name, `last` or `best`, without verifying its files. Raises
-    CheckpointError if no name matches or the manifest cannot be read."""
+    """Find a checkpoint by its step (`20`), folder name, `last` or `best`. Raises CheckpointError if there is none."""
     catalog = scan(directory)
     known = catalog.checkpoints
     if name == "last" and known:
@@ -169,12 +168,11 @@ def find_checkpoint(directory: Path, name: str) -> CheckpointInfo:
     if name == "best" and (scored := by_score(known)):
         return scored[-1]
     wanted = name_of(int(name)) if name.isdecimal() else name
-    for info in known:
+    for info in (*known, *catalog.refusals):
         if info.name == wanted:
+            if info.reason:
+                raise CheckpointError(info.reason)
             return info
-    for refusal in catalog.refusals:
-        if refusal.name == wanted:
-            raise CheckpointError(refusal.reason)
     existing = ", ".join(info.name for info in known) or "none"
     raise CheckpointError(
         f"{directory}: has no checkpoint {name!r}; there are: {existing}. Name a step, a folder, last, or best (where "
@@ -202,7 +200,6 @@ def kept_steps(checkpoints: Sequence[CheckpointInfo], config: CheckpointConfig) 
 
 
 def is_exported(target: Path, step: int) -> bool:
-    """Return whether `target` has the exported weights of `step`. A damaged folder is set aside. Raises CheckpointError
-    if it cannot be."""
+    """Return whether `target` has the exported weights of `step`. A damaged folder is set aside."""
     manifest = read_finished_or_set_aside(target, error=CheckpointError)
     return manifest is not None and manifest.values.get("step") == step

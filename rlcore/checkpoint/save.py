@@ -93,13 +93,11 @@ class CheckpointSaver:
         return None if all(size.is_copied for size in sizes) else self.settle()
 
     def poll(self) -> Saved | None:
-        """Return the checkpoint if its save has completed since the last call, otherwise None. Raises the errors of
-        `settle`."""
+        """Return the checkpoint if its save has completed since the last call, otherwise None. See `settle`."""
         return self._advance(wait=False)
 
     def settle(self) -> Saved | None:
-        """Wait until the current save is complete, and return it. Raises DiskSpaceError without room, and
-        CheckpointError."""
+        """Wait until the current save is complete, and return it. Raises DiskSpaceError or CheckpointError."""
         return self._advance(wait=True)
 
     def abandon(self) -> None:

@@ -34,9 +34,6 @@ DTYPES: Mapping[str, torch.dtype] = {
 COMPILED = "_orig_mod."  # prefix of torch.compile in names, which a checkpoint leaves out
 
 
-# ---------------------------------------------------------------- a rank's part of a tensor
-
-
 @dataclass(frozen=True, slots=True)
 class Box:
     """The indices `offset[d] <= i < offset[d] + shape[d]` in each dimension d of a whole tensor."""
@@ -45,13 +42,7 @@ class Box:
     shape: tuple[int, ...]
 
     def overlap(self, other: "Box") -> "Box | None":
-        """Return the intersection of two boxes, or None if it is empty.
-
-        >>> Box((0, 0), (4, 2)).overlap(Box((3, 0), (4, 2)))
-        Box(offset=(3, 0), shape=(1, 2))
-        >>> Box((0,), (4,)).overlap(Box((4,), (4,))) is None
-        True
-        """
+        """Return the intersection of two boxes, or None if it is empty."""
         low = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         high = tuple(
             min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
@@ -96,16 +87,12 @@ def local_part(name: str, tensor: Tensor, *, rank: int) -> LocalPart:
                 "plain mesh (rlcore.models.parallel)."
             )
     coordinate = tensor.device_mesh.get_coordinate() or ()
-    first_copy = all(
-        place == 0
-        for place, placement in zip(coordinate, tensor.placements, strict=True)
-        if isinstance(placement, Replicate)
-    )
+    places = zip(coordinate, tensor.placements, strict=True)
+    first_copy = all(place == 0 for place, placement in places if isinstance(placement, Replicate))
     local = cast(DTensor, tensor.detach()).to_local()
-    chunks = tensor.__create_chunk_list__()  # torch's arithmetic of uneven shards
-    box = (
-        Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes)) if chunks else Box((0,) * local.ndim, tuple(local.shape))
-    )
+    box = Box((0,) * local.ndim, tuple(local.shape))
+    for chunk in tensor.__create_chunk_list__():  # torch's arithmetic of uneven shards; at most one
+        box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
     return LocalPart(name, tuple(tensor.shape), box, local, first_copy)
 
 
@@ -114,9 +101,6 @@ def rank_and_world_size() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
-
-
-# ---------------------------------------------------------------- the tensors of a model
 
 
 def local_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, rank: int) -> Iterator[LocalPart]:
@@ -156,12 +140,8 @@ def state_name(name: str, key: str) -> str:
     return f"optimizer.{name}.{key}"
 
 
-# ---------------------------------------------------------------- write
-
-
 def write_parts(directory: Path, parts: Iterable[LocalPart], *, rank: int, world_size: int) -> None:
-    """Write this rank's parts to files of about `MAX_FILE_BYTES`. Raises DiskSpaceError without room, and
-    CheckpointError."""
+    """Write this rank's parts to files of about `MAX_FILE_BYTES`. Raises DiskSpaceError or CheckpointError."""
     for number, group in enumerate(_groups(parts)):
         path = directory / f"rank-{rank:05d}-of-{world_size:05d}-{number:04d}.safetensors"
         # safetensors refuses tensors that share memory, and training may continue during the write.
@@ -210,9 +190,6 @@ def _header(group: Iterable[LocalPart]) -> dict[str, str]:
     return {"format": FORMAT, "format_version": str(FORMAT_VERSION), "pieces": json.dumps(pieces)}
 
 
-# ---------------------------------------------------------------- read
-
-
 @dataclass(frozen=True, slots=True)
 class _Piece:
     file: Path
@@ -258,8 +235,7 @@ class ShardReader:
         self._files.close()
 
     def fill(self, part: LocalPart) -> None:
-        """Copy the stored values of a part into its memory. Raises CheckpointError if the tensor is absent, has another
-        shape or type, or is not covered by the files."""
+        """Copy the stored values of a part into its memory. Raises CheckpointError if they do not fit or cover it."""
         stored = self.tensors.get(part.name)
         if stored is None:
             raise CheckpointError(f"{self._directory}: has no tensor {part.name}. Was it saved from another model?")

@@ -216,9 +216,12 @@ class RankSaver:
         self._copies: Mapping[str, RankShards] = {}
         self._writing: Future[None] | None = None
 
+    def _shards(self) -> dict[str, RankShards]:
+        return {name: rank_shards(model, optimizer) for name, (model, optimizer) in self._models().items()}
+
     def copy(self) -> CopySize:
         """Copy this rank's shards to the host if there is memory for the copy."""
-        shards = {name: rank_shards(model, optimizer) for name, (model, optimizer) in self._models().items()}
+        shards = self._shards()
         size = sum(num_bytes(one.parts) for one in shards.values())
         more = size - sum(buffer.nbytes for buffers in self._buffers.values() for buffer in buffers.values())
         needed = more * self._num_ranks * (1 + SPARE_SHARE)
@@ -230,17 +233,16 @@ class RankSaver:
         """Start a thread that writes the copy below `directory`. Without a copy, write the shards before returning.
         Wait for the thread of an earlier call, and ignore its result."""
         self.abandon()
-        if not self._copies:
-            for name, (model, optimizer) in self._models().items():
-                rank_shards(model, optimizer).write(Path(directory) / name)
-            return
         copies = self._copies
 
-        def write() -> None:
-            for name, copy in copies.items():
-                copy.write(Path(directory) / name)
+        def write(shards: Mapping[str, RankShards]) -> None:
+            for name, one in shards.items():
+                one.write(Path(directory) / name)
 
-        self._writing = start_thread(write, "checkpoint-shards")
+        if copies:
+            self._writing = start_thread(lambda: write(copies), "checkpoint-shards")
+        else:
+            write(self._shards())
 
     def is_written(self, *, wait: bool) -> bool:
         """Return whether the shards are written. If `wait` is true, wait for the thread first. The first call after a
@@ -339,8 +341,7 @@ def _read_record(directory: Path) -> OptimizerRecord:
 def load_optimizer(
     directory: Path, reader: ShardReader, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int
 ) -> None:
-    """Load the saved state into the optimizer, in place where possible. Raises CheckpointError if it is missing,
-    damaged or of other parameter groups."""
+    """Load the saved state into the optimizer, in place where possible. Raises CheckpointError if it does not fit."""
     record = _read_record(directory)
     named = dict(named_parameters(model))
     names = {parameter: name for name, parameter in named.items()}

@@ -30,8 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FoundCheckpoint:
-    """The newest usable checkpoint, and newer ones that were refused. `journal_problem`: why the journal does not fit
-    it, or ''."""
+    """The newest usable checkpoint, newer ones that were refused, and why the journal does not fit it, or ''."""
 
     checkpoint: CheckpointInfo | None
     refusals: tuple[CheckpointInfo, ...]
@@ -56,8 +55,6 @@ class CheckpointStore:
     def path_of(self, step: int) -> Path:
         """Return the folder of the checkpoint that is saved when `step` is finished."""
         return self.directory / name_of(step)
-
-    # ---------------------------------------------------------------- write
 
     @contextmanager
     def writing(
@@ -96,8 +93,8 @@ class CheckpointStore:
             ) from reason
 
     def prune(self) -> tuple[Path, ...]:
-        """Delete the checkpoints that the retention rule does not keep, and return their paths. Every byte of one
-        remaining checkpoint is verified first."""
+        """Delete checkpoints by the retention rule, and return their paths. Every byte of one that remains is verified
+        first."""
         remove_stale_temporaries(self.directory)
         checkpoints = scan(self.directory).checkpoints
         candidates = prunable(checkpoints, self._config)
@@ -107,8 +104,8 @@ class CheckpointStore:
         return tuple(info.path for info in candidates if info.step != good.step and self._delete(info.path))
 
     def set_aside_later(self, step: int) -> None:
-        """Rename the intact checkpoints after `step`, from which the run continues, since pruning would keep them as
-        the newest."""
+        """Rename the intact checkpoints after `step`, from which the run continues. Pruning would keep them as the
+        newest."""
         for info in scan(self.directory).checkpoints:
             if info.step > step and self._search([info], hashes=True).checkpoint is not None:
                 set_aside(info.path, LEFT, f"{info.path}: the run continues from step {step}", error=CheckpointError)
@@ -123,8 +120,6 @@ class CheckpointStore:
         remove_tree(aside)
         return True
 
-    # ---------------------------------------------------------------- read
-
     def list(self) -> Sequence[CheckpointInfo]:
         """Return all checkpoints with a readable manifest, sorted by step and not verified."""
         return scan(self.directory).checkpoints
@@ -134,8 +129,8 @@ class CheckpointStore:
         return self.find_latest(verify=verify).checkpoint
 
     def find(self, name: str, *, verify: bool = True) -> CheckpointInfo | None:
-        """Find a checkpoint by `last` (see `find_latest`), `best` or its folder's name. Return None for `start`. Raises
-        CheckpointError if no checkpoint has that name."""
+        """Find a checkpoint by `last`, `best` or its folder's name, or None for `start`. Raises CheckpointError for
+        other names."""
         if name == "start":
             return None
         if name in ("last", "best"):
@@ -187,8 +182,7 @@ class CheckpointStore:
         return found.checkpoint
 
     def verify(self, info: CheckpointInfo, *, hashes: bool = True) -> None:
-        """Check the size of each file of a checkpoint and, if `hashes` is true, every byte once. Raises
-        CheckpointError."""
+        """Check the size of each file of a checkpoint and, with `hashes`, every byte once. Raises CheckpointError."""
         known = (info.path, info.created)
         verify_directory(info.path, hashes=hashes and known not in self._verified, error=CheckpointError)
         if hashes:
@@ -243,8 +237,7 @@ def _warn_once(text: str) -> None:
 
 
 def require_same_settings(info: CheckpointInfo, settings: Mapping[str, Any], fingerprint: str) -> None:
-    """Raise CheckpointError with the old and new values if a checkpoint was written with other settings. `settings`:
-    those on which the results depend, by key."""
+    """Raise CheckpointError with the old and new values of `settings` that differ from those of a checkpoint."""
     if info.settings_fingerprint == fingerprint:
         return
     theirs = _read_settings(info.path / SETTINGS)

@@ -22,8 +22,7 @@ from rlcore.storage.disk import (
     size,
 )
 
-PAUSED, RESUMED = "paused_for_disk", "disk_room"
-"""The names of the events at the start and the end of a wait for disk space."""
+PAUSED, RESUMED = "paused_for_disk", "disk_room"  # the events at the start and the end of a wait for disk space
 POLL_S = 1.0
 BYTES_PER_WEIGHT = 4  # the size of one exported weight, which is a float32 master weight
 BYTES_PER_TOKEN = 20
@@ -53,12 +52,19 @@ class DiskRoom:
         if report.enough:
             return
         deadline = time.monotonic() + self.config.wait_for_room_s
-        self.log_event(PAUSED, step, _as_event(report))
+        what = size(report.missing_bytes) if report.missing_bytes else "inodes"
+        paused = {
+            "text": f"paused: {what} are missing at {report.path}: {report}",
+            "path": str(report.path),
+            "missing_bytes": report.missing_bytes,
+            "needed_bytes": report.needed_bytes + report.reserve_bytes,
+            "free_bytes": report.free_bytes,
+        }
+        self.log_event(PAUSED, step, paused)
         while not (report := self.check(needed_bytes)).enough:
             self._wait(deadline, report)
-        self.log_event(
-            RESUMED, step, {"text": f"{self.path}: there is room again, the run continues", "path": str(self.path)}
-        )
+        text = f"{self.path}: there is room again, the run continues"
+        self.log_event(RESUMED, step, {"text": text, "path": str(self.path)})
 
     def check(self, needed_bytes: int) -> RoomReport:
         """Return a report of the free space, which says whether it suffices for `needed_bytes` and the reserve."""
@@ -74,17 +80,6 @@ class DiskRoom:
                 "data stays; the same command resumes the run."
             )
         time.sleep(min(left, POLL_S))
-
-
-def _as_event(report: RoomReport) -> Mapping[str, object]:
-    what = size(report.missing_bytes) if report.missing_bytes else "inodes"
-    return {
-        "text": f"paused: {what} are missing at {report.path}: {report}",
-        "path": str(report.path),
-        "missing_bytes": report.missing_bytes,
-        "needed_bytes": report.needed_bytes + report.reserve_bytes,
-        "free_bytes": report.free_bytes,
-    }
 
 
 def disk_needs(

@@ -1,5 +1,4 @@
-"""The failures of a run, which are lines of `faults.jsonl` in its folder. A resume does not truncate this file. No
-torch."""
+"""The failures of a run, which are lines of `faults.jsonl` in its folder. A resume does not truncate this file."""
 
 import json
 import logging

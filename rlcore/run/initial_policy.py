@@ -25,8 +25,7 @@ REFERENCE = "reference"
 
 @dataclass(frozen=True, slots=True)
 class InitialPolicy:
-    """The initial policy after `steps` supervised steps. `cached`: it existed before. `figures`: `METRICS` without
-    `sft/`."""
+    """The initial policy after `steps` supervised steps, with its metrics. `cached`: it existed before."""
 
     directory: Path
     cached: bool
@@ -77,9 +76,6 @@ def _temporary_folders(stage: RunLayout) -> tuple[Path, ...]:
     return stage.checkpoints, stage.run_dir / REFERENCE
 
 
-# ---------------------------------------------------------------- the warm start as a training
-
-
 def stage_layout(config: RunConfig, filtered_directory: Path) -> RunLayout:
     """Return the layout of the warm start's folder. Runs with the same settings share this folder."""
     root = Path(config.paths.root).resolve()
@@ -88,8 +84,7 @@ def stage_layout(config: RunConfig, filtered_directory: Path) -> RunLayout:
 
 
 def stage_settings(config: RunConfig, num_demonstrations: int | None = None) -> RunConfig:
-    """Return the settings of the warm start. Settings that do not matter to it have defaults, so that runs can share
-    it."""
+    """Return the settings of the warm start. Others have defaults, so that runs can share it."""
     usual, warm, data = RunConfig(), config.warm_start, config.data
     samples, is_dpo = warm.stop_at_reward is not None, warm.loss == "dpo"
     total, most_tokens = warm.max_steps, warm.max_tokens * (2 if is_dpo else 1)  # a pair is in one micro-batch

@@ -146,9 +146,6 @@ def code_payload(function: str) -> dict[str, object]:
     return {"name": function, "code": {source.name: source.sha256 for source in code_for(function)}}
 
 
-# ---------------------------------------------------------------- the model and the tokenizer
-
-
 def configured_model(config: RunConfig) -> Path:
     """Return the folder of `model.path`, which must be set. For SmolLM2, it is the folder of the converted model."""
     assert config.model.path is not None
@@ -158,8 +155,7 @@ def configured_model(config: RunConfig) -> Path:
 
 
 def require_smollm2(folder: Path, has: Callable[[str], object] = find_spec) -> None:
-    """Raise ModelError unless SmolLM2 is converted or can be. `has`: a function that says whether a package is
-    installed."""
+    """Raise ModelError unless SmolLM2 is converted or can be. `has`: whether a package is installed."""
     if folder.is_dir():
         return
     file = smollm2_file()
@@ -195,8 +191,7 @@ def ensure_configured_model(config: RunConfig) -> Path:
 
 
 def planned_tokenizer(config: RunConfig) -> Path:
-    """Return the tokenizer's folder: the model's folder if that is local, otherwise the one that `ensure_tokenizer`
-    writes."""
+    """Return the tokenizer's folder, which is a local model's folder or the one that `ensure_tokenizer` writes."""
     path = config.model.path
     if path == SMOLLM2 or (path is not None and Path(path).is_dir()):
         return configured_model(config)
@@ -210,8 +205,7 @@ def planned_tokenizer(config: RunConfig) -> Path:
 
 
 def ensure_tokenizer(config: RunConfig) -> Path:
-    """Return the tokenizer's folder. Build or download it if needed. Raises ModelError if `model.path` is not
-    available."""
+    """Return the tokenizer's folder. Build or download it if needed. Raises ModelError."""
     path = config.model.path
     if path == SMOLLM2:
         return ensure_configured_model(config)
@@ -232,8 +226,7 @@ def ensure_tokenizer(config: RunConfig) -> Path:
 
 
 def initial_policy_fingerprint(config: RunConfig, filtered_directory: Path) -> str:
-    """Return the fingerprint of the initial policy, which covers the model, the seed and all that determines a warm
-    start."""
+    """Return the fingerprint of the initial policy, which covers the model, the seed and the warm start."""
     path = config.model.path
     if path == SMOLLM2:
         path = configured_model(config).name
@@ -284,9 +277,6 @@ def require_whole_model(key: str, path: str | None) -> Manifest | None:
         return None if path is None else read_finished(Path(path), error=ModelError)
     except ModelError as damage:
         raise ModelError(f"{key}: {damage} If the change is yours, delete its manifest.json.") from damage
-
-
-# ---------------------------------------------------------------- digests of models
 
 
 def model_paths(config: RunConfig) -> dict[str, str | None]:

@@ -22,7 +22,6 @@ from rlcore.run.pass_rates import (
     PassRates,
     facts_of,
     find_pass_rates,
-    measured_elsewhere,
     planned_pass_rates,
     read_table,
     row_digests,
@@ -41,9 +40,8 @@ class PassRateMeasurement:
     """The measurement of the pass rates of one run."""
 
     def __init__(self, record: RunRecord, inputs: RunInputs, workers: RunWorkers) -> None:
-        self._record, self._config, self._guard = record, record.config, record.guard
-        self._inputs = inputs
-        self._workers = workers
+        self._config, self._guard = record.config, record.guard
+        self._inputs, self._workers = inputs, workers
 
     @cached_property
     def _directory(self) -> Path:
@@ -51,7 +49,7 @@ class PassRateMeasurement:
 
     @property
     def _parts_folder(self) -> Path:
-        return measured_elsewhere(self._directory)
+        return self._directory.with_name(f"measuring-{self._directory.name}")
 
     def make(self) -> PassRates:
         """Return the table of pass rates, and measure it first if needed. Raises DataError if the scorer always failed

@@ -66,11 +66,6 @@ def planned_pass_rates(config: RunConfig, filtered_directory: Path) -> Path:
     return Path(config.paths.root).resolve() / "pass-rates" / fingerprint("pass-rates", payload)
 
 
-def measured_elsewhere(directory: Path) -> Path:
-    """Return the folder for the parts of a table while its pass rates are being measured."""
-    return directory.with_name(f"measuring-{directory.name}")
-
-
 def _model_payload(folder: Path) -> object:
     if (folder / MANIFEST).is_file() or not folder.is_dir():
         return folder.name if folder.parent.name == "models" else str(folder)

@@ -28,8 +28,7 @@ from rlcore.workers.group import WorkerGroup
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutProblems:
-    """The held-out prompts of a run or of a suite with the fingerprint `suite`, with the decoder and scorer of
-    responses."""
+    """The held-out prompts of a run or a suite with its fingerprint, with the decoder and scorer of responses."""
 
     config: RunConfig
     validation: tuple[Prompt, ...]
@@ -46,8 +45,7 @@ class HeldOutProblems:
 
     @classmethod
     def for_suite(cls, config: RunConfig, inputs: RunInputs, suite: SuiteConfig) -> "HeldOutProblems":
-        """Read the held-out problems of a suite, which have its name as data source. Raises DataError if a file is
-        invalid."""
+        """Read the held-out problems of a suite, which have its name as data source. Raises DataError."""
         rows = inputs.for_suite(suite.name)
         found = cls.of_run(suite_settings(config, suite), rows)
         named = tuple(replace(prompt, data_source=suite.name) for prompt in found.validation)
@@ -59,8 +57,8 @@ class HeldOutProblems:
         return self.validation[:limit] if limited and limit else self.validation
 
     def episodes(self, inputs: RunInputs) -> Episodes | None:
-        """Return the player of episodes with `data.environment`, or None without one. Raises ConfigError if the class
-        does not exist or the chat template cannot append turns."""
+        """Return the player of episodes with `data.environment`, or None without one. Raises ConfigError if it cannot
+        play."""
         if not self.config.data.environment:
             return None
         forms = {is_chat(file) for file in inputs.validation_parquets}
@@ -101,8 +99,7 @@ class Problems(HeldOutProblems):
 
     @classmethod
     def read(cls, config: RunConfig, inputs: RunInputs) -> "Problems":
-        """Read the filtered rows of a run. Raises DataError if they are invalid or do not fit the mixture, suites or
-        teachers."""
+        """Read the filtered rows of a run. Raises DataError if they do not fit the mixture, suites or teachers."""
         held_out = HeldOutProblems.of_run(config, inputs)
         own = {prompt.data_source for prompt in held_out.validation}
         if clash := [suite.name for suite in config.validation.suites if suite.name in own]:
@@ -119,8 +116,7 @@ class Problems(HeldOutProblems):
 
     @cached_property
     def pass_rates(self) -> PassRates | None:
-        """The pass rates of the training rows, or None if the run uses none. Raises DataError if the table is not
-        measured yet or selects too few rows."""
+        """The pass rates of the training rows, or None if the run uses none. Raises DataError."""
         if not self.config.pass_rates.is_enabled:
             return None
         found = find_pass_rates(self.config, self.inputs)
@@ -189,11 +185,7 @@ def _with_scorer(prompt: Prompt, data: TaskData) -> str:
 
 
 def spread(parts: Sequence[Sequence[Prompt]]) -> tuple[Prompt, ...]:
-    """Interleave the prompts of all data sources evenly, so that the first N prompts contain a share of each source.
-
-    >>> [p.prompt_id for p in spread([[Prompt(i, (), "a", "") for i in range(4)], [Prompt(9, (), "b", "")]])]
-    [0, 1, 9, 2, 3]
-    """
+    """Interleave the prompts of all data sources evenly, so that the first N prompts contain a share of each source."""
     placed = [
         ((place + 0.5) / len(prompts), part, prompt)
         for part, prompts in enumerate(parts)

@@ -108,8 +108,6 @@ class Session:
             is_over = self._is_evaluated and not self._has_failed
             self._record.finish(failed=self._has_failed, is_over=is_over)
 
-    # ------------------------------------------------------------------ commands
-
     def warm_start(self) -> Mapping[str, object]:
         """Create the initial policy if needed. See `WarmStart.make`."""
         result = self._warm_start.make()
@@ -169,12 +167,9 @@ class Session:
         """Save the last finished step after a stop between two commands."""
         return self._current.save_finished()
 
-    def fail(self) -> None:
-        """Mark the run as failed."""
-        self._has_failed = True
-
-    def record_failure(self, error: Exception) -> Exception:
-        """Record an error that ends this process. Return it, or the `MillraceError` that it is known as."""
+    def record_failure(self, error: Exception, *, fails: bool = True) -> Exception:
+        """Record an error that ends this process, and the run if it `fails`. See `Watchdog.record_failure`."""
+        self._has_failed = fails
         return self._guard.record_failure(error)
 
 
@@ -228,7 +223,6 @@ def serve(session: Session, commands: Iterator[Mapping[str, Any]], report: Repor
         except Exception as error:
             log.exception("%s failed", name)
             report(_error(name, session.record_failure(error)))
-            session.fail()
             return _exit_code(error)
         report({"event": "done", "command": name, "result": result})
     if stop():  # between two commands: training may be some steps ahead of the last checkpoint
@@ -236,7 +230,7 @@ def serve(session: Session, commands: Iterator[Mapping[str, Any]], report: Repor
             report(_error("stop", StopRequestedError(session.save_finished())))
         except Exception as error:
             log.exception("the last finished step is not saved")
-            report(_error("stop", session.record_failure(error)))
+            report(_error("stop", session.record_failure(error, fails=False)))
         return EXIT_RESUMABLE
     return EXIT_DONE
 
@@ -254,12 +248,12 @@ def run(run_dir: Path, channel: Channel, stop: StopFlag, *, is_locked: bool = Fa
     """Serve a run until it ends, and return the exit code. `is_locked`: whether the run's lock was inherited."""
     report = channel.send
 
-    def abandon(error: MillraceError) -> None:
-        def say() -> None:
-            log.error("%s", error)
-            report(_error("watch", error))
+    def send_error(command: str, error: MillraceError) -> None:
+        log.error("%s", error)
+        report(_error(command, error))
 
-        report_and_exit(say, _exit_code(error))
+    def abandon(error: MillraceError) -> None:
+        report_and_exit(lambda: send_error("watch", error), _exit_code(error))
 
     try:
         if (origin := read_origin(run_dir)) is None:
@@ -270,8 +264,7 @@ def run(run_dir: Path, channel: Channel, stop: StopFlag, *, is_locked: bool = Fa
         with run_code(layout.code), opened as session:
             return serve(session, channel.commands(stop), report, stop)
     except MillraceError as error:
-        log.error("%s", error)
-        report(_error("start", error))
+        send_error("start", error)
         return _exit_code(error)
 
 

@@ -61,8 +61,6 @@ class RunRecord:
         self.answers = ResponseWriter(layout.answers, config.answers)
         self._first_save_bytes = 0
 
-    # ------------------------------------------------------------------ checkpoints
-
     def begin_save(self, state: LoopState, metrics: Mapping[str, float], ranks: SavingRanks) -> Saved | None:
         """Begin to save a checkpoint, after the responses of earlier steps are written. See `CheckpointSaver.begin`."""
         self.answers.start_part()
@@ -95,8 +93,6 @@ class RunRecord:
             settle()
         self.room.wait(self.next_save_bytes, step)
 
-    # ------------------------------------------------------------------ resume
-
     def restore(self, info: CheckpointInfo | None) -> LoopState:
         """Return the state at a checkpoint, or at step 0 if `info` is None, and truncate the journal to it. The current
         save is abandoned. Intact checkpoints of later steps are renamed. Other later results are renamed only at step
@@ -120,8 +116,6 @@ class RunRecord:
         for path in (self.layout.exported_model, self.layout.exported_best, *results):
             if path.exists():
                 set_aside(path, LEFT, f"{path}: the run continues from step {step}", error=CheckpointError)
-
-    # ------------------------------------------------------------------ journal
 
     def record_event(self, name: str, step: int, data: Mapping[str, object]) -> None:
         """Record an event in the journal, log it and report it to the flow. The user sees `text` in `data`."""

@@ -218,12 +218,11 @@ class WarmStart:
                 build_model(config, folder)
             return InitialPolicy(self._directory, cached=False)
         self._open.enter_context(locked_run(self._layout.run_dir, guard.report, guard.stop, math.inf))
-        known = known_initial_policy(config, self._inputs)
-        if known is not None:  # another run has created it during the wait
+        if (known := known_initial_policy(config, self._inputs)) is not None:  # another run has created it
             self.close(failed=False)
             return known
         self.training = self._open_training()
-        self._publish(self.training, self._train(self.training))
+        self._publish(self.training)
         gc.collect()
         release_cached_memory()  # the run's workers may be other processes
         return InitialPolicy.of(self._directory, read_finished_or_set_aside(self._directory), cached=False)
@@ -240,15 +239,6 @@ class WarmStart:
             if training is not None:
                 training.record.finish(failed=failed, is_over=is_over)
 
-    def _train(self, training: SupervisedTraining) -> CheckpointInfo:
-        store, end = training.record.store, training.record.config.trainer.total_steps
-        newest = store.latest()
-        if newest is None or not self._has_ended(training.record, newest):
-            training.train_to(end)
-            newest = store.latest()
-            assert newest is not None, "training has committed one"
-        return newest
-
     def _open_training(self) -> SupervisedTraining:
         demonstrations = Demonstrations.read(self._config, self._inputs)
         settings = stage_settings(self._config, len(demonstrations.shown))
@@ -259,30 +249,27 @@ class WarmStart:
         Origin(settings).write(self._layout.run_dir)
         tags = {"stage": "warm-start", TRAINED_FOR_TAG: self._run_id}
         record = RunRecord(settings, self._layout, self._guard, tags=tags)
-        workers = self._open.enter_context(SupervisedWorkers(record, self._inputs, demonstrations, self._source()))
+        source = self.base().directory
+        workers = self._open.enter_context(SupervisedWorkers(record, self._inputs, demonstrations, source))
         return SupervisedTraining(record, workers)
-
-    def _source(self) -> Path:
-        return self.base().directory
 
     def _has_ended(self, record: RunRecord, newest: CheckpointInfo) -> bool:
         best = record.store.load_state(newest).best_step
         is_last = newest.step >= record.config.trainer.total_steps
         return is_last or has_learned(record.config, newest.step, best, newest.metrics)
 
-    def _publish(self, training: SupervisedTraining, newest: CheckpointInfo) -> None:
-        """Publish the checkpoint with the lowest held-out loss, or the last one if a sampled reward can end the warm
-        start."""
+    def _publish(self, training: SupervisedTraining) -> None:
         record, workers = training.record, training.workers
-        training.settle_save()
+        newest = record.store.latest()
+        if newest is None or not self._has_ended(record, newest):
+            training.train_to(record.config.trainer.total_steps)
+            newest = record.store.latest()
+            assert newest is not None, "training has committed one"
         ends_at_reward = self._config.warm_start.stop_at_reward is not None
         source = newest if ends_at_reward else record.store.best() or newest
         workers.load(source.name)
-        facts: dict[str, JsonValue] = {
-            FINGERPRINT: self._directory.name,
-            "steps": source.step,
-            "steps_taken": newest.step,
-        }
+        facts: dict[str, JsonValue] = {FINGERPRINT: self._directory.name, "steps": source.step}
+        facts["steps_taken"] = newest.step
         facts |= {name.partition("/")[2]: source.metrics[name] for name in METRICS if name in source.metrics}
         workers.export(self._directory, "start_model", facts=facts)
         self.close(failed=False, is_over=True)

@@ -91,11 +91,8 @@ class Training(Generic[W]):
         self._save_before(self._state)
         return f"stopped after step {self._state.step}, which is saved; start again to resume"
 
-    # ------------------------------------------------------------------ start
-
     def _begin(self) -> LoopState:
-        """Return the state in memory if the workers hold its weights, otherwise that of the newest checkpoint, or of
-        step 0."""
+        """Return the state in memory if the workers hold its weights, otherwise that of the newest checkpoint."""
         self.workers.start()
         if self._state is not None and self.workers.holds == name_of(self._state.step):
             return self._state  # possibly ahead of its newest checkpoint
@@ -108,13 +105,11 @@ class Training(Generic[W]):
         self._events.resumed(state.step, found)
         self.record.journal.append_event(WORKERS, state.step, self.workers.found)
         self._saved_step = state.step
-        self._state = self._record_start(state) if newest is None else state
-        return self._state
-
-    def _record_start(self, state: LoopState) -> LoopState:
-        metrics, state = self._evaluate(state)
-        self._check_responses()
-        self.record.journal.append_step(0, {**metrics, **self._cost()})
+        if newest is None:
+            metrics, state = self._evaluate(state)
+            self._check_responses()
+            self.record.journal.append_step(0, {**metrics, **self._cost()})
+        self._state = state
         return state
 
     def _cost(self) -> dict[str, float]:
@@ -125,8 +120,6 @@ class Training(Generic[W]):
 
     def _check_responses(self) -> None:
         """Audit the reward after the evaluation of step 0."""
-
-    # ------------------------------------------------------------------ a step
 
     def _train_step(self, state: LoopState, to_step: int, pace: Pace) -> tuple[LoopState, tuple[Alarm, ...]]:
         try:
@@ -180,8 +173,6 @@ class Training(Generic[W]):
         self.workers.holds = name_of(step)
         return metrics, after
 
-    # ------------------------------------------------------------------ held-out problems
-
     def _is_due(self, step: int) -> bool:
         raise NotImplementedError
 
@@ -191,8 +182,6 @@ class Training(Generic[W]):
 
     def _write_responses(self, result: StepResult) -> None:
         """Store the responses of a step. By default this does nothing."""
-
-    # ------------------------------------------------------------------ saves
 
     def _begin_save(self, state: LoopState) -> None:
         self.settle_save()
@@ -249,22 +238,19 @@ class RunTraining(Training[RunWorkers]):
         return any(each.is_due(step, total) for each in (settings, *settings.suites))
 
     def _write_responses(self, result: StepResult) -> None:
-        step = result.state.step
-        if self.record.answers.stores_step(step):
+        if self.record.answers.stores_step(result.state.step):
             self.record.answers.add(self.workers.responses_of(result))
 
     def _check_responses(self) -> None:
-        file = self.file_of(name_of(0))
         if not self._config.reward.audit or self._config.data.environment:
             return
-        findings = self.workers.audit(ValidationResult.read(file))
-        if findings:
+        if findings := self.workers.audit(ValidationResult.read(self.file_of(name_of(0)))):
             text = f"{self._config.data.scorer} pays for responses that are no answers: {'; '.join(map(str, findings))}"
             self.record.record_event("reward_audit", 0, {"text": text, "kinds": [finding.kind for finding in findings]})
 
     def evaluate(self, name: str, step: int, suite: SuiteConfig | None = None) -> ValidationResult:
-        """Evaluate the workers' weights on the held-out problems or on a suite, and store the result under `name`.
-        Raises UnscoredError if no problem has a score."""
+        """Evaluate the weights on the held-out problems or a suite, and store the result. Raises UnscoredError without
+        scores."""
         if suite is None:
             result, responses = self.workers.validate(name, step)
             self._require_metrics(result, None)
@@ -279,7 +265,7 @@ class RunTraining(Training[RunWorkers]):
                 text = f"{which} and are in no metric; the last error: {reason}"
                 data = {"suite": suite.name, "num_answers": count, "reason": reason, "text": text}
                 self.record.record_event("scorer_failed", step, data)
-        self._write_result(result, suite)
+        result.write(self.file_of(result.name, suite))
         return result
 
     def _require_metrics(self, result: ValidationResult, suite: SuiteConfig | None) -> None:
@@ -294,25 +280,19 @@ class RunTraining(Training[RunWorkers]):
         """Evaluate a checkpoint on all held-out problems or on a suite. Reuse a stored result with the same settings.
         `step`: the step that the result records, by default the checkpoint's."""
         step = self.record.store.step_of(checkpoint) if step is None else step
-        result = (
-            self._known_result(step, suite)
-            if suite is None
-            else self._known_result(step, suite, name) or self._known_result(step, suite)
-        )
+        result = None if suite is None else self._known_result(step, suite, name)
+        result = result or self._known_result(step, suite)
         if result is None:
             self.workers.load(checkpoint)
             return self.evaluate(name, step, suite)
         result = replace(result, name=name)
-        self._write_result(result, suite)
+        result.write(self.file_of(result.name, suite))
         return result
 
     def file_of(self, name: str, suite: SuiteConfig | None = None) -> Path:
         """Return the file for the result of a validation."""
         folder = self._layout.validation if suite is None else self._layout.suites / suite.name
         return folder / f"{name}.json"
-
-    def _write_result(self, result: ValidationResult, suite: SuiteConfig | None) -> None:
-        result.write(self.file_of(result.name, suite))
 
     def _known_result(self, step: int, suite: SuiteConfig | None, name: str | None = None) -> ValidationResult | None:
         """Return the stored result with the present settings, or None. If `name` is None, it is the result that

@@ -160,7 +160,7 @@ class Watchdog:
         self._has_hung = True
         where = f"in {phase} after step {self._step()}"
         key = f"runtime.deadlines.{DEADLINE_OF[phase]}"
-        message = f"{key}: hang {where}: no end after {seconds:.0f} s{self._phase_of_save()}"
+        message = f"{key}: hang {where}: no end after {seconds:.0f} s{self._saving}"
         failures = [Failure(HangError.failure_kind, phase, self._step(), message)]
         # The file system of the stacks and the failure may hang too.
         _run_with_timeout(STACKS_S, lambda: failures.append(self._with_stacks(failures[0])))
@@ -168,13 +168,13 @@ class Watchdog:
         _run_with_timeout(FINAL_REPORT_S, lambda: self._record(failure))
         self._abandon(HangError(f"{message}. Stacks of every process: {failure.stacks}"))
 
-    def _phase_of_save(self) -> str:
-        saving = self.aside()
-        return f"; {saving}" if saving else ""
+    @property
+    def _saving(self) -> str:
+        return f"; {stage}" if (stage := self.aside()) else ""
 
     def _stop_takes_too_long(self) -> None:
         running = self._running
-        where = f"{running[-1].phase if running else 'its end'}{self._phase_of_save()}"
+        where = f"{running[-1].phase if running else 'its end'}{self._saving}"
         self._abandon(
             StopRequestedError(
                 f"runtime.stop_deadline_s: the run had not ended {self._stop_deadline_s:g} s after a stop request (in "

@@ -49,8 +49,7 @@ def start_workers(config: RunConfig, model_directory: str) -> WorkerGroup:
 
 
 class TrainingWorkers:
-    """The ranks of a training, as a context manager. They start at their first use, and `start` sets `config` and
-    `group`."""
+    """The ranks of a training, which start at their first use. `start` sets `config` and `group`."""
 
     config: RunConfig  # the settings, fitted to the memory of this host
     group: WorkerGroup
@@ -217,8 +216,7 @@ class RunWorkers(TrainingWorkers):
         return result, pa.concat_tables(tables)
 
     def validate_suite(self, suite: SuiteConfig, name: str, step: int) -> tuple[ValidationResult, str]:
-        """Evaluate the weights on the problems of a suite with its own scorer. Return the result and the last scoring
-        error."""
+        """Evaluate the weights on a suite, which has its own scorer. Return the result and the last scoring error."""
         problems = HeldOutProblems.for_suite(self.start().config, self.inputs, suite)
         is_evaluation = not self.inputs.has_training_rows
         prompts = problems.held_out(limited=is_evaluation or name.startswith("step-"))
@@ -244,17 +242,14 @@ class RunWorkers(TrainingWorkers):
             prompts, num_samples, run_seed=config.seed, stream=PASS_RATE_STREAM, step=0, first_group=first_row
         )
         with self._guard.phase("testing"):
-            return response_results(
-                self._sampler.sample(requests, config.rollout.sampling, policy_version=self._version)
-            )
+            sampled = self._sampler.sample(requests, config.rollout.sampling, policy_version=self._version)
+            return response_results(sampled)
 
     def audit(self, result: ValidationResult) -> tuple[AuditFinding, ...]:
         """Return the kinds of worthless responses that the scorer rewards. See `audit_reward`."""
         cases = [
-            Case(
-                problem.prompt_text, problem.ground_truth_json, tuple(response.text for response in problem.samples[:2])
-            )
-            for problem in result.problems[:NUM_AUDITED]
+            Case(each.prompt_text, each.ground_truth_json, tuple(response.text for response in each.samples[:2]))
+            for each in result.problems[:NUM_AUDITED]
         ]
         scoring = self.start()._sampler.scoring
         with self._guard.phase("testing"), scoring.without_counting():

@@ -21,8 +21,7 @@ ORPHAN_GRACE_S = 30.0  # seconds for the last values and the status after the tr
 
 
 def deliver_until_end(delivery: Delivery, *, parent_pid: int, every_s: float) -> None:
-    """Deliver values until MLflow knows that the trainer has ended, or for a grace period after the trainer is gone.
-    `parent_pid`: the process id of the trainer."""
+    """Deliver values until MLflow knows that the trainer has ended, or for a grace period after the trainer is gone."""
     deadline, num_failures = float("inf"), 0
     while True:
         gone = os.getppid() != parent_pid
@@ -33,11 +32,8 @@ def deliver_until_end(delivery: Delivery, *, parent_pid: int, every_s: float) ->
         except Exception as error:
             # any error of MLflow, its database or the network
             if num_failures == 0:
-                log.warning(
-                    "MLflow rejects the values: %s. Training continues with the journal; retrying every %g s.",
-                    explain_error(error, delivery.state.uri),
-                    every_s,
-                )
+                text = "MLflow rejects the values: %s. Training continues with the journal; retrying every %g s."
+                log.warning(text, explain_error(error, delivery.state.uri), every_s)
             num_failures += 1
         else:
             if num_failures:

@@ -58,8 +58,7 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """An attempt at a run, from `from_step` to the next one. `journal_bytes`: the size of the journal before. `owner`:
-    the trainer."""
+    """An attempt at a run, from `from_step` to the next one, with its trainer and the size of the journal before."""
 
     from_step: int
     journal_bytes: int
@@ -104,8 +103,8 @@ class AttemptLog(LineFile):
 
 
 def read_attempts(run_dir: Path) -> list[tuple[Attempt, End | None]]:
-    """Return all attempts at a run with their ends, oldest first. The end of an active or lost attempt is None.
-    Unreadable lines are skipped."""
+    """Return all attempts at a run with their ends, or None if active or lost, oldest first. Unreadable lines are
+    skipped."""
     found: list[tuple[Attempt, End | None]] = []
     path = run_dir / ATTEMPTS_FILE
     if not path.exists():
@@ -135,10 +134,8 @@ class Companion:
         if is_running or not self._settings.enabled or self._num_starts >= MAX_STARTS:
             return
         if self._process is not None:
-            log.warning(
-                "the process that delivers values to MLflow ended with code %d; restarting it",
-                self._process.returncode,
-            )
+            code = self._process.returncode
+            log.warning("the process that delivers values to MLflow ended with code %d; restarting it", code)
         self._num_starts += 1
         try:
             self._start()

@@ -40,11 +40,7 @@ CLIENT_ENVIRONMENT = {
 
 
 def resolve_uri(config: TrackingConfig, root: Path) -> str:
-    """Return the absolute tracking URI. A relative sqlite path starts at the working directory.
-
-    >>> resolve_uri(TrackingConfig(), Path("/data/artifacts"))
-    'sqlite:////data/artifacts/mlflow.db'
-    """
+    """Return the absolute tracking URI. A relative sqlite path starts at the working directory."""
     if config.uri is None:
         return sqlite_address(root.absolute() / "mlflow.db")
     if config.uri.startswith(SQLITE):
@@ -155,8 +151,7 @@ def mlflow_name(name: str) -> str:
 
 
 def accepted_values(values: Mapping[str, Value]) -> dict[str, Value]:
-    """Return the values under their MLflow names, without invalid names, for which MLflow would reject the whole
-    request."""
+    """Return the values under their MLflow names. For an invalid one, MLflow would reject the whole request."""
     return {taken: value for name, value in values.items() if (taken := _is_accepted(name)) is not None}
 
 

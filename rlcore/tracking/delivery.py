@@ -61,8 +61,7 @@ _STATE = TypeAdapter(TrackingState)
 
 
 def read_state(run_dir: Path) -> TrackingState:
-    """Return the stored state of the delivery, or a new one. Raises TrackingError if it is damaged or of another
-    version."""
+    """Return the stored state of the delivery, or a new one. Raises TrackingError if it cannot be read."""
     path = run_dir / STATE_FILE
     remedy = "move the file away: the journal is then delivered to a new MLflow run"
     try:
@@ -90,9 +89,8 @@ class MlflowRun:
         self.store = MlflowStore(TrackingConfig(uri=target.uri, experiment=target.experiment), Path(target.root))
         state = read_state(run_dir)
         if (state.uri, state.experiment) != (target.uri, target.experiment):
-            state = TrackingState(
-                uri=target.uri, experiment=target.experiment, key=state.key
-            )  # sends the whole journal
+            # sends the whole journal
+            state = TrackingState(uri=target.uri, experiment=target.experiment, key=state.key)
         self.state = state
 
     @property
@@ -128,8 +126,7 @@ class Delivery(MlflowRun):
     """The delivery of one run to MLflow, for the holder of `delivery_lock`. `sent_bytes`: the bytes sent so far."""
 
     def __init__(self, run_dir: Path, uri: str | None = None) -> None:
-        """Read the attempts and the state. `uri`: replaces the run's store. Raises TrackingError if a file is missing
-        or damaged."""
+        """Read the attempts and the state. `uri`: replaces the run's store. Raises TrackingError."""
         attempts = read_attempts(run_dir)
         if not attempts:
             raise TrackingError(f"{run_dir / ATTEMPTS_FILE}: no attempt, so there is nothing to deliver.")
@@ -185,7 +182,6 @@ class Delivery(MlflowRun):
         return (self._run_dir / ATTEMPTS_FILE).stat().st_size != self._attempts_bytes
 
     def _send_journal(self) -> None:
-        """Send the complete lines after the cursor, and move the cursor with each batch."""
         points: list[Metric] = []
         events: dict[str, str] = {}
         end = self.state.journal_bytes

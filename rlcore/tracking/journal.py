@@ -62,8 +62,7 @@ Record = StepRecord | EventRecord
 
 @dataclass(frozen=True, slots=True)
 class JournalContents:
-    """A journal with one record for each step. `torn_bytes`: the bytes after the last newline, left by a killed
-    process."""
+    """A journal with one record for each step. `torn_bytes`: those after the last newline, left by a killed process."""
 
     steps: tuple[StepRecord, ...]
     events: tuple[EventRecord, ...]
@@ -152,12 +151,8 @@ def read_journal(path: Path) -> list[StepRecord]:
     """Return the metrics of every step in order, with the lines of a step merged. Warn about unreadable lines."""
     contents = load_journal(path)
     if contents.torn_bytes or contents.num_damaged_lines:
-        log.warning(
-            "%s: skipped %d bytes of an unfinished last line and %d unreadable lines",
-            path,
-            contents.torn_bytes,
-            contents.num_damaged_lines,
-        )
+        text = "%s: skipped %d bytes of an unfinished last line and %d unreadable lines"
+        log.warning(text, path, contents.torn_bytes, contents.num_damaged_lines)
     return list(contents.steps)
 
 

@@ -112,7 +112,7 @@ def environment_facts(versions: Mapping[str, str]) -> dict[str, str]:
 def lineage_tags(
     config: RunConfig, *, stage: str, run_id: str, prefect: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Return the tags of a run's MLflow run. `prefect`: values such as `flow_run_id`. Tags in the settings take
+    """Return the tags of a run in MLflow. `prefect`: values such as `flow_run_id`. Tags in the settings take
     precedence."""
     model = config.model.path or f"scratch-{config.model.scratch.num_layers}x{config.model.scratch.hidden_size}"
     tags = {

@@ -50,7 +50,7 @@ COLUMN_WIDTHS = {
     "tags.`algorithm`": 100,
     "tags.`task`": 120,
 }
-"""The columns of the saved view in order, with their widths in pixels. Reward and seed fit beside the run's name."""
+"""The columns of the saved view and their widths in pixels. Reward and seed fit next to the name of the run."""
 
 
 class MlflowStore:
@@ -170,8 +170,7 @@ class MlflowStore:
         self.client.log_inputs(run_id, [DatasetInput(dataset, tags)])
 
     def log_table(self, run_id: str, file: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """Log a table for MLflow's evaluation view, in place of an earlier one, to which MLflow's own `log_table`
-        appends."""
+        """Log a table for MLflow's evaluation view. MLflow's own `log_table` would append to an earlier one."""
         self.client.log_dict(run_id, {"columns": columns, "data": rows}, file)
         self.set_tags(run_id, {TABLES_TAG: json.dumps([{"path": file, "type": "table"}])})
 

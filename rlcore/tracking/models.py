@@ -147,16 +147,12 @@ def _upload(client: "MlflowClient", model_id: str, path: Path, given: Mapping[st
 
 def models_of(client: "MlflowClient", experiment_id: str, run_id: str) -> "list[LoggedModel]":
     """Return the models of a run that are completely logged, oldest first."""
-    found = [model for model in _all_models(client, experiment_id, run_id) if str(model.status) == "READY"]
-    return sorted(found, key=lambda model: model.creation_timestamp)
-
-
-def _all_models(client: "MlflowClient", experiment_id: str, run_id: str) -> "Iterator[LoggedModel]":
-    token: str | None = None
+    found, token = list["LoggedModel"](), None
     while token != "":
         page = client.search_logged_models([experiment_id], f"source_run_id = '{run_id}'", page_token=token)
-        yield from page
+        found += [model for model in page if str(model.status) == "READY"]
         token = page.token or ""
+    return sorted(found, key=lambda model: model.creation_timestamp)
 
 
 def name_models(store: MlflowStore, run_id: str, by_alias: Mapping[Alias, str], registered: str | None) -> None:

@@ -169,9 +169,5 @@ class Sinks:
             # any error of a tracker, its files or the network
             self._sinks.pop(name, None)
             reason = mask_secrets(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
-            log.warning(
-                "%s receives no more metrics of this run (%s). When it works again: millrace sync %s",
-                name,
-                reason,
-                self._run_dir,
-            )
+            text = "%s receives no more metrics of this run (%s). When it works again: millrace sync %s"
+            log.warning(text, name, reason, self._run_dir)

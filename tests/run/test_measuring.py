@@ -35,7 +35,6 @@ from rlcore.run.pass_rates import (
     PassRates,
     facts_of,
     find_pass_rates,
-    measured_elsewhere,
     planned_pass_rates,
     read_table,
     row_digests,
@@ -214,7 +213,7 @@ def test_table_is_measured_in_parts_with_progress(tmp_path: Path) -> None:
     notes = [event["text"] for event in events if event["event"] == "note"]
     assert notes == ["pass rates: data.countdown:score failed on 2 responses, which are left out"]
     directory = rates.directory
-    assert not list(measured_elsewhere(directory).glob("rows-*"))
+    assert not list(directory.parent.glob("measuring-*/rows-*"))
     facts = read_manifest(directory)
     assert (facts.values["rows"], facts.values["unscored"], facts.values["fingerprint"]) == (5, 2, directory.name)
 
@@ -286,7 +285,6 @@ def test_planned_folder_of_a_table(tmp_path: Path) -> None:
         )
         return planned_pass_rates(config, Path("filtered/0123"))
 
-    assert measured_elsewhere(tmp_path / "t") == tmp_path / "measuring-t"
     names = [planned(PassRatesConfig(samples=2))]
     assert names[0].parent == tmp_path / "pass-rates"
     models = [tmp_path / "a" / "m", tmp_path / "b" / "m"]

@@ -47,12 +47,9 @@ class Commands:
             raise self.error
         return {"step": 3}
 
-    def record_failure(self, error: Exception) -> Exception:
-        self.called.append(error)
+    def record_failure(self, error: Exception, *, fails: bool = True) -> Exception:
+        self.called += [error, "failed"] if fails else [error]
         return error
-
-    def fail(self) -> None:
-        self.called.append("failed")
 
     def save_finished(self) -> str:
         if self.at_the_end is not None:

@@ -64,12 +64,6 @@ def training(config: RunConfig, **found: float) -> Any:
     return cast(Any, SimpleNamespace(_config=config, workers=workers))
 
 
-def test_held_out_loss_is_due_at_checks() -> None:
-    config = of("trainer.total_steps=10")
-    due = [step for step in range(1, 11) if SupervisedTraining._is_due(training(config), step)]
-    assert due == [4, 8, 10]
-
-
 @pytest.mark.parametrize(
     ("found", "best"),
     [
