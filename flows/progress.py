@@ -153,7 +153,8 @@ def metrics_text(progress: Progress) -> str:
         parts.append(format_speed(progress.tokens_per_s, progress.num_devices))
     if progress.eta_s is not None:
         whole = "" if progress.sweep_eta_s is None else f", sweep {format_duration(progress.sweep_eta_s)}"
-        parts.append(f"ETA {'at most ' * progress.may_end_early}{format_duration(progress.eta_s)}{whole}")
+        eta = "may end early" if progress.may_end_early else f"ETA {format_duration(progress.eta_s)}"
+        parts.append(f"{eta}{whole}")
     return "  ".join(parts)
 
 

@@ -33,9 +33,7 @@ Verdict = Literal["verified", "not verified", "broken"]
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
     """A checkpoint as its manifest describes it. `created`: UTC in ISO 8601. `metrics`: the finite metrics of its step.
-
-    A folder that cannot be used has the verdict `broken` and a `reason`. Values that cannot be read are empty.
-    """
+    A folder that cannot be used is `broken` with a `reason`, and its other values are empty."""
 
     step: int
     path: Path
@@ -121,10 +119,7 @@ def _info(path: Path, step: int) -> CheckpointInfo:
 
 
 def move_out_of_the_way(path: Path) -> None:
-    """Rename a path that a new checkpoint cannot replace: a file, an unreadable folder, or a folder of a newer format.
-
-    Pruning ignores the new name. If a user renames the path back, it is read again.
-    """
+    """Rename what a new checkpoint cannot replace: a file, an unreadable folder, or a newer format."""
     if not os.path.lexists(path):
         return
     version = newer_format(path) or newer_format(path, STATE, STATE_VERSION)
@@ -144,8 +139,7 @@ def _is_unreadable(file: Path) -> bool:
 
 
 def list_checkpoints(directory: Path, *, verify_hashes: bool = False) -> tuple[CheckpointInfo, ...]:
-    """Return every checkpoint folder, sorted by step, including broken folders. The sizes of the files are always
-    checked. The hashes of the files are checked only if `verify_hashes` is true."""
+    """Return every checkpoint folder by step, including broken ones. Sizes are always checked, hashes on request."""
     catalog = scan(directory)
     verified = [_verified(info, verify_hashes) for info in catalog.checkpoints]
     return tuple(sorted([*verified, *catalog.refusals], key=lambda info: info.step))
@@ -160,15 +154,13 @@ def _verified(info: CheckpointInfo, hashes: bool) -> CheckpointInfo:
 
 
 def by_score(checkpoints: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-    """Return the checkpoints that have a score, sorted by score. The best is last. Equal scores are sorted by step."""
+    """Return the checkpoints that have a score, the best last. Equal scores are sorted by step."""
     scored = (info for info in checkpoints if info.score is not None)
     return sorted(scored, key=lambda info: (info.score, info.step))
 
 
 def find_checkpoint(directory: Path, name: str) -> CheckpointInfo:
-    """Find a checkpoint by its step (`20`), its folder's name, `last` or `best`. Its files are not verified. Raises
-    CheckpointError if the checkpoint's manifest cannot be read, or if no name matches. The message for an unknown name
-    lists all names."""
+    """Find a checkpoint by its step (`20`), folder name, `last` or `best`. Raises CheckpointError if there is none."""
     catalog = scan(directory)
     known = catalog.checkpoints
     if name == "last" and known:
@@ -176,12 +168,11 @@ def find_checkpoint(directory: Path, name: str) -> CheckpointInfo:
     if name == "best" and (scored := by_score(known)):
         return scored[-1]
     wanted = name_of(int(name)) if name.isdecimal() else name
-    for info in known:
+    for info in (*known, *catalog.refusals):
         if info.name == wanted:
+            if info.reason:
+                raise CheckpointError(info.reason)
             return info
-    for refusal in catalog.refusals:
-        if refusal.name == wanted:
-            raise CheckpointError(refusal.reason)
     existing = ", ".join(info.name for info in known) or "none"
     raise CheckpointError(
         f"{directory}: has no checkpoint {name!r}; there are: {existing}. Name a step, a folder, last, or best (where "
@@ -197,11 +188,8 @@ def prunable(checkpoints: Sequence[CheckpointInfo], config: CheckpointConfig) ->
 
 
 def kept_steps(checkpoints: Sequence[CheckpointInfo], config: CheckpointConfig) -> frozenset[int]:
-    """Return the steps to keep: the newest `keep_last`, the best `keep_best`, and multiples of `keep_every_steps`.
-
-    The best checkpoints have the highest scores. If two scores are equal, the later checkpoint is better. A checkpoint
-    without a score is never one of the best.
-    """
+    """Return the steps to keep: the newest `keep_last`, the `keep_best` with the highest scores, of which the later one
+    is better, and multiples of `keep_every_steps`."""
     newest_first = sorted(checkpoints, key=lambda info: info.step, reverse=True)
     kept = {info.step for info in newest_first[: config.keep_last]}
     best_first = reversed(by_score(checkpoints))
@@ -212,7 +200,6 @@ def kept_steps(checkpoints: Sequence[CheckpointInfo], config: CheckpointConfig) 
 
 
 def is_exported(target: Path, step: int) -> bool:
-    """Return whether `target` has the exported weights of `step`. A damaged folder is set aside. Raises CheckpointError
-    if the folder has a newer format or cannot be renamed."""
+    """Return whether `target` has the exported weights of `step`. A damaged folder is set aside."""
     manifest = read_finished_or_set_aside(target, error=CheckpointError)
     return manifest is not None and manifest.values.get("step") == step

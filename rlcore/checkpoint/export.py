@@ -23,15 +23,13 @@ from rlcore.models.tokenizer import load_tokenizer
 from rlcore.storage.manifest import MANIFEST, verify_directory
 from rlcore.storage.publish import published_directory
 
-MAX_FILE_SIZE = "5GB"
-"""The largest size of a file, which hubs and file systems handle well. A smaller model is one file."""
+MAX_FILE_SIZE = "5GB"  # hubs and file systems handle such files well
 POLICY = "policy"
 ADAPTER = "adapter"
 
 
 def export_checkpoint(info: CheckpointInfo, config: RunConfig, initial_policy: str | Path, target: Path) -> Path:
-    """Write a checkpoint's weights as a transformers directory, in one CPU process. Raises CheckpointError if the
-    checkpoint is damaged or belongs to another model. `export_transformers` describes the other errors."""
+    """Write a checkpoint's weights as a transformers directory, in one CPU process. Raises CheckpointError."""
     verify_directory(info.path, error=CheckpointError)
     model, lora = config.model, config.model.lora
     if lora is not None:
@@ -53,15 +51,10 @@ def export_transformers(
     lora: LoraConfig | None = None,
     adapters: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Path:
-    """Write weights under the names that transformers uses, with the configurations and tokenizer of the initial
-    policy.
-
-    An earlier export at `target` is replaced by one rename. `facts`: additional entries for the manifest. If `lora` is
-    given, `policy_state` must contain the merged weights. The `adapters` are then written to the subfolder `adapter` in
-    PEFT's format. Raises DiskSpaceError if there is no room, and keeps an earlier export. Raises CheckpointError if
-    `target` cannot be written, or if it exists and is not an export. Raises ModelError if the initial policy's
-    tokenizer cannot be read.
-    """
+    """Write weights under transformers' names, with the configuration and tokenizer of the initial policy. An earlier
+    export is replaced by one rename. `facts`: entries for the manifest. With `lora`, `policy_state` has the merged
+    weights, and `adapters` go to the subfolder `adapter` in PEFT's format. Raises DiskSpaceError, CheckpointError if
+    `target` cannot be written or is no export, and ModelError if the tokenizer cannot be read."""
     source = str(model_dir_for_config)
     earlier = (target / MANIFEST).is_file()
     with published_directory(target, {"kind": "model", **facts}, replace=earlier, error=CheckpointError) as folder:

@@ -38,7 +38,7 @@ class SavingRanks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint that is completely saved, and the metrics of its step."""
+    """A checkpoint that is completely saved."""
 
     step: int
     path: Path
@@ -47,8 +47,6 @@ class Saved:
 
 @dataclass
 class _Save:
-    """A checkpoint that is being saved. `publication` starts when all ranks have written their files."""
-
     step: int
     ranks: SavingRanks
     metrics: Mapping[str, float]
@@ -57,11 +55,8 @@ class _Save:
 
 
 class CheckpointSaver:
-    """The object that saves a run's checkpoints, one at a time.
-
-    `wait_for_room(num_bytes, step)` is called before a checkpoint, and waits until the disk has room. `phase()` returns
-    a context that limits the time of all other waits for the disk.
-    """
+    """The object that saves a run's checkpoints, one at a time. `wait_for_room(num_bytes, step)` waits until the disk
+    has room. `phase()` limits the time of all other waits for the disk."""
 
     def __init__(
         self,
@@ -70,20 +65,15 @@ class CheckpointSaver:
         phase: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.store, self.wait_for_room, self.phase = store, wait_for_room, phase
-        self.at = ""
-        """The stage of the current save with its path, or '' between saves. Any thread may read it."""
+        self.at = ""  # The stage of the current save with its path, or '' between saves. Any thread may read it.
         self._save: _Save | None = None
 
     def begin(
         self, step: int, record: Callable[[], TrainerState], metrics: Mapping[str, float], ranks: SavingRanks
     ) -> Saved | None:
-        """Wait for room, copy the state of every rank and begin to write the copy. Training may continue on return.
-
-        If a rank has no memory for its copy, wait until the checkpoint is complete, and return the checkpoint.
-        Otherwise return None. `record`: a function that returns the trainer's state. Raises DiskSpaceError if there is
-        no room, and CheckpointError if the folder cannot be written. `wait_for_room` may also raise StopRequestedError
-        (see `DiskRoom.wait`).
-        """
+        """Wait for room, copy the state of every rank and begin to write the copy. Training may continue on return. If
+        a rank has no memory for its copy, complete the checkpoint first, and return it. `record`: returns the trainer's
+        state. Raises CheckpointError if the folder cannot be written, and the errors of `wait_for_room`."""
         assert self._save is None, "settle or abandon the save before this one first"
         sizes = ranks.each(RankSaver.copy)
         num_bytes = sum(size.num_bytes for size in sizes)
@@ -103,13 +93,11 @@ class CheckpointSaver:
         return None if all(size.is_copied for size in sizes) else self.settle()
 
     def poll(self) -> Saved | None:
-        """Return the checkpoint if its save has completed since the last call, otherwise None. The call does not wait.
-        Raises the errors of `settle`."""
+        """Return the checkpoint if its save has completed since the last call, otherwise None. See `settle`."""
         return self._advance(wait=False)
 
     def settle(self) -> Saved | None:
-        """Wait until the current save is complete, and return the checkpoint. Return None if no save is in progress.
-        Raises DiskSpaceError if there was no room, and CheckpointError if the folder cannot be written."""
+        """Wait until the current save is complete, and return it. Raises DiskSpaceError or CheckpointError."""
         return self._advance(wait=True)
 
     def abandon(self) -> None:

@@ -1,8 +1,5 @@
-"""Storage of tensor parts in self-describing safetensors files.
-
-The header of a file contains, for each part, the shape of the whole tensor and the offset of the part. Any number of
-ranks can therefore read the files that any other number of ranks wrote. No index is needed.
-"""
+"""Storage of tensor parts in self-describing safetensors files. The header has the shape of each whole tensor and the
+offset of the part. Any number of ranks can therefore read what any other number of ranks wrote, without an index."""
 
 import json
 import math
@@ -25,9 +22,7 @@ from rlcore.storage.disk import is_out_of_room, out_of_room
 
 FORMAT = "millrace-shards"
 FORMAT_VERSION = 1
-MAX_FILE_BYTES = 2**30
-"""The largest size of a file in bytes. A save from a GPU uses this much host memory at one time. One thread hashes the
-file in about a second."""
+MAX_FILE_BYTES = 2**30  # Host memory that a save from a GPU uses at one time. One thread hashes it in a second.
 
 DTYPES: Mapping[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
@@ -36,11 +31,7 @@ DTYPES: Mapping[str, torch.dtype] = {
         torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
     )
 }  # fmt: skip
-COMPILED = "_orig_mod."
-"""The prefix of torch.compile in parameter names, which a checkpoint leaves out."""
-
-
-# ---------------------------------------------------------------- a rank's part of a tensor
+COMPILED = "_orig_mod."  # prefix of torch.compile in names, which a checkpoint leaves out
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +42,7 @@ class Box:
     shape: tuple[int, ...]
 
     def overlap(self, other: "Box") -> "Box | None":
-        """Return the intersection of two boxes, or None if it is empty.
-
-        >>> Box((0, 0), (4, 2)).overlap(Box((3, 0), (4, 2)))
-        Box(offset=(3, 0), shape=(1, 2))
-        >>> Box((0,), (4,)).overlap(Box((4,), (4,))) is None
-        True
-        """
+        """Return the intersection of two boxes, or None if it is empty."""
         low = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         high = tuple(
             min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
@@ -90,11 +75,8 @@ class LocalPart:
 
 
 def local_part(name: str, tensor: Tensor, *, rank: int) -> LocalPart:
-    """Return this rank's part of a tensor: all of a plain tensor, or the shard of a DTensor.
-
-    One of several equal copies is written: the copy of rank 0, or of coordinate 0 in a replicated mesh dimension.
-    Raises CheckpointError if a placement is neither Shard nor Replicate.
-    """
+    """Return this rank's part of a tensor. Of equal copies, that of rank 0, or of coordinate 0 in a replicated mesh
+    dimension, is written. Raises CheckpointError if a placement is neither Shard nor Replicate."""
     if not isinstance(tensor, DTensor):
         shape = tuple(tensor.shape)
         return LocalPart(name, shape, Box((0,) * len(shape), shape), tensor.detach(), rank == 0)
@@ -105,16 +87,12 @@ def local_part(name: str, tensor: Tensor, *, rank: int) -> LocalPart:
                 "plain mesh (rlcore.models.parallel)."
             )
     coordinate = tensor.device_mesh.get_coordinate() or ()
-    first_copy = all(
-        place == 0
-        for place, placement in zip(coordinate, tensor.placements, strict=True)
-        if isinstance(placement, Replicate)
-    )
+    places = zip(coordinate, tensor.placements, strict=True)
+    first_copy = all(place == 0 for place, placement in places if isinstance(placement, Replicate))
     local = cast(DTensor, tensor.detach()).to_local()
-    chunks = tensor.__create_chunk_list__()  # torch's arithmetic of uneven shards
-    box = (
-        Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes)) if chunks else Box((0,) * local.ndim, tuple(local.shape))
-    )
+    box = Box((0,) * local.ndim, tuple(local.shape))
+    for chunk in tensor.__create_chunk_list__():  # torch's arithmetic of uneven shards; at most one
+        box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
     return LocalPart(name, tuple(tensor.shape), box, local, first_copy)
 
 
@@ -123,9 +101,6 @@ def rank_and_world_size() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
-
-
-# ---------------------------------------------------------------- the tensors of a model
 
 
 def local_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, rank: int) -> Iterator[LocalPart]:
@@ -141,8 +116,7 @@ def local_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, ra
 
 
 def model_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield trained parameters and persistent buffers with their names. A tied weight occurs once, by its first
-    name."""
+    """Yield trained parameters and persistent buffers with their names. A tied weight has its first name."""
     for name, parameter in named_parameters(model):
         if parameter.requires_grad:
             yield name, parameter
@@ -166,12 +140,8 @@ def state_name(name: str, key: str) -> str:
     return f"optimizer.{name}.{key}"
 
 
-# ---------------------------------------------------------------- write
-
-
 def write_parts(directory: Path, parts: Iterable[LocalPart], *, rank: int, world_size: int) -> None:
-    """Write this rank's parts to files of about `MAX_FILE_BYTES`. Raises DiskSpaceError if there is no room, and
-    CheckpointError if the folder does not exist or cannot be written."""
+    """Write this rank's parts to files of about `MAX_FILE_BYTES`. Raises DiskSpaceError or CheckpointError."""
     for number, group in enumerate(_groups(parts)):
         path = directory / f"rank-{rank:05d}-of-{world_size:05d}-{number:04d}.safetensors"
         # safetensors refuses tensors that share memory, and training may continue during the write.
@@ -220,9 +190,6 @@ def _header(group: Iterable[LocalPart]) -> dict[str, str]:
     return {"format": FORMAT, "format_version": str(FORMAT_VERSION), "pieces": json.dumps(pieces)}
 
 
-# ---------------------------------------------------------------- read
-
-
 @dataclass(frozen=True, slots=True)
 class _Piece:
     file: Path
@@ -239,10 +206,7 @@ class StoredTensor:
 
 
 class ShardReader:
-    """All shard files of a folder. Use it as a context manager, which keeps the files mapped.
-
-    The files must have been verified before. A mapped file that ends early kills the process on access.
-    """
+    """All verified shard files of a folder, mapped in a `with` block. A file that ends early would kill the process."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -271,8 +235,7 @@ class ShardReader:
         self._files.close()
 
     def fill(self, part: LocalPart) -> None:
-        """Copy the stored values of a part into the part's memory. Raises CheckpointError if the tensor is absent, has
-        another shape or type, or is not covered by the files."""
+        """Copy the stored values of a part into its memory. Raises CheckpointError if they do not fit or cover it."""
         stored = self.tensors.get(part.name)
         if stored is None:
             raise CheckpointError(f"{self._directory}: has no tensor {part.name}. Was it saved from another model?")

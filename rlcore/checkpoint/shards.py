@@ -49,10 +49,8 @@ from rlcore.models.optim import OffloadedAdamW, host_memory
 from rlcore.models.policy import PackedTrunk
 from rlcore.storage.publish import write_json_atomically
 
-SPARE_SHARE = 0.25
-"""The host memory that must stay free in addition to a copy, as a share of the copy's size."""
-SavedModels = Mapping[str, tuple[nn.Module, torch.optim.Optimizer]]
-"""The models and optimizers of a checkpoint, by their folder in the checkpoint."""
+SPARE_SHARE = 0.25  # host memory that must stay free next to a copy, as a share of the copy
+SavedModels = Mapping[str, tuple[nn.Module, torch.optim.Optimizer]]  # by their folder in the checkpoint
 SHOWN_NAMES = 5
 BASE = "base.json"
 BASE_FORMAT_VERSION = 2
@@ -71,8 +69,7 @@ class GroupRecord:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRecord:
-    """The state of an optimizer except for its tensors: the parameter groups and, for each parameter, the names of the
-    state tensors and the numeric values."""
+    """The state of an optimizer except for its tensors, of which it has the names by parameter."""
 
     groups: tuple[GroupRecord, ...]
     state_tensors: Mapping[str, tuple[str, ...]]
@@ -94,16 +91,14 @@ class RankShards:
 
     @torch.no_grad()
     def copied(self, buffers: dict[str, Tensor]) -> "RankShards":
-        """Return a copy of the shards on the host. GPU tensors are copied by name into page-locked `buffers`, which the
-        next copy overwrites."""
+        """Return a copy on the host. GPU tensors go to page-locked `buffers`, which the next copy overwrites."""
         copy = replace(self, parts=tuple(replace(part, local=_copy_part(part, buffers)) for part in self.parts))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return copy
 
     def write(self, directory: Path) -> None:
-        """Write the shards into `directory`, whose parent exists. Raises DiskSpaceError if there is no room, and
-        CheckpointError if the folder cannot be written."""
+        """Write the shards into `directory`. Raises DiskSpaceError without room, and CheckpointError."""
         try:
             directory.mkdir(exist_ok=True)
         except OSError as reason:
@@ -181,8 +176,7 @@ def optimizer_record(model: nn.Module, optimizer: torch.optim.Optimizer) -> Opti
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numeric options of a parameter group. Switches such as `fused` are left out, because the running code
-    sets them."""
+    """Return the numeric options of a parameter group. The running code sets switches such as `fused`."""
 
     def is_number(value: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool)
@@ -205,20 +199,15 @@ def rank_shards(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Ra
 
 @dataclass(frozen=True, slots=True)
 class CopySize:
-    """The size of a rank's shards in bytes. `is_copied`: whether the shards were copied to the host. If not, training
-    waits until the shards are written."""
+    """The bytes of a rank's shards. If they are not copied, training waits until they are written."""
 
     num_bytes: int
     is_copied: bool
 
 
 class RankSaver:
-    """The work of one rank in a save. The rank copies its shards, writes the copy in a thread and frees the copy. One
-    save runs at a time.
-
-    `models`: a function that returns the current models and optimizers. `num_ranks`: the number of ranks that may share
-    this host's memory.
-    """
+    """The work of one rank in a save: it copies its shards, writes the copy in a thread and frees it. `num_ranks`: the
+    number of ranks that may share this host's memory."""
 
     def __init__(self, models: Callable[[], SavedModels], *, num_ranks: int) -> None:
         self._models = models
@@ -227,9 +216,12 @@ class RankSaver:
         self._copies: Mapping[str, RankShards] = {}
         self._writing: Future[None] | None = None
 
+    def _shards(self) -> dict[str, RankShards]:
+        return {name: rank_shards(model, optimizer) for name, (model, optimizer) in self._models().items()}
+
     def copy(self) -> CopySize:
         """Copy this rank's shards to the host if there is memory for the copy."""
-        shards = {name: rank_shards(model, optimizer) for name, (model, optimizer) in self._models().items()}
+        shards = self._shards()
         size = sum(num_bytes(one.parts) for one in shards.values())
         more = size - sum(buffer.nbytes for buffers in self._buffers.values() for buffer in buffers.values())
         needed = more * self._num_ranks * (1 + SPARE_SHARE)
@@ -238,28 +230,23 @@ class RankSaver:
         return CopySize(size, is_copied)
 
     def write(self, directory: str) -> None:
-        """Start a thread that writes the copy below `directory`. If there is no copy, write the shards before
-        returning.
-
-        If an earlier call is still writing, wait until its thread has ended, and ignore its result.
-        """
+        """Start a thread that writes the copy below `directory`. Without a copy, write the shards before returning.
+        Wait for the thread of an earlier call, and ignore its result."""
         self.abandon()
-        if not self._copies:
-            for name, (model, optimizer) in self._models().items():
-                rank_shards(model, optimizer).write(Path(directory) / name)
-            return
         copies = self._copies
 
-        def write() -> None:
-            for name, copy in copies.items():
-                copy.write(Path(directory) / name)
+        def write(shards: Mapping[str, RankShards]) -> None:
+            for name, one in shards.items():
+                one.write(Path(directory) / name)
 
-        self._writing = start_thread(write, "checkpoint-shards")
+        if copies:
+            self._writing = start_thread(lambda: write(copies), "checkpoint-shards")
+        else:
+            write(self._shards())
 
     def is_written(self, *, wait: bool) -> bool:
-        """Return whether the shards are written. If `wait` is true, wait for the end of the writing thread first. If
-        the write failed, the first call after the failure raises DiskSpaceError or CheckpointError. Later calls return
-        True."""
+        """Return whether the shards are written. If `wait` is true, wait for the thread first. The first call after a
+        failed write raises its DiskSpaceError or CheckpointError."""
         if self._writing is None:
             return True
         if not wait and not self._writing.done():
@@ -269,8 +256,7 @@ class RankSaver:
         return True
 
     def abandon(self) -> None:
-        """Wait until the writing thread has ended, and ignore its result. The folder of the checkpoint can then be
-        removed."""
+        """Wait for the end of the writing thread, and ignore its result. The folder can then be removed."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.exception()
@@ -281,7 +267,7 @@ class RankSaver:
 
 
 def start_thread(do: Callable[[], None], name: str) -> "Future[None]":
-    """Call `do` in a daemon thread, which does not delay the exit of the process. Return a future of the call."""
+    """Call `do` in a daemon thread, which does not delay the exit of the process, and return a future of the call."""
     result: Future[None] = Future()
 
     def run() -> None:
@@ -309,12 +295,8 @@ def _copy_part(part: LocalPart, buffers: dict[str, Tensor]) -> Tensor:
 
 @torch.no_grad()
 def load_shards(directory: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Load saved tensors into `model` and `optimizer`. Any number of ranks may have saved the tensors. If `optimizer`
-    is None, only the weights are loaded.
-
-    After an error the model is unusable, since it may hold a mixture of old and loaded weights. Raises CheckpointError
-    if files are missing or damaged, or belong to another model or optimizer.
-    """
+    """Load saved tensors, from any number of ranks, into `model` and `optimizer` if it is not None. Raises
+    CheckpointError if files are missing, damaged or of another model. The model is then unusable."""
     rank, _ = rank_and_world_size()
     with ShardReader(directory) as reader:
         parts = [local_part(f"model.{name}", tensor, rank=rank) for name, tensor in model_tensors(model)]
@@ -359,8 +341,7 @@ def _read_record(directory: Path) -> OptimizerRecord:
 def load_optimizer(
     directory: Path, reader: ShardReader, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int
 ) -> None:
-    """Load the saved state into the optimizer. Existing state tensors are filled in place. Raises CheckpointError if no
-    optimizer was saved, if the saved state is damaged, or if the parameter groups differ from the saved groups."""
+    """Load the saved state into the optimizer, in place where possible. Raises CheckpointError if it does not fit."""
     record = _read_record(directory)
     named = dict(named_parameters(model))
     names = {parameter: name for name, parameter in named.items()}
@@ -385,7 +366,7 @@ def load_optimizer(
 def _state_tensor(
     reader: ShardReader, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str, key: str, rank: int
 ) -> Tensor:
-    """Read one tensor of the optimizer state. It is sharded like its parameter if both have the same shape."""
+    """Read one tensor of the optimizer state, which is sharded like its parameter if both have the same shape."""
     full_name = state_name(name, key)
     stored = reader.tensors.get(full_name)
     if stored is None:

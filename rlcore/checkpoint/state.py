@@ -10,8 +10,7 @@ from rlcore.errors import CheckpointError
 from rlcore.storage.documents import first_problem, parse_json, read_ordinary, sha256_of
 
 FORMAT_VERSION = 2
-STATE = "state.json"
-"""The name of the state's file in a checkpoint."""
+STATE = "state.json"  # name in a checkpoint
 
 Count = Annotated[int, Field(ge=0)]
 
@@ -21,23 +20,15 @@ class LoopState:
     """The state of the training loop between two steps. `num_prompts_drawn` determines the position in the data."""
 
     step: Count
-    policy_version: Count
-    """The number of weight syncs."""
-    num_prompts_drawn: Count
-    """The number of prompts drawn from the endless stream, including prompts that dynamic sampling dropped."""
-    num_tokens: Count
-    """The number of prompt and response tokens that were trained on."""
-    kl_coef: float
-    """The adaptive coefficient of the KL term."""
-    best_metric: float = float("-inf")
-    """The best held-out score, or -inf before the first one."""
+    policy_version: Count  # the number of weight syncs
+    num_prompts_drawn: Count  # from the endless stream, with prompts that dynamic sampling dropped
+    num_tokens: Count  # the number of prompt and response tokens that were trained on
+    kl_coef: float  # the adaptive coefficient of the KL term
+    best_metric: float = float("-inf")  # the best held-out score, or -inf before the first one
     best_step: Count = 0
-    entropy_added: float = 0.0
-    """The amount that the entropy target has added to the weight of the entropy bonus."""
-    pass_counts: str = ""
-    """The numbers of correct and of scored responses for each training row, as base64 of float32 (see `PassCounts`)."""
-    carried: str = ""
-    """The groups of responses that the next step continues, as JSON (`rlcore.trainer.carry`)."""
+    entropy_added: float = 0.0  # what the entropy target has added to the weight of the entropy bonus
+    pass_counts: str = ""  # correct and scored responses of each training row, as base64 of float32 (`PassCounts`)
+    carried: str = ""  # groups of responses that the next step continues, as JSON (`rlcore.trainer.carry`)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +38,8 @@ class TrainerState(LoopState):
     __pydantic_config__ = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
 
     format_version: int = FORMAT_VERSION
-    journal_bytes: Count = 0
-    """The size of metrics.jsonl in bytes, up to the end of this step's line."""
-    journal_sha256: str = ""
-    """The sha256 of the first `journal_bytes` bytes of metrics.jsonl."""
+    journal_bytes: Count = 0  # size of metrics.jsonl at the end of this step's line
+    journal_sha256: str = ""  # of these bytes
     settings_fingerprint: str
 
     def to_json(self) -> str:

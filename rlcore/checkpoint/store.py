@@ -12,15 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rlcore.checkpoint.catalog import (
-    KIND,
-    CheckpointInfo,
-    by_score,
-    move_out_of_the_way,
-    name_of,
-    prunable,
-    scan,
-)
+from rlcore.checkpoint.catalog import KIND, CheckpointInfo, by_score, move_out_of_the_way, name_of, prunable, scan
 from rlcore.checkpoint.state import STATE, TrainerState, journal_problem
 from rlcore.config import CheckpointConfig, RunConfig
 from rlcore.config.fingerprint import fixed_settings, settings_fingerprint
@@ -30,8 +22,7 @@ from rlcore.storage.documents import parse_json, read_ordinary
 from rlcore.storage.manifest import LEFT, set_aside, verify_directory
 from rlcore.storage.publish import published_directory, remove_stale_temporaries, remove_tree, temporary_sibling
 
-SETTINGS = "settings.json"
-"""The name of the settings' file in a checkpoint."""
+SETTINGS = "settings.json"  # name in a checkpoint
 SHOWN_DIFFERENCES = 10
 
 log = logging.getLogger(__name__)
@@ -39,10 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FoundCheckpoint:
-    """The newest usable checkpoint, or None, and the newer checkpoints that were refused.
-
-    `journal_problem`: the reason why the journal does not fit the checkpoint, or '' if it fits.
-    """
+    """The newest usable checkpoint, newer ones that were refused, and why the journal does not fit it, or ''."""
 
     checkpoint: CheckpointInfo | None
     refusals: tuple[CheckpointInfo, ...]
@@ -68,19 +56,13 @@ class CheckpointStore:
         """Return the folder of the checkpoint that is saved when `step` is finished."""
         return self.directory / name_of(step)
 
-    # ---------------------------------------------------------------- write
-
     @contextmanager
     def writing(
         self, state: TrainerState, metrics: Mapping[str, float], at: Callable[[str], None] = lambda what: None
     ) -> Iterator[Path]:
         """Publish a checkpoint: yield a folder for the ranks' shards and rename it into place at the end of the block.
-
-        An existing checkpoint of the same step is replaced by one rename, or set aside (`move_out_of_the_way`). Metrics
-        that are not finite are left out. `at` is called with a description of each stage. Raises DiskSpaceError if
-        there is no room. Older checkpoints are then unchanged, and nothing of this one remains. Raises CheckpointError
-        if the folder cannot be written.
-        """
+        Metrics that are not finite are left out. `at` is called with a description of each stage. Raises DiskSpaceError
+        without room, and CheckpointError if the folder cannot be written. Older checkpoints are then unchanged."""
         target = self.path_of(state.step)
         created = datetime.now(UTC).isoformat("T", "microseconds")
         manifest: dict[str, Any] = {
@@ -111,10 +93,8 @@ class CheckpointStore:
             ) from reason
 
     def prune(self) -> tuple[Path, ...]:
-        """Delete the checkpoints that the retention rule does not keep, and return their paths.
-
-        Before anything is deleted, every byte of one remaining checkpoint is verified. Broken folders are kept.
-        """
+        """Delete checkpoints by the retention rule, and return their paths. Every byte of one that remains is verified
+        first."""
         remove_stale_temporaries(self.directory)
         checkpoints = scan(self.directory).checkpoints
         candidates = prunable(checkpoints, self._config)
@@ -124,10 +104,8 @@ class CheckpointStore:
         return tuple(info.path for info in candidates if info.step != good.step and self._delete(info.path))
 
     def set_aside_later(self, step: int) -> None:
-        """Rename the intact checkpoints after `step`, because the run continues from `step` with a truncated journal.
-
-        Without the rename, pruning would count these checkpoints as the newest. Broken checkpoints are not renamed.
-        """
+        """Rename the intact checkpoints after `step`, from which the run continues. Pruning would keep them as the
+        newest."""
         for info in scan(self.directory).checkpoints:
             if info.step > step and self._search([info], hashes=True).checkpoint is not None:
                 set_aside(info.path, LEFT, f"{info.path}: the run continues from step {step}", error=CheckpointError)
@@ -142,8 +120,6 @@ class CheckpointStore:
         remove_tree(aside)
         return True
 
-    # ---------------------------------------------------------------- read
-
     def list(self) -> Sequence[CheckpointInfo]:
         """Return all checkpoints with a readable manifest, sorted by step and not verified."""
         return scan(self.directory).checkpoints
@@ -153,8 +129,8 @@ class CheckpointStore:
         return self.find_latest(verify=verify).checkpoint
 
     def find(self, name: str, *, verify: bool = True) -> CheckpointInfo | None:
-        """Find a checkpoint by `last` (see `find_latest`), `best` or its folder's name. Return None for `start`. Raises
-        CheckpointError if no checkpoint has that name."""
+        """Find a checkpoint by `last`, `best` or its folder's name, or None for `start`. Raises CheckpointError for
+        other names."""
         if name == "start":
             return None
         if name in ("last", "best"):
@@ -177,13 +153,9 @@ class CheckpointStore:
         return 0 if found is None else found.step
 
     def find_latest(self, *, verify: bool = True) -> FoundCheckpoint:
-        """Find the newest checkpoint that is intact and fits the journal. Newer checkpoints that are refused are
-        logged.
-
-        If no intact checkpoint fits the journal, the newest intact checkpoint is returned. If `verify` is false, only
-        the sizes of files are checked. Raises CheckpointError if all checkpoints are broken, or if the settings of the
-        newest usable checkpoint differ from the run's settings.
-        """
+        """Find the newest checkpoint that is intact and fits the journal, or else the newest intact one. Refused ones
+        are logged. If `verify` is false, only the sizes of files are checked. Raises CheckpointError if all checkpoints
+        are broken, or if the settings differ."""
         found = self._find(verify=verify)
         while not all(os.path.lexists(refusal.path) for refusal in found.refusals):  # pruned meanwhile
             found = self._find(verify=verify)
@@ -203,17 +175,14 @@ class CheckpointStore:
         return found
 
     def best(self) -> CheckpointInfo | None:
-        """Return the intact checkpoint with the highest score, or None. If several have the highest score, return the
-        latest of them."""
+        """Return the intact checkpoint with the highest score, of equal ones the latest, or None."""
         found = self._search(by_score(self.list()), hashes=True)
         for refusal in found.refusals:
             log.warning("checkpoint refused: %s", refusal.reason)
         return found.checkpoint
 
     def verify(self, info: CheckpointInfo, *, hashes: bool = True) -> None:
-        """Check the size of each file of a checkpoint. If `hashes` is true, also check every byte, unless an earlier
-        call has done so. Raises CheckpointError if a check fails. The message names the file, the rule, the value and
-        the remedy."""
+        """Check the size of each file of a checkpoint and, with `hashes`, every byte once. Raises CheckpointError."""
         known = (info.path, info.created)
         verify_directory(info.path, hashes=hashes and known not in self._verified, error=CheckpointError)
         if hashes:
@@ -244,7 +213,7 @@ class CheckpointStore:
         return replace(found, refusals=refusals)
 
     def _search(self, candidates: Sequence[CheckpointInfo], *, hashes: bool, journal: bool = False) -> FoundCheckpoint:
-        """Return the last candidate that is intact. If `journal` is true, it must also fit the journal."""
+        """Return the last candidate that is intact and, if `journal` is true, fits the journal."""
         refusals: tuple[CheckpointInfo, ...] = ()
         for info in reversed(candidates):
             try:
@@ -268,8 +237,7 @@ def _warn_once(text: str) -> None:
 
 
 def require_same_settings(info: CheckpointInfo, settings: Mapping[str, Any], fingerprint: str) -> None:
-    """Check that a checkpoint was written with the current settings. `settings`: the settings that the run's results
-    depend on, by key. Raises CheckpointError with the old and new values if settings differ."""
+    """Raise CheckpointError with the old and new values of `settings` that differ from those of a checkpoint."""
     if info.settings_fingerprint == fingerprint:
         return
     theirs = _read_settings(info.path / SETTINGS)

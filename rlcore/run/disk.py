@@ -1,9 +1,4 @@
-"""The disk space of a run: estimates of future writes, and waits for free space.
-
-A run waits before each chunk and each checkpoint. If the disk is full during any other write, the run ends. The run can
-then be resumed from its last checkpoint. The estimates are upper bounds, which are computed from the settings. This
-module does not import torch.
-"""
+"""Disk space of a run: upper bounds of future writes, and waits for space before chunks and checkpoints. No torch."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -27,15 +22,12 @@ from rlcore.storage.disk import (
     size,
 )
 
-PAUSED, RESUMED = "paused_for_disk", "disk_room"
-"""The names of the events at the start and the end of a wait for disk space."""
+PAUSED, RESUMED = "paused_for_disk", "disk_room"  # the events at the start and the end of a wait for disk space
 POLL_S = 1.0
-BYTES_PER_WEIGHT = 4
-"""The size of one exported weight, which is a float32 master weight."""
+BYTES_PER_WEIGHT = 4  # the size of one exported weight, which is a float32 master weight
 BYTES_PER_TOKEN = 20
 """The compressed size of one stored token of a response: id, text, three log-probabilities and advantage."""
-BYTES_PER_RESPONSE = 500
-"""The size of a stored response without its tokens."""
+BYTES_PER_RESPONSE = 500  # the size of a stored response without its tokens
 EventSink = Callable[[str, int, Mapping[str, object]], None]
 """A function that takes the name, the step and the data of an event. The user sees the entry `text` of the data."""
 
@@ -51,12 +43,8 @@ class DiskRoom:
     prune: Callable[[], object]
 
     def wait(self, needed_bytes: int, step: int) -> None:
-        """Wait until the disk has room for `needed_bytes` and the reserve.
-
-        If the room is not enough, old checkpoints are deleted first. Raises DiskSpaceError if there is still no room
-        after `checkpoint.wait_for_room_s`. Raises StopRequestedError if a stop is requested during the wait. Committed
-        data is kept.
-        """
+        """Delete old checkpoints, then wait until the disk has room for `needed_bytes` and the reserve. Raises
+        DiskSpaceError after `checkpoint.wait_for_room_s`, and StopRequestedError if a stop is requested."""
         report = self.check(needed_bytes)
         if not report.enough:
             self.prune()
@@ -64,12 +52,19 @@ class DiskRoom:
         if report.enough:
             return
         deadline = time.monotonic() + self.config.wait_for_room_s
-        self.log_event(PAUSED, step, _as_event(report))
+        what = size(report.missing_bytes) if report.missing_bytes else "inodes"
+        paused = {
+            "text": f"paused: {what} are missing at {report.path}: {report}",
+            "path": str(report.path),
+            "missing_bytes": report.missing_bytes,
+            "needed_bytes": report.needed_bytes + report.reserve_bytes,
+            "free_bytes": report.free_bytes,
+        }
+        self.log_event(PAUSED, step, paused)
         while not (report := self.check(needed_bytes)).enough:
             self._wait(deadline, report)
-        self.log_event(
-            RESUMED, step, {"text": f"{self.path}: there is room again, the run continues", "path": str(self.path)}
-        )
+        text = f"{self.path}: there is room again, the run continues"
+        self.log_event(RESUMED, step, {"text": text, "path": str(self.path)})
 
     def check(self, needed_bytes: int) -> RoomReport:
         """Return a report of the free space, which says whether it suffices for `needed_bytes` and the reserve."""
@@ -87,17 +82,6 @@ class DiskRoom:
         time.sleep(min(left, POLL_S))
 
 
-def _as_event(report: RoomReport) -> Mapping[str, object]:
-    what = size(report.missing_bytes) if report.missing_bytes else "inodes"
-    return {
-        "text": f"paused: {what} are missing at {report.path}: {report}",
-        "path": str(report.path),
-        "missing_bytes": report.missing_bytes,
-        "needed_bytes": report.needed_bytes + report.reserve_bytes,
-        "free_bytes": report.free_bytes,
-    }
-
-
 def disk_needs(
     config: RunConfig,
     layout: RunLayout,
@@ -107,11 +91,8 @@ def disk_needs(
     steps_left: int,
     has_initial_policy: bool,
 ) -> tuple[DiskNeed, ...]:
-    """Return the disk space for the run's large future outputs, such as weights, checkpoints and stored responses.
-
-    The journal and the validation results are not included, because `checkpoint.reserve_gb` covers them.
-    `checkpoints_bytes`: the disk space that the checkpoints will take in addition to their present size.
-    """
+    """Return the disk space that the run's outputs still need, except for what `checkpoint.reserve_gb` covers.
+    `checkpoints_bytes`: the growth of the folder of checkpoints."""
     weights = BYTES_PER_WEIGHT * num_weights
     needs = [
         DiskNeed("checkpoints", layout.checkpoints, checkpoints_bytes),

@@ -1,7 +1,4 @@
-"""The failures of a run, which are lines of `faults.jsonl` in its folder. A resume does not truncate this file.
-
-This module does not import torch.
-"""
+"""The failures of a run, which are lines of `faults.jsonl` in its folder. A resume does not truncate this file."""
 
 import json
 import logging
@@ -26,8 +23,7 @@ log = logging.getLogger("rlcore.run.failures")
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One failure of a run. `kind`: a value of `MillraceError.failure_kind`. `stacks`: the file with the stacks of all
-    processes. `time`: seconds since the epoch."""
+    """One failure of a run. `stacks`: the file with the stacks of all processes. `time`: seconds since the epoch."""
 
     kind: str
     phase: str
@@ -78,8 +74,7 @@ def failure_from(error: Exception, phase: str, step: int) -> Failure:
 
 
 def append_failure(run_dir: Path, failure: Failure) -> None:
-    """Append the failure to `faults.jsonl`. An incomplete last line is first ended with a newline. If the file cannot
-    be written, for example on a full disk, the failure is only logged."""
+    """Append the failure to `faults.jsonl`, after the end of an incomplete line. If this is impossible, only log it."""
     try:
         with (run_dir / FAILURES_FILE).open("a+b") as file:
             file.seek(max(0, file.tell() - 1))
@@ -90,10 +85,7 @@ def append_failure(run_dir: Path, failure: Failure) -> None:
 
 
 def read_failures(run_dir: Path) -> list[Failure]:
-    """Return all failures of a run, oldest first. Damaged lines are skipped and logged.
-
-    Raises OSError if the file exists but cannot be read.
-    """
+    """Return all failures of a run, oldest first. Damaged lines are logged and skipped. Raises OSError."""
     try:
         lines = read_ordinary(run_dir / FAILURES_FILE).split(b"\n")
     except FileNotFoundError:

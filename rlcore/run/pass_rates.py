@@ -23,12 +23,9 @@ from rlcore.errors import DataError
 from rlcore.run.inputs import RunInputs, code_payload, digests_in, generation_payload, planned_initial_policy
 from rlcore.storage.manifest import MANIFEST, read_finished_or_set_aside
 
-PASS_RATES_FORMAT = 2
-"""The format version of the table. Increase it if the columns change, or if the same settings now give other responses.
-"""
+PASS_RATES_FORMAT = 2  # increase this if the columns change, or if the same settings now give other responses
 TABLE = "pass_rates.parquet"
-KIND = "pass-rates"
-"""The value of `kind` in the manifest of the table's folder."""
+KIND = "pass-rates"  # the kind in the table's manifest
 WITHOUT_PASS_RATES = "pass_rates.samples: must be 1 or more to measure pass rates, got 0. Set pass_rates.samples=8"
 SCHEMA = pa.schema(
     [
@@ -46,13 +43,9 @@ SCHEMA = pa.schema(
         ("truncated", pa.int64()),
     ]
 )
-"""The columns of the table.
-
-`samples`: the number of scored responses. `passes`: the number of correct responses. `unscored`: the number of
-responses on which the scorer failed. `mean_score` and `mean_parts` are means over the scored responses. If no response
-was scored, `mean_score` is null and `mean_parts` is empty. `mean_tokens`, `max_tokens` and `truncated` cover all
-responses. `digest`: a hash of the prompt's tokens and the ground truth.
-"""
+"""The columns of the table. `samples`, `passes`, `unscored`: the numbers of responses with a score, correct, and
+without a score. `mean_score` and `mean_parts` cover scored responses. The others cover all. `digest`: see
+`row_digests`."""
 
 
 def planned_pass_rates(config: RunConfig, filtered_directory: Path) -> Path:
@@ -73,13 +66,7 @@ def planned_pass_rates(config: RunConfig, filtered_directory: Path) -> Path:
     return Path(config.paths.root).resolve() / "pass-rates" / fingerprint("pass-rates", payload)
 
 
-def measured_elsewhere(directory: Path) -> Path:
-    """Return the folder for the parts of a table while its pass rates are being measured."""
-    return directory.with_name(f"measuring-{directory.name}")
-
-
 def _model_payload(folder: Path) -> object:
-    """Return the folder of a model that Millrace built, or the digests of the files of any other model."""
     if (folder / MANIFEST).is_file() or not folder.is_dir():
         return folder.name if folder.parent.name == "models" else str(folder)
     return digests_in(folder)
@@ -87,7 +74,7 @@ def _model_payload(folder: Path) -> object:
 
 @dataclass(frozen=True, slots=True)
 class PassRates:
-    """The pass counts of a run's training rows, in the order of the data sources and then of the rows in the file."""
+    """The pass counts of a run's training rows, by data source and row."""
 
     directory: Path
     counts: PassCounts
@@ -96,8 +83,8 @@ class PassRates:
 
     @property
     def selected(self) -> tuple[np.ndarray, ...]:
-        """The mask of the selected rows, one array for each data source. A row is selected if its pass rate is known
-        and in `pass_rates.keep`. If `keep` is [0, 1], all rows are selected."""
+        """A mask for each data source, which is true where the pass rate is known and in `pass_rates.keep`, or
+        everywhere if that is [0, 1]."""
         low, high = self.settings.keep
         rates = self.counts.rates()
         inside = np.ones(len(rates), dtype=bool) if (low, high) == (0, 1) else (rates >= low) & (rates <= high)
@@ -170,10 +157,7 @@ def read_table(file: Path) -> pa.Table:
 
 
 def row_digests(filtered: Path) -> list[str]:
-    """Return a digest of 16 hex digits for each row of a filtered file.
-
-    A digest is a hash of the prompt's tokens and the ground truth.
-    """
+    """Return a digest of 16 hex digits for each row of a filtered file, from its prompt and ground truth."""
     table = pq.read_table(filtered, columns=["prompt_ids", "ground_truth_json"])
     ids = table.column("prompt_ids").combine_chunks()
     flat = ids.flatten().cast(pa.int32()).to_numpy(zero_copy_only=False)

@@ -28,8 +28,7 @@ from rlcore.workers.group import WorkerGroup
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutProblems:
-    """The held-out prompts of a run or a suite, with the decoder and the scorer of their responses. `suite`: the
-    fingerprint of the suite, or an empty text for the run."""
+    """The held-out prompts of a run or a suite with its fingerprint, with the decoder and scorer of responses."""
 
     config: RunConfig
     validation: tuple[Prompt, ...]
@@ -46,23 +45,20 @@ class HeldOutProblems:
 
     @classmethod
     def for_suite(cls, config: RunConfig, inputs: RunInputs, suite: SuiteConfig) -> "HeldOutProblems":
-        """Read the held-out problems of a suite. The name of the suite becomes their data source. Raises DataError if a
-        file is missing, invalid or empty."""
+        """Read the held-out problems of a suite, which have its name as data source. Raises DataError."""
         rows = inputs.for_suite(suite.name)
         found = cls.of_run(suite_settings(config, suite), rows)
         named = tuple(replace(prompt, data_source=suite.name) for prompt in found.validation)
         return replace(found, validation=named, suite=suite_fingerprint(config, suite, rows.filtered_directory))
 
     def held_out(self, *, limited: bool) -> tuple[Prompt, ...]:
-        """Return the held-out prompts. If `limited` is true, only the first `validation.max_problems` are returned."""
+        """Return the held-out prompts, or only the first `validation.max_problems` if `limited` is true."""
         limit = self.config.validation.max_problems
         return self.validation[:limit] if limited and limit else self.validation
 
     def episodes(self, inputs: RunInputs) -> Episodes | None:
-        """Return an object that plays episodes with `data.environment` in separate processes, or None if no environment
-        is set.
-
-        Raises ConfigError if the class does not exist or the chat template cannot append turns."""
+        """Return the player of episodes with `data.environment`, or None without one. Raises ConfigError if it cannot
+        play."""
         if not self.config.data.environment:
             return None
         forms = {is_chat(file) for file in inputs.validation_parquets}
@@ -79,11 +75,8 @@ class HeldOutProblems:
         return Episodes(self.config, turns, self.decode)
 
     def build_sampler(self, inputs: RunInputs, opened: ExitStack) -> Callable[[WorkerGroup], ResponseSampler]:
-        """Start the scoring processes. Return a function that creates the `ResponseSampler` of a worker group.
-
-        `opened`: the exit stack that ends the processes. Raises ConfigError if the scorer or the environment does not
-        exist, or if the chat template cannot append turns.
-        """
+        """Start the scoring processes, which `opened` ends. Return a function that creates the `ResponseSampler` of a
+        worker group. Raises ConfigError if the scorer or the environment cannot be used."""
         scoring, episodes = opened.enter_context(self.scoring_pool()), self.episodes(inputs)
         if episodes is not None:
             opened.enter_context(episodes)
@@ -106,11 +99,7 @@ class Problems(HeldOutProblems):
 
     @classmethod
     def read(cls, config: RunConfig, inputs: RunInputs) -> "Problems":
-        """Read the filtered rows of a run.
-
-        Raises DataError if a file is invalid or empty, if the data sources cannot be mixed, if a suite and a data
-        source share a name, or if a teacher's data source has no rows.
-        """
+        """Read the filtered rows of a run. Raises DataError if they do not fit the mixture, suites or teachers."""
         held_out = HeldOutProblems.of_run(config, inputs)
         own = {prompt.data_source for prompt in held_out.validation}
         if clash := [suite.name for suite in config.validation.suites if suite.name in own]:
@@ -127,8 +116,7 @@ class Problems(HeldOutProblems):
 
     @cached_property
     def pass_rates(self) -> PassRates | None:
-        """The pass rates of the training rows, or None if the run uses none. Raises DataError if the table is not
-        measured yet or selects too few rows."""
+        """The pass rates of the training rows, or None if the run uses none. Raises DataError."""
         if not self.config.pass_rates.is_enabled:
             return None
         found = find_pass_rates(self.config, self.inputs)
@@ -166,10 +154,8 @@ class Problems(HeldOutProblems):
 
 
 def read_parts(config: RunConfig, files: Sequence[Path]) -> list[list[Prompt]]:
-    """Read the prompts of each data source.
-
-    The `prompt_id` of a row in data source k (from 0) is the row's index plus k x `ROWS_PER_SOURCE`. Raises DataError
-    if a file is invalid or empty, or if two data sources share a name in metrics.
+    """Read the prompts of each data source. The `prompt_id` in data source k is the row's index plus k x
+    `ROWS_PER_SOURCE`. Raises DataError if a file is invalid or empty, or if two data sources share a name in metrics.
     """
     parts = parts_of(config.data)
     found = [read_prompts(file) for file in files]
@@ -199,11 +185,7 @@ def _with_scorer(prompt: Prompt, data: TaskData) -> str:
 
 
 def spread(parts: Sequence[Sequence[Prompt]]) -> tuple[Prompt, ...]:
-    """Interleave the prompts of all data sources evenly, so that the first N prompts contain a share of each source.
-
-    >>> [p.prompt_id for p in spread([[Prompt(i, (), "a", "") for i in range(4)], [Prompt(9, (), "b", "")]])]
-    [0, 1, 9, 2, 3]
-    """
+    """Interleave the prompts of all data sources evenly, so that the first N prompts contain a share of each source."""
     placed = [
         ((place + 0.5) / len(prompts), part, prompt)
         for part, prompts in enumerate(parts)

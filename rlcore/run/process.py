@@ -49,8 +49,7 @@ from rlcore.tracking.lineage import read_origin
 from rlcore.user_code import run_code
 
 EXIT_DONE, EXIT_FAILED = 0, 1
-POLL_S = 0.25
-"""The seconds between two checks for a stop request while no command has arrived."""
+POLL_S = 0.25  # seconds between two checks for a stop request
 
 log = logging.getLogger("rlcore.run.process")
 
@@ -68,11 +67,8 @@ class Session:
         abandon: Callable[[MillraceError], None] = lambda error: log.error("%s", error),
         is_locked: bool = False,
     ) -> None:
-        """Create a session without opening it. `is_locked`: whether this process has inherited the run's lock.
-
-        `abandon`: a function that ends the process if a phase or a stop takes too long. It is called in a separate
-        thread.
-        """
+        """Create a session without opening it. `abandon`: a function that ends the process, called in another thread if
+        a phase or a stop takes too long. `is_locked`: whether this process has inherited the run's lock."""
         self._is_locked = is_locked
         self._config, self._layout = config, layout
         self._guard = Watchdog(
@@ -83,7 +79,6 @@ class Session:
 
     @property
     def _current(self) -> Training[Any]:
-        """The training in progress, which is the active warm start or the training of the run."""
         return self._warm_start.training or self._training
 
     def __enter__(self) -> Self:
@@ -113,8 +108,6 @@ class Session:
             is_over = self._is_evaluated and not self._has_failed
             self._record.finish(failed=self._has_failed, is_over=is_over)
 
-    # ------------------------------------------------------------------ commands
-
     def warm_start(self) -> Mapping[str, object]:
         """Create the initial policy if needed. See `WarmStart.make`."""
         result = self._warm_start.make()
@@ -125,10 +118,8 @@ class Session:
         return {"directory": str(self._measuring.make().directory)}
 
     def train(self, to_step: int, *, settle: bool = True) -> Mapping[str, object]:
-        """Train from the newest checkpoint to a step and save there. See `Training.train_to`.
-
-        Raises StopRequestedError if a stop was requested. The last finished step is then saved.
-        """
+        """Train from the newest checkpoint to a step and save there. Raises StopRequestedError with the last finished
+        step saved."""
         committed = self._record.store.latest()
         if committed is not None and committed.step >= to_step:
             return {"step": committed.step, "checkpoint": str(committed.path), "metrics": {}, "skipped": True}
@@ -137,12 +128,9 @@ class Session:
         return {"step": step, "checkpoint": str(self._record.store.path_of(step)), "metrics": dict(metrics)}
 
     def validate(self, checkpoint: str, name: str) -> Mapping[str, object]:
-        """Evaluate a checkpoint on all held-out problems and suites.
-
-        `checkpoint`: `start`, `last`, `best` or the name of a checkpoint folder. A run that ends after its supervised
-        stage has no checkpoints. In this case, `start` means the model before the stage. Any other name means the model
-        after the stage.
-        """
+        """Evaluate a checkpoint (`start`, `last`, `best` or a name) on all held-out problems and suites. In a run
+        without reinforcement learning, `start` is the model before its supervised stage, and any other name the model
+        after it."""
         self._training.settle_save()
         step, summary = None, dict[str, float]()
         if self._config.is_supervised:
@@ -176,17 +164,12 @@ class Session:
         return {"directory": str(target), "step": step}
 
     def save_finished(self) -> str:
-        """Save the last finished step. This is for a stop between two commands. See `Training.save_finished`."""
+        """Save the last finished step after a stop between two commands."""
         return self._current.save_finished()
 
-    def fail(self) -> None:
-        """Mark the run as failed."""
-        self._has_failed = True
-
-    def record_failure(self, error: Exception) -> Exception:
-        """Record an error that ends this process. Return a known failure as a `MillraceError`, and any other error
-        unchanged.
-        """
+    def record_failure(self, error: Exception, *, fails: bool = True) -> Exception:
+        """Record an error that ends this process, and the run if it `fails`. See `Watchdog.record_failure`."""
+        self._has_failed = fails
         return self._guard.record_failure(error)
 
 
@@ -216,7 +199,7 @@ class Channel:
             self._read += content
 
     def send(self, event: Mapping[str, object]) -> None:
-        """Send one event. Several threads may call this, since the watchdog sends from a separate thread."""
+        """Send one event. Several threads may call this."""
         try:
             with self._lock:
                 self._replies.write(json.dumps(event) + "\n")
@@ -240,7 +223,6 @@ def serve(session: Session, commands: Iterator[Mapping[str, Any]], report: Repor
         except Exception as error:
             log.exception("%s failed", name)
             report(_error(name, session.record_failure(error)))
-            session.fail()
             return _exit_code(error)
         report({"event": "done", "command": name, "result": result})
     if stop():  # between two commands: training may be some steps ahead of the last checkpoint
@@ -248,7 +230,7 @@ def serve(session: Session, commands: Iterator[Mapping[str, Any]], report: Repor
             report(_error("stop", StopRequestedError(session.save_finished())))
         except Exception as error:
             log.exception("the last finished step is not saved")
-            report(_error("stop", session.record_failure(error)))
+            report(_error("stop", session.record_failure(error, fails=False)))
         return EXIT_RESUMABLE
     return EXIT_DONE
 
@@ -266,12 +248,12 @@ def run(run_dir: Path, channel: Channel, stop: StopFlag, *, is_locked: bool = Fa
     """Serve a run until it ends, and return the exit code. `is_locked`: whether the run's lock was inherited."""
     report = channel.send
 
-    def abandon(error: MillraceError) -> None:
-        def say() -> None:
-            log.error("%s", error)
-            report(_error("watch", error))
+    def send_error(command: str, error: MillraceError) -> None:
+        log.error("%s", error)
+        report(_error(command, error))
 
-        report_and_exit(say, _exit_code(error))
+    def abandon(error: MillraceError) -> None:
+        report_and_exit(lambda: send_error("watch", error), _exit_code(error))
 
     try:
         if (origin := read_origin(run_dir)) is None:
@@ -282,8 +264,7 @@ def run(run_dir: Path, channel: Channel, stop: StopFlag, *, is_locked: bool = Fa
         with run_code(layout.code), opened as session:
             return serve(session, channel.commands(stop), report, stop)
     except MillraceError as error:
-        log.error("%s", error)
-        report(_error("start", error))
+        send_error("start", error)
         return _exit_code(error)
 
 

@@ -1,8 +1,5 @@
-"""The record of a run, which keeps the journal, the checkpoints and the events consistent.
-
-A step is written to the journal before its checkpoint is published. A resume truncates the journal to its length at the
-checkpoint.
-"""
+"""The record of a run: journal, checkpoints and events. A step is in the journal before its checkpoint is published,
+and a resume truncates the journal to its length at the checkpoint."""
 
 import logging
 import time
@@ -64,13 +61,8 @@ class RunRecord:
         self.answers = ResponseWriter(layout.answers, config.answers)
         self._first_save_bytes = 0
 
-    # ------------------------------------------------------------------ checkpoints
-
     def begin_save(self, state: LoopState, metrics: Mapping[str, float], ranks: SavingRanks) -> Saved | None:
-        """Begin to save a checkpoint of `state`. See `CheckpointSaver.begin`.
-
-        The checkpoint is committed only after the responses of earlier steps are written.
-        """
+        """Begin to save a checkpoint, after the responses of earlier steps are written. See `CheckpointSaver.begin`."""
         self.answers.start_part()
 
         def record() -> TrainerState:
@@ -86,7 +78,7 @@ class RunRecord:
         return self.saves.begin(state.step, record, metrics, ranks)
 
     def set_num_trained_parameters(self, num_trained_parameters: int) -> None:
-        """Set the number of trained parameters, from which the size of the first checkpoint is estimated."""
+        """Set the number from which the size of the first checkpoint is estimated."""
         self._first_save_bytes = checkpoint_bytes(num_trained_parameters)
 
     @property
@@ -95,25 +87,16 @@ class RunRecord:
         return self.store.measured_bytes() or self._first_save_bytes
 
     def wait_for_room(self, step: int, settle: Callable[[], None]) -> None:
-        """Wait until the disk has room for the next checkpoint.
-
-        `settle`: a function that waits for the current save, after which older checkpoints can be deleted. It is called
-        only if there is not enough room. Raises DiskSpaceError if there is no room after `checkpoint.wait_for_room_s`.
-        Raises StopRequestedError if a stop is requested during the wait.
-        """
+        """Wait until the disk has room for the next checkpoint. See `DiskRoom.wait`. `settle`: a function that waits
+        for the current save, after which older checkpoints can be deleted."""
         if not self.room.check(self.next_save_bytes).enough:
             settle()
         self.room.wait(self.next_save_bytes, step)
 
-    # ------------------------------------------------------------------ resume
-
     def restore(self, info: CheckpointInfo | None) -> LoopState:
-        """Truncate the journal to a checkpoint, or to step 0 if `info` is None. Return the training state of that step.
-
-        The save in progress is abandoned. Intact checkpoints of later steps are renamed. If `info` is None, the results
-        of later steps are also renamed. A resume from a checkpoint keeps these results, because the repeated steps are
-        identical.
-        """
+        """Return the state at a checkpoint, or at step 0 if `info` is None, and truncate the journal to it. The current
+        save is abandoned. Intact checkpoints of later steps are renamed. Other later results are renamed only at step
+        0, because repeated steps are identical."""
         step = 0 if info is None else info.step
         self.saves.abandon()
         self.store.set_aside_later(step)
@@ -127,15 +110,12 @@ class RunRecord:
         return LoopState(**{field.name: getattr(saved, field.name) for field in fields(LoopState)})
 
     def _set_aside_results(self, step: int) -> None:
-        """Rename exports and results of later steps, so that they are not mistaken for results of the new training."""
         kept = {"before", *map(name_of, range(step + 1))}
         folders = [self.layout.validation, *self.layout.suites.glob("*")]
         results = [file for folder in folders for file in folder.glob("*.json") if file.stem not in kept]
         for path in (self.layout.exported_model, self.layout.exported_best, *results):
             if path.exists():
                 set_aside(path, LEFT, f"{path}: the run continues from step {step}", error=CheckpointError)
-
-    # ------------------------------------------------------------------ journal
 
     def record_event(self, name: str, step: int, data: Mapping[str, object]) -> None:
         """Record an event in the journal, log it and report it to the flow. The user sees `text` in `data`."""
@@ -144,21 +124,15 @@ class RunRecord:
         self.report({"event": name, "step": step, **data})
 
     def with_score(self, state: LoopState, result: ValidationResult) -> LoopState:
-        """Return the state with the score of a validation if it is the best so far, otherwise the state unchanged.
-
-        A validation has no score if the scorer always failed.
-        """
+        """Return the state with the score of a validation if it is the best so far."""
         score = result.metrics().get(HELD_OUT_REWARD)
         if score is None or score <= state.best_metric:
             return state
         return replace(state, best_metric=score, best_step=result.step)
 
     def finish(self, *, failed: bool, is_over: bool = False) -> None:
-        """Commit the current save and record the end of the run.
-
-        `is_over`: whether the run is complete although it has not reached its last step. If true, this call does not
-        wait for the delivery to MLflow.
-        """
+        """Commit the current save and record the end of the run. `is_over`: the run is complete before its last step,
+        so this does not wait for the delivery to MLflow."""
         try:
             self.saves.settle()
         except Exception as reason:
@@ -168,7 +142,6 @@ class RunRecord:
 
     @property
     def _is_finished(self) -> bool:
-        """True if the last step is committed. A killed process may have committed it without recording the end."""
         if self.config.is_supervised:
             return self.layout.exported_model.is_dir()
         try:
@@ -181,9 +154,7 @@ class RunRecord:
 
 
 class Pace:
-    """The mean seconds per step over the latest steps. The first step of a process is left out because it compiles
-    code.
-    """
+    """The mean seconds per step over the latest steps, without the first one of a process, which compiles code."""
 
     WINDOW_STEPS = 20
 
@@ -212,8 +183,7 @@ class RunEvents:
         self._total_steps = record.config.trainer.total_steps
         self._alarms_on: set[str] = set()
         self._next_unscored_report = 1
-        self.num_failures = 0
-        """The number of failures after which the run was resumed."""
+        self.num_failures = 0  # the number of failures after which the run was resumed
 
     def progress(self, result: StepResult, to_step: int, pace: Pace) -> None:
         """Report the end of a step."""
@@ -234,7 +204,7 @@ class RunEvents:
         )
 
     def alarms(self, step: int, alarms: Sequence[Alarm]) -> None:
-        """Record each alarm of the step, unless the previous step had the same alarm."""
+        """Record each alarm that the previous step did not have."""
         for alarm in alarms:
             if alarm.name not in self._alarms_on:
                 data = {"alarm": alarm.name, "action": alarm.action, "text": f"alarm at step {step}: {alarm.text}"}
@@ -242,10 +212,7 @@ class RunEvents:
         self._alarms_on = {alarm.name for alarm in alarms}
 
     def unscored(self, step: int, num_responses: int, reason: str) -> None:
-        """Record the number of responses without a score.
-
-        This is done for the first such response, and each time the number has doubled since the last record.
-        """
+        """Record the number of responses without a score, at the first one and each time the number has doubled."""
         if num_responses < self._next_unscored_report:
             return
         self._next_unscored_report = 2 * num_responses
@@ -257,10 +224,7 @@ class RunEvents:
         self._record.record_event("scorer_failed", step, {"num_answers": num_responses, "reason": reason, "text": text})
 
     def shortages(self, step: int, shortages: Sequence[OomRetry], micro_batch_tokens: int) -> None:
-        """Record the forward and backward passes that were repeated because they ran out of memory.
-
-        `micro_batch_tokens`: the maximum number of tokens in a micro-batch.
-        """
+        """Record the forward and backward passes that were repeated because they ran out of memory."""
         for shortage in shortages:
             data = {
                 "max_tokens_per_micro_batch": max(1, micro_batch_tokens // shortage.factor),
@@ -270,7 +234,7 @@ class RunEvents:
             self._record.record_event("out_of_memory", step, data)
 
     def failures(self, step: int) -> None:
-        """Record earlier failures again, if the journal lost them when it was truncated to a checkpoint."""
+        """Record the failures again that the journal lost when it was truncated."""
         failures = read_failures(self._record.layout.run_dir)
         events = load_journal(self._record.layout.journal).events
         known = {event.data.get("time") for event in events if event.name == "fault"}

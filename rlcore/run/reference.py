@@ -20,11 +20,9 @@ def add_reference(
     pairs: Sequence[Demonstration],
     report: Callable[[Mapping[str, object]], None],
 ) -> None:
-    """Set the reference log-probabilities of `pairs`. If they are not stored in `folder`, compute and store them first.
-
-    The workers must hold the initial policy. `batches`: the pairs of each training step in the first epoch, and the
-    held-out pairs. Pairs are packed as they are during training, so all reward margins are exactly 0 in the first step.
-    """
+    """Set the reference log-probabilities of `pairs`, which are computed and stored in `folder` at the first call. The
+    workers must hold the initial policy. `batches`: the pairs of each step in the first epoch, and the held-out pairs.
+    They are packed as in training, so all reward margins of the first step are exactly 0."""
     if read_finished_or_set_aside(folder) is None:
         report({"event": "note", "text": f"computes the reference log-probabilities of {len(pairs):,} pairs"})
         for batch in reversed(batches):  # the last step of the epoch repeats pairs of its first steps

@@ -26,10 +26,8 @@ from rlcore.errors import RunInUseError, StopRequestedError
 if TYPE_CHECKING:
     from rlcore.storage.locks import RunLock
 
-SAME_REQUEST_S = 5.0
-"""The seconds within which a second SIGTERM belongs to the first stop request."""
-LOCK_WAIT_S = 90.0
-"""The seconds that a trainer may still need for saving after its flow has ended."""
+SAME_REQUEST_S = 5.0  # seconds within which a second SIGTERM belongs to the first one
+LOCK_WAIT_S = 90.0  # seconds that a trainer may save after its flow has ended
 POLL_S = 0.2
 
 log = logging.getLogger("rlcore.run.stop")
@@ -74,12 +72,9 @@ def locked_run(
     *,
     waits_for_holder: bool = True,
 ) -> "Iterator[RunLock]":
-    """Hold the run's lock inside the `with` block, and remove temporary files of killed processes.
-
-    If another process holds the lock, report this and wait. `waits_for_holder`: whether to wait if that process is
-    still alive. Raises RunInUseError, which names the process and its host, if the lock is not free after `wait_s`.
-    Raises StopRequestedError if a stop is requested during the wait.
-    """
+    """Hold the run's lock inside the `with` block, and remove temporary files of killed processes. If another process
+    holds the lock, report this and wait, but for a living process only if `waits_for_holder` is true. Raises
+    RunInUseError after `wait_s`, and StopRequestedError if a stop is requested."""
     # The command line imports this module before it reads settings.
     from rlcore.storage.locks import RUN_LOCK, RunLock, read_holder
     from rlcore.storage.publish import remove_stale_temporaries

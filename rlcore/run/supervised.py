@@ -1,8 +1,5 @@
-"""The warm start, which is a supervised training that creates the initial policy.
-
-Its folder is `warm-starts/warm-start-<fingerprint>`. The folder has a journal and checkpoints, from which a warm start
-resumes. The result is published in `models/<fingerprint>` for all runs with the same settings.
-"""
+"""The warm start, a supervised training that creates the initial policy. It resumes from the journal and checkpoints in
+`warm-starts/warm-start-<fingerprint>`. All runs with its settings use its result, `models/<fingerprint>`."""
 
 import gc
 import math
@@ -34,11 +31,7 @@ from rlcore.run.initial_policy import (
     stage_layout,
     stage_settings,
 )
-from rlcore.run.inputs import (
-    RunInputs,
-    ensure_configured_model,
-    planned_initial_policy,
-)
+from rlcore.run.inputs import RunInputs, ensure_configured_model, planned_initial_policy
 from rlcore.run.problems import Problems, spread
 from rlcore.run.record import RunRecord
 from rlcore.run.reference import add_reference
@@ -55,8 +48,7 @@ from rlcore.trainer.supervised import SupervisedTrainer
 from rlcore.types import Prompt
 from rlcore.workers.group import WorkerGroup
 
-MIN_CHECK_PROBLEMS = 16
-"""The minimum number of problems on which the reward is sampled."""
+MIN_CHECK_PROBLEMS = 16  # the minimum number of problems on which the reward is sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +87,7 @@ class Demonstrations:
         return cls(stream, tuple(kept), warm.misdirected_share, config.seed, len(rows) - len(fitting))
 
     def draw(self, position: int, step: int, count: int) -> list[Demonstration]:
-        """Return the demonstrations of a training step.
-
-        A random share of them (`warm_start.misdirected_share`) has a response that misses the prompt's target on
-        purpose.
-        """
+        """Return the demonstrations of a training step. A random `misdirected_share` of them misses the target."""
         rng = np.random.default_rng((self.seed, WARM_START_STREAM, step))
         misdirected = (rng.random(count) < self.misdirected_share).tolist()
         rows = self.shown.take(position, count)
@@ -113,10 +101,8 @@ class SupervisedWorkers(TrainingWorkers):
     """The ranks of a warm start."""
 
     _trainer: SupervisedTrainer
-    _sampler: ResponseSampler | None = None
-    """The sampler of responses, which exists only if a sampled reward can end the warm start."""
-    _problems: Sequence[Prompt] = ()
-    """The problems on which the reward is sampled."""
+    _sampler: ResponseSampler | None = None  # the sampler, if a sampled reward can end the warm start
+    _problems: Sequence[Prompt] = ()  # the problems on which the reward is sampled
 
     def __init__(self, record: RunRecord, inputs: RunInputs, demonstrations: Demonstrations, source: Path) -> None:
         super().__init__(record, source)
@@ -127,7 +113,7 @@ class SupervisedWorkers(TrainingWorkers):
         """Do nothing, because the engines receive the weights immediately before sampling."""
 
     def measure(self, step: int) -> dict[str, float]:
-        """Return the held-out loss. If a sampled reward can end the warm start, return this reward too."""
+        """Return the held-out loss, and the sampled reward if it can end the warm start."""
         self.start()
         with self._guard.phase("testing"):
             metrics = self._trainer.held_out(self._demonstrations.held_out)
@@ -138,7 +124,6 @@ class SupervisedWorkers(TrainingWorkers):
         return metrics
 
     def _reward(self, sampler: ResponseSampler, step: int) -> float:
-        """Return the mean score of one sampled response to each problem. Responses without a score are excluded."""
         config = sampler.config
         requests = make_requests(self._problems, 1, run_seed=config.seed, stream=WARM_START_STREAM, step=step)
         responses = sampler.sample(requests, config.rollout.sampling, policy_version=step)
@@ -202,9 +187,7 @@ class SupervisedTraining(Training[SupervisedWorkers]):
 
 
 def has_learned(config: RunConfig, step: int, best_step: int, metrics: Mapping[str, float]) -> bool:
-    """Return whether the sampled reward has reached its target or the held-out loss has not improved in `patience`
-    checks.
-    """
+    """Return whether the reward has reached its target or the held-out loss has not improved in `patience` checks."""
     warm = config.warm_start
     if warm.stop_at_reward is not None and metrics.get(REWARD, -math.inf) >= warm.stop_at_reward:
         return True
@@ -223,10 +206,8 @@ class WarmStart:
         self.training: SupervisedTraining | None = None
 
     def make(self) -> InitialPolicy:
-        """Return the initial policy, and create it first if needed. A warm start resumes from its newest checkpoint.
-
-        Raises StopRequestedError if a stop was requested. The last finished step is then saved.
-        """
+        """Return the initial policy. Create it first if needed, from the newest checkpoint of an earlier attempt.
+        Raises StopRequestedError with the last finished step saved."""
         config, guard = self._config, self._guard
         if config.model.path is not None:
             ensure_configured_model(config)
@@ -237,12 +218,11 @@ class WarmStart:
                 build_model(config, folder)
             return InitialPolicy(self._directory, cached=False)
         self._open.enter_context(locked_run(self._layout.run_dir, guard.report, guard.stop, math.inf))
-        known = known_initial_policy(config, self._inputs)
-        if known is not None:  # another run has created it during the wait
+        if (known := known_initial_policy(config, self._inputs)) is not None:  # another run has created it
             self.close(failed=False)
             return known
         self.training = self._open_training()
-        self._publish(self.training, self._train(self.training))
+        self._publish(self.training)
         gc.collect()
         release_cached_memory()  # the run's workers may be other processes
         return InitialPolicy.of(self._directory, read_finished_or_set_aside(self._directory), cached=False)
@@ -259,15 +239,6 @@ class WarmStart:
             if training is not None:
                 training.record.finish(failed=failed, is_over=is_over)
 
-    def _train(self, training: SupervisedTraining) -> CheckpointInfo:
-        store, end = training.record.store, training.record.config.trainer.total_steps
-        newest = store.latest()
-        if newest is None or not self._has_ended(training.record, newest):
-            training.train_to(end)
-            newest = store.latest()
-            assert newest is not None, "training has committed one"
-        return newest
-
     def _open_training(self) -> SupervisedTraining:
         demonstrations = Demonstrations.read(self._config, self._inputs)
         settings = stage_settings(self._config, len(demonstrations.shown))
@@ -278,32 +249,27 @@ class WarmStart:
         Origin(settings).write(self._layout.run_dir)
         tags = {"stage": "warm-start", TRAINED_FOR_TAG: self._run_id}
         record = RunRecord(settings, self._layout, self._guard, tags=tags)
-        workers = self._open.enter_context(SupervisedWorkers(record, self._inputs, demonstrations, self._source()))
+        source = self.base().directory
+        workers = self._open.enter_context(SupervisedWorkers(record, self._inputs, demonstrations, source))
         return SupervisedTraining(record, workers)
-
-    def _source(self) -> Path:
-        return self.base().directory
 
     def _has_ended(self, record: RunRecord, newest: CheckpointInfo) -> bool:
         best = record.store.load_state(newest).best_step
         is_last = newest.step >= record.config.trainer.total_steps
         return is_last or has_learned(record.config, newest.step, best, newest.metrics)
 
-    def _publish(self, training: SupervisedTraining, newest: CheckpointInfo) -> None:
-        """Publish the checkpoint with the lowest held-out loss.
-
-        If a sampled reward can end the warm start, publish the last checkpoint instead.
-        """
+    def _publish(self, training: SupervisedTraining) -> None:
         record, workers = training.record, training.workers
-        training.settle_save()
+        newest = record.store.latest()
+        if newest is None or not self._has_ended(record, newest):
+            training.train_to(record.config.trainer.total_steps)
+            newest = record.store.latest()
+            assert newest is not None, "training has committed one"
         ends_at_reward = self._config.warm_start.stop_at_reward is not None
         source = newest if ends_at_reward else record.store.best() or newest
         workers.load(source.name)
-        facts: dict[str, JsonValue] = {
-            FINGERPRINT: self._directory.name,
-            "steps": source.step,
-            "steps_taken": newest.step,
-        }
+        facts: dict[str, JsonValue] = {FINGERPRINT: self._directory.name, "steps": source.step}
+        facts["steps_taken"] = newest.step
         facts |= {name.partition("/")[2]: source.metrics[name] for name in METRICS if name in source.metrics}
         workers.export(self._directory, "start_model", facts=facts)
         self.close(failed=False, is_over=True)

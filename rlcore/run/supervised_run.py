@@ -20,20 +20,14 @@ from rlcore.tracking.journal import load_journal
 
 
 class SupervisedRun:
-    """The models and the export of a run without reinforcement learning.
-
-    The supervised stage itself is a `WarmStart`, which several runs can share.
-    """
+    """The models and the export of a run without reinforcement learning. Runs can share its stage, a `WarmStart`."""
 
     def __init__(self, record: RunRecord, inputs: RunInputs, warm_start: WarmStart) -> None:
         self._record, self._inputs, self._warm_start = record, inputs, warm_start
         self._config, self._layout = record.config, record.layout
 
     def base(self) -> InitialPolicy:
-        """Return the model before the stage, and create it first if needed.
-
-        Raises DataError if there are no demonstrations. This is checked before the model is created.
-        """
+        """Return the model before the stage, and create it first if needed. Raises DataError without demonstrations."""
         Demonstrations.read(self._config, self._inputs)
         return self._warm_start.base()
 

@@ -1,7 +1,4 @@
-"""The training loop of a run: steps, journal lines, checkpoints at the ends of chunks, and resumes.
-
-The newest committed checkpoint is the state of the run. Everything in this module can be rebuilt from it.
-"""
+"""The training loop of a run: steps, journal lines, checkpoints at the ends of chunks, and resumes from the newest."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -45,8 +42,7 @@ class Training(Generic[W]):
         self._system = SystemSampler(record.layout.run_dir)
         self._state: LoopState | None = None
         self._metrics: Mapping[str, float] = {}
-        self._saved_step = -1
-        """The step of the newest checkpoint, on disk or in progress."""
+        self._saved_step = -1  # the step of the newest checkpoint, on disk or in progress
         self._seconds_for_saves = 0.0
         self._meter: CostMeter | None = None
 
@@ -61,11 +57,8 @@ class Training(Generic[W]):
         return 0 if self._state is None else self._state.step
 
     def train_to(self, to_step: int, *, settle: bool = True) -> Mapping[str, float]:
-        """Train to a step, save checkpoints at chunk ends and at this step, and return the metrics of the last step.
-
-        `settle`: whether to wait until the last checkpoint is committed. If false, the checkpoint is written during the
-        next call.
-        """
+        """Train to a step, save checkpoints at chunk ends and at this step, and return the metrics of the last step. If
+        `settle` is false, the last checkpoint is written during the next call."""
         state = self._begin()
         self.record.wait_for_room(state.step, self.settle_save)
         pace = Pace(is_warm=bool(self._metrics))
@@ -98,13 +91,8 @@ class Training(Generic[W]):
         self._save_before(self._state)
         return f"stopped after step {self._state.step}, which is saved; start again to resume"
 
-    # ------------------------------------------------------------------ start
-
     def _begin(self) -> LoopState:
-        """Return the state from which training continues.
-
-        This is the state in memory if the workers hold its weights. Otherwise it is the newest checkpoint, or step 0.
-        """
+        """Return the state in memory if the workers hold its weights, otherwise that of the newest checkpoint."""
         self.workers.start()
         if self._state is not None and self.workers.holds == name_of(self._state.step):
             return self._state  # possibly ahead of its newest checkpoint
@@ -117,28 +105,21 @@ class Training(Generic[W]):
         self._events.resumed(state.step, found)
         self.record.journal.append_event(WORKERS, state.step, self.workers.found)
         self._saved_step = state.step
-        self._state = self._record_start(state) if newest is None else state
-        return self._state
-
-    def _record_start(self, state: LoopState) -> LoopState:
-        metrics, state = self._evaluate(state)
-        self._check_responses()
-        self.record.journal.append_step(0, {**metrics, **self._cost()})
+        if newest is None:
+            metrics, state = self._evaluate(state)
+            self._check_responses()
+            self.record.journal.append_step(0, {**metrics, **self._cost()})
+        self._state = state
         return state
 
     def _cost(self) -> dict[str, float]:
-        """Return the cost metrics of the run, which are read from the journal.
-
-        Call this only after a resume has truncated the journal.
-        """
+        """Return the cost metrics of the run. The journal, from which they are read, must be truncated before."""
         if self._meter is None:
             self._meter = CostMeter(self.record.layout.journal)
         return self._meter.metrics(self.workers.gpu_uses())
 
     def _check_responses(self) -> None:
         """Audit the reward after the evaluation of step 0."""
-
-    # ------------------------------------------------------------------ a step
 
     def _train_step(self, state: LoopState, to_step: int, pace: Pace) -> tuple[LoopState, tuple[Alarm, ...]]:
         try:
@@ -192,8 +173,6 @@ class Training(Generic[W]):
         self.workers.holds = name_of(step)
         return metrics, after
 
-    # ------------------------------------------------------------------ held-out problems
-
     def _is_due(self, step: int) -> bool:
         raise NotImplementedError
 
@@ -203,8 +182,6 @@ class Training(Generic[W]):
 
     def _write_responses(self, result: StepResult) -> None:
         """Store the responses of a step. By default this does nothing."""
-
-    # ------------------------------------------------------------------ saves
 
     def _begin_save(self, state: LoopState) -> None:
         self.settle_save()
@@ -217,7 +194,7 @@ class Training(Generic[W]):
         self._saved_step = state.step
 
     def _save_before(self, state: LoopState) -> None:
-        """Save the last finished step. The workers must still hold the weights of this step."""
+        """Save the last finished step, whose weights the workers must still hold."""
         self.workers.holds = name_of(state.step)
         if self._saved_step != state.step:
             self._begin_save(state)
@@ -228,9 +205,7 @@ class Training(Generic[W]):
         return step % trainer.steps_per_chunk == 0 or step == trainer.total_steps
 
     def _saving(self, advance: Callable[[], Saved | None]) -> None:
-        """Call `advance`, which continues the save in progress. The duration of the call is added to a metric of the
-        next step.
-        """
+        """Continue the save in progress by `advance`, and add the duration to a metric of the next step."""
         begun = time.perf_counter()
         try:
             saved = advance()
@@ -263,24 +238,19 @@ class RunTraining(Training[RunWorkers]):
         return any(each.is_due(step, total) for each in (settings, *settings.suites))
 
     def _write_responses(self, result: StepResult) -> None:
-        step = result.state.step
-        if self.record.answers.stores_step(step):
+        if self.record.answers.stores_step(result.state.step):
             self.record.answers.add(self.workers.responses_of(result))
 
     def _check_responses(self) -> None:
-        file = self.file_of(name_of(0))
         if not self._config.reward.audit or self._config.data.environment:
             return
-        findings = self.workers.audit(ValidationResult.read(file))
-        if findings:
+        if findings := self.workers.audit(ValidationResult.read(self.file_of(name_of(0)))):
             text = f"{self._config.data.scorer} pays for responses that are no answers: {'; '.join(map(str, findings))}"
             self.record.record_event("reward_audit", 0, {"text": text, "kinds": [finding.kind for finding in findings]})
 
     def evaluate(self, name: str, step: int, suite: SuiteConfig | None = None) -> ValidationResult:
-        """Evaluate the workers' weights on the held-out problems or on a suite, and store the result under `name`.
-
-        Raises UnscoredError if no problem has a score. Nothing is then stored.
-        """
+        """Evaluate the weights on the held-out problems or a suite, and store the result. Raises UnscoredError without
+        scores."""
         if suite is None:
             result, responses = self.workers.validate(name, step)
             self._require_metrics(result, None)
@@ -295,7 +265,7 @@ class RunTraining(Training[RunWorkers]):
                 text = f"{which} and are in no metric; the last error: {reason}"
                 data = {"suite": suite.name, "num_answers": count, "reason": reason, "text": text}
                 self.record.record_event("scorer_failed", step, data)
-        self._write_result(result, suite)
+        result.write(self.file_of(result.name, suite))
         return result
 
     def _require_metrics(self, result: ValidationResult, suite: SuiteConfig | None) -> None:
@@ -308,20 +278,15 @@ class RunTraining(Training[RunWorkers]):
         self, checkpoint: str, name: str, suite: SuiteConfig | None = None, *, step: int | None = None
     ) -> ValidationResult:
         """Evaluate a checkpoint on all held-out problems or on a suite. Reuse a stored result with the same settings.
-
-        `step`: the step that the result records. By default, this is the step of the checkpoint.
-        """
+        `step`: the step that the result records, by default the checkpoint's."""
         step = self.record.store.step_of(checkpoint) if step is None else step
-        result = (
-            self._known_result(step, suite)
-            if suite is None
-            else self._known_result(step, suite, name) or self._known_result(step, suite)
-        )
+        result = None if suite is None else self._known_result(step, suite, name)
+        result = result or self._known_result(step, suite)
         if result is None:
             self.workers.load(checkpoint)
             return self.evaluate(name, step, suite)
         result = replace(result, name=name)
-        self._write_result(result, suite)
+        result.write(self.file_of(result.name, suite))
         return result
 
     def file_of(self, name: str, suite: SuiteConfig | None = None) -> Path:
@@ -329,15 +294,9 @@ class RunTraining(Training[RunWorkers]):
         folder = self._layout.validation if suite is None else self._layout.suites / suite.name
         return folder / f"{name}.json"
 
-    def _write_result(self, result: ValidationResult, suite: SuiteConfig | None) -> None:
-        result.write(self.file_of(result.name, suite))
-
     def _known_result(self, step: int, suite: SuiteConfig | None, name: str | None = None) -> ValidationResult | None:
-        """Return the stored result named `name`, or None if there is none with the present settings.
-
-        If `name` is None, return the result that training has stored for the step. Return None if training evaluates
-        only `max_problems` problems.
-        """
+        """Return the stored result with the present settings, or None. If `name` is None, it is the result that
+        training has stored for the step, unless training evaluates only `max_problems`."""
         settings = self._config.validation if suite is None else suite
         file = self.file_of(name or name_of(step), suite)
         if (name is None and settings.max_problems) or not file.is_file():

@@ -1,8 +1,5 @@
-"""A watchdog that ends a run if a phase or a stop takes too long, and that records failures.
-
-A thread compares the duration of the current phase with its deadline. If C code holds the interpreter lock, a timer of
-`faulthandler` writes the stacks and ends the process.
-"""
+"""A watchdog that ends a run if a phase or a stop takes too long, and records failures. If C code holds the interpreter
+lock, a timer of `faulthandler` writes the stacks and ends the process."""
 
 import _thread
 import faulthandler
@@ -27,12 +24,10 @@ from rlcore.run.layout import RunLayout
 from rlcore.run.stop import StopFlag
 from rlcore.storage.publish import write_text_atomically
 
-Report = Callable[[Mapping[str, object]], None]
-"""A function that sends an event to the flow."""
+Report = Callable[[Mapping[str, object]], None]  # a function that sends an event to the flow
 
 POLL_S = 0.25
-LAST_RESORT_S = 60.0
-"""The seconds from a phase's deadline until the timer of `faulthandler` ends the process."""
+LAST_RESORT_S = 60.0  # seconds from a deadline to the end by `faulthandler`
 
 PHASES = {
     "start_s": ("start",),
@@ -50,13 +45,9 @@ DEADLINE_OF = {phase: key for key, phases in PHASES.items() for phase in phases}
 BEFORE_THE_UPDATE = frozenset({"gen", "environment", "reward", "old_log_prob", "ref", "teacher", "values", "adv"})
 """The phases before the weights change. A step can be abandoned before each of them."""
 
-TRACKING_MODULE = "rlcore.tracking"
-"""The module of the process that delivers metrics. This process outlives the trainer until all metrics are delivered.
-"""
-FINAL_REPORT_S = 5.0
-"""The maximum seconds for the final output of a process, whose reader may have ended."""
-STACKS_S = 40.0
-"""The maximum seconds for collecting the stacks of all processes after a hang."""
+TRACKING_MODULE = "rlcore.tracking"  # delivers metrics, and outlives the trainer for this
+FINAL_REPORT_S = 5.0  # limit for the final output, whose reader may have ended
+STACKS_S = 40.0  # limit for collecting the stacks of all processes after a hang
 
 log = logging.getLogger("rlcore.run.watchdog")
 
@@ -73,12 +64,9 @@ class _Running:
 
 
 class Watchdog:
-    """A guard that enforces the deadlines of phases and stops, and records the failures of a run.
-
-    Use it as a context manager around the workers. After a stop request, the run must end within
-    `runtime.stop_deadline_s`. After half of this time, the current step is abandoned unless it has begun to change the
-    weights. `abandon`: a function that reports an error and ends the process. It is called in a separate thread.
-    `step`: a function that returns the last finished step.
+    """A context manager around the workers, which enforces deadlines and records failures. A run must end within
+    `runtime.stop_deadline_s` after a stop request. After half of this time, the current step is abandoned if it has not
+    changed the weights yet. `abandon`: a function that reports an error and ends the process, called in another thread.
     """
 
     def __init__(
@@ -107,7 +95,7 @@ class Watchdog:
         self._folder = layout.logs / "stacks"
 
     def __enter__(self) -> Self:
-        """Start the watchdog's thread. Only processes that start after this call can dump their stacks."""
+        """Start the thread. Only processes that start later can dump their stacks."""
         stacks.open_folder(self._folder)
         self._thread.start()
         return self
@@ -120,11 +108,8 @@ class Watchdog:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Enforce the deadline of a phase inside the `with` block.
-
-        Raises StepAbandonedError on entry if the step has not changed the weights and the stop request is older than
-        half of `runtime.stop_deadline_s`.
-        """
+        """Enforce the deadline of a phase inside the `with` block. Raises StepAbandonedError on entry if a stop has
+        been waiting too long and the step has not changed the weights."""
         self._last_phase = name
         waited = self.stop.seconds_since_request()
         if waited is not None and waited > self._stop_deadline_s / 2 and name in BEFORE_THE_UPDATE:
@@ -140,7 +125,6 @@ class Watchdog:
             self._arm_last_resort()
 
     def _arm_last_resort(self) -> None:
-        """Set the timer of `faulthandler` for the innermost phase. A process has only one such timer."""
         faulthandler.cancel_dump_traceback_later()
         if self._running:
             innermost = self._running[-1]
@@ -164,9 +148,7 @@ class Watchdog:
         return sum(failure.kind == kind for failure in read_failures(self._layout.run_dir))
 
     def record_failure(self, error: Exception) -> Exception:
-        """Record an error that ends this process. Return a known failure as a `MillraceError`, and any other error
-        unchanged.
-        """
+        """Record an error that ends this process. Return it, or the `MillraceError` that it is known as."""
         known = as_known_error(error, self._last_phase)
         failure = failure_from(known, self._last_phase, self._step())
         if not self._has_hung:  # errors after a hang are its consequences
@@ -178,7 +160,7 @@ class Watchdog:
         self._has_hung = True
         where = f"in {phase} after step {self._step()}"
         key = f"runtime.deadlines.{DEADLINE_OF[phase]}"
-        message = f"{key}: hang {where}: no end after {seconds:.0f} s{self._phase_of_save()}"
+        message = f"{key}: hang {where}: no end after {seconds:.0f} s{self._saving}"
         failures = [Failure(HangError.failure_kind, phase, self._step(), message)]
         # The file system of the stacks and the failure may hang too.
         _run_with_timeout(STACKS_S, lambda: failures.append(self._with_stacks(failures[0])))
@@ -186,13 +168,13 @@ class Watchdog:
         _run_with_timeout(FINAL_REPORT_S, lambda: self._record(failure))
         self._abandon(HangError(f"{message}. Stacks of every process: {failure.stacks}"))
 
-    def _phase_of_save(self) -> str:
-        saving = self.aside()
-        return f"; {saving}" if saving else ""
+    @property
+    def _saving(self) -> str:
+        return f"; {stage}" if (stage := self.aside()) else ""
 
     def _stop_takes_too_long(self) -> None:
         running = self._running
-        where = f"{running[-1].phase if running else 'its end'}{self._phase_of_save()}"
+        where = f"{running[-1].phase if running else 'its end'}{self._saving}"
         self._abandon(
             StopRequestedError(
                 f"runtime.stop_deadline_s: the run had not ended {self._stop_deadline_s:g} s after a stop request (in "
@@ -225,15 +207,13 @@ class Watchdog:
 
 
 def report_and_exit(say: Callable[[], None], code: int) -> NoReturn:
-    """Call `say`, then end the process. Wait at most `FINAL_REPORT_S` seconds for `say`, because it may block on a full
-    pipe.
-    """
+    """Call `say` for at most `FINAL_REPORT_S` seconds, since it may block on a full pipe. Then end the process."""
     _run_with_timeout(FINAL_REPORT_S, say)
     exit_immediately(code)
 
 
 def exit_immediately(code: int) -> NoReturn:
-    """End this process and its children without cleanup. A separate process still delivers the journal to MLflow."""
+    """End this process and its children without cleanup, except for the process that delivers the journal to MLflow."""
     _run_with_timeout(FINAL_REPORT_S, sys.stdout.flush)
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
@@ -243,7 +223,7 @@ def exit_immediately(code: int) -> NoReturn:
 
 
 def _run_with_timeout(seconds: float, do: Callable[[], None]) -> None:
-    """Call `do` in a thread and wait at most `seconds`. Without `threading`, it is safe in signal handlers."""
+    """Wait at most `seconds` for `do` in a thread. Without `threading`, this is safe in signal handlers."""
     is_done = _thread.allocate_lock()
     is_done.acquire()
 

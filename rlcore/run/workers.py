@@ -33,10 +33,9 @@ from rlcore.workers.memory_plan import fit_run
 from rlcore.workers.worker import Worker
 
 MID_STEP = "in the middle of a step"
-"""The value of `holds` during a step and after a failed step, when the weights belong to no checkpoint."""
+"""Value of `holds` during and after a failed step, when the weights belong to no checkpoint."""
 SHORT_RANK = "one of several ranks ran out of memory before"
-NUM_AUDITED = 8
-"""The number of problems in the reward audit before the first step. The audit needs about a hundred scores."""
+NUM_AUDITED = 8  # problems in the reward audit before the first step, which needs about a hundred scores
 
 
 def start_workers(config: RunConfig, model_directory: str) -> WorkerGroup:
@@ -50,13 +49,9 @@ def start_workers(config: RunConfig, model_directory: str) -> WorkerGroup:
 
 
 class TrainingWorkers:
-    """The ranks of a training, which start at their first use. Use this class as a context manager.
+    """The ranks of a training, which start at their first use. `start` sets `config` and `group`."""
 
-    The method `start` sets `config` and `group`.
-    """
-
-    config: RunConfig
-    """The settings of the training, fitted to the memory of this host."""
+    config: RunConfig  # the settings, fitted to the memory of this host
     group: WorkerGroup
 
     def __init__(self, record: RunRecord, initial_policy: Path) -> None:
@@ -66,8 +61,7 @@ class TrainingWorkers:
         self._is_started = False
         self._version = 0
         self.initial_policy = initial_policy
-        self.found: Mapping[str, object] = {}
-        """Facts about the ranks after their start, such as the device."""
+        self.found: Mapping[str, object] = {}  # facts about the ranks after their start, such as the device
         self.holds: str | None = None
         """The name of the checkpoint whose weights the workers hold, or `MID_STEP`, or None before the first load."""
 
@@ -79,9 +73,7 @@ class TrainingWorkers:
 
     @property
     def unscored(self) -> tuple[int, str]:
-        """The number of responses without a score and the last scoring error. The default is (0, ""), for supervised
-        training.
-        """
+        """The number of responses without a score and the last error. Supervised training has none."""
         return 0, ""
 
     def gpu_uses(self) -> list[GpuUse]:
@@ -130,10 +122,7 @@ class TrainingWorkers:
             return self.start().group.each(Worker.save, verb, *args, **kwargs)
 
     def step(self, state: LoopState) -> StepResult:
-        """Run one training step.
-
-        The caller must then record the result and set `holds` to the name of the step's checkpoint.
-        """
+        """Run one training step. The caller must then record the result and set `holds` to the step's checkpoint."""
         self.start()
         self.holds = MID_STEP
         is_profiled = self.config.runtime.profile.has_step(state.step + 1)
@@ -203,9 +192,7 @@ class RunWorkers(TrainingWorkers):
             self._config = record.config.model_copy(update={"model": model, "algo": AlgoConfig(), "critic": None})
 
     def use(self, model: Path) -> None:
-        """Set the model that the ranks start with, in place of the initial policy. The ranks must not hold another
-        model.
-        """
+        """Set the model that the ranks start with. They must not hold another one."""
         assert model == self.initial_policy or not self._is_started, "the ranks hold another model"
         self.initial_policy = model
 
@@ -215,10 +202,7 @@ class RunWorkers(TrainingWorkers):
         return self.start()._sampler.unscored
 
     def validate(self, name: str, step: int) -> tuple[ValidationResult, pa.Table]:
-        """Evaluate the workers' weights on the held-out problems. Return the result and the table of responses.
-
-        During training, only the first `validation.max_problems` problems are used.
-        """
+        """Evaluate the workers' weights on the held-out problems. Return the result and the table of responses."""
         sampler = self.start()._sampler
         tables: list[pa.Table] = []
 
@@ -232,10 +216,7 @@ class RunWorkers(TrainingWorkers):
         return result, pa.concat_tables(tables)
 
     def validate_suite(self, suite: SuiteConfig, name: str, step: int) -> tuple[ValidationResult, str]:
-        """Evaluate the weights on the problems of a suite, which has its own scorer and environment.
-
-        Return the result and the last scoring error.
-        """
+        """Evaluate the weights on a suite, which has its own scorer. Return the result and the last scoring error."""
         problems = HeldOutProblems.for_suite(self.start().config, self.inputs, suite)
         is_evaluation = not self.inputs.has_training_rows
         prompts = problems.held_out(limited=is_evaluation or name.startswith("step-"))
@@ -254,26 +235,21 @@ class RunWorkers(TrainingWorkers):
         return problems
 
     def training_responses(self, prompts: Sequence[Prompt], num_samples: int, first_row: int) -> list[Response]:
-        """Sample responses to training prompts with the workers' weights, and return them grouped by prompt.
-
-        Random numbers depend on the run's seed and the row's index. `first_row`: the index of the first prompt.
-        """
+        """Sample responses to training prompts, grouped by prompt. Random numbers depend on the run's seed and the
+        row's index. `first_row`: the index of the first prompt."""
         config = self.start().config
         requests = make_requests(
             prompts, num_samples, run_seed=config.seed, stream=PASS_RATE_STREAM, step=0, first_group=first_row
         )
         with self._guard.phase("testing"):
-            return response_results(
-                self._sampler.sample(requests, config.rollout.sampling, policy_version=self._version)
-            )
+            sampled = self._sampler.sample(requests, config.rollout.sampling, policy_version=self._version)
+            return response_results(sampled)
 
     def audit(self, result: ValidationResult) -> tuple[AuditFinding, ...]:
         """Return the kinds of worthless responses that the scorer rewards. See `audit_reward`."""
         cases = [
-            Case(
-                problem.prompt_text, problem.ground_truth_json, tuple(response.text for response in problem.samples[:2])
-            )
-            for problem in result.problems[:NUM_AUDITED]
+            Case(each.prompt_text, each.ground_truth_json, tuple(response.text for response in each.samples[:2]))
+            for each in result.problems[:NUM_AUDITED]
         ]
         scoring = self.start()._sampler.scoring
         with self._guard.phase("testing"), scoring.without_counting():
@@ -303,7 +279,7 @@ class RunWorkers(TrainingWorkers):
 
     @cached_property
     def _trainer(self) -> Trainer:
-        """The trainer. It is created at the first step, because it needs the pass rates."""
+        """The trainer, created at the first step because it needs the pass rates."""
         collector = ExperienceCollector(self._sampler, self.problems.stream, self.problems.metrics())
         failures = self._layout.failures
         return Trainer(self.config, self.group, collector, failures=failures, enter_phase=self._guard.phase)

@@ -1,7 +1,5 @@
-"""The process `python -m rlcore.tracking RUN_DIR ...`, which delivers a trainer's journal to MLflow.
-
-This process outlives the trainer, so that it can report the status KILLED. See
-docs/decisions/0004-tracking-in-a-separate-process.md."""
+"""The process `python -m rlcore.tracking RUN_DIR ...`, which delivers a trainer's journal to MLflow and outlives the
+trainer (docs/decisions/0004-tracking-in-a-separate-process.md)."""
 
 import argparse
 import logging
@@ -18,17 +16,12 @@ from rlcore.tracking.connection import explain_error
 from rlcore.tracking.delivery import Delivery, delivery_lock
 
 log = logging.getLogger("rlcore.tracking")  # the module's name is `__main__`
-POLL_S = 0.1
-"""The seconds between two checks of the trainer's state."""
-ORPHAN_GRACE_S = 30.0
-"""The seconds for delivering the last values and the status after the trainer is gone."""
+POLL_S = 0.1  # the seconds between two checks of the trainer's state
+ORPHAN_GRACE_S = 30.0  # seconds for the last values and the status after the trainer is gone
 
 
 def deliver_until_end(delivery: Delivery, *, parent_pid: int, every_s: float) -> None:
-    """Deliver values until MLflow knows that the trainer has ended, or until a grace period after the trainer is gone.
-
-    `parent_pid`: the process id of the trainer. A warning is logged when MLflow starts to fail and when it recovers.
-    """
+    """Deliver values until MLflow knows that the trainer has ended, or for a grace period after the trainer is gone."""
     deadline, num_failures = float("inf"), 0
     while True:
         gone = os.getppid() != parent_pid
@@ -39,11 +32,8 @@ def deliver_until_end(delivery: Delivery, *, parent_pid: int, every_s: float) ->
         except Exception as error:
             # any error of MLflow, its database or the network
             if num_failures == 0:
-                log.warning(
-                    "MLflow rejects the values: %s. Training continues with the journal; retrying every %g s.",
-                    explain_error(error, delivery.state.uri),
-                    every_s,
-                )
+                text = "MLflow rejects the values: %s. Training continues with the journal; retrying every %g s."
+                log.warning(text, explain_error(error, delivery.state.uri), every_s)
             num_failures += 1
         else:
             if num_failures:

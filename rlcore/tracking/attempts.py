@@ -30,13 +30,10 @@ from rlcore.tracking.lineage import RUN_ID_TAG, lineage_tags
 
 log = logging.getLogger(__name__)
 ATTEMPTS_FILE = "attempts.jsonl"
-CLOSE_TIMEOUT_S = 30.0
-"""The seconds to wait for the delivery of the last values at the end of a run."""
-PREFIX = "tracking: "
-"""The prefix of lines for the trainer's log. MLflow and its libraries write to the same stream."""
+CLOSE_TIMEOUT_S = 30.0  # the seconds to wait for the delivery of the last values at the end of a run
+PREFIX = "tracking: "  # marks lines for the trainer's log, since MLflow's libraries write to the same stream
 DELIVERY_VARIABLE = "MILLRACE_DELIVERY"
-"""The environment variable with the interpreter that delivers to MLflow and its `PYTHONPATH`, as one list. Without the
-variable, it is the trainer's interpreter."""
+"""Environment variable with the interpreter that delivers to MLflow and its `PYTHONPATH`, as one list."""
 MAX_STARTS = 3
 REQUEST_LIMITS = {
     # The process retries by itself; a retry inside the client could create a run twice.
@@ -45,15 +42,12 @@ REQUEST_LIMITS = {
     "OMP_NUM_THREADS": "1",
 }
 FinalStatus = Literal["FINISHED", "FAILED", "KILLED"]
-"""The final status of a run in MLflow's terms. A run with the status KILLED was stopped or lost, and can be resumed."""
+"""A run's final status in MLflow. A run with KILLED was stopped or lost, and can be resumed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """The MLflow store and experiment to which a run is sent, and the run's description in MLflow.
-
-    `root`: `paths.root` of the run. `settings`: the settings of the run as JSON values.
-    """
+    """The MLflow store and experiment to which a run is sent, with its tags, `paths.root` and settings in JSON."""
 
     uri: str
     experiment: str
@@ -64,10 +58,7 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One attempt at a run. It trains from `from_step` until the next resume or the end of the run.
-
-    `journal_bytes`: the size of the journal before the first line of the attempt. `owner`: the trainer's process.
-    """
+    """An attempt at a run, from `from_step` to the next one, with its trainer and the size of the journal before."""
 
     from_step: int
     journal_bytes: int
@@ -76,7 +67,7 @@ class Attempt:
     destination: Destination
 
     def is_lost(self) -> bool:
-        """Return whether the trainer's process has ended. The result is False if the process is on another host."""
+        """Return whether the trainer's process has ended, or False if it is on another host."""
         return self.owner.host == socket.gethostname() and self.owner.process() is None
 
 
@@ -92,7 +83,7 @@ _LINE: TypeAdapter[Attempt | End] = TypeAdapter(Attempt | End)
 
 
 def destination_of(run_dir: Path, config: RunConfig, tags: Mapping[str, str]) -> Destination:
-    """Return the MLflow destination of a run. The name of the run's folder becomes a tag."""
+    """Return the MLflow destination of a run."""
     root = Path(config.paths.root).absolute()
     return Destination(
         uri=resolve_uri(config.tracking, root),
@@ -112,10 +103,8 @@ class AttemptLog(LineFile):
 
 
 def read_attempts(run_dir: Path) -> list[tuple[Attempt, End | None]]:
-    """Return all attempts at a run with their ends, oldest first. The end is None if the attempt is active or lost.
-
-    The result is empty before the first attempt. Unreadable lines are skipped.
-    """
+    """Return all attempts at a run with their ends, or None if active or lost, oldest first. Unreadable lines are
+    skipped."""
     found: list[tuple[Attempt, End | None]] = []
     path = run_dir / ATTEMPTS_FILE
     if not path.exists():
@@ -145,10 +134,8 @@ class Companion:
         if is_running or not self._settings.enabled or self._num_starts >= MAX_STARTS:
             return
         if self._process is not None:
-            log.warning(
-                "the process that delivers values to MLflow ended with code %d; restarting it",
-                self._process.returncode,
-            )
+            code = self._process.returncode
+            log.warning("the process that delivers values to MLflow ended with code %d; restarting it", code)
         self._num_starts += 1
         try:
             self._start()
@@ -171,7 +158,6 @@ class Companion:
         threading.Thread(target=self._relay, args=(self._process,), name="tracking", daemon=True).start()
 
     def _relay(self, process: "subprocess.Popen[str]") -> None:
-        """Copy the messages of the delivery process to the trainer's log until that process ends."""
         if process.stderr is not None:
             with process.stderr:
                 for line in process.stderr:
@@ -180,10 +166,8 @@ class Companion:
         process.wait()
 
     def finish(self, timeout_s: float | None) -> bool:
-        """Wait until everything is delivered, end the delivery process, and return whether this succeeded.
-
-        If `timeout_s` is None, do not wait. The process then outlives the trainer.
-        """
+        """Wait until everything is delivered, end the delivery process, and return whether this succeeded. If
+        `timeout_s` is None, do not wait, and let the process outlive the trainer."""
         self.ensure_running()
         if timeout_s is None or not self._settings.enabled:
             return False

@@ -33,11 +33,7 @@ def metric_docs() -> tuple[MetricDoc, ...]:
 
 @lru_cache(maxsize=4096)
 def describe(name: str) -> MetricDoc | None:
-    """Return the definition of a metric from the first row that matches its name, or None if no row matches.
-
-    >>> describe("val-core/openai/gsm8k/reward/mean_at_8").unit
-    'score'
-    """
+    """Return the definition of a metric from the first row that matches its name, or None if no row matches."""
     return next((doc for doc in metric_docs() if doc.pattern.fullmatch(name)), None)
 
 

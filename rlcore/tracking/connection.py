@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from starlette.types import ASGIApp
 
-MIGRATION_TIMEOUT_S = 120.0
-"""The seconds to wait for another process that creates a store."""
+MIGRATION_TIMEOUT_S = 120.0  # seconds to wait for another process that creates a store
 CLIENT_ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "1",
@@ -37,15 +36,11 @@ CLIENT_ENVIRONMENT = {
     "MLFLOW_TRUNCATE_LONG_VALUES": "false",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
-"""The defaults of environment variables, which are set before mlflow is imported."""
+"""Defaults of environment variables, set before mlflow is imported."""
 
 
 def resolve_uri(config: TrackingConfig, root: Path) -> str:
-    """Return the absolute tracking URI. A relative sqlite path starts at the working directory.
-
-    >>> resolve_uri(TrackingConfig(), Path("/data/artifacts"))
-    'sqlite:////data/artifacts/mlflow.db'
-    """
+    """Return the absolute tracking URI. A relative sqlite path starts at the working directory."""
     if config.uri is None:
         return sqlite_address(root.absolute() / "mlflow.db")
     if config.uri.startswith(SQLITE):
@@ -78,7 +73,6 @@ def connect(uri: str) -> "MlflowClient":
 
 @contextmanager
 def _locked_database(database: Path) -> Iterator[None]:
-    """Hold the lock of the database file inside the `with` block. A missing file is created with its tables."""
     database.parent.mkdir(parents=True, exist_ok=True)
     lock = database.with_name(f"{database.name}.lock")
     with HeldLock(lock, what=f"making {database}", wait_s=MIGRATION_TIMEOUT_S, error=TrackingError):
@@ -90,8 +84,8 @@ def _locked_database(database: Path) -> Iterator[None]:
 
 
 def _create_store(database: Path) -> None:
-    """Create the tables in a temporary file, and rename the file when it is complete. MLflow's migrations are not
-    atomic. If a migration were killed, the store would stay incomplete."""
+    """Create the tables in a temporary file. MLflow's migrations are not atomic, so a kill would leave an incomplete
+    store."""
     temporary = database.with_name(f".tmp-{database.name}")
     for left in (temporary, temporary.with_name(f"{temporary.name}-journal")):
         left.unlink(missing_ok=True)
@@ -100,7 +94,6 @@ def _create_store(database: Path) -> None:
 
 
 def _create_tables(address: str) -> "MlflowClient":
-    """Return a client of a sqlite store, after a first request that creates or migrates the tables."""
     from mlflow import MlflowClient
 
     client = MlflowClient(address, address)
@@ -136,8 +129,7 @@ def explain_error(error: BaseException, uri: str) -> str:
     return f"{where}: {type(error).__name__}: {text[:300]}"
 
 
-MAX_NAME_CHARACTERS = 250
-"""MLflow's limit for names of metrics, parameters and tags."""
+MAX_NAME_CHARACTERS = 250  # MLflow's limit for names of metrics, parameters and tags
 _ALLOWED = re.compile(r"[A-Za-z0-9_\-. :/]+")
 
 
@@ -159,8 +151,7 @@ def mlflow_name(name: str) -> str:
 
 
 def accepted_values(values: Mapping[str, Value]) -> dict[str, Value]:
-    """Return the values under their MLflow names. Invalid names are omitted, since MLflow would reject the whole
-    request."""
+    """Return the values under their MLflow names. For an invalid one, MLflow would reject the whole request."""
     return {taken: value for name, value in values.items() if (taken := _is_accepted(name)) is not None}
 
 

@@ -1,9 +1,6 @@
-"""The GPU-seconds of a run over all its attempts.
-
-The journal line of each step has the GPU-seconds of the run so far. A resume moves some lines from the journal to
-another file. The cost of a run is the largest number in the journal and these files. Steps that are repeated after a
-resume therefore count twice. If a process is killed, its time after its last journal line is not counted. A run without
-a GPU has no metric `cost/gpu_seconds`."""
+"""The GPU-seconds of a run over all its attempts. Each journal line has those of the run so far, and a resume moves
+lines to another file, so the cost is the largest number in these files. Repeated steps count twice. The time of a
+killed process after its last line does not count."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +12,7 @@ GPU_SECONDS = "cost/gpu_seconds"
 
 
 class GpuUse(NamedTuple):
-    """The GPU time of a rank: the seconds since `began`. The monotonic time `began` identifies the rank's process."""
+    """The seconds of a rank since the monotonic time `began`, which identifies its process."""
 
     began: float
     seconds: float
@@ -29,7 +26,7 @@ def gpu_seconds(journal: Path) -> float | None:
 
 
 class CostMeter:
-    """A meter of a run's GPU-seconds. It adds the GPU use of this process's ranks to the GPU-seconds in the journal."""
+    """A meter that adds the GPU use of this process's ranks to the GPU-seconds in the journal."""
 
     def __init__(self, journal: Path) -> None:
         self._before = gpu_seconds(journal) or 0.0
@@ -37,7 +34,7 @@ class CostMeter:
         """The seconds of each rank, by its number and the time at which it began."""
 
     def metrics(self, uses: Sequence[GpuUse]) -> dict[str, float]:
-        """Return the metric of the run's GPU-seconds so far, or {} without GPUs. `uses`: the GPU use of each rank."""
+        """Return the run's GPU-seconds so far as a metric, or {} without GPUs. `uses`: the GPU use of each rank."""
         if not uses:
             return {}
         self._seconds |= {(rank, use.began): use.seconds for rank, use in enumerate(uses)}

@@ -1,8 +1,6 @@
-"""The delivery of a run's journal to MLflow. A cursor in `tracking.json` marks the end of the delivered lines.
-
-The cursor moves after a batch is sent, so a batch may be sent twice if the process is killed. MLflow then stores the
-batch only once, since the time stamps come from the journal. A resume truncates the journal and moves the cursor back.
-Repeated steps are sent again with new times, and MLflow shows the last value of a step."""
+"""The delivery of a run's journal to MLflow, with a cursor in `tracking.json` that moves after each batch. A batch that
+a kill sends twice is stored once, since its time stamps come from the journal. A resume moves the cursor back. The
+repeated steps have new times, and MLflow shows the last value of a step."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -37,23 +35,17 @@ if TYPE_CHECKING:
     from mlflow.entities import Metric
 
 STATE_FILE = "tracking.json"
-FORMAT_VERSION = 2
-"""The format version of `tracking.json`. Files of other versions are rejected."""
-CREATE_TIMEOUT_S = 60.0
-"""The seconds to wait for another process that creates the run in MLflow."""
-MAX_METRICS_PER_BATCH = 1_000
-"""MLflow's limit for one request."""
-NONFINITE_METRIC = "training/num_nonfinite"
-"""A metric that counts the values of a step that were NaN or infinite. Such values are not sent."""
+FORMAT_VERSION = 2  # files of other versions are rejected
+CREATE_TIMEOUT_S = 60.0  # seconds to wait for another process that creates the run in MLflow
+MAX_METRICS_PER_BATCH = 1_000  # MLflow's limit for one request
+NONFINITE_METRIC = "training/num_nonfinite"  # number of NaN or infinite values of a step, which are not sent
 
 
 @dataclass(frozen=True, slots=True)
 class TrackingState:
-    """The state of the delivery to MLflow, stored as `tracking.json` in the run's folder.
-
-    `key`: the value of a tag of the MLflow run. If the run's id was not stored, a search for this tag finds the run.
-    `attempt_time`: the start time of the newest attempt that was described to MLflow. `journal_bytes`: the cursor, in
-    bytes. `status`: the final status that was delivered for that attempt, or None."""
+    """The state of the delivery to MLflow. `key`: a tag by which the run is found if its id was not stored.
+    `attempt_time`: the newest attempt that MLflow knows, and `status` its delivered end. `journal_bytes`: the cursor.
+    """
 
     format_version: int = FORMAT_VERSION
     uri: str = ""
@@ -69,8 +61,7 @@ _STATE = TypeAdapter(TrackingState)
 
 
 def read_state(run_dir: Path) -> TrackingState:
-    """Return the stored state of the delivery, or a new one if there is none. Raises TrackingError if the file is
-    damaged or has another format version."""
+    """Return the stored state of the delivery, or a new one. Raises TrackingError if it cannot be read."""
     path = run_dir / STATE_FILE
     remedy = "move the file away: the journal is then delivered to a new MLflow run"
     try:
@@ -98,9 +89,8 @@ class MlflowRun:
         self.store = MlflowStore(TrackingConfig(uri=target.uri, experiment=target.experiment), Path(target.root))
         state = read_state(run_dir)
         if (state.uri, state.experiment) != (target.uri, target.experiment):
-            state = TrackingState(
-                uri=target.uri, experiment=target.experiment, key=state.key
-            )  # sends the whole journal
+            # sends the whole journal
+            state = TrackingState(uri=target.uri, experiment=target.experiment, key=state.key)
         self.state = state
 
     @property
@@ -125,7 +115,7 @@ class MlflowRun:
         self.update_state(mlflow_run_id=str(made))
 
     def nest(self) -> None:
-        """Make a warm start a child of the run for which it was trained, unless MLflow does not have that run."""
+        """Make a warm start a child of the run for which it was trained, if MLflow has that run."""
         if (run_id := self.target.tags.get(TRAINED_FOR_TAG)) is not None:
             parent = read_state(Path(self.target.root) / "runs" / run_id)
             if parent.mlflow_run_id and (parent.uri, parent.experiment) == (self.state.uri, self.state.experiment):
@@ -133,15 +123,10 @@ class MlflowRun:
 
 
 class Delivery(MlflowRun):
-    """The delivery of one run to MLflow.
-
-    The caller holds `delivery_lock`. `sent_bytes`: the bytes of the journal sent so far."""
+    """The delivery of one run to MLflow, for the holder of `delivery_lock`. `sent_bytes`: the bytes sent so far."""
 
     def __init__(self, run_dir: Path, uri: str | None = None) -> None:
-        """Read the attempts and the state. `uri`: an MLflow store to use instead of the run's store.
-
-        Raises TrackingError if there is no attempt or no journal, or if `tracking.json` cannot be read.
-        """
+        """Read the attempts and the state. `uri`: replaces the run's store. Raises TrackingError."""
         attempts = read_attempts(run_dir)
         if not attempts:
             raise TrackingError(f"{run_dir / ATTEMPTS_FILE}: no attempt, so there is nothing to deliver.")
@@ -157,10 +142,8 @@ class Delivery(MlflowRun):
 
     def catch_up(self) -> FinalStatus | None:
         """Send all new values and the final status of the newest attempt. Return this status, or None while the attempt
-        is active.
-
-        The status is KILLED if the trainer's process is gone and did not record its end. Raises MLflow's errors if a
-        request fails. Values that were already sent stay recorded."""
+        is active. KILLED means that the trainer is gone without an end. Raises MLflow's errors, with all sent values
+        recorded."""
         self._attempts_bytes = (self._run_dir / ATTEMPTS_FILE).stat().st_size
         attempts = read_attempts(self._run_dir)
         try:
@@ -199,7 +182,6 @@ class Delivery(MlflowRun):
         return (self._run_dir / ATTEMPTS_FILE).stat().st_size != self._attempts_bytes
 
     def _send_journal(self) -> None:
-        """Send the complete lines after the cursor, and move the cursor with each batch."""
         points: list[Metric] = []
         events: dict[str, str] = {}
         end = self.state.journal_bytes
@@ -234,9 +216,7 @@ def _points(record: StepRecord) -> "list[Metric]":
 
 
 def ensure_mlflow_run(run_dir: Path, config: RunConfig, tags: Mapping[str, str]) -> MlflowRun:
-    """Return the MLflow run, which is created if it does not exist. Stages before and after training use this function.
-
-    Raises MLflow's errors if a request fails."""
+    """Return the MLflow run for a stage before or after training, and create it if needed. Raises MLflow's errors."""
     target, deadline = destination_of(run_dir, config, tags), time.monotonic() + CREATE_TIMEOUT_S
     while (run := MlflowRun(run_dir, target)).state.mlflow_run_id is None:
         try:
@@ -252,7 +232,7 @@ def ensure_mlflow_run(run_dir: Path, config: RunConfig, tags: Mapping[str, str])
 
 @dataclass(frozen=True, slots=True)
 class SyncResult:
-    """The result of a delivery. `num_bytes`: the journal bytes that were sent. `status` is None for an active run."""
+    """The result of a delivery: the journal bytes that were sent, and the status, or None for an active run."""
 
     mlflow_run_id: str
     num_bytes: int
@@ -260,13 +240,8 @@ class SyncResult:
 
 
 def sync_run(run_dir: Path, uri: str | None = None) -> SyncResult:
-    """Deliver the journal and the final status of a run to MLflow, and its metrics to the trackers of
-    `tracking.report_to`. Repeated calls have no further effect.
-
-    The status is KILLED if the trainer's process is gone and did not record its end. `uri`: an MLflow store to use
-    instead of the run's store. Raises RunInUseError if another process delivers the run. Raises TrackingError if there
-    is no journal or MLflow rejects it.
-    """
+    """Deliver the rest of a run to MLflow and to the trackers of `tracking.report_to`. See `Delivery.catch_up`. Raises
+    RunInUseError if another process delivers the run, and TrackingError if MLflow rejects it."""
     with delivery_lock(run_dir):
         delivery = Delivery(run_dir, uri)
         try:

@@ -34,14 +34,12 @@ from rlcore.tracking.attempts import (
 
 log = logging.getLogger(__name__)
 JOURNAL_FILE = "metrics.jsonl"
-WORKERS = "workers"
-"""The name of the event at each start of the ranks, which records their number, the device and the model's size."""
+WORKERS = "workers"  # event at each start of the ranks, with their number, device and model size
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """The metrics of one step. `metrics` has the finite values, and `nonfinite` has the names of metrics that are NaN
-    or infinite."""
+    """The finite metrics of one step, and the names of metrics that are NaN or infinite."""
 
     step: int
     time: float
@@ -64,11 +62,7 @@ Record = StepRecord | EventRecord
 
 @dataclass(frozen=True, slots=True)
 class JournalContents:
-    """The contents of a journal. Lines of the same step are merged into one record.
-
-    `torn_bytes`: the number of bytes after the last newline, if a process died while writing. `num_damaged_lines`: the
-    number of complete lines that cannot be read.
-    """
+    """A journal with one record for each step. `torn_bytes`: those after the last newline, left by a killed process."""
 
     steps: tuple[StepRecord, ...]
     events: tuple[EventRecord, ...]
@@ -95,14 +89,11 @@ class Journal(LineFile):
 
 
 class RunJournal(Journal):
-    """The journal of a trainer, together with the process that delivers the journal to MLflow.
-
-    A trainer first calls `resume_at`, with step 0 and 0 bytes for a new run. It then appends steps and events. At each
-    checkpoint it calls `sync` and stores the returned size. The last call is `finish`, which alone waits for MLflow.
-    """
+    """The journal of a trainer, with the process that delivers it to MLflow. A trainer first calls `resume_at`, with
+    step 0 and 0 bytes for a new run, then appends. It calls `sync` at each checkpoint, and `finish` at the end."""
 
     def __init__(self, run_dir: Path, config: RunConfig, *, tags: Mapping[str, str]) -> None:
-        """Open the journal. `tags` are added to the run's `lineage_tags` and override them."""
+        """Open the journal. `tags` override the run's `lineage_tags`."""
         super().__init__(run_dir / JOURNAL_FILE)
         self._run_dir, self._config, self._tags = run_dir, config, dict(tags)
         self._attempts = AttemptLog(run_dir / ATTEMPTS_FILE)
@@ -110,11 +101,8 @@ class RunJournal(Journal):
         self._has_begun = False
 
     def resume_at(self, step: int, journal_bytes: int) -> None:
-        """Resume from a checkpoint, and move later lines to a separate file.
-
-        If lines are moved, a new attempt starts. If the journal is shorter than it was at the checkpoint, a warning is
-        logged and training continues.
-        """
+        """Resume from a checkpoint. Later lines are moved to a separate file, and a new attempt starts. A journal that
+        is shorter than at the checkpoint is only logged."""
         try:
             if self.truncate(journal_bytes) is not None:
                 self._has_begun = False
@@ -123,16 +111,13 @@ class RunJournal(Journal):
         self._begin_attempt(step)
 
     def append_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append the metrics of a step. If no attempt has begun, begin one.
-
-        Raises TypeError or ValueError if a value is not a number, and DiskSpaceError if the disk is full.
-        """
+        """Append the metrics of a step. Raises DiskSpaceError if the disk is full."""
         self._begin_attempt(step)
         super().append_step(step, metrics)
         self.require_written()
 
     def append_event(self, name: str, step: int, data: Mapping[str, object]) -> None:
-        """Append an event. If no attempt has begun, begin one."""
+        """Append an event."""
         self._begin_attempt(step)
         super().append_event(name, step, data)
 
@@ -143,10 +128,7 @@ class RunJournal(Journal):
         return super().sync()
 
     def finish(self, status: FinalStatus, timeout_s: float | None = CLOSE_TIMEOUT_S) -> bool:
-        """End the attempt, wait for MLflow, and return whether MLflow has all values.
-
-        If `timeout_s` is None, do not wait. `millrace sync` can deliver the rest later.
-        """
+        """End the attempt and return whether MLflow has all values. If `timeout_s` is None, do not wait."""
         # Without an attempt there is no run. A process that trained nothing may change an end only to FINISHED.
         known = [] if self._has_begun else read_attempts(self._run_dir)
         has_run = self._has_begun or (bool(known) and (known[-1][1] is None or status == "FINISHED"))
@@ -157,7 +139,6 @@ class RunJournal(Journal):
         return self._companion.finish(timeout_s) if has_run else True
 
     def _begin_attempt(self, step: int) -> None:
-        """Record the start of an attempt if none has begun, and start the delivery."""
         if self._has_begun:
             return
         self._has_begun = True
@@ -170,17 +151,13 @@ def read_journal(path: Path) -> list[StepRecord]:
     """Return the metrics of every step in order, with the lines of a step merged. Warn about unreadable lines."""
     contents = load_journal(path)
     if contents.torn_bytes or contents.num_damaged_lines:
-        log.warning(
-            "%s: skipped %d bytes of an unfinished last line and %d unreadable lines",
-            path,
-            contents.torn_bytes,
-            contents.num_damaged_lines,
-        )
+        text = "%s: skipped %d bytes of an unfinished last line and %d unreadable lines"
+        log.warning(text, path, contents.torn_bytes, contents.num_damaged_lines)
     return list(contents.steps)
 
 
 def load_journal(path: Path) -> JournalContents:
-    """Read the whole journal. The result also counts the lines and bytes that cannot be read."""
+    """Read the whole journal, and count the lines and bytes that cannot be read."""
     steps: dict[int, StepRecord] = {}
     events: list[EventRecord] = []
     end = num_damaged = 0
@@ -208,10 +185,7 @@ def missing_steps(contents: JournalContents, up_to: int) -> str:
 
 
 def iter_lines(fd: int, start: int) -> Iterator[tuple[Record | None, int]]:
-    """Yield the record and the end byte of each complete line of an open journal, from byte `start` on.
-
-    The record of an unreadable line is None.
-    """
+    """Yield the record and the end byte of each complete line from byte `start` on. An unreadable line has None."""
     return ((parse_record(value), end) for value, end in iter_json(fd, start))
 
 

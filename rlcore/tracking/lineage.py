@@ -1,8 +1,5 @@
-"""The origin of a run, `run.json` in its folder, with settings, models, stages, command, code and machine.
-
-The file is written when the run is opened, and the stages before training complete it. The trainer, resumes and the
-report read the file.
-"""
+"""The origin of a run, `run.json`: settings, models, stages, command, code and machine. It is written when the run is
+opened, and completed by the stages before training."""
 
 import getpass
 import importlib
@@ -29,17 +26,12 @@ from rlcore.storage.documents import read_document
 from rlcore.storage.manifest import read_manifest
 from rlcore.storage.publish import write_json_atomically
 
-RUN_ID_TAG = "millrace.run_id"
-"""The tag of an MLflow run that holds the name of the run's folder."""
-KEY_TAG = "millrace.key"
-"""The tag of an MLflow run that holds a random key, since names may repeat in a store."""
-TRAINED_FOR_TAG = "millrace.trained_for"
-"""The tag of a warm start's MLflow run that holds the id of the run that trained it."""
-PASS_RATES_STAGE = "pass rates"
-"""The name of the stage with the table of pass rates. Its fact `rows_by_passes` is the histogram."""
+RUN_ID_TAG = "millrace.run_id"  # name of the run's folder
+KEY_TAG = "millrace.key"  # random key, since names may repeat in a store
+TRAINED_FOR_TAG = "millrace.trained_for"  # tag of a warm start with the id of the run that trained it
+PASS_RATES_STAGE = "pass rates"  # its fact `rows_by_passes` is the histogram
 Fact = str | int | float | bool | None
-GIT_TIMEOUT_S = 10.0
-"""The timeout for git in seconds. A repository may be on a slow network disk."""
+GIT_TIMEOUT_S = 10.0  # a repository may be on a slow network disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +46,8 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The origin of a run.
-
-    `models`: the SHA-256 digests of model files, first by settings key and then by file name. `command`: the command
-    line, or empty if it is unknown. Secrets in the command line are masked in the file. `version`: the version of the
-    file format."""
+    """The origin of a run. `models`: the SHA-256 digests of model files by settings key and file name. `command`: empty
+    if it is unknown. `version`: of the file format."""
 
     settings: RunConfig
     models: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -80,13 +69,12 @@ VERSION_REMEDY = "use the version of Millrace that wrote it, or restore it and m
 
 
 def read_origin(run_dir: Path) -> Origin | None:
-    """Return the record of a run's origin, or None if the folder has no `run.json`. Raises DataError if the file is
-    damaged or has another format version."""
+    """Return a run's origin, or None without `run.json`. Raises DataError if it is damaged or of another version."""
     return read_document(run_dir / RUN_FILE, _ORIGIN, VERSION_REMEDY)
 
 
 def stage_of(name: str, folder: Path) -> Stage:
-    """Return a stage with the facts in the manifest of its folder. If there is no manifest, the stage has no facts."""
+    """Return a stage with the facts in the manifest of its folder, if there is one."""
     try:
         manifest = read_manifest(folder)
     except MillraceError:
@@ -101,10 +89,8 @@ def stage_of(name: str, folder: Path) -> Stage:
 
 
 def code_revision(folder: Path = SOURCE_FOLDER) -> tuple[str, bool]:
-    """Return the git commit of the source, and whether the files differ from this commit.
-
-    The commit is '' if git is missing or no repository tracks the source. An installation inside another project's
-    repository, such as one in a virtual environment, is not tracked."""
+    """Return the git commit of the source, and whether files differ from it. The commit is '' without git or if no
+    repository tracks the source, for example of an installation inside another project."""
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None or not _is_tracked(folder):
         return "", False
@@ -126,10 +112,8 @@ def environment_facts(versions: Mapping[str, str]) -> dict[str, str]:
 def lineage_tags(
     config: RunConfig, *, stage: str, run_id: str, prefect: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Return the tags of a run's MLflow run, which help to search and compare runs.
-
-    `prefect`: values such as `flow_run_id`, which become tags `prefect.<key>`. Tags in the settings take precedence.
-    """
+    """Return the tags of a run in MLflow. `prefect`: values such as `flow_run_id`. Tags in the settings take
+    precedence."""
     model = config.model.path or f"scratch-{config.model.scratch.num_layers}x{config.model.scratch.hidden_size}"
     tags = {
         RUN_ID_TAG: run_id,
@@ -172,10 +156,7 @@ def _user() -> str:
 
 
 class SystemSampler:
-    """A sampler of the machine's load. CPU percentages cover the time since the previous sample.
-
-    GPUs are read with NVML if a driver is present.
-    """
+    """A sampler of the machine's load since the previous sample. GPUs are read with NVML if a driver is present."""
 
     def __init__(self, disk: Path) -> None:
         self._disk = disk
@@ -232,13 +213,11 @@ def _gpus(nvml: Any) -> Iterator[tuple[str, int | None]]:
 
 
 def first_gpu() -> tuple[str, int | None] | None:
-    """Return the name of the first GPU and its memory in bytes, or None without a GPU. An unknown memory size is None.
-    Nothing is allocated on the GPU."""
+    """Return the name and the bytes of the first GPU, or None without one. Nothing is allocated on the GPU."""
     return next(_gpus(_start_nvml()), None)
 
 
 def _start_nvml() -> Any:
-    """Return the initialized NVML module, or None without a driver."""
     pynvml = importlib.import_module("pynvml")  # has no types
     try:
         pynvml.nvmlInit()

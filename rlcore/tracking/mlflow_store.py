@@ -1,7 +1,4 @@
-"""The MLflow client of Millrace, for runs, parameters, metrics, datasets and addresses.
-
-Calls wait for MLflow and may raise, so a training step must not make them. MLflow's global "active run" is not used.
-"""
+"""The MLflow client of Millrace. Calls wait for MLflow and may raise, so a training step must not make them."""
 
 import json
 import logging
@@ -29,32 +26,31 @@ if TYPE_CHECKING:
     from mlflow.entities import Experiment, Run
 
 log = logging.getLogger(__name__)
-TRAINING_VIEW = "workflowType=machine_learning"
-"""The query that selects the training view on a page of MLflow 3.17 instead of the GenAI view."""
-LOCAL_UI = "http://127.0.0.1:5000"
-"""The first part of the address of a sqlite store's pages as long as no server is known."""
+TRAINING_VIEW = "workflowType=machine_learning"  # selects the training view of MLflow 3.17 instead of the GenAI view
+LOCAL_UI = "http://127.0.0.1:5000"  # the pages of a sqlite store as long as no server is known
 # MLflow's limits for parameters or tags of a request, and for characters of a value.
 MAX_BATCH = 100
 MAX_PARAM_CHARACTERS = 6_000
 MAX_TAG_CHARACTERS = 8_000
-MAX_RUNS = 1_000
-"""The maximum number of runs that a search returns."""
+MAX_RUNS = 1_000  # limit of a search
 EXPERIMENT_KIND_TAG, TRAINING = "mlflow.experimentKind", "custom_model_development"
 """The tag of an experiment for which MLflow shows runs, charts and models instead of traces."""
-PARENT_TAG = "mlflow.parentRunId"
-"""MLflow's tag for nested runs."""
-NOTE_TAG = "mlflow.note.content"
-"""MLflow's tag for the description of a run."""
-TABLES_TAG = "mlflow.loggedArtifacts"
-"""MLflow's tag for the tables of a run."""
-VIEW = "millrace"
-"""The id of the saved view of the experiment, whose columns and charts begin with the reward."""
-VIEW_TAG = f"mlflow.sharedViewState.{VIEW}"
-"""The tag of an experiment in which MLflow's pages store that view."""
-COLUMNS = (
-    *(f"metrics.`{name}`" for name in (REWARD, HELD_OUT_REWARD, "response_length/mean")),
-    *("params.`seed`", "params.`optim.lr`", "tags.`algorithm`", "tags.`task`"),
-)
+PARENT_TAG = "mlflow.parentRunId"  # for nested runs
+NOTE_TAG = "mlflow.note.content"  # description of a run
+TABLES_TAG = "mlflow.loggedArtifacts"  # tables of a run
+VIEW = "millrace"  # id of the saved view of the experiment, whose columns and charts begin with the reward
+VIEW_TAG = f"mlflow.sharedViewState.{VIEW}"  # stores the view for MLflow's pages
+COLUMN_WIDTHS = {
+    "attributes.`Run Name`": 250,
+    f"metrics.`{REWARD}`": 80,
+    "params.`seed`": 60,
+    f"metrics.`{HELD_OUT_REWARD}`": 90,
+    "metrics.`response_length/mean`": 140,
+    "params.`optim.lr`": 80,
+    "tags.`algorithm`": 100,
+    "tags.`task`": 120,
+}
+"""The columns of the saved view and their widths in pixels. Reward and seed fit next to the name of the run."""
 
 
 class MlflowStore:
@@ -67,7 +63,7 @@ class MlflowStore:
 
     @cached_property
     def client(self) -> "MlflowClient":
-        """Return MLflow's client. Callers use it for operations that this class does not provide."""
+        """Return MLflow's client."""
         return connect(self.uri)
 
     @cached_property
@@ -114,10 +110,8 @@ class MlflowStore:
         return str(self.client.create_run(self.experiment_id, start_ms, short, run_name).info.run_id)
 
     def set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
-        """Set tags of a run. Long values are truncated and marked. Tags with invalid names are left out.
-
-        The tag that names the parent of a nested run is left out too. It is set only when the run is created, so that a
-        later sweep does not move the run."""
+        """Set tags of a run. Long values are truncated and marked. Invalid names are left out, and so is the parent of
+        a nested run, which a later sweep must not move."""
         from mlflow.entities import RunTag
 
         values = {key: value for key, value in accepted_values(tags).items() if key != PARENT_TAG}
@@ -126,10 +120,8 @@ class MlflowStore:
             self.client.log_batch(run_id, tags=rows[start : start + MAX_BATCH])
 
     def log_params(self, run_id: str, settings: Mapping[str, object]) -> None:
-        """Log the settings as parameters, such as `trainer.total_steps`.
-
-        Parameters in MLflow are immutable. A value that changes when a run is resumed becomes a tag `changed.<key>`.
-        """
+        """Log the settings as parameters, such as `trainer.total_steps`. Parameters are immutable in MLflow, so a value
+        that changes on a resume becomes a tag `changed.<key>`."""
         from mlflow.entities import Param
 
         texts = {
@@ -162,11 +154,8 @@ class MlflowStore:
         counts: Mapping[str, int],
         context: str,
     ) -> None:
-        """Log a dataset as an input of a run, so that a search by `dataset.digest = '<fingerprint>'` finds it.
-
-        `source`: a path or hub id. `schema`: the type of each column. `counts`: numbers of rows, for example by split.
-        `context`: the use of the dataset ("training" or "validation").
-        """
+        """Log a dataset as an input of a run, found by `dataset.digest = '<fingerprint>'`. `schema`: the type of each
+        column. `counts`: numbers of rows, for example by split. `context`: "training" or "validation"."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         dataset = Dataset(
@@ -181,10 +170,7 @@ class MlflowStore:
         self.client.log_inputs(run_id, [DatasetInput(dataset, tags)])
 
     def log_table(self, run_id: str, file: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """Log a table as a JSON file that MLflow's evaluation view shows. An earlier table of this name is replaced.
-
-        MLflow's own `log_table` appends to an earlier table.
-        """
+        """Log a table for MLflow's evaluation view. MLflow's own `log_table` would append to an earlier one."""
         self.client.log_dict(run_id, {"columns": columns, "data": rows}, file)
         self.set_tags(run_id, {TABLES_TAG: json.dumps([{"path": file, "type": "table"}])})
 
@@ -193,8 +179,7 @@ class MlflowStore:
         self.client.set_terminated(run_id, status, None if end_time_s is None else milliseconds(end_time_s))
 
     def run_url(self, run_id: str, ui: str = LOCAL_UI) -> str:
-        """Return the address of the page of a run. `ui`: the address of MLflow's pages, used if the store is a sqlite
-        file."""
+        """Return the address of a run's page. `ui`: the address of MLflow's pages, used for a sqlite store."""
         return f"{self.page_root(ui)}/#/experiments/{self.experiment_id}/runs/{run_id}?{TRAINING_VIEW}"
 
     def runs_url(self, ui: str = LOCAL_UI) -> str:
@@ -202,8 +187,7 @@ class MlflowStore:
         return f"{self.page_root(ui)}/#/experiments/{self.experiment_id}/runs?{TRAINING_VIEW}&viewStateShareKey={VIEW}"
 
     def page_root(self, ui: str) -> str:
-        """Return the base address of MLflow's pages: `ui` if the store is a sqlite file, otherwise the address of the
-        server."""
+        """Return the address of MLflow's pages: `ui` for a sqlite store, otherwise the server."""
         return ui if self.uri.startswith(SQLITE) else mask_secrets(self.uri)
 
     def ui_command(self) -> str | None:
@@ -212,11 +196,8 @@ class MlflowStore:
 
 
 def search_run_ids(store: MlflowStore, query: str) -> list[str]:
-    """Return the ids of the runs that match a query, oldest first.
-
-    The query is in MLflow's language, such as ``params.`optim.lr` = '0.001' and tags.task = 'countdown'``. Raises
-    TrackingError if MLflow rejects the query or does not respond.
-    """
+    """Return the ids of the runs that match a query in MLflow's language, oldest first. Raises TrackingError if MLflow
+    rejects the query or does not respond."""
     own = f"tags.`{RUN_ID_TAG}` != '' and tags.stage = 'train'"  # excludes warm starts
     try:
         runs = store.client.search_runs(
@@ -236,8 +217,7 @@ def search_run_ids(store: MlflowStore, query: str) -> list[str]:
 
 
 def compare_url(store: MlflowStore, mlflow_run_ids: Sequence[str], ui: str = LOCAL_UI) -> str:
-    """Return the address of the MLflow page that compares these runs. `ui`: the address of MLflow's pages, used if the
-    store is a sqlite file."""
+    """Return the address of the MLflow page that compares these runs. See `MlflowStore.run_url`."""
     runs = quote_url(json.dumps(list(mlflow_run_ids)))
     experiments = quote_url(json.dumps([store.experiment_id]))
     return f"{store.page_root(ui)}/#/compare-runs?runs={runs}&experiments={experiments}&{TRAINING_VIEW}"
@@ -257,8 +237,9 @@ def _saved_view() -> str:
         for key in (REWARD, HELD_OUT_REWARD)
     ]  # fmt: skip
     section = {"uuid": VIEW, "name": "Reward", "display": True, "isReordered": True}
-    state = {"selectedColumns": COLUMNS, "columnOrder": COLUMNS, "compareRunCharts": charts,
-             "compareRunSections": [section], "isAccordionReordered": True}  # fmt: skip
+    order = list(COLUMN_WIDTHS)
+    state = {"selectedColumns": order[1:], "columnOrder": order, "columnWidths": COLUMN_WIDTHS,
+             "compareRunCharts": charts, "compareRunSections": [section], "isAccordionReordered": True}  # fmt: skip
     return json.dumps({"name": "Reward first", "createdAt": 0, "state": json.dumps(state)})
 
 
@@ -268,7 +249,7 @@ def milliseconds(time_s: float) -> int:
 
 
 def _truncate(value: str, limit: int) -> str:
-    """Truncate a long value, and append a mark with its full length. MLflow would truncate the value without a mark."""
+    """Truncate a long value, and mark it, which MLflow would not do."""
     if len(value) <= limit:
         return value
     mark = f" ... [cut: {len(value)} characters]"

@@ -27,11 +27,9 @@ if TYPE_CHECKING:
 Alias = Literal["best", "last"]
 ALIASES: tuple[Alias, ...] = ("best", "last")
 Kind = Literal["checkpoint", "transformers"]
-"""The model types in MLflow. Checkpoints are not copied, since MLflow cannot load shards and optimizer states."""
-EXTERNAL = "mlflow.model.isExternal"
-"""MLflow's tag for a model whose files are stored elsewhere."""
-WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin")
-"""The files that are not copied to the tokenizer's folder."""
+"""Model types in MLflow. Checkpoints are not copied, since MLflow cannot load shards and optimizer states."""
+EXTERNAL = "mlflow.model.isExternal"  # MLflow's tag for a model whose files are stored elsewhere
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin")  # not copied to the tokenizer's folder
 
 
 def log_model(
@@ -48,16 +46,11 @@ def log_model(
     max_bytes: int | None = None,
     versions: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-    """Log a checkpoint or a transformers directory as an output of the run at a step, and return the model's id.
-
-    An existing model with the same name and step is reused. Checkpoints are not copied. A transformers directory is
-    copied without being loaded. If the directory is larger than `max_bytes`, only its path is logged.
-    `mlflow.transformers.load_model` can load the copy at `models:/<id>`, and `AutoModelForCausalLM` can load its folder
-    `model`.
-
-    `metrics`: the model's validation scores. `time_s`: the time of the journal line with these scores, so that they
-    match the run's curves. `versions`: the versions of the packages that wrote the weights. If it is empty, the
-    versions in this process are used. Raises TrackingError if a model of the kind `transformers` has no config.json."""
+    """Log a checkpoint or a transformers directory as an output of the run at a step, and return the model's id. A
+    model with this name and step is reused. Only a transformers directory of at most `max_bytes` is copied.
+    `mlflow.transformers.load_model` can load `models:/<id>`, and `AutoModelForCausalLM` its folder `model`. `time_s`:
+    the time of the journal line with `metrics`. `versions`: of the packages that wrote the weights. Raises
+    TrackingError without a config.json."""
     from mlflow.entities import LoggedModelOutput
 
     tags = {**tags, "path": str(path.absolute()), "step": str(step)}
@@ -90,8 +83,7 @@ def log_model(
 
 
 def _held_out_dataset(client: "MlflowClient", run_id: str) -> dict[str, str]:
-    """Return the name and the digest of the run's held-out dataset, as fields for MLflow metrics. Return {} if MLflow
-    has no such dataset."""
+    """Return the name and digest of the run's held-out dataset as fields for MLflow metrics, or {} without one."""
     inputs = client.get_run(run_id).inputs
     known = () if inputs is None else inputs.dataset_inputs
     found = [one.dataset for one in known if any(tag.value == "validation" for tag in one.tags)]
@@ -155,24 +147,17 @@ def _upload(client: "MlflowClient", model_id: str, path: Path, given: Mapping[st
 
 def models_of(client: "MlflowClient", experiment_id: str, run_id: str) -> "list[LoggedModel]":
     """Return the models of a run that are completely logged, oldest first."""
-    found = [model for model in _all_models(client, experiment_id, run_id) if str(model.status) == "READY"]
+    found, token = list["LoggedModel"](), None
+    while token != "":
+        page = client.search_logged_models([experiment_id], f"source_run_id = '{run_id}'", page_token=token)
+        found += [model for model in page if str(model.status) == "READY"]
+        token = page.token or ""
     return sorted(found, key=lambda model: model.creation_timestamp)
 
 
-def _all_models(client: "MlflowClient", experiment_id: str, run_id: str) -> "Iterator[LoggedModel]":
-    token: str | None = None
-    while token != "":
-        page = client.search_logged_models([experiment_id], f"source_run_id = '{run_id}'", page_token=token)
-        yield from page
-        token = page.token or ""
-
-
 def name_models(store: MlflowStore, run_id: str, by_alias: Mapping[Alias, str], registered: str | None) -> None:
-    """Tag the `best` and the `last` model of the run. They may be the same model.
-
-    MLflow has aliases only in its registry, so the models get tags. `registered`: the name of a registered model. If it
-    is set, both models also become versions of it, with addresses such as `models:/<registered>@best`.
-    """
+    """Tag the `best` and the `last` model of the run. MLflow has aliases only in its registry. If `registered` is set,
+    both also become versions of that model, such as `models:/<registered>@best`."""
     for model in models_of(store.client, store.experiment_id, run_id):
         for alias in ALIASES:
             if alias in model.tags and by_alias.get(alias) not in (None, model.model_id):
@@ -184,14 +169,13 @@ def name_models(store: MlflowStore, run_id: str, by_alias: Mapping[Alias, str], 
 
 
 def model_of(version: "ModelVersion") -> str:
-    """Return the id of the logged model behind a registered version. If a search returned the version, `model_id` is
-    missing, and the id is read from `source`."""
+    """Return the id of the logged model behind a version. A search returns it only in `source`."""
     return str(version.model_id or str(version.source).removeprefix("models:/"))
 
 
 @contextmanager
 def _global_uri(uri: str) -> Iterator[None]:
-    """Set MLflow's global tracking URI inside the `with` block. The model registry in a database reads this URI."""
+    """Set MLflow's global tracking URI inside the `with` block, since the model registry in a database reads it."""
     import mlflow
 
     is_set = mlflow.is_tracking_uri_set()  # type: ignore[no-untyped-call]
@@ -204,7 +188,6 @@ def _global_uri(uri: str) -> Iterator[None]:
 
 
 def _register(client: "MlflowClient", uri: str, name: str, run_id: str, models: Mapping[Alias, str]) -> None:
-    """Register each model once as a version of `name`, with its reward, run and step, and set the aliases."""
     from mlflow.exceptions import MlflowException
 
     try:

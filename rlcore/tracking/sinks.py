@@ -1,7 +1,5 @@
-"""TensorBoard and Weights & Biases as further trackers. The process that delivers to MLflow also sends metrics to them.
-
-When that process starts, each sink reads the journal from the beginning. Failures of a sink never reach the trainer or
-MLflow."""
+"""TensorBoard and Weights & Biases as further trackers, which read the journal from the beginning in the process that
+delivers to MLflow. Their failures never reach the trainer or MLflow."""
 
 import logging
 import os
@@ -22,11 +20,9 @@ from rlcore.tracking.attempts import Attempt
 from rlcore.tracking.journal import JOURNAL_FILE, StepRecord, iter_lines
 
 log = logging.getLogger(__name__)
-TENSORBOARD_FOLDER = "tensorboard"
-"""Folder of event files in the run's folder."""
+TENSORBOARD_FOLDER = "tensorboard"  # in the run's folder
 
-INIT_TIMEOUT_S = 10.0
-"""The seconds for W&B's server to accept a run. MLflow receives nothing in this time."""
+INIT_TIMEOUT_S = 10.0  # Seconds for W&B's server to accept a run. MLflow receives nothing in this time.
 
 
 class Sink(Protocol):
@@ -68,9 +64,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A run in Weights & Biases with the id of the Millrace run. W&B's environment variables configure the connection.
-
-    W&B ignores a step that it already has, so a journal may be sent twice."""
+    """A run in Weights & Biases, connected by W&B's environment variables. W&B ignores a step that it already has."""
 
     def __init__(self, run_dir: Path, attempt: Attempt) -> None:
         import wandb
@@ -107,7 +101,7 @@ class WandbSink:
 
 
 SINKS: Mapping[str, Callable[[Path, Attempt], Sink]] = {"tensorboard": TensorBoardSink, "wandb": WandbSink}
-"""Sink by its name in `tracking.report_to`."""
+"""The sinks by their names in `tracking.report_to`."""
 
 
 def require_trackers(config: TrackingConfig) -> None:
@@ -130,8 +124,7 @@ def require_trackers(config: TrackingConfig) -> None:
 
 
 class Sinks:
-    """The trackers that `tracking.report_to` names. If a tracker fails, the error is reported, and the tracker receives
-    no further metrics."""
+    """The trackers that `tracking.report_to` names. A tracker that fails receives no further metrics."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -140,10 +133,8 @@ class Sinks:
         self._cursor = 0
 
     def catch_up(self, attempt: Attempt) -> None:
-        """Send the new complete lines of the journal. If a new attempt has begun, send the whole journal again.
-
-        `attempt`: the newest attempt at the run. Raises OSError if the journal cannot be read. Errors of trackers are
-        not raised."""
+        """Send the new complete lines of the journal, or the whole journal for a new attempt. Raises OSError if it
+        cannot be read, but no error of a tracker."""
         if attempt != self._attempt:
             self.close(failed=False)
             self._attempt, self._cursor = attempt, 0
@@ -160,7 +151,7 @@ class Sinks:
         self._each(methodcaller("flush"))
 
     def close(self, *, failed: bool) -> None:
-        """End the run in each tracker. Errors of trackers are not raised."""
+        """End the run in each tracker."""
         self._each(methodcaller("close", failed=failed))
         self._sinks.clear()
 
@@ -178,9 +169,5 @@ class Sinks:
             # any error of a tracker, its files or the network
             self._sinks.pop(name, None)
             reason = mask_secrets(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
-            log.warning(
-                "%s receives no more metrics of this run (%s). When it works again: millrace sync %s",
-                name,
-                reason,
-                self._run_dir,
-            )
+            text = "%s receives no more metrics of this run (%s). When it works again: millrace sync %s"
+            log.warning(text, name, reason, self._run_dir)

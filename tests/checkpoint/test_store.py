@@ -33,20 +33,15 @@ def test_store_lists_finds_and_reads_checkpoints(tmp_path):
         save(store, step, score=step / 1e6)
     assert steps(store) == [20, 40, 1_000_000]
     newest = store.latest()
-    assert newest is not None
     assert (newest.step, newest.name) == (1_000_000, "step-1000000")
     assert newest.path == store.path_of(1_000_000)
     assert newest.score == 1.0
     assert newest.created.startswith("20")
     assert newest.size_bytes == store.measured_bytes() > 1000
     assert store.load_state(newest) == state_at(1_000_000)
-
-
-def test_non_finite_metrics_are_left_out(tmp_path):
-    store = store_at(tmp_path)
-    with store.writing(state_at(1), {"a": float("nan"), "b": float("inf"), "c": 0.1}):
+    with store.writing(state_at(60), {"a": float("nan"), "b": float("inf"), "c": 0.1}):
         pass
-    assert dict(store.list()[0].metrics) == {"c": 0.1}
+    assert store.list()[2].metrics == {"c": 0.1}, "others are not finite"
 
 
 def test_best_has_the_highest_and_latest_score(tmp_path):
@@ -58,15 +53,9 @@ def test_best_has_the_highest_and_latest_score(tmp_path):
     for step, score in ((1, 0.5), (2, 0.7), (3, 0.7), (4, None), (5, 0.1)):
         save(store, step, score)
     best = store.best()
-    assert best is not None
     assert best.step == 3
     (best.path / "policy" / "rank.safetensors").unlink()
-    fallback = store.best()
-    assert fallback is not None
-    assert fallback.step == 2
-
-
-# ---------------------------------------------------------------- damage
+    assert store.best().step == 2
 
 
 def instead(path: Path, make: Callable[[Path], object]) -> None:
@@ -125,7 +114,6 @@ def test_broken_checkpoint_is_refused_for_the_one_before(tmp_path, caplog, damag
     do(writer.path_of(3))
     reader = store_at(tmp_path)
     found = reader.find_latest()
-    assert found.checkpoint is not None
     assert found.checkpoint.step == 2
     (refusal,) = found.refusals
     assert refusal.path == writer.path_of(3)
@@ -136,9 +124,7 @@ def test_broken_checkpoint_is_refused_for_the_one_before(tmp_path, caplog, damag
     assert reader.load_state(found.checkpoint).step == 2
     # The run continues and reaches the same step: the broken one is replaced.
     save(reader, 3)
-    newest = store_at(tmp_path).latest()
-    assert newest is not None
-    assert newest.step == 3
+    assert store_at(tmp_path).latest().step == 3
     store_at(tmp_path, keep_last=1, keep_best=0).prune()
     assert any((tmp_path / "checkpoints").glob("step-000003.*")) == (damage in KEPT)
 
@@ -149,9 +135,7 @@ def test_newer_state_format_is_refused_and_kept(tmp_path, caplog):
     with store.writing(replace(state_at(3), format_version=9), {}):
         pass
     newer = (store.path_of(3) / "state.json").read_bytes()
-    newest = store_at(tmp_path).latest()
-    assert newest is not None
-    assert newest.step == 2
+    assert store_at(tmp_path).latest().step == 2
     assert "state.json: format_version must be 2, got 9" in caplog.text
     save(store, 3)
     assert (tmp_path / "checkpoints" / "step-000003.format-9.1" / "state.json").read_bytes() == newer
@@ -168,9 +152,6 @@ def test_unreadable_settings_are_an_error(tmp_path):
     settings.write_text("[" * settings.stat().st_size)
     with pytest.raises(CheckpointError, match=r"settings\.json: cannot be read .*nested too deeply"):
         store_at(tmp_path, RunConfig(seed=7)).latest(verify=False)
-
-
-# ---------------------------------------------------------------- journal
 
 
 def with_journal(folder: Path) -> CheckpointStore:
@@ -198,7 +179,6 @@ def journaled(tmp_path) -> Path:
 def test_newest_checkpoint_that_fits_the_journal_is_used(tmp_path, journaled, caplog, kept, reason):
     journaled.write_text(kept)
     found = with_journal(tmp_path).find_latest()
-    assert found.checkpoint is not None
     assert found.checkpoint.step == 2
     assert found.journal_problem == ""
     (refusal,) = found.refusals
@@ -216,7 +196,6 @@ def test_newest_is_used_where_none_fits_the_journal(tmp_path, journaled, caplog,
     else:
         flip(journaled, 0)
     found = with_journal(tmp_path).find_latest()
-    assert found.checkpoint is not None
     assert found.checkpoint.step == 3
     assert found.refusals == ()
     assert f"metrics.jsonl: {reason}" in found.journal_problem
@@ -224,22 +203,19 @@ def test_newest_is_used_where_none_fits_the_journal(tmp_path, journaled, caplog,
 
 
 def test_longer_journal_fits_a_checkpoint(tmp_path, journaled):
-    with journaled.open("a") as file:
-        file.write('{"step": 4}\n')
+    journaled.write_text(journaled.read_text() + "more\n")
     found = with_journal(tmp_path).find_latest()
-    assert found.checkpoint is not None
     assert (found.checkpoint.step, found.refusals, found.journal_problem) == (3, (), "")
-
-
-# ---------------------------------------------------------------- what is looked at
 
 
 def test_latest_without_hashes_checks_sizes_only(tmp_path):
     store = store_at(tmp_path)
     flip(save(store, 1) / "policy" / "rank.safetensors", 0)
+    (save(store, 2) / "policy" / "rank.safetensors").write_text("short")
+    assert store.latest().step == 1, "its writer trusts the hashes, and finds the wrong size"
     reader = store_at(tmp_path)
     found = reader.latest(verify=False)
-    assert found is not None
+    assert found.step == 1
     with pytest.raises(CheckpointError, match="hash must be"):
         reader.load_state(found)
 
@@ -259,13 +235,9 @@ def test_other_names_are_no_candidates(tmp_path):
         (tmp_path / "checkpoints" / name).mkdir()
     (tmp_path / "checkpoints" / "step-000009").touch()  # a file
     found = store.find_latest()
-    assert found.checkpoint is not None
     assert found.checkpoint.step == 1
     assert [refusal.step for refusal in found.refusals] == [9]
     assert scan(tmp_path / "absent").checkpoints == ()
-
-
-# ---------------------------------------------------------------- other settings
 
 
 def test_other_settings_are_refused_with_both_values(tmp_path):
@@ -275,13 +247,10 @@ def test_other_settings_are_refused_with_both_values(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         store.latest()
     message = str(caught.value)
-    default = KlConfig().coef
-    assert f"algo.kl.coef: {default} in the checkpoint, 0.25 now" in message
-    assert "seed: 1 in the checkpoint, 7 now" in message
+    shown = [f"  algo.kl.coef: {KlConfig().coef} in the checkpoint, 0.25 now", "  seed: 1 in the checkpoint, 7 now"]
+    assert message.split("\n")[1:3] == shown
     assert message.count(" in the checkpoint, ") == 2
-    assert message.endswith(
-        f"Restore the settings; or start a new run from these weights: --fork {tmp_path.name}@1 and another run_id."
-    )
+    assert message.endswith(f"from these weights: --fork {tmp_path.name}@1 and another run_id.")
     with pytest.raises(CheckpointError, match="other settings"):
         store.load_state(store.list()[0])
 
@@ -289,17 +258,16 @@ def test_other_settings_are_refused_with_both_values(tmp_path):
 @pytest.mark.parametrize(("count", "more"), [(10, ""), (12, "\n  and 2 more")])
 def test_ten_of_many_different_settings_are_shown(tmp_path: Path, count: int, more: str) -> None:
     folder = save(store_at(tmp_path), 1)
-    info = scan(tmp_path / "checkpoints").checkpoints[0]
+    (info,) = scan(tmp_path / "checkpoints").checkpoints
     theirs = {f"key-{number:02d}": number for number in range(count - 1)}
     (folder / "settings.json").write_text(json.dumps(theirs | {"same": None}))
+    lines = [f"  key-{number:02d}: {number} in the checkpoint, absent now" for number in range(count - 1)]
+    shown = "\n".join([*lines, "  new: absent in the checkpoint, null now"][:10])
     with pytest.raises(CheckpointError) as caught:
         require_same_settings(info, {"same": None, "new": None}, "another")
-    lines = [f"  key-{number:02d}: {number} in the checkpoint, absent now" for number in range(count - 1)]
-    lines = [*lines, "  new: absent in the checkpoint, null now"][:10]
-    shown = "\n".join(lines)
-    assert str(caught.value).startswith(
-        f"{folder}: was made with other settings, so continuing would be another run:\n{shown}{more}\n"
-        "Restore the settings; or"
+    assert (
+        f"{folder}: was made with other settings, so continuing would be another run:\n{shown}{more}\nRestore"
+        in str(caught.value)
     )
     (folder / "settings.json").write_text("[]")
     with pytest.raises(CheckpointError, match=rf"settings\.json: holds no settings\. Restore it, or delete {folder}\."):
@@ -308,24 +276,19 @@ def test_ten_of_many_different_settings_are_shown(tmp_path: Path, count: int, mo
 
 def test_unknown_name_error_lists_checkpoints(tmp_path: Path) -> None:
     store = store_at(tmp_path)
-    assert store.find("start") is None
-    assert store.step_of("start") == 0
+    assert (store.find("start"), store.step_of("start")) == (None, 0)
+    lacks, remedy = f": run {tmp_path.name} has no such checkpoint; ", "train first: millrace train with these settings"
     for name in ("last", "best", "step-000002"):
-        with pytest.raises(CheckpointError) as caught:
+        with pytest.raises(
+            CheckpointError, match=f"^checkpoint={name}{lacks}there is none yet. Name start, or {remedy}$"
+        ):
             store.find(name)
-        assert str(caught.value) == (
-            f"checkpoint={name}: run {tmp_path.name} has no such checkpoint; there is none yet. Name start, or train "
-            "first: millrace train with these settings"
-        )
     save(store, 1)
     save(store, 3)
     assert [store.step_of(name) for name in ("last", "step-000001")] == [3, 1]
-    with pytest.raises(CheckpointError) as caught:
+    there = "there is start, step-000001, step-000003. Name one of these"
+    with pytest.raises(CheckpointError, match=f"^checkpoint=step-000002{lacks}{there}, or {remedy}$"):
         store.find("step-000002")
-    assert str(caught.value) == (
-        f"checkpoint=step-000002: run {tmp_path.name} has no such checkpoint; there is start, step-000001, "
-        "step-000003. Name one of these, or train first: millrace train with these settings"
-    )
 
 
 def test_checkpoint_that_cannot_be_deleted_is_reported(
@@ -343,10 +306,7 @@ def test_checkpoint_that_cannot_be_deleted_is_reported(
 
     monkeypatch.setattr(Path, "rename", refused)
     assert store.prune() == (store.path_of(2),)
-    assert (
-        f"{store.path_of(1)}: cannot be deleted ([Errno 16] Device or resource busy); it still uses disk space"
-        in caplog.text
-    )
+    assert f"{store.path_of(1)}: cannot be deleted ([Errno 16] Device or resource busy)" in caplog.text
     assert steps(store) == [1, 3]
 
 
@@ -373,9 +333,7 @@ def test_verified_checkpoint_is_hashed_once(tmp_path: Path, monkeypatch: pytest.
 def test_warm_start_of_other_settings_has_its_remedy(tmp_path):
     stage = tmp_path / "warm-starts" / "warm-start-0123"
     save(store_at(stage), 1)
-    with pytest.raises(
-        CheckpointError, match=rf"Restore the settings; or delete {stage} to start the warm start again\.$"
-    ):
+    with pytest.raises(CheckpointError, match=rf"; or delete {stage} to start the warm start again\.$"):
         store_at(stage, RunConfig(seed=7)).latest()
 
 
@@ -383,9 +341,6 @@ def test_settings_without_effect_on_numbers_may_change(tmp_path):
     save(store_at(tmp_path), 1)
     newest = store_at(tmp_path, RunConfig(name="renamed", tracking=TrackingConfig(enabled=False))).latest()
     assert newest is not None
-
-
-# ---------------------------------------------------------------- writing and pruning
 
 
 def test_full_disk_keeps_the_last_good_checkpoint(small_disk):
@@ -397,9 +352,7 @@ def test_full_disk_keeps_the_last_good_checkpoint(small_disk):
             save(store, 2)
         ballast.unlink()
         assert steps(store) == [1]
-        good = store_at(small_disk).latest()
-        assert good is not None
-        assert good.step == 1
+        assert store_at(small_disk).latest().step == 1
         assert not list((small_disk / "checkpoints").glob(".tmp-*"))
     save(store, 2)
     assert steps(store) == [1, 2]
@@ -444,21 +397,10 @@ def test_broken_checkpoint_does_not_count_in_retention(tmp_path):
     (store.path_of(20) / "policy" / "rank.safetensors").write_text("short")
     save(store, 30, 0.1)
     assert store.prune() == ()
-    best = store.best()
-    assert best is not None
-    assert best.step == 10
+    assert store.best().step == 10
     save(store, 40, 0.1)
     assert store.prune() == (store.path_of(30),)
     assert steps(store) == [10, 20, 40], "what is broken is left for people to look at"
-
-
-def test_damage_after_a_write_is_found_by_size(tmp_path):
-    store = store_at(tmp_path)
-    save(store, 1)
-    (save(store, 2) / "policy" / "rank.safetensors").write_text("short")
-    newest = store.latest()
-    assert newest is not None
-    assert newest.step == 1
 
 
 def test_folder_deleted_during_a_save_is_an_error(tmp_path):
@@ -500,6 +442,5 @@ def test_checkpoint_pruned_during_a_read_is_not_broken(tmp_path, monkeypatch):
 
     monkeypatch.setattr(catalog, "read_manifest", read_too_late)
     found = store_at(tmp_path).find_latest(verify=False)
-    assert found.checkpoint is not None
     assert found.checkpoint.step == 2
     assert found.refusals == ()

@@ -92,7 +92,7 @@ def test_a_run_with_its_last_checkpoint_is_finished(undisturbed: SmallRun, tmp_p
     run = elsewhere(undisturbed, tmp_path, *OVERRIDES)
     with session_of(run) as session:
         session.train(4)
-        session.fail()
+        session.record_failure(KeyError("a bug"))
     with session_of(run) as session:
         session.train(6)
     attempts = run.layout.run_dir / ATTEMPTS_FILE

@@ -28,14 +28,8 @@ def needs_of(root: Path, *words: str, has_initial_policy: bool = True) -> dict[s
     given = {word.partition("=")[0] for word in words}
     base = [word for word in BASE if word.partition("=")[0] not in given]
     config = load_config(["experiment=debug", f"paths.root={root}", *base, *words])
-    needs = disk_needs(
-        config,
-        RunLayout.of(config),
-        checkpoints_bytes=7,
-        num_weights=1000,
-        steps_left=11,
-        has_initial_policy=has_initial_policy,
-    )
+    sizes = {"checkpoints_bytes": 7, "num_weights": 1000, "steps_left": 11}
+    needs = disk_needs(config, RunLayout.of(config), has_initial_policy=has_initial_policy, **sizes)
     assert len({need.what for need in needs}) == len(needs)
     run_dir = RunLayout.of(config).run_dir
     return {
@@ -44,12 +38,6 @@ def needs_of(root: Path, *words: str, has_initial_policy: bool = True) -> dict[s
         else (need.path.relative_to(root) if need.path.is_relative_to(root) else need.path, need.size_bytes)
         for need in needs
     }
-
-
-def planned(config: RunConfig) -> dict[str, int]:
-    layout = RunLayout.of(config)
-    needs = disk_needs(config, layout, checkpoints_bytes=0, num_weights=1000, steps_left=1, has_initial_policy=False)
-    return {need.what: need.size_bytes for need in needs}
 
 
 def test_needs_of_weights_and_responses(tmp_path: Path) -> None:
@@ -82,13 +70,18 @@ def test_needs_of_responses_follow_their_settings(tmp_path: Path, word: str, siz
 
 
 def test_needs_of_smollm2_until_it_exists(tmp_path: Path) -> None:
-    config = RunConfig(model=ModelConfig(path=SMOLLM2), paths=PathsConfig(root=str(tmp_path)))
-    found = planned(config)
-    assert found["SmolLM2's weights"] == 4 * 1000
-    assert "initial policy" not in found
-    configured_model(config).mkdir(parents=True)
-    assert "SmolLM2's weights" not in planned(config)
-    assert "SmolLM2's weights" not in planned(RunConfig(model=ModelConfig(path=str(tmp_path))))
+    def planned(model: str) -> dict[str, int]:
+        config = RunConfig(model=ModelConfig(path=model), paths=PathsConfig(root=str(tmp_path)))
+        sizes = {"checkpoints_bytes": 0, "num_weights": 1000, "steps_left": 1}
+        needs = disk_needs(config, RunLayout.of(config), has_initial_policy=False, **sizes)
+        return {need.what: need.size_bytes for need in needs}
+
+    assert planned(SMOLLM2)["SmolLM2's weights"] == 4 * 1000
+    assert "initial policy" not in planned(SMOLLM2)
+    assert "SmolLM2's weights" not in planned(str(tmp_path))
+    model = RunConfig(model=ModelConfig(path=SMOLLM2), paths=PathsConfig(root=str(tmp_path)))
+    configured_model(model).mkdir(parents=True)
+    assert "SmolLM2's weights" not in planned(SMOLLM2)
 
 
 Events = list[tuple[str, int, Mapping[str, object]]]
@@ -127,9 +120,7 @@ def test_pause_names_missing_inodes(tmp_path: Path) -> None:
     with mounted(tmp_path / "few", options="nr_inodes=1") as folder:
         with pytest.raises(StopRequestedError):
             room_of(folder, events, stop=lambda: bool(events)).wait(5, 3)
-        assert str(events[0][2]["text"]).startswith(
-            f"paused: inodes are missing at {folder}: {folder}: that file system"
-        )
+        assert str(events[0][2]["text"]).startswith(f"paused: inodes are missing at {folder}: {folder}: that file")
 
 
 def test_wait_prunes_before_a_pause(small_disk: Path) -> None:
@@ -174,9 +165,6 @@ def test_pause_without_room_in_time_is_an_error(
     events: Events = []
     with pytest.raises(DiskSpaceError, match=" are missing") as failed:
         room_of(small_disk, events, wait_for_room_s=wait_for_room_s).wait(8193, 3)
-    assert str(failed.value).endswith(
-        f" Waited {wait_for_room_s:.0f} s for room (checkpoint.wait_for_room_s). Committed data stays; the same "
-        "command resumes the run."
-    )
+    assert f" Waited {wait_for_room_s:.0f} s for room (checkpoint.wait_for_room_s). " in str(failed.value)
     assert sleeps == slept
     assert [name for name, _, _ in events] == ["paused_for_disk"]

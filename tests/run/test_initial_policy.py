@@ -6,13 +6,7 @@ from types import MappingProxyType
 import pytest
 
 from rlcore.config import ModelConfig, PathsConfig, RunConfig
-from rlcore.run.initial_policy import (
-    REFERENCE,
-    InitialPolicy,
-    known_initial_policy,
-    remove_leftovers,
-    stage_layout,
-)
+from rlcore.run.initial_policy import REFERENCE, InitialPolicy, known_initial_policy, remove_leftovers, stage_layout
 from rlcore.run.inputs import RunInputs, planned_initial_policy
 from rlcore.storage.locks import RunLock
 from rlcore.storage.manifest import Manifest
@@ -53,7 +47,6 @@ def test_configured_and_built_policies_are_known(tmp_path: Path) -> None:
     inputs = RunInputs(tmp_path / "f", tmp_path / "t")
     given = known_initial_policy(of_model(tmp_path, tmp_path / "given", warm=False), inputs)
     assert given == InitialPolicy(tmp_path / "given", cached=True)
-    assert given is not None
     assert given.steps == 0
     for warm in (False, True):
         config = of_model(tmp_path, None, warm=warm)

@@ -22,7 +22,7 @@ from rlcore.run.inputs import (
 )
 from rlcore.run.pass_rates import planned_pass_rates
 from rlcore.storage.manifest import read_manifest
-from tests.helpers.published import edit_manifest
+from tests.helpers.published import edit_manifest, flip
 from tests.helpers.settings import changed
 from tests.helpers.small_run import SmallRun
 from tests.helpers.small_run import make as prepare
@@ -69,10 +69,9 @@ def test_fingerprint_depends_on_training_settings(override: str) -> None:
 )
 def test_fingerprints_of_pass_rates_and_suites_include_scoring(override: str) -> None:
     found = []
+    data = "{task: countdown, template: bare, number_high: 20, target_high: 40}"
+    suite = f"validation.suites=[{{name: s, data: {data}}}]"
     for more in ((), (override,)):
-        suite = (
-            "validation.suites=[{name: s, data: {task: countdown, template: bare, number_high: 20, target_high: 40}}]"
-        )
         config = load_config(["experiment=debug", "warm_start.enabled=false", "pass_rates.samples=2", suite, *more])
         of_suite = suite_fingerprint(config, config.validation.suites[0], FILTERED)
         found.append((planned_pass_rates(config, FILTERED).name, of_suite))
@@ -144,18 +143,8 @@ def test_another_temperature_changes_the_warm_start(tmp_path: Path) -> None:
     for temperature in ("1.0", "0.01"):
         run = prepare(tmp_path, *short, f"rollout.sampling.temperature={temperature}")
         manifest = read_manifest(run.model_directory)
-        assert manifest is not None
         found.append((manifest.values["steps"], manifest.values["reward"]))
     assert found[0] != found[1]
-
-
-# ---------------------------------------------------------------- damage
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 @pytest.fixture(scope="module")
@@ -166,12 +155,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
 @pytest.mark.parametrize(
     "file",
     [
-        "datasets/*/train.parquet",
-        "filtered/*/train.parquet",
-        "filtered/*/validation.parquet",
-        "tokenizers/*/tokenizer.json",
-        "models/{model}/model.safetensors",
-        "models/{model}/config.json",
+        *("datasets/*/train.parquet", "filtered/*/train.parquet", "filtered/*/validation.parquet"),
+        *("tokenizers/*/tokenizer.json", "models/{model}/model.safetensors", "models/{model}/config.json"),
     ],
 )
 def test_damaged_input_is_made_again(
@@ -204,9 +189,6 @@ def test_damaged_export_is_refused(prepared: SmallRun, tmp_path: Path) -> None:
     assert find_initial_policy(load_config(overrides), FILTERED) is None
 
 
-# ---------------------------------------------------------------- digests of models
-
-
 def test_digests_cover_weights_settings_and_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "folder.json").mkdir()
     for name in ("config.json", "model.safetensors", "merges.txt", "README.md", "manifest.json"):
@@ -214,8 +196,5 @@ def test_digests_cover_weights_settings_and_tokenizer(tmp_path: Path) -> None:
     counted = ("config.json", "merges.txt", "model.safetensors")
     assert digests_in(tmp_path) == {name: sha256(name.encode()).hexdigest() for name in counted}
     assert digests_in(tmp_path / "absent") == {}
-
-
-def test_missing_models_have_no_digests(tmp_path: Path) -> None:
     assert model_digests(RunConfig(model=ModelConfig(path="owner/name"))) == {}
-    assert model_digests(RunConfig(model=ModelConfig(path=str(tmp_path)))) == {"model.path": {}}
+    assert model_digests(RunConfig(model=ModelConfig(path=str(tmp_path)))) == {"model.path": digests_in(tmp_path)}

@@ -47,12 +47,9 @@ class Commands:
             raise self.error
         return {"step": 3}
 
-    def record_failure(self, error: Exception) -> Exception:
-        self.called.append(error)
+    def record_failure(self, error: Exception, *, fails: bool = True) -> Exception:
+        self.called += [error, "failed"] if fails else [error]
         return error
-
-    def fail(self) -> None:
-        self.called.append("failed")
 
     def save_finished(self) -> str:
         if self.at_the_end is not None:
@@ -116,9 +113,6 @@ def test_stages_send_commands_of_the_session() -> None:
     assert [name for name in sent if not callable(getattr(Session, name, None))] == []
 
 
-# ---------------------------------------------------------------------- the channel
-
-
 @dataclass
 class Pipes:
     """The other end of a channel."""
@@ -168,12 +162,7 @@ def test_replies_are_lines_without_a_required_reader(pipes: Pipes, caplog: pytes
 
 @pytest.mark.parametrize(("error", "code"), [(DataError("no inputs"), 1), (StopRequestedError("stopped"), 75)])
 def test_error_before_the_first_command_is_reported(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    pipes: Pipes,
-    caplog: pytest.LogCaptureFixture,
-    error: MillraceError,
-    code: int,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pipes: Pipes, caplog, error: MillraceError, code: int
 ) -> None:
     def fails(*given: object, **named: object) -> Session:
         raise error
@@ -182,9 +171,5 @@ def test_error_before_the_first_command_is_reported(
     Origin(RunConfig()).write(tmp_path)
     assert process.run(tmp_path, pipes.channel, FakeStop()) == code
     assert str(error) in caplog.text
-    assert json.loads(os.read(pipes.replies, 1000)) == {
-        "event": "error",
-        "command": "start",
-        "type": type(error).__name__,
-        "message": str(error),
-    }
+    reply = {"event": "error", "command": "start", "type": type(error).__name__, "message": str(error)}
+    assert json.loads(os.read(pipes.replies, 1000)) == reply

@@ -24,15 +24,9 @@ from tests.helpers.small_run import SmallRun, make
 
 BETA = 0.2
 DPO = (
-    "warm_start.loss=dpo",
-    f"warm_start.dpo_beta={BETA}",
-    "warm_start.batch_size=16",
-    "warm_start.misdirected_share=0",
-    "warm_start.stop_at_reward=null",
-    "warm_start.check_every=2",
-    "warm_start.steps_per_chunk=2",
-    "runtime.device=cpu",
-)
+    "warm_start.loss=dpo", f"warm_start.dpo_beta={BETA}", "warm_start.batch_size=16", "warm_start.misdirected_share=0",
+    "warm_start.stop_at_reward=null", "warm_start.check_every=2", "warm_start.steps_per_chunk=2", "runtime.device=cpu",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +64,6 @@ def test_chosen_responses_become_likelier(tmp_path: Path, pairs: str) -> None:
     assert steps[-1]["sft/accuracy"] == steps[-1]["sft/held_out_accuracy"] == 1.0
     assert steps[-1]["sft/held_out_chosen_reward"] > 0.1 > steps[-1]["sft/held_out_rejected_reward"]
     manifest = read_manifest(run.model_directory)
-    assert manifest is not None
     assert manifest.values["held_out_loss"] == min(step.get("sft/held_out_loss", 1.0) for step in steps[1:])
     left = [path.name for path in stage_layout(run.config, run.inputs.filtered_directory).run_dir.iterdir()]
     assert REFERENCE not in left, "it is needed no more"

@@ -48,6 +48,11 @@ def steps_of(run: SmallRun) -> list[dict[str, float]]:
     return [repeatable(record.metrics) for record in read_journal(journal)]
 
 
+def held_out_losses(steps: list[dict[str, float]]) -> dict[int, float]:
+    key = "sft/held_out_loss"
+    return {int(step.get("training/global_step", 0)): step[key] for step in steps if key in step}
+
+
 def test_gradient_is_independent_of_micro_batches(tmp_path: Path, passes: list[tuple[str, int]]) -> None:
     whole = prepare(tmp_path / "whole", *THREE_STEPS, "runtime.device=cpu")
     assert len(passes) == 3
@@ -75,16 +80,13 @@ def test_warm_start_trains_on_the_gpu(tmp_path: Path, passes: list[tuple[str, in
     assert {device for device, _ in passes} == {"cuda"}
 
 
-# ---------------------------------------------------------------- the numbers
-
 OPTIM = ("warm_start.optim.schedule=cosine", "warm_start.optim.warmup_steps=2", "warm_start.optim.weight_decay=0.1")
 
 
 def test_losses_equal_those_of_a_transformers_loop(tmp_path: Path) -> None:
     run = prepare(tmp_path, "warm_start.max_steps=6", "warm_start.stop_at_reward=null", "model.dtype=float32", *OPTIM)
     lessons, config = Demonstrations.read(run.config, run.inputs), run.config.warm_start
-    untaught = tmp_path / "untaught"
-    untaught.mkdir()
+    (untaught := tmp_path / "untaught").mkdir()
     build_model(run.config, untaught)
     model = AutoModelForCausalLM.from_pretrained(untaught, dtype=torch.float32)
     matrices = [weight for weight in model.parameters() if weight.ndim > 1]
@@ -124,9 +126,6 @@ def test_loss_is_on_responses_only() -> None:
     assert batch.token_ids[batch.loss_mask].tolist() == [5, 6, 8, 3]
 
 
-# ---------------------------------------------------------------- its ends
-
-
 def test_epochs_end_training_and_the_best_is_published(tmp_path: Path) -> None:
     run = prepare(
         tmp_path, "warm_start.epochs=1.5", "warm_start.stop_at_reward=null", "warm_start.check_every=4",
@@ -134,14 +133,9 @@ def test_epochs_end_training_and_the_best_is_published(tmp_path: Path) -> None:
     )  # fmt: skip
     steps = steps_of(run)
     assert len(steps) == 1 + 12, "1.5 x 512 rows by 64"
-    measured = {
-        int(step["training/global_step"]): step["sft/held_out_loss"]
-        for step in steps[1:]
-        if "sft/held_out_loss" in step
-    }
+    measured = held_out_losses(steps[1:])
     assert sorted(measured) == [4, 8, 12]
     manifest = read_manifest(run.model_directory)
-    assert manifest is not None
     assert manifest.values["held_out_loss"] == min(measured.values())
     assert measured[manifest.values["steps"]] == min(measured.values())
     assert not stage_layout(run.config, run.inputs.filtered_directory).checkpoints.exists()
@@ -152,12 +146,7 @@ def test_patience_ends_training_early(tmp_path: Path) -> None:
         tmp_path, "warm_start.stop_at_reward=null", "warm_start.check_every=2", "warm_start.steps_per_chunk=100",
         "warm_start.optim.lr=1.0", "warm_start.patience=2", "warm_start.max_steps=100",
     )  # fmt: skip
-    steps = steps_of(run)
-    losses = {
-        int(step.get("training/global_step", 0)): step["sft/held_out_loss"]
-        for step in steps
-        if "sft/held_out_loss" in step
-    }
+    losses = held_out_losses(steps_of(run))
     best = min(losses, key=losses.__getitem__)
     assert max(losses) == best + 4 < 100
     attempts = read_attempts(stage_layout(run.config, run.inputs.filtered_directory).run_dir)
@@ -181,18 +170,11 @@ def test_another_model_at_the_path_makes_another_policy(tmp_path: Path) -> None:
     assert prepare(tmp_path, *settings).model_directory == run.model_directory
 
 
-# ---------------------------------------------------------------- resume
-
-
 @pytest.mark.multiprocess
 @pytest.mark.timeout(WAIT_S + 40)
 def test_killed_warm_start_resumes_to_the_same_model(tmp_path: Path) -> None:
-    settings = (
-        "warm_start.max_steps=8",
-        "warm_start.steps_per_chunk=2",
-        "warm_start.check_every=2",
-        "warm_start.stop_at_reward=1.0",
-    )
+    chunks = ("warm_start.steps_per_chunk=2", "warm_start.check_every=2")
+    settings = ("warm_start.max_steps=8", *chunks, "warm_start.stop_at_reward=1.0")
     run = small(tmp_path, *settings, steps=1)
     stage = stage_layout(run.config, run.inputs.filtered_directory)
     undisturbed = steps_of(run), (run.model_directory / "model.safetensors").read_bytes()

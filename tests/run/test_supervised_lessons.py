@@ -64,12 +64,6 @@ def training(config: RunConfig, **found: float) -> Any:
     return cast(Any, SimpleNamespace(_config=config, workers=workers))
 
 
-def test_held_out_loss_is_due_at_checks() -> None:
-    config = of("trainer.total_steps=10")
-    due = [step for step in range(1, 11) if SupervisedTraining._is_due(training(config), step)]
-    assert due == [4, 8, 10]
-
-
 @pytest.mark.parametrize(
     ("found", "best"),
     [
@@ -99,9 +93,7 @@ def test_sampled_reward_counts_scored_responses() -> None:
     assert SupervisedWorkers._reward(workers, sampler, 7) == 0.625
     assert calls == [(3, config.rollout.sampling, 7)]
     scores[:] = [SimpleNamespace(total=0.0, failure=why) for why in ("late", "too late")]
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(
+        DataError, match=r"^data\.scorer: .* failed on all 2 .* error: too late\. Repair it, or set warm_"
+    ):
         SupervisedWorkers._reward(workers, sampler, 7)
-    assert str(caught.value) == (
-        f"data.scorer: {config.data.scorer} failed on all 2 responses of the warm start, with the last error: "
-        "too late. Repair it, or set warm_start.enabled=false"
-    )

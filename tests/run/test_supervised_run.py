@@ -2,7 +2,9 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from rlcore.tracking.attempts import read_attempts
 from rlcore.tracking.journal import load_journal, read_journal
 from tests.helpers.repeatable import repeatable
 from tests.helpers.running import WAIT_S, disturb, finish, output_of, weights_of, write_record
-from tests.helpers.sessions import session_of
+from tests.helpers.sessions import elsewhere, session_of
 from tests.helpers.small_run import SmallRun, prepare
 
 STEPS = 8
@@ -32,14 +34,28 @@ LORA = "+model.lora.rank=4"
 METRIC = "val-core/countdown/reward/greedy"
 
 
-def run_to_the_end(run: SmallRun) -> None:
-    """Run the commands of the flow, which closes the trainer process between the two models."""
-    with session_of(run) as session:
-        session.validate("start", "before")
-    with session_of(run) as session:
-        session.warm_start()
-        session.validate("last", "after")
-        session.export("last")
+WHOLE_AND_LORA = pytest.mark.parametrize("more", [(), (LORA,)], ids=["whole", "lora"])
+
+
+Finished = Callable[[tuple[str, ...]], SmallRun]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """Return the undisturbed run with these further settings. Its process is closed between the two models."""
+
+    @cache
+    def run(more: tuple[str, ...]) -> SmallRun:
+        made = prepare(tmp_path_factory.mktemp("sft"), *SFT, *more)
+        with session_of(made) as session:
+            session.validate("start", "before")
+        with session_of(made) as session:
+            session.warm_start()
+            session.validate("last", "after")
+            session.export("last")
+        return made
+
+    return run
 
 
 def answers(run: SmallRun, name: str) -> list[str]:
@@ -47,14 +63,14 @@ def answers(run: SmallRun, name: str) -> list[str]:
     return [problem.greedy.text for problem in result.problems if problem.greedy is not None]
 
 
-@pytest.mark.parametrize("more", [(), (LORA,)], ids=["whole", "lora"])
-def test_validations_are_of_the_models_before_and_after(tmp_path: Path, more: tuple[str, ...]) -> None:
-    run = prepare(tmp_path / "sft", *SFT, *more)
-    run_to_the_end(run)
-    base, trained = tmp_path / "sft" / "models", run.layout.exported_model
-    (base,) = [folder for folder in base.iterdir() if folder != run.model_directory]
+@WHOLE_AND_LORA
+def test_validations_are_of_the_models_before_and_after(
+    finished: Finished, tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    run = finished(more)
+    (base,) = [folder for folder in run.model_directory.parent.iterdir() if folder != run.model_directory]
     expected = {}
-    for name, model in (("before", base), ("after", trained)):
+    for name, model in (("before", base), ("after", run.layout.exported_model)):
         other = prepare(tmp_path / "rl", "tracking.enabled=false", "warm_start.enabled=false", f"model.path={model}")
         with session_of(other) as session:
             session.validate("start", name)
@@ -63,14 +79,13 @@ def test_validations_are_of_the_models_before_and_after(tmp_path: Path, more: tu
     assert expected["before"] != expected["after"]
 
 
-def test_journal_has_the_supervised_steps_and_both_validations(tmp_path: Path) -> None:
-    run = prepare(tmp_path, *SFT)
-    run_to_the_end(run)
-    stage = read_journal(stage_layout(run.config, run.inputs.filtered_directory).journal)
+def test_journal_has_the_supervised_steps_and_both_validations(finished: Finished) -> None:
+    run = finished(())
+    journal = stage_layout(run.config, run.inputs.filtered_directory).journal
     found = read_journal(run.layout.journal)
-    assert [record.step for record in found] == [record.step for record in stage] == [*range(STEPS + 1)]
-    for record, expected in zip(found, stage, strict=True):
-        assert record.time == expected.time
+    assert [record.step for record in found] == [*range(STEPS + 1)]
+    for record, expected in zip(found, read_journal(journal), strict=True):
+        assert (record.step, record.time) == (expected.step, expected.time)
         assert expected.metrics.items() <= record.metrics.items()
     assert [record.step for record in found if METRIC in record.metrics] == [0, STEPS]
     assert [end.status for _, end in read_attempts(run.layout.run_dir) if end is not None] == ["FINISHED"]
@@ -79,25 +94,20 @@ def test_journal_has_the_supervised_steps_and_both_validations(tmp_path: Path) -
     with session_of(run) as session:
         session.export("last")
     assert read_journal(run.layout.journal) == found
-    assert len(load_journal(run.layout.journal).events) == len(
-        load_journal(stage_layout(run.config, run.inputs.filtered_directory).journal).events
-    )
+    assert len(load_journal(run.layout.journal).events) == len(load_journal(journal).events)
 
 
-def test_exported_model_is_that_of_the_stage(tmp_path: Path) -> None:
-    run = prepare(tmp_path, *SFT)
-    run_to_the_end(run)
-    model = AutoModelForCausalLM.from_pretrained(run.layout.exported_model, dtype=torch.float32)
-    assert AutoTokenizer.from_pretrained(run.layout.exported_model).eos_token_id == model.config.eos_token_id
-    expected = load_file(run.model_directory / "model.safetensors")
-    for name, tensor in load_file(run.layout.exported_model / "model.safetensors").items():
+def test_exported_model_is_that_of_the_stage(finished: Finished) -> None:
+    folder = finished(()).layout.exported_model
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert AutoTokenizer.from_pretrained(folder).eos_token_id == model.config.eos_token_id
+    expected = load_file(finished(()).model_directory / "model.safetensors")
+    for name, tensor in load_file(folder / "model.safetensors").items():
         assert torch.equal(tensor, expected[name])
 
 
-def test_adapters_are_trained_and_exported_merged_and_alone(tmp_path: Path) -> None:
-    run = prepare(tmp_path, *SFT, LORA)
-    run_to_the_end(run)
-    folder = run.layout.exported_model
+def test_adapters_are_trained_and_exported_merged_and_alone(finished: Finished) -> None:
+    folder = finished((LORA,)).layout.exported_model
     settings = json.loads((folder / "adapter" / "adapter_config.json").read_text())
     base = AutoModelForCausalLM.from_pretrained(settings["base_model_name_or_path"], dtype=torch.float32)
     merged = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -108,8 +118,8 @@ def test_adapters_are_trained_and_exported_merged_and_alone(tmp_path: Path) -> N
     with torch.no_grad():
         adapted = PeftModel.from_pretrained(base, folder / "adapter")
         torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, rtol=1e-5, atol=1e-5)
-    other = prepare(tmp_path, *SFT)
-    assert other.model_directory != run.model_directory, "adapters and whole weights are different results"
+    names = {finished(more).model_directory.name for more in ((), (LORA,))}
+    assert len(names) == 2, "adapters and whole weights are different results"
 
 
 def test_adapters_of_a_following_run_leave_the_warm_start_alone(tmp_path: Path) -> None:
@@ -136,13 +146,11 @@ def without_model(root: Path, *words: str) -> SmallRun:
     return replace(made, config=load_config(["experiment=debug", f"paths.root={root}", *words]))
 
 
-def restarted(run: SmallRun, *words: str) -> SmallRun:
-    """Remove the results of the stage and return the run with these further settings."""
-    shutil.rmtree(run.model_directory)
-    shutil.rmtree(stage_layout(run.config, run.inputs.filtered_directory).run_dir)
-    shutil.rmtree(run.layout.run_dir)
-    root = run.config.paths.root
-    return replace(run, config=load_config(["experiment=debug", f"paths.root={root}", *words]))
+def restarted(run: SmallRun, root: Path, *words: str) -> SmallRun:
+    """Return the run under another root, before its stage."""
+    again = elsewhere(run, root, *SFT, *words)
+    shutil.rmtree(again.model_directory)
+    return again
 
 
 def steps_of(run: SmallRun) -> list[dict[str, float]]:
@@ -151,12 +159,9 @@ def steps_of(run: SmallRun) -> list[dict[str, float]]:
 
 @pytest.mark.multiprocess
 @pytest.mark.timeout(WAIT_S + 40)
-@pytest.mark.parametrize("more", [(), (LORA,)], ids=["whole", "lora"])
-def test_killed_run_resumes_to_the_same_model(tmp_path: Path, more: tuple[str, ...]) -> None:
-    run = prepare(tmp_path, *SFT, *more)
-    finish(write_record(run), tmp_path / "out.log")
-    expected = steps_of(run), weights_of(run)
-    again = restarted(run, *SFT, *more)
+@WHOLE_AND_LORA
+def test_killed_run_resumes_to_the_same_model(finished: Finished, tmp_path: Path, more: tuple[str, ...]) -> None:
+    again = restarted(finished(more), tmp_path, *more)
 
     def at(moment: str, signal: str, nth: int) -> dict[str, Any]:
         return {"at": moment, "nth": nth, "signals": [signal]}
@@ -165,24 +170,21 @@ def test_killed_run_resumes_to_the_same_model(tmp_path: Path, more: tuple[str, .
         again, at("warm-start", "SIGKILL", 6), at("warm-start", "SIGTERM", 2), at("testing", "SIGKILL", 2), None
     )
     assert [one["code"] for one in ends] == [-9, 75, -9, 0], output_of(again)
-    assert (steps_of(again), weights_of(again)) == expected
+    assert (steps_of(again), weights_of(again)) == (steps_of(finished(more)), weights_of(finished(more)))
 
 
 @pytest.mark.multiprocess
 @pytest.mark.timeout(WAIT_S)
-@pytest.mark.parametrize("more", [(), (LORA,)], ids=["whole", "lora"])
-def test_two_ranks_reproduce_one(tmp_path: Path, more: tuple[str, ...]) -> None:
-    run = prepare(tmp_path, *SFT, *more)
-    finish(write_record(run), tmp_path / "out.log")
-    expected = steps_of(run), load_file(run.layout.exported_model / "model.safetensors")
-    two = restarted(run, *SFT, *more, "runtime=ray", "runtime.num_workers=2")
+@WHOLE_AND_LORA
+def test_two_ranks_reproduce_one(finished: Finished, tmp_path: Path, more: tuple[str, ...]) -> None:
+    run = finished(more)
+    two = restarted(run, tmp_path, *more, "runtime=ray", "runtime.num_workers=2")
     finish(write_record(two), tmp_path / "out.log")
-    (workers,) = {
-        event.data["num_workers"] for event in load_journal(two.layout.journal).events if event.name == "workers"
-    }
-    assert workers == 2
-    for one, other in zip(expected[0], steps_of(two), strict=True):
+    events = load_journal(two.layout.journal).events
+    assert {event.data["num_workers"] for event in events if event.name == "workers"} == {2}
+    for one, other in zip(steps_of(run), steps_of(two), strict=True):
         names = [name for name in one if name.startswith("sft/")]
         assert {name: other[name] for name in names} == pytest.approx({name: one[name] for name in names}, rel=1e-4)
-    for name, tensor in load_file(two.layout.exported_model / "model.safetensors").items():
-        torch.testing.assert_close(tensor, expected[1][name], rtol=1e-3, atol=1e-5)
+    expected, found = (load_file(each.layout.exported_model / "model.safetensors") for each in (run, two))
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-5)

@@ -58,13 +58,13 @@ def test_stored_result_is_reused_if_unchanged(record: RunRecord) -> None:
     assert made.file_of("before", suite) == record.layout.suites / "s" / "before.json"
     assert made._known_result(3, None) is None
     result = result_of(config, None, name="step-000003", step=3)
-    made._write_result(result, None)
+    result.write(made.file_of(result.name))
     assert made._known_result(3, None) == result
     assert made._known_result(4, None) is None
     for changes in ({"step": 4}, {"suite": "of another"}):
-        made._write_result(replace(result, **changes), None)
+        replace(result, **changes).write(made.file_of(result.name))
         assert made._known_result(3, None) is None
-    made._write_result(result, None)
+    result.write(made.file_of(result.name))
     limited = config.validation.model_copy(update={"max_problems": 1})
     made._config = config.model_copy(update={"validation": limited})
     assert made._known_result(3, None) is None, "it saw some of the problems"
@@ -78,7 +78,7 @@ def test_reward_audit_findings_are_reported(record: RunRecord, reported: Reporte
 
     findings = (Found(kind="empty"), Found(kind="long")) if pays else ()
     made = training(record, audit=lambda result: findings)
-    made._write_result(result_of(record.config, None, name="step-000000"), None)
+    result_of(record.config, None).write(made.file_of("step-000000"))
     made._check_responses()
     text = f"{record.config.data.scorer} pays for responses that are no answers: empty: 1 of 2; long: 1 of 2"
     event = {"event": "reward_audit", "step": 0, "text": text, "kinds": ["empty", "long"]}

@@ -87,7 +87,6 @@ def num_waiting(descriptor: int) -> int:
 def test_second_signal_ends_a_blocked_process() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with subprocess.Popen([sys.executable, "-c", FULL_PIPE], stdout=subprocess.PIPE, env=environment) as process:
-        assert process.stdout is not None
         try:
             deadline = time.monotonic() + WAIT_S
             while num_waiting(process.stdout.fileno()) < fcntl.fcntl(process.stdout, fcntl.F_GETPIPE_SZ):
@@ -102,7 +101,6 @@ def test_second_signal_ends_a_blocked_process() -> None:
 def test_immediate_exit_flushes_output_and_keeps_delivery() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with subprocess.Popen([sys.executable, "-c", ENDS], stdout=subprocess.PIPE, env=environment, text=True) as process:
-        assert process.stdout is not None
         child, delivery = (psutil.Process(int(pid)) for pid in process.stdout.readline().split())
         try:
             assert process.wait(WAIT_S) == 3
@@ -119,14 +117,8 @@ def test_failure_is_recorded_without_its_stacks(tmp_path: Path) -> None:
     layout.run_dir.mkdir()
     layout.failures.touch()  # a file in the folder's place
     events: list[Any] = []
-    guard = Watchdog(
-        RunConfig(),
-        layout,
-        stop=StopFlag(lambda: None),
-        report=events.append,
-        abandon=lambda error: None,
-        step=lambda: 7,
-    )
+    named = {"report": events.append, "abandon": lambda error: None, "step": lambda: 7}
+    guard = Watchdog(RunConfig(), layout, stop=StopFlag(lambda: None), **named)
     lost = WorkerLostError("a worker actor died")
     with guard:
         assert guard.record_failure(lost) is lost
@@ -178,7 +170,6 @@ def test_stacks_are_requested_from_registered_processes_only(tmp_path: Path, mon
     rank, stranger = [subprocess.Popen(command, stdout=subprocess.PIPE) for command in commands]
     try:
         for process in (rank, stranger):
-            assert process.stdout is not None
             process.stdout.readline()
         (folder / f"rank-1-{stranger.pid}.txt").touch()
         _, of_rank, of_stranger = stacks.report(folder).split("=== rank-")

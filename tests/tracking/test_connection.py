@@ -14,14 +14,7 @@ from mlflow.utils.validation import _validate_metric_name
 
 from rlcore.config import PathsConfig, RunConfig, TrackingConfig
 from rlcore.errors import TrackingError
-from rlcore.tracking.connection import (
-    CLIENT_ENVIRONMENT,
-    connect,
-    explain_error,
-    has_store,
-    mlflow_name,
-    resolve_uri,
-)
+from rlcore.tracking.connection import CLIENT_ENVIRONMENT, connect, explain_error, has_store, mlflow_name, resolve_uri
 from rlcore.tracking.mlflow_store import MlflowStore
 from tests.helpers.forked import fork_module, run_module
 
@@ -91,49 +84,41 @@ def test_file_without_database_is_reported(artifacts_root: Path):
     with pytest.raises(Exception, match="not a database") as caught:
         assert store.experiment_id
     assert "not a database" in explain_error(caught.value, store.uri)
-    assert "SECRET" not in explain_error(OSError("no http://me:SECRET@host"), "http://me:SECRET@host")
 
 
 BEHIND = "mysql://me:SECRET@host/db"
-SHOWN = "tracking.uri mysql://me:***@host/db"
-UNREACHABLE = "the server cannot be reached or does not answer"
-LOGIN = (
-    "the server requires a login, which is missing or wrong. Set MLFLOW_TRACKING_USERNAME and "
-    "MLFLOW_TRACKING_PASSWORD; that of `millrace up` is in stack-secret under its root"
-)
 
 
 @pytest.mark.parametrize(
-    ("error", "line"),
+    ("error", "problem"),
     [
-        (TrackingError("a: reported\nalready"), "a: reported\nalready"),
-        (ValueError("two\n  lines at http://you:SECRET@b"), f"{SHOWN}: ValueError: two lines at http://you:***@b"),
-        (ValueError("x" * 301), f"{SHOWN}: ValueError: {'x' * 300}"),
+        (ValueError("two\n  lines at http://you:SECRET@b"), "ValueError: two lines at http://you:***@b"),
+        (ValueError("x" * 301), f"ValueError: {'x' * 300}"),
         (
             ValueError("Can't locate revision" + "x" * 180),
-            f"{SHOWN}: the store has another MLflow version (Can't locate revision{'x' * 179}). If the store "
-            "is older, back it up and run `mlflow db upgrade mysql://me:***@host/db`; if newer, use its MLflow "
-            "version, or set another tracking.uri",
+            f"the store has another MLflow version (Can't locate revision{'x' * 179}). If the store is older, back it "
+            "up and run `mlflow db upgrade mysql://me:***@host/db`; if newer, use its MLflow version, or set another "
+            "tracking.uri",
         ),
         (
             ValueError("must be in the 'active' state" + "x" * 180),
-            f"{SHOWN}: the run or its experiment was deleted there (must be in the 'active' state{'x' * 171}). Restore "
+            f"the run or its experiment was deleted there (must be in the 'active' state{'x' * 171}). Restore "
             "it (`mlflow runs restore`, `mlflow experiments restore`), or set another tracking.experiment",
         ),
-        (OSError("database is locked"), f"{SHOWN}: the database is locked by another process for longer than 20 s"),
-        (OSError("Max retries exceeded"), f"{SHOWN}: {UNREACHABLE} (OSError)"),
-        (ConnectionError("Connection refused"), f"{SHOWN}: {UNREACHABLE} (ConnectionError)"),
-        (TimeoutError("read timed out"), f"{SHOWN}: {UNREACHABLE} (TimeoutError)"),
-        (ValueError("failed with error code 401"), f"{SHOWN}: {LOGIN}"),
+        (OSError("database is locked"), "the database is locked by another process for longer than 20 s"),
+        (OSError("Max retries exceeded"), "the server cannot be reached or does not answer (OSError)"),
+        (ConnectionError("Connection refused"), "the server cannot be reached or does not answer (ConnectionError)"),
+        (TimeoutError("read timed out"), "the server cannot be reached or does not answer (TimeoutError)"),
+        (
+            ValueError("failed with error code 401"),
+            "the server requires a login, which is missing or wrong. Set MLFLOW_TRACKING_USERNAME and "
+            "MLFLOW_TRACKING_PASSWORD; that of `millrace up` is in stack-secret under its root",
+        ),
     ],
 )
-def test_errors_have_remedy_and_no_password(error: Exception, line: str):
-    assert explain_error(error, BEHIND) == line
-
-
-def test_at_sign_is_replaced():
-    assert mlflow_name("reward/recall@8/mean") == "reward/recall_at_8/mean"
-    assert mlflow_name("timing_s/old_log_prob") == "timing_s/old_log_prob"
+def test_errors_have_remedy_and_no_password(error: Exception, problem: str):
+    assert explain_error(error, BEHIND) == f"tracking.uri mysql://me:***@host/db: {problem}"
+    assert explain_error(TrackingError("a: reported\nalready"), BEHIND) == "a: reported\nalready"
 
 
 @pytest.mark.parametrize(
@@ -146,7 +131,7 @@ def test_invalid_names_are_rejected(name: str):
         mlflow_name(name)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(st.text(alphabet="ab1_-. :/@%\n", max_size=12) | st.text(max_size=6))
 def test_accepted_names_pass_mlflow_check(name: str):
     try:

@@ -24,33 +24,20 @@ def test_import_loads_neither_mlflow_nor_torch():
     )
 
 
-def test_values_round_trip(path: Path):
-    with Journal(path) as journal:
-        journal.append_step(1, {"a": 0.1 + 0.2, "b": 1e-300, "c": 3})
-        journal.append_event("out_of_memory", 1, {"tokens": 8192, "why": "größer", "path": Path("x")})
-    contents = load_journal(path)
-    assert contents.steps[0].metrics == {"a": 0.1 + 0.2, "b": 1e-300, "c": 3.0}
-    assert contents.events[0].name == "out_of_memory"
-    assert contents.events[0].data == {"tokens": 8192, "why": "größer", "path": "x"}
-    assert (contents.torn_bytes, contents.num_damaged_lines) == (0, 0)
-
-
 def test_event_data_is_converted_to_json(path: Path):
-    data = {"loss": math.nan, "limit": 1.5, "each": [1, math.inf, (True, None)], "by rank": {3: Path("x")}}
+    data = {"loss": math.nan, "limit": 1.5, "each": [1, math.inf, (True, None)], "by rank": {3: Path("größer")}}
     with Journal(path) as journal:
         journal.append_event("alarm", 1, data)
     (event,) = load_journal(path).events
-    assert event.data == {"loss": "nan", "limit": 1.5, "each": [1, "inf", [True, None]], "by rank": {"3": "x"}}
+    assert event.data == {"loss": "nan", "limit": 1.5, "each": [1, "inf", [True, None]], "by rank": {"3": "größer"}}
 
 
 def test_empty_journal_is_complete(path: Path, caplog: pytest.LogCaptureFixture):
-    with Journal(path), Journal(path) as again:
-        again.close()
-        again.close()
+    with Journal(path) as journal:
+        journal.close()
     contents = load_journal(path)
     assert (contents.steps, contents.events, contents.torn_bytes, contents.num_damaged_lines) == ((), (), 0, 0)
-    assert read_journal(path) == []
-    assert caplog.messages == []
+    assert (read_journal(path), caplog.messages) == ([], [])
     assert path.stat().st_mode & 0o133 == 0, "only its owner writes it, and it is not executable"
 
 
@@ -71,52 +58,34 @@ def test_missing_steps_are_reported_as_spans(path: Path, steps: Sequence[int], s
     assert missing_steps(load_journal(path), 10) == spans
 
 
-def test_times_are_rounded_to_milliseconds(path: Path):
+def test_lines_of_one_step_are_merged_and_nonfinite_values_named(path: Path):
     with Journal(path) as journal:
-        for step in range(50):
-            journal.append_step(step, {"a": 1.0})
-    for record in read_journal(path):
-        assert record.time == round(record.time * 1e3) / 1e3
-
-
-def test_lines_of_one_step_are_merged(path: Path):
-    with Journal(path) as journal:
-        journal.append_step(1, {"a": 1.0, "b": math.nan})
+        journal.append_step(1, {"a": 1.0, "b": math.nan, "d": -math.inf})
         journal.append_step(2, {"a": 2.0})
         journal.append_step(1, {"b": 5.0, "c": math.inf})
+    line = json.loads(path.read_text().splitlines()[0], parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert (line["metrics"], line["nonfinite"]) == ({"a": 1.0, "b": None, "d": None}, ["b", "d"])
     first, second = read_journal(path)
-    assert (first.step, first.metrics, first.nonfinite) == (1, {"a": 1.0, "b": 5.0}, ("c",))
-    assert second.metrics == {"a": 2.0}
-
-
-def test_nonfinite_values_are_null_and_named(path: Path):
-    with Journal(path) as journal:
-        journal.append_step(1, {"nan": math.nan, "inf": math.inf, "minus": -math.inf, "fine": 1.0})
-    line = json.loads(path.read_text(), parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
-    assert line["metrics"] == {"nan": None, "inf": None, "minus": None, "fine": 1.0}
-    assert line["nonfinite"] == ["nan", "inf", "minus"]
-    (record,) = read_journal(path)
-    assert record.metrics == {"fine": 1.0}
-    assert record.nonfinite == ("nan", "inf", "minus")
+    assert (first.step, first.metrics, first.nonfinite) == (1, {"a": 1.0, "b": 5.0}, ("d", "c"))
+    assert (second.metrics, second.nonfinite) == ({"a": 2.0}, ())
 
 
 def test_non_numbers_are_rejected(path: Path):
-    with Journal(path) as journal:
-        with pytest.raises(TypeError):
-            journal.append_step(1, {"a": None})  # type: ignore[dict-item]
-        assert journal.size_bytes == 0
+    with Journal(path) as journal, pytest.raises(TypeError):
+        journal.append_step(1, {"a": None})  # type: ignore[dict-item]
+    assert path.stat().st_size == 0
 
 
-@pytest.mark.parametrize("cut", [1, 5, 30])
+@pytest.mark.parametrize("cut", [1, 30])
 def test_torn_last_line_is_skipped_and_reported(path: Path, caplog: pytest.LogCaptureFixture, cut: int):
     with Journal(path) as journal:
         for step in (1, 2):
             journal.append_step(step, {"a": 1.0})
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-cut])
+    first, second = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(first + second[:-cut])
     assert [record.step for record in read_journal(path)] == [1]
-    assert load_journal(path).torn_bytes == len(whole.splitlines(keepends=True)[1]) - cut
-    torn = load_journal(path).torn_bytes
+    torn = len(second) - cut
+    assert load_journal(path).torn_bytes == torn
     assert caplog.messages == [f"{path}: skipped {torn} bytes of an unfinished last line and 0 unreadable lines"]
 
 

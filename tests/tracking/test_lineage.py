@@ -53,7 +53,6 @@ def test_origin_round_trip_masks_command(tmp_path: Path) -> None:
     assert read_origin(tmp_path) == whole
     Origin(RunConfig(), command=("run", "tracking.uri=http://me:SECRET@host")).write(tmp_path)
     found = read_origin(tmp_path)
-    assert found is not None
     assert (found.command, found.git_dirty) == (("run", "tracking.uri=http://me:***@host"), False)
 
 

@@ -72,41 +72,6 @@ def test_code_revision_matches_git(tmp_path: Path):
     assert (code_revision(installed), code_diff(installed)) == (("", False), ""), "another project's repository"
 
 
-def test_environment_facts():
-    facts = environment_facts({"python": "3.11.7"})
-    assert facts["python"] == "3.11.7"
-    assert {"platform", "host"} <= facts.keys()
-
-
-def test_gpu_with_shared_memory_is_named(monkeypatch: pytest.MonkeyPatch):
-    """Simulate NVML for a GPU with the host's memory."""
-
-    class NVMLError(Exception):
-        pass
-
-    def memory(gpu: int) -> SimpleNamespace:
-        if gpu == 0:
-            raise NVMLError("Not Supported")
-        return SimpleNamespace(total=85_520_809_984)
-
-    answers: dict[str, object] = {
-        "nvmlInit": lambda: None,
-        "nvmlSystemGetDriverVersion": lambda: "580.1",
-        "nvmlDeviceGetCount": lambda: 2,
-        "nvmlDeviceGetHandleByIndex": lambda index: index,
-        "nvmlDeviceGetName": lambda gpu: ("NVIDIA GB10", "NVIDIA H100 80GB HBM3")[gpu],
-        "nvmlDeviceGetMemoryInfo": memory,
-    }
-    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(NVMLError=NVMLError, **answers))  # type: ignore[arg-type]
-    described = {"nvidia_driver": "580.1", "gpu_0": "NVIDIA GB10", "gpu_1": "NVIDIA H100 80GB HBM3, 85.5 GB"}
-    assert gpu_facts() == described
-    assert described.items() <= environment_facts({}).items()
-    assert first_gpu() == ("NVIDIA GB10", None)
-    answers["nvmlDeviceGetHandleByIndex"] = lambda index: index + 1
-    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(NVMLError=NVMLError, **answers))  # type: ignore[arg-type]
-    assert first_gpu() == ("NVIDIA H100 80GB HBM3", 85_520_809_984)
-
-
 def test_first_sample_has_cpu_percentages(tmp_path: Path):
     sampler = SystemSampler(tmp_path)
     before = time.process_time()
@@ -115,34 +80,51 @@ def test_first_sample_has_cpu_percentages(tmp_path: Path):
     assert sampler.sample()["system/process_cpu_percent"] > 0
 
 
-def test_gpu_metrics_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Simulate NVML for two GPUs, the first without power readings."""
+def test_gpus_are_named_and_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Simulate NVML for two GPUs, the first with the host's memory, which NVML cannot measure."""
 
     class NVMLError(Exception):
         pass
 
-    def power(gpu: int) -> int:
+    def memory(gpu: int) -> SimpleNamespace:
         if gpu == 0:
+            raise NVMLError("Not Supported")
+        return SimpleNamespace(total=85_520_809_984, used=3_000_000_000)
+
+    def power(gpu: int) -> int:
+        if gpu == 2:
             raise NVMLError("Not Supported")
         return 312_500  # milliwatts
 
     answers: dict[str, object] = {
         "nvmlInit": lambda: None,
-        "nvmlDeviceGetCount": lambda: 2,
+        "nvmlSystemGetDriverVersion": lambda: "580.1",
+        "nvmlDeviceGetCount": lambda: 3,
         "nvmlDeviceGetHandleByIndex": lambda index: index,
-        "nvmlDeviceGetMemoryInfo": lambda gpu: SimpleNamespace(used=(gpu + 1) * 1_500_000_000),
+        "nvmlDeviceGetName": lambda gpu: ("NVIDIA GB10", *["NVIDIA H100 80GB HBM3"] * 2)[gpu],
+        "nvmlDeviceGetMemoryInfo": memory,
         "nvmlDeviceGetUtilizationRates": lambda gpu: SimpleNamespace(gpu=40 + gpu),
         "nvmlDeviceGetPowerUsage": power,
     }
     monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(NVMLError=NVMLError, **answers))  # type: ignore[arg-type]
+    large = "NVIDIA H100 80GB HBM3, 85.5 GB"
+    described = {"nvidia_driver": "580.1", "gpu_0": "NVIDIA GB10", "gpu_1": large, "gpu_2": large}
+    assert gpu_facts() == described
+    facts = environment_facts({"python": "3.11.7"})
+    assert {"python": "3.11.7", **described}.items() <= facts.items()
+    assert {"platform", "host"} <= facts.keys()
+    assert first_gpu() == ("NVIDIA GB10", None)
     sample = SystemSampler(tmp_path).sample()
     assert {name: value for name, value in sample.items() if name.startswith("system/gpu_")} == {
-        "system/gpu_0_memory_used_gb": 1.5,
-        "system/gpu_0_utilization_percent": 40,
         "system/gpu_1_memory_used_gb": 3.0,
         "system/gpu_1_utilization_percent": 41,
         "system/gpu_1_power_watts": 312.5,
+        "system/gpu_2_memory_used_gb": 3.0,
+        "system/gpu_2_utilization_percent": 42,
     }
+    answers["nvmlDeviceGetHandleByIndex"] = lambda index: index + 1
+    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(NVMLError=NVMLError, **answers))  # type: ignore[arg-type]
+    assert first_gpu() == ("NVIDIA H100 80GB HBM3", 85_520_809_984)
 
 
 def test_system_metrics_are_documented(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import mlflow
@@ -9,12 +10,7 @@ import pytest
 
 from rlcore.errors import TrackingError
 from rlcore.tracking.mlflow_store import MlflowStore
-from rlcore.tracking.models import (
-    log_model,
-    model_of,
-    models_of,
-    name_models,
-)
+from rlcore.tracking.models import log_model, model_of, models_of, name_models
 from tests.helpers.mlflow import points
 
 
@@ -34,6 +30,13 @@ def model_directory(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
+def log_weights(
+    store: MlflowStore, run_id: str, folder: Path, name: str, step: int, metrics: Mapping[str, float] = {}, **more: int
+) -> str:
+    return log_model(store, run_id, folder, kind="transformers", name=name, step=step, metrics=metrics,
+                     time_s=float(step), tags={}, **more)  # fmt: skip
+
+
 KEEP = """
 import sys
 from pathlib import Path
@@ -49,25 +52,13 @@ assert "torch" not in sys.modules
 
 @pytest.mark.filterwarnings("ignore")  # deprecations between MLflow and transformers
 def test_model_directory_is_logged_once_with_scores(store: MlflowStore, run_id: str, model_directory: Path):
-    store.log_metrics(run_id, 20, {"val-core/x/reward/mean_at_4": 0.5}, 3.25)
+    store.log_metrics(run_id, 20, {"val-core/x/reward/mean_at_4": 0.5}, 20.0)
     num_bytes = sum(file.stat().st_size for file in model_directory.iterdir())
-
-    def keep() -> str:
-        return log_model(
-            store,
-            run_id,
-            model_directory,
-            kind="transformers",
-            name="best",
-            step=20,
-            metrics={"val-core/x/reward/mean_at_4": 0.5},
-            time_s=3.25,
-            tags={"checkpoint": "step-000020"},
-            max_bytes=num_bytes,
-        )
-
-    model_id = keep()
-    assert keep() == model_id, "a retried stage logs it once"
+    scores = {"val-core/x/reward/mean_at_4": 0.5}
+    model_id, again = (
+        log_weights(store, run_id, model_directory, "best", 20, metrics=scores, max_bytes=num_bytes) for _ in range(2)
+    )
+    assert model_id == again, "a retried stage logs it once"
     model = store.client.get_logged_model(model_id)
     assert (model.name, model.source_run_id, model.tags["step"]) == ("best", run_id, "20")
     assert (model.tags["size_bytes"], "mlflow.model.isExternal" in model.tags) == (str(num_bytes), False)
@@ -106,21 +97,13 @@ def test_weights_are_copied_without_torch_and_load(
 
 
 def test_large_model_is_not_copied(store: MlflowStore, run_id: str, tmp_path: Path):
-    (tmp_path / "big").mkdir()
-    (tmp_path / "big" / "config.json").write_text("{}")
-    (tmp_path / "big" / "model.safetensors").write_bytes(b"0" * 1000)
-    place = tmp_path / "big"
-    model_id = log_model(store, run_id, place, kind="transformers", name="last", step=3, metrics={}, time_s=1.0,
-                         tags={}, max_bytes=999)  # fmt: skip
-    model = store.client.get_logged_model(model_id)
-    assert model.tags["path"] == str(tmp_path / "big")
-    assert model.tags["size_bytes"] == "1002"
-    assert store.client.list_logged_model_artifacts(model_id) == []
-
-
-def test_folder_without_model_is_rejected(store: MlflowStore, run_id: str, tmp_path: Path):
     with pytest.raises(TrackingError, match=r"has no config\.json"):
-        log_model(store, run_id, tmp_path, kind="transformers", name="last", step=3, metrics={}, time_s=1.0, tags={})
+        log_weights(store, run_id, tmp_path, "last", 3)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"0" * 1000)
+    model = store.client.get_logged_model(log_weights(store, run_id, tmp_path, "last", 3, max_bytes=999))
+    assert (model.tags["path"], model.tags["size_bytes"]) == (str(tmp_path), "1002")
+    assert store.client.list_logged_model_artifacts(model.model_id) == []
 
 
 def test_models_have_scores_and_aliases(store: MlflowStore, run_id: str, model_directory: Path, tmp_path: Path):
@@ -134,10 +117,9 @@ def test_models_have_scores_and_aliases(store: MlflowStore, run_id: str, model_d
             log_model(store, run_id, tmp_path / f"step-0000{step}", kind="checkpoint", name=f"step-0000{step}",
                       step=step, metrics={score: value}, time_s=step + 0.5, tags={"size_bytes": "9"})  # fmt: skip
     weights = {
-        step: log_model(store, run_id, model_directory, kind="transformers", name=f"weights-{step}", step=step,
-                        metrics={score: value}, time_s=float(step), tags={}, max_bytes=1)
+        step: log_weights(store, run_id, model_directory, f"weights-{step}", step, metrics={score: value}, max_bytes=1)
         for step, value in ((20, 0.5), (40, 0.25))
-    }  # fmt: skip
+    }
     by_name = {model.name: model for model in store.client.search_logged_models([store.experiment_id])}
     assert sorted(by_name) == ["step-000020", "step-000040", "weights-20", "weights-40"]
     checkpoint = by_name["step-000020"]
