@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlcore.algos.advantages import bind_advantage
 from rlcore.algos.loss_call import (
-    advantage_problem,
+    bind_advantage,
     bind_policy_loss,
     check_results,
     gradient_problem,
@@ -164,24 +163,18 @@ def test_custom_loss_gets_options_and_named_tensors(own: str) -> None:
     assert groups is given["group_ids"]
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({}, r"algo\.policy_loss_options\.rounds: is missing; got nothing\. loss has width, rounds"),
-    ({"rounds": 1.5}, r"policy_loss_options\.rounds: must be a valid integer.*; got 1\.5"),
-    ({"rounds": 1, "width": -1}, r"policy_loss_options\.width: must be greater than 0; got -1"),
-    ({"rounds": 1, "width": -1, "widht": 1}, r"2 problems in the settings:\n  1\. algo\.policy_loss_options\.width"),
-    ({"rounds": 1, "widht": 1}, r"policy_loss_options\.widht: there is no such option; got 1.* has width, rounds"),
+@pytest.mark.parametrize(("name", "options", "message"), [
+    ("own", {}, r"algo\.policy_loss_options\.rounds: is missing; got nothing\. loss has width, rounds"),
+    ("own", {"rounds": 1.5}, r"policy_loss_options\.rounds: must be a valid integer.*; got 1\.5"),
+    ("own", {"rounds": 1, "width": -1}, r"policy_loss_options\.width: must be greater than 0; got -1"),
+    ("own", {"rounds": 1, "width": -1, "widht": 1}, r"2 problems in the settings:\n  1\. .*_options\.width"),
+    ("own", {"rounds": 1, "widht": 1}, r"options\.widht: there is no such option; got 1.* has width, rounds"),
+    ("sapo", {"tau": 1.0}, r"options\.tau: there is no such option.*sapo has tau_pos, tau_neg"),
+    ("ppo_clip", {"tau": 1.0}, "ppo_clip has no options"),
 ])  # fmt: skip
-def test_wrong_loss_option_is_reported(options: dict[str, Any], message: str, own: str) -> None:
+def test_wrong_loss_option_is_reported(name: str, options: dict[str, Any], message: str, own: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        require_policy_loss(AlgoConfig(policy_loss=own, policy_loss_options=options))
-
-
-def test_unknown_option_of_built_in_loss_is_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"options\.tau: there is no such option.*sapo has tau_pos, tau_neg"):
-        require_policy_loss(AlgoConfig(policy_loss="sapo", policy_loss_options={"tau": 1.0}))
-    with pytest.raises(ConfigError, match="ppo_clip has no options"):
-        require_policy_loss(AlgoConfig(policy_loss="ppo_clip", policy_loss_options={"tau": 1.0}))
-    require_policy_loss(AlgoConfig(policy_loss="sapo", policy_loss_options={"tau_pos": 0.9}))
+        require_policy_loss(AlgoConfig(policy_loss=own if name == "own" else name, policy_loss_options=options))
 
 
 def test_custom_advantage_gets_options_and_lengths() -> None:
@@ -207,6 +200,7 @@ def test_wrong_advantage_option_is_reported(options: dict[str, Any], message: st
     ("scores.sum()", r"returns shape \[\] and torch.float32"),
     ("scores[:-1]", "returns 5 values for 6 responses"),
     ("scores > 0", r"returns shape \[6\] and torch.bool"),
+    ("scores[None]", r"returns shape \[1, 6\] and torch.float32"),
     ("scores / 0", "returns what is not finite"),
     ("1 / 0", r"raises ZeroDivisionError: division by zero \(.*own_advantage.py:1\)"),
 ])  # fmt: skip
@@ -218,14 +212,6 @@ def test_wrong_advantage_result_is_reported(
     monkeypatch.delitem(sys.modules, "own_advantage", raising=False)
     with pytest.raises(ConfigError, match=rf"algo\.advantage: .* got own_advantage:advantage, which .*{message}"):
         require_advantage(AlgoConfig(advantage="own_advantage:advantage"))
-
-
-def test_advantage_problem_names_count_or_shape() -> None:
-    scores = torch.tensor([1.0, 0.0])
-    assert advantage_problem(scores.double(), scores) == ""
-    assert advantage_problem(scores[:1], scores) == "returns 1 values for 2 responses"
-    assert advantage_problem(scores[None], scores) == "returns shape [1, 2] and torch.float32"
-    assert advantage_problem(scores.long(), scores) == "returns shape [2] and torch.int64"
 
 
 @pytest.mark.parametrize(("settings", "code", "message"), [

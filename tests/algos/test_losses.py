@@ -9,7 +9,8 @@ import yaml
 from torch import Tensor
 
 from rlcore.algos.aggregation import Denominator, rank_share, token_covariance
-from rlcore.algos.losses import PolicyLoss, resolve_policy_loss, value_loss
+from rlcore.algos.loss_call import resolve_policy_loss
+from rlcore.algos.losses import PolicyLoss, value_loss
 from rlcore.algos.objective import policy_objective
 from rlcore.config.algo import POLICY_LOSSES, Aggregation, AlgoConfig
 from rlcore.errors import ConfigError
@@ -39,6 +40,7 @@ def call(name: str, policy: Tensor, old: Tensor, advantages: Tensor, rows: Rows,
 def test_losses_equal_naive_twin(name: str, clips: tuple[float, float, float | None], rows: Rows) -> None:
     low, high, dual = clips
     settings = AlgoConfig(policy_loss=name, clip_low=low, clip_high=high, dual_clip=dual)
+    flags: set[tuple[bool, bool]] = set()
     for seed in range(5):
         policy, old = leaf(floats(rows, seed)), floats(rows, seed + 100)
         advantages = floats(rows, seed + 200)
@@ -49,6 +51,10 @@ def test_losses_equal_naive_twin(name: str, clips: tuple[float, float, float | N
         assert_flags(result.clipped_lower, {t: token[3] for t, token in twin.items()})
         result.loss.sum().backward()
         assert_tokens(grad_of(policy), {t: token[1] for t, token in twin.items()})
+        flags |= {token[2:] for token in twin.values()}
+    if clips == (0.1, 0.4, 1.5) and name not in ("sapo", "gpg"):  # every branch is compared
+        assert flags >= {(False, False), (True, False)}
+        assert name not in ("ppo_clip", "gspo") or (False, True) in flags
 
 
 @pytest.mark.parametrize(("name", "options"), [
@@ -69,21 +75,6 @@ def test_loss_options_equal_naive_twin(name: str, options: dict[str, float]) -> 
     result.loss.sum().backward()
     assert_tokens(grad_of(policy), {t: token[1] for t, token in expected.items()})
     assert any(token[0] != twin(*lists, 0.2, 0.2, None)[t][0] for t, token in expected.items())
-
-
-@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo", "gmpo", "dppo", "kl_cov"])
-def test_twin_tests_reach_every_branch(name: str) -> None:
-    """Check that random numbers clip some tokens. Otherwise the comparison with the twin would test nothing."""
-    settings = AlgoConfig(clip_low=0.1, clip_high=0.4, dual_clip=1.5)
-    results = [
-        call(name, floats(RAGGED, s), floats(RAGGED, s + 100), floats(RAGGED, s + 200), RAGGED, settings)
-        for s in range(5)
-    ]
-    clipped = torch.cat([r.clipped for r in results])
-    assert clipped.any()
-    assert not clipped[RAGGED.mask.repeat(5)].all()
-    if name in ("ppo_clip", "gspo"):  # the others have no dual clip
-        assert torch.cat([r.clipped_lower for r in results]).any()
 
 
 def test_dppo_ignores_token_without_advantage() -> None:
@@ -107,19 +98,6 @@ def test_log_ratio_is_clamped_without_gradient(name: str) -> None:
     result.loss.sum().backward()
     assert_tokens(result.loss, {t: token[0] for t, token in twin.items()})
     assert_tokens(grad_of(policy), {t: token[1] for t, token in twin.items()})
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_losses_in_float32_agree_with_twin(name: str) -> None:
-    settings = AlgoConfig(clip_low=0.2, clip_high=0.28)
-    policy, old = leaf(floats(RAGGED, 1, 0.3, torch.float32)), floats(RAGGED, 2, 0.3, torch.float32)
-    advantages = floats(RAGGED, 3, 1.0, torch.float32)
-    result = call(name, policy, old, advantages, RAGGED, settings)
-    assert result.loss.dtype == torch.float32
-    twin = LOSSES[name][1](policy.tolist(), old.tolist(), advantages.tolist(), RAGGED.answers(), 0.2, 0.28, 3.0)
-    assert_tokens(result.loss, {t: token[0] for t, token in twin.items()}, rel=2e-6)
-    result.loss.sum().backward()
-    assert_tokens(grad_of(policy), {t: token[1] for t, token in twin.items()}, rel=2e-6)
 
 
 @pytest.mark.parametrize("clip", [0.05, 0.5, 3.0])
