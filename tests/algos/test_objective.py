@@ -159,7 +159,7 @@ def test_policy_objective_is_independent_of_split(name: str, aggregation: Aggreg
     whole = values.learned()
     loss, statistics = call(whole, RAGGED, settings, counts)
     loss.backward()
-    for seed in range(8):
+    for seed in range(4):
         parts, found = values.learned(), []
         shares = []
         for sequences in partitions(RAGGED.num_sequences, seed):
@@ -173,21 +173,6 @@ def test_policy_objective_is_independent_of_split(name: str, aggregation: Aggreg
         torch.testing.assert_close(grad_of(parts.policy), grad_of(whole.policy), rtol=rel, atol=0)
         torch.testing.assert_close(grad_of(parts.entropy), grad_of(whole.entropy), rtol=rel, atol=0)
         assert total.metrics() == pytest.approx(statistics.metrics(), rel=rel, abs=rel)
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-@pytest.mark.parametrize("name", NAIVE)
-def test_policy_objective_ignores_garbage_under_mask(name: str, estimator: str) -> None:
-    settings = algo(policy_loss=name, kl=KlConfig(where="loss", estimator=estimator))
-    clean = Inputs(*(torch.where(RAGGED.mask, values, 0.0) for values in vars(Inputs.random(RAGGED)).values()))
-    results = []
-    for inputs in (clean.learned(), Inputs.random(RAGGED).learned()):
-        loss, statistics = call(inputs, RAGGED, settings, denominator(RAGGED))
-        loss.backward()
-        results.append((loss.detach(), grad_of(inputs.policy), grad_of(inputs.entropy), statistics.stack()))
-    for expected, found in zip(*results, strict=True):
-        assert torch.isfinite(found).all()
-        assert torch.equal(expected, found)
 
 
 def test_garbage_of_custom_loss_is_ignored() -> None:
@@ -229,14 +214,6 @@ def test_entropy_without_bonus_has_no_gradient() -> None:
     assert inputs.entropy.grad is None
     expected = inputs.entropy[RAGGED.mask].mean().item()
     assert statistics.metrics()["actor/entropy"] == pytest.approx(expected, rel=1e-12)
-
-
-def test_current_kl_coefficient_replaces_setting() -> None:
-    inputs, counts = Inputs.random(RAGGED), denominator(RAGGED)
-    settings = algo(kl=KlConfig(where="loss", coef=77.0))
-    small, statistics = call(inputs, RAGGED, settings, counts, kl_coef=0.0)
-    large, _ = call(inputs, RAGGED, settings, counts, kl_coef=2.0)
-    assert (large - small).item() == pytest.approx(2.0 * statistics.kl_loss.item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("rows", [RAGGED, GAPPED], ids=["ragged", "gapped"])
@@ -418,13 +395,6 @@ BATCH = TrainBatch(
     ),
     *(flat() for _ in range(7)),
 )
-
-
-def test_meta_tensors_refuse_synchronization() -> None:
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        flat().sum().item()
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        MASK.nonzero()
 
 
 @pytest.mark.parametrize("aggregation", get_args(Aggregation))

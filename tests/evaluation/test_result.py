@@ -132,20 +132,16 @@ def test_vote_is_answer_of_scorer(tmp_path):
 
 
 def test_validation_file_round_trip(tmp_path):
+    text = '</script>\x00\u2028"\\\n</answer> Ünï 🦊'
     original = random_result(3, 0.4)
+    hostile = dataclasses.replace(original.problems[0], prompt_text=text, greedy=answer(1.0, text))
+    original = dataclasses.replace(original, problems=(hostile, *original.problems[1:]))
     file = tmp_path / "validation" / "after.json"
     original.write(file)
     again = ValidationResult.read(file)
     assert again == original
     assert again.metrics() == original.metrics()
     assert [path.name for path in file.parent.iterdir()] == ["after.json"]
-
-
-def test_hostile_text_survives_file(tmp_path):
-    text = '</script>\x00\u2028"\\\n</answer> Ünï 🦊'
-    original = result([dataclasses.replace(problem(1, [1.0]), prompt_text=text, greedy=answer(1.0, text))])
-    original.write(tmp_path / "x.json")
-    assert ValidationResult.read(tmp_path / "x.json") == original
 
 
 @pytest.mark.parametrize(("damage", "message"), [
@@ -161,9 +157,6 @@ def test_damaged_file_is_reported_by_name(tmp_path, damage, message):
     with pytest.raises(DataError, match=message) as caught:
         ValidationResult.read(file)
     assert str(file) in str(caught.value)
-
-
-def test_missing_file_is_reported_by_name(tmp_path):
     with pytest.raises(DataError, match="nowhere"):
         ValidationResult.read(tmp_path / "nowhere.json")
 

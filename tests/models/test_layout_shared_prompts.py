@@ -23,7 +23,7 @@ from rlcore.workers.actor import token_logprobs
 from rlcore.workers.group import LocalGroup
 from rlcore.workers.trained_model import MicroBatch
 from tests.helpers.small_run import prepare, train
-from tests.models.tiny import CONFIGS, CPU, answers, assert_close_gradients, gradients, plain_model, write_model
+from tests.models.tiny import CONFIGS, CPU, answers, assert_close_gradients, gradients, policy_of, write_model
 
 GROUPS = ((9, (3, 7, 1, 5)), (4, (6,)), (12, (2, 2, 8)), (1, (4, 3)))
 """Tokens of each prompt and of each of its responses."""
@@ -58,19 +58,9 @@ def test_shared_prompts_keep_logprobs_and_gradients(
     assert_close_gradients(shared[1], alone[1], 1e-5)
 
 
-def test_shared_prompts_match_transformers(directory: Path) -> None:
-    batch, model = answers(GROUPS), plain_model(directory)
-    logprobs, _ = run_policy(directory, batch, share=True)
-    for start, stop in pairwise(batch.cu_seqlens.tolist()):
-        with torch.no_grad():
-            expected = (model(batch.token_ids[None, start:stop]).logits[0] / 0.8).log_softmax(-1)
-        chosen = expected.gather(1, batch.target_ids[start:stop, None])[:, 0] * batch.loss_mask[start:stop]
-        torch.testing.assert_close(logprobs[start:stop], chosen, rtol=0, atol=1e-5)
-
-
 def test_layers_compute_shared_prompt_once(directory: Path) -> None:
     batch = answers(GROUPS)
-    policy = load_policy(directory, model=ModelConfig(share_prompts=True), device=CPU)
+    policy = policy_of(directory, share_prompts=True)
     seen: list[Tensor] = []
     policy.layers[0].register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
     token_logprobs(policy, MicroBatch(batch, batch), temperature=1.0, entropy="none")
@@ -106,14 +96,6 @@ def test_shared_prompts_keep_adapter_gradients(directory: Path) -> None:
         out.logprobs.sum().backward()
         outcomes.append(gradients(policy))
     assert_close_gradients(outcomes[0], outcomes[1], 1e-5)
-
-
-def test_only_equal_prompts_with_loss_are_shared() -> None:
-    batch = answers(((3, (2, 2)), (3, (2, 2))), unscored=frozenset({3}))
-    assert shared_prompts(batch).tolist() == [0, 2, 0, 0]
-    batch.token_ids[5] += 1  # first token of the second response's prompt
-    assert shared_prompts(batch).tolist() == [0, 0, 0, 0]
-    assert shared_prompts(select(batch, [2])).tolist() == [0]
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(1, 5), min_size=1, max_size=5)), min_size=1))
@@ -191,11 +173,10 @@ def test_micro_batches_by_cost_or_tokens_stay_within_budget() -> None:
                     )
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
-def test_shared_prompts_keep_training_metrics(algorithm: str, tmp_path: Path) -> None:
+def test_shared_prompts_keep_training_metrics(tmp_path: Path) -> None:
     found = {}
     for share in (True, False):
-        overrides = [f"algo={algorithm}", "algo.kl.where=loss", f"model.share_prompts={share}", "optim.lr=1e-3"]
+        overrides = ["algo=ppo", "algo.kl.where=loss", f"model.share_prompts={share}", "optim.lr=1e-3"]
         run = prepare(tmp_path, *overrides, "rollout.samples_per_prompt=4", "trainer.max_tokens_per_micro_batch=160")
         with closing(LocalGroup(run.config, str(run.model_directory))) as group:
             found[share] = train(run, group, 2)
@@ -203,17 +184,3 @@ def test_shared_prompts_keep_training_metrics(algorithm: str, tmp_path: Path) ->
         assert with_it.keys() == without.keys()
         for name, value in without.items():
             assert with_it[name] == pytest.approx(value, rel=2e-3, abs=2e-5), name
-
-
-def test_update_flops_of_shared_prompts() -> None:
-    shape = ModelShape.of_config(PUBLISHED["meta-llama/Llama-3.2-1B-Instruct"])
-    batch = answers(GROUPS)
-    counted = shape.embedding * batch.num_loss_tokens
-    for start, stop, shared in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], shared_prompts(batch), strict=True):
-        for place in range(int(stop - start)):
-            if place >= shared:
-                counted += shape.layers * shape.layer_weights
-            counted += shape.layers * shape.query_width * (2 * place + 1)
-    num_shared = batch.num_tokens - Sizes.from_batch(batch, share_prompts=True).num_computed()
-    lengths = batch.sequence_lengths().tolist()
-    assert shape.update_flops(lengths, num_targets=batch.num_loss_tokens, num_shared=num_shared) == 6.0 * counted

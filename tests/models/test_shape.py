@@ -69,13 +69,15 @@ def num_parameters(model: torch.nn.Module) -> int:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_policy_parameters_by_config(name: str) -> None:
+def test_policy_parameters_by_config(name: str, tmp_path: Path) -> None:
     config = CONFIGS[name]
     shape = ModelShape.of_config(json.loads(config.to_json_string(use_diff=False)))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert shape.policy_parameters == num_parameters(model)
     assert shape.layer_parameters == num_parameters(model.model.layers[0])
+    config.save_pretrained(tmp_path)
+    require_trainable("model.path", str(tmp_path))
 
 
 def test_scratch_parameters(tmp_path: Path) -> None:
@@ -199,12 +201,6 @@ def test_critic_requires_same_token_ids(tmp_path: Path) -> None:
     require_embeddings("model.path", policy, tokens)
     with pytest.raises(ModelError, match=r"critic\.path: .* every token; got .*vocab_size is 1, .* highest id is 1"):
         require_same_tokens("critic.path", other, tokens)
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_trainable_configs_pass(tmp_path: Path, name: str) -> None:
-    CONFIGS[name].save_pretrained(tmp_path)
-    require_trainable("model.path", str(tmp_path))
 
 
 def test_update_flops_by_hand() -> None:
