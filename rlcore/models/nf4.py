@@ -79,7 +79,8 @@ def quantize_weight(weight: Float[Tensor, "M N"]) -> tuple[UInt8[Tensor, "bytes"
     _have_bitsandbytes()
     zeros = -weight.numel() % BLOCK
     blocks = functional.pad(weight.reshape(-1), (0, zeros)).view(-1, BLOCK)
-    levels = _levels().to(weight.device)
+    every = torch.tensor(_CODES + (0,) * (BLOCK // 2 - len(_CODES)), dtype=torch.uint8)
+    levels = dequantize_weight(every, torch.ones(1), (1, 16), torch.float32)[0].to(weight.device)
     between = (levels[1:] + levels[:-1]) / 2
     packed, scales = [], []
     for part in blocks.split(_CHUNK):
@@ -97,11 +98,6 @@ def dequantize_weight(
     """Return the weights, level x scale in float32, rounded once to `dtype`."""
     flat = torch.ops.bitsandbytes.dequantize_4bit.default(packed, scales, BLOCK, "nf4", [2 * len(packed)], dtype)
     return cast(Tensor, flat).view(-1)[: shape[0] * shape[1]].view(shape)
-
-
-def _levels() -> Float[Tensor, "16"]:
-    every = torch.tensor(_CODES + (0,) * (BLOCK // 2 - len(_CODES)), dtype=torch.uint8)
-    return dequantize_weight(every, torch.ones(1), (1, 16), torch.float32)[0]
 
 
 # One operator per direction: autograd keeps only the packed weight, and the compiler cannot merge the two

@@ -93,15 +93,13 @@ class OffloadedAdamW(torch.optim.AdamW):
         super().load_state_dict({**state_dict, "state": rest})
         for number, parameter in enumerate(p for group in self.param_groups for p in group["params"]):
             for key in MOMENTS:
-                if number in states and key in states[number]:
-                    self.state[parameter][key] = self._on_host(parameter, states[number][key])
-
-    def _on_host(self, parameter: nn.Parameter, moment: Tensor) -> Tensor:
-        if local_tensor(moment).device.type == "cpu":
-            return moment
-        home = self.new_moment(parameter, moment.dtype)
-        local_tensor(home).copy_(local_tensor(moment))
-        return home
+                moment = states.get(number, {}).get(key)
+                if moment is not None and local_tensor(moment).device.type != "cpu":
+                    home = self.new_moment(parameter, moment.dtype)
+                    local_tensor(home).copy_(local_tensor(moment))
+                    moment = home
+                if moment is not None:
+                    self.state[parameter][key] = moment
 
 
 def split_by_moments(parameters: Iterable[nn.Parameter], limit_bytes: int) -> Iterator[list[nn.Parameter]]:

@@ -82,7 +82,9 @@ class PackedTrunk(nn.Module):
         self, token_ids: Int[Tensor, "T"], position_ids: Int[Tensor, "T"], layout: PackedLayout
     ) -> Float[Tensor, "c H"]:
         """Return the last hidden states in layout order: token t is at `layout.computed_index[t]`."""
-        with self.precision(), self._saved_tensors():
+        # Tensors for the backward pass. Checkpointed layers save only their inputs.
+        on_host = save_on_cpu(pin_memory=self.device.type == "cuda") if self.offload_activations else nullcontext()
+        with self.precision(), on_host:
             output = self.decoder(
                 input_ids=token_ids[layout.token_order][None],
                 position_ids=position_ids[layout.token_order][None],
@@ -90,12 +92,6 @@ class PackedTrunk(nn.Module):
                 packed_layout=layout,
             )
         return cast(Tensor, output.last_hidden_state)[0]
-
-    def _saved_tensors(self) -> AbstractContextManager[object]:
-        """Return a context that keeps tensors for the backward pass in host memory, if offloading is enabled."""
-        if not self.offload_activations:
-            return nullcontext()
-        return save_on_cpu(pin_memory=self.device.type == "cuda")
 
     def precision(self) -> AbstractContextManager[object]:
         """Return an autocast context, or none if the weights have the compute type or FSDP casts them."""

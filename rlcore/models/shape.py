@@ -153,18 +153,16 @@ class ModelShape:
     @classmethod
     def of_scratch(cls, model: ScratchModel) -> "ModelShape":
         """Return the shape of a scratch model (Qwen2 with tied embeddings)."""
-        return cls(
-            hidden=model.hidden_size,
-            layers=model.num_layers,
-            heads=model.num_heads,
-            kv_heads=model.num_heads,
-            head_dim=model.hidden_size // model.num_heads,
-            intermediate=model.intermediate_size,
-            vocab=NUM_WORDS + model.max_integer + 1,
-            tied=True,
-            qkv_bias=True,
-            qk_norm=False,
-        )
+        config = {
+            "model_type": "qwen2",
+            "hidden_size": model.hidden_size,
+            "num_hidden_layers": model.num_layers,
+            "num_attention_heads": model.num_heads,
+            "intermediate_size": model.intermediate_size,
+            "vocab_size": NUM_WORDS + model.max_integer + 1,
+            "tie_word_embeddings": True,
+        }
+        return cls.of_config(config)
 
     @property
     def query_width(self) -> int:

@@ -73,17 +73,6 @@ def test_group_advantages_name_missing_argument(method: str, lack: str) -> None:
         group_advantages(torch.zeros(2), torch.zeros(2, dtype=torch.int64), method=method)
 
 
-def test_reinforce_pp_baseline_whitens_over_tokens() -> None:
-    """Identity: weighting by length is the same as spreading over the tokens and whitening over the mask."""
-    scores, ids = normal(6, 1), torch.tensor([0, 0, 1, 1, 1, 2])
-    direct = group_advantages(scores, ids, method="reinforce_pp_baseline", lengths=torch.tensor(RAGGED.lengths()))
-    centred = group_advantages(scores, ids, method="dr_grpo")
-    over_tokens = whiten(broadcast_to_tokens(centred, RAGGED.mask, RAGGED.sequence_ids), RAGGED.mask)
-    torch.testing.assert_close(
-        broadcast_to_tokens(direct, RAGGED.mask, RAGGED.sequence_ids), over_tokens, rtol=1e-12, atol=1e-12
-    )
-
-
 def test_broadcast_reaches_response_tokens_only() -> None:
     values = normal(4, 1)
     expected = {t: values[n].item() for n, positions in enumerate(GAPPED.answers()) for t in positions}
@@ -96,14 +85,7 @@ def test_whiten_equals_naive_twin(rows: Rows) -> None:
     expected = naive.whiten({t: values[t].item() for positions in rows.answers() for t in positions})
     actual = whiten(values, rows.mask)
     assert_tokens(actual, expected, rel=1e-11)
-    assert actual[rows.mask].mean().item() == pytest.approx(0, abs=1e-12)
-    assert actual[rows.mask].std().item() == pytest.approx(1, rel=1e-8)  # torch's std has ddof 1 too
-
-
-def test_whiten_of_equal_tokens_is_zero() -> None:
-    mask = torch.tensor([False, True, False])
-    assert whiten(torch.tensor([5.0, 3.0, 1.0]), mask).tolist() == [0.0, 0.0, 0.0]
-    assert whiten(torch.tensor([0.1, 0.1, 0.1]), torch.ones(3, dtype=torch.bool)).tolist() == [0.0, 0.0, 0.0]
+    assert not whiten(torch.full(values.shape, 0.1), rows.mask).any(), "equal values"
 
 
 marks = st.lists(st.lists(st.booleans(), min_size=1, max_size=12), min_size=1, max_size=6)

@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any, get_args
 
@@ -30,7 +30,6 @@ from rlcore.config.algo import (
     RejectionConfig,
     TeacherConfig,
 )
-from rlcore.types import PackedBatch, TrainBatch
 from tests.algos import naive
 from tests.algos.compare import assert_tokens
 from tests.algos.ragged import (
@@ -287,24 +286,22 @@ def test_value_objective_is_independent_of_split() -> None:
     data = [floats(RAGGED, seed) for seed in (1, 2, 3)]
     counts, settings = denominator(RAGGED), AlgoConfig()
 
-    def share(rows: Rows, tensors: list[Tensor]) -> tuple[Tensor, ValueStatistics]:
-        values, old, returns = tensors
-        batch = train_batch(rows, torch.zeros_like(old), old_values=old, returns=returns)
-        return value_objective(values, batch, settings=settings, denominator=counts)
+    def of_split(split: list[list[int]]) -> tuple[Tensor, dict[str, float]]:
+        learned, found = leaf(data[0]), []
+        for rows, index in map(RAGGED.select, split):
+            values, old, returns = (tensor[index] for tensor in (learned, *data[1:]))
+            batch = train_batch(rows, torch.zeros_like(old), old_values=old, returns=returns)
+            loss, statistics = value_objective(values, batch, settings=settings, denominator=counts)
+            loss.backward()
+            found.append(statistics)
+        total: ValueStatistics = functools.reduce(operator.add, found)
+        return grad_of(learned), total.metrics()
 
-    whole = leaf(data[0])
-    loss, statistics = share(RAGGED, [whole, *data[1:]])
-    loss.backward()
+    gradient, metrics = of_split([[*range(RAGGED.num_sequences)]])
     for seed in range(8):
-        parts, found = leaf(data[0]), []
-        for sequences in partitions(RAGGED.num_sequences, seed):
-            rows, index = RAGGED.select(sequences)
-            micro_loss, micro_statistics = share(rows, [tensor[index] for tensor in (parts, *data[1:])])
-            micro_loss.backward()
-            found.append(micro_statistics)
-        total = functools.reduce(operator.add, found)
-        torch.testing.assert_close(grad_of(parts), grad_of(whole), rtol=1e-12, atol=0)
-        assert total.metrics() == pytest.approx(statistics.metrics(), rel=1e-12)
+        found = of_split(partitions(RAGGED.num_sequences, seed))
+        torch.testing.assert_close(found[0], gradient, rtol=1e-12, atol=0)
+        assert found[1] == pytest.approx(metrics, rel=1e-12)
 
 
 def naive_explained_variance(values: list[float], returns: list[float]) -> float:
@@ -370,31 +367,16 @@ def test_statistics_without_tokens_are_empty() -> None:
     assert (nothing.mean("ref_kl"), nothing.mean("entropy_sum"), nothing.mean("teacher_kl")) == (0.0, 0.0, 0.0)
 
 
-T, N = 50, 4
-
-
 def flat() -> Tensor:
     return torch.empty(T, device="meta")
 
 
-MASK = torch.empty(T, dtype=torch.bool, device="meta")
-IDS = torch.empty(T, dtype=torch.int64, device="meta")
-COUNTS = Denominator(num_tokens=30, num_sequences=N, norm_tokens=20)
-OF_ROWS = torch.empty(N, device="meta")
-BATCH = TrainBatch(
-    PackedBatch(
-        token_ids=IDS,
-        position_ids=IDS,
-        cu_seqlens=torch.empty(N + 1, dtype=torch.int64, device="meta"),
-        target_ids=IDS,
-        loss_mask=MASK,
-        behavior_logprobs=flat(),
-        scores=OF_ROWS,
-        score_mask=OF_ROWS.bool(),
-        group_ids=OF_ROWS.long(),
-    ),
-    *(flat() for _ in range(7)),
-)
+T, N = RAGGED.mask.numel(), RAGGED.num_sequences
+MASK, IDS, COUNTS = RAGGED.mask.to("meta"), RAGGED.sequence_ids.to("meta"), denominator(RAGGED)
+GIVEN = ("old_logprobs", "ref_logprobs", "old_values", "returns", "importance_weights", "covariance_rank")
+BATCH = train_batch(RAGGED, flat(), **{name: flat() for name in GIVEN})
+ON_META = {field.name: getattr(BATCH.packed, field.name).to("meta") for field in fields(BATCH.packed)}
+BATCH = replace(BATCH, packed=replace(BATCH.packed, **ON_META))
 
 
 @pytest.mark.parametrize("aggregation", get_args(Aggregation))

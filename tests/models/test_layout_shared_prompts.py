@@ -69,33 +69,29 @@ def test_layers_compute_shared_prompt_once(directory: Path) -> None:
     assert seen[0].shape[1] == expected == Sizes.from_batch(batch, share_prompts=True).num_computed()
 
 
-def test_shared_prompts_keep_values_and_gradients(directory: Path) -> None:
+@pytest.mark.parametrize("kind", ["values", "adapters"])
+def test_shared_prompts_keep_values_and_adapter_gradients(kind: str, directory: Path) -> None:
     batch, outcomes = answers(GROUPS), []
+    lora = LoraConfig(rank=4)
     for share in (True, False):
-        model = load_value_model(directory, model=ModelConfig(share_prompts=share), device=CPU)
-        torch.nn.init.normal_(model.value_head.weight, generator=torch.Generator().manual_seed(2))
-        shared = shared_prompts(batch) if share else None
-        values = model(batch.token_ids, batch.position_ids, batch.cu_seqlens.numpy(), shared)
-        (values.square() * batch.loss_mask).sum().backward()
-        outcomes.append((values.detach(), gradients(model)))
-    torch.testing.assert_close(outcomes[0][0], outcomes[1][0], rtol=0, atol=1e-5)
-    assert_close_gradients(outcomes[0][1], outcomes[1][1], 1e-5)
-
-
-def test_shared_prompts_keep_adapter_gradients(directory: Path) -> None:
-    batch, outcomes = answers(GROUPS), []
-    for share in (True, False):
-        lora = LoraConfig(rank=4)
-        settings = ModelConfig(share_prompts=share, lora=lora, dtype="float32")
-        policy = add_adapters(load_policy(directory, model=settings, device=CPU), lora, seed=3)
+        settings = ModelConfig(share_prompts=share, lora=lora if kind == "adapters" else None, dtype="float32")
+        if kind == "values":
+            model = load_value_model(directory, model=settings, device=CPU)
+            shared = shared_prompts(batch) if share else None
+        else:
+            model = add_adapters(load_policy(directory, model=settings, device=CPU), lora, seed=3)
         with torch.no_grad():
-            for name, parameter in policy.named_parameters():
+            for name, parameter in model.named_parameters():
                 if parameter.requires_grad and not parameter.any():
                     parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
-        out = token_logprobs(policy, MicroBatch(batch, batch), temperature=1.0, entropy="none")
-        out.logprobs.sum().backward()
-        outcomes.append(gradients(policy))
-    assert_close_gradients(outcomes[0], outcomes[1], 1e-5)
+        if kind == "values":
+            found = model(batch.token_ids, batch.position_ids, batch.cu_seqlens.numpy(), shared)
+        else:
+            found = token_logprobs(model, MicroBatch(batch, batch), temperature=1.0, entropy="none").logprobs
+        (found.square() * batch.loss_mask).sum().backward()
+        outcomes.append((found.detach(), gradients(model)))
+    torch.testing.assert_close(outcomes[0][0], outcomes[1][0], rtol=0, atol=1e-5)
+    assert_close_gradients(outcomes[0][1], outcomes[1][1], 1e-5)
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(1, 5), min_size=1, max_size=5)), min_size=1))
