@@ -34,8 +34,7 @@ class Denominator:
 
 
 def segment_sum(values: Floats, sequence_ids: Ids, num_sequences: int) -> Float[Tensor, "{num_sequences}"]:
-    """Return the sum of each sequence's values, in float64 and rounded once. The result is independent of a GPU's
-    order."""
+    """Return the sum of each sequence's values, in float64 and rounded once, whatever a GPU's order."""
     sums = torch.zeros(num_sequences, dtype=torch.float64, device=values.device)
     return sums.index_add(0, sequence_ids, values.double()).to(values.dtype)
 

@@ -25,8 +25,7 @@ Options = Mapping[str, bool | int | float | str]
 
 
 def find_function(key: str, name: str, known: Mapping[str, str]) -> Callable[..., Any]:
-    """Return the function of `name`, a short name in `known` or a custom `module:function`. Raises ConfigError with the
-    setting `key` if it does not exist."""
+    """Return the function of a name in `known` or of `module:function`. Raises ConfigError if it does not exist."""
     module_name, colon, attribute = known.get(name, name).partition(":")
     rule = f"{key}: must name a function as module:function, got {name!r}"
     remedy = f"Use one of {', '.join(sorted(known))}, or a custom `module:function`"
@@ -101,8 +100,8 @@ def has_argument(name: str, argument: str) -> bool:
 
 
 def bind_policy_loss(settings: AlgoConfig, given: Mapping[str, Tensor | None]) -> Callable[..., PolicyLoss]:
-    """Return the policy loss function that the settings name, with its options and the arguments in `given` bound.
-    Raises ConfigError if the name or an option is wrong."""
+    """Return the policy loss of the settings with options and `given` bound. Raises ConfigError for a wrong name or
+    option."""
     function, options = resolve_policy_loss(settings.policy_loss), settings.policy_loss_options
     return bind(function, "algo.policy_loss", options, {"settings": settings, **given}, always=("settings",))
 
@@ -236,8 +235,7 @@ def gradient_problem(found: object, policy: Tensor) -> str:
 
 
 def main() -> None:
-    """Try the functions that the settings name, and print the error. Exit with 1 for a failed trial, 2 for wrong
-    settings."""
+    """Try the functions of the settings, and print the error. Exit with 1 for a failed trial, 2 for wrong settings."""
     try:
         settings = AlgoConfig.model_validate_json(sys.stdin.read())
         require_policy_loss(settings)

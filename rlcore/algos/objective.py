@@ -83,8 +83,7 @@ class PolicyStatistics(Statistics):
 
 @dataclass(frozen=True, slots=True)
 class SupervisedStatistics(Statistics):
-    """Sums over target tokens. `loss`: negative log-likelihood in nats. `num_correct`: targets that are the likeliest
-    token."""
+    """Sums over target tokens. `loss`: in nats. `num_correct`: targets that are the likeliest token."""
 
     loss: Float[Tensor, ""]
     num_correct: Float[Tensor, ""]
@@ -96,8 +95,8 @@ class SupervisedStatistics(Statistics):
 
 @dataclass(frozen=True, slots=True)
 class PreferenceStatistics(SupervisedStatistics):
-    """Sums over pairs of responses. `num_correct`: pairs whose chosen response has the higher reward. A response's
-    log-probability is the sum over its target tokens."""
+    """Sums over pairs. `num_correct`: chosen responses with the higher reward. Log-probabilities are summed over
+    targets."""
 
     num_pairs: Float[Tensor, ""]
     chosen_reward: Float[Tensor, ""]

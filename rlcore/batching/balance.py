@@ -118,8 +118,7 @@ def _best_exchange(heavy: list[int], light: list[int], lengths: Sequence[int], g
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The token counts of n sequences: all tokens, tokens with a loss, and leading tokens computed for an earlier
-    sequence."""
+    """The token counts of n sequences: all, those with a loss, and leading ones computed for an earlier sequence."""
 
     lengths: Int[Tensor, "n"]
     targets: Int[Tensor, "n"]
@@ -150,8 +149,7 @@ class Sizes:
         return int((self.lengths - self.shared).sum())
 
     def costs(self, shape: ModelShape | None) -> list[int]:
-        """Return the cost of each sequence: the computed tokens if `shape` is None, else operations as in
-        `ModelShape.update_flops`, divided by 6."""
+        """Return each sequence's computed tokens, or with a shape a sixth of its `ModelShape.update_flops`."""
         found = self.lengths - self.shared
         if shape is not None:
             layers, width = shape.layers * shape.layer_weights, shape.layers * shape.query_width
@@ -181,8 +179,7 @@ def _cut(sizes: Sizes, num_micro: int, shape: ModelShape | None) -> tuple[list[l
 
 
 def _blocks(lengths: list[int], shared: list[int], num_micro: int) -> tuple[list[list[int]], list[int]]:
-    """Group neighbours that share a prompt into blocks of at most the mean micro-batch. Return the blocks and their
-    tokens."""
+    """Group neighbours that share a prompt, at most to the mean micro-batch. Return the blocks and their tokens."""
     most = -(-(sum(lengths) - sum(shared)) // num_micro)
     blocks: list[list[int]] = []
     tokens: list[int] = []
@@ -198,8 +195,7 @@ def _blocks(lengths: list[int], shared: list[int], num_micro: int) -> tuple[list
 
 @dataclass(frozen=True, slots=True)
 class RankShares:
-    """The sequences of each rank, and the number of micro-batches. Ranks gather shards together, so the number is the
-    same for all."""
+    """The sequences of each rank, and the number of micro-batches, equal on all ranks because they gather together."""
 
     sequences: tuple[tuple[int, ...], ...]
     num_micro: int
@@ -260,8 +256,7 @@ class Balancer:
         return max(self._num_cut(sizes.select(batch, mine)) for mine in of_ranks)
 
     def _num_cut(self, sizes: Sizes) -> int:
-        """Return the fewest micro-batches within `max_tokens`, whether split by cost or by tokens. A longer sequence is
-        alone."""
+        """Return the fewest micro-batches within `max_tokens`, cut by cost or by tokens. Longer sequences are alone."""
         num_sequences = len(sizes.lengths)
         fewest = _fewest_bins((sizes.lengths - sizes.shared).tolist(), self.max_tokens)
         count = max(fewest, -(-sizes.num_computed() // self.max_tokens))

@@ -191,8 +191,7 @@ class PassCounts:
 
 
 class RowSampler:
-    """The weights of training rows in a draw. `row_ids`: their prompt ids. `start`: the counts before the first step.
-    `text` is always the encoded counts before a step, or '' at the start."""
+    """The weights of training rows in a draw. `text` is always the encoded counts before a step, or '' at the start."""
 
     def __init__(self, row_ids: Sequence[int], start: PassCounts, settings: PassRatesConfig) -> None:
         self._place = {row_id: place for place, row_id in enumerate(row_ids)}
@@ -207,8 +206,7 @@ class RowSampler:
         return self._counts(text).weights(self._settings)
 
     def update(self, text: str, groups: Mapping[int, tuple[int, int]]) -> tuple[str, dict[str, float]]:
-        """Return the encoded counts after a step, and the metrics `pass_rates/*`. `groups`: for each prompt id, the
-        numbers of correct and of scored responses."""
+        """Return the encoded counts after a step, and metrics. `groups`: correct and scored responses by prompt id."""
         rows = np.array([self._place[row_id] for row_id in groups], dtype=np.int64)
         passes, samples = np.array(list(groups.values()), dtype=np.int64).reshape(-1, 2).T
         before = self._counts(text)

@@ -63,8 +63,7 @@ def pack(rollouts: Sequence[Rollout], scores: Sequence[Score], group_ids: Sequen
 
 
 def place_turn_rewards(rollouts: Sequence[Rollout], packed: PackedBatch) -> Float[Tensor, "T"]:
-    """Return each turn's reward at the position that predicts its last token, and 0 elsewhere and in unscored
-    responses."""
+    """Return each turn's reward where its last token is predicted, and 0 elsewhere and in unscored responses."""
     rewards = torch.zeros(packed.num_tokens)
     for rollout, start in zip(rollouts, packed.cu_seqlens.tolist(), strict=False):
         for place, reward in rollout.turn_rewards:
@@ -207,8 +206,7 @@ def select_train(batch: TrainBatch, sequences: Sequence[int]) -> TrainBatch:
 def scatter_tokens(
     parts: Sequence[Float[Tensor, "..."]], cu_seqlens: Tensor, sequences: Sequence[Sequence[int]]
 ) -> Tensor:
-    """Combine the token values of several selections into one tensor of the whole batch, [T, ...]. This inverts
-    `select`."""
+    """Combine the token values of selections into one tensor of the batch, [T, ...], the inverse of `select`."""
     whole = torch.zeros(int(cu_seqlens[-1]), *parts[0].shape[1:], dtype=torch.float32)
     for part, chosen in zip(parts, sequences, strict=True):
         whole[token_indices(cu_seqlens, chosen)] = part

@@ -72,8 +72,7 @@ def _counts(num_responses: ArrayLike, num_correct: ArrayLike, k: ArrayLike) -> t
 
 
 def _all_of_k(total: Array, chosen: Array, k: Array) -> Array:
-    """Return the chance that k of `total` items all come from `chosen` ones, as a product that cannot overflow or
-    cancel."""
+    """Return the chance that k of `total` items all come from `chosen` ones. The product cannot overflow or cancel."""
     before = np.arange(k.max(initial=0))  # responses drawn before the response of this factor
     left = np.maximum(total[:, None] - before, 1.0)
     factors = np.where(before < k[:, None], np.clip(chosen[:, None] - before, 0.0, None) / left, 1.0)

@@ -100,8 +100,7 @@ def resolve_model(path: str | Path, file_name: str) -> str:
 
 
 def read_stop_ids(files: Iterable[Path]) -> frozenset[int] | None:
-    """Return the end-of-sequence tokens of the first file with `eos_token_id`, or None. Raises ModelError for a damaged
-    file."""
+    """Return the end tokens of the first file with `eos_token_id`, or None. Raises ModelError for a damaged file."""
     for file in files:
         if not file.is_file():
             continue
@@ -115,8 +114,7 @@ def read_stop_ids(files: Iterable[Path]) -> frozenset[int] | None:
 
 
 def read_pretrained(path: str, what: str, read: Callable[..., T]) -> T:
-    """Load a model or tokenizer by `read`, a function of transformers. `what` names it in the message of the ModelError
-    that is raised if this fails."""
+    """Load a `what` by `read`, a function of transformers. Raises ModelError if this fails."""
     try:
         return read(local_files_only=Path(path).is_dir() or not is_hub_reachable(), trust_remote_code=False)
     except SafetensorError as error:

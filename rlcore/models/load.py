@@ -144,8 +144,7 @@ _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
 def require_faithful(model: PreTrainedModel, path: str) -> None:
-    """Check that an untested architecture gives three short sequences the same log-probabilities packed and alone.
-    Raises ModelError if not."""
+    """Check that an untested architecture computes the same packed and alone. Raises ModelError if not."""
     kind = model.config.model_type
     if kind in TESTED:
         return

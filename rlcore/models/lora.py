@@ -51,8 +51,7 @@ class AdaptedLinear(nn.Module):
         return output + functional.linear(within * self.scaling, high)
 
     def merged(self, gather: Callable[[Tensor], Tensor]) -> Float[Tensor, "M N"]:
-        """Return W + s B A, summed in float32 and rounded by `stochastic_round`. `gather` returns a sharded tensor as a
-        whole."""
+        """Return W + s B A, summed in float32 and rounded by `stochastic_round`. `gather` returns a whole tensor."""
         low, high = gather(self.lora_A.weight), gather(self.lora_B.weight)
         base = self.base_layer
         weight = base.dequantized(gather) if isinstance(base, Nf4Linear) else gather(base.weight)
@@ -140,8 +139,7 @@ def without_adapters(policy: CausalPolicy) -> Iterator[None]:
 
 
 def merged_parameters(model: nn.Module, gather: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters under their names without adapters, each adapter merged into its matrix. `gather` returns a
-    sharded parameter as a whole."""
+    """Yield the parameters with adapters merged, under their plain names. `gather` returns a sharded one as a whole."""
     for name, parameter in model.named_parameters():
         owner, is_adapted, rest = name.partition(_BASE)
         layer = model.get_submodule(owner) if is_adapted and rest == "weight" else None

@@ -55,8 +55,7 @@ def release_cached_memory() -> None:
 
 
 def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the tensor on the device, converted to `dtype` unless it is None. The copy goes through pinned memory,
-    because one from pageable memory would wait for the device."""
+    """Return the tensor on the device in `dtype`. Pinned memory avoids waiting for the device."""
     found = tensor if dtype is None else tensor.to(dtype)
     if device.type != "cuda" or found.is_cuda:
         return found.to(device)
@@ -107,8 +106,7 @@ class OffloadedWeights:
 
 
 def compact(tensors: Iterable[Tensor]) -> None:
-    """Move the tensors next to each other in device memory, and release the freed pages of 2 or 20 MB. The tensor
-    objects stay the same."""
+    """Move the tensors next to each other in device memory in place, and release the freed pages of 2 or 20 MB."""
     waiting = OffloadedWeights(tensors)
     waiting.offload()
     release_cached_memory()

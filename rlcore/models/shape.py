@@ -73,8 +73,7 @@ def require_embeddings(key: str, path: str, tokens: Mapping[str, int]) -> None:
 
 
 def require_same_tokens(key: str, path: str, tokens: Mapping[str, int]) -> None:
-    """Check that the model embeds the policy's tokens under the same ids, as far as its files are here. Raises
-    ModelError."""
+    """Check that the model embeds the policy's tokens under the same ids, as far as its files are here."""
     require_embeddings(key, path, tokens)
     own = token_counts(path)
     if differing := [token for token, number in tokens.items() if own.get(token, number) != number]:
@@ -97,8 +96,7 @@ def token_counts(path: str) -> dict[str, int]:
 
 
 def require_base(lora: LoraConfig | None, has: Callable[[str], object] = find_spec) -> None:
-    """Check that bitsandbytes is installed if the base weights are in 4 bits. Raises ModelError if it is missing.
-    `has`: a function that says whether a package is installed."""
+    """Check that bitsandbytes is installed for a base in 4 bits. Raises ModelError. `has` looks for a package."""
     if lora is not None and lora.base == "nf4" and not has("bitsandbytes"):
         raise ModelError(
             "model.lora.base: nf4 needs the package bitsandbytes, which is not installed here. In the checkout: "

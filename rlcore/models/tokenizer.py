@@ -70,8 +70,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def end_of_text_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> frozenset[int]:
-    """Return the end-of-sequence ids of the generation config, else the model config, else the tokenizer. Raises
-    ModelError if none defines any, or if a file is damaged."""
+    """Return the end tokens of the generation config, config or tokenizer. Raises ModelError if none has any."""
     where = str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else resolve_model(path, "config.json")
     ids = read_stop_ids(file for name in MODEL_FILES if (file := _find_file(where, name)) is not None)
     if ids is None and (own := (tokenizer or load_tokenizer(path)).eos_token_id) is not None:
@@ -98,8 +97,7 @@ def response_tags(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 
 def text_decoder(tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = True) -> Decode:
-    """Return a function that decodes responses. It calls the tokenizers library directly if transformers gives the same
-    texts, which takes twice the time and holds the GIL."""
+    """Return a decoder of responses, by tokenizers if transformers, which is slower, gives the same texts."""
 
     tags = response_tags(tokenizer) if skip_special_tokens else frozenset[int]()
     special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}

@@ -3,6 +3,7 @@
 import io
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,22 @@ def loss(policy_logprobs, old_logprobs, advantages, mask, sequence_ids, num_sequ
 """
 
 
+Write = Callable[[str, str], str]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """A function that writes an importable module and returns its name."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write_module(name: str, text: str) -> str:
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        return name
+
+    return write_module
+
+
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_built_in_losses_pass(name: str) -> None:
     require_policy_loss(AlgoConfig(policy_loss=name))
@@ -54,13 +71,8 @@ def test_built_in_losses_pass(name: str) -> None:
         ("1 / 0", r"raises ZeroDivisionError: division by zero \(.*own_loss.py:8\)"),
     ],
 )  # fmt: skip
-def test_custom_loss_is_tried(
-    returned: str, message: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "own_loss.py").write_text(f"{HEAD}    return {returned}\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "own_loss", raising=False)
-    settings = AlgoConfig(policy_loss="own_loss:loss")
+def test_custom_loss_is_tried(returned: str, message: str | None, write: Write) -> None:
+    settings = AlgoConfig(policy_loss=f"{write('own_loss', f'{HEAD}    return {returned}')}:loss")
     if message is None:
         require_policy_loss(settings)
         return
@@ -99,9 +111,8 @@ def advantage(scores, group_ids):
 """
 
 
-def test_late_error_names_setting_function_and_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own_late.py").write_text(LATE)
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_late_error_names_setting_function_and_line(tmp_path: Path, write: Write) -> None:
+    write("own_late", LATE)
     run = prepare(tmp_path, "algo.policy_loss=own_late:loss", "warm_start.enabled=false")
     group = LocalGroup(run.config, str(run.model_directory))
     try:
@@ -143,12 +154,9 @@ seen = []
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def own(write: Write) -> str:
     """A loss with options and named tensors, in a separate file."""
-    (tmp_path / "own_options.py").write_text(OWN)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "own_options", raising=False)
-    return "own_options:loss"
+    return f"{write('own_options', OWN)}:loss"
 
 
 def test_custom_loss_gets_options_and_named_tensors(own: str) -> None:
@@ -204,12 +212,8 @@ def test_wrong_advantage_option_is_reported(options: dict[str, Any], message: st
     ("scores / 0", "returns what is not finite"),
     ("1 / 0", r"raises ZeroDivisionError: division by zero \(.*own_advantage.py:1\)"),
 ])  # fmt: skip
-def test_wrong_advantage_result_is_reported(
-    returned: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "own_advantage.py").write_text(f"def advantage(scores, group_ids): return {returned}\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "own_advantage", raising=False)
+def test_wrong_advantage_result_is_reported(returned: str, message: str, write: Write) -> None:
+    write("own_advantage", f"def advantage(scores, group_ids): return {returned}")
     with pytest.raises(ConfigError, match=rf"algo\.advantage: .* got own_advantage:advantage, which .*{message}"):
         require_advantage(AlgoConfig(advantage="own_advantage:advantage"))
 
