@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlcore import user_code
-from rlcore.algos.losses import resolve_policy_loss
+from rlcore.algos.loss_call import resolve_policy_loss
 from rlcore.config import RewardConfig, RunConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import DataError

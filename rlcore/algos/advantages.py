@@ -1,24 +1,22 @@
 """Advantages, which measure how much better a response or a token was than expected."""
 
-from collections.abc import Callable
 from typing import Annotated, Literal, assert_never
 
 import torch
 from jaxtyping import Bool, Float, Int
 from pydantic import Field
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rlcore.algos.aggregation import Floats, Ids, Mask, masked, segment_sum
-from rlcore.algos.named import bind, find_function
-from rlcore.config.algo import ADVANTAGE_FUNCTIONS, AlgoConfig, OverlongConfig
+from rlcore.config.algo import OverlongConfig
 
 Scores = Float[Tensor, "N"]
 Counts = Int[Tensor, "N"]
 Flags = Bool[Tensor, "N"]
 
 SequenceAdvantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "remax"]
-"""The methods of `group_advantages`, with one advantage for each response. `gae` and `reinforce_pp` have one per token.
-"""
+"""The methods of `group_advantages`, with one advantage for each response."""
 
 # Keeps a group whose scores differ by rounding alone from dividing by zero; the value that the field uses
 STD_EPS = 1e-6
@@ -27,9 +25,8 @@ VARIANCE_EPS = 1e-8
 
 
 def whiten_weighted(values: Float[Tensor, "K"], weights: Float[Tensor, "K"]) -> Float[Tensor, "K"]:
-    """Standardize the values to mean 0 and variance 1, where value k counts `weights_k` times. The result is `(v -
-    mean) / sqrt(var + 1e-8)` with `var = sum w (v - mean)^2 / (sum w - 1)`. The variance is 0 if the weights sum to one
-    or less."""
+    """Return `(v - mean) / sqrt(var + 1e-8)` with weighted mean and `var = sum w (v - mean)^2 / (sum w - 1)`. The
+    variance is 0 if the weights sum to one or less."""
     weights = weights.double()
     wide = values.double()
     total = weights.sum()
@@ -39,7 +36,7 @@ def whiten_weighted(values: Float[Tensor, "K"], weights: Float[Tensor, "K"]) -> 
 
 
 def whiten(values: Floats, mask: Mask) -> Floats:
-    """Standardize the values to mean 0 and variance 1 (ddof = 1) where the mask is True. All other tokens get 0."""
+    """Standardize to mean 0 and variance 1 (ddof = 1) where the mask is True. All other tokens get 0."""
     return masked(whiten_weighted(masked(values, mask), mask.to(values.dtype)), mask)
 
 
@@ -60,11 +57,9 @@ def group_advantages(
         opo                     s - sum(l s) / sum(l)             Hao et al. 2025, arXiv:2505.23585
         remax                   s - score of greedy response      Li et al. 2023, arXiv:2310.10505
 
-    s is the score of the response. mean and std (ddof = 1) are taken over the n responses to its prompt. A group of one
-    response has mean 0 and std 1. opo and reinforce_pp_baseline need `lengths` (l), the number of tokens of each
-    response. remax needs `greedy_scores`, the score of the greedy response to the same prompt. The scores must already
-    include KL and overlong penalties. Integer scores give float32 advantages.
-    """
+    s is the response's score, including KL and overlong penalties. mean and std (ddof = 1) are over the n responses to
+    its prompt. A single response has mean 0 and std 1. `lengths` (l): the tokens of each response. `greedy_scores`: the
+    score of the greedy response to the same prompt. Integer scores give float32 advantages."""
     # in float64 the mean of equal fp32 scores is exactly that score, and such a group gets exactly 0
     wide = scores.double()
     centred = wide - group_mean(wide, group_ids, torch.ones_like(wide))
@@ -75,7 +70,8 @@ def group_advantages(
             advantages = centred
         case "rloo":
             # s - (n mean - s) / (n - 1) = (s - mean) n / (n - 1)
-            size = group_size(group_ids)
+            members, sizes = group_members(group_ids)
+            size = sizes[members]
             advantages = centred * size / (size - 1).clamp(min=1)
         case "reinforce_pp_baseline":
             advantages = whiten_weighted(centred, _required(lengths, "lengths", method).double())
@@ -85,26 +81,7 @@ def group_advantages(
             advantages = wide - _required(greedy_scores, "greedy_scores", method).double()
         case _:
             assert_never(method)
-    return advantages.to(_float_type(scores))
-
-
-def _float_type(scores: Tensor) -> torch.dtype:
-    return scores.dtype if scores.is_floating_point() else torch.get_default_dtype()
-
-
-def bind_advantage(
-    settings: AlgoConfig, *, lengths: Counts, parts: Float[Tensor, "N K"], part_weights: Float[Tensor, "K"]
-) -> Callable[..., Tensor]:
-    """Return the advantage function that the settings name, with its options bound.
-
-    The returned function takes `scores` and `group_ids`. Each of the arguments below is bound, too, if the function
-    declares it. `lengths`: the number of tokens of each response. `parts`: the components of the scores in the order of
-    `reward.weights`. If that setting is empty, the score is the only component. `part_weights`: the weights of the
-    components. Raises ConfigError if the function does not exist or does not accept `algo.advantage_options`.
-    """
-    function = find_function("algo.advantage", settings.advantage, ADVANTAGE_FUNCTIONS)
-    given = {"lengths": lengths, "parts": parts, "part_weights": part_weights}
-    return bind(function, "algo.advantage", settings.advantage_options, given)
+    return advantages.to(scores.dtype if scores.is_floating_point() else torch.get_default_dtype())
 
 
 def gdpo(scores: Scores, group_ids: Counts, *, parts: Float[Tensor, "N K"], part_weights: Float[Tensor, "K"]) -> Scores:
@@ -113,8 +90,7 @@ def gdpo(scores: Scores, group_ids: Counts, *, parts: Float[Tensor, "N K"], part
         A_k = (s_k - mean) / (std + 1e-6)              for each component, the same formula that grpo uses
         A   = whiten(sum_k w_k A_k)                    over all responses of the batch
 
-    This is GDPO, Liu et al. 2026, arXiv:2601.05242. The result has the dtype of `scores`, whose values are not used.
-    """
+    This is GDPO, Liu et al. 2026, arXiv:2601.05242. The values of `scores` are not used."""
     columns = [group_advantages(part, group_ids, method="grpo") for part in parts.double().unbind(1)]
     summed = torch.stack(columns, dim=1) @ part_weights.double()
     return whiten_weighted(summed, torch.ones_like(summed)).to(scores.dtype)
@@ -123,18 +99,16 @@ def gdpo(scores: Scores, group_ids: Counts, *, parts: Float[Tensor, "N K"], part
 def pass_at_k(
     scores: Scores | Counts, group_ids: Counts, *, k: Annotated[int, Field(ge=1)] = 4, threshold: float = 0.5
 ) -> Scores:
-    """Return the advantages for the reward pass_at_k, which is 1 if at least one of k responses is correct.
-
-    A response is correct if its score is at least `threshold`. A prompt has n responses, of which c are correct. The
-    reward of a set of k responses is 1 if the set contains a correct response. The advantage of a response is an
-    average over all sets that contain the response:
+    """Return the advantages for the reward 1 if at least one of k responses is correct, which has a score of
+    `threshold` or more.
 
         p = 1 - C(n - c, k) / C(n, k)              sigma = sqrt(p (1 - p))
         A = (1 - p) / sigma                        for a correct response: every set that contains it passes
         A = (q - p) / sigma                        for a wrong response, q = 1 - C(n - c - 1, k - 1) / C(n - 1, k - 1)
 
-    This is the analytical form of Chen et al. 2025, arXiv:2508.10751. A is 0 if p is 0 or 1. If n < k, n replaces k.
-    """
+    c of the n responses to a prompt are correct. A is an average over all sets of k responses that contain the
+    response. A is 0 if p is 0 or 1. If n < k, n replaces k. Source: the analytical form of Chen et al. 2025,
+    arXiv:2508.10751."""
     right = scores >= threshold
     members, sizes = group_members(group_ids)
     num_right = torch.zeros_like(sizes).index_add(0, members, right.long())
@@ -146,7 +120,7 @@ def pass_at_k(
     sigma = (passes * (1 - passes)).sqrt()
     value = torch.where(right, (1 - passes)[members], (with_wrong - passes)[members])
     advantages = torch.where(is_open[members], value / sigma[members], torch.zeros_like(value))
-    return advantages.to(_float_type(scores))
+    return advantages.to(scores.dtype if scores.is_floating_point() else torch.get_default_dtype())
 
 
 def _share_without_correct(
@@ -178,12 +152,10 @@ def token_rewards(
 
         r_t = [t is the last response token of n] s_n - kl_coef kl_t
 
-    The last response token of a sequence receives its score. The KL to the reference is subtracted at each response
-    token (Ziegler et al. 2019, arXiv:1909.08593). A sequence without response tokens gets no score.
-    """
+    A sequence without response tokens gets no score. Source of the KL: Ziegler et al. 2019, arXiv:1909.08593."""
     counts = mask.cumsum(0)
     # up_to[n]: response tokens before sequence n. last[n]: position of the last response token up to its end.
-    up_to = torch.nn.functional.pad(counts, (1, 0))[cu_seqlens]
+    up_to = pad(counts, (1, 0))[cu_seqlens]
     last = torch.searchsorted(counts, up_to[1:])
     of_last = torch.where(up_to[1:] > up_to[:-1], scores, torch.zeros_like(scores))
     rewards = torch.zeros_like(mask, dtype=scores.dtype).index_add(0, last, of_last)
@@ -201,16 +173,14 @@ def gae(
         A_t     = delta_t + gamma lam A_{t'}
         R_t     = A_t + V_t
 
-    t' is the next response token of the same sequence. After the last response token, V and A are 0. Tokens between two
-    response tokens, such as a tool's output, are skipped. The advantages are not whitened. Source: Schulman et al.
-    2016, arXiv:1506.02438. If gamma = lam = 1 and V = 0, both results are the reward-to-go. The computation is in
-    float64, with one rounding at the end.
-    """
+    t' is the next response token of the same sequence, so tokens of a tool's output are skipped. V and A are 0 after
+    the last one. Nothing is whitened. Source: Schulman et al. 2016, arXiv:1506.02438. Computed in float64, rounded
+    once."""
     wide_values = masked(values.double(), mask)
-    follows = same_sequence_follows(sequence_ids).double()
+    follows = pad(sequence_ids[:-1] == sequence_ids[1:], (0, 1)).double()  # 1 before a token of the same sequence
     # value of the nearest response token at or after t
     nearest_value = backward_recurrence(follows * (1 - mask.double()), wide_values)
-    next_value = follows * shift_left(nearest_value, 1)
+    next_value = follows * pad(nearest_value[1:], (0, 1))
     delta = masked(rewards.double() + gamma * next_value - wide_values, mask)
     # decay gamma lam at a response token, 1 at a skipped token, 0 where the sequence ends
     decay = torch.where(mask, gamma * lam * follows, follows)
@@ -219,20 +189,18 @@ def gae(
 
 
 def reinforce_pp(rewards: Floats, mask: Mask, sequence_ids: Ids, *, gamma: float) -> tuple[Floats, Floats]:
-    """Return (advantages, returns) of REINFORCE++. The advantages are the returns, whitened over all response tokens.
+    """Return (advantages, returns) of REINFORCE++ (Hu et al. 2025, arXiv:2501.03262), which is `gae` with lam = 1 and V
+    = 0.
 
-        R_t = r_t + gamma R_{t'},   A = whiten(R)
-
-    The return is the discounted reward-to-go, which is `gae` with lam = 1 and V = 0. Hu et al. 2025, arXiv:2501.03262.
+        R_t = r_t + gamma R_{t'},   A = whiten(R) over all response tokens
     """
     returns, _ = gae(rewards, torch.zeros_like(rewards), mask, sequence_ids, gamma=gamma, lam=1.0)
     return whiten(returns, mask), returns
 
 
 def group_members(group_ids: Counts) -> tuple[Counts, Int[Tensor, "P"]]:
-    """Return the group index of each response and the number of responses in each group.
-
-    The group ids may be any integers. The call synchronizes with the device.
+    """Return the group index of each response and the size of each group, for any integer ids. Synchronizes with the
+    device.
 
     >>> members, sizes = group_members(torch.tensor([7, 3, 7]))
     >>> members.tolist(), sizes.tolist()
@@ -240,12 +208,6 @@ def group_members(group_ids: Counts) -> tuple[Counts, Int[Tensor, "P"]]:
     """
     _, members, sizes = torch.unique(group_ids, return_inverse=True, return_counts=True)
     return members, sizes
-
-
-def group_size(group_ids: Counts) -> Counts:
-    """Return the number of responses in the group of each response."""
-    members, sizes = group_members(group_ids)
-    return sizes[members]
 
 
 def has_scored_peer(score_mask: Flags, group_ids: Counts) -> Flags:
@@ -276,37 +238,17 @@ def group_std(scores: Scores, group_ids: Counts) -> Scores:
     return torch.where(sizes > 1, std, torch.ones_like(std))[members]
 
 
-def same_sequence_follows(sequence_ids: Ids) -> Mask:
-    """Return True for each token whose next token is in the same sequence.
-
-    >>> same_sequence_follows(torch.tensor([0, 0, 1])).tolist()
-    [True, False, False]
-    """
-    follows = torch.zeros_like(sequence_ids, dtype=torch.bool)
-    follows[:-1] = sequence_ids[:-1] == sequence_ids[1:]
-    return follows
-
-
-def shift_left(values: Floats, distance: int) -> Floats:
-    """Return the values moved `distance` tokens to the left: position t has `v_{t + distance}`, or 0 beyond the end."""
-    shifted = torch.zeros_like(values)
-    shifted[: values.numel() - distance] = values[distance:]
-    return shifted
-
-
 def backward_recurrence(decay: Floats, addend: Floats) -> Floats:
-    """Compute `x_t = addend_t + decay_t x_{t+1}` backward from `x_T = 0`.
-
-    A decay of 0 ends a sequence. The loop makes log2(T) passes over flat tensors. Each pass doubles the number of
-    tokens that a partial result combines. This is a parallel prefix sum (Hillis and Steele 1986, Blelloch 1990).
+    """Compute `x_t = addend_t + decay_t x_{t+1}` backward from `x_T = 0`, where a decay of 0 ends a sequence. This is a
+    parallel prefix sum in log2(T) passes (Hillis and Steele 1986, Blelloch 1990).
 
     >>> backward_recurrence(torch.tensor([0.5, 0.5, 0.0]), torch.tensor([1.0, 1.0, 4.0])).tolist()
     [2.5, 3.0, 4.0]
     """
     distance = 1
     while distance < addend.numel():
-        addend = addend + decay * shift_left(addend, distance)
-        decay = decay * shift_left(decay, distance)
+        addend = addend + decay * pad(addend[distance:], (0, distance))
+        decay = decay * pad(decay[distance:], (0, distance))
         distance *= 2
     return addend
 
@@ -321,22 +263,16 @@ def score_range(scores: Scores, score_mask: Flags, group_ids: Counts) -> tuple[F
 
 
 def groups_with_signal(scores: Scores, score_mask: Flags, group_ids: Counts) -> Flags:
-    """Return True for each response whose group contains at least two different scores. If all scores of a group are
-    equal, every advantage in the group is 0. A group of one response gets True if the response is scored. This is the
-    filter of DAPO's dynamic sampling (Yu et al. 2025, arXiv:2503.14476)."""
+    """Return True for each response whose group has at least two different scores, or that is scored and alone in its
+    group. This is the filter of DAPO's dynamic sampling (Yu et al. 2025, arXiv:2503.14476)."""
     members, sizes = group_members(group_ids)
     highest, lowest = score_range(scores, score_mask, group_ids)
     return ((highest > lowest) | ((sizes == 1) & (highest == lowest)))[members]
 
 
 def overlong_penalty(lengths: Counts, *, max_response_tokens: int, settings: OverlongConfig) -> Scores:
-    """Return the addend, 0 or negative, that penalizes the score of each response for its length.
-
-        -penalty clamp((length - (L - B)) / B, 0, 1)
-
-    L is the limit and B the buffer. The addend is 0 up to L - B tokens, and then falls linearly to -penalty at L. This
-    is DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476). The addend is always 0 if `enabled` is false.
-    """
+    """Return `-penalty clamp((length - (L - B)) / B, 0, 1)` for each response, or 0 if `enabled` is false. L is the
+    limit and B the buffer. This is DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476)."""
     excess = (lengths - (max_response_tokens - settings.buffer_tokens)).float() / settings.buffer_tokens
     share = excess.clamp(0.0, 1.0)
     return -settings.penalty * share if settings.enabled else 0.0 * share

@@ -1,7 +1,4 @@
-"""Sums and rankings of tokens that do not depend on the split into micro-batches or ranks.
-
-`rank_share`, `token_covariance` and `clipped_by_covariance` need a whole mini-batch before it is split.
-"""
+"""Sums and rankings of tokens. `rank_share`, `token_covariance` and `clipped_by_covariance` need a whole mini-batch."""
 
 from dataclasses import dataclass
 from typing import assert_never
@@ -19,9 +16,9 @@ Ids = Int[Tensor, "T"]
 
 @dataclass(frozen=True, slots=True)
 class Denominator:
-    """The divisor of a loss. It is counted once, over the whole mini-batch and all ranks. `num_tokens`: the number of
-    response tokens. `num_sequences`: the number of responses. `norm_tokens`: the value of
-    `rollout.max_response_tokens`, which is the constant C of the aggregation seq-mean-token-sum-norm."""
+    """The divisor of a loss, counted once over the whole mini-batch and all ranks. `num_tokens`, `num_sequences`: the
+    numbers of response tokens and of responses. `norm_tokens`: the value of `rollout.max_response_tokens`, C in
+    `aggregate`."""
 
     num_tokens: int
     num_sequences: int
@@ -37,15 +34,13 @@ class Denominator:
 
 
 def segment_sum(values: Floats, sequence_ids: Ids, num_sequences: int) -> Float[Tensor, "{num_sequences}"]:
-    """Return the sum of the values of each sequence, `s_n = sum_{t in n} v_t`. A sequence without tokens gets 0. The
-    sum is computed in float64 and rounded once, so it does not depend on a GPU's order of summation."""
+    """Return the sum of each sequence's values, in float64 and rounded once, whatever a GPU's order."""
     sums = torch.zeros(num_sequences, dtype=torch.float64, device=values.device)
     return sums.index_add(0, sequence_ids, values.double()).to(values.dtype)
 
 
 def masked(values: Floats, mask: Mask) -> Floats:
-    """Return the values where the mask is True, and 0 elsewhere. Values are selected, not multiplied. A NaN where the
-    mask is False therefore reaches neither the result nor the gradient."""
+    """Return the values where the mask is True, else 0. A NaN elsewhere reaches neither the result nor the gradient."""
     return torch.where(mask, values, torch.zeros_like(values))
 
 
@@ -71,10 +66,8 @@ def aggregate(
         seq-mean-token-mean       sum_n (sum_{t in n} l_t / |n|) / N    GRPO, Shao et al. 2024, arXiv:2402.03300
         seq-mean-token-sum-norm   sum_t l_t / (N C)                Dr.GRPO, Liu et al. 2025, arXiv:2503.20783
 
-    `l_t` is the loss of response token t, and `|n|` is the number of response tokens of sequence n. M, N and C are
-    `num_tokens`, `num_sequences` and `norm_tokens` of the denominator. A sequence must be in one micro-batch as a
-    whole. The argument `num_sequences` is the number of sequences in this micro-batch.
-    """
+    `|n|` is the number of response tokens of sequence n, which must be whole in one micro-batch. M, N and C are
+    `num_tokens`, `num_sequences` and `norm_tokens` of the denominator. `num_sequences` counts this micro-batch."""
     match mode:
         case "token-mean":
             return masked_sum(loss, mask) / denominator.num_tokens
@@ -92,8 +85,7 @@ def aggregate(
 
 
 def _ranks(values: Floats, mask: Mask) -> Ids:
-    """Return the rank of each response token by descending value, in stable order. The largest value has rank 0. Tokens
-    where the mask is False get T."""
+    """Return the rank of each response token by descending value, in stable order from 0. Other tokens get T."""
     chosen = mask.nonzero().squeeze(1)
     places = torch.full_like(mask, mask.numel(), dtype=torch.int64)
     places[chosen[values[chosen].argsort(descending=True, stable=True)]] = torch.arange(chosen.numel())
@@ -101,17 +93,15 @@ def _ranks(values: Floats, mask: Mask) -> Ids:
 
 
 def rank_share(values: Floats, mask: Mask) -> Floats:
-    """Return, for each response token, the share of response tokens whose values are larger than the token's value. The
-    result is float64, and 1 where the mask is False. `rank_share(values, mask) < p` selects the `ceil(p M)` of M
-    response tokens with the largest values."""
+    """Return, for each response token, the share of response tokens with larger values, in float64. Other tokens get 1.
+    `rank_share(values, mask) < p` selects the `ceil(p M)` of M response tokens with the largest values."""
     shares = _ranks(values, mask).double() / mask.sum().clamp(min=1)
     return torch.where(mask, shares, torch.ones_like(shares))
 
 
 def token_covariance(logprobs: Floats, advantages: Floats, mask: Mask) -> Floats:
-    """Return `(log pi(t) - mean log pi) (A_t - mean A)` in float64, and 0 where the mask is False. The means are taken
-    over the response tokens. The mean of the result is the covariance that lowers the policy's entropy (Cui et al.
-    2025, arXiv:2505.22617)."""
+    """Return `(log pi(t) - mean log pi) (A_t - mean A)` over response tokens in float64, and 0 elsewhere. Its mean is
+    the covariance that lowers the policy's entropy (Cui et al. 2025, arXiv:2505.22617)."""
 
     def centred(values: Floats) -> Floats:
         wide = masked(values.double(), mask)
@@ -121,8 +111,7 @@ def token_covariance(logprobs: Floats, advantages: Floats, mask: Mask) -> Floats
 
 
 def clipped_by_covariance(covariance: Floats, draws: Floats, mask: Mask, *, settings: ClipCovConfig) -> Mask:
-    """Return the mask of the response tokens that Clip-Cov clips (Cui et al. 2025, arXiv:2505.22617). The candidates
-    are the tokens with `low < covariance < high`. Of these, the tokens with the largest random `draws` are chosen, at
-    most `ceil(share M)` for M response tokens."""
+    """Return the mask of the tokens that Clip-Cov clips (Cui et al. 2025, arXiv:2505.22617). These are the tokens with
+    `low < covariance < high` and the largest random `draws`, at most `ceil(share M)` of M response tokens."""
     inside = mask & (covariance > settings.low) & (covariance < settings.high)
     return inside & (_ranks(draws, inside).double() / mask.sum().clamp(min=1) < settings.share)

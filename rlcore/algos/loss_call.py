@@ -1,50 +1,128 @@
-"""Calls of custom policy losses and advantages, and trials of these functions before a model is loaded.
+"""Functions of the settings: lookup, binding of options, calls, and trials before a model is loaded.
 
-`python -m rlcore.algos.loss_call` reads the settings of the algorithm as JSON and prints the error of the trial.
-"""
+`python -m rlcore.algos.loss_call` reads the settings of the algorithm as JSON and prints the error of the trial."""
 
+import importlib
+import inspect
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from functools import cache, partial
+from typing import Any, TypeVar, get_type_hints
 
 import torch
+from jaxtyping import Float, Int
+from pydantic import ConfigDict, ValidationError, create_model
 from torch import Tensor
 
-from rlcore.algos.advantages import bind_advantage
-from rlcore.algos.losses import PolicyLoss, resolve_policy_loss
-from rlcore.algos.named import bind
-from rlcore.config.algo import AlgoConfig
+from rlcore.algos.losses import PolicyLoss, PolicyLossFunction
+from rlcore.config.algo import ADVANTAGE_FUNCTIONS, POLICY_LOSSES, AlgoConfig
+from rlcore.config.problems import Problem, format_value, settings_error
 from rlcore.errors import ConfigError, TrialError, UserCodeError
 
 R = TypeVar("R")
+Options = Mapping[str, bool | int | float | str]
 
-SIGNATURE = (
-    "loss(policy_logprobs, old_logprobs, advantages, mask, sequence_ids, num_sequences, *, settings) must return "
-    "rlcore.algos.losses.PolicyLoss; docs/algorithms.md has an example"
-)
-ADVANTAGE_SIGNATURE = (
-    "advantage(scores, group_ids, *, ...) must return a float for each response; docs/algorithms.md has an example"
-)
+
+def find_function(key: str, name: str, known: Mapping[str, str]) -> Callable[..., Any]:
+    """Return the function of a name in `known` or of `module:function`. Raises ConfigError if it does not exist."""
+    module_name, colon, attribute = known.get(name, name).partition(":")
+    rule = f"{key}: must name a function as module:function, got {name!r}"
+    remedy = f"Use one of {', '.join(sorted(known))}, or a custom `module:function`"
+    if not (colon and module_name and attribute):
+        raise ConfigError(f"{rule}. {remedy}")
+    try:
+        function = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{rule} ({type(error).__name__}: {error}). {remedy}") from error
+    if not callable(function):
+        raise ConfigError(f"{rule} (a {type(function).__name__}, not a function). {remedy}")
+    found: Callable[..., Any] = function
+    return found
+
+
+def bind(
+    function: Callable[..., R], key: str, options: Options, given: Mapping[str, Any], *, always: tuple[str, ...] = ()
+) -> Callable[..., R]:
+    """Return `function` with `options` and its declared keyword arguments in `given` bound. Names in `always` are bound
+    even if the signature does not show them. Raises ConfigError if an option is unknown, missing, or of a wrong type.
+    """
+    asked, values = _own_arguments(function, key, tuple(options.items()), (*given,))
+    return partial(function, **values, **{word: given[word] for word in given if word in asked or word in always})
+
+
+@cache
+def _own_arguments(
+    function: Callable[..., Any], key: str, options: tuple[tuple[str, Any], ...], given: tuple[str, ...]
+) -> tuple[frozenset[str], dict[str, Any]]:
+    """Return the names in `given` that the function declares, and its options after validation by its annotations."""
+    declared = {
+        word: parameter
+        for word, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
+    try:
+        hints = get_type_hints(function, include_extras=True)
+    except Exception:  # names that are imported for a type checker alone
+        hints = {}
+    fields: dict[str, Any] = {
+        word: (hints.get(word, Any), ... if parameter.default is parameter.empty else parameter.default)
+        for word, parameter in declared.items()
+        if word not in given
+    }
+    model = create_model("options", __config__=ConfigDict(extra="forbid", allow_inf_nan=False), **fields)
+    try:
+        found = model.model_validate(dict(options))
+    except ValidationError as error:
+        raise settings_error(_wrong_options(function, key, error, list(fields))) from error
+    return frozenset(declared).intersection(given), {word: getattr(found, word) for word in fields}
+
+
+def _wrong_options(function: Callable[..., Any], key: str, error: ValidationError, known: list[str]) -> list[Problem]:
+    remedy = f"{getattr(function, '__name__', 'it')} has {', '.join(known) or 'no options'}"
+    found = []
+    for detail in error.errors():
+        rule = detail["msg"].replace("Input should be", "must be")
+        rule = {"extra_forbidden": "there is no such option", "missing": "is missing"}.get(detail["type"], rule)
+        got = "nothing" if detail["type"] == "missing" else format_value(detail["input"])
+        found.append(Problem(f"{key}_options.{'.'.join(map(str, detail['loc']))}", rule, got, remedy))
+    return found
+
+
+def resolve_policy_loss(name: str) -> PolicyLossFunction:
+    """Return the policy loss function of `name`. Raises ConfigError if it does not exist."""
+    return find_function("algo.policy_loss", name, POLICY_LOSSES)
+
+
+def has_argument(name: str, argument: str) -> bool:
+    """Return whether the policy loss `name` has this argument."""
+    return argument in inspect.signature(resolve_policy_loss(name)).parameters
 
 
 def bind_policy_loss(settings: AlgoConfig, given: Mapping[str, Tensor | None]) -> Callable[..., PolicyLoss]:
-    """Return the policy loss function that the settings name, with its options bound. Each argument of the function
-    that has a value in `given` is bound, too. Raises ConfigError if the function does not exist or does not accept
-    `algo.policy_loss_options`."""
+    """Return the policy loss of the settings with options and `given` bound. Raises ConfigError for a wrong name or
+    option."""
     function, options = resolve_policy_loss(settings.policy_loss), settings.policy_loss_options
     return bind(function, "algo.policy_loss", options, {"settings": settings, **given}, always=("settings",))
+
+
+def bind_advantage(
+    settings: AlgoConfig, *, lengths: Int[Tensor, "N"], parts: Float[Tensor, "N K"], part_weights: Float[Tensor, "K"]
+) -> Callable[..., Tensor]:
+    """Return the advantage function of `scores` and `group_ids` that the settings name, with its options bound. The
+    other arguments are bound if the function declares them. `lengths`: the tokens of each response. `parts`: the
+    components of the scores in the order of `reward.weights`. Raises ConfigError if the name or an option is wrong."""
+    function = find_function("algo.advantage", settings.advantage, ADVANTAGE_FUNCTIONS)
+    given = {"lengths": lengths, "parts": parts, "part_weights": part_weights}
+    return bind(function, "algo.advantage", settings.advantage_options, given)
 
 
 def check_results(
     function: Callable[..., R], key: str, name: str, problem_of_shape: Callable[[object, Tensor], str]
 ) -> Callable[..., R]:
-    """Return `function`. If `name` is a custom function (`module:function`), wrap it so that each result is checked.
-
-    `key`: the setting that names the function. `problem_of_shape`: a function that receives a result and the first
-    argument, and returns an error message or ''. It must not wait for a device. The wrapped function raises
-    UserCodeError if the custom function raises an error, or if `problem_of_shape` returns a message.
-    """
+    """Return `function`, wrapped if `name` is a custom function (`module:function`), so that each result is checked.
+    `problem_of_shape` receives a result and the first argument and returns an error message or '', without waiting for
+    a device. The wrapper raises UserCodeError for an error or a message."""
     if ":" not in name:
         return function
 
@@ -61,9 +139,8 @@ def check_results(
 
 
 def require_policy_loss(settings: AlgoConfig) -> None:
-    """Call the policy loss on two responses of three tokens, and compute the gradient of the result. The first token of
-    each response is masked. Raises ConfigError if the loss does not exist or its options are wrong. Raises TrialError
-    if the call fails, or if its result is unusable."""
+    """Try the policy loss and its gradient on two responses of three tokens. Raises ConfigError if the name or an
+    option is wrong, and TrialError if the call fails or its result is unusable."""
     generator = torch.Generator().manual_seed(1)
     policy = (-torch.rand(6, generator=generator)).requires_grad_()
     old, advantages = -torch.rand(6, generator=generator), torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0])
@@ -74,13 +151,15 @@ def require_policy_loss(settings: AlgoConfig) -> None:
     def problem() -> str:
         return gradient_problem(bind_policy_loss(settings, given)(policy, old, advantages, mask, ids, 2), policy)
 
-    data = f"two responses of three tokens. {SIGNATURE}"
+    data = (
+        "two responses of three tokens. loss(policy_logprobs, old_logprobs, advantages, mask, sequence_ids, "
+        "num_sequences, *, settings) must return rlcore.algos.losses.PolicyLoss; docs/algorithms.md has an example"
+    )
     _require("algo.policy_loss: must be a loss", settings.policy_loss, problem, data)
 
 
 def require_advantage(settings: AlgoConfig) -> None:
-    """Call a custom advantage on the scores of two prompts with three responses each. Raises ConfigError if the
-    function does not exist or its options are wrong, and TrialError if the call fails or its result is unusable."""
+    """Try a custom advantage on two prompts with three responses each. Raises the errors of `require_policy_loss`."""
     scores, group_ids = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 0.0]), torch.tensor([0, 0, 0, 1, 1, 1])
     parts, weights = torch.stack([scores, 1 - scores], dim=1), torch.tensor([1.0, 0.5])
 
@@ -89,13 +168,15 @@ def require_advantage(settings: AlgoConfig) -> None:
         found = bind_advantage(settings, lengths=lengths, parts=parts, part_weights=weights)(scores, group_ids)
         return advantage_problem(found, scores) or ("" if found.isfinite().all() else "returns what is not finite")
 
-    data = f"the scores of six responses to two prompts. {ADVANTAGE_SIGNATURE}"
+    data = (
+        "the scores of six responses to two prompts. advantage(scores, group_ids, *, ...) must return a float for each "
+        "response; docs/algorithms.md has an example"
+    )
     _require("algo.advantage: must be an advantage", settings.advantage, problem, data)
 
 
 def _require(rule: str, name: str, problem: Callable[[], str], data: str) -> None:
-    """Run a trial. `problem` calls the custom function, and returns an error message or ''. Raises ConfigError if
-    `problem` raises it. Raises TrialError if `problem` raises any other error or returns a message."""
+    """Raise TrialError if `problem` returns a message or raises any error but ConfigError, which is raised as it is."""
     try:
         text = problem()
     except ConfigError:
@@ -107,7 +188,7 @@ def _require(rule: str, name: str, problem: Callable[[], str], data: str) -> Non
 
 
 def _error_text(name: str, error: Exception) -> str:
-    """Return the text of the error. A line number of the custom function's file is added if the traceback has one."""
+    """Return the text of the error, with the last line number in the custom function's file if there is one."""
     function = getattr(sys.modules.get(name.partition(":")[0]), name.partition(":")[2], None)
     file = getattr(sys.modules.get(getattr(function, "__module__", "")), "__file__", None)
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
@@ -154,8 +235,7 @@ def gradient_problem(found: object, policy: Tensor) -> str:
 
 
 def main() -> None:
-    """Try the functions that the settings name, and print the error. Exit with code 1 if a function fails, and with
-    code 2 if the settings are wrong."""
+    """Try the functions of the settings, and print the error. Exit with 1 for a failed trial, 2 for wrong settings."""
     try:
         settings = AlgoConfig.model_validate_json(sys.stdin.read())
         require_policy_loss(settings)

@@ -1,6 +1,5 @@
 """Losses of the policy and the critic for each token, and estimates of the KL divergence."""
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, assert_never
@@ -11,8 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from rlcore.algos.aggregation import Floats, Ids, Mask, masked, segment_sum, token_counts
-from rlcore.algos.named import find_function
-from rlcore.config.algo import POLICY_LOSSES, AlgoConfig, KlEstimator
+from rlcore.config.algo import AlgoConfig, KlEstimator
 
 # exp(20) = 4.9e8 is far outside every clip range and far inside fp32: the bound changes no update, only prevents inf
 MAX_LOG_RATIO = 20.0
@@ -24,9 +22,8 @@ MIN_REST = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """The loss and flags of each token, which are 0 and False where the mask is False. `clipped`: True where the
-    clipped branch was taken. `clipped_lower`: True where the dual-clip branch was taken. `log_ratio`: `log pi - log
-    pi_old`, clamped to +-20."""
+    """The loss and flags of each token, 0 and False where the mask is False. `clipped`, `clipped_lower`: True on the
+    clipped and the dual-clip branch. `log_ratio`: `log pi - log pi_old`, clamped to +-20."""
 
     loss: Floats
     clipped: Mask
@@ -35,24 +32,10 @@ class PolicyLoss:
 
 
 PolicyLossFunction = Callable[..., PolicyLoss]
-"""A pure function of packed tensors with the arguments of `ppo_clip`. It must not read values where the mask is False.
-The gradient of the loss is with respect to `policy_logprobs` only.
-
-Other keyword arguments are options (`algo.policy_loss_options`) or one of these tensors. `behavior_logprobs` Float[T]:
-the log-probabilities of the rollout engine. `entropy` Float[T]: the policy's entropy, without gradient. `group_ids`
-Int[N]: the prompt of each sequence. `covariance_rank` Float[T]: the `rank_share` of `token_covariance` in the
-mini-batch.
-"""
-
-
-def resolve_policy_loss(name: str) -> PolicyLossFunction:
-    """Return the policy loss function that `name` refers to. Raises ConfigError if it does not exist."""
-    return find_function("algo.policy_loss", name, POLICY_LOSSES)
-
-
-def has_argument(name: str, argument: str) -> bool:
-    """Return whether the function of the policy loss `name` has an argument called `argument`."""
-    return argument in inspect.signature(resolve_policy_loss(name)).parameters
+"""A pure function with the arguments of `ppo_clip`, which reads no values where the mask is False. The gradient of the
+loss is with respect to `policy_logprobs` only. Other keyword arguments are options (`algo.policy_loss_options`) or
+tensors: `behavior_logprobs` Float[T], `group_ids` Int[N], `entropy` Float[T] without gradient, and `covariance_rank`
+Float[T], the `rank_share` of `token_covariance` in the mini-batch."""
 
 
 def token_log_ratio(policy_logprobs: Floats, old_logprobs: Floats, mask: Mask) -> Floats:
@@ -61,16 +44,13 @@ def token_log_ratio(policy_logprobs: Floats, old_logprobs: Floats, mask: Mask) -
 
 
 def clipped_surrogate(log_ratio: Floats, advantages: Floats, *, settings: AlgoConfig) -> tuple[Floats, Mask, Mask]:
-    """Return (loss, clipped, clipped_lower), each [T], of the clipped surrogate loss of any importance ratio.
-
-    With `r = exp(log_ratio)`:
+    """Return (loss, clipped, clipped_lower), each [T], of the clipped surrogate loss with `r = exp(log_ratio)`.
 
         l = max(-A r, -A clamp(r, 1 - clip_low, 1 + clip_high))
         l = min(l, -A dual_clip)      only where A < 0 and dual_clip is set
 
     PPO (Schulman et al. 2017, arXiv:1707.06347) has clip_low = clip_high. DAPO's clip-higher (Yu et al. 2025,
-    arXiv:2503.14476) has a larger clip_high. The second line is dual clip (Ye et al. 2020, arXiv:1912.09729).
-    """
+    arXiv:2503.14476) has a larger clip_high. The second line is dual clip (Ye et al. 2020, arXiv:1912.09729)."""
     ratio = log_ratio.exp()
     free = -advantages * ratio
     bounded = -advantages * ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
@@ -84,8 +64,7 @@ def clipped_surrogate(log_ratio: Floats, advantages: Floats, *, settings: AlgoCo
 
 
 def _sequence_mean(log_ratio: Floats, mask: Mask, sequence_ids: Ids, num_sequences: int) -> Floats:
-    """Return, for each token, the mean log-ratio of the token's sequence. The gradient reaches only the log-ratio of
-    this token."""
+    """Return the mean log-ratio of each token's sequence. The gradient reaches only the log-ratio of this token."""
     counts = token_counts(mask, sequence_ids, num_sequences).clamp(min=1)
     sequence_log_ratio = (segment_sum(log_ratio.detach(), sequence_ids, num_sequences) / counts)[sequence_ids]
     # the added difference is exactly 0 in value and carries the token's gradient
@@ -96,8 +75,7 @@ def ppo_clip(
     policy_logprobs: Floats, old_logprobs: Floats, advantages: Floats, mask: Mask, sequence_ids: Ids,
     num_sequences: int, *, settings: AlgoConfig,
 ) -> PolicyLoss:  # fmt: skip
-    """Return the clipped surrogate loss of each token's ratio `r_t = pi(t) / pi_old(t)`, see `clipped_surrogate`.
-    DAPO's clip-higher has clip_high > clip_low. At pi = pi_old, the gradient is `-A_t grad log pi(t)` (REINFORCE)."""
+    """Return the clipped surrogate loss of each token's ratio `r_t = pi(t) / pi_old(t)`, see `clipped_surrogate`."""
     log_ratio = token_log_ratio(policy_logprobs, old_logprobs, mask)
     loss, clipped, clipped_lower = clipped_surrogate(log_ratio, masked(advantages, mask), settings=settings)
     return PolicyLoss(loss, clipped, clipped_lower, log_ratio)
@@ -112,9 +90,8 @@ def gspo(
         log s_n = (1 / |n|) sum_{t in n} (log pi(t) - log pi_old(t))
         log r_t = sg(log s_n) + log pi(t) - sg(log pi(t))            sg: no gradient
 
-    Source: Zheng et al. 2025, arXiv:2507.18071. For sequences of one token, the loss equals `ppo_clip`. GSPO needs a
-    small clip range (3e-4, 4e-4) and the aggregation seq-mean-token-mean.
-    """
+    Source: Zheng et al. 2025, arXiv:2507.18071. GSPO needs a small clip range (3e-4, 4e-4) and the aggregation
+    seq-mean-token-mean."""
     log_ratio = token_log_ratio(policy_logprobs, old_logprobs, mask)
     token_form = _sequence_mean(log_ratio, mask, sequence_ids, num_sequences)
     loss, clipped, clipped_lower = clipped_surrogate(token_form, masked(advantages, mask), settings=settings)
@@ -129,8 +106,7 @@ def cispo(
 
         l_t = -sg(clamp(r_t, 1 - clip_low, 1 + clip_high)) A_t log pi(t)            sg: no gradient
 
-    This is CISPO, MiniMax 2025, arXiv:2506.13585, equations 4 and 5. `clipped` is True where the clamp changes the
-    ratio.
+    This is CISPO, MiniMax 2025, arXiv:2506.13585, equations 4 and 5. `clipped`: True where the clamp changes the ratio.
     """
     log_ratio = token_log_ratio(policy_logprobs, old_logprobs, mask)
     ratio = log_ratio.detach().exp()
@@ -144,11 +120,9 @@ def sapo(
     num_sequences: int, *, settings: AlgoConfig, tau_pos: Annotated[float, Field(gt=0)] = 1.0,
     tau_neg: Annotated[float, Field(gt=0)] = 1.05,
 ) -> PolicyLoss:  # fmt: skip
-    """Return a loss with a soft gate instead of a clip. The gradient falls with the distance of the ratio from 1.
+    """Return a loss with a soft gate instead of a clip (SAPO, Gao et al. 2025, arXiv:2511.20347).
 
-        l_t = -A_t (4 / tau) sigmoid(tau (r_t - 1))        tau: tau_pos where A_t > 0, otherwise tau_neg
-
-    This is SAPO, Gao et al. 2025, arXiv:2511.20347. At r = 1, the gradient equals the gradient of REINFORCE.
+    l_t = -A_t (4 / tau) sigmoid(tau (r_t - 1))        tau: tau_pos where A_t > 0, otherwise tau_neg
     """
     log_ratio = token_log_ratio(policy_logprobs, old_logprobs, mask)
     advantages = masked(advantages, mask)
@@ -161,14 +135,13 @@ def gmpo(
     policy_logprobs: Floats, old_logprobs: Floats, advantages: Floats, mask: Mask, sequence_ids: Ids,
     num_sequences: int, *, settings: AlgoConfig, log_clip: Annotated[float, Field(gt=0)] = 0.4,
 ) -> PolicyLoss:  # fmt: skip
-    """Return a loss that uses the geometric mean of a sequence's clipped ratios, with a gradient for each token.
+    """Return the loss of the geometric mean of a sequence's clipped ratios, with a gradient for each token.
 
         c_t     = sign(A_t) min(sign(A_t) log r_t, log_clip)
         log g_n = (1 / |n|) sum_{t in n} c_t
         l_t     = -A_t exp(sg(log g_n) + c_t - sg(c_t))            sg: no gradient
 
-    This is GMPO, Zhao et al. 2025, arXiv:2507.20673, if `algo.aggregation` is seq-mean-token-mean.
-    """
+    This is GMPO, Zhao et al. 2025, arXiv:2507.20673, if `algo.aggregation` is seq-mean-token-mean."""
     log_ratio = token_log_ratio(policy_logprobs, old_logprobs, mask)
     advantages = masked(advantages, mask)
     sign = advantages.sign()
@@ -182,8 +155,8 @@ def gpg(
     policy_logprobs: Floats, old_logprobs: Floats, advantages: Floats, mask: Mask, sequence_ids: Ids,
     num_sequences: int, *, settings: AlgoConfig,
 ) -> PolicyLoss:  # fmt: skip
-    """Return the plain policy gradient loss without a ratio, `l_t = -A_t log pi(t)`. This is GPG (Chu et al. 2025,
-    arXiv:2504.02546). The paper's factor for groups with equal scores is left out."""
+    """Return the policy gradient loss without a ratio, `l_t = -A_t log pi(t)` (GPG, Chu et al. 2025, arXiv:2504.02546).
+    The paper's factor for groups with equal scores is left out."""
     log_ratio = token_log_ratio(policy_logprobs, old_logprobs, mask).detach()
     logprobs = masked(policy_logprobs, mask)
     return PolicyLoss(-masked(advantages, mask) * logprobs, torch.zeros_like(mask), torch.zeros_like(mask), log_ratio)
@@ -193,14 +166,12 @@ def dppo(
     policy_logprobs: Floats, old_logprobs: Floats, advantages: Floats, mask: Mask, sequence_ids: Ids,
     num_sequences: int, *, settings: AlgoConfig, delta: Annotated[float, Field(gt=0, lt=1)] = 0.1,
 ) -> PolicyLoss:  # fmt: skip
-    """Return a loss with a trust region for the probability instead of the ratio. Rare tokens may change by large
-    factors.
+    """Return a loss with a trust region for the probability. Rare tokens may change by large factors.
 
-        l_t = 0                   where |pi(t) - pi_old(t)| > delta and a step would increase the distance
+        l_t = 0                   where |pi(t) - pi_old(t)| > delta, and A_t > 0 and r_t > 1, or A_t < 0 and r_t < 1
         l_t = -A_t r_t            elsewhere
 
-    A step increases the distance if A_t > 0 and r_t > 1, or A_t < 0 and r_t < 1. This is DPPO with the binary total
-    variation, Qi et al. 2026, arXiv:2602.04879. `clipped` is True where the first line applies.
+    This is DPPO with the binary total variation, Qi et al. 2026, arXiv:2602.04879. `clipped`: True in the first line.
     """
     log_ratio = token_log_ratio(policy_logprobs, old_logprobs, mask)
     advantages = masked(advantages, mask)
@@ -215,13 +186,12 @@ def kl_cov(
     num_sequences: int, *, settings: AlgoConfig, covariance_rank: Floats,
     share: Annotated[float, Field(gt=0, lt=1)] = 0.0002, coef: Annotated[float, Field(gt=0)] = 1.0,
 ) -> PolicyLoss:  # fmt: skip
-    """Return the unclipped loss plus a penalty on the tokens with the highest covariance. See `token_covariance`.
+    """Return the unclipped loss plus a penalty on the tokens with the highest `token_covariance`.
 
         l_t = -A_t r_t + coef |log r_t|      for the `share` of the mini-batch's tokens with the largest covariance
         l_t = -A_t r_t                       elsewhere
 
-    This is KL-Cov, Cui et al. 2025, arXiv:2505.22617, with the divergence estimate of the paper's code. `clipped` is
-    True where the penalty applies.
+    This is KL-Cov, Cui et al. 2025, arXiv:2505.22617, with the estimate of its code. `clipped`: True in the first line.
     """
     log_ratio = token_log_ratio(policy_logprobs, old_logprobs, mask)
     penalized = mask & (covariance_rank < share)
@@ -230,14 +200,13 @@ def kl_cov(
 
 
 def value_loss(values: Floats, old_values: Floats, returns: Floats, mask: Mask, *, clip: float) -> tuple[Floats, Mask]:
-    """Return (loss, clipped), each [T], of the critic's clipped squared error.
+    """Return (loss, clipped), each [T], of the critic's clipped squared error. `clipped`: True where the second error
+    is larger.
 
         v' = clamp(v, v_old - clip, v_old + clip)
         l  = max((v - R)^2, (v' - R)^2) / 2
 
-    This is the loss in PPO's companion code (Schulman et al. 2017, arXiv:1707.06347). `clipped` is True where the
-    second error is larger.
-    """
+    This is the loss in PPO's companion code (Schulman et al. 2017, arXiv:1707.06347)."""
     values, old_values, returns = masked(values, mask), masked(old_values, mask), masked(returns, mask)
     # not v_old + clamp(v - v_old): that differs from v in the last digit, and unclipped tokens would count as clipped
     near = values.clamp(old_values - clip, old_values + clip)
@@ -247,13 +216,12 @@ def value_loss(values: Floats, old_values: Floats, returns: Floats, mask: Mask, 
 
 
 def top_k_forward_kl(teacher_logprobs: Float[Tensor, "T k"], policy_logprobs: Float[Tensor, "T k"]) -> Floats:
-    """Return KL(teacher || policy) at each token over k + 1 outcomes: the teacher's k likeliest tokens, and all other
-    tokens together.
+    """Return KL(teacher || policy) at each token over k + 1 outcomes: the teacher's k likeliest tokens, and all others
+    together.
 
         sum_i p_i (log p_i - log q_i) + p_rest (log p_rest - log q_rest)
 
-    It is 0 for equal policies, and at most the divergence over the whole vocabulary (log-sum inequality).
-    """
+    It is at most the divergence over the whole vocabulary (log-sum inequality)."""
     teacher = teacher_logprobs.exp()
     teacher_rest, policy_rest = (
         (1 - probabilities.sum(dim=1)).clamp(min=MIN_REST) for probabilities in (teacher, policy_logprobs.exp())
@@ -263,20 +231,16 @@ def top_k_forward_kl(teacher_logprobs: Float[Tensor, "T k"], policy_logprobs: Fl
 
 
 def kl_estimate(policy_logprobs: Floats, ref_logprobs: Floats, *, estimator: KlEstimator) -> Floats:
-    """Estimate KL(pi || pi_ref) at each sampled token, differentiable in the policy.
-
-    With `d = clamp(log pi - log pi_ref, -20, 20)`:
+    """Estimate KL(pi || pi_ref) at each sampled token, with `d = clamp(log pi - log pi_ref, -20, 20)`, differentiable
+    in pi.
 
         k1               d
         k2               d^2 / 2
         k3, low_var_kl   min(exp(-d) - 1 + d, 10)
 
     Source: Schulman 2020, "Approximating KL Divergence". The values of k1 and k3 are unbiased. In the reward, only k1
-    has the gradient of the divergence, and the gradients of k2 and k3 vanish near the reference. In the loss, k2 has
-    the gradient of the divergence, k3 has the gradient of KL(pi_ref || pi), and the gradient of k1 is 0 in expectation
-    (Liu et al. 2025, arXiv:2510.01555). The caller applies the mask. The clamp also makes the gradient 0 where the
-    difference is NaN or infinite.
-    """
+    has the gradient of the divergence. In the loss, k2 has the gradient of the divergence, k3 that of KL(pi_ref || pi),
+    and k1 has 0 in expectation (Liu et al. 2025, arXiv:2510.01555). The gradient is 0 where d is NaN or clamped."""
     difference = (policy_logprobs - ref_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     match estimator:
         case "k1":

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -22,9 +22,7 @@ S = TypeVar("S", bound="Statistics")
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Scalars without gradient, which are summed over micro-batches, mini-batches and ranks, and divided once at the
-    end. Each field is Float64[]. `num_tokens`: the number of response tokens. `stack` joins all fields into one tensor,
-    so that a single copy moves them to the CPU."""
+    """Float64 scalars without gradient, summed over micro-batches, mini-batches and ranks before any division."""
 
     num_tokens: Float[Tensor, ""]
 
@@ -34,11 +32,10 @@ class Statistics:
         return {name: float(value) / num_tokens for name, value in sums.items()} if num_tokens else {}
 
     def __add__(self: S, other: S) -> S:
-        """Return the sum of both statistics, field by field."""
         return type(self)(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     def stack(self) -> Float[Tensor, "F"]:
-        """Return all fields, in their order, as one float64 tensor."""
+        """Return all fields as one float64 tensor, which a single copy moves to the CPU."""
         return torch.stack([getattr(self, f.name) for f in fields(self)])
 
     @classmethod
@@ -49,13 +46,10 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True)
 class PolicyStatistics(Statistics):
-    """The statistics of a micro-batch in a policy update.
-
-    `pg_loss`, `entropy` and `kl_loss` are the micro-batch's shares of the mini-batch's aggregated values (see
-    `aggregate`). The other fields are sums over response tokens. `ppo_kl`: the old minus the new log-probability.
-    `ref_kl`: the KL estimate in the loss. `entropy_sum`: the entropy. `teacher_kl`: the KL of `algo.teacher.top_k`.
-    `num_clipped`, `num_clipped_lower`: the number of tokens on the clipped branch and on the dual-clip branch.
-    """
+    """The statistics of a policy update. `pg_loss`, `entropy` and `kl_loss` are shares of the mini-batch's aggregated
+    values (see `aggregate`). Other fields are sums over response tokens. `ppo_kl`: old minus new log-probability.
+    `ref_kl`: the KL estimate in the loss. `num_clipped`, `num_clipped_lower`: tokens on the clipped and the dual-clip
+    branch."""
 
     pg_loss: Float[Tensor, ""]
     entropy: Float[Tensor, ""]
@@ -68,7 +62,7 @@ class PolicyStatistics(Statistics):
     teacher_kl: Float[Tensor, ""]
 
     def metrics(self, num_updates: int = 1) -> dict[str, float]:
-        """Return the `actor/*` metrics over `num_updates` mini-batches. The call synchronizes with the device."""
+        """Return the `actor/*` metrics over `num_updates` mini-batches. Synchronizes with the device."""
         return {
             "actor/pg_loss": float(self.pg_loss) / num_updates,
             "actor/entropy": float(self.entropy) / num_updates,
@@ -82,36 +76,27 @@ class PolicyStatistics(Statistics):
             ),
         }
 
-    def mean_ref_kl(self) -> float:
-        """Return the KL to the reference in nats per token, or 0 if no token has a loss."""
-        return self.per_token({"": self.ref_kl}).get("", 0.0)
-
-    def mean_teacher_kl(self) -> float:
-        """Return the KL from the teacher in nats per token. It is 0 if no token has a loss."""
-        return self.per_token({"": self.teacher_kl}).get("", 0.0)
-
-    def mean_entropy(self) -> float:
-        """Return the mean entropy in nats per token, or 0 if no token has a loss."""
-        return self.per_token({"": self.entropy_sum}).get("", 0.0)
+    def mean(self, name: Literal["ref_kl", "teacher_kl", "entropy_sum"]) -> float:
+        """Return a field in nats per token, or 0 if no token has a loss."""
+        return self.per_token({name: getattr(self, name)}).get(name, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class SupervisedStatistics(Statistics):
-    """Sums over target tokens. `loss`: the negative log-likelihood in nats. `num_correct`: the number of targets that
-    are the model's likeliest token."""
+    """Sums over target tokens. `loss`: in nats. `num_correct`: targets that are the likeliest token."""
 
     loss: Float[Tensor, ""]
     num_correct: Float[Tensor, ""]
 
     def means(self) -> dict[str, float]:
-        """Return `loss` and `accuracy`, or {} if no token has a loss. The call synchronizes with the device."""
+        """Return `loss` and `accuracy`, or {} if no token has a loss. Synchronizes with the device."""
         return self.per_token({"loss": self.loss, "accuracy": self.num_correct})
 
 
 @dataclass(frozen=True, slots=True)
 class PreferenceStatistics(SupervisedStatistics):
-    """Sums over pairs of a chosen and a rejected response. `num_correct`: the number of pairs whose chosen response has
-    the higher reward. The log-probability of a response is the sum over its target tokens."""
+    """Sums over pairs. `num_correct`: chosen responses with the higher reward. Log-probabilities are summed over
+    targets."""
 
     num_pairs: Float[Tensor, ""]
     chosen_reward: Float[Tensor, ""]
@@ -120,7 +105,7 @@ class PreferenceStatistics(SupervisedStatistics):
     rejected_logprob: Float[Tensor, ""]
 
     def means(self) -> dict[str, float]:
-        """Return the means over pairs, or {} if there is no pair. The call synchronizes with the device."""
+        """Return the means over pairs, or {} if there is no pair. Synchronizes with the device."""
         found = {f.name: float(getattr(self, f.name)) for f in fields(self)}
         num_pairs = found.pop("num_pairs")
         del found["num_tokens"]
@@ -131,15 +116,14 @@ class PreferenceStatistics(SupervisedStatistics):
 
 @dataclass(frozen=True, slots=True)
 class ValueStatistics(Statistics):
-    """The statistics of a micro-batch in a critic update. `vf_loss`: the micro-batch's share of the mini-batch's critic
-    loss. `vpred`: the sum of the critic's values over response tokens."""
+    """The statistics of a critic update. `vf_loss`: a share of the batch's loss. `vpred`: the sum of the values."""
 
     vf_loss: Float[Tensor, ""]
     vpred: Float[Tensor, ""]
     num_clipped: Float[Tensor, ""]
 
     def metrics(self, num_updates: int = 1) -> dict[str, float]:
-        """Return the `critic/*` metrics over `num_updates` mini-batches. The call synchronizes with the device."""
+        """Return the `critic/*` metrics over `num_updates` mini-batches. Synchronizes with the device."""
         return {
             "critic/vf_loss": float(self.vf_loss) / num_updates,
             **self.per_token({"critic/vf_clipfrac": self.num_clipped, "critic/vpred_mean": self.vpred}),
@@ -162,12 +146,10 @@ def policy_objective(
         J = agg(w l) + kl_coef agg(kl) [kl.where = loss] - (entropy_coef + entropy_added) agg(H)
             + teacher.coef agg(D) [teacher.top_k]
 
-    `l`: the policy loss that the settings name, or 0 where `off_policy_mask` is True. `w`: the importance weights.
-    `agg`: the aggregation. `H`: the policy's entropy at each token. `entropy` needs a gradient only if the coefficient
-    of agg(H) is not 0. `D`: the divergence from `top_k_forward_kl`. `candidate_logprobs`: the policy's
-    log-probabilities of the teacher's likeliest tokens. If the batch has no `old_logprobs`, `policy_logprobs` without
-    gradient replace them. `kl_coef` comes from `next_kl_coef`, and `entropy_added` from `next_entropy_bonus`.
-    """
+    `l`: the policy loss of the settings, or 0 where `off_policy_mask` is True. `w`: the importance weights. `H`: the
+    entropy, which needs a gradient only if its coefficient is not 0. `D`: `top_k_forward_kl` of `candidate_logprobs`,
+    the policy's log-probabilities of the teacher's likeliest tokens. Without `old_logprobs` in the batch,
+    `policy_logprobs` without gradient replace them."""
     packed, mask = batch.packed, batch.packed.loss_mask
     sequence_ids, num_sequences = packed.sequence_ids(), packed.num_sequences
     old_logprobs = policy_logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
@@ -225,8 +207,7 @@ def policy_objective(
 def value_objective(
     values: Floats, batch: TrainBatch, *, settings: AlgoConfig, denominator: Denominator
 ) -> tuple[Float[Tensor, ""], ValueStatistics]:
-    """Return a micro-batch's share of the critic loss, and the statistics of the micro-batch. The critic loss is the
-    token mean of `value_loss`."""
+    """Return a micro-batch's share of the critic loss, the token mean of `value_loss`, and its statistics."""
     assert batch.old_values is not None, "the critic's update needs its values before it"
     assert batch.returns is not None, "the critic's update needs returns"
     mask, sequence_ids, num_sequences = batch.packed.loss_mask, batch.packed.sequence_ids(), batch.packed.num_sequences
@@ -244,9 +225,8 @@ def value_objective(
 
 
 def explained_variance(values: Floats, returns: Floats, mask: Mask) -> Float[Tensor, ""]:
-    """Return the share of the returns' variance that the critic explains, `1 - Var(R - V) / (Var(R) + 1e-5)`. 1 is
-    perfect, 0 is no better than a constant, and below 0 is worse. Variances are over response tokens with ddof = 1
-    (veRL's formula)."""
+    """Return `1 - Var(R - V) / (Var(R) + 1e-5)` over response tokens, with ddof = 1 (veRL's formula). 1 is perfect, 0
+    is no better than a constant."""
     count = mask.sum()
 
     def variance(x: Floats) -> Float[Tensor, ""]:
@@ -259,8 +239,8 @@ def explained_variance(values: Floats, returns: Floats, mask: Mask) -> Float[Ten
 def supervised_objective(
     logprobs: Floats, is_top: Floats, mask: Mask, *, num_tokens: int
 ) -> tuple[Float[Tensor, ""], SupervisedStatistics]:
-    """Return a micro-batch's share of the supervised loss, `-1 / num_tokens sum_t logprob_t`, and its statistics. The
-    sum skips masked tokens. `num_tokens` is the number of target tokens of the whole batch on all ranks."""
+    """Return a micro-batch's share of the loss, `-1 / num_tokens sum_t logprob_t` over unmasked tokens, and its
+    statistics. `num_tokens` counts the target tokens of the whole batch on all ranks."""
     nll = -masked_sum(logprobs, mask)
     with torch.no_grad():
         counts = (mask.sum(dtype=torch.float64), nll.double(), masked(is_top, mask).sum(dtype=torch.float64))
@@ -270,13 +250,13 @@ def supervised_objective(
 def preference_objective(
     logprobs: Floats, batch: PackedBatch, *, beta: float, num_pairs: int
 ) -> tuple[Float[Tensor, ""], PreferenceStatistics]:
-    """Return `-1 / num_pairs sum_n log sigmoid(r_n(chosen) - r_n(rejected))`, the share of a micro-batch in the DPO
-    loss (Rafailov et al. 2023, arXiv:2305.18290), and its statistics.
+    """Return a micro-batch's share of the DPO loss (Rafailov et al. 2023, arXiv:2305.18290) of `num_pairs` pairs on all
+    ranks, and its statistics.
 
-    The reward of a response is `r = beta sum_t (logprob_t - reference_t)` over its target tokens. `batch`: preference
-    pairs (see `pack_demonstrations`). Its `behavior_logprobs` contain `reference_t`. Pairs without target tokens do not
-    count. `num_pairs` is the number of pairs of the whole batch on all ranks.
-    """
+        -1 / num_pairs sum_n log sigmoid(r_n(chosen) - r_n(rejected)),   r = beta sum_t (logprob_t - reference_t)
+
+    `batch`: pairs of `pack_demonstrations`, with `reference_t` in `behavior_logprobs`. Pairs without targets do not
+    count."""
     mask, responses = batch.loss_mask, (batch.position_ids == 0).cumsum(0) - 1
 
     def by_pair(values: Floats) -> Float[Tensor, "N 2"]:

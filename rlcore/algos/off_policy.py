@@ -16,13 +16,12 @@ def importance_weights(
 ) -> Floats:  # fmt: skip
     """Return the weight of each response token in the policy loss, without gradient, and 0 where the mask is False.
 
-    The ratio is `r = exp(d_t)` with `d_t = clamp(log pi_old - log pi_behavior, -20, 20)`. If the level is `sequence`,
-    the ratio is `r = exp(clamp(sum_{t in n} d_t, -20, 20))` for each token of n.
-
         off        1
         truncate   min(r, cap)                           truncated importance sampling, Ionides 2008; Yao et al. 2025
         mask       r where 1 / cap <= r <= cap, else 0   IcePop, Ling Team 2025, arXiv:2510.18855
-    """
+
+    `r = exp(d_t)` with `d_t = clamp(log pi_old - log pi_behavior, -20, 20)`. At the level `sequence`, all tokens of n
+    have `r = exp(clamp(sum_{t in n} d_t, -20, 20))`."""
     log_ratio = token_log_ratio(old_logprobs, behavior_logprobs, mask).detach()
     if settings.level == "sequence":
         summed = segment_sum(log_ratio, sequence_ids, num_sequences)
@@ -47,16 +46,13 @@ def rejection_mask(
 ) -> Mask:  # fmt: skip
     """Return True for response tokens that are too far from the policy that sampled them.
 
-    `k_t` is the estimate of KL(behavior || old) at token t (`kl_estimate`). The level decides which tokens are
-    rejected:
-
         token                      |k_t| > bound
         sequence-sum, -mean        |sum or mean of k over its response| > bound
         sequence-max               max |k_t| over its response > bound
 
-    `bound` is log(cap) for k1, otherwise cap. Sources: veRL's rollout correction, and Liu et al. 2025, "When Speed
-    Kills Stability". A token whose `k_t` is NaN is not rejected, so that the NaN is reported.
-    """
+    `k_t` is the estimate of KL(behavior || old) (`kl_estimate`). `bound` is log(cap) for k1, otherwise cap. A NaN is
+    not rejected, so that it is reported. Sources: veRL's rollout correction, Liu et al. 2025, "When Speed Kills
+    Stability"."""
     distance = masked(kl_estimate(behavior_logprobs, old_logprobs, estimator=settings.estimator), mask).detach()
     match settings.level:
         case "off":
@@ -85,8 +81,7 @@ def off_policy_mask(
 
         A_t < 0 and (1 / |n|) sum_{t in n} (log pi_behavior(t) - log pi(t)) > delta
 
-    This is the off-policy sequence mask of DeepSeek-V3.2, 2025, arXiv:2512.02556.
-    """
+    This is the off-policy sequence mask of DeepSeek-V3.2, 2025, arXiv:2512.02556."""
     drift = token_log_ratio(behavior_logprobs, policy_logprobs.detach(), mask)
     counts = token_counts(mask, sequence_ids, num_sequences).clamp(min=1)
     mean = segment_sum(drift, sequence_ids, num_sequences) / counts

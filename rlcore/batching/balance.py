@@ -1,10 +1,8 @@
 """Assignment of sequences to mini-batches, ranks and micro-batches, balanced by cost under a token budget.
 
-Ranks and micro-batches are balanced by the largest differencing method of Karmarkar and Karp ("The differencing method
-of set partitioning", 1982). If there are several ranks, the cost is the number of operations, because the ranks wait
-for each other at every micro-batch. If there is one rank, the cost is the number of tokens, which determines the
-memory.
-"""
+The largest differencing method of Karmarkar and Karp ("The differencing method of set partitioning", 1982) balances
+ranks and micro-batches. Several ranks wait for each other at every micro-batch, so the cost is the number of
+operations. For one rank it is the number of tokens, which determines the memory."""
 
 import bisect
 import functools
@@ -29,12 +27,9 @@ BALANCE_TOLERANCE = 1e-3
 
 
 def partition(lengths: Sequence[int], num_parts: int, *, equal_counts: bool = False) -> list[list[int]]:
-    """Split the indices of `lengths` into `num_parts` parts with nearly equal sums. Each part is in ascending order.
-
-    If `equal_counts` is true, each part has the same number of indices. The lengths are then sorted, and each part gets
-    one of every `num_parts` consecutive lengths. If the sums still differ too much, pairs of indices are exchanged. If
-    `equal_counts` is false, and all lengths are positive, no part is empty. Raises ValueError if there are too few
-    indices, or if equal counts are impossible.
+    """Split the indices of `lengths` into `num_parts` parts with nearly equal sums, each in ascending order. With
+    `equal_counts`, each part has equally many indices. No part is empty if all lengths are positive. Raises ValueError
+    for too few indices or impossible counts.
 
     >>> partition([8, 7, 6, 5, 4], 2)
     [[1, 3, 4], [0, 2]]
@@ -48,7 +43,7 @@ def partition(lengths: Sequence[int], num_parts: int, *, equal_counts: bool = Fa
 
 @functools.lru_cache(maxsize=16)
 def _partition(lengths: tuple[int, ...], num_parts: int, equal_counts: bool) -> list[list[int]]:
-    """Compute the parts of `partition`. The result is cached, because one training step needs it several times."""
+    """Compute the parts of `partition`, cached because a training step needs them several times."""
     if num_parts == 1:
         return [[*range(len(lengths))]]
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
@@ -73,12 +68,11 @@ def _partition(lengths: tuple[int, ...], num_parts: int, equal_counts: bool) -> 
 
 
 def _spread(parts: Sequence[_Part], num_parts: int) -> int:
-    """Return the smallest sum of a part minus the largest sum. `parts` does not contain empty parts, whose sum is 0."""
+    """Return the smallest sum of a part minus the largest. `parts` does not contain empty parts, whose sum is 0."""
     return parts[0][0] - (parts[-1][0] if len(parts) == num_parts else 0)
 
 
 def _indices(tree: Any) -> list[int]:
-    """Return the leaves of nested pairs."""
     found, rest = [], [tree]
     while rest:
         node = rest.pop()
@@ -109,7 +103,7 @@ def _exchange(parts: list[list[int]], lengths: Sequence[int]) -> list[list[int]]
 
 
 def _best_exchange(heavy: list[int], light: list[int], lengths: Sequence[int], gap: int) -> tuple[int, int] | None:
-    """Return the pair of indices whose exchange makes the two sums most nearly equal, or None if no exchange helps."""
+    """Return the exchange that makes the two sums most nearly equal, or None if no exchange helps."""
     candidates = sorted(light, key=lambda i: (lengths[i], i))
     values = [lengths[i] for i in candidates]
     best, closest = None, gap
@@ -124,8 +118,7 @@ def _best_exchange(heavy: list[int], light: list[int], lengths: Sequence[int], g
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The token counts of n sequences. `lengths`: all tokens. `targets`: the tokens with a loss. `shared`: the leading
-    tokens that are already computed for an earlier sequence with the same prompt."""
+    """The token counts of n sequences: all, those with a loss, and leading ones computed for an earlier sequence."""
 
     lengths: Int[Tensor, "n"]
     targets: Int[Tensor, "n"]
@@ -139,7 +132,7 @@ class Sizes:
         return cls(batch.sequence_lengths(), targets, shared)
 
     def select(self, batch: PackedBatch, rows: Sequence[int]) -> "Sizes":
-        """Return the sizes of the sequences `rows` of the batch, in the order of `rows`."""
+        """Return the sizes of the sequences `rows` of the batch, in this order."""
         chosen = torch.tensor(list(rows))
         shared = self.shared[chosen]
         is_next = chosen.diff(prepend=chosen[:1]) == 1
@@ -156,9 +149,7 @@ class Sizes:
         return int((self.lengths - self.shared).sum())
 
     def costs(self, shape: ModelShape | None) -> list[int]:
-        """Return the cost of each sequence in a pass. If the model's shape is unknown, this is the number of computed
-        tokens. Otherwise it is the number of operations in `ModelShape.update_flops`, divided by 6. The layers process
-        all tokens, the head only the targets, and attention costs the square of the length."""
+        """Return each sequence's computed tokens, or with a shape a sixth of its `ModelShape.update_flops`."""
         found = self.lengths - self.shared
         if shape is not None:
             layers, width = shape.layers * shape.layer_weights, shape.layers * shape.query_width
@@ -169,13 +160,13 @@ class Sizes:
 def micro_batches(
     batch: PackedBatch, num_micro: int, shape: ModelShape | None = None, *, share_prompts: bool = False
 ) -> list[list[int]]:
-    """Return the sequences of each micro-batch. All micro-batches have nearly equal cost, counted in tokens if `shape`
-    is None. With `share_prompts`, responses to one prompt stay together if they fit into a micro-batch."""
+    """Return the sequences of micro-batches of nearly equal cost, counted in tokens if `shape` is None. With
+    `share_prompts`, responses to one prompt stay together if they fit."""
     return _cut(Sizes.from_batch(batch, share_prompts=share_prompts), num_micro, shape)[0]
 
 
 def _cut(sizes: Sizes, num_micro: int, shape: ModelShape | None) -> tuple[list[list[int]], list[int]]:
-    """Split the sequences into micro-batches. Return the sequences and the number of computed tokens of each."""
+    """Return the sequences of each micro-batch, and the number of tokens that it computes."""
     blocks, tokens = _blocks(sizes.lengths.tolist(), sizes.shared.tolist(), num_micro)
     if len(blocks) < num_micro:
         sizes = sizes.without_sharing()
@@ -188,8 +179,7 @@ def _cut(sizes: Sizes, num_micro: int, shape: ModelShape | None) -> tuple[list[l
 
 
 def _blocks(lengths: list[int], shared: list[int], num_micro: int) -> tuple[list[list[int]], list[int]]:
-    """Group neighbouring sequences that share a prompt into blocks. Return the blocks with their numbers of computed
-    tokens. A block grows at most to the mean size of `num_micro` micro-batches."""
+    """Group neighbours that share a prompt, at most to the mean micro-batch. Return the blocks and their tokens."""
     most = -(-(sum(lengths) - sum(shared)) // num_micro)
     blocks: list[list[int]] = []
     tokens: list[int] = []
@@ -205,8 +195,7 @@ def _blocks(lengths: list[int], shared: list[int], num_micro: int) -> tuple[list
 
 @dataclass(frozen=True, slots=True)
 class RankShares:
-    """The sequences of each rank, by index, and the number of micro-batches, which is the same on every rank. Ranks
-    must agree on this number because they gather sharded parameters together."""
+    """The sequences of each rank, and the number of micro-batches, equal on all ranks because they gather together."""
 
     sequences: tuple[tuple[int, ...], ...]
     num_micro: int
@@ -214,10 +203,8 @@ class RankShares:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The assignment of a step's sequences to ranks. `mini_batches`: the sequences of each rank, for each optimizer
-    step. `whole`: the sequences of each rank, for a pass over the whole batch. The sequences have the same order as in
-    `mini_batches`. `num_shared`: the number of prompt tokens that are not computed again, because an earlier sequence
-    has the same prompt."""
+    """The sequences of each rank, by optimizer step and for a pass over the whole batch, in the same order.
+    `num_shared`: the prompt tokens that are not computed again."""
 
     mini_batches: tuple[RankShares, ...]
     whole: RankShares
@@ -226,9 +213,9 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Balancer:
-    """A balancer that assigns equally many sequences of nearly equal cost to each rank. `max_tokens`: the token limit
-    of a micro-batch. `share_prompts`: whether all responses to a prompt are assigned to the same rank. This is done
-    only if all prompts have equally many responses, and the number of prompts is divisible by the number of ranks."""
+    """A balancer that assigns equally many sequences of nearly equal cost to each rank. `max_tokens`: the limit of a
+    micro-batch. With `share_prompts`, responses to a prompt go to one rank, if prompts have equally many responses and
+    the number of prompts is divisible by the number of ranks."""
 
     num_ranks: int
     max_tokens: int
@@ -250,7 +237,7 @@ class Balancer:
         return self.shape if self.num_ranks > 1 else None
 
     def shares(self, batch: PackedBatch, sizes: Sizes, sequences: Sequence[int]) -> RankShares:
-        """Assign the given `sequences` of the batch to ranks. `sizes`: the sizes of all sequences in the batch."""
+        """Assign the given `sequences` of the batch to ranks. `sizes`: the sizes of the whole batch."""
         parts = self._parts(batch.group_ids[list(sequences)], sizes.select(batch, sequences))
         of_ranks = tuple(tuple(sequences[i] for i in part) for part in parts)
         return RankShares(of_ranks, self._num_micro(batch, sizes, of_ranks))
@@ -266,12 +253,10 @@ class Balancer:
         return [[i for prompt in part for i in prompts[prompt]] for part in parts]
 
     def _num_micro(self, batch: PackedBatch, sizes: Sizes, of_ranks: Sequence[Sequence[int]]) -> int:
-        """Return the largest number of micro-batches that a rank needs."""
         return max(self._num_cut(sizes.select(batch, mine)) for mine in of_ranks)
 
     def _num_cut(self, sizes: Sizes) -> int:
-        """Return the smallest number of micro-batches that keeps every micro-batch within `max_tokens`, in the split by
-        cost and in the split by tokens. A sequence with more than `max_tokens` gets its own micro-batch."""
+        """Return the fewest micro-batches within `max_tokens`, cut by cost or by tokens. Longer sequences are alone."""
         num_sequences = len(sizes.lengths)
         fewest = _fewest_bins((sizes.lengths - sizes.shared).tolist(), self.max_tokens)
         count = max(fewest, -(-sizes.num_computed() // self.max_tokens))
@@ -285,9 +270,8 @@ class Balancer:
 
 
 def _fewest_bins(lengths: Sequence[int], budget: int) -> int:
-    """Return a lower bound on the number of bins of size `budget` that can hold items of these lengths. A length over
-    the budget gets its own bin. The bound is L2 of Martello and Toth ("Lower bounds and reduction procedures for the
-    bin packing problem", 1990)."""
+    """Return a lower bound on the bins of size `budget` that hold these lengths. A longer one is alone. The bound is L2
+    of Martello and Toth ("Lower bounds and reduction procedures for the bin packing problem", 1990)."""
     ordered = sorted(min(length, budget) for length in lengths)
     sums, half = [0, *accumulate(ordered)], bisect.bisect_right(ordered, budget // 2)
     found = 1

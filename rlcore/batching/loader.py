@@ -1,18 +1,12 @@
 """The order of prompts: an endless stream that is fixed by the seed and addressed by one integer.
 
-Each epoch is a new permutation of all prompts. The position is the number of prompts drawn so far. This number is the
-whole state, so a resumed run draws the same prompts on any number of ranks. A batch may span two epochs.
-
-A mixture draws from one stream per data source, in proportion to the weights of the data sources. The mixture is laid
-out in blocks of 1,024 positions. After the block that ends at position n, data source i has contributed exactly
+Each epoch is a new permutation of all prompts. The position, which is the number of prompts drawn so far, is the whole
+state. Row weights change the order, which then also depends on the first position after they were set. A mixture draws
+from one stream per data source. After a block of 1,024 positions that ends at n, data source i has contributed exactly
 
     floor(n * W[i]) - floor(n * W[i - 1])
 
-prompts. W holds the running sums of the weights, divided by their total, as exact fractions. Within a block, the data
-sources are shuffled.
-
-A stream with row weights is fixed by the seed, the weights, and the first position drawn after the weights were set.
-"""
+prompts. W holds the running sums of the weights, divided by their total, as exact fractions. Each block is shuffled."""
 
 import base64
 from collections.abc import Mapping, Sequence
@@ -35,8 +29,7 @@ WEIGHTED_SEED = 2**31
 
 
 class PromptStream(Generic[T]):
-    """An endless stream of prompts or demonstrations, epoch after epoch. `part`: the index of a data source in a
-    mixture, which gives each data source a different order."""
+    """An endless stream of prompts or demonstrations. `part`: the index of a data source, which changes the order."""
 
     def __init__(self, prompts: Sequence[T], *, seed: int, part: int | None = None) -> None:
         if not prompts:
@@ -50,20 +43,18 @@ class PromptStream(Generic[T]):
         self._begin: int | None = None
 
     def set_weights(self, weights: np.ndarray) -> None:
-        """Set positive weights for the draws from the next position on. The weights determine the random order of an
-        epoch. Each prompt is drawn once before any prompt is repeated."""
+        """Set positive weights for the draws from the next position on. Each prompt is drawn once per epoch."""
         self._weights, self._begin, self._epoch = weights, None, -1
 
     def __len__(self) -> int:
-        """Return the number of prompts in an epoch."""
         return len(self._prompts)
 
     def epoch_at(self, position: int) -> int:
         """Return the epoch of the prompt at `position`, counted from 0."""
-        return position // len(self._prompts)
+        return position // len(self)
 
     def take(self, position: int, count: int) -> tuple[T, ...]:
-        """Return `count` consecutive prompts, starting with the one at `position`."""
+        """Return `count` consecutive prompts from `position` on."""
         return tuple(self._at(index) for index in range(position, position + count))
 
     def _at(self, position: int) -> T:
@@ -86,7 +77,7 @@ BLOCK = 1_024
 """The number of positions in a block. The share of each data source must be at least one position of a block."""
 
 
-class MixedStream:
+class MixedStream(PromptStream[Prompt]):
     """An endless stream of prompts that draws from several data sources by their weights."""
 
     def __init__(self, parts: Sequence[Sequence[Prompt]], weights: Sequence[float], *, seed: int) -> None:
@@ -100,28 +91,19 @@ class MixedStream:
             )
         self._streams = [PromptStream(prompts, seed=seed, part=index) for index, prompts in enumerate(parts)]
         self._shares = [share / total for share in accumulate(exact)]
-        self._seed = seed
+        self._mixture_seed = seed
         self._block = -1
         self._sources = np.empty(0, dtype=np.int64)
         self._places = np.empty(0, dtype=np.int64)
 
     def set_weights(self, weights: np.ndarray) -> None:
-        """Set the row weights of all data sources. `weights`: one weight per prompt, data source after data source."""
+        """Set one row weight per prompt, data source after data source."""
         ends = np.cumsum([len(stream) for stream in self._streams])[:-1]
         for stream, mine in zip(self._streams, np.split(weights, ends), strict=True):
             stream.set_weights(mine)
 
     def __len__(self) -> int:
-        """Return the number of prompts in all data sources together."""
         return sum(map(len, self._streams))
-
-    def epoch_at(self, position: int) -> int:
-        """Return the epoch at `position`, counted from 0. An epoch has as many prompts as all data sources together."""
-        return position // len(self)
-
-    def take(self, position: int, count: int) -> tuple[Prompt, ...]:
-        """Return `count` consecutive prompts, starting with the one at `position`."""
-        return tuple(self._at(index) for index in range(position, position + count))
 
     def _at(self, position: int) -> Prompt:
         block, offset = divmod(position, BLOCK)
@@ -131,10 +113,10 @@ class MixedStream:
         return self._streams[source].take(int(self._places[offset]), 1)[0]
 
     def _lay_out(self, block: int) -> None:
-        """Choose a data source for each position of a block of prompts, and a position in the stream of that source."""
+        """Choose a data source, and a position in its stream, for each position of a block of prompts."""
         before, after = self._counts_before(block * BLOCK), self._counts_before((block + 1) * BLOCK)
         quotas = [end - start for start, end in zip(before, after, strict=True)]
-        rng = np.random.default_rng((self._seed, block, len(quotas)))
+        rng = np.random.default_rng((self._mixture_seed, block, len(quotas)))
         self._sources = rng.permutation(np.repeat(np.arange(len(quotas)), quotas))
         self._places = np.empty(BLOCK, dtype=np.int64)
         for source, start in enumerate(before):
@@ -143,24 +125,18 @@ class MixedStream:
         self._block = block
 
     def _counts_before(self, position: int) -> list[int]:
-        """Return the number of prompts drawn from each data source before `position`, the start of a block."""
+        """Return the number of prompts drawn from each data source before the start `position` of a block."""
         ends = [int(position * share) for share in self._shares]  # int of a positive Fraction is its floor
         return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PassCounts:
-    """The pass counts of R training rows, immutable.
+    """The pass counts of R training rows: s scored responses, of which c are correct.
 
-    Each row has two counts. s is the number of scored responses, and c is the number of correct responses. A step with
-    n scored responses, of which k are correct, changes the counts to
-
-        s <- fade s + n        c <- fade c + k
-
-    The factor `fade` reduces the influence of older models' responses. The settings give the band `[low, high]`. The
-    weight of a row in the next draw is 1 if s = 0 or low <= c / s <= high, and otherwise `rest_weight`. The band exists
-    because a group with equal scores has no gradient under a group advantage.
-    """
+    A step with n scored and k correct responses changes s to `fade s + n` and c to `fade c + k`. A row has the weight 1
+    if s = 0 or c / s is inside the settings' band, and otherwise `rest_weight`. Equal scores of a group have no
+    gradient."""
 
     passes: Float[Array, "R"]
     samples: Float[Array, "R"]
@@ -172,8 +148,7 @@ class PassCounts:
 
     @classmethod
     def read(cls, text: str, num_rows: int) -> "PassCounts":
-        """Decode a string that the method `text` returned. Raises CheckpointError if the string does not have
-        `num_rows` rows."""
+        """Decode a string of `text`. Raises CheckpointError if it does not have `num_rows` rows."""
         found = np.frombuffer(base64.b64decode(text), dtype="<f4")
         if found.size != 2 * num_rows:
             raise CheckpointError(
@@ -193,9 +168,8 @@ class PassCounts:
         return rates
 
     def update(self, rows: Int[Array, "M"], passes: Array, samples: Array, fade: float) -> "PassCounts":
-        """Return the counts after a step with M groups. `rows`: the row of each group, all different. `passes` and
-        `samples`: the numbers of correct and of scored responses in each group. A group without a scored response
-        changes nothing."""
+        """Return the counts after a step with M groups. `rows`: the row of each group, all different. `passes`,
+        `samples`: the numbers of correct and of scored responses. A group without a scored response changes nothing."""
         rows, passes, samples = (np.asarray(each) for each in (rows, passes, samples))
         scored = samples > 0
         rows, passes, samples = rows[scored], passes[scored], samples[scored]
@@ -205,8 +179,7 @@ class PassCounts:
         return PassCounts(*after)
 
     def in_band(self, settings: PassRatesConfig) -> Bool[Array, "R"]:
-        """Return True for each row whose pass rate is unknown or inside the band. The metrics count a row outside the
-        band as retired."""
+        """Return True for each row whose pass rate is unknown or inside the band."""
         low, high = settings.band
         rates = self.rates()
         inside: Array = np.isnan(rates) | ((rates >= low) & (rates <= high))
@@ -218,8 +191,7 @@ class PassCounts:
 
 
 class RowSampler:
-    """The weights by which training rows are drawn, computed from their pass counts. `row_ids`: the `prompt_id` of each
-    row. `start`: the counts before the first step."""
+    """The weights of training rows in a draw. `text` is always the encoded counts before a step, or '' at the start."""
 
     def __init__(self, row_ids: Sequence[int], start: PassCounts, settings: PassRatesConfig) -> None:
         self._place = {row_id: place for place, row_id in enumerate(row_ids)}
@@ -230,13 +202,11 @@ class RowSampler:
         return PassCounts.read(text, len(self._place)) if text else self._start
 
     def weights(self, text: str) -> Float[Array, "R"]:
-        """Return the weight of each row in a draw. `text`: the encoded counts before the step, or '' at the start."""
+        """Return the weight of each row in a draw."""
         return self._counts(text).weights(self._settings)
 
     def update(self, text: str, groups: Mapping[int, tuple[int, int]]) -> tuple[str, dict[str, float]]:
-        """Return the encoded counts after a step, and the metrics `pass_rates/*`. `text`: the encoded counts before the
-        step, or '' at the start. `groups`: for each `prompt_id`, the number of correct and the number of scored
-        responses."""
+        """Return the encoded counts after a step, and metrics. `groups`: correct and scored responses by prompt id."""
         rows = np.array([self._place[row_id] for row_id in groups], dtype=np.int64)
         passes, samples = np.array(list(groups.values()), dtype=np.int64).reshape(-1, 2).T
         before = self._counts(text)
@@ -252,7 +222,8 @@ class RowSampler:
 
 
 def weighted_order(weights: Float[Array, "R"], rng: np.random.Generator) -> Int[Array, "R"]:
-    """Return all rows in a random order, drawn without replacement in proportion to their weights. The rows are sorted
-    by the keys log(u) / w, where u is uniform (Efraimidis and Spirakis 2006, Information Processing Letters 97)."""
+    """Return all rows in a random order by weight, without replacement. The keys are log(u) / w with uniform u
+    (Efraimidis and Spirakis 2006, Information Processing Letters 97).
+    """
     keys = np.log1p(-rng.random(len(weights))) / weights  # 1 - u is never 0
     return np.argsort(-keys, kind="stable")

@@ -15,8 +15,8 @@ from rlcore.types import PackedBatch, Prompt, Rollout, Score, TrainBatch
 
 
 def pack(rollouts: Sequence[Rollout], scores: Sequence[Score], group_ids: Sequence[int]) -> PackedBatch:
-    """Pack N rollouts into a `PackedBatch` of T tokens, in the order of `rollouts`. Responses without a score have no
-    loss. Tokens that an environment wrote have no loss either.
+    """Pack N rollouts in order into a `PackedBatch` of T tokens. Tokens of an environment and unscored responses have
+    no loss.
 
     >>> from rlcore.types import Prompt
     >>> prompt = Prompt(0, (7, 8), "countdown", "{}")
@@ -63,8 +63,7 @@ def pack(rollouts: Sequence[Rollout], scores: Sequence[Score], group_ids: Sequen
 
 
 def place_turn_rewards(rollouts: Sequence[Rollout], packed: PackedBatch) -> Float[Tensor, "T"]:
-    """Return the reward of each turn at the position that predicts the turn's last token, and 0 elsewhere. Responses
-    without a score get no reward."""
+    """Return each turn's reward where its last token is predicted, and 0 elsewhere and in unscored responses."""
     rewards = torch.zeros(packed.num_tokens)
     for rollout, start in zip(rollouts, packed.cu_seqlens.tolist(), strict=False):
         for place, reward in rollout.turn_rewards:
@@ -73,9 +72,8 @@ def place_turn_rewards(rollouts: Sequence[Rollout], packed: PackedBatch) -> Floa
 
 
 def pack_demonstrations(demonstrations: Sequence[Demonstration]) -> PackedBatch:
-    """Pack N demonstrations into a `PackedBatch` in order. Only the target tokens have a loss. A preference pair
-    becomes one sequence, so that the chosen and the rejected response stay together. The position ids of each response
-    start at 0 (see `split_pairs`).
+    """Pack N demonstrations in order. Only target tokens have a loss. A preference pair becomes one sequence, and the
+    position ids of each response start at 0 (see `split_pairs`).
 
     >>> batch = pack_demonstrations([Demonstration((7, 8, 1, 2), (False, False, True, True))])
     >>> batch.target_ids.tolist(), batch.loss_mask.int().tolist()
@@ -106,8 +104,7 @@ def pack_demonstrations(demonstrations: Sequence[Demonstration]) -> PackedBatch:
 
 
 def split_pairs(batch: PackedBatch) -> PackedBatch:
-    """Split each preference pair of a batch into two sequences, one for each response. A batch without pairs is
-    returned unchanged. The batch must be on the host."""
+    """Split each preference pair of a host batch into two sequences. A batch without pairs is returned unchanged."""
     starts = (batch.position_ids == 0).nonzero()[:, 0]
     if len(starts) == batch.num_sequences:
         return batch
@@ -119,7 +116,7 @@ def split_pairs(batch: PackedBatch) -> PackedBatch:
 
 
 def token_indices(cu_seqlens: Tensor, sequences: Sequence[int]) -> Tensor:
-    """Return the positions in the batch of all tokens of `sequences`, in the order of `sequences`: Int[t]."""
+    """Return the positions in the batch of all tokens of `sequences`, in this order: Int[t]."""
     chosen = torch.tensor(list(sequences), dtype=torch.int64)
     first, lengths = cu_seqlens[chosen], cu_seqlens[chosen + 1] - cu_seqlens[chosen]
     shift = first - (lengths.cumsum(0) - lengths)  # from a position among the chosen tokens to one in the batch
@@ -127,11 +124,10 @@ def token_indices(cu_seqlens: Tensor, sequences: Sequence[int]) -> Tensor:
 
 
 def shared_prompts(batch: PackedBatch, sequences: Sequence[int] | None = None) -> npt.NDArray[np.int64]:
-    """Return how many leading tokens each sequence shares with an earlier sequence of the same prompt: Int[n].
+    """Return how many leading tokens each sequence shares with the nearest earlier sequence of value 0: Int[n].
 
-    The value 0 means that all tokens of the sequence are computed. Later sequences may reuse the first tokens of this
-    sequence. Neighbouring sequences with the same prompt share the tokens before the first token with a loss.
-    `sequences`: the sequences to compare, or None for all. The batch must be on the host.
+    Neighbours with the same prompt share the tokens before the first token with a loss. `sequences`: the sequences to
+    compare, or None for all. The batch must be on the host.
 
     >>> from rlcore.types import Prompt
     >>> prompts = [Prompt(0, (7, 8, 9), "countdown", "{}"), Prompt(1, (7, 8), "countdown", "{}")]
@@ -159,8 +155,7 @@ def shared_prompts(batch: PackedBatch, sequences: Sequence[int] | None = None) -
 
 
 def _gather_indices(batch: PackedBatch, sequences: Sequence[int]) -> tuple[Tensor | slice, Tensor | slice] | None:
-    """Return the indices of these sequences and of their tokens, or None if `sequences` is the whole batch in order.
-    Neighbouring sequences get slices, which need no copy."""
+    """Return the indices of these sequences and of their tokens, or None for the whole batch. Slices need no copy."""
     first, stop = (sequences[0], sequences[-1] + 1) if len(sequences) else (0, 0)
     if list(sequences) != list(range(first, stop)):
         return torch.tensor(list(sequences), dtype=torch.int64), token_indices(batch.cu_seqlens, sequences)
@@ -170,12 +165,12 @@ def _gather_indices(batch: PackedBatch, sequences: Sequence[int]) -> tuple[Tenso
 
 
 def _at(values: Tensor, places: Tensor | slice) -> Tensor:
-    """Return `values[places]`. For a tensor of indices, `index_select` is three times faster than indexing."""
+    """Return `values[places]`. For indices, `index_select` is three times faster than indexing."""
     return values[places] if isinstance(places, slice) else values.index_select(0, places)
 
 
 def select(batch: PackedBatch, sequences: Sequence[int]) -> PackedBatch:
-    """Return the batch of these sequences, in this order. Nothing is copied if all sequences are chosen."""
+    """Return the batch of these sequences, in this order, without a copy if all are chosen."""
     places = _gather_indices(batch, sequences)
     return batch if places is None else _select_tokens(batch, *places)
 
@@ -196,7 +191,7 @@ def _select_tokens(batch: PackedBatch, index: Tensor | slice, tokens: Tensor | s
 
 
 def select_train(batch: TrainBatch, sequences: Sequence[int]) -> TrainBatch:
-    """Return the training batch of these sequences, in this order. Nothing is copied if all sequences are chosen."""
+    """Return the training batch of these sequences, in this order, without a copy if all are chosen."""
     places = _gather_indices(batch.packed, sequences)
     if places is None:
         return batch
@@ -211,8 +206,7 @@ def select_train(batch: TrainBatch, sequences: Sequence[int]) -> TrainBatch:
 def scatter_tokens(
     parts: Sequence[Float[Tensor, "..."]], cu_seqlens: Tensor, sequences: Sequence[Sequence[int]]
 ) -> Tensor:
-    """Combine the token values of several selections into one tensor for the whole batch, [T, ...]. This inverts
-    `select`."""
+    """Combine the token values of selections into one tensor of the batch, [T, ...], the inverse of `select`."""
     whole = torch.zeros(int(cu_seqlens[-1]), *parts[0].shape[1:], dtype=torch.float32)
     for part, chosen in zip(parts, sequences, strict=True):
         whole[token_indices(cu_seqlens, chosen)] = part

@@ -1,4 +1,4 @@
-"""Functions that read filtered rows. The filter has already converted the text into token ids."""
+"""Readers of filtered rows, whose text the filter has already converted to token ids."""
 
 import json
 from collections.abc import Sequence
@@ -19,13 +19,11 @@ _REMEDY = "Give a file that the filter has written (filtered/<fingerprint>/<spli
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A whole conversation as tokens. `is_target`: True for each token to learn, including the end token of each
-    response. `misdirected`: the same prompt with a response that solves another problem, or None.
+    """A whole conversation as tokens. `is_target`: True for each token to learn, with the end token of each response.
 
-    In a preference pair, this demonstration has the chosen response, and `rejected` has the rejected response.
-    `reference`: the log-probability of each target token under the initial policy, for the chosen and then for the
-    rejected response. The values are NaN until `SupervisedTrainer.fill_reference` computes them.
-    """
+    `misdirected`: the same prompt with a response to another problem, or None. `rejected`: the rejected response of a
+    pair, or None. `reference`: the initial policy's log-probability of each target, first of the chosen response. The
+    values are NaN until `SupervisedTrainer.fill_reference` computes them."""
 
     token_ids: Sequence[int]
     is_target: Sequence[bool]
@@ -46,8 +44,8 @@ class Demonstration:
 
 
 def read_prompts(parquet: Path) -> list[Prompt]:
-    """Read all prompts of a filtered file, in the order of the file. `prompt_id` is the row's index in the dataset.
-    Raises DataError if the file is missing or damaged, or lacks a column."""
+    """Read all prompts of a filtered file in order. `prompt_id` is the row's index in the dataset. Raises DataError if
+    the file is missing, damaged, or lacks a column."""
     kinds = {"prompt_ids": _INTEGERS, "ground_truth_json": "string", "data_source": "string", "extra_info": "struct"}
     table = _read(parquet, kinds)
     extra = table.column("extra_info").combine_chunks()
@@ -102,11 +100,7 @@ def _read_demonstrations(parquet: Path, ids: str, lengths: str) -> list[Demonstr
 
 
 def _alternating_mask(lengths: list[int]) -> list[bool]:
-    """Return a mask that alternates between False and True. `lengths`: the length of each run of equal values.
-
-    >>> _alternating_mask([2, 1, 1])
-    [False, False, True, False]
-    """
+    """Return runs of these lengths of False and True, in turn."""
     return [bool(place % 2) for place, length in enumerate(lengths) for _ in range(length)]
 
 
@@ -138,7 +132,7 @@ def _matches_type(found: pa.DataType, kind: str) -> bool:
 
 
 def _field(extra: pa.StructArray, name: str, parquet: Path) -> list[Any]:
-    """Return a field of `extra_info` for each row. A row without a value gets None."""
+    """Return a field of `extra_info` for each row, or None where it has no value."""
     if extra.type.get_field_index(name) < 0:
         raise DataError(f"{parquet}: column extra_info.{name}: expected integer, got nothing. {_REMEDY}")
     return list(extra.field(name).to_pylist())

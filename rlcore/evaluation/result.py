@@ -36,12 +36,9 @@ _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 @dataclass(frozen=True)
 class Response:
-    """One response to a problem.
-
-    `parts`: the components of its score. `num_tokens` includes the end token. `logprob`: the sum of the
-    log-probabilities (nats) of the sampled tokens, or None if not recorded. `said`: the answer that the scorer
-    extracted, or None. `failure`: the reason why there is no score, or None. Metrics ignore responses without a score.
-    """
+    """One response to a problem. `parts`: the components of its score. `num_tokens` includes the end token. `logprob`:
+    the sum over the sampled tokens in nats. `said`: the answer that the scorer extracted. `failure`: why there is no
+    score, in which case metrics ignore the response."""
 
     text: str
     score: float
@@ -59,7 +56,7 @@ class Response:
 
     @property
     def solved(self) -> bool:
-        """True if the component `correct` of the score is 1. If there is no such component, true if the total is 1."""
+        """True if the component `correct` of the score is 1, or without this component if the total is 1."""
         return Score(self.score, self.parts).solved
 
 
@@ -82,8 +79,7 @@ class ProblemResult:
 
     @property
     def is_scored(self) -> bool:
-        """True if the greedy response and at least one sample have a score. A problem without a greedy response, or
-        without samples, needs only the other score."""
+        """True if the greedy response and a sample have a score, as far as the problem has them."""
         return (bool(self.scored_samples) or not self.samples) and (self.greedy is None or self.greedy.failure is None)
 
     @property
@@ -98,7 +94,7 @@ class ProblemResult:
 
 
 def vote(text: str) -> str:
-    """Return the final answer in a text, as a key for majority votes. White space is removed from the answer.
+    """Return the final answer as a key for majority votes, without white space.
 
     The answer is the last `<answer>`, otherwise the text after the last `####`, otherwise the whole text.
 
@@ -111,7 +107,7 @@ def vote(text: str) -> str:
 
 
 def num_samples(problems: Sequence[ProblemResult]) -> int:
-    """Return k, the number of samples of each problem (0 without problems). Raises DataError if the numbers differ."""
+    """Return the number of samples of each problem, 0 without problems. Raises DataError if the numbers differ."""
     counts = {len(problem.samples) for problem in problems}
     if len(counts) > 1:
         raise DataError(f"problems of a validation: each needs the same number of samples, got {sorted(counts)}")
@@ -119,13 +115,9 @@ def num_samples(problems: Sequence[ProblemResult]) -> int:
 
 
 def problem_statistics(problems: Sequence[ProblemResult]) -> dict[str, Array]:
-    """Return one value per problem (Float[P]) for each statistic. The keys are metric names without the prefix
-    `val-core/<data_source>/`.
-
-    All problems must be scored. Statistics of samples are included if there are samples, and ignore samples without a
-    score. Statistics of greedy responses are included if every problem has a greedy response. Raises DataError if the
-    problems have different numbers of samples.
-    """
+    """Return one value per scored problem (Float[P]) for each statistic, by metric name without
+    `val-core/<data_source>/`. Statistics of samples ignore those without a score. Greedy statistics need a greedy
+    response to every problem. Raises DataError if problems have different numbers of samples."""
     k = num_samples(problems)
     found: dict[str, Array] = {}
     if k:
@@ -154,10 +146,8 @@ def problem_statistics(problems: Sequence[ProblemResult]) -> dict[str, Array]:
 class ValidationResult:
     """The result of one model on held-out problems, with the same number of responses to each problem.
 
-    `name` is `before`, `after` or a step such as `step-000020`. `step` and `policy_version` identify the weights.
-    `data_source` is `all` for several sources. `suite` is a fingerprint of the suite's rows, sampling and scoring. It
-    is '' for the run's held-out problems.
-    """
+    `name` is `before`, `after` or a step such as `step-000020`. `data_source` is `all` for several sources. `suite` is
+    a fingerprint of the suite's rows, sampling and scoring, or '' for the run's held-out problems."""
 
     name: str
     step: int
@@ -174,8 +164,7 @@ class ValidationResult:
 
     @property
     def reward_statistic(self) -> str:
-        """The name of the statistic that is the held-out reward. This statistic is the mean score of the samples, or
-        the greedy score if there are no samples."""
+        """The name of the held-out reward: the mean score of the samples, or the greedy score without samples."""
         return f"reward/mean_at_{self.num_samples}" if self.num_samples else "reward/greedy"
 
     @property
@@ -184,7 +173,7 @@ class ValidationResult:
         return replace(self, problems=tuple(problem for problem in self.problems if problem.is_scored))
 
     def intervals_of(self, columns: Mapping[str, Array]) -> dict[str, Interval]:
-        """Return the mean of each column with its confidence interval. A column has one value per problem, Float[P]."""
+        """Return the mean of each column, Float[P], with its confidence interval."""
         if not columns:
             return {}
         table = np.stack(list(columns.values()), axis=1)
@@ -202,17 +191,16 @@ class ValidationResult:
 
     @cached_property
     def intervals(self) -> Mapping[str, Interval]:
-        """The mean and the confidence interval of each statistic over the problems. The keys are metric names without
-        the prefix `val-core/<data_source>/`."""
+        """The mean and interval of each statistic of `problem_statistics` over the scored problems."""
         return self.intervals_of(problem_statistics(self.scored_only.problems))
 
     def by_source(self) -> dict[str, "ValidationResult"]:
-        """Return the result of each data source, sorted by name, or {} if there is only one data source."""
+        """Return the result of each data source, sorted by name, or {} for a single data source."""
         parts = self._parts(lambda problem: problem.data_source)
         return {name: replace(part, data_source=name) for name, part in parts.items()} if len(parts) > 1 else {}
 
     def by_difficulty(self) -> dict[int, "ValidationResult"]:
-        """Return the result of each difficulty over the problems that have a score, easiest first."""
+        """Return the result of each difficulty over the scored problems, easiest first."""
         return self.scored_only._parts(lambda problem: problem.difficulty)
 
     def _parts(self, key: Callable[[ProblemResult], K]) -> dict[K, "ValidationResult"]:
@@ -220,12 +208,9 @@ class ValidationResult:
         return {value: replace(self, problems=tuple(group)) for value, group in groupby(ordered, key)}
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the metrics (see `rlcore/tracking/metrics.md`). The ends of each confidence interval are separate
-        metrics with the suffixes `/ci_low` and `/ci_high`.
-
-        If there are several data sources, each data source has its own metrics, and `val-core/all/...` covers all of
-        them. The first metric is the held-out reward. A suite has no held-out reward.
-        """
+        """Return the metrics (see `rlcore/tracking/metrics.md`), each with the ends `/ci_low` and `/ci_high` of its
+        interval. The first is the held-out reward, which a suite does not have. Several data sources have their own
+        metrics, and `val-core/all/...` covers all."""
         reward = self.intervals.get(self.reward_statistic) if not self.suite else None
         summary = {} if reward is None else {HELD_OUT_REWARD: reward.value}
         parts = [part.metrics() for part in self.by_source().values()]
@@ -244,7 +229,7 @@ class ValidationResult:
 
     @classmethod
     def read(cls, path: Path) -> "ValidationResult":
-        """Read a file that `write` created. Raises DataError if the file is missing, damaged or of another format."""
+        """Read a file of `write`. Raises DataError if it is missing, damaged or of another format."""
         try:
             document = _DOCUMENT.validate_json(path.read_bytes())
             version = document.pop("format_version", None)
@@ -287,8 +272,8 @@ def pass_curve(result: ValidationResult) -> dict[int, Interval]:
 
 
 def compare(first: ValidationResult, second: ValidationResult) -> tuple[Comparison, ...]:
-    """Compare every statistic that two validations share, paired over their common problems. Raises DataError if the
-    validations share no scored problem, or if two problems with the same id differ."""
+    """Compare every shared statistic of two validations, paired over their common problems. Raises DataError if they
+    share no scored problem, or if two problems with the same id differ."""
     first, second = first.scored_only, second.scored_only
     known = {problem.prompt_id: problem for problem in second.problems}
     pairs = [(problem, known[problem.prompt_id]) for problem in first.problems if problem.prompt_id in known]

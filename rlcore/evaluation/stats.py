@@ -1,8 +1,6 @@
 """Statistics of repeated responses to the same problems, with confidence intervals.
 
-Legend: P problems, n responses to each problem, c correct responses, M statistics, B resamples. Every metric is a mean
-over problems of one value per problem.
-"""
+P: problems, n: responses to each, c: correct ones, M: statistics, B: resamples. Metrics are means over problems."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -42,11 +40,8 @@ class PairedDifference:
 
 
 def pass_at_k(num_responses: ArrayLike, num_correct: ArrayLike, k: ArrayLike) -> Array:
-    """Return the unbiased chance that at least one of k responses is correct: `1 - C(n-c, k) / C(n, k)`.
-
-    n and c have the shape [P]. k is one number or has the shape [P], from 1 to n. C(n-c, k) / C(n, k) is the share of
-    k-subsets without a correct response (Chen et al. 2021, arXiv:2107.03374). It is computed as a product, which
-    neither overflows nor cancels: prod over i < k of (n-c-i) / (n-i).
+    """Return the unbiased chance that at least one of k responses is correct: `1 - C(n-c, k) / C(n, k)`. n and c have
+    the shape [P]. k is a number or has the shape [P], from 1 to n (Chen et al. 2021, arXiv:2107.03374).
 
     >>> pass_at_k([4, 4], [2, 1], 2).round(4).tolist()
     [0.8333, 0.5]
@@ -56,10 +51,8 @@ def pass_at_k(num_responses: ArrayLike, num_correct: ArrayLike, k: ArrayLike) ->
 
 
 def pass_all_at_k(num_responses: ArrayLike, num_correct: ArrayLike, k: ArrayLike) -> Array:
-    """Return the unbiased chance that all of k responses are correct, for each problem: `C(c, k) / C(n, k)`.
-
-    This is also known as pass^k (Yao et al. 2024, arXiv:2406.12045). Arguments and result have the shapes of
-    `pass_at_k`.
+    """Return the unbiased chance that all of k responses are correct, `C(c, k) / C(n, k)`, with the shapes of
+    `pass_at_k`. This is also known as pass^k (Yao et al. 2024, arXiv:2406.12045).
 
     >>> pass_all_at_k([4, 4], [2, 4], 2).round(4).tolist()
     [0.1667, 1.0]
@@ -79,7 +72,7 @@ def _counts(num_responses: ArrayLike, num_correct: ArrayLike, k: ArrayLike) -> t
 
 
 def _all_of_k(total: Array, chosen: Array, k: Array) -> Array:
-    """Return the chance that k of `total` items, drawn without replacement, all come from a set of `chosen` items."""
+    """Return the chance that k of `total` items all come from `chosen` ones. The product cannot overflow or cancel."""
     before = np.arange(k.max(initial=0))  # responses drawn before the response of this factor
     left = np.maximum(total[:, None] - before, 1.0)
     factors = np.where(before < k[:, None], np.clip(chosen[:, None] - before, 0.0, None) / left, 1.0)
@@ -87,8 +80,8 @@ def _all_of_k(total: Array, chosen: Array, k: Array) -> Array:
 
 
 def majority(votes: Sequence[Hashable], values: Sequence[float]) -> float:
-    """Return the mean value of the most frequent answer in `votes`. `values` are scores, or 1 for right and 0 for
-    wrong. On a tie, return the mean over the tied answers, which is the expectation of a random choice.
+    """Return the mean value of the most frequent answer in `votes`, or on a tie the mean over the tied answers.
+    `values` are scores, or 1 for right and 0 for wrong.
 
     >>> majority(["7", "8", "7"], [1.0, 0.0, 1.0])
     1.0
@@ -106,12 +99,8 @@ def majority(votes: Sequence[Hashable], values: Sequence[float]) -> float:
 
 
 def mean_intervals(values: ArrayLike, *, confidence: float = 0.95, num_resamples: int = 1_000) -> list[Interval]:
-    """Return the mean and interval of each of M statistics. The arguments are the same as for `bootstrap_intervals`.
-
-    A statistic with only the values 0 and 1 gets Wilson's interval. Other statistics get the bootstrap interval, which
-    is too narrow for rare successes. For example, 64 problems with a success rate of 0.01 contain no success half of
-    the time. The bootstrap interval then has no width.
-    """
+    """Return the mean and interval of each of M statistics, with the arguments of `bootstrap_intervals`. A statistic
+    with only the values 0 and 1 gets Wilson's interval, since the bootstrap is too narrow for rare successes."""
     table = _table(values)
     found = bootstrap_intervals(table, confidence=confidence, num_resamples=num_resamples)
     return [
@@ -123,9 +112,8 @@ def mean_intervals(values: ArrayLike, *, confidence: float = 0.95, num_resamples
 
 
 def wilson_interval(num_correct: int, num_problems: int, *, confidence: float = 0.95) -> Interval:
-    """Return a share with the interval of the score test (Wilson 1927).
-
-    The interval contains all p with |share - p| <= z sqrt(p (1 - p) / P). z is the normal quantile of `confidence`.
+    """Return a share with the interval of the score test, all p with |share - p| <= z sqrt(p (1 - p) / P) (Wilson
+    1927). z is the normal quantile of `confidence`.
 
     >>> round(wilson_interval(0, 30).high, 3)
     0.114
@@ -141,10 +129,7 @@ def bootstrap_intervals(
     values: ArrayLike, *, confidence: float = 0.95, num_resamples: int = 1_000, seed: int = 0
 ) -> list[Interval]:
     """Return the mean over problems of M statistics, `values` [P, M], with percentile-bootstrap intervals (Efron 1979).
-
-    Problems are resampled instead of responses, because responses to one problem are not independent. All M statistics
-    use the same B = `num_resamples` resamples.
-    """
+    Responses to one problem are dependent, so problems are resampled, B = `num_resamples` times for all M."""
     table = _table(values)
     means = _resampled_means(table, num_resamples, np.random.default_rng(seed))
     tail = (1.0 - confidence) / 2.0
@@ -162,7 +147,6 @@ def _table(values: ArrayLike) -> Array:
 
 
 def _resampled_means(table: Array, num_resamples: int, rng: np.random.Generator) -> Array:
-    """Return the means of B resamples as an array [B, M]."""
     num_problems = table.shape[0]
     at_a_time = max(1, _CHUNK_SIZE // num_problems)
     parts = []
@@ -179,8 +163,7 @@ def paired_difference(
     a: ArrayLike, b: ArrayLike, *, confidence: float = 0.95, num_resamples: int = 1_000
 ) -> PairedDifference:
     """Return the mean of `b - a` over the same problems with its bootstrap interval, and the numbers of wins and
-    losses. `a` and `b` have the shape [P] and the same order of problems. Pairing removes the difficulty of the
-    problems, so the interval is narrower than the interval of two means.
+    losses. `a` and `b` have the shape [P]. Pairing removes the difficulty of the problems, so the interval is narrower.
     """
     first, second = np.asarray(a, dtype=float), np.asarray(b, dtype=float)
     if first.shape != second.shape:

@@ -1,8 +1,7 @@
 """Packed attention, where a token attends only to earlier tokens of the same sequence, without a [T, T] mask.
 
-`packed_attention` is registered with transformers. Packed calls pass a `PackedLayout` as a keyword argument. Gradient
-checkpointing passes it again when it recomputes a layer. Decoding passes a small four-dimensional mask instead. The
-`sdpa` backend runs on every device. It computes one dense causal attention for each length group of the layout.
+transformers calls the registered `packed_attention`, with a `PackedLayout` for packed tokens and with a mask for
+decoding. The `sdpa` backend runs on every device, with one dense causal attention for each length group of the layout.
 """
 
 import importlib
@@ -44,11 +43,8 @@ class AttentionChoice:
 def choose_attention(
     requested: Literal["auto", "flash_attn", "varlen", "sdpa"], device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> AttentionChoice:
-    """Return the requested attention backend. For "auto", return the first of flash_attn, varlen and sdpa that runs on
-    this machine.
-
-    Raises ModelError if the requested backend does not support this device, compute type or head size.
-    """
+    """Return the requested attention backend, or for "auto" the first of flash_attn, varlen and sdpa that runs here.
+    Raises ModelError if the requested one does not support this device, compute type or head size."""
     if requested == "sdpa":
         return AttentionChoice("sdpa", "requested by model.attention")
     refused: list[str] = []
@@ -70,7 +66,7 @@ def choose_attention(
 
 
 def _flash_problem(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """Return the reason why no flash-attention kernel can run with these arguments, or '' if one can."""
+    """Return why no flash-attention kernel can run with these arguments, or '' if one can."""
     if device.type != "cuda":
         return f"needs CUDA, the device is {device.type}"
     if torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
@@ -84,8 +80,7 @@ def _flash_problem(device: torch.device, dtype: torch.dtype, head_dim: int) -> s
 
 @dataclass(frozen=True, slots=True)
 class _Kernel:
-    """An attention kernel. `no_window`: the argument for an unbounded window. `supports_gqa`: whether the function has
-    the argument `enable_gqa` (torch >= 2.12)."""
+    """An attention kernel. `no_window`: the argument for an unbounded window. `supports_gqa`: torch >= 2.12."""
 
     function: Callable[..., Any]
     module: str
@@ -98,9 +93,7 @@ _KERNELS: dict[Backend, _Kernel] = {}
 
 
 def _load_kernel(name: Backend) -> str:
-    """Import a kernel unless this process has already imported it. Return an error message if the import fails,
-    otherwise ''.
-    """
+    """Import a kernel once per process. Return an error message or ''."""
     if name in _KERNELS:
         return ""
     try:
@@ -120,11 +113,8 @@ def _load_kernel(name: Backend) -> str:
 
 
 def flash_package(capability: int) -> str:
-    """Return the flash-attn module for this major compute capability.
-
-    Version 3 is preferred, then version 2, then version 4 (a pre-release). If none can be imported, raises ImportError
-    with the error of each version.
-    """
+    """Return the flash-attn module for this major compute capability: version 3, else 2, else 4 (a pre-release). Raises
+    ImportError with the error of each version."""
     problems = []
     for module in (_FLASH_3, _FLASH_2, _FLASH_4):
         if capability in _CAPABILITIES.get(module, (capability,)):
@@ -145,7 +135,6 @@ def _kernel_attention(
     scale: float | None,
     window: int | None,
 ) -> Float[Tensor, "c Hq D"]:
-    """Compute causal attention within each sequence. The kernel is flash-attn or `torch.nn.attention.varlen`."""
     kernel, longest = _KERNELS[layout.backend], layout.max_seqlen
     # The computed tokens of a sequence are its last tokens, which the kernels' causal mask assumes.
     of_queries = layout.cu_seqlens if layout.shared is None else layout.shared.cu_seqlens
@@ -194,9 +183,9 @@ def packed_attention(
     packed_layout: PackedLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "B L Hq D"], None]:
-    """Compute the attention of one layer for transformers. Without a layout, the attention mask is used. With a layout,
-    B is 1, and both L and S are the number of computed tokens. Raises ModelError if the model caps attention scores,
-    adds attention sinks or uses dropout."""
+    """Compute the attention of one layer for transformers, with the mask if there is no layout. With a layout, B is 1,
+    and both L and S count the computed tokens. Raises ModelError if the model caps scores, adds attention sinks or uses
+    dropout."""
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise ModelError(
             f"model.path: {type(module).__name__} caps attention scores or adds attention sinks, which the packed "
@@ -244,7 +233,7 @@ def _masked_attention(
 def _sdpa_by_length(
     query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float | None, window: int | None
 ) -> Tensor:
-    """Compute one dense causal attention for each length group. The result is [1, T, Hq, D]."""
+    """Compute one dense causal attention for each length group: [1, T, Hq, D]."""
     num_heads = query.shape[1]
     key, value = _repeat_heads(key, num_heads), _repeat_heads(value, num_heads)
     # One split, since the gradient of a slice fills the whole tensor with zeros.
@@ -276,7 +265,7 @@ def _repeat_heads(tensor: Tensor, num_heads: int) -> Tensor:
 
 
 def causal_band(num_new: int, num_seen: int, window: int | None, device: torch.device) -> Bool[Tensor, "L S"]:
-    """Return the causal mask of the last `num_new` of `num_seen` tokens. `window`: the sliding window, or None."""
+    """Return the causal mask of the last `num_new` of `num_seen` tokens, with a sliding window or None."""
     at = torch.arange(num_seen - num_new, num_seen, device=device)[:, None]
     seen = torch.arange(num_seen, device=device)[None, :]
     causal = seen <= at

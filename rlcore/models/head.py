@@ -1,8 +1,7 @@
 """The head: log-probabilities and entropies from hidden states, without the logits of all tokens in memory.
 
-The forward pass processes tokens in chunks and keeps one log-sum-exp and one entropy per token. The backward pass
-computes the logits of each chunk again and overwrites them with their gradient.
-"""
+Tokens are processed in chunks. The backward pass computes a chunk's logits again and overwrites them with their
+gradient."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,9 +23,8 @@ _GPU_BLOCK_ELEMENTS = 1 << 25
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The results of the head for n tokens, each Float32[n]. `logprobs`: the log-probability of the target in nats.
-    `entropy`: the entropy in nats. `is_top`: 1 where no other token has a higher probability. Results that were not
-    computed are 0. `candidates` Float32[n, k]: the log-probabilities of the given candidates, if there are any."""
+    """The results for n tokens, 0 if not computed. `logprobs`: of the target, in nats. `entropy`: in nats. `is_top`: 1
+    where no token is likelier. `candidates`: the log-probabilities of further tokens."""
 
     logprobs: Float[Tensor, "n"]
     entropy: Float[Tensor, "n"]
@@ -50,10 +48,9 @@ def token_logprobs_and_entropy(
 
         logprob = z_target - logsumexp(z)        entropy = logsumexp(z) - sum_v softmax(z)_v z_v
 
-    At most `chunk_tokens` rows of logits exist at a time, in the forward and the backward pass. Gradients flow to
-    `hidden` and `weight`. The gradient of `weight` is summed in float32 over chunks. With `entropy="value"`, the
-    entropy has no gradient. `compiled` fuses the operations after the matrix products (CUDA). `candidates`: further
-    tokens whose log-probabilities are needed.
+    At most `chunk_tokens` rows of logits exist at a time. The gradient of `weight` is summed in float32 over chunks.
+    With `entropy="value"`, the entropy has no gradient. `compiled` fuses the operations after the matrix products
+    (CUDA). `candidates`: further tokens whose log-probabilities are needed.
     """
     if temperature <= 0:
         raise ValueError(f"temperature: must be above 0 for log-probabilities, got {temperature}")
@@ -70,7 +67,7 @@ def token_logprobs_and_entropy(
 def likeliest_tokens(
     hidden: Float[Tensor, "M H"], weight: Float[Tensor, "V H"], *, k: int, temperature: float, chunk_tokens: int
 ) -> tuple[Int[Tensor, "M k"], Float[Tensor, "M k"]]:
-    """Return the `k` likeliest tokens of each row in descending order, and their log-probabilities in float32."""
+    """Return the `k` likeliest tokens of each row in descending order, and their float32 log-probabilities."""
     ids = torch.empty(len(hidden), k, dtype=torch.int64, device=hidden.device)
     logprobs = torch.empty(len(hidden), k, dtype=torch.float32, device=hidden.device)
     for rows in _slices(len(hidden), chunk_tokens):
@@ -140,7 +137,7 @@ class _ChunkedHead(torch.autograd.Function):
 
 
 def float32_logits(hidden: Float[Tensor, "n H"], weight: Float[Tensor, "V H"]) -> Float[Tensor, "n V"]:
-    """Compute hidden weight^T in float32. On CUDA, the result comes from the matrix unit's float32 accumulators."""
+    """Compute hidden weight^T in float32, on CUDA from the matrix unit's float32 accumulators."""
     if hidden.dtype != torch.float32 and hidden.is_cuda:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     return torch.mm(hidden, weight.t()).float()
@@ -186,7 +183,7 @@ def _gradient(
 ) -> Tensor:
     """Replace the logits z, already divided by the temperature, by their gradient in place.
 
-    d logprob / d z_j = 1[j = target] - p_j d entropy / d z_j = -p_j (log p_j + entropy)
+    d logprob / d z_j = 1[j = target] - p_j        d entropy / d z_j = -p_j (log p_j + entropy)
     """
     pull = grad_logprobs.sum(dim=1, keepdim=True)
     # A shorter type fills the same memory from the front: row r overwrites only rows up to r.
@@ -210,7 +207,7 @@ def _compiled(function: Callable[..., R]) -> Callable[..., R]:
 
 
 def _fused_statistics(logits: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor]:
-    """Compute the results of `_statistics` in one expression, which the compiler fuses without temporary tensors."""
+    """Compute the results of `_statistics` in one expression, which the compiler fuses."""
     top = logits.amax(dim=1)
     weights = (logits - top[:, None]).exp()
     norm = weights.sum(dim=1)
@@ -245,6 +242,6 @@ def _slices(num_rows: int, size: int) -> Iterator[slice]:
 
 
 def _blocks(logits: Tensor) -> Iterator[slice]:
-    """Yield ranges of rows. Each range is short, which limits the memory of the temporary tensors."""
+    """Yield short ranges of rows, which limit the memory of temporary tensors."""
     elements = _CPU_BLOCK_ELEMENTS if logits.device.type == "cpu" else _GPU_BLOCK_ELEMENTS
     return _slices(len(logits), max(1, elements // logits.shape[1]))

@@ -1,11 +1,7 @@
-"""Resolution of model paths. A path names a local directory or a model on the Hugging Face hub.
-
-This module does not import torch.
-"""
+"""Resolution of model paths to local directories or models on the Hugging Face hub, without torch."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
@@ -23,10 +19,7 @@ _HUB_TIMEOUT_S = 10.0
 
 @cache
 def is_hub_reachable() -> bool:
-    """Return whether the Hugging Face hub responds. If it does not, models are read only from the local cache.
-
-    The hub is contacted once per process.
-    """
+    """Return whether the hub responds, asked once per process. If not, models come only from the local cache."""
     from huggingface_hub import constants, get_session
 
     try:
@@ -36,11 +29,14 @@ def is_hub_reachable() -> bool:
     return True
 
 
-def cached_config(path: str, name: str = "config.json") -> Path | None:
-    """Return the path of a hub model's file in the local cache, or None if the file is not there."""
+def config_file(path: str, name: str = "config.json") -> Path | None:
+    """Return the path of a file in a local model directory or in the cache of a hub model, or None if it is missing."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder / name if (folder / name).is_file() else None
     try:
         found = try_to_load_from_cache(path, name)
     except HFValidationError:
@@ -49,8 +45,8 @@ def cached_config(path: str, name: str = "config.json") -> Path | None:
 
 
 def require_reachable(key: str, path: str) -> None:
-    """Check that a model is a local directory, in the hub's cache, or on a reachable hub. Raises ModelError if not."""
-    if Path(path).expanduser().is_dir() or cached_config(path) is not None:
+    """Check that a model is a local directory, cached, or on a reachable hub. Raises ModelError if not."""
+    if Path(path).expanduser().is_dir() or config_file(path) is not None:
         return
     if (refusal := _hub_problem(path)) is not None:
         raise ModelError(
@@ -60,7 +56,7 @@ def require_reachable(key: str, path: str) -> None:
 
 
 def _hub_problem(path: str) -> str | None:
-    """Return why the hub does not provide a model, and the remedy. Return None if the hub provides it."""
+    """Return why the hub does not provide a model, with the remedy, or None if it does."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError
 
@@ -81,10 +77,8 @@ def _hub_problem(path: str) -> str | None:
 
 
 def resolve_model(path: str | Path, file_name: str) -> str:
-    """Return the directory or the hub id (`owner/name`) that a model path names.
-
-    Raises ModelError if the path names neither, or if `file_name` in the directory is missing or damaged.
-    """
+    """Return the directory or the hub id (`owner/name`) that a path names. Raises ModelError if it is neither, or if
+    `file_name` in the directory is missing or damaged."""
     text, directory = str(path), Path(path).expanduser()
     if directory.is_dir():
         file = directory / file_name
@@ -106,8 +100,7 @@ def resolve_model(path: str | Path, file_name: str) -> str:
 
 
 def read_stop_ids(files: Iterable[Path]) -> frozenset[int] | None:
-    """Return the end-of-sequence tokens of the first file that defines `eos_token_id`, or None if no file does. Raises
-    ModelError if a file is damaged."""
+    """Return the end tokens of the first file with `eos_token_id`, or None. Raises ModelError for a damaged file."""
     for file in files:
         if not file.is_file():
             continue
@@ -121,10 +114,7 @@ def read_stop_ids(files: Iterable[Path]) -> frozenset[int] | None:
 
 
 def read_pretrained(path: str, what: str, read: Callable[..., T]) -> T:
-    """Load a model or tokenizer by `read`, a function of transformers, and return the result.
-
-    `what`: the name of the loaded object in error messages. Raises ModelError if the loading fails.
-    """
+    """Load a `what` by `read`, a function of transformers. Raises ModelError if this fails."""
     try:
         return read(local_files_only=Path(path).is_dir() or not is_hub_reachable(), trust_remote_code=False)
     except SafetensorError as error:
@@ -139,21 +129,3 @@ def read_pretrained(path: str, what: str, read: Callable[..., T]) -> T:
             f"model.path: must lead to {what} that transformers can read, got {path!r} ({where}: {detail}). "
             "Check the path; architectures that need custom code are not supported."
         ) from error
-
-
-@contextmanager
-def no_progress_bars() -> Iterator[None]:
-    """Disable the progress bars of transformers inside the `with` block, including the bar of the GGUF reader."""
-    from transformers import modeling_gguf_pytorch_utils as gguf_reader
-    from transformers.utils import logging as transformers_logging
-
-    reader = vars(gguf_reader)
-    bar, reader["tqdm"] = reader["tqdm"], transformers_logging.tqdm  # this one obeys the setting
-    was_enabled = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        reader["tqdm"] = bar
-        if was_enabled:
-            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -1,9 +1,8 @@
 """The order in which a model computes packed tokens. Each shared prompt is computed once.
 
-For sdpa, sequences are sorted by length. The first response to a prompt in a micro-batch keeps the whole prompt. Each
-further response begins with the last token of the prompt, whose output predicts the first token of the response.
-Attention still uses whole sequences, so the keys and values of the prompt are copied to each response.
-"""
+For sdpa, sequences are sorted by length. The first response to a prompt in a micro-batch keeps the whole prompt. Others
+begin with the last token of the prompt, whose output predicts their first token. Attention uses whole sequences, so the
+keys and values of the prompt are copied to each response."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,15 +33,14 @@ IntArray: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class SharedPrompts:
-    """A mapping from the c computed tokens to the T tokens of a batch.
-
-    Equal tokens of a shared prompt are represented by one computed token.
+    """A mapping from the c computed tokens to the T tokens of a batch, where one computed token stands for equal prompt
+    tokens.
 
     Attributes:
-        places: Int[T], the index of the computed token that represents each token, in attention order.
-        first_tokens: Int[c], the first token that each computed token represents.
-        shared: Int[p], the indices of the computed tokens that represent more than one token.
-        duplicates: Int[p, m], the second and later tokens that each entry of `shared` represents. Rows are padded.
+        places: Int[T], the computed token of each token, in attention order.
+        first_tokens: Int[c], the first token of each computed token.
+        shared: Int[p], the computed tokens that stand for more than one token.
+        duplicates: Int[p, m], the second and later tokens of each entry of `shared`. Rows are padded.
         is_duplicate: Bool[p, m], False where `duplicates` is padded.
         cu_seqlens: Int32[N+1], the bounds of the sequences among the computed tokens.
     """
@@ -55,7 +53,7 @@ class SharedPrompts:
     cu_seqlens: Int[Tensor, "N_plus_1"]
 
     def expand(self, computed: Float[Tensor, "c ..."]) -> Float[Tensor, "T ..."]:
-        """Copy the row of each computed token to all tokens that it represents."""
+        """Copy the row of each computed token to all tokens that it stands for."""
         order = (self.places, self.first_tokens, self.shared, self.duplicates, self.is_duplicate)
         found: Tensor = _Expand.apply(computed, *order)  # type: ignore[no-untyped-call]
         return found
@@ -79,69 +77,30 @@ class _Expand(torch.autograd.Function):
         return found.index_copy(0, shared, summed), None, None, None, None, None
 
 
-@dataclass(frozen=True, slots=True)
-class SharedOrder:
-    """The computed tokens of a batch, as host arrays.
+def shared_order(bounds: IntArray, shared: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Return the computed tokens of a batch, Int[c], the index among them for each token, Int[T], the other tokens,
+    Int[d], and their columns in `SharedPrompts.duplicates`, Int[d]. For `shared` Int[N], see `build_layout`.
 
-    `computed` Int[c]: the tokens that are computed. `places` Int[T]: the index in `computed` of the token that
-    represents each token. `dropped` Int[d]: the tokens that are not computed. `further` Int[d]: the column of
-    `SharedPrompts.duplicates` that holds each dropped token.
+    >>> computed, places, *_ = shared_order(np.array([0, 4, 7, 9]), np.array([0, 2, 0]))
+    >>> computed.tolist(), places.tolist()
+    ([0, 1, 2, 3, 6, 7, 8], [0, 1, 2, 3, 0, 1, 4, 5, 6])
     """
-
-    computed: IntArray
-    places: IntArray
-    dropped: IntArray
-    further: IntArray
-
-    @classmethod
-    def of(cls, bounds: IntArray, shared: IntArray) -> "SharedOrder":
-        """Build the order from the bounds of the sequences, Int[N+1]. For `shared` Int[N], see `build_layout`.
-
-        >>> order = SharedOrder.of(np.array([0, 4, 7, 9]), np.array([0, 2, 0]))
-        >>> order.computed.tolist(), order.places.tolist()
-        ([0, 1, 2, 3, 6, 7, 8], [0, 1, 2, 3, 0, 1, 4, 5, 6])
-        """
-        lengths, indices = np.diff(bounds), np.arange(len(shared))
-        first = np.maximum.accumulate(np.where(shared == 0, indices, 0))
-        sequence = np.repeat(indices, lengths)
-        tokens = np.arange(bounds[-1])
-        at = tokens - bounds[sequence]
-        is_dropped = at < shared[sequence]
-        stands_for = np.where(is_dropped, bounds[first[sequence]] + at, tokens)
-        places = (np.cumsum(~is_dropped) - 1)[stands_for]
-        dropped = np.flatnonzero(is_dropped)
-        return cls(np.flatnonzero(~is_dropped), places, dropped, (sequence - first[sequence] - 1)[dropped])
-
-    def on_device(self, cu_seqlens: IntArray, order: Int[Tensor, "T"] | None, device: torch.device) -> SharedPrompts:
-        """Copy the order to a device. `order`: the token at each position of the attention, or None if tokens are in
-        batch order.
-        """
-        at = np.arange(len(self.places))  # position of each token in attention order
-        if order is not None:
-            at[order.numpy()] = np.arange(len(self.places))
-        shared, rows = np.unique(self.places[self.dropped], return_inverse=True)
-        others = np.zeros((len(shared), int(self.further.max(initial=-1)) + 1), dtype=np.int64)
-        is_one = np.zeros(others.shape, dtype=bool)
-        others[rows, self.further] = at[self.dropped]
-        is_one[rows, self.further] = True
-        bounds = np.searchsorted(self.computed, cu_seqlens)
-
-        def sent(values: npt.NDArray[Any], dtype: torch.dtype | None = None) -> Tensor:
-            return to_device(torch.from_numpy(values), device, dtype)
-
-        places = self.places if order is None else self.places[order.numpy()]
-        return SharedPrompts(
-            sent(places), sent(at[self.computed]), sent(shared), sent(others), sent(is_one), sent(bounds, torch.int32)
-        )
+    lengths, indices = np.diff(bounds), np.arange(len(shared))
+    first = np.maximum.accumulate(np.where(shared == 0, indices, 0))
+    sequence = np.repeat(indices, lengths)
+    tokens = np.arange(bounds[-1])
+    at = tokens - bounds[sequence]
+    is_dropped = at < shared[sequence]
+    stands_for = np.where(is_dropped, bounds[first[sequence]] + at, tokens)
+    places = (np.cumsum(~is_dropped) - 1)[stands_for]
+    dropped = np.flatnonzero(is_dropped)
+    return np.flatnonzero(~is_dropped), places, dropped, (sequence - first[sequence] - 1)[dropped]
 
 
 @dataclass(frozen=True, slots=True)
 class LengthGroup:
-    """The sequences of one dense attention call. Their tokens have the indices `start` to `stop` in sorted order.
-
-    `slots` Int[stop - start]: the index of each token among `num_sequences` x `length` padded positions. The tensor is
-    empty if all sequences have the same length.
-    """
+    """The sequences of one dense attention call, the tokens `start` to `stop` in sorted order. `slots` Int[stop -
+    start]: the index of each token among `num_sequences` x `length` padded positions, empty for equal lengths."""
 
     start: int
     stop: int
@@ -151,19 +110,15 @@ class LengthGroup:
 
     @property
     def is_exact(self) -> bool:
-        """Return whether all sequences of the group have the same length."""
+        """True if all sequences of the group have the same length."""
         return self.stop - self.start == self.num_sequences * self.length
 
 
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
-    """The order in which the model computes T packed tokens.
-
-    `token_order` Int[T]: the batch token at each computed position. `computed_index` Int[T]: the computed position of
-    each batch token. `cu_seqlens` Int32[N+1]: the bounds of the sequences in computed order. `groups`: the attention
-    calls of `sdpa`, or () for other backends. With `shared`, only c < T tokens are computed. `token_order` then has c
-    entries, and attention uses T keys and values.
-    """
+    """The order in which the model computes T packed tokens. `token_order` Int[c]: the batch token at each computed
+    position. `computed_index` Int[T]: the computed position of each batch token. `cu_seqlens` Int32[N+1]: the bounds in
+    computed order. `groups`: the attention calls of `sdpa`. Without `shared`, c = T."""
 
     backend: Backend
     cu_seqlens: Int[Tensor, "N_plus_1"]
@@ -177,10 +132,8 @@ class PackedLayout:
 def build_layout(
     cu_seqlens: Int[Array, "N_plus_1"], *, backend: Backend, device: torch.device, shared: IntArray | None = None
 ) -> PackedLayout:
-    """Return the layout of the sequences with the bounds `cu_seqlens`.
-
-    If `cu_seqlens` is on the host, this call does not wait for the device. `shared` Int[N]: the number of leading
-    tokens that each sequence shares with an earlier sequence. The earlier sequence is the nearest one whose entry is 0.
+    """Return the layout of the sequences with the bounds `cu_seqlens`. Bounds on the host avoid waiting for the device.
+    `shared` Int[N]: the number of leading tokens in common with the nearest earlier sequence whose entry is 0.
 
     >>> layout = build_layout(torch.tensor([0, 3, 5, 8]), backend="sdpa", device=torch.device("cpu"))
     >>> layout.token_order.tolist()
@@ -220,20 +173,26 @@ def build_layout(
         )
     if shared is None or not shared.any():
         return layout
-    found = SharedOrder.of(np.array(bounds), shared)
+    computed, places, dropped, columns = shared_order(np.array(bounds), shared)
+    attended = np.arange(len(places)) if own_order is None else own_order.numpy()
+    at = np.empty_like(attended)  # position of each token in attention order
+    at[attended] = np.arange(len(places))
+    several, rows = np.unique(places[dropped], return_inverse=True)
+    others = np.zeros((len(several), int(columns.max(initial=-1)) + 1), dtype=np.int64)
+    is_one = np.zeros(others.shape, dtype=bool)
+    others[rows, columns], is_one[rows, columns] = at[dropped], True
+    bounds_of_computed = torch.from_numpy(np.searchsorted(computed, bounds)).to(torch.int32)
+    arrays = (torch.from_numpy(each) for each in (places[attended], at[computed], several, others, is_one))
     return replace(
         layout,
-        token_order=to_device(torch.from_numpy(found.computed), device),
-        computed_index=to_device(torch.from_numpy(found.places), device),
-        shared=found.on_device(np.array(bounds), own_order, device),
+        token_order=to_device(torch.from_numpy(computed), device),
+        computed_index=to_device(torch.from_numpy(places), device),
+        shared=SharedPrompts(*(to_device(each, device) for each in (*arrays, bounds_of_computed))),
     )
 
 
 def _length_groups(lengths: Sequence[int], device: torch.device) -> tuple[LengthGroup, ...]:
-    """Group sequences of equal length. `lengths` is sorted.
-
-    If there are too many different lengths, they are rounded up before the grouping.
-    """
+    """Group sequences of equal length, rounded up if there are too many. `lengths` is sorted."""
     exact = len(set(lengths)) <= _MAX_EXACT_LENGTHS
     groups: list[LengthGroup] = []
     start = 0
@@ -249,7 +208,7 @@ def _length_groups(lengths: Sequence[int], device: torch.device) -> tuple[Length
 
 
 def _round_up(length: int) -> int:
-    """Round a length up to a multiple of p / 8. Here, p is the largest power of two up to that length.
+    """Round a length up to a multiple of p / 8, where p is the largest power of two up to that length.
 
     >>> [_round_up(length) for length in (7, 16, 17, 100, 1000)]
     [7, 16, 18, 104, 1024]

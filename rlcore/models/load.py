@@ -8,11 +8,12 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from rlcore.config.model import TESTED, ModelConfig
 from rlcore.errors import ModelError
 from rlcore.models.attention import ATTENTION_NAME
-from rlcore.models.hub import no_progress_bars, read_pretrained, resolve_model
+from rlcore.models.hub import read_pretrained, resolve_model
 from rlcore.models.nf4 import quantize_nf4
 from rlcore.models.policy import CausalPolicy, PackedTrunk, ValueModel, decode_mask
 from rlcore.models.shape import TRAINABLE, require_base, untrainable
@@ -24,9 +25,9 @@ _HEAD_CHANGES = {"final_logit_softcapping": (None,), "logits_scaling": (None, 1.
 
 
 def load_policy(path: str | Path, *, model: ModelConfig, device: torch.device) -> CausalPolicy:
-    """Load a policy from a directory or hub id, in training mode and float32. With `model.lora`, the weights are in the
-    compute type or in 4 bits. Code in the model directory is never run. Raises ModelError if the path, the weights, the
-    architecture, the attention backend or the 4-bit package is unusable."""
+    """Load a policy in training mode and float32, or with `model.lora` in the compute type or 4 bits. Code in its
+    directory is not run. Raises ModelError if the path, weights, architecture, attention backend or 4-bit package is
+    unusable."""
     lora = model.lora
     require_base(lora)
     dtype = torch.float32 if lora is None else compute_dtype(model, device)
@@ -40,8 +41,7 @@ def load_policy(path: str | Path, *, model: ModelConfig, device: torch.device) -
 
 
 def load_value_model(path: str | Path, *, model: ModelConfig, device: torch.device) -> ValueModel:
-    """Load a float32 value model in training mode, with the decoder of a policy and a zero head. Raises ModelError if
-    the path, the weights, the architecture or the attention backend is unusable."""
+    """Load a float32 value model in training mode, with a policy's decoder and a zero head. Raises ModelError."""
     causal = _load_causal(path, device, torch.float32)
     trunk = cast(PreTrainedModel, getattr(causal, causal.base_model_prefix))
     value_model = ValueModel(trunk, attention=model.attention, compute_dtype=compute_dtype(model, device))
@@ -57,7 +57,7 @@ def parameter_names(path: str | Path) -> frozenset[str]:
 
 
 def compute_dtype(model: ModelConfig, device: torch.device) -> torch.dtype:
-    """Return the type of the matrix products. `auto` gives bfloat16 on CUDA and float32 elsewhere."""
+    """Return the type of the matrix products. `auto` is bfloat16 on CUDA and float32 elsewhere."""
     if model.dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[model.dtype]
@@ -101,14 +101,14 @@ def _load_causal(
     for key in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"):
         if getattr(config, key, 0.0):
             setattr(config, key, 0.0)  # dropout would make log-probabilities noisy
-    with no_progress_bars():
-        loaded = read_pretrained(
-            where,
-            "weights",
-            lambda **kw: AutoModelForCausalLM.from_pretrained(
-                where, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True, **kw
-            ),
-        )
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    loaded = read_pretrained(
+        where,
+        "weights",
+        lambda **kw: AutoModelForCausalLM.from_pretrained(
+            where, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True, **kw
+        ),
+    )
     model, report = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
     _require_complete(path, model, report)
     if in_4_bits:
@@ -144,8 +144,7 @@ _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
 def require_faithful(model: PreTrainedModel, path: str) -> None:
-    """Check that three short sequences have the same log-probabilities whether they are packed or computed separately.
-    Raises ModelError if they differ. Tested architectures are not checked."""
+    """Check that an untested architecture computes the same packed and alone. Raises ModelError if not."""
     kind = model.config.model_type
     if kind in TESTED:
         return

@@ -42,7 +42,7 @@ class AdaptedLinear(nn.Module):
         self.is_on = True
 
     def forward(self, x: Float[Tensor, "*batch N"]) -> Float[Tensor, "*batch M"]:
-        """Compute the output of the layer, plus the output of the adapter if it is enabled."""
+        """Compute the output of the layer, plus that of the adapter if it is enabled."""
         output: Tensor = self.base_layer(x)
         if not self.is_on:
             return output
@@ -51,8 +51,7 @@ class AdaptedLinear(nn.Module):
         return output + functional.linear(within * self.scaling, high)
 
     def merged(self, gather: Callable[[Tensor], Tensor]) -> Float[Tensor, "M N"]:
-        """Return W + s B A, summed in float32 and rounded once to the type of W by `stochastic_round`. `gather`: a
-        function that returns a sharded tensor as a whole."""
+        """Return W + s B A, summed in float32 and rounded by `stochastic_round`. `gather` returns a whole tensor."""
         low, high = gather(self.lora_A.weight), gather(self.lora_B.weight)
         base = self.base_layer
         weight = base.dequantized(gather) if isinstance(base, Nf4Linear) else gather(base.weight)
@@ -60,11 +59,11 @@ class AdaptedLinear(nn.Module):
 
 
 def stochastic_round(exact: Float[Tensor, "M N"], dtype: torch.dtype) -> Float[Tensor, "M N"]:
-    """Cast a float32 tensor to `dtype`. Rounding to bfloat16 is stochastic. The call overwrites `exact`.
+    """Cast a float32 tensor to `dtype`, to bfloat16 by stochastic rounding. `exact` is overwritten.
 
-    Rounding to nearest would lose changes below half a bfloat16 step, and most adapter updates are smaller. The engine
-    would then keep the old policy. Instead, a fixed random number below one step is added, and the sum is truncated.
-    Changes are then correct on average. An unchanged weight stays equal, since it is already a bfloat16 number."""
+    Rounding to nearest would lose changes below half a bfloat16 step, as most adapter updates are. A fixed random
+    number below one step is added instead, and the sum truncated. An unchanged weight is a bfloat16 number and stays
+    equal."""
     if dtype != torch.bfloat16:
         return exact.to(dtype)
     bits = exact.view(torch.int32).view(-1)
@@ -77,15 +76,15 @@ def stochastic_round(exact: Float[Tensor, "M N"], dtype: torch.dtype) -> Float[T
 
 @functools.cache
 def _noise(device: torch.device) -> Int[Tensor, "C"]:
-    """Return random integers below a bfloat16 step, in units of the last bit of a float32."""
+    """Return random integers below a bfloat16 step, in units of a float32's last bit."""
     drawn = torch.randint(1 << 16, (1 << 22,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     return drawn.to(device)
 
 
 def add_adapters(policy: CausalPolicy, lora: LoraConfig, *, seed: int) -> CausalPolicy:
-    """Add adapters to `policy` in place, freeze all other weights and return `policy`. Call this before `shard`. B
-    starts at 0, so the outputs are unchanged. `seed` alone determines A, on every device. Raises ModelError if a name
-    in `lora.target_modules` is not a linear layer of the model."""
+    """Add adapters to `policy` in place before `shard`, freeze all other weights, and return `policy`. B is 0, and
+    `seed` alone determines A on every device. Raises ModelError if `lora.target_modules` names no linear layer of the
+    model."""
     policy.requires_grad_(False)
     policy.base_digest = base_digest(policy.model)
     linear = {
@@ -118,8 +117,7 @@ def frozen_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def base_digest(model: nn.Module) -> str:
-    """Return 16 hex digits that identify the names and values of all frozen tensors. The digits are the same on every
-    device."""
+    """Return 16 hex digits of the names and values of all frozen tensors, the same on every device."""
     found = hashlib.sha256()
     for name, tensor in frozen_tensors(model):
         value = tensor.detach() + 0  # -0 as 0: `digest` takes them as one on a CPU
@@ -141,8 +139,7 @@ def without_adapters(policy: CausalPolicy) -> Iterator[None]:
 
 
 def merged_parameters(model: nn.Module, gather: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters under their names without adapters, with each adapter merged into its matrix. The adapters
-    do not change. `gather`: a function that returns a sharded parameter as a whole."""
+    """Yield the parameters with adapters merged, under their plain names. `gather` returns a sharded one as a whole."""
     for name, parameter in model.named_parameters():
         owner, is_adapted, rest = name.partition(_BASE)
         layer = model.get_submodule(owner) if is_adapted and rest == "weight" else None
@@ -161,7 +158,7 @@ def merged_parameters(model: nn.Module, gather: Callable[[Tensor], Tensor]) -> I
 
 
 def write_peft(adapters: Mapping[str, Tensor], lora: LoraConfig, base: str, folder: Path) -> None:
-    """Write adapters as a folder for `peft.PeftModel.from_pretrained`. `base`: the path of the base model."""
+    """Write adapters for `peft.PeftModel.from_pretrained`. `base`: the path of the base model."""
     folder.mkdir()
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in adapters.items()}
     save_file(plain, folder / "adapter_model.safetensors", metadata={"format": "pt"})

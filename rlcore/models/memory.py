@@ -20,14 +20,13 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory:
-    """The result of a call that ran out of memory. `message`: the allocator's message."""
+    """The result of a call that ran out of memory, with the allocator's message."""
 
     message: str
 
 
 def catch_out_of_memory(work: Callable[[], R]) -> R | OutOfMemory:
-    """Return the result of `work`, or `OutOfMemory` if an allocation fails. The `OutOfMemory` object keeps no tensors
-    of `work` alive."""
+    """Return the result of `work`, or `OutOfMemory`, which keeps no tensors of `work` alive."""
     try:
         return work()
     except (RuntimeError, MemoryError) as error:
@@ -48,19 +47,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def release_cached_memory() -> None:
-    """Wait for the GPU, then release torch's cached CUDA memory. Nothing is done if CUDA is not in use.
-
-    The wait is needed if torch uses expandable segments. torch itself waits only for the stream that allocated a block.
-    FSDP allocates gradients on one stream, and the optimizer reads them on another.
-    """
+    """Wait for the GPU, then release torch's cached CUDA memory, if CUDA is in use. With expandable segments, torch
+    waits only for the stream that allocated a block, and FSDP's gradients are read on another."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
 
 def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the tensor on the device, converted to `dtype` unless it is None. The copy to a GPU goes through pinned
-    memory and is asynchronous. A copy from pageable memory would wait for all earlier work of the device."""
+    """Return the tensor on the device in `dtype`. Pinned memory avoids waiting for the device."""
     found = tensor if dtype is None else tensor.to(dtype)
     if device.type != "cuda" or found.is_cuda:
         return found.to(device)
@@ -68,9 +63,8 @@ def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = 
 
 
 class OffloadedWeights:
-    """Frozen parameters that leave the device while other tensors need its memory. The host always keeps a copy, so
-    only the transfer to the device costs time. For a GPU, the copy is in pinned memory. Storage is resized in place, so
-    all holders of a tensor, including FSDP, keep a valid reference."""
+    """Frozen parameters that leave the device while other tensors need its memory. The host keeps a copy, pinned for a
+    GPU. Storage is resized in place, so references of other holders, such as FSDP, stay valid."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._host: dict[Tensor, Tensor] = {}
@@ -104,7 +98,7 @@ class OffloadedWeights:
         self._is_away = False
 
     def value(self, parameter: Tensor) -> Tensor:
-        """Return a parameter, or a temporary copy on the device while the parameter is offloaded."""
+        """Return a parameter, or a copy on the device while the parameter is offloaded."""
         host = self._host.get(parameter) if self._is_away else None
         if host is None:
             return parameter
@@ -112,11 +106,7 @@ class OffloadedWeights:
 
 
 def compact(tensors: Iterable[Tensor]) -> None:
-    """Move the tensors next to each other in device memory, and release the freed memory.
-
-    The tensor objects stay the same. The allocator returns memory only in whole pages of 2 or 20 MB. A single adapter
-    between two layers would therefore keep a whole page in use.
-    """
+    """Move the tensors next to each other in device memory in place, and release the freed pages of 2 or 20 MB."""
     waiting = OffloadedWeights(tensors)
     waiting.offload()
     release_cached_memory()
@@ -126,10 +116,9 @@ def compact(tensors: Iterable[Tensor]) -> None:
 def digest(tensor: Tensor) -> Int[Tensor, ""]:
     """Return a 64-bit checksum of a tensor, without synchronization.
 
-    Each element's bits are multiplied by an odd random number that depends on the element's position. The checksum is
-    the sum of these products modulo 2^64. One changed element always changes the sum. Several changes cancel only by
-    chance. On a CPU, 0 and -0 count as equal, because the sign of 0 is lost when vLLM's matrices are unpacked.
-    """
+    Each element's bits are multiplied by an odd random number of its position and added modulo 2^64. One changed
+    element always changes the sum. On a CPU, 0 and -0 count as equal, because vLLM's unpacking of matrices loses the
+    sign of 0."""
     flat = tensor.detach().reshape(-1)
     if flat.device.type == "cpu":
         flat = flat + 0
@@ -144,6 +133,5 @@ def digest(tensor: Tensor) -> Int[Tensor, ""]:
 
 @functools.cache
 def _digest_factors(device: torch.device) -> Int[Tensor, "C"]:
-    """Return an odd random number for each position in a chunk."""
     drawn = torch.randint(2**62, (_CHUNK,), generator=torch.Generator().manual_seed(0))
     return (2 * drawn + 1).to(device)

@@ -1,9 +1,8 @@
-"""Frozen linear layers in 4 bits (NF4, Dettmers et al. 2023).
+"""Frozen linear layers in 4 bits (NF4, Dettmers et al. 2023): one of 16 levels times the largest absolute weight of a
+block of 64.
 
-Weights are in blocks of 64. A weight is one of 16 levels times the largest absolute weight of its block. The format and
-the dequantization kernel come from bitsandbytes. The quantizer of bitsandbytes is not used, because its division is
-only approximate on a GPU. Quantized weights, digests and exports are therefore the same on every device.
-"""
+Format and dequantization kernel are those of bitsandbytes. Its quantizer divides approximately on a GPU, so it is not
+used. Quantized weights, digests and exports are therefore the same on every device."""
 
 import importlib
 import logging
@@ -25,11 +24,8 @@ _CODES = tuple(range(0x01, 0x100, 0x22))  # 0 and 1, 2 and 3, ... 14 and 15, two
 
 
 class Nf4Linear(nn.Module):
-    """A linear layer with a frozen 4-bit weight, stored as two codes per byte and one scale per block.
-
-    Codes and scales are non-persistent buffers. The weight is dequantized to the type of the input, in which the layer
-    computes.
-    """
+    """A linear layer that computes in the input's type with a frozen weight of two codes per byte and a scale per
+    block."""
 
     packed: UInt8[Tensor, "bytes"]
     scales: Float[Tensor, "blocks"]
@@ -49,18 +45,14 @@ class Nf4Linear(nn.Module):
         return output
 
     def dequantized(self, gather: Callable[[Tensor], Tensor]) -> Float[Tensor, "M N"]:
-        """Return the weight in its original type.
-
-        `gather`: a function that returns a buffer on the device, even if the buffer is offloaded.
-        """
+        """Return the weight in its original type. `gather` returns a buffer on the device, even if it is offloaded."""
         return dequantize_weight(
             gather(self.packed), gather(self.scales), (self.out_features, self.in_features), self.dtype
         )
 
 
 def quantize_nf4(model: PreTrainedModel, device: torch.device) -> None:
-    """Replace each linear layer except the head by an `Nf4Linear` on `device`. Layers are replaced one at a time, so
-    the device never holds the unquantized model."""
+    """Replace each linear layer except the head, one at a time, so that the device never holds the whole model."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
     for name in names:
@@ -81,12 +73,13 @@ def num_parameters(model: nn.Module) -> int:
 
 
 def quantize_weight(weight: Float[Tensor, "M N"]) -> tuple[UInt8[Tensor, "bytes"], Float[Tensor, "blocks"]]:
-    """Return the codes (two per byte, the first in the high half) and the float32 scale of each block. The scale is the
-    largest absolute value of the block. The last block is padded with 0."""
+    """Return the codes (two per byte, the first in the high half) and the float32 scale of each block, which is its
+    largest absolute value. The last block is padded with 0."""
     _have_bitsandbytes()
     zeros = -weight.numel() % BLOCK
     blocks = functional.pad(weight.reshape(-1), (0, zeros)).view(-1, BLOCK)
-    levels = _levels().to(weight.device)
+    every = torch.tensor(_CODES + (0,) * (BLOCK // 2 - len(_CODES)), dtype=torch.uint8)
+    levels = dequantize_weight(every, torch.ones(1), (1, 16), torch.float32)[0].to(weight.device)
     between = (levels[1:] + levels[:-1]) / 2
     packed, scales = [], []
     for part in blocks.split(_CHUNK):
@@ -101,14 +94,9 @@ def quantize_weight(weight: Float[Tensor, "M N"]) -> tuple[UInt8[Tensor, "bytes"
 def dequantize_weight(
     packed: Tensor, scales: Tensor, shape: tuple[int, int], dtype: torch.dtype
 ) -> Float[Tensor, "M N"]:
-    """Return the weights, which are level x scale, computed in float32 and rounded once to `dtype`."""
+    """Return the weights, level x scale in float32, rounded once to `dtype`."""
     flat = torch.ops.bitsandbytes.dequantize_4bit.default(packed, scales, BLOCK, "nf4", [2 * len(packed)], dtype)
     return cast(Tensor, flat).view(-1)[: shape[0] * shape[1]].view(shape)
-
-
-def _levels() -> Float[Tensor, "16"]:
-    every = torch.tensor(_CODES + (0,) * (BLOCK // 2 - len(_CODES)), dtype=torch.uint8)
-    return dequantize_weight(every, torch.ones(1), (1, 16), torch.float32)[0]
 
 
 # One operator per direction: autograd keeps only the packed weight, and the compiler cannot merge the two

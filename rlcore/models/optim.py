@@ -13,9 +13,8 @@ from rlcore.config.algo import OFFLOAD_PIECE_BYTES, OptimConfig
 
 
 def build_optimizer(model: nn.Module, optim: OptimConfig, *, device: torch.device) -> torch.optim.AdamW:
-    """Build AdamW over the trainable parameters. Weight decay applies to matrices, but not to norms and biases. The
-    decay is decoupled (Loshchilov and Hutter, 2019). The fused kernel is elementwise, so results do not depend on the
-    number of threads. With `optim.offload`, the moments are in host memory."""
+    """Build AdamW over the trainable parameters, with decoupled weight decay (Loshchilov and Hutter, 2019) of matrices
+    only. The fused kernel is elementwise, so results do not depend on the number of threads."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": optim.weight_decay},
@@ -32,8 +31,7 @@ def build_optimizer(model: nn.Module, optim: OptimConfig, *, device: torch.devic
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Float[Tensor, ""]:
-    """Scale gradients to a global 2-norm of at most `max_norm`. Return the norm before scaling, over all ranks.
-    Parameters may be plain or sharded by FSDP2. A non-finite norm leaves NaN gradients, so check it before the step."""
+    """Scale gradients to a global 2-norm of at most `max_norm`. Return the norm before, over all ranks."""
     norm = nn.utils.clip_grad_norm_(list(parameters), max_norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -44,11 +42,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class OffloadedAdamW(torch.optim.AdamW):
-    """AdamW whose moments are in host memory, which is pinned for a GPU. The results equal those of AdamW bit by bit.
-
-    The update is elementwise. Parameters are therefore updated in pieces whose moments take at most `piece_bytes` of
-    device memory. The moments of a DTensor are DTensors.
-    """
+    """AdamW with moments in host memory, pinned for a GPU, equal to AdamW bit by bit. Parameters are updated in pieces
+    whose moments take at most `piece_bytes` of device memory. The moments of a DTensor are DTensors."""
 
     piece_bytes = OFFLOAD_PIECE_BYTES
 
@@ -87,7 +82,7 @@ class OffloadedAdamW(torch.optim.AdamW):
             parameter.grad = None
 
     def new_moment(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
-        """Allocate host memory for one moment of a parameter, or of this rank's shard of the parameter."""
+        """Allocate host memory for one moment of a parameter, or of this rank's shard."""
         return host_memory(parameter, dtype, pinned=local_tensor(parameter).device.type == "cuda")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -97,15 +92,13 @@ class OffloadedAdamW(torch.optim.AdamW):
         super().load_state_dict({**state_dict, "state": rest})
         for number, parameter in enumerate(p for group in self.param_groups for p in group["params"]):
             for key in MOMENTS:
-                if number in states and key in states[number]:
-                    self.state[parameter][key] = self._on_host(parameter, states[number][key])
-
-    def _on_host(self, parameter: nn.Parameter, moment: Tensor) -> Tensor:
-        if local_tensor(moment).device.type == "cpu":
-            return moment
-        home = self.new_moment(parameter, moment.dtype)
-        local_tensor(home).copy_(local_tensor(moment))
-        return home
+                moment = states.get(number, {}).get(key)
+                if moment is not None and local_tensor(moment).device.type != "cpu":
+                    home = self.new_moment(parameter, moment.dtype)
+                    local_tensor(home).copy_(local_tensor(moment))
+                    moment = home
+                if moment is not None:
+                    self.state[parameter][key] = moment
 
 
 def split_by_moments(parameters: Iterable[nn.Parameter], limit_bytes: int) -> Iterator[list[nn.Parameter]]:
@@ -128,15 +121,12 @@ def split_by_moments(parameters: Iterable[nn.Parameter], limit_bytes: int) -> It
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor. Return any other tensor itself. The result is detached."""
+    """Return this rank's shard of a DTensor, or any other tensor itself, detached."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def copy_like(parameter: Tensor, local: Tensor) -> Tensor:
-    """Return a tensor with the values of `local`, on the device of `parameter`.
-
-    If `parameter` is a DTensor, `local` is this rank's shard, and the result is a DTensor too.
-    """
+    """Return `local`, for a DTensor the shard of this rank, as a tensor like `parameter` on its device."""
     copy = torch.empty_like(parameter, dtype=local.dtype, requires_grad=False)
     local_tensor(copy).copy_(local, non_blocking=True)
     return copy
@@ -149,8 +139,7 @@ def pinned_copy(tensor: Tensor) -> Tensor:
 
 
 def host_memory(like: Tensor, dtype: torch.dtype, *, pinned: bool) -> Tensor:
-    """Allocate host memory with the shape and layout of `like`, in pinned memory if requested and available. Containers
-    may limit pinned memory. Pageable memory is slower."""
+    """Allocate host memory with the shape and layout of `like`, in pinned memory if requested and available."""
     if pinned:
         try:
             return torch.empty_like(like, dtype=dtype, device="cpu", pin_memory=True, requires_grad=False)

@@ -20,9 +20,7 @@ Model = TypeVar("Model", bound=PackedTrunk)
 
 def shard(model: Model, *, mesh: DeviceMesh, dtype: torch.dtype) -> Model:
     """Shard each decoder layer, and then the other parameters, over a one-dimensional mesh. Return the changed model.
-
-    Shards stay in float32. Layers compute in `dtype`. Gradients are reduced in float32 and averaged over ranks.
-    """
+    Shards are float32, layers compute in `dtype`, and gradients are reduced in float32 and averaged over ranks."""
     computing = _precision(dtype)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=computing)
@@ -45,20 +43,15 @@ def full_state(
     value: Callable[[Tensor], Tensor] = Tensor.detach,
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield all parameters unsharded, under the names of transformers. A tied output head appears once, as the
-    embedding. Gathering is a collective, so all ranks must iterate together to the end. One bucket of gathered tensors
-    exists at a time. LoRA adapters are merged, so the names and shapes of the base model are used.
-
-    Args:
-        value: a function that returns a parameter, even if it is offloaded.
-        dtype: the type in which matrices are sent (bfloat16 halves the bytes), or None to keep their type.
-    """
+    """Yield all parameters unsharded under the names of transformers, with adapters merged. This is a collective, so
+    all ranks must iterate to the end. One bucket of gathered tensors exists at a time. `value` returns a parameter,
+    even if it is offloaded. `dtype`: the type in which matrices are sent, or None to keep theirs."""
     root = model.model if isinstance(model, CausalPolicy) else model
     yield from merged_parameters(root, _Buckets(root, value, dtype))
 
 
 def adapter_state(model: CausalPolicy) -> Iterator[tuple[str, Tensor]]:
-    """Yield the LoRA adapters unsharded, under PEFT's names. This is a collective, so all ranks must iterate."""
+    """Yield the LoRA adapters unsharded, under PEFT's names. This is a collective of all ranks."""
     for name, parameter in model.model.named_parameters():
         if any(part in name for part in ADAPTERS):
             yield f"base_model.model.{name}", gather_parameter(parameter)
@@ -71,12 +64,9 @@ def reshard(model: nn.Module) -> None:
 
 
 def gather(model: nn.Module, *, once: bool, is_last: bool = True) -> None:
-    """Set when FSDP2 gathers weights in the next micro-batch of an update.
-
-    If `once` is false, each pass gathers the weights and reduces the gradients at its end. If `once` is true (ZeRO-1),
-    the weights stay gathered until the last micro-batch (`is_last`). Until then, each rank accumulates unsharded
-    gradients, which the last micro-batch reduces.
-    """
+    """Set when FSDP2 gathers weights in the next micro-batch of an update. With `once` (ZeRO-1), weights stay gathered
+    until the last micro-batch (`is_last`), which reduces the accumulated gradients. Otherwise each pass gathers and
+    reduces."""
     assert isinstance(model, FSDPModule), "only a sharded model gathers"
     model.set_reshard_after_forward(not once)
     model.set_reshard_after_backward(is_last)
@@ -84,11 +74,8 @@ def gather(model: nn.Module, *, once: bool, is_last: bool = True) -> None:
 
 
 def reset_after_failed_pass(model: PackedTrunk) -> None:
-    """Reset FSDP2 after an error in a forward or backward pass, and drop the gradients.
-
-    The model must be sharded on one rank only. FSDP2 has no public function for this. This function therefore calls
-    private functions that FSDP2 itself calls at the end of a backward pass.
-    """
+    """Reset FSDP2 on one rank after an error in a forward or backward pass, and drop the gradients. FSDP2 has no public
+    function for this, so this calls private ones as the end of a backward pass does."""
     if not isinstance(model, FSDPModule):
         return
     state = model._get_fsdp_state()
@@ -116,11 +103,8 @@ BUCKET_BYTES = 1 << 28
 
 
 class _Buckets:
-    """A callable that returns whole parameters. Sharded parameters are gathered in buckets.
-
-    The first request of a bucket gathers the whole bucket, since a collective for each tensor would be slower. The
-    order of requests must be the same on all ranks.
-    """
+    """A callable that returns whole parameters. The first request of a bucket gathers all of it in one collective. The
+    order of requests must be the same on all ranks."""
 
     def __init__(self, model: nn.Module, value: Callable[[Tensor], Tensor], dtype: torch.dtype | None) -> None:
         self._value = value
@@ -155,10 +139,7 @@ class _Buckets:
 
 
 def _gather_bucket(parameters: list[DTensor], shards: list[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
-    """Gather several parameters of one type in a single collective.
-
-    The shards of the last ranks may have fewer rows than the other shards, or none.
-    """
+    """Gather several parameters of one type in a collective. The last ranks may have shorter shards, or none."""
     mesh, shapes = parameters[0].device_mesh, [parameter.shape for parameter in parameters]
     sizes = [-(-shape[0] // mesh.size()) * math.prod(shape[1:]) for shape in shapes]
     mine = shards[0].new_zeros(sum(sizes), dtype=dtype)

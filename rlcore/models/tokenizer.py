@@ -1,6 +1,5 @@
-"""Tokenizers of model directories and the hub, and an arithmetic tokenizer for scratch models. Most functions need no
-torch. The arithmetic tokenizer has one token per operator and per integer up to a limit. A countdown response is about
-a dozen tokens, so half a million parameters can learn the task on two CPU cores."""
+"""Tokenizers of model directories and the hub, and an arithmetic tokenizer for scratch models, mostly without torch.
+The latter has a token per operator and integer, so half a million parameters can learn countdown on two CPU cores."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -38,9 +37,8 @@ _TAG = re.compile(r"([<\[])(/?)((?!(?:s|INST|SYSTEM_PROMPT)[>\]])\w[\w:.-]*[>\]]
 
 
 def build_scratch_tokenizer(config: ScratchModel, directory: Path) -> Path:
-    """Write the arithmetic tokenizer into `directory` and return `directory`. Text is split into whole numbers and
-    single characters, without white space. "19+7" and "19 + 7" give the same tokens. Decoding joins tokens with one
-    space. Unknown text becomes `<unk>`. The written bytes depend on the settings alone."""
+    """Write the arithmetic tokenizer into `directory` and return it. Text is split into whole numbers and single
+    characters, without white space. Decoding joins tokens with one space. The bytes depend on the settings alone."""
     core = Tokenizer(WordLevel(scratch_vocabulary(config), unk_token=UNK_TOKEN))
     core.pre_tokenizer = pre_tokenizers.Sequence([WhitespaceSplit(), Split(Regex(r"\d+|\D"), behavior="isolated")])
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
@@ -72,8 +70,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def end_of_text_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> frozenset[int]:
-    """Return the end-of-sequence ids of the generation config, otherwise of the model config, otherwise of the
-    tokenizer. Raises ModelError if none of them defines any, or if a file is damaged."""
+    """Return the end tokens of the generation config, config or tokenizer. Raises ModelError if none has any."""
     where = str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else resolve_model(path, "config.json")
     ids = read_stop_ids(file for name in MODEL_FILES if (file := _find_file(where, name)) is not None)
     if ids is None and (own := (tokenizer or load_tokenizer(path)).eos_token_id) is not None:
@@ -87,8 +84,8 @@ def end_of_text_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase | None 
 
 
 def response_tags(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the ids of special tokens that a response may contain as tags. A tag `</name>` always counts, and a tag
-    `<name>` counts if `</name>` is a token. Tokens with a special role, such as end and padding, are excluded."""
+    """Return the ids of special tokens that a response may contain as tags: `</name>`, and `<name>` if `</name>` is a
+    token. Tokens with a special role, such as end and padding, are excluded."""
     named = {getattr(tokenizer, name) for name in tokenizer.SPECIAL_TOKENS_ATTRIBUTES}
     added = {token.content: (id, token.special) for id, token in tokenizer.added_tokens_decoder.items()}
     parts = [(_TAG.fullmatch(text), text, *found) for text, found in added.items()]
@@ -100,9 +97,7 @@ def response_tags(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 
 def text_decoder(tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = True) -> Decode:
-    """Return a function that decodes responses. `skip_special_tokens`: the setting `rollout.skip_special_tokens`. The
-    function calls the tokenizers library directly if transformers gives the same texts. transformers takes twice the
-    time in Python and holds the GIL."""
+    """Return a decoder of responses, by tokenizers if transformers, which is slower, gives the same texts."""
 
     tags = response_tags(tokenizer) if skip_special_tokens else frozenset[int]()
     special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}

@@ -64,7 +64,7 @@ def step_alarms(
         largest = f"the largest norm of a mini-batch's gradient is {norm:.4g}"
         text = f"{largest}, alarms.grad_norm_above is {alarms.grad_norm_above:g}"
         found.append(Alarm("grad_norm", alarms.grad_norm, text))
-    entropy = None if policy is None else policy.stats.mean_entropy()
+    entropy = None if policy is None else policy.stats.mean("entropy_sum")
     if alarms.entropy != "off" and entropy is not None and entropy < alarms.entropy_below:
         text = f"the policy's entropy is {entropy:.4g}, alarms.entropy_below is {alarms.entropy_below:g}"
         found.append(Alarm("entropy", alarms.entropy, text))

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from rlcore.algos.advantages import (
     SequenceAdvantage,
-    bind_advantage,
     broadcast_to_tokens,
     gae,
     group_advantages,
@@ -20,7 +19,7 @@ from rlcore.algos.advantages import (
     whiten,
 )
 from rlcore.algos.aggregation import masked_sum, segment_sum
-from rlcore.algos.loss_call import advantage_problem, check_results
+from rlcore.algos.loss_call import advantage_problem, bind_advantage, check_results
 from rlcore.algos.losses import kl_estimate
 from rlcore.algos.off_policy import importance_weights, rejection_mask
 from rlcore.config import AlgoConfig

@@ -264,7 +264,7 @@ class Trainer(GroupTrainer):
             observed_kl = update.observed_kl(algo, estimated.kl_in_reward)
             if observed_kl is not None:
                 kl_coef = next_kl_coef(kl_coef, observed_kl, int(packed.score_mask.sum()), settings=algo.kl)
-            entropy_added = next_entropy_bonus(entropy_added, update.policy.stats.mean_entropy(), settings=algo)
+            entropy_added = next_entropy_bonus(entropy_added, update.policy.stats.mean("entropy_sum"), settings=algo)
         return replace(
             state,
             step=state.step + 1,

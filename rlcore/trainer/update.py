@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlcore.algos.aggregation import Denominator, clipped_by_covariance, masked, rank_share, token_covariance
-from rlcore.algos.losses import has_argument
+from rlcore.algos.loss_call import has_argument
 from rlcore.algos.objective import PolicyStatistics, Statistics, ValueStatistics
 from rlcore.algos.schedules import lr_at
 from rlcore.batching.balance import Assignment, mini_batches
@@ -69,21 +69,21 @@ class Update:
             return metrics
         metrics |= policy.stats.metrics(policy.num_steps)
         if algo.kl.where == "loss":
-            metrics["actor/ref_kl"] = policy.stats.mean_ref_kl()
+            metrics["actor/ref_kl"] = policy.stats.mean("ref_kl")
         else:
             metrics.pop("actor/kl_loss")
         if algo.entropy_control.target is not None:
             metrics["actor/entropy_coef"] = self.entropy_coef
         if algo.teacher is not None and algo.teacher.top_k:
-            metrics["actor/teacher_kl"] = policy.stats.mean_teacher_kl()
+            metrics["actor/teacher_kl"] = policy.stats.mean("teacher_kl")
         if algo.aggregation != "token-mean":
-            metrics["actor/token_entropy"] = policy.stats.mean_entropy()
+            metrics["actor/token_entropy"] = policy.stats.mean("entropy_sum")
         return metrics | {"actor/grad_norm": policy.grad_norm, "actor/lr": policy.lr, "actor/kl_coef": self.kl_coef}
 
     def observed_kl(self, algo: AlgoConfig, kl_in_reward: float | None) -> float | None:
         """Return the KL divergence from the reference in nats per token, or None if it was not measured."""
         if algo.kl.where == "loss":
-            return None if self.policy is None else self.policy.stats.mean_ref_kl()
+            return None if self.policy is None else self.policy.stats.mean("ref_kl")
         return kl_in_reward
 
 

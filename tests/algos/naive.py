@@ -5,7 +5,8 @@ Nothing here imports rlcore.algos. A loss comes with its derivative by the polic
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 Flat = Sequence[float]
 Positions = Sequence[Sequence[int]]  # for each sequence the flat positions of its answer tokens
@@ -41,15 +42,56 @@ def surrogate(log_r: float, advantage: float, low: float, high: float, dual: flo
     return loss, slope, clipped, False
 
 
-def ppo_clip(
-    policy: Flat, old: Flat, advantages: Flat, answers: Positions, low: float, high: float, dual: float | None
-) -> dict[int, Token]:
-    tokens = {}
-    for positions in answers:
-        for t in positions:
-            loss, slope, *flags = surrogate(log_ratio(policy[t], old[t]), advantages[t], low, high, dual)
-            tokens[t] = (loss, slope * inside(policy[t], old[t]), *flags)
-    return tokens
+def by_token(token: Callable[..., Token]) -> Callable[..., dict[int, Token]]:
+    """Return the twin of a loss whose tokens are independent of each other."""
+
+    def twin(
+        policy: Flat, old: Flat, advantages: Flat, answers: Positions, low: float, high: float, dual: float | None,
+        **options: float,
+    ) -> dict[int, Token]:  # fmt: skip
+        clips = {"low": low, "high": high, "dual": dual}
+        every = (t for positions in answers for t in positions)
+        return {t: token(policy[t], old[t], advantages[t], **clips, **options) for t in every}
+
+    return twin
+
+
+@by_token
+def ppo_clip(policy: float, old: float, advantage: float, low: float, high: float, dual: float | None) -> Token:
+    loss, slope, *flags = surrogate(log_ratio(policy, old), advantage, low, high, dual)
+    return loss, slope * inside(policy, old), *flags
+
+
+@by_token
+def cispo(policy: float, old: float, advantage: float, low: float, high: float, dual: float | None) -> Token:
+    ratio = math.exp(log_ratio(policy, old))
+    weight = clamp(ratio, 1 - low, 1 + high)
+    return -weight * advantage * policy, -weight * advantage, weight != ratio, False
+
+
+@by_token
+def sapo(policy: float, old: float, advantage: float, tau_pos: float = 1.0, tau_neg: float = 1.05, **_: Any) -> Token:
+    tau = tau_pos if advantage > 0 else tau_neg
+    log_r = log_ratio(policy, old)
+    z = tau * (math.exp(log_r) - 1)
+    gate = 1 / (1 + math.exp(-z))
+    away = math.exp(-z) / (1 + math.exp(-z)) if z < 700 else 0.0
+    slope = -advantage * 4 * gate * away * math.exp(log_r)
+    return -advantage * 4 / tau * gate, slope * inside(policy, old), False, False
+
+
+@by_token
+def gpg(policy: float, old: float, advantage: float, **_: Any) -> Token:
+    return -advantage * policy, -advantage, False, False
+
+
+@by_token
+def dppo(policy: float, old: float, advantage: float, delta: float = 0.1, **_: Any) -> Token:
+    ratio = math.exp(log_ratio(policy, old))
+    away = (ratio > 1 and advantage > 0) or (ratio < 1 and advantage < 0)
+    if away and abs(math.exp(policy) - math.exp(old)) > delta:
+        return 0.0, 0.0, True, False
+    return -advantage * ratio, -advantage * ratio * inside(policy, old), False, False
 
 
 def gspo(
@@ -63,35 +105,6 @@ def gspo(
         for t in positions:
             loss, slope, *flags = surrogate(total / len(positions), advantages[t], low, high, dual)
             tokens[t] = (loss, slope * inside(policy[t], old[t]), *flags)
-    return tokens
-
-
-def cispo(
-    policy: Flat, old: Flat, advantages: Flat, answers: Positions, low: float, high: float, dual: float | None
-) -> dict[int, Token]:
-    tokens = {}
-    for positions in answers:
-        for t in positions:
-            ratio = math.exp(log_ratio(policy[t], old[t]))
-            weight = clamp(ratio, 1 - low, 1 + high)
-            tokens[t] = (-weight * advantages[t] * policy[t], -weight * advantages[t], weight != ratio, False)
-    return tokens
-
-
-def sapo(
-    policy: Flat, old: Flat, advantages: Flat, answers: Positions, low: float, high: float, dual: float | None,
-    tau_pos: float = 1.0, tau_neg: float = 1.05,
-) -> dict[int, Token]:  # fmt: skip
-    tokens = {}
-    for positions in answers:
-        for t in positions:
-            tau = tau_pos if advantages[t] > 0 else tau_neg
-            log_r = log_ratio(policy[t], old[t])
-            z = tau * (math.exp(log_r) - 1)
-            gate = 1 / (1 + math.exp(-z))
-            away = math.exp(-z) / (1 + math.exp(-z)) if z < 700 else 0.0
-            slope = -advantages[t] * 4 * gate * away * math.exp(log_r)
-            tokens[t] = (-advantages[t] * 4 / tau * gate, slope * inside(policy[t], old[t]), False, False)
     return tokens
 
 
@@ -111,29 +124,6 @@ def gmpo(
             loss = -advantages[t] * math.exp(total / len(positions))
             slope = 0.0 if is_clipped[t] else loss
             tokens[t] = (loss, slope * inside(policy[t], old[t]), is_clipped[t], False)
-    return tokens
-
-
-def gpg(
-    policy: Flat, old: Flat, advantages: Flat, answers: Positions, low: float, high: float, dual: float | None
-) -> dict[int, Token]:
-    return {t: (-advantages[t] * policy[t], -advantages[t], False, False) for positions in answers for t in positions}
-
-
-def dppo(
-    policy: Flat, old: Flat, advantages: Flat, answers: Positions, low: float, high: float, dual: float | None,
-    delta: float = 0.1,
-) -> dict[int, Token]:  # fmt: skip
-    tokens = {}
-    for positions in answers:
-        for t in positions:
-            ratio = math.exp(log_ratio(policy[t], old[t]))
-            away = (ratio > 1 and advantages[t] > 0) or (ratio < 1 and advantages[t] < 0)
-            if away and abs(math.exp(policy[t]) - math.exp(old[t])) > delta:
-                tokens[t] = (0.0, 0.0, True, False)
-            else:
-                slope = -advantages[t] * ratio
-                tokens[t] = (slope, slope * inside(policy[t], old[t]), False, False)
     return tokens
 
 

@@ -5,11 +5,10 @@ from typing import get_args
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from rlcore.algos.advantages import (
     SequenceAdvantage,
-    backward_recurrence,
     broadcast_to_tokens,
     gae,
     gdpo,
@@ -18,7 +17,6 @@ from rlcore.algos.advantages import (
     overlong_penalty,
     pass_at_k,
     reinforce_pp,
-    same_sequence_follows,
     token_rewards,
     whiten,
 )
@@ -75,17 +73,6 @@ def test_group_advantages_name_missing_argument(method: str, lack: str) -> None:
         group_advantages(torch.zeros(2), torch.zeros(2, dtype=torch.int64), method=method)
 
 
-def test_reinforce_pp_baseline_whitens_over_tokens() -> None:
-    """Identity: weighting by length is the same as spreading over the tokens and whitening over the mask."""
-    scores, ids = normal(6, 1), torch.tensor([0, 0, 1, 1, 1, 2])
-    direct = group_advantages(scores, ids, method="reinforce_pp_baseline", lengths=torch.tensor(RAGGED.lengths()))
-    centred = group_advantages(scores, ids, method="dr_grpo")
-    over_tokens = whiten(broadcast_to_tokens(centred, RAGGED.mask, RAGGED.sequence_ids), RAGGED.mask)
-    torch.testing.assert_close(
-        broadcast_to_tokens(direct, RAGGED.mask, RAGGED.sequence_ids), over_tokens, rtol=1e-12, atol=1e-12
-    )
-
-
 def test_broadcast_reaches_response_tokens_only() -> None:
     values = normal(4, 1)
     expected = {t: values[n].item() for n, positions in enumerate(GAPPED.answers()) for t in positions}
@@ -98,46 +85,23 @@ def test_whiten_equals_naive_twin(rows: Rows) -> None:
     expected = naive.whiten({t: values[t].item() for positions in rows.answers() for t in positions})
     actual = whiten(values, rows.mask)
     assert_tokens(actual, expected, rel=1e-11)
-    assert actual[rows.mask].mean().item() == pytest.approx(0, abs=1e-12)
-    assert actual[rows.mask].std().item() == pytest.approx(1, rel=1e-8)  # torch's std has ddof 1 too
-
-
-def test_whiten_of_equal_tokens_is_zero() -> None:
-    mask = torch.tensor([False, True, False])
-    assert whiten(torch.tensor([5.0, 3.0, 1.0]), mask).tolist() == [0.0, 0.0, 0.0]
-    assert whiten(torch.tensor([0.1, 0.1, 0.1]), torch.ones(3, dtype=torch.bool)).tolist() == [0.0, 0.0, 0.0]
-
-
-@pytest.mark.parametrize("kl_coef", [0.0, 0.25])
-@pytest.mark.parametrize("rows", [RAGGED, GAPPED], ids=["ragged", "gapped"])
-def test_token_rewards_equal_naive_twin(rows: Rows, kl_coef: float) -> None:
-    scores, kl = normal(rows.num_sequences, 1), floats(rows, 2)
-    actual = token_rewards(scores, rows.cu_seqlens, rows.mask, kl, kl_coef)
-    assert_tokens(actual, naive.token_rewards(scores.tolist(), rows.answers(), kl.tolist(), kl_coef))
-    without = token_rewards(scores, rows.cu_seqlens, rows.mask, None, kl_coef)
-    assert_tokens(without, naive.token_rewards(scores.tolist(), rows.answers(), None, kl_coef))
-
-
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (1.0, 0.95), (0.9, 0.8), (0.5, 0.0), (0.0, 1.0), (0.99, 1.0)])
-@pytest.mark.parametrize("rows", [RAGGED, GAPPED], ids=["ragged", "gapped"])
-def test_gae_equals_naive_twin(rows: Rows, gamma: float, lam: float) -> None:
-    rewards, values = floats(rows, 1), floats(rows, 2)
-    advantages, returns = gae(rewards, values, rows.mask, rows.sequence_ids, gamma=gamma, lam=lam)
-    expected = naive.gae(rewards.tolist(), values.tolist(), rows.answers(), gamma, lam)
-    assert_tokens(advantages, expected[0])
-    assert_tokens(returns, expected[1])
+    assert not whiten(torch.full(values.shape, 0.1), rows.mask).any(), "equal values"
 
 
 marks = st.lists(st.lists(st.booleans(), min_size=1, max_size=12), min_size=1, max_size=6)
 
 
 @given(marks=marks, seed=st.integers(0, 1000), gamma=st.floats(0, 1), lam=st.floats(0, 1))
+@example(GAPPED.marks, 1, 1.0, 0.95)
+@example(RAGGED.marks, 1, 0.5, 0.0)
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_gae_and_token_rewards_on_any_mask(marks: list[list[bool]], seed: int, gamma: float, lam: float) -> None:
+def test_gae_and_token_rewards_equal_naive_twins(marks: list[list[bool]], seed: int, gamma: float, lam: float) -> None:
     rows = Rows(tuple(tuple(sequence) for sequence in marks))
-    scores, values = normal(rows.num_sequences, seed), floats(rows, seed)
-    rewards = token_rewards(scores, rows.cu_seqlens, rows.mask, None, 0.0)
-    assert_tokens(rewards, naive.token_rewards(scores.tolist(), rows.answers(), None, 0.0))
+    scores, values, kl = normal(rows.num_sequences, seed), floats(rows, seed), floats(rows, seed + 1)
+    penalized = token_rewards(scores, rows.cu_seqlens, rows.mask, kl, 0.25)
+    assert_tokens(penalized, naive.token_rewards(scores.tolist(), rows.answers(), kl.tolist(), 0.25))
+    rewards = token_rewards(scores, rows.cu_seqlens, rows.mask, None, 0.25)
+    assert_tokens(rewards, naive.token_rewards(scores.tolist(), rows.answers(), None, 0.25))
     advantages, returns = gae(rewards, values, rows.mask, rows.sequence_ids, gamma=gamma, lam=lam)
     expected = naive.gae(rewards.tolist(), values.tolist(), rows.answers(), gamma, lam)
     assert_tokens(advantages, expected[0], rel=1e-11)
@@ -156,21 +120,6 @@ def test_reinforce_pp_is_whitened_reward_to_go(gamma: float) -> None:
     assert_tokens(advantages, naive.whiten(expected), rel=1e-11)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 65])
-def test_backward_recurrence_equals_loop(size: int) -> None:
-    decay, addend = normal(size, 1).clamp(-1, 1), normal(size, 2)
-    expected, later = [0.0] * size, 0.0
-    for t in reversed(range(size)):
-        later = addend[t].item() + decay[t].item() * later
-        expected[t] = later
-    assert_floats(backward_recurrence(decay, addend), expected, rel=1e-11)
-
-
-def test_same_sequence_follows_except_last_token() -> None:
-    assert same_sequence_follows(torch.tensor([0, 0, 0, 1, 2, 2])).tolist() == [True, True, False, False, True, False]
-    assert same_sequence_follows(torch.tensor([5])).tolist() == [False]
-
-
 @pytest.mark.parametrize("k", [1, 2, 4, 9])
 def test_pass_at_k_is_mean_over_all_sets(k: int) -> None:
     groups = [0] * 8 + [3] * 8 + [1] * 8 + [7] * 3 + [2]
@@ -179,11 +128,6 @@ def test_pass_at_k_is_mean_over_all_sets(k: int) -> None:
     assert found.tolist() == pytest.approx(naive.pass_at_k(scores, groups, k, 0.5), abs=1e-9)
     assert (found[:8].abs().max() > 0) == (k < 8), "with all of them in one set every answer is equal"
     assert found[-4:].tolist() == [0.0] * 4, "equal scores, and a group of one"
-
-
-def test_pass_at_1_is_grpo_with_ddof_0() -> None:
-    scores, groups = torch.tensor([1.0, 0, 0, 0]).double(), torch.zeros(4, dtype=torch.int64)
-    assert_floats(pass_at_k(scores, groups, k=1), [3**0.5, *[-(3**-0.5)] * 3])
 
 
 @pytest.mark.parametrize("method", get_args(SequenceAdvantage))
@@ -227,11 +171,7 @@ def test_overlong_penalty_equals_naive_twin(limit: int, buffer: int, penalty: fl
     actual = overlong_penalty(lengths, max_response_tokens=limit, settings=settings)
     expected = [naive_penalty(length, limit, buffer, penalty) for length in lengths.tolist()]
     assert actual.tolist() == pytest.approx(expected, rel=1e-6)
-
-
-def test_overlong_penalty_is_zero_if_off() -> None:
-    lengths = torch.tensor([1, 99, 1000])
-    assert overlong_penalty(lengths, max_response_tokens=100, settings=OverlongConfig()).tolist() == [0.0, 0.0, 0.0]
+    assert not overlong_penalty(lengths, max_response_tokens=limit, settings=OverlongConfig()).any()
 
 
 def naive_informative(scores: list[float], has_score: list[bool], groups: list[int]) -> list[bool]:
@@ -254,12 +194,3 @@ def test_groups_with_signal_equal_naive_twin() -> None:
         assert actual == naive_informative(scores.tolist(), has_score.tolist(), groups.tolist())
         seen.update(actual)
     assert seen == {True, False}
-
-
-def test_groups_with_signal_by_hand() -> None:
-    scores = torch.tensor([0.1, 1.0, 0.1, 0.1, -5.0, -5.0, 0.0])
-    groups = torch.tensor([9, 9, 2, 2, 4, 4, 3])
-    everyone = torch.ones(7, dtype=torch.bool)
-    assert groups_with_signal(scores, everyone, groups).tolist() == [True, True, False, False, False, False, True]
-    without_the_second = torch.tensor([True, False, True, True, True, True, False])
-    assert not groups_with_signal(scores, without_the_second, groups).any()

@@ -3,15 +3,15 @@
 import io
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from rlcore.algos.advantages import bind_advantage
 from rlcore.algos.loss_call import (
-    advantage_problem,
+    bind_advantage,
     bind_policy_loss,
     check_results,
     gradient_problem,
@@ -37,6 +37,22 @@ def loss(policy_logprobs, old_logprobs, advantages, mask, sequence_ids, num_sequ
 """
 
 
+Write = Callable[[str, str], str]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """A function that writes an importable module and returns its name."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write_module(name: str, text: str) -> str:
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        return name
+
+    return write_module
+
+
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_built_in_losses_pass(name: str) -> None:
     require_policy_loss(AlgoConfig(policy_loss=name))
@@ -55,13 +71,8 @@ def test_built_in_losses_pass(name: str) -> None:
         ("1 / 0", r"raises ZeroDivisionError: division by zero \(.*own_loss.py:8\)"),
     ],
 )  # fmt: skip
-def test_custom_loss_is_tried(
-    returned: str, message: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "own_loss.py").write_text(f"{HEAD}    return {returned}\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "own_loss", raising=False)
-    settings = AlgoConfig(policy_loss="own_loss:loss")
+def test_custom_loss_is_tried(returned: str, message: str | None, write: Write) -> None:
+    settings = AlgoConfig(policy_loss=f"{write('own_loss', f'{HEAD}    return {returned}')}:loss")
     if message is None:
         require_policy_loss(settings)
         return
@@ -100,9 +111,8 @@ def advantage(scores, group_ids):
 """
 
 
-def test_late_error_names_setting_function_and_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own_late.py").write_text(LATE)
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_late_error_names_setting_function_and_line(tmp_path: Path, write: Write) -> None:
+    write("own_late", LATE)
     run = prepare(tmp_path, "algo.policy_loss=own_late:loss", "warm_start.enabled=false")
     group = LocalGroup(run.config, str(run.model_directory))
     try:
@@ -144,12 +154,9 @@ seen = []
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def own(write: Write) -> str:
     """A loss with options and named tensors, in a separate file."""
-    (tmp_path / "own_options.py").write_text(OWN)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "own_options", raising=False)
-    return "own_options:loss"
+    return f"{write('own_options', OWN)}:loss"
 
 
 def test_custom_loss_gets_options_and_named_tensors(own: str) -> None:
@@ -164,24 +171,18 @@ def test_custom_loss_gets_options_and_named_tensors(own: str) -> None:
     assert groups is given["group_ids"]
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({}, r"algo\.policy_loss_options\.rounds: is missing; got nothing\. loss has width, rounds"),
-    ({"rounds": 1.5}, r"policy_loss_options\.rounds: must be a valid integer.*; got 1\.5"),
-    ({"rounds": 1, "width": -1}, r"policy_loss_options\.width: must be greater than 0; got -1"),
-    ({"rounds": 1, "width": -1, "widht": 1}, r"2 problems in the settings:\n  1\. algo\.policy_loss_options\.width"),
-    ({"rounds": 1, "widht": 1}, r"policy_loss_options\.widht: there is no such option; got 1.* has width, rounds"),
+@pytest.mark.parametrize(("name", "options", "message"), [
+    ("own", {}, r"algo\.policy_loss_options\.rounds: is missing; got nothing\. loss has width, rounds"),
+    ("own", {"rounds": 1.5}, r"policy_loss_options\.rounds: must be a valid integer.*; got 1\.5"),
+    ("own", {"rounds": 1, "width": -1}, r"policy_loss_options\.width: must be greater than 0; got -1"),
+    ("own", {"rounds": 1, "width": -1, "widht": 1}, r"2 problems in the settings:\n  1\. .*_options\.width"),
+    ("own", {"rounds": 1, "widht": 1}, r"options\.widht: there is no such option; got 1.* has width, rounds"),
+    ("sapo", {"tau": 1.0}, r"options\.tau: there is no such option.*sapo has tau_pos, tau_neg"),
+    ("ppo_clip", {"tau": 1.0}, "ppo_clip has no options"),
 ])  # fmt: skip
-def test_wrong_loss_option_is_reported(options: dict[str, Any], message: str, own: str) -> None:
+def test_wrong_loss_option_is_reported(name: str, options: dict[str, Any], message: str, own: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        require_policy_loss(AlgoConfig(policy_loss=own, policy_loss_options=options))
-
-
-def test_unknown_option_of_built_in_loss_is_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"options\.tau: there is no such option.*sapo has tau_pos, tau_neg"):
-        require_policy_loss(AlgoConfig(policy_loss="sapo", policy_loss_options={"tau": 1.0}))
-    with pytest.raises(ConfigError, match="ppo_clip has no options"):
-        require_policy_loss(AlgoConfig(policy_loss="ppo_clip", policy_loss_options={"tau": 1.0}))
-    require_policy_loss(AlgoConfig(policy_loss="sapo", policy_loss_options={"tau_pos": 0.9}))
+        require_policy_loss(AlgoConfig(policy_loss=own if name == "own" else name, policy_loss_options=options))
 
 
 def test_custom_advantage_gets_options_and_lengths() -> None:
@@ -207,25 +208,14 @@ def test_wrong_advantage_option_is_reported(options: dict[str, Any], message: st
     ("scores.sum()", r"returns shape \[\] and torch.float32"),
     ("scores[:-1]", "returns 5 values for 6 responses"),
     ("scores > 0", r"returns shape \[6\] and torch.bool"),
+    ("scores[None]", r"returns shape \[1, 6\] and torch.float32"),
     ("scores / 0", "returns what is not finite"),
     ("1 / 0", r"raises ZeroDivisionError: division by zero \(.*own_advantage.py:1\)"),
 ])  # fmt: skip
-def test_wrong_advantage_result_is_reported(
-    returned: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "own_advantage.py").write_text(f"def advantage(scores, group_ids): return {returned}\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "own_advantage", raising=False)
+def test_wrong_advantage_result_is_reported(returned: str, message: str, write: Write) -> None:
+    write("own_advantage", f"def advantage(scores, group_ids): return {returned}")
     with pytest.raises(ConfigError, match=rf"algo\.advantage: .* got own_advantage:advantage, which .*{message}"):
         require_advantage(AlgoConfig(advantage="own_advantage:advantage"))
-
-
-def test_advantage_problem_names_count_or_shape() -> None:
-    scores = torch.tensor([1.0, 0.0])
-    assert advantage_problem(scores.double(), scores) == ""
-    assert advantage_problem(scores[:1], scores) == "returns 1 values for 2 responses"
-    assert advantage_problem(scores[None], scores) == "returns shape [1, 2] and torch.float32"
-    assert advantage_problem(scores.long(), scores) == "returns shape [2] and torch.int64"
 
 
 @pytest.mark.parametrize(("settings", "code", "message"), [

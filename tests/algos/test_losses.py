@@ -8,14 +8,15 @@ import torch
 import yaml
 from torch import Tensor
 
-from rlcore.algos.aggregation import Denominator, rank_share, token_covariance
-from rlcore.algos.losses import PolicyLoss, resolve_policy_loss, value_loss
+from rlcore.algos.aggregation import rank_share, token_covariance
+from rlcore.algos.loss_call import resolve_policy_loss
+from rlcore.algos.losses import PolicyLoss, value_loss
 from rlcore.algos.objective import policy_objective
 from rlcore.config.algo import POLICY_LOSSES, Aggregation, AlgoConfig
 from rlcore.errors import ConfigError
 from tests.algos import naive
 from tests.algos.compare import assert_flags, assert_tokens
-from tests.algos.ragged import GAPPED, RAGGED, Rows, floats, grad_of, leaf, row, spoiled, train_batch
+from tests.algos.ragged import GAPPED, RAGGED, Rows, denominator, floats, grad_of, leaf, row, spoiled, train_batch
 
 LOSSES = {name: (resolve_policy_loss(name), getattr(naive, name)) for name in POLICY_LOSSES}
 CLIPS = [(0.2, 0.2, 3.0), (0.2, 0.28, None), (0.1, 0.4, 1.5), (0.9, 5.0, 1.1)]
@@ -39,6 +40,7 @@ def call(name: str, policy: Tensor, old: Tensor, advantages: Tensor, rows: Rows,
 def test_losses_equal_naive_twin(name: str, clips: tuple[float, float, float | None], rows: Rows) -> None:
     low, high, dual = clips
     settings = AlgoConfig(policy_loss=name, clip_low=low, clip_high=high, dual_clip=dual)
+    flags: set[tuple[bool, bool]] = set()
     for seed in range(5):
         policy, old = leaf(floats(rows, seed)), floats(rows, seed + 100)
         advantages = floats(rows, seed + 200)
@@ -49,6 +51,10 @@ def test_losses_equal_naive_twin(name: str, clips: tuple[float, float, float | N
         assert_flags(result.clipped_lower, {t: token[3] for t, token in twin.items()})
         result.loss.sum().backward()
         assert_tokens(grad_of(policy), {t: token[1] for t, token in twin.items()})
+        flags |= {token[2:] for token in twin.values()}
+    if clips == (0.1, 0.4, 1.5) and name not in ("sapo", "gpg"):  # every branch is compared
+        assert flags >= {(False, False), (True, False)}
+        assert name not in ("ppo_clip", "gspo") or (False, True) in flags
 
 
 @pytest.mark.parametrize(("name", "options"), [
@@ -69,21 +75,6 @@ def test_loss_options_equal_naive_twin(name: str, options: dict[str, float]) -> 
     result.loss.sum().backward()
     assert_tokens(grad_of(policy), {t: token[1] for t, token in expected.items()})
     assert any(token[0] != twin(*lists, 0.2, 0.2, None)[t][0] for t, token in expected.items())
-
-
-@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo", "gmpo", "dppo", "kl_cov"])
-def test_twin_tests_reach_every_branch(name: str) -> None:
-    """Check that random numbers clip some tokens. Otherwise the comparison with the twin would test nothing."""
-    settings = AlgoConfig(clip_low=0.1, clip_high=0.4, dual_clip=1.5)
-    results = [
-        call(name, floats(RAGGED, s), floats(RAGGED, s + 100), floats(RAGGED, s + 200), RAGGED, settings)
-        for s in range(5)
-    ]
-    clipped = torch.cat([r.clipped for r in results])
-    assert clipped.any()
-    assert not clipped[RAGGED.mask.repeat(5)].all()
-    if name in ("ppo_clip", "gspo"):  # the others have no dual clip
-        assert torch.cat([r.clipped_lower for r in results]).any()
 
 
 def test_dppo_ignores_token_without_advantage() -> None:
@@ -107,19 +98,6 @@ def test_log_ratio_is_clamped_without_gradient(name: str) -> None:
     result.loss.sum().backward()
     assert_tokens(result.loss, {t: token[0] for t, token in twin.items()})
     assert_tokens(grad_of(policy), {t: token[1] for t, token in twin.items()})
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_losses_in_float32_agree_with_twin(name: str) -> None:
-    settings = AlgoConfig(clip_low=0.2, clip_high=0.28)
-    policy, old = leaf(floats(RAGGED, 1, 0.3, torch.float32)), floats(RAGGED, 2, 0.3, torch.float32)
-    advantages = floats(RAGGED, 3, 1.0, torch.float32)
-    result = call(name, policy, old, advantages, RAGGED, settings)
-    assert result.loss.dtype == torch.float32
-    twin = LOSSES[name][1](policy.tolist(), old.tolist(), advantages.tolist(), RAGGED.answers(), 0.2, 0.28, 3.0)
-    assert_tokens(result.loss, {t: token[0] for t, token in twin.items()}, rel=2e-6)
-    result.loss.sum().backward()
-    assert_tokens(grad_of(policy), {t: token[1] for t, token in twin.items()}, rel=2e-6)
 
 
 @pytest.mark.parametrize("clip", [0.05, 0.5, 3.0])
@@ -173,25 +151,16 @@ def test_wrong_name_is_reported_with_known_ones(name: str, complaint: str) -> No
 def test_custom_loss_needs_one_function_and_setting() -> None:
     settings = AlgoConfig.model_validate(yaml.safe_load("policy_loss: tests.algos.custom_loss:my_loss"))
     policy, old, advantages = leaf(floats(RAGGED, 1)), floats(RAGGED, 2), floats(RAGGED, 3)
-    num_tokens = sum(RAGGED.lengths())
-    loss, statistics = policy_objective(
-        policy,
-        torch.zeros_like(old),
-        train_batch(RAGGED, advantages, old_logprobs=old),
-        settings=settings,
-        denominator=Denominator(num_tokens, RAGGED.num_sequences, 8),
-        kl_coef=0.0,
-    )
+    counts, batch = denominator(RAGGED), train_batch(RAGGED, advantages, old_logprobs=old)
+    loss, _ = policy_objective(policy, torch.zeros_like(old), batch, settings=settings, denominator=counts, kl_coef=0.0)
     loss.backward()
-    value, expected_grad = 0.0, {}
+    value, expected = 0.0, {}
     for t in (t for positions in RAGGED.answers() for t in positions):
         d, a = policy[t].item() - old[t].item(), advantages[t].item()
-        value += (-math.exp(d) * a + d * d / 0.4) / num_tokens
-        expected_grad[t] = (-math.exp(d) * a + d / 0.2) / num_tokens
+        value += (-math.exp(d) * a + d * d / 0.4) / counts.num_tokens
+        expected[t] = (-math.exp(d) * a + d / 0.2) / counts.num_tokens
     assert loss.item() == pytest.approx(value, rel=1e-12)
-    assert statistics.pg_loss.item() == loss.item()
-    for t, gradient in enumerate(grad_of(policy).tolist()):
-        assert gradient == pytest.approx(expected_grad.get(t, 0.0), rel=1e-12)
+    assert_tokens(grad_of(policy), expected)
 
 
 @pytest.mark.parametrize("aggregation", get_args(Aggregation))
@@ -210,19 +179,10 @@ def test_first_update_on_fresh_rollouts_is_reinforce(name: str, aggregation: Agg
 
     learned = leaf(logits)
     policy = logprobs(learned)
-    loss, _ = policy_objective(
-        policy,
-        torch.zeros(num_tokens, dtype=torch.float64),
-        train_batch(
-            rows,
-            advantages,
-            old_logprobs=policy.detach().clone(),
-            covariance_rank=torch.zeros(num_tokens, dtype=torch.float64),
-        ),
-        settings=AlgoConfig(policy_loss=name, aggregation=aggregation),
-        denominator=Denominator(sum(rows.lengths()), rows.num_sequences, 8),
-        kl_coef=0.0,
-    )
+    zeros = torch.zeros(num_tokens, dtype=torch.float64)
+    batch = train_batch(rows, advantages, old_logprobs=policy.detach().clone(), covariance_rank=zeros)
+    settings = AlgoConfig(policy_loss=name, aggregation=aggregation)
+    loss, _ = policy_objective(policy, zeros, batch, settings=settings, denominator=denominator(rows), kl_coef=0.0)
     loss.backward()
     reinforce = leaf(logits)
     weights = naive.token_weights(aggregation, rows.answers(), sum(rows.lengths()), rows.num_sequences, 8)

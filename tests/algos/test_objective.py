@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any, get_args
 
@@ -30,7 +30,6 @@ from rlcore.config.algo import (
     RejectionConfig,
     TeacherConfig,
 )
-from rlcore.types import PackedBatch, TrainBatch
 from tests.algos import naive
 from tests.algos.compare import assert_tokens
 from tests.algos.ragged import (
@@ -134,8 +133,8 @@ def test_policy_objective_equals_naive_twin(name: str, aggregation: Aggregation,
     assert_tokens(grad_of(inputs.policy), gradient)
     assert_tokens(grad_of(inputs.entropy), {t: -0.05 * share[t] for t in share})
     num_tokens = len(tokens)
-    assert statistics.mean_ref_kl() == pytest.approx(kl_sum / num_tokens, rel=1e-12)
-    assert statistics.mean_entropy() == pytest.approx(entropy_sum / num_tokens, rel=1e-12)
+    assert statistics.mean("ref_kl") == pytest.approx(kl_sum / num_tokens, rel=1e-12)
+    assert statistics.mean("entropy_sum") == pytest.approx(entropy_sum / num_tokens, rel=1e-12)
     log_ratios = [naive.log_ratio(policy[t], inputs.old[t].item()) for t in tokens]
     assert statistics.metrics() == pytest.approx(
         {
@@ -159,7 +158,7 @@ def test_policy_objective_is_independent_of_split(name: str, aggregation: Aggreg
     whole = values.learned()
     loss, statistics = call(whole, RAGGED, settings, counts)
     loss.backward()
-    for seed in range(8):
+    for seed in range(4):
         parts, found = values.learned(), []
         shares = []
         for sequences in partitions(RAGGED.num_sequences, seed):
@@ -173,21 +172,6 @@ def test_policy_objective_is_independent_of_split(name: str, aggregation: Aggreg
         torch.testing.assert_close(grad_of(parts.policy), grad_of(whole.policy), rtol=rel, atol=0)
         torch.testing.assert_close(grad_of(parts.entropy), grad_of(whole.entropy), rtol=rel, atol=0)
         assert total.metrics() == pytest.approx(statistics.metrics(), rel=rel, abs=rel)
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-@pytest.mark.parametrize("name", NAIVE)
-def test_policy_objective_ignores_garbage_under_mask(name: str, estimator: str) -> None:
-    settings = algo(policy_loss=name, kl=KlConfig(where="loss", estimator=estimator))
-    clean = Inputs(*(torch.where(RAGGED.mask, values, 0.0) for values in vars(Inputs.random(RAGGED)).values()))
-    results = []
-    for inputs in (clean.learned(), Inputs.random(RAGGED).learned()):
-        loss, statistics = call(inputs, RAGGED, settings, denominator(RAGGED))
-        loss.backward()
-        results.append((loss.detach(), grad_of(inputs.policy), grad_of(inputs.entropy), statistics.stack()))
-    for expected, found in zip(*results, strict=True):
-        assert torch.isfinite(found).all()
-        assert torch.equal(expected, found)
 
 
 def test_garbage_of_custom_loss_is_ignored() -> None:
@@ -229,14 +213,6 @@ def test_entropy_without_bonus_has_no_gradient() -> None:
     assert inputs.entropy.grad is None
     expected = inputs.entropy[RAGGED.mask].mean().item()
     assert statistics.metrics()["actor/entropy"] == pytest.approx(expected, rel=1e-12)
-
-
-def test_current_kl_coefficient_replaces_setting() -> None:
-    inputs, counts = Inputs.random(RAGGED), denominator(RAGGED)
-    settings = algo(kl=KlConfig(where="loss", coef=77.0))
-    small, statistics = call(inputs, RAGGED, settings, counts, kl_coef=0.0)
-    large, _ = call(inputs, RAGGED, settings, counts, kl_coef=2.0)
-    assert (large - small).item() == pytest.approx(2.0 * statistics.kl_loss.item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("rows", [RAGGED, GAPPED], ids=["ragged", "gapped"])
@@ -310,24 +286,22 @@ def test_value_objective_is_independent_of_split() -> None:
     data = [floats(RAGGED, seed) for seed in (1, 2, 3)]
     counts, settings = denominator(RAGGED), AlgoConfig()
 
-    def share(rows: Rows, tensors: list[Tensor]) -> tuple[Tensor, ValueStatistics]:
-        values, old, returns = tensors
-        batch = train_batch(rows, torch.zeros_like(old), old_values=old, returns=returns)
-        return value_objective(values, batch, settings=settings, denominator=counts)
+    def of_split(split: list[list[int]]) -> tuple[Tensor, dict[str, float]]:
+        learned, found = leaf(data[0]), []
+        for rows, index in map(RAGGED.select, split):
+            values, old, returns = (tensor[index] for tensor in (learned, *data[1:]))
+            batch = train_batch(rows, torch.zeros_like(old), old_values=old, returns=returns)
+            loss, statistics = value_objective(values, batch, settings=settings, denominator=counts)
+            loss.backward()
+            found.append(statistics)
+        total: ValueStatistics = functools.reduce(operator.add, found)
+        return grad_of(learned), total.metrics()
 
-    whole = leaf(data[0])
-    loss, statistics = share(RAGGED, [whole, *data[1:]])
-    loss.backward()
+    gradient, metrics = of_split([[*range(RAGGED.num_sequences)]])
     for seed in range(8):
-        parts, found = leaf(data[0]), []
-        for sequences in partitions(RAGGED.num_sequences, seed):
-            rows, index = RAGGED.select(sequences)
-            micro_loss, micro_statistics = share(rows, [tensor[index] for tensor in (parts, *data[1:])])
-            micro_loss.backward()
-            found.append(micro_statistics)
-        total = functools.reduce(operator.add, found)
-        torch.testing.assert_close(grad_of(parts), grad_of(whole), rtol=1e-12, atol=0)
-        assert total.metrics() == pytest.approx(statistics.metrics(), rel=1e-12)
+        found = of_split(partitions(RAGGED.num_sequences, seed))
+        torch.testing.assert_close(found[0], gradient, rtol=1e-12, atol=0)
+        assert found[1] == pytest.approx(metrics, rel=1e-12)
 
 
 def naive_explained_variance(values: list[float], returns: list[float]) -> float:
@@ -383,48 +357,26 @@ def test_divergence_from_teacher_is_added_to_loss(aggregation: Aggregation) -> N
         num_sequences=RAGGED.num_sequences,
     )
     assert (whole - plain).item() == pytest.approx(0.7 * added.item(), rel=1e-9)
-    assert statistics.mean_teacher_kl() == pytest.approx(divergence[RAGGED.mask].mean().item(), rel=1e-9)
+    assert statistics.mean("teacher_kl") == pytest.approx(divergence[RAGGED.mask].mean().item(), rel=1e-9)
     shares = [with_teacher(*RAGGED.select(sequences))[0].item() for sequences in partitions(RAGGED.num_sequences, 3)]
     assert sum(shares) == pytest.approx(whole.item(), rel=1e-9)
 
 
 def test_statistics_without_tokens_are_empty() -> None:
     nothing = PolicyStatistics.unstack(torch.zeros(10, dtype=torch.float64))
-    assert (nothing.mean_ref_kl(), nothing.mean_entropy(), nothing.mean_teacher_kl()) == (0.0, 0.0, 0.0)
-
-
-T, N = 50, 4
+    assert (nothing.mean("ref_kl"), nothing.mean("entropy_sum"), nothing.mean("teacher_kl")) == (0.0, 0.0, 0.0)
 
 
 def flat() -> Tensor:
     return torch.empty(T, device="meta")
 
 
-MASK = torch.empty(T, dtype=torch.bool, device="meta")
-IDS = torch.empty(T, dtype=torch.int64, device="meta")
-COUNTS = Denominator(num_tokens=30, num_sequences=N, norm_tokens=20)
-OF_ROWS = torch.empty(N, device="meta")
-BATCH = TrainBatch(
-    PackedBatch(
-        token_ids=IDS,
-        position_ids=IDS,
-        cu_seqlens=torch.empty(N + 1, dtype=torch.int64, device="meta"),
-        target_ids=IDS,
-        loss_mask=MASK,
-        behavior_logprobs=flat(),
-        scores=OF_ROWS,
-        score_mask=OF_ROWS.bool(),
-        group_ids=OF_ROWS.long(),
-    ),
-    *(flat() for _ in range(7)),
-)
-
-
-def test_meta_tensors_refuse_synchronization() -> None:
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        flat().sum().item()
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        MASK.nonzero()
+T, N = RAGGED.mask.numel(), RAGGED.num_sequences
+MASK, IDS, COUNTS = RAGGED.mask.to("meta"), RAGGED.sequence_ids.to("meta"), denominator(RAGGED)
+GIVEN = ("old_logprobs", "ref_logprobs", "old_values", "returns", "importance_weights", "covariance_rank")
+BATCH = train_batch(RAGGED, flat(), **{name: flat() for name in GIVEN})
+ON_META = {field.name: getattr(BATCH.packed, field.name).to("meta") for field in fields(BATCH.packed)}
+BATCH = replace(BATCH, packed=replace(BATCH.packed, **ON_META))
 
 
 @pytest.mark.parametrize("aggregation", get_args(Aggregation))

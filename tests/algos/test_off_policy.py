@@ -11,7 +11,6 @@ from rlcore.algos.off_policy import importance_weights, off_policy_mask, rejecti
 from rlcore.config.algo import ImportanceConfig, RejectionConfig
 from tests.algos import naive
 from tests.algos.compare import assert_flags, assert_tokens
-from tests.algos.naive import naive_weight
 from tests.algos.ragged import GAPPED, RAGGED, Rows, floats, leaf, partitions
 
 LEVELS = get_args(RejectionConfig.model_fields["level"].annotation)
@@ -52,19 +51,6 @@ def test_rejection_mask_equals_naive_twin(level: str, estimator: str, rows: Rows
             assert_flags(rejection_mask(old, behavior, *of(rows), settings=settings), expected)
             seen.update(expected.values())
     assert seen == ({False} if level == "off" else {False, True})
-
-
-@pytest.mark.parametrize("mode", ["truncate", "mask"])
-@pytest.mark.parametrize("rows", [RAGGED, GAPPED], ids=["ragged", "gapped"])
-def test_sequence_weight_is_product_of_ratios(rows: Rows, mode: str) -> None:
-    settings = ImportanceConfig(mode=mode, cap=3.0, level="sequence")
-    for seed in range(5):
-        old, behavior = floats(rows, seed), floats(rows, seed + 50)
-        expected = {}
-        for positions in rows.answers():
-            summed = sum(naive.log_ratio(old[t].item(), behavior[t].item()) for t in positions)
-            expected |= {t: naive_weight(summed, 0.0, mode, 3.0) for t in positions}
-        assert_tokens(importance_weights(old, behavior, *of(rows), settings=settings), expected)
 
 
 @pytest.mark.parametrize("rows", [RAGGED, GAPPED], ids=["ragged", "gapped"])
@@ -110,28 +96,28 @@ def test_nan_is_not_rejected() -> None:
         assert not rejection_mask(old, torch.zeros(2).double(), *rows, settings=settings).any()
 
 
-OF_RAGGED = (RAGGED.mask, RAGGED.sequence_ids, RAGGED.num_sequences)
-
-
 def of_one(num_tokens: int) -> tuple[torch.Tensor, int]:
     """Ids and number of one sequence."""
     return torch.zeros(num_tokens, dtype=torch.int64), 1
 
 
 @pytest.mark.parametrize("rows", [RAGGED, GAPPED], ids=["ragged", "gapped"])
-@pytest.mark.parametrize("cap", [1.1, 2.0, 50.0])
+@pytest.mark.parametrize("cap", [1.1, 3.0, 50.0])
+@pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("mode", ["off", "truncate", "mask"])
-def test_importance_weights_equal_naive_twin(mode: str, cap: float, rows: Rows) -> None:
-    settings = ImportanceConfig(mode=mode, cap=cap)
+def test_importance_weights_equal_naive_twin(mode: str, level: str, cap: float, rows: Rows) -> None:
+    """The weight of a sequence is that of the product of its ratios."""
+    settings = ImportanceConfig(mode=mode, cap=cap, level=level)
     for seed in range(5):
-        old, behavior = floats(rows, seed), floats(rows, seed + 50)
-        weights = importance_weights(old, behavior, rows.mask, rows.sequence_ids, rows.num_sequences, settings=settings)
-        expected = {
-            t: naive_weight(old[t].item(), behavior[t].item(), mode, cap)
-            for positions in rows.answers()
-            for t in positions
-        }
+        old, behavior = leaf(floats(rows, seed)), floats(rows, seed + 50)
+        expected = {}
+        for positions in rows.answers():
+            each = {t: naive.log_ratio(old[t].item(), behavior[t].item()) for t in positions}
+            logarithms = each if level == "token" else dict.fromkeys(positions, sum(each.values()))
+            expected |= {t: naive.naive_weight(value, 0.0, mode, cap) for t, value in logarithms.items()}
+        weights = importance_weights(old, behavior, *of(rows), settings=settings)
         assert_tokens(weights, expected)
+        assert not weights.requires_grad
 
 
 def test_importance_log_ratio_is_clamped() -> None:
@@ -139,20 +125,6 @@ def test_importance_log_ratio_is_clamped() -> None:
     old, mask = torch.tensor([1000.0, -1000.0], dtype=torch.float64), torch.ones(2, dtype=torch.bool)
     weights = importance_weights(old, torch.zeros(2).double(), mask, *of_one(2), settings=settings)
     assert weights.tolist() == pytest.approx([math.exp(20), math.exp(-20)])
-
-
-@pytest.mark.parametrize("mode", ["off", "truncate", "mask"])
-def test_equal_probabilities_have_weight_one(mode: str) -> None:
-    old = floats(RAGGED, 1, dtype=torch.float32)
-    settings = ImportanceConfig(mode=mode)
-    weights = importance_weights(old, old, *OF_RAGGED, settings=settings)
-    assert torch.equal(weights, RAGGED.mask.float())
-
-
-def test_importance_weights_have_no_gradient() -> None:
-    old = leaf(floats(RAGGED, 1))
-    weights = importance_weights(old, floats(RAGGED, 2), *OF_RAGGED, settings=ImportanceConfig(mode="truncate"))
-    assert not weights.requires_grad
 
 
 @pytest.mark.parametrize("mode", ["truncate", "mask"])

@@ -31,6 +31,8 @@ def test_epoch_is_permutation_of_prompts() -> None:
     first, second = ids(stream, 0, 10), ids(stream, 10, 10)
     assert sorted(first) == sorted(second) == list(range(10))
     assert first != second
+    assert first != ids(PromptStream(PROMPTS, seed=2), 0, 10)
+    assert [stream.epoch_at(position) for position in (0, 9, 10, 19, 20)] == [0, 0, 1, 1, 2]
 
 
 def test_position_determines_prompts() -> None:
@@ -40,15 +42,6 @@ def test_position_determines_prompts() -> None:
     jumping = PromptStream(PROMPTS, seed=1)
     assert ids(jumping, 28, 5) == whole[28:33]
     assert ids(jumping, 3, 5) == whole[3:8]
-
-
-def test_seed_changes_order() -> None:
-    assert ids(PromptStream(PROMPTS, seed=1), 0, 10) != ids(PromptStream(PROMPTS, seed=2), 0, 10)
-
-
-def test_epoch_at_position() -> None:
-    stream = PromptStream(PROMPTS, seed=1)
-    assert [stream.epoch_at(position) for position in (0, 9, 10, 19, 20)] == [0, 0, 1, 1, 2]
 
 
 def test_empty_stream_is_rejected() -> None:
@@ -79,6 +72,9 @@ def draw(position, count, seed=1, weights=WEIGHTS):
 
 
 def test_mixture_shares_are_exact():
+    assert MixedStream(PARTS, WEIGHTS, seed=1).epoch_at(2_000) == 2  # of 957 prompts
+    least = Counter(name for name, _ in draw(0, 2 * BLOCK, weights=(1.0, 1.0, 1_022.0)))
+    assert least == {"a": 2, "b": 2, "c": 2_044}
     total = sum(WEIGHTS)
     for blocks in (1, 2, 7):
         counts = Counter(name for name, _ in draw(0, blocks * BLOCK))
@@ -96,8 +92,10 @@ def test_mixture_parts_have_separate_epochs():
             assert sorted(mine[start : start + size]) == list(range(size))
 
 
-def test_mixture_position_determines_prompts():
+def test_position_seed_and_weights_determine_mixture():
     whole = draw(0, 3 * BLOCK)
+    assert whole[:50] not in (draw(0, 50, seed=2), draw(0, 50, weights=(1.0, 1.0, 1.0)))
+    assert draw(0, BLOCK, weights=(0.2, 6.0, 3.4)) == whole[:BLOCK], "only the ratios count"
     for position in (0, 1, 500, BLOCK - 3, BLOCK, 2 * BLOCK + 17):
         assert draw(position, 40) == whole[position : position + 40]
     stream = MixedStream(PARTS, WEIGHTS, seed=1)
@@ -107,36 +105,11 @@ def test_mixture_position_determines_prompts():
         ]
 
 
-def test_mixture_seed_and_weights_change_order():
-    assert draw(0, 50) != draw(0, 50, seed=2)
-    assert draw(0, 50) != draw(0, 50, weights=(1.0, 1.0, 1.0))
-    assert draw(0, BLOCK, weights=(0.2, 6.0, 3.4)) == draw(0, BLOCK)  # only the ratios count
-
-
-def test_equal_parts_have_different_orders():
-    found = MixedStream([part("a", 100), part("b", 100)], (1.0, 1.0), seed=1).take(0, 200)
-    orders = [[p.prompt_id for p in found if p.data_source == name][:90] for name in "ab"]
-    assert orders[0] != orders[1]
-
-
-def test_mixture_epoch_counts_all_prompts():
-    stream = MixedStream(PARTS, WEIGHTS, seed=1)
-    assert len(stream) == 957
-    assert [stream.epoch_at(position) for position in (0, 956, 957, 2_000)] == [0, 0, 1, 2]
-
-
 def test_too_small_weight_is_rejected():
     with pytest.raises(DataError) as caught:
         MixedStream(PARTS, (2.047, 0.001, 0.001), seed=1)
-    assert str(caught.value) == (
-        "data.parts: entry 1: weight must be at least a 1024th of the sum of all weights (0.00200098), got 0.001; "
-        "raise it, or leave the dataset out"
-    )
-
-
-def test_least_weight_is_one_prompt_of_block() -> None:
-    found = draw(0, 2 * BLOCK, weights=(1.0, 1.0, 1_022.0))
-    assert Counter(name for name, _ in found) == {"a": 2, "b": 2, "c": 2_044}
+    rule = "data.parts: entry 1: weight must be at least a 1024th of the sum of all weights (0.00200098), got 0.001; "
+    assert str(caught.value) == f"{rule}raise it, or leave the dataset out"
 
 
 BAND = PassRatesConfig(draw="band", band=(0.25, 0.75), rest_weight=0.1, fade=0.5)
@@ -156,12 +129,6 @@ def naive_order(weights: list[float], seed: tuple[int, ...]) -> list[int]:
     uniform = np.random.default_rng(seed).random(len(weights))
     keys = {row: math.log(1 - float(u)) / w for row, (u, w) in enumerate(zip(uniform, weights, strict=True))}
     return sorted(keys, key=lambda row: -keys[row])
-
-
-def test_row_weights_equal_naive_twin() -> None:
-    expected = [naive_weight(*row, BAND) for row in ROWS]
-    np.testing.assert_allclose(COUNTS.weights(BAND), expected, rtol=1e-12)
-    assert min(expected) > 0
 
 
 def test_count_update_equals_naive_twin() -> None:
@@ -204,6 +171,7 @@ def test_counts_round_trip_bit_for_bit() -> None:
 
 def test_weighted_stream_equals_naive_twin() -> None:
     weights = COUNTS.weights(BAND)
+    np.testing.assert_allclose(weights, [naive_weight(*row, BAND) for row in ROWS], rtol=1e-12)
     stream = PromptStream(ROW_PROMPTS, seed=3)
     stream.set_weights(weights)
     drawn = [*stream.take(20, 4), *stream.take(24, 6)]  # a refill continues in the same order, and beyond its end

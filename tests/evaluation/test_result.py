@@ -64,15 +64,11 @@ def test_every_metric_has_interval_and_valid_name():
     assert found.pop("val/reward") == found["val-core/countdown/reward/mean_at_4"]
     names = [name for name in found if not name.endswith(("/ci_low", "/ci_high"))]
     assert len(found) == 3 * len(names)
+    name = "val-core/countdown/reward/mean_at_4"
+    assert random_result(0, 0.5, confidence=0.5).metrics()[f"{name}/ci_high"] < found[f"{name}/ci_high"]
     for name in names:
         assert found[f"{name}/ci_low"] <= found[name] <= found[f"{name}/ci_high"]
         assert mlflow_name(name)
-
-
-def test_intervals_use_confidence_of_settings():
-    name = "val-core/countdown/reward/mean_at_4"
-    wide, narrow = (random_result(0, 0.5, confidence=level).metrics() for level in (0.99, 0.5))
-    assert wide[f"{name}/ci_high"] > narrow[f"{name}/ci_high"]
 
 
 def test_metrics_without_greedy_or_samples():
@@ -106,14 +102,11 @@ def test_solved_is_part_correct_else_full_score(score, parts, solved):
     ("first #### 4, no: #### 5", "5"),
     (" 3 + 4 ", "3+4"),
     ("", ""),
-])  # fmt: skip
+    # A pattern that tries every pair of tags would need 10^10 steps for this.
+    ("<answer>" * 100_000, "<answer>" * 100_000),
+], ids=range(6))  # fmt: skip
 def test_votes(text, said):
     assert vote(text) == said
-
-
-def test_vote_takes_linear_time():
-    # A pattern that tries every pair of tags would need 10^10 steps for this.
-    assert vote("<answer>" * 100_000) == "<answer>" * 100_000
 
 
 def test_majority_counts_equal_answers():
@@ -132,20 +125,16 @@ def test_vote_is_answer_of_scorer(tmp_path):
 
 
 def test_validation_file_round_trip(tmp_path):
+    text = '</script>\x00\u2028"\\\n</answer> Ünï 🦊'
     original = random_result(3, 0.4)
+    hostile = dataclasses.replace(original.problems[0], prompt_text=text, greedy=answer(1.0, text))
+    original = dataclasses.replace(original, problems=(hostile, *original.problems[1:]))
     file = tmp_path / "validation" / "after.json"
     original.write(file)
     again = ValidationResult.read(file)
     assert again == original
     assert again.metrics() == original.metrics()
     assert [path.name for path in file.parent.iterdir()] == ["after.json"]
-
-
-def test_hostile_text_survives_file(tmp_path):
-    text = '</script>\x00\u2028"\\\n</answer> Ünï 🦊'
-    original = result([dataclasses.replace(problem(1, [1.0]), prompt_text=text, greedy=answer(1.0, text))])
-    original.write(tmp_path / "x.json")
-    assert ValidationResult.read(tmp_path / "x.json") == original
 
 
 @pytest.mark.parametrize(("damage", "message"), [
@@ -161,9 +150,6 @@ def test_damaged_file_is_reported_by_name(tmp_path, damage, message):
     with pytest.raises(DataError, match=message) as caught:
         ValidationResult.read(file)
     assert str(file) in str(caught.value)
-
-
-def test_missing_file_is_reported_by_name(tmp_path):
     with pytest.raises(DataError, match="nowhere"):
         ValidationResult.read(tmp_path / "nowhere.json")
 
@@ -188,13 +174,8 @@ def test_difficulties_are_separate_results():
             problem(3, [0.0, 0.0], greedy=0.0, difficulty=3),
         ]
     ).by_difficulty()
-    found = {
-        level: (
-            len(part.problems),
-            *(part.intervals[f"reward/{name}"].value for name in ("mean_at_2", "pass_at_2", "greedy")),
-        )
-        for level, part in parts.items()
-    }
+    names = [f"reward/{name}" for name in ("mean_at_2", "pass_at_2", "greedy")]
+    found = {n: (len(part.problems), *(part.intervals[name].value for name in names)) for n, part in parts.items()}
     assert found == {1: (1, 1.0, 1.0, 1.0), 3: (2, 0.25, 0.5, 0.0)}
 
 

@@ -31,27 +31,13 @@ def interval_of(values, **more):
     return bootstrap_intervals(values.reshape(-1, 1), **more)[0]
 
 
-def subsets(n: int, c: int, k: int) -> list[tuple[bool, ...]]:
-    """Return every way to draw k of n responses of which the first c are correct."""
-    return list(itertools.combinations([index < c for index in range(n)], k))
-
-
-@given(COUNTS)
+@given(st.lists(COUNTS, min_size=1, max_size=3))
 def test_pass_at_k_is_share_of_subsets(counts):
-    n, c, k = counts
-    drawn = subsets(n, c, k)
-    assert pass_at_k([n], [c], k)[0] == pytest.approx(sum(map(any, drawn)) / len(drawn), abs=1e-12)
-
-
-@given(COUNTS)
-def test_pass_all_at_k_is_share_of_subsets(counts):
-    n, c, k = counts
-    drawn = subsets(n, c, k)
-    assert pass_all_at_k([n], [c], k)[0] == pytest.approx(sum(map(all, drawn)) / len(drawn), abs=1e-12)
-
-
-def test_pass_at_k_with_different_numbers_of_responses():
-    assert pass_at_k([4, 2], [1, 1], 2) == pytest.approx([0.5, 1.0])
+    """Draw k of n responses in every way."""
+    sets = [list(itertools.combinations([index < c for index in range(n)], k)) for n, c, k in counts]
+    for found, test in ((pass_at_k, any), (pass_all_at_k, all)):
+        shares = [sum(map(test, drawn)) / len(drawn) for drawn in sets]
+        assert found(*zip(*counts, strict=True)) == pytest.approx(shares, abs=1e-12)
 
 
 def test_pass_at_k_of_large_counts():
@@ -65,26 +51,14 @@ def test_pass_at_k_rejects_impossible_counts(n, c, k):
         pass_at_k([n], [c], k)
 
 
-def majority_by_lot(votes: list[str], values: list[float], rng: random.Random) -> float:
-    """The naive twin of the majority vote: break ties at random, then take the value of any copy."""
-    most = max(votes.count(vote) for vote in votes)
-    winner = rng.choice(sorted({vote for vote in votes if votes.count(vote) == most}))
-    return rng.choice([value for vote, value in zip(votes, values, strict=True) if vote == winner])
-
-
-@pytest.mark.parametrize(("votes", "values"), [
-    (["a", "a", "b"], [1.0, 1.0, 0.0]),
-    (["a", "b", "b"], [1.0, 0.0, 0.0]),
-    (["a", "b", "c"], [1.0, 0.0, 0.0]),
-    (["a", "a", "b", "b", "c"], [0.0, 1.0, 0.0, 0.0, 1.0]),
+@pytest.mark.parametrize(("votes", "values", "expected"), [
+    (["a", "a", "b"], [1.0, 1.0, 0.0], 1.0),
+    (["a", "b", "b"], [1.0, 0.0, 0.0], 0.0),
+    (["a", "b", "c"], [1.0, 0.0, 0.0], 1 / 3),
+    (["a", "a", "b", "b", "c"], [0.0, 1.0, 0.0, 0.0, 1.0], 1 / 4),
 ])  # fmt: skip
-def test_majority_is_expectation_over_ties(votes, values):
-    rng = random.Random(0)
-    drawn = statistics.fmean(majority_by_lot(votes, values, rng) for _ in range(20_000))
-    assert majority(votes, values) == pytest.approx(drawn, abs=0.015)
-
-
-def test_majority_rejects_no_votes():
+def test_majority_is_expectation_over_ties(votes, values, expected):
+    assert majority(votes, values) == pytest.approx(expected)
     with pytest.raises(ValueError, match="at least one"):
         majority([], [])
 
@@ -105,21 +79,12 @@ def test_bootstrap_agrees_with_naive_twin():
     assert (found.low, found.high) == pytest.approx((low, high), abs=0.01)
 
 
-def test_bootstrap_is_seeded():
-    values = np.random.default_rng(3).random(40)
-    assert interval_of(values, seed=1) == interval_of(values, seed=1)
-    assert interval_of(values, seed=1) != interval_of(values, seed=2)
-
-
-def test_bootstrap_shares_resamples():
-    values = np.random.default_rng(3).random(40)
-    first, second = bootstrap_intervals(np.stack([values, 1 - values], axis=1))
-    assert (first.low, first.high) == pytest.approx((1 - second.high, 1 - second.low))
-
-
-def test_bootstrap_is_independent_of_chunk_size(monkeypatch):
-    values = np.random.default_rng(3).random((40, 2))
+def test_bootstrap_depends_on_seed_not_chunk_size(monkeypatch):
+    one = np.random.default_rng(3).random(40)
+    values = np.stack([one, 1 - one], axis=1)
     whole = bootstrap_intervals(values)
+    assert (whole[0].low, whole[0].high) == pytest.approx((1 - whole[1].high, 1 - whole[1].low)), "same resamples"
+    assert bootstrap_intervals(values, seed=1) != whole
     monkeypatch.setattr("rlcore.evaluation.stats._CHUNK_SIZE", 400)
     assert bootstrap_intervals(values) == whole
 

@@ -98,12 +98,9 @@ def test_choose_attention_on_cpu_is_sdpa() -> None:
     assert "flash_attn: needs CUDA" in choice.reason
     assert "varlen: needs CUDA" in choice.reason
     assert choose_attention("sdpa", CPU, torch.float32, 7).name == "sdpa"
-
-
-@pytest.mark.parametrize("requested", ["flash_attn", "varlen"])
-def test_unavailable_attention_raises(requested: str) -> None:
-    with pytest.raises(ModelError, match=rf"model\.attention: .*'{requested}'.*needs CUDA.*model\.attention=auto"):
-        choose_attention(requested, CPU, torch.bfloat16, 64)
+    for requested in ("flash_attn", "varlen"):
+        with pytest.raises(ModelError, match=rf"model\.attention: .*'{requested}'.*needs CUDA.*model\.attention=auto"):
+            choose_attention(requested, CPU, torch.bfloat16, 64)
 
 
 @pytest.mark.parametrize(
@@ -159,9 +156,6 @@ def test_unsupported_attention_options_raise(option: dict[str, object]) -> None:
     layout = build_layout(torch.tensor([0, 3]), backend="sdpa", device=CPU)
     with pytest.raises(ModelError, match=r"model\.path"):
         attend([heads(3, 2, seed) for seed in range(3)], layout, **option)
-
-
-def test_attention_without_layout_and_mask_raises() -> None:
     x = torch.randn(1, 2, 3, 4)
     with pytest.raises(ModelError, match=r"CausalPolicy\.forward or CausalPolicy\.decode"):
         packed_attention(nn.Identity(), x, x, x, None)

@@ -14,7 +14,7 @@ from torch import Tensor
 from rlcore.batching.balance import Balancer, Sizes, micro_batches
 from rlcore.batching.pack import select, shared_prompts
 from rlcore.config.model import PUBLISHED, LoraConfig, ModelConfig
-from rlcore.models.layout import SharedOrder
+from rlcore.models.layout import build_layout
 from rlcore.models.load import load_policy, load_value_model
 from rlcore.models.lora import add_adapters
 from rlcore.models.shape import ModelShape
@@ -23,7 +23,7 @@ from rlcore.workers.actor import token_logprobs
 from rlcore.workers.group import LocalGroup
 from rlcore.workers.trained_model import MicroBatch
 from tests.helpers.small_run import prepare, train
-from tests.models.tiny import CONFIGS, CPU, answers, assert_close_gradients, gradients, plain_model, write_model
+from tests.models.tiny import CONFIGS, CPU, answers, assert_close_gradients, gradients, policy_of, write_model
 
 GROUPS = ((9, (3, 7, 1, 5)), (4, (6,)), (12, (2, 2, 8)), (1, (4, 3)))
 """Tokens of each prompt and of each of its responses."""
@@ -58,19 +58,9 @@ def test_shared_prompts_keep_logprobs_and_gradients(
     assert_close_gradients(shared[1], alone[1], 1e-5)
 
 
-def test_shared_prompts_match_transformers(directory: Path) -> None:
-    batch, model = answers(GROUPS), plain_model(directory)
-    logprobs, _ = run_policy(directory, batch, share=True)
-    for start, stop in pairwise(batch.cu_seqlens.tolist()):
-        with torch.no_grad():
-            expected = (model(batch.token_ids[None, start:stop]).logits[0] / 0.8).log_softmax(-1)
-        chosen = expected.gather(1, batch.target_ids[start:stop, None])[:, 0] * batch.loss_mask[start:stop]
-        torch.testing.assert_close(logprobs[start:stop], chosen, rtol=0, atol=1e-5)
-
-
 def test_layers_compute_shared_prompt_once(directory: Path) -> None:
     batch = answers(GROUPS)
-    policy = load_policy(directory, model=ModelConfig(share_prompts=True), device=CPU)
+    policy = policy_of(directory, share_prompts=True)
     seen: list[Tensor] = []
     policy.layers[0].register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
     token_logprobs(policy, MicroBatch(batch, batch), temperature=1.0, entropy="none")
@@ -79,41 +69,29 @@ def test_layers_compute_shared_prompt_once(directory: Path) -> None:
     assert seen[0].shape[1] == expected == Sizes.from_batch(batch, share_prompts=True).num_computed()
 
 
-def test_shared_prompts_keep_values_and_gradients(directory: Path) -> None:
+@pytest.mark.parametrize("kind", ["values", "adapters"])
+def test_shared_prompts_keep_values_and_adapter_gradients(kind: str, directory: Path) -> None:
     batch, outcomes = answers(GROUPS), []
+    lora = LoraConfig(rank=4)
     for share in (True, False):
-        model = load_value_model(directory, model=ModelConfig(share_prompts=share), device=CPU)
-        torch.nn.init.normal_(model.value_head.weight, generator=torch.Generator().manual_seed(2))
-        shared = shared_prompts(batch) if share else None
-        values = model(batch.token_ids, batch.position_ids, batch.cu_seqlens.numpy(), shared)
-        (values.square() * batch.loss_mask).sum().backward()
-        outcomes.append((values.detach(), gradients(model)))
-    torch.testing.assert_close(outcomes[0][0], outcomes[1][0], rtol=0, atol=1e-5)
-    assert_close_gradients(outcomes[0][1], outcomes[1][1], 1e-5)
-
-
-def test_shared_prompts_keep_adapter_gradients(directory: Path) -> None:
-    batch, outcomes = answers(GROUPS), []
-    for share in (True, False):
-        lora = LoraConfig(rank=4)
-        settings = ModelConfig(share_prompts=share, lora=lora, dtype="float32")
-        policy = add_adapters(load_policy(directory, model=settings, device=CPU), lora, seed=3)
+        settings = ModelConfig(share_prompts=share, lora=lora if kind == "adapters" else None, dtype="float32")
+        if kind == "values":
+            model = load_value_model(directory, model=settings, device=CPU)
+            shared = shared_prompts(batch) if share else None
+        else:
+            model = add_adapters(load_policy(directory, model=settings, device=CPU), lora, seed=3)
         with torch.no_grad():
-            for name, parameter in policy.named_parameters():
+            for name, parameter in model.named_parameters():
                 if parameter.requires_grad and not parameter.any():
                     parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
-        out = token_logprobs(policy, MicroBatch(batch, batch), temperature=1.0, entropy="none")
-        out.logprobs.sum().backward()
-        outcomes.append(gradients(policy))
-    assert_close_gradients(outcomes[0], outcomes[1], 1e-5)
-
-
-def test_only_equal_prompts_with_loss_are_shared() -> None:
-    batch = answers(((3, (2, 2)), (3, (2, 2))), unscored=frozenset({3}))
-    assert shared_prompts(batch).tolist() == [0, 2, 0, 0]
-    batch.token_ids[5] += 1  # first token of the second response's prompt
-    assert shared_prompts(batch).tolist() == [0, 0, 0, 0]
-    assert shared_prompts(select(batch, [2])).tolist() == [0]
+        if kind == "values":
+            found = model(batch.token_ids, batch.position_ids, batch.cu_seqlens.numpy(), shared)
+        else:
+            found = token_logprobs(model, MicroBatch(batch, batch), temperature=1.0, entropy="none").logprobs
+        (found.square() * batch.loss_mask).sum().backward()
+        outcomes.append((found.detach(), gradients(model)))
+    torch.testing.assert_close(outcomes[0][0], outcomes[1][0], rtol=0, atol=1e-5)
+    assert_close_gradients(outcomes[0][1], outcomes[1][1], 1e-5)
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(1, 5), min_size=1, max_size=5)), min_size=1))
@@ -121,10 +99,12 @@ def test_expand_matches_naive_twin(groups: list[tuple[int, list[int]]]) -> None:
     """Twin: one row per token, in batch order and attention order."""
     batch = answers(groups)
     bounds, shared = batch.cu_seqlens.numpy(), shared_prompts(batch)
-    for order in (None, torch.randperm(batch.num_tokens, generator=torch.Generator().manual_seed(0))):
-        layout = SharedOrder.of(bounds, shared)
-        sent = layout.on_device(bounds, order, CPU)
-        computed = torch.randn(len(layout.computed), 2, dtype=torch.float64, requires_grad=True)
+    if not shared.any():
+        return
+    by_length = sorted(pairwise(bounds.tolist()), key=lambda ends: ends[1] - ends[0])
+    for backend, order in (("varlen", None), ("sdpa", [t for ends in by_length for t in range(*ends)])):
+        layout = build_layout(bounds, backend=backend, device=CPU, shared=shared)
+        computed = torch.randn(len(layout.token_order), 2, dtype=torch.float64, requires_grad=True)
         rows: list[int] = []  # of each token
         first = num_rows = 0
         for i, (start, stop) in enumerate(pairwise(bounds.tolist())):
@@ -138,7 +118,8 @@ def test_expand_matches_naive_twin(groups: list[tuple[int, list[int]]]) -> None:
         expected = expected if order is None else expected[order]
         weights = torch.randn(expected.shape, dtype=torch.float64)
         (wanted,) = torch.autograd.grad((expected * weights).sum(), computed)
-        spread = sent.expand(computed)
+        assert layout.shared is not None
+        spread = layout.shared.expand(computed)
         assert torch.equal(spread, expected)
         (got,) = torch.autograd.grad((spread * weights).sum(), computed)
         torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)  # sums are made in float32
@@ -188,11 +169,10 @@ def test_micro_batches_by_cost_or_tokens_stay_within_budget() -> None:
                     )
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
-def test_shared_prompts_keep_training_metrics(algorithm: str, tmp_path: Path) -> None:
+def test_shared_prompts_keep_training_metrics(tmp_path: Path) -> None:
     found = {}
     for share in (True, False):
-        overrides = [f"algo={algorithm}", "algo.kl.where=loss", f"model.share_prompts={share}", "optim.lr=1e-3"]
+        overrides = ["algo=ppo", "algo.kl.where=loss", f"model.share_prompts={share}", "optim.lr=1e-3"]
         run = prepare(tmp_path, *overrides, "rollout.samples_per_prompt=4", "trainer.max_tokens_per_micro_batch=160")
         with closing(LocalGroup(run.config, str(run.model_directory))) as group:
             found[share] = train(run, group, 2)
@@ -200,17 +180,3 @@ def test_shared_prompts_keep_training_metrics(algorithm: str, tmp_path: Path) ->
         assert with_it.keys() == without.keys()
         for name, value in without.items():
             assert with_it[name] == pytest.approx(value, rel=2e-3, abs=2e-5), name
-
-
-def test_update_flops_of_shared_prompts() -> None:
-    shape = ModelShape.of_config(PUBLISHED["meta-llama/Llama-3.2-1B-Instruct"])
-    batch = answers(GROUPS)
-    counted = shape.embedding * batch.num_loss_tokens
-    for start, stop, shared in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], shared_prompts(batch), strict=True):
-        for place in range(int(stop - start)):
-            if place >= shared:
-                counted += shape.layers * shape.layer_weights
-            counted += shape.layers * shape.query_width * (2 * place + 1)
-    num_shared = batch.num_tokens - Sizes.from_batch(batch, share_prompts=True).num_computed()
-    lengths = batch.sequence_lengths().tolist()
-    assert shape.update_flops(lengths, num_targets=batch.num_loss_tokens, num_shared=num_shared) == 6.0 * counted

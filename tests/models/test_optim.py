@@ -9,17 +9,19 @@ from torch import nn
 
 from rlcore.checkpoint.shards import load_shards
 from rlcore.config.algo import OFFLOAD_PIECE_BYTES, OptimConfig
-from rlcore.models.optim import MOMENTS, OffloadedAdamW, build_optimizer, clip_grad_norm, split_by_moments
+from rlcore.models.optim import MOMENTS, OffloadedAdamW, build_optimizer, clip_grad_norm
 from tests.checkpoint.small import SmallModel, assert_same, save_shards, state_of, train
 from tests.models.tiny import CPU, policy_of, write_model
 
 
 def test_weight_decay_skips_norms_and_biases(tmp_path: Path) -> None:
     policy = policy_of(write_model("qwen2-tied", tmp_path))
+    policy.head.weight.requires_grad_(False)
     optimizer = build_optimizer(policy, OptimConfig(weight_decay=0.1), device=CPU)
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
-    assert len(decay) == len(list(policy.parameters()))
-    for name, parameter in policy.named_parameters():
+    trained = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    assert len(decay) == len(trained) < len(list(policy.parameters()))
+    for name, parameter in trained.items():
         plain = "norm" in name or name.endswith("bias")
         assert decay[id(parameter)] == (0.0 if plain else 0.1), name
 
@@ -44,13 +46,6 @@ def test_step_matches_adamw_by_hand() -> None:
         assert parameter.item() == pytest.approx(start[name], abs=1e-6)
 
 
-def test_optimizer_skips_frozen_parameters() -> None:
-    layer = nn.Linear(3, 2)
-    layer.weight.requires_grad_(False)
-    optimizer = build_optimizer(layer, OptimConfig(), device=CPU)
-    assert [p for group in optimizer.param_groups for p in group["params"]] == [layer.bias]
-
-
 @pytest.mark.parametrize(("max_norm", "scale"), [(100.0, 1.0), (1.0, 1 / 13)])
 def test_clip_grad_norm_scales_to_global_norm(max_norm: float, scale: float) -> None:
     a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))
@@ -59,12 +54,8 @@ def test_clip_grad_norm_scales_to_global_norm(max_norm: float, scale: float) -> 
     assert norm.item() == pytest.approx(13.0)
     torch.testing.assert_close(a.grad, torch.tensor([3.0, 4.0]) * scale)
     torch.testing.assert_close(b.grad, torch.tensor([12.0]) * scale)
-
-
-def test_clip_grad_norm_of_infinite_gradient() -> None:
-    a = nn.Parameter(torch.zeros(2))
-    a.grad = torch.tensor([1.0, float("inf")])
-    assert not clip_grad_norm([a], 1.0).isfinite()
+    b.grad = torch.tensor([float("inf")])
+    assert not clip_grad_norm([a, b], max_norm).isfinite()
 
 
 OPTIM = OptimConfig(lr=3e-3, weight_decay=0.1)
@@ -136,9 +127,3 @@ def test_checkpoint_is_independent_of_offloading(first: bool, second: bool, tmp_
     for one, own in ((fresh, its_optimizer), (used, its_used_optimizer)):
         train(one, own, 2)
         assert_same(state_of(one, own), state_of(model, optimizer))
-
-
-def test_plan_and_optimizer_share_piece_size() -> None:
-    assert OffloadedAdamW.piece_bytes == OFFLOAD_PIECE_BYTES
-    one = nn.Parameter(torch.zeros(10))
-    assert [len(piece) for piece in split_by_moments([one] * 5, 160)] == [2, 2, 1]

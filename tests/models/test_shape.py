@@ -69,13 +69,15 @@ def num_parameters(model: torch.nn.Module) -> int:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_policy_parameters_by_config(name: str) -> None:
+def test_policy_parameters_by_config(name: str, tmp_path: Path) -> None:
     config = CONFIGS[name]
     shape = ModelShape.of_config(json.loads(config.to_json_string(use_diff=False)))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert shape.policy_parameters == num_parameters(model)
     assert shape.layer_parameters == num_parameters(model.model.layers[0])
+    config.save_pretrained(tmp_path)
+    require_trainable("model.path", str(tmp_path))
 
 
 def test_scratch_parameters(tmp_path: Path) -> None:
@@ -201,30 +203,6 @@ def test_critic_requires_same_token_ids(tmp_path: Path) -> None:
         require_same_tokens("critic.path", other, tokens)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_trainable_configs_pass(tmp_path: Path, name: str) -> None:
-    CONFIGS[name].save_pretrained(tmp_path)
-    require_trainable("model.path", str(tmp_path))
-
-
-def test_update_flops_by_hand() -> None:
-    config = Qwen2Config(vocab_size=7, hidden_size=8, intermediate_size=12, num_hidden_layers=2,
-                         num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
-    lengths = (3, 5, 1)
-    total = 0.0
-    for length in lengths:
-        for _ in range(2):
-            for rows, columns in ((8, 8), (4, 8), (4, 8), (8, 8), (12, 8), (12, 8), (8, 12)):
-                total += 3 * 2 * rows * columns * length
-            # Query times key, and weight times value, for all pairs, half of which are masked.
-            total += 3 * 2 * (2 * 4 * 2 * length * length) / 2
-        total += 3 * 2 * 7 * 8 * length
-    shape = ModelShape.of_config(config.to_dict())
-    assert shape.update_flops(lengths, num_targets=9) == total
-    assert shape.update_flops(lengths, num_targets=4) == total - 5 * 6 * 7 * 8
-    assert shape.verl_flops(lengths) == total + 6 * 7 * 8 * sum(lengths)
-
-
 def add_product(total: Sequence[int], left: Sequence[int], right: Sequence[int], **_: object) -> int:
     return 2 * left[0] * left[1] * right[1]
 
@@ -259,6 +237,8 @@ def test_update_flops_match_torch(kind: str, lora: LoraConfig | None, shares: bo
     attention = 6 * shape.layers * shape.query_width * sum(length**2 for length in lengths)
     flops = shape.update_flops(lengths, num_targets=targets, num_shared=num_shared, lora=lora)
     assert sum(counted.values()) == flops - attention + 2 * targets * shape.embedding
+    of_layers = shape.update_flops(lengths, num_targets=0)
+    assert shape.verl_flops(lengths) == of_layers + 12 * shape.embedding * batch.num_tokens
     if lora is None or "k_proj" in lora.target_modules:  # else the first layer's keys and values need no gradient
         assert in_attention == 2 * attention
     else:

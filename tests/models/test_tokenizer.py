@@ -1,11 +1,101 @@
-"""Only tags that scorers and tools read survive decoding."""
+"""The randomly initialized model, its tokenizer, and decoders of responses."""
 
 from pathlib import Path
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from rlcore.models.tokenizer import load_tokenizer, response_tags, text_decoder
+from rlcore.config.model import ScratchModel
+from rlcore.models.scratch import build_scratch_model
+from rlcore.models.tokenizer import (
+    build_scratch_tokenizer,
+    end_of_text_ids,
+    load_tokenizer,
+    response_tags,
+    text_decoder,
+)
 from tests.helpers.tagged_tokenizer import MARKERS, PLAIN, TAGS, tagged
+
+SMALL = ScratchModel(hidden_size=16, num_layers=1, num_heads=2, intermediate_size=16, max_position_embeddings=32)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    """The config of the model in the same directory must not change tokenization."""
+    return load_tokenizer(build(tmp_path_factory.mktemp("model"), seed=1))
+
+
+def build(directory: Path, seed: int) -> Path:
+    vocab_size = len(load_tokenizer(build_scratch_tokenizer(SMALL, directory)))
+    return build_scratch_model(
+        SMALL, vocab_size=vocab_size, eos_token_id=1, pad_token_id=0, seed=seed, directory=directory
+    )
+
+
+def test_scratch_vocabulary(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert len(tokenizer) == 100 + 10 + 3
+    assert all(len(tokenizer.encode(str(number))) == 1 for number in range(100))
+    assert len(tokenizer.encode("19+7 - (3*4)/2 = 14 : 5 , 6 >")) == 18
+    assert tokenizer.encode("19+7") == tokenizer.encode(" 19 +  7\n")
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("100 x 7 007")) == ["<unk>", "<unk>", "7", "<unk>"]
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (0, 1, 2)
+
+
+@given(st.lists(st.sampled_from(["0", "7", "42", "99", *"+-*/()=:>,"]), min_size=1))
+def test_scratch_tokenizer_round_trip(tokenizer: PreTrainedTokenizerBase, words: list[str]) -> None:
+    text = " ".join(words)
+    ids = tokenizer.encode(text)
+    assert len(ids) == len(words)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
+
+
+def test_scratch_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    messages = [{"role": "system", "content": "1 +"}, {"role": "user", "content": "2 : 3 >"}]
+    assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == "1 + 2 : 3 >"
+
+
+def test_scratch_model_is_reproducible(tmp_path: Path) -> None:
+    first, again, other = (build(tmp_path / name, seed) for name, seed in (("a", 1), ("b", 1), ("c", 2)))
+    names = sorted(file.name for file in first.iterdir())
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= set(names)
+    assert names == sorted(file.name for file in again.iterdir())
+    for name in names:
+        assert (first / name).read_bytes() == (again / name).read_bytes(), name
+        assert ((first / name).read_bytes() != (other / name).read_bytes()) == (name == "model.safetensors"), name
+
+
+def test_scratch_model_keeps_random_state(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    build(tmp_path, seed=1)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_scratch_directory_loads_in_transformers(tmp_path: Path) -> None:
+    directory = build(tmp_path, seed=1)
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    assert type(model).__name__ == "Qwen2ForCausalLM"
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert model.generation_config.eos_token_id == 1
+    assert end_of_text_ids(directory) == frozenset({1})
+
+
+@pytest.mark.parametrize("cleans", [False, True])
+def test_decoder_matches_transformers(tmp_path: Path, cleans: bool) -> None:
+    made = load_tokenizer(build_scratch_tokenizer(SMALL, tmp_path))
+    made.clean_up_tokenization_spaces = cleans  # " ," becomes ","
+    decode, answers = text_decoder(made), [tuple(made.encode("3 , 4 > 12 + 7")), (), (0, 1, 14, 1)]
+    expected = made.batch_decode([list(ids) for ids in answers], skip_special_tokens=True)
+    assert decode(answers) == expected
+    assert expected[0] == ("3, 4 > 12 + 7" if cleans else "3 , 4 > 12 + 7")
+    assert decode([]) == []
+    assert ("by_tokenizers" in decode.__qualname__) != cleans, "the faster decoder is used where it is exact"
 
 
 @pytest.mark.parametrize("byte_level", [True, False])

@@ -124,7 +124,7 @@ def test_cached_ref_logprobs_are_used_once(worker: Worker) -> None:
 
     def ref_kl(batch: TrainBatch) -> float:
         (step,) = worker.update_policy(batch, [MiniBatch(range(3), 1, Denominator(6, 3, 8))], 0.0, 0.1).steps
-        return step.stats.mean_ref_kl()
+        return step.stats.mean("ref_kl")
 
     assert ref_kl(batch) == pytest.approx(0.0, abs=1e-6)
     assert ref_kl(replace(batch, ref_logprobs=ref - 1.0)) > 0.1
