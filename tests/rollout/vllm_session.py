@@ -204,14 +204,15 @@ def short_steps_facts(engine: VllmEngine) -> dict[str, Any]:
         held = pool.get_new_blocks(pool.get_num_free_blocks() - 40) if room == "scarce" else []
         for way in ("short", "own"):
             scheduler.short_steps_allowed = way == "short"
-            steps, preempting = scheduler.num_short_steps, scheduler.num_preempting_steps
-            found = engine.generate(requests, SamplingConfig(temperature=1.0), most_tokens)
+            orders = list[Any]()
+            with patch.object(scheduler, "schedule", counting(scheduler.schedule, orders)):
+                found = engine.generate(requests, SamplingConfig(temperature=1.0), most_tokens)
             facts[f"{room} {way}"] = {
                 "answers": answers(found),
                 "logprobs": [rollout.behavior_logprobs.tolist() for rollout in found],
                 "reasons": [rollout.finish_reason for rollout in found],
-                "steps": scheduler.num_short_steps - steps,
-                "preempting": scheduler.num_preempting_steps - preempting,
+                "steps": sum(is_short for is_short, _ in orders),
+                "preempting": sum(preempts for _, preempts in orders),
                 "left": len(scheduler.requests),
             }
             engine._engine.reset_prefix_cache()
@@ -219,6 +220,17 @@ def short_steps_facts(engine: VllmEngine) -> dict[str, Any]:
     scheduler.short_steps_allowed = True
     short_scheduler._MAX_SHORT_STEPS = most_steps
     return facts
+
+
+def counting(schedule: Any, orders: list[Any]) -> Any:
+    """Return `schedule`, and record whether each step is short and whether it preempts requests."""
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        order = schedule(*args, **kwargs)
+        orders.append((any(order is one[0] for one in schedule.__self__._short_steps), bool(order.preempted_req_ids)))
+        return order
+
+    return wrapped
 
 
 def tail_cut_facts(folder: Path) -> dict[str, Any]:

@@ -110,8 +110,7 @@ def test_auto_address_is_the_running_head(private: Path, monkeypatch: pytest.Mon
         cluster.ray_folder().mkdir(parents=True)
         (cluster.ray_folder() / "ray_current_cluster").write_text(address)
         assert cluster.address_of("auto") == address
-        assert cluster.is_own_head(address)
-        assert not cluster.is_own_head("auto")
+        assert cluster.own_head() == address
         monkeypatch.setenv("RAY_ADDRESS", "head.example:6379")
         assert cluster.address_of("auto") == "head.example:6379"
         monkeypatch.delenv("RAY_ADDRESS")

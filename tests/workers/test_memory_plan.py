@@ -21,14 +21,7 @@ from rlcore.models.shape import ModelShape, shape_of
 from rlcore.models.tokenizer import build_scratch_tokenizer
 from rlcore.types import PackedBatch, Prompt, Rollout, Score
 from rlcore.workers import memory_plan as planning
-from rlcore.workers.memory_plan import (
-    FREE_SHARE,
-    Device,
-    chosen_settings,
-    fit_settings,
-    plan_memory,
-    resident_bytes,
-)
+from rlcore.workers.memory_plan import FREE_SHARE, Device, chosen_settings, fit_settings, plan_memory, resident_bytes
 
 SCRATCH = ScratchModel(hidden_size=64, num_layers=2, num_heads=2, intermediate_size=192)
 QWEN_05B = ModelShape.of_config(PUBLISHED["Qwen/Qwen2.5-0.5B"])
