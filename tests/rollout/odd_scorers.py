@@ -60,11 +60,6 @@ def right_if_short(response: str, ground_truth: Mapping[str, object]) -> Score:
     return Score(float(len(response) < 5), {"length": float(len(response))})
 
 
-def plain_number(response: str, ground_truth: Mapping[str, object]) -> float:
-    """Return a number, as rewards of other trainers do."""
-    return len(response) / 2
-
-
 def fails_on_odd_lengths(response: str, ground_truth: Mapping[str, object]) -> float:
     """Return 1 or raise."""
     if len(response) % 2:
