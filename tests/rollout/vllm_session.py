@@ -118,11 +118,11 @@ def keep_frozen() -> None:
     gc.unfreeze = lambda: None
 
 
-def message(action: Any) -> str:
-    """Return the EngineError of an action, or ''."""
+def message(action: Any, kind: type[Exception] = EngineError) -> str:
+    """Return the error of an action, or ''."""
     try:
         action()
-    except EngineError as error:
+    except kind as error:
         return str(error)
     return ""
 
@@ -151,7 +151,6 @@ def engine_facts(folder: Path) -> dict[str, Any]:
     facts["versions"] = [rollout.policy_version for rollout in found]
     facts["finish"] = [(r.finish_reason, len(r.response_ids), int(r.response_ids[-1])) for r in found]
     facts["answers"] = answers(found)
-    facts["again"] = answers(engine.generate(requests, SAMPLING, MAX_TOKENS))
     backwards = answers(engine.generate(requests[::-1], SAMPLING, MAX_TOKENS))
     facts["backwards"] = backwards[::-1]
     facts["other_seeds"] = answers(
@@ -277,30 +276,10 @@ def cut_facts(
     }
 
 
-def untied_facts(folder: Path) -> dict[str, Any]:
-    """Load and sync a model with an untied head and grouped heads."""
-    first, second = write_model("untied", folder / "third", 3), write_model("untied", folder / "fourth", 4)
-    engine = build(first, SETTINGS.model_copy(update={"prefix_caching": False, "max_batched_tokens": 256}))
-    engine.update_weights(weights_of(first), version=0)
-    engine.update_weights(weights_of(second), version=1)
-    found = engine.generate(some_requests(8, 4, 20), SAMPLING, MAX_TOKENS)
-    engine.close()
-    return {"difference": mean_difference(second, found, 0.7)}
-
-
 def others_freed(directory: Path, cause: RuntimeError) -> str:
     """Return the message of a start that fails with this error of vLLM. A run retries such a start."""
-    import vllm
-
-    started = vllm.LLMEngine
-    vllm.LLMEngine = Mock(side_effect=cause)
-    try:
-        build(directory)
-    except WorkerLostError as error:
-        return str(error)
-    finally:
-        vllm.LLMEngine = started
-    return ""
+    with patch("vllm.LLMEngine", side_effect=cause):
+        return message(lambda: build(directory), WorkerLostError)
 
 
 def sleep_facts() -> dict[str, Any]:
@@ -311,21 +290,18 @@ def sleep_facts() -> dict[str, Any]:
     worker._sleep_mode_backend = suspended = Mock()
     worker.vllm_config = Mock(model_config=Mock(enable_nccl_comm_suspend=False))
 
-    def sleep() -> str:
-        try:
-            worker.sleep(1)
-        except AssertionError as error:
-            return str(error)
-        return ""
-
     with (
         patch.object(torch.accelerator, "synchronize"),
         patch.object(torch.accelerator, "get_memory_info", side_effect=[(5, 10), (3, 10)] * 2),
     ):
-        by_itself = sleep()
+        by_itself = message(lambda: worker.sleep(1), AssertionError)
         allow_sleep_on_shared_gpu()
         allow_sleep_on_shared_gpu()
-        return {"by_itself": by_itself, "by_ours": sleep(), "suspended": suspended.suspend.call_count}
+        return {
+            "by_itself": by_itself,
+            "by_ours": message(lambda: worker.sleep(1), AssertionError),
+            "suspended": suspended.suspend.call_count,
+        }
 
 
 def refusal_facts(folder: Path) -> dict[str, Any]:
@@ -362,23 +338,22 @@ def _loaded_by_vllm(directory: Path) -> VllmEngine:
     from rlcore.rollout.vllm import start
 
     plain = start.engine_arguments
-    start.engine_arguments = lambda shape, settings: {**plain(shape, settings), "load_format": "safetensors"}
-    try:
+
+    def from_files(shape: EngineShape, settings: RolloutConfig) -> dict[str, Any]:
+        return {**plain(shape, settings), "load_format": "safetensors"}
+
+    with patch.object(start, "engine_arguments", from_files):
         engine = build(directory)
-    finally:
-        start.engine_arguments = plain
     engine.policy_version = 0
     return engine
 
 
 def _with_stale_prefix(engine: VllmEngine, directory: Path, requests: list[SamplingRequest]) -> dict[str, Any]:
     """Sync weights and keep the prefix cache; return the error, and responses next to correct ones."""
-    reset = engine._engine.reset_prefix_cache
-    engine._engine.reset_prefix_cache = lambda: True
-    refused = message(lambda: engine.update_weights(weights_of(directory), version=5))
-    engine.policy_version = 5
-    found = answers(engine.generate(requests, SAMPLING, MAX_TOKENS))
-    engine._engine.reset_prefix_cache = reset
+    with patch.object(engine._engine, "reset_prefix_cache", lambda: True):
+        refused = message(lambda: engine.update_weights(weights_of(directory), version=5))
+        engine.policy_version = 5
+        found = answers(engine.generate(requests, SAMPLING, MAX_TOKENS))
     engine._engine.reset_prefix_cache()
     return {
         "refused": refused,
@@ -394,7 +369,6 @@ def main(folder: Path) -> None:
     keep_frozen()
     parts = {
         "engine": engine_facts,
-        "untied": untied_facts,
         "tail_cut": tail_cut_facts,
         "training": vllm_training.training_facts,
         "adapters": vllm_training.adapter_facts,
