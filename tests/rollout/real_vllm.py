@@ -11,7 +11,6 @@ from tests.helpers.side_by_side import ROOT
 
 
 def real_vllm(timeout_s: int) -> list[pytest.MarkDecorator]:
-    """Value of `pytestmark`."""
     return [
         pytest.mark.vllm,
         pytest.mark.slow,

@@ -89,8 +89,6 @@ def test_no_engine_gathers_weights_and_generates_nothing() -> None:
 
 
 class Backwards(RolloutEngine):
-    """Ends the last response first."""
-
     policy_version = 0
 
     def stream(

@@ -14,8 +14,7 @@ from rlcore.rollout.scoring import require_environment
 from rlcore.score import Score
 
 HERE = "tests.rollout.test_environment"
-made: list[dict[str, Any]] = []
-"""Arguments of each created environment, in order."""
+made: list[dict[str, Any]] = []  # arguments of each created environment, in order
 
 
 class Echo:
@@ -36,8 +35,6 @@ class Echo:
 
 
 class Wrong(Echo):
-    """Replies with something other than a turn with text."""
-
     async def step(self, text: str) -> Any:
         return Turn(3) if text == "number" else text  # type: ignore[arg-type]
 
@@ -54,14 +51,11 @@ class Closing(Echo):
 
 
 class Silent:
-    """Has only one of the two methods."""
-
     def reset(self, row: Mapping[str, Any]) -> None: ...
 
 
 @pytest.fixture(autouse=True)
 def environments() -> Iterator[dict[str, Any]]:
-    """Return the environments between turns. There are none at first."""
     environment._environments.clear()
     made.clear()
     yield environment._environments

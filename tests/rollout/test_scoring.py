@@ -83,7 +83,6 @@ def test_hostile_responses_fail_without_affecting_others(num_processes, caplog):
 
 @pytest.mark.parametrize("weights", [{}, {"length": 1.0}, {"total": 0.5, "length": 0.1}])
 def test_weights_do_not_change_correctness(weights):
-    """Weighted totals must not decide `solved`."""
     name = "tests.rollout.odd_scorers:right_if_short"
     with ScoringPool(name, RewardConfig(weights=weights)) as pool:
         assert [score.solved for score in pool.score(["yes", "no, not at all"], ["{}"] * 2)] == [True, False]
@@ -102,7 +101,6 @@ def test_scorer_texts_are_printable(num_processes):
 
 
 def of(total, parts=None, said=None):
-    """Return a scorer with a constant score."""
     return lambda response, truth: Score(total, parts or {}, said)
 
 
@@ -170,20 +168,8 @@ def test_path_object_in_sys_path_is_skipped(tmp_path, monkeypatch):
         assert pool.score(["any"], ["{}"]) == [Score(0.5, {})]
 
 
-def test_imports_of_scorer_count_in_no_deadline(tmp_path, monkeypatch):
-    """Otherwise the first response of each process would time out."""
-    (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(2)\nRIGHT = 'yes'\n")
-    (tmp_path / "lazy.py").write_text(
-        "def score(text, truth):\n    from slow_to_import import RIGHT\n    return float(text == RIGHT)\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with ScoringPool("lazy:score", RewardConfig(num_processes=2, deadline_s=1)) as pool:
-        assert pool.score(["yes", "no"] * 5, ["{}"] * 10) == [Score(1.0, {}), Score(0.0, {})] * 5
-        assert pool.unscored == (0, "")
-
-
 def test_kill_in_first_call_keeps_first_calls_enabled(tmp_path, monkeypatch):
-    """Otherwise later processes would import under the deadline of a response."""
+    """Imports count in no response's deadline, also after a kill."""
     (tmp_path / "slow_to_load.py").write_text("import time\ntime.sleep(2)\nRIGHT = 'yes'\n")
     (tmp_path / "killed_once.py").write_text(
         "import os\nfrom pathlib import Path\n\n\ndef score(text, truth):\n"
@@ -237,8 +223,6 @@ def test_results_are_sent_one_by_one(monkeypatch):
 
 
 def test_repeated_turns_have_their_own_deadlines(monkeypatch):
-    """The replay of an episode must not share the deadline of one reply."""
-
     def scorer(response, truth):
         rlcore.score.renew_deadline()
         return 1.0

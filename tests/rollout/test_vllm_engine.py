@@ -15,7 +15,6 @@ pytestmark = real_vllm(timeout_s=1_200)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of the session's findings."""
     folder = tmp_path_factory.mktemp("vllm")
     shell = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # the engine must be in this process all the same
     output = run_vllm("tests.rollout.vllm_session", str(folder), timeout_s=1_100, **shell)

@@ -20,7 +20,6 @@ GROUP = SimpleNamespace(kv_cache_spec=FullAttentionSpec())
 
 @pytest.fixture
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> Mock:
-    """A scheduler with all attributes that supports short steps."""
     monkeypatch.setattr(short, "_missing_request_names", list)
     found = Mock(
         num_spec_tokens=0, num_lookahead_tokens=0, lora_config=None, connector=None, ec_connector=None,
@@ -55,7 +54,6 @@ def test_unsupported_scheduler_is_reported(scheduler: Any, path: str, value: Any
 
 @pytest.fixture
 def release(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Return a vLLM module with this version."""
     vllm = SimpleNamespace(__version__="0.25.1")
     monkeypatch.setitem(sys.modules, "vllm", vllm)  # type: ignore[arg-type]
     return vllm

@@ -47,14 +47,12 @@ def settings(**more: Any) -> RolloutConfig:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Simulate a GPU of 80 GiB, and return its bytes."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * GIB))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3 * GIB // 2, 80 * GIB))
     return 80 * GIB
 
 
-KEYS_AND_VALUES = 2 * 2 * 3 * 8 * 2
-"""Bytes per token: keys and values, layers, heads, width, 2 bytes each."""
+KEYS_AND_VALUES = 2 * 2 * 3 * 8 * 2  # bytes per token: keys and values, layers, heads, width, 2 bytes each
 EVERYWHERE = {
     "skip_tokenizer_init": True,
     "load_format": "dummy",
@@ -153,7 +151,8 @@ def test_small_share_is_measured_by_vllm(model: Path, monkeypatch: pytest.Monkey
 def test_ranks_start_in_existing_group(
     model: Path, monkeypatch: pytest.MonkeyPatch, size: int, is_shared: bool
 ) -> None:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    variables = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name in variables:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
@@ -161,10 +160,8 @@ def test_ranks_start_in_existing_group(
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     found = engine_arguments(shape(model), settings())
     expected = {"distributed_executor_backend": "external_launcher", "disable_custom_all_reduce": True}
-    assert {name: found[name] for name in expected if name in found} == (expected if is_shared else {})
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    set_now = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    assert {name: os.environ[name] for name in names if name in os.environ} == (set_now if is_shared else {})
+    assert (found.items() >= expected.items()) == is_shared
+    assert {name: os.environ.get(name) for name in variables} == (variables if is_shared else dict.fromkeys(variables))
 
 
 def test_unsupported_dtype_message() -> None:

@@ -46,7 +46,6 @@ def weights(seed: int) -> dict[str, Tensor]:
 
 
 def by_hand(model: nn.Module, sent: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the expected matrices of vLLM."""
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for path, parts in PARTS.items():
         whole = torch.cat([sent[f"{path.rpartition('.')[0]}.{name}.weight"] for name in parts]).bfloat16()
@@ -97,8 +96,6 @@ def test_split_or_packed_tensors_have_no_storages() -> None:
 
 
 class Rank:
-    """Matrix of vLLM with a rank's columns or rows."""
-
     def __init__(self, rank: int, size: int, *, columns: bool = False, replicas: int = 1) -> None:
         self.tp_rank, self.tp_size, self.num_kv_head_replicas = rank, size, replicas
         self.input_size, self.input_size_per_partition = 4, 4 // size if columns else 4

@@ -29,7 +29,6 @@ RATE = 1e-5
 
 
 def prompt(model: Path) -> Prompt:
-    """Return a question in the model's chat template."""
     tokenizer = load_tokenizer(model)
     messages = [{"role": "user", "content": QUESTION}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -37,7 +36,6 @@ def prompt(model: Path) -> Prompt:
 
 
 def facts_of(model: Path) -> dict[str, Any]:
-    """Return the results of correct weight syncs, and the error of each fault after a training step."""
     config = load_config(
         ["experiment=debug", f"model.path={model}", "warm_start.enabled=false", "rollout.engine=vllm",
          "rollout.dtype=bfloat16", "rollout.max_num_seqs=8", "rollout.memory_share=0.1", "filter.max_prompt_tokens=256",

@@ -96,7 +96,6 @@ def answers(rollouts: list[Rollout]) -> list[list[int]]:
 
 
 def differing(engine: VllmEngine, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Return the names of the engine's tensors that differ from these."""
     sent = SentWeights(engine.model)
     for _ in sent.record(weights):
         pass
@@ -104,7 +103,6 @@ def differing(engine: VllmEngine, weights: Iterable[tuple[str, Tensor]]) -> list
 
 
 def mean_difference(directory: Path, rollouts: list[Rollout], temperature: float) -> float:
-    """Return mean |engine's - trainer's| log-probability of the sampled tokens."""
     policy = load_policy(directory, model=ModelConfig(), device=CPU)
     batch = pack(rollouts, [Score(0.0, {})] * len(rollouts), range(len(rollouts)))
     with torch.no_grad():
@@ -119,7 +117,6 @@ def keep_frozen() -> None:
 
 
 def message(action: Any, kind: type[Exception] = EngineError) -> str:
-    """Return the error of an action, or ''."""
     try:
         action()
     except kind as error:
@@ -252,7 +249,6 @@ def tail_cut_facts(folder: Path) -> dict[str, Any]:
 def cut_facts(
     engine: VllmEngine, requests: list[SamplingRequest], whole: list[Rollout], *, wanted: int, world_size: int = 1
 ) -> dict[str, Any]:
-    """Generate with a tail cut, and compare with the whole responses."""
     groups = [request.group for request in requests]
     cut = TailCut(groups, wanted, CUT_TOKENS, world_size, CPU)
     found: dict[int, Rollout] = {}
@@ -305,7 +301,6 @@ def sleep_facts() -> dict[str, Any]:
 
 
 def refusal_facts(folder: Path) -> dict[str, Any]:
-    """Return the messages of engines that cannot start."""
     first = write_model("tied", folder / "fifth", 5)
     unknown = write_model("tied", folder / "sixth", 5)
     config = json.loads((unknown / "config.json").read_text(encoding="utf-8"))
@@ -363,7 +358,6 @@ def _with_stale_prefix(engine: VllmEngine, directory: Path, requests: list[Sampl
 
 
 def main(folder: Path) -> None:
-    """Write the facts next to the models, one file per part, so that failures are independent."""
     from tests.rollout import vllm_training
 
     keep_frozen()

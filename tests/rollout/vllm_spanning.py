@@ -50,7 +50,6 @@ WRONG = "model.layers.0.mlp.down_proj.weight"
 
 
 def spanning_run(folder: Path) -> SmallRun:
-    """Return a run whose two workers share an engine."""
     return prepare(
         folder / "artifacts",
         "rollout.engine=vllm",
@@ -114,7 +113,6 @@ def canary_facts(config: RunConfig, model_directory: Path, rank: int, address: s
 
 
 def training_facts(folder: Path) -> list[Metrics]:
-    """Return the metrics of three steps by two Ray actors with a shared engine."""
     run = spanning_run(folder)
     group = start_workers(run.config, str(run.model_directory))
     try:
@@ -124,7 +122,6 @@ def training_facts(folder: Path) -> list[Metrics]:
 
 
 def write_models(folder: Path) -> None:
-    """Write the models of `engine_facts` and of the run."""
     for kind, seed in (("tied", 1), ("untied", 3)):
         write_model(kind, folder / f"{kind}-right", seed)
         write_model(kind, folder / f"{kind}-other", seed + 10)
@@ -132,7 +129,6 @@ def write_models(folder: Path) -> None:
 
 
 def rank_main(folder: Path, rank: int) -> None:
-    """Run one rank of engines and canary, with a new process group for each engine."""
     torch.set_num_threads(1)
     keep_frozen()
     run = spanning_run(folder)

@@ -33,7 +33,6 @@ def _group(run: SmallRun) -> LocalGroup:
 
 
 def training_facts(folder: Path) -> dict[str, Any]:
-    """Run a few steps, and repeat them in a new engine, followed by wrong weight syncs."""
     run = _run(folder)
     group = _group(run)
     first = train(run, group, 3)
@@ -46,7 +45,6 @@ def training_facts(folder: Path) -> dict[str, Any]:
 
 
 def canary_facts(run: SmallRun, group: LocalGroup) -> dict[str, Any]:
-    """Return the errors of wrong weight syncs."""
     facts: dict[str, Any] = {}
     sync, weights = Worker.sync_weights, Actor.weights
     without_head = patch.object(weight_sync, "tied_head", lambda model: (None, None))  # as in all stock paths on a CPU
@@ -76,7 +74,6 @@ def canary_facts(run: SmallRun, group: LocalGroup) -> dict[str, Any]:
 
 
 def sending(choose: Callable[[str, Tensor], Tensor]) -> AbstractContextManager[object]:
-    """Let weight syncs load other tensors than the sent ones."""
     load = weight_sync.load_weights
 
     def wrapped(model: nn.Module, config: Any, weights: Any, *more: Any) -> None:
@@ -99,7 +96,6 @@ def adapter_facts(folder: Path) -> dict[str, Any]:
 
 
 def carrying_facts(folder: Path) -> dict[str, Any]:
-    """Run steps that cut and carry groups, and collect responses twice."""
     run = _run(folder, *CARRYING)
     group = _group(run)
     steps = train(run, group, 3)
@@ -110,7 +106,6 @@ def carrying_facts(folder: Path) -> dict[str, Any]:
 
 
 def episode_facts(folder: Path) -> list[Metrics]:
-    """Run steps of number guessing, turn by turn."""
     run = _run(folder, experiment="number_guessing")
     group = _group(run)
     try:
@@ -154,7 +149,6 @@ def _logits_facts(worker: Worker) -> dict[str, Any]:
 
 
 def raised(fault: AbstractContextManager[object], action: Callable[[], Any]) -> str:
-    """Return the EngineError of an action under a fault, or ''."""
     try:
         with fault:
             action()

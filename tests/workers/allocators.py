@@ -24,7 +24,6 @@ def fill() -> None:
 
 
 def of_a_gpu() -> None:
-    """Print the variable that torch and vLLM read."""
     enable_expandable_segments()
     print(os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
 

@@ -28,8 +28,7 @@ from rlcore.workers.worker import Worker
 
 LR = 1e-3
 NUM_SEQUENCES = 16
-UNSCORED = (2, 5, 8, 11)
-"""Responses without a score, which have no gradient."""
+UNSCORED = (2, 5, 8, 11)  # responses without a score, which have no gradient
 
 
 def random_batch(
@@ -38,7 +37,6 @@ def random_batch(
     prompt_tokens: tuple[int, int] = (2, 9),
     answer_tokens: tuple[int, int] = (1, 9),
 ) -> dict[str, Tensor]:
-    """Return ragged sequences with all inputs of GRPO with KL and of PPO."""
     rollouts = []
     for index in range(count):
         prompt = Prompt(
@@ -67,7 +65,6 @@ def random_batch(
 
 
 def batch_from(tensors: dict[str, Tensor]) -> TrainBatch:
-    """Read the training batch that the test has written."""
     packed = PackedBatch(**{field.name: tensors[field.name] for field in fields(PackedBatch)})
     others = [field.name for field in fields(TrainBatch) if field.name in tensors]
     return TrainBatch(packed, **{name: tensors[name] for name in others})
@@ -93,7 +90,6 @@ def watch_gradients(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]
 
 
 def has_gradients(model: nn.Module) -> bool:
-    """Return whether any gradient is allocated."""
     return any(parameter.grad is not None for parameter in model.parameters())
 
 

@@ -21,8 +21,7 @@ from tests.helpers.small_run import prepare
 from tests.workers.ranks import batch_from, random_batch
 
 NUM_SEQUENCES = 64
-SLACK_BYTES = 40 << 20
-"""Additional memory: too little for one micro-batch, enough for eight."""
+SLACK_BYTES = 40 << 20  # additional memory: too little for one micro-batch, enough for eight
 
 
 def norm(model: torch.nn.Module) -> float:

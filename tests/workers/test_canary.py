@@ -101,8 +101,6 @@ def test_canary_error_message() -> None:
 
 
 class ProbedEngine(NoEngine):
-    """An engine that samples two tokens of log-probability -1 and records its calls."""
-
     def __init__(self) -> None:
         self.asked: list[tuple[list[SamplingRequest], float, int]] = []
 

@@ -122,7 +122,6 @@ LARGE = ("trainer.batch_size=8192", "trainer.mini_batch_size=8192")
 
 
 def device_with(size: int) -> Device:
-    """Return a device with `size` bytes available to chosen settings."""
     total = round((size + CONTEXT_BYTES) / (1 - planning.FREE_SHARE))
     return next(
         Device("a card", 2, near)
