@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
@@ -39,6 +39,9 @@ class SamplingRequest(FastPickle):
     def limit(self, max_response_tokens: int) -> int:
         """Return the maximum length of the response in tokens."""
         return min(self.max_tokens or max_response_tokens, max_response_tokens)
+
+
+Requests: TypeAlias = Sequence[SamplingRequest]
 
 
 def response_seed(run_seed: int, stream: int, step: int, group: int, sample_index: int) -> int:
@@ -134,19 +137,13 @@ class RolloutEngine(Protocol):
     policy_version: int
     """The version of the weights in use, recorded in every rollout. It is -1 if there are no valid weights."""
 
-    def generate(
-        self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
-    ) -> list[Rollout]:
+    def generate(self, requests: Requests, sampling: SamplingConfig, max_response_tokens: int) -> list[Rollout]:
         """Return one rollout for each request, in the order of the requests."""
         found = dict(self.stream(requests, sampling, max_response_tokens))
         return [found[index] for index in range(len(requests))]
 
     def stream(
-        self,
-        requests: Sequence[SamplingRequest],
-        sampling: SamplingConfig,
-        max_response_tokens: int,
-        cut: TailCut | None = None,
+        self, requests: Requests, sampling: SamplingConfig, max_response_tokens: int, cut: TailCut | None = None
     ) -> Iterator[tuple[int, Rollout]]:
         """Yield each rollout with the index of its request when the response ends. With `cut`, call `cut.agree` after
         every `ROUND_TOKENS` tokens. Unfinished responses then end at `cut.bound` tokens, or later if they are already

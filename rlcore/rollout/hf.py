@@ -20,6 +20,7 @@ from rlcore.models.memory import OutOfMemory, catch_out_of_memory, release_cache
 from rlcore.models.policy import CausalPolicy
 from rlcore.rollout.engine import (
     ROUND_TOKENS,
+    Requests,
     RolloutEngine,
     SamplingRequest,
     TailCut,
@@ -71,11 +72,7 @@ class HfEngine(RolloutEngine):
         return WeightSyncResult()
 
     def stream(
-        self,
-        requests: Sequence[SamplingRequest],
-        sampling: SamplingConfig,
-        max_response_tokens: int,
-        cut: TailCut | None = None,
+        self, requests: Requests, sampling: SamplingConfig, max_response_tokens: int, cut: TailCut | None = None
     ) -> Iterator[tuple[int, Rollout]]:
         """Yield each rollout with the index of its request, batch by batch."""
         if self.policy_version < 0:
@@ -108,11 +105,7 @@ class HfEngine(RolloutEngine):
 
     @torch.no_grad()
     def _generate_batch(
-        self,
-        requests: Sequence[SamplingRequest],
-        sampling: SamplingConfig,
-        max_response_tokens: int,
-        cut: TailCut | None,
+        self, requests: Requests, sampling: SamplingConfig, max_response_tokens: int, cut: TailCut | None
     ) -> list[Rollout]:
         device = next(self._policy.parameters()).device
         prompts = list({request.prompt.token_ids: None for request in requests})
@@ -173,7 +166,7 @@ class HfEngine(RolloutEngine):
         )
 
 
-def _agree(cut: TailCut, requests: Sequence[SamplingRequest], answers: Sequence[_Response]) -> None:
+def _agree(cut: TailCut, requests: Requests, answers: Sequence[_Response]) -> None:
     """Exchange the lengths of finished responses with the other ranks, and lower the limits of the unfinished ones."""
     for request, answer in zip(requests, answers, strict=True):
         if answer.is_finished:
@@ -211,6 +204,6 @@ def _left_padded(prompts: Sequence[tuple[int, ...]]) -> tuple[Int[Tensor, "P L"]
     return padded, pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
 
 
-def _uniforms(requests: Sequence[SamplingRequest], count: int) -> np.ndarray:
+def _uniforms(requests: Requests, count: int) -> np.ndarray:
     """Return uniform random numbers in [0, 1), Float64[B, count], row i by the seed of request i."""
     return np.stack([np.random.Generator(np.random.Philox(request.seed)).random(count) for request in requests])

@@ -203,9 +203,6 @@ class _TrainedModel:
     gathered: int
     whole: int
 
-    def gradients(self, ranks: int) -> dict[str, int]:
-        return {f"{self.name}: gradients": FULL * self.parameters // ranks}
-
 
 def _trained_models(config: RunConfig, shape: ModelShape, itemsize: int) -> list[_TrainedModel]:
     lora, in_4_bits = config.model.lora, _layer_weights_in_4_bits(config, shape)
@@ -284,10 +281,11 @@ def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -
             offload=model.offload_activations,
             compiled=compiled,
         )
-        update = {**held, **each.gradients(ranks), **asleep, "gathered weights": each.gathered}
+        gradients = FULL * each.parameters // ranks
+        update = {**held, f"{each.name}: gradients": gradients, **asleep, "gathered weights": each.gathered}
         if model.zero_stage == 1 and ranks > 1:
             update["gathered weights"] = max(each.gathered, each.whole)
-            update["whole gradients"] = ranks * sum(each.gradients(ranks).values())
+            update["whole gradients"] = ranks * gradients
         update["activations"] = tokens * kept
         phases[f"{each.name} update"] = update
     phases[POLICY_UPDATE]["head"] = head(gradient="all" if lora is None else "hidden")

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.profiler import profile
 
-from rlcore.algos.aggregation import Denominator
 from rlcore.algos.objective import PolicyStatistics, SupervisedStatistics, ValueStatistics
 from rlcore.checkpoint.shards import RankSaver, load_shards
 from rlcore.config import RunConfig
@@ -141,8 +140,7 @@ class Worker:
     def _passes(self) -> list[MicroBatchRunner]:
         trained = [model for model in (self.actor, self.critic) if model is not None]
         passes = [runner for model in trained for runner in (model.update_pass, model.forward_pass)]
-        frozen = [] if self.reference is None else [self.reference]
-        return passes + [policy.forward_pass for policy in (*frozen, *self.teachers)]
+        return passes + [policy.forward_pass for policy in (self.reference, *self.teachers) if policy is not None]
 
     def info(self) -> WorkerInfo:
         """Return a description of this rank's device and models."""
@@ -249,18 +247,9 @@ class Worker:
         """Take one optimizer step of the policy on each mini-batch. Cached results of frozen policies are used."""
         self._sleep_engine()
         batch, self._cached = replace(batch, **self._cached), {}
-
-        def step(batch: TrainBatch, num_micro: int, denominator: Denominator) -> ModelUpdate[PolicyStatistics]:
-            return self.actor.update(
-                batch,
-                num_micro,
-                denominator,
-                lr=lr,
-                kl_coef=kl_coef,
-                entropy_added=entropy_added,
-                with_logprobs=len(mini_batches) == 1,
-            )
-
+        step = partial(
+            self.actor.update, lr=lr, kl_coef=kl_coef, entropy_added=entropy_added, with_logprobs=len(mini_batches) == 1
+        )
         return run_mini_batches(step, batch, mini_batches)
 
     def update_critic(
@@ -317,12 +306,8 @@ class Worker:
         return verb(self._saver, *args, **kwargs)
 
     def _saved_models(self) -> dict[str, tuple[nn.Module, torch.optim.Optimizer]]:
-        models: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {
-            "policy": (self.actor.model, self.actor.optimizer)
-        }
-        if self.critic is not None:
-            models["critic"] = (self.critic.model, self.critic.optimizer)
-        return models
+        trained: dict[str, Actor | Critic | None] = {"policy": self.actor, "critic": self.critic}
+        return {name: (each.model, each.optimizer) for name, each in trained.items() if each is not None}
 
     def load(self, directory: str) -> None:
         """Load a checkpoint of any number of ranks."""

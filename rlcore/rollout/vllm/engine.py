@@ -16,7 +16,7 @@ from rlcore.config.rollout import RolloutConfig, SamplingConfig
 from rlcore.errors import EngineError
 from rlcore.models.load import parameter_names
 from rlcore.models.memory import release_cached_memory
-from rlcore.rollout.engine import ROUND_TOKENS, RolloutEngine, SamplingRequest, TailCut, WeightSyncResult
+from rlcore.rollout.engine import ROUND_TOKENS, Requests, RolloutEngine, SamplingRequest, TailCut, WeightSyncResult
 from rlcore.rollout.vllm import weights as sync
 from rlcore.rollout.vllm.start import EngineShape, give_float32_logits, start_vllm
 from rlcore.types import Rollout
@@ -37,11 +37,11 @@ class EngineRanks:
             self._group, self._rank = ranks.cpu_group, ranks.rank_in_group
             ranks.mq_broadcaster = None  # its shared memory would remain after a kill
 
-    def gather(self, requests: Sequence[SamplingRequest]) -> tuple[Sequence[SamplingRequest], range]:
+    def gather(self, requests: Requests) -> tuple[Requests, range]:
         """Return the requests of all ranks in rank order, and the range of this rank's requests. This is collective."""
         if self._group is None:
             return requests, range(len(requests))
-        shares: list[Sequence[SamplingRequest]] = [()] * self._size
+        shares: list[Requests] = [()] * self._size
         dist.all_gather_object(shares, list(requests), group=self._group)
         before = sum(map(len, shares[: self._rank]))
         return [one for share in shares for one in share], range(before, before + len(requests))
@@ -83,11 +83,7 @@ class VllmEngine(RolloutEngine):
         return model
 
     def stream(
-        self,
-        requests: Sequence[SamplingRequest],
-        sampling: SamplingConfig,
-        max_response_tokens: int,
-        cut: TailCut | None = None,
+        self, requests: Requests, sampling: SamplingConfig, max_response_tokens: int, cut: TailCut | None = None
     ) -> Iterator[tuple[int, Rollout]]:
         """Yield each rollout with its request's index. All ranks of a shared engine must consume the stream to the
         end."""
@@ -137,7 +133,7 @@ class VllmEngine(RolloutEngine):
             self._engine.engine_core.engine_core.scheduler.lower_limits(names, cut.bound)
 
     def _prepare_requests(
-        self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
+        self, requests: Requests, sampling: SamplingConfig, max_response_tokens: int
     ) -> Iterator[Any]:
         """Yield vLLM's request objects. vLLM prepares and checks only the first, of which the others are copies."""
         from msgspec.structs import replace

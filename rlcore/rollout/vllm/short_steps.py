@@ -163,19 +163,17 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
             and not order.scheduled_cached_reqs.resumed_req_ids
         )
 
-    def _started(self) -> _Rows | None:
-        params = [request.sampling_params for request in self.running]
-        if any(one.repetition_detection is not None for one in params):
-            return None
-        return _Rows(list(self.running), self.max_model_len, set().union(*(one.all_stop_token_ids for one in params)))
-
     def _one_token_each(self) -> Any:
         """Return vLLM's order with one token for each running request, or None if the next step cannot be short."""
         if self._rows is not None and self._rows.num_ordered == _MAX_SHORT_STEPS:
             self._end_short_steps()
-        rows = self._rows or self._started()
+        rows = self._rows
         if rows is None:
-            return None
+            params = [request.sampling_params for request in self.running]
+            if any(one.repetition_detection is not None for one in params):
+                return None
+            stop_token_ids = set[int]().union(*(one.all_stop_token_ids for one in params))
+            rows = _Rows(list(self.running), self.max_model_len, stop_token_ids)
         ready = rows.ready()
         computed = rows.computed[ready] + rows.num_ordered
         crossing = np.flatnonzero(computed % self._block_tokens == 0).tolist()
