@@ -97,10 +97,10 @@ ROUND_TOKENS = 16  # number of tokens per response between two exchanges of leng
 
 
 class TailCut:
-    """The tail cut on one rank, which ends responses when `wanted` groups, all responses to one prompt, are finished.
-    L is the `wanted`-th smallest length of a group, that is of its longest response. `rlcore.trainer.carry` cuts longer
-    groups to L, so the cut depends only on seeds and weights. Here, responses end at an upper bound of L by the lengths
-    of finished groups. `groups`: those of this rank's requests, or -1 for no cut. `longest`: a response's limit."""
+    """The tail cut on one rank. A group is all responses to one prompt. L is the `wanted`-th smallest length of a
+    group, that is of its longest response. `rlcore.trainer.carry` cuts longer groups to L, so the cut depends only on
+    seeds and weights. Unfinished responses end at an upper bound of L, which follows from the finished groups of all
+    ranks. `groups`: those of this rank's requests, or -1 for no cut. `longest`: a response's limit."""
 
     def __init__(self, groups: Iterable[int], wanted: int, longest: int, world_size: int, device: torch.device) -> None:
         self._sizes = Counter(groups)
@@ -113,8 +113,8 @@ class TailCut:
         self._ended[group][sample_index] = length
 
     def agree(self, *, busy: bool = True) -> bool:
-        """Set `bound` by all ranks, and return whether one is still generating. A finished rank calls it until it
-        returns False."""
+        """Compute `bound` from the lengths of all ranks, and return whether a rank is still generating. This is
+        collective: a finished rank calls it with `busy=False` until it returns False."""
         counts = torch.zeros(self._longest + 2, dtype=torch.int64)  # by length, and the busy ranks
         for group, lengths in self._ended.items():
             if group >= 0 and len(lengths) == self._sizes[group]:

@@ -27,8 +27,7 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Turn:
     """The reply of an environment to one turn of the model. `reply`: the text that the model reads next. `reward`: a
-    number that is added to the episode's score. `parts`: named metrics of the episode, of which later turns replace
-    earlier values."""
+    part of the episode's score. `parts`: named metrics of the episode, of which later turns replace earlier values."""
 
     reply: str = ""
     done: bool = False
@@ -37,16 +36,15 @@ class Turn:
 
 
 class Environment(Protocol):
-    """The environment of one episode, whose methods may be `async`. With `episode.tools`, the class gets the arguments
-    `tools` and `scorer`. With `episode.server`, it gets `server`, `key_variable` and `deadline_s`. A method `close`, if
-    there is one, is called at the end."""
+    """The environment of one episode, whose methods may be `async`. The class gets the arguments `tools` and `scorer`
+    with `episode.tools`, and `server`, `key_variable` and `deadline_s` with `episode.server`. An optional method
+    `close` is called at the end."""
 
     # A class attribute `repeatable = False` declares that replies depend on more than the row, its seed and the texts.
 
     def reset(self, row: Mapping[str, Any]) -> str | Awaitable[str | None] | None:
         """Start the episode, and return an optional first message after the prompt. `row`: the prompt's ground truth
-        with a `seed` that all responses to the prompt share in a step. `own_seed`: the ground truth's own `seed`, if
-        there is one."""
+        with a `seed` that its responses share in a step. `own_seed`: the `seed` of the ground truth itself."""
 
     def step(self, text: str) -> Turn | Awaitable[Turn]:
         """Reply to the model's text of one turn."""
@@ -56,8 +54,8 @@ class Environment(Protocol):
 class Episode:
     """The state of an episode. `texts[i]` is the model's text in turn i. `replies[0]` opens the episode, and
     `replies[i]` answers `texts[i - 1]`. `truth`: JSON with the name of the environment, the arguments of its class
-    (`options`) and the `row`. `max_kept`: the number of environments that a process stores between turns. Dropped ones
-    repeat their turns."""
+    (`options`) and the `row`. `max_kept`: the environments that a process stores between turns. Others repeat their
+    turns."""
 
     name: str
     truth: str
@@ -113,9 +111,9 @@ _event_loop = cache(asyncio.new_event_loop)  # event loop of all episodes, so th
 
 
 def play(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Play the last turn of the `Episode` in `response`. Return the reply and whether the episode has ended as JSON in
-    the score's `said`. An empty `response` only creates an environment, which imports its module before the first
-    deadline."""
+    """Play the last turn of the `Episode` in `response`. The score's `said` is JSON with the reply and whether the
+    episode has ended. An empty `response` only creates an environment, so that the first deadline includes no
+    imports."""
     kind = resolve_environment(str(ground_truth["environment"]))
     options = cast(Mapping[str, Any], ground_truth["options"])
     if not response:

@@ -348,9 +348,9 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         self._remove(worker, "it took too long")
 
     def _replace_ended(self, worker: ScoringProcess, why: str) -> None:
-        """Replace a process that has ended. Its current response is tried a second time, because the process may have
-        been killed, and then counts as an error. If it ended during a first call, on an empty response, first calls are
-        disabled."""
+        """Replace a process that has ended. Its current response is tried a second time, since the process may have
+        been killed, and then counts as an error. An end during a first call, on an empty response, disables first
+        calls."""
         if worker.responses:
             answer = worker.responses[0]
             answer.num_deaths += 1

@@ -39,8 +39,7 @@ def ray_folder() -> Path:
 
 
 def store_bytes(config: RunConfig) -> int:
-    """Return the size of a private object store: the largest batch, within shared memory and Ray's limit of 30% of
-    memory."""
+    """Return the size of a private object store: the largest batch, within shared memory and 30% of the memory."""
     shared = Path("/dev/shm")
     free = shutil.disk_usage(shared).free if shared.is_dir() else LEAST_STORE_BYTES
     most = min(free, psutil.virtual_memory().total * 3 // 10)

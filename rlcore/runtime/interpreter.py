@@ -66,8 +66,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """The GPUs and the build of torch. `cuda`: its version, or '' for a CPU build. `architectures`: its GPU
-    architectures."""
+    """The GPUs and the build of torch. `cuda`: its version, or ''. `architectures`: the supported GPU architectures."""
 
     torch: str
     cuda: str
@@ -143,8 +142,7 @@ def run_versions(python: str | None) -> dict[str, str]:
 
 
 def trainer_path(python: str) -> list[str]:
-    """Return the import path of the trainer's interpreter and this process's other folders without installed
-    packages."""
+    """Return the import path of the trainer's interpreter and this process's own folders, without its packages."""
     found, library = trainer_environment(python), sysconfig.get_path("stdlib")
     own = (
         place

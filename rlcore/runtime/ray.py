@@ -150,8 +150,7 @@ class RayGroup:
             raise cause from None
 
     def _cause(self, first: RayError) -> RayError:
-        """Return the error of a dead rank, which makes the other ranks fail in collectives, otherwise the first
-        error."""
+        """Return the error of a dead rank, which other ranks' collectives report too, otherwise the first error."""
         if not isinstance(first, RayTaskError) or isinstance(first.cause, MillraceError):
             return first
         alive = [actor.__ray_ready__.remote() for actor in self._actors]

@@ -103,8 +103,7 @@ class Actor(TrainedModel[CausalPolicy]):
         entropy_added: float = 0.0,
         with_logprobs: bool = True,
     ) -> ModelUpdate[PolicyStatistics]:
-        """Take one optimizer step on this rank's share of a mini-batch. Raises NonFiniteError, with unchanged weights,
-        if the loss or the gradient is not finite."""
+        """Take one optimizer step on this rank's share. Raises NonFiniteError, with unchanged weights."""
         objective = partial(self._objective, denominator=denominator, kl_coef=kl_coef, entropy_added=entropy_added)
 
         def work(parts: Parts) -> tuple[PolicyStatistics, Tensor | None]:
@@ -176,9 +175,8 @@ class Actor(TrainedModel[CausalPolicy]):
     def supervise(
         self, batch: PackedBatch, num_micro: int, total: int, *, lr: float
     ) -> ModelUpdate[SupervisedStatistics]:
-        """Take one optimizer step on the loss that `warm_start.loss` names, divided by `total`, the number of targets
-        or pairs on all ranks. Raises NonFiniteError, with unchanged weights, if the loss or the gradient is not
-        finite."""
+        """Take one optimizer step on the loss `warm_start.loss`, divided by `total`, the number of targets or pairs on
+        all ranks. Raises NonFiniteError, with unchanged weights."""
 
         objective = partial(self._supervised_objective, total=total)
         summed = self.update_pass.run(lambda parts: self.accumulate(batch, parts, objective), batch, num_micro)
@@ -284,8 +282,7 @@ class Critic(TrainedModel[ValueModel]):
     def update(
         self, batch: TrainBatch, num_micro: int, denominator: Denominator, *, lr: float
     ) -> ModelUpdate[ValueStatistics]:
-        """Take one optimizer step on this rank's share of a mini-batch. Raises NonFiniteError, with unchanged weights,
-        if the loss or the gradient is not finite."""
+        """Take one optimizer step on this rank's share. Raises NonFiniteError, with unchanged weights."""
 
         def objective(micro: MicroBatch[TrainBatch]) -> tuple[Tensor, ValueStatistics]:
             values = self._values(MicroBatch(micro.host.packed, micro.device.packed))

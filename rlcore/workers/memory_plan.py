@@ -19,9 +19,8 @@ from rlcore.tracking.lineage import first_gpu
 CONTEXT_BYTES = 1_000_000_000  # memory of a CUDA context, its libraries and NCCL
 ENGINE_ASLEEP_BYTES = 600_000_000  # memory of vLLM at sleep levels 1 and 2
 ACTIVATION_FACTOR = 1.05
-"""The factor from counted to planned activations. 14,744 packed tokens of Llama-3.2-1B in bfloat16 took 26.2 GB of 25.9
-GB counted. 24,711 tokens with `model.compile` took 29.7 to 31.2 GB of 30.4 GB
-(`benchmarks/baselines/NVIDIA_H200.json`)."""
+"""The factor to planned activations. 14,744 tokens of Llama-3.2-1B in bfloat16 took 26.2 GB of 25.9 GB counted, and
+24,711 tokens with `model.compile` 29.7 to 31.2 GB of 30.4 GB (`benchmarks/baselines/NVIDIA_H200.json`)."""
 PREFETCHED_LAYERS = 2  # number of layers with gathered weights under FSDP2: the current layer and the prefetched one
 SAMPLING_BYTES = 24
 """The bytes per vocabulary token of sampling in the hf engine: two float32 and two float64 numbers."""
@@ -183,8 +182,7 @@ def full_engine_bytes(config: RunConfig, shape: ModelShape, itemsize: int, respo
 
 
 def plan_memory(config: RunConfig, shape: ModelShape, device: Device, *, tokens: int | None = None) -> MemoryPlan:
-    """Plan all phases of a step on one rank. `tokens`: the size of the largest micro-batch, by default by the
-    settings."""
+    """Plan all phases of a step on one rank. `tokens`: the largest micro-batch, by default by the settings."""
     tokens = tokens or micro_batch_tokens(config)
     phases = _phases(config, shape, device, tokens)
     finest = _phases(config, shape, device, min(tokens, max_sequence_tokens(config)))
@@ -320,9 +318,9 @@ def detect_device(config: RunConfig) -> Device:
 
 
 def fit_settings(config: RunConfig, shape: ModelShape, device: Device) -> tuple[RunConfig, MemoryPlan]:
-    """Return the settings to run with, and their memory plan. With `runtime.fit_memory=auto` on a device of known size,
-    the engine's memory share, largest pass and sleep level, the token budget, offloading, and recomputation are
-    chosen."""
+    """Return the settings to run with, and their memory plan. `runtime.fit_memory=auto` chooses memory share, largest
+    pass and sleep level of the engine, token budget, offloading, and recomputation, if the size of the device is
+    known."""
     if config.runtime.fit_memory == "auto" and device.total_bytes is not None:
         config = _choose_settings(config, shape, device)
     return config, plan_memory(config, shape, device)
@@ -348,8 +346,7 @@ def require_fit(config: RunConfig, plan: MemoryPlan) -> None:
 
 
 def fit_run(config: RunConfig, report: Callable[[Mapping[str, object]], None]) -> RunConfig:
-    """Return a run's settings, fitted to the device, and report the plan of a GPU. Raises ConfigError if it cannot
-    fit."""
+    """Return a run's settings, fitted to the device, and report a GPU's plan. Raises ConfigError if it cannot fit."""
     shape, device = shape_of(config.model), detect_device(config)
     if shape is None or device.total_bytes is None:
         return config
@@ -379,8 +376,7 @@ def chosen_settings(before: RunConfig, after: RunConfig) -> str:
 
 
 def _choose_settings(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:
-    """Return the first variant that fits with several sequences per micro-batch, otherwise the last variant with
-    one."""
+    """Return the first variant that fits several sequences per micro-batch, otherwise the last variant with one."""
     for variant, least in variants(config):
         found = with_token_budget(with_memory_share(variant, shape, device), shape, device, least=least)
         if found is not None:

@@ -280,8 +280,7 @@ class Worker:
         self._probe = tuple(prompts)
 
     def sync_weights(self, version: int) -> WeightSync:
-        """Send the policy's weights to the engine. Raises EngineError on all ranks if vLLM does not compute with
-        them."""
+        """Send the policy's weights to the engine. Raises EngineError on all ranks if vLLM computes with others."""
         config = self._config
         self._wake_engine()
         weights = self.actor.weights(engine_dtype(config, self._placement.dtype))

@@ -85,8 +85,7 @@ class VllmEngine(RolloutEngine):
     def stream(
         self, requests: Requests, sampling: SamplingConfig, max_response_tokens: int, cut: TailCut | None = None
     ) -> Iterator[tuple[int, Rollout]]:
-        """Yield each rollout with its request's index. All ranks of a shared engine must consume the stream to the
-        end."""
+        """Yield each rollout with its request's index. All ranks of a shared engine must consume the whole stream."""
         everyones, mine = self._span.gather(requests)
         if not everyones:
             return

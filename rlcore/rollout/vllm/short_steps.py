@@ -238,8 +238,7 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         return self._prepend_buffered(outputs)
 
     def _update_requests(self, rows: _Rows, which: Any) -> None:
-        """Append the tokens of short steps to vLLM's requests in the rows `which`, and buffer them for the next
-        output."""
+        """Append the tokens of short steps to vLLM's requests in the rows `which`, and buffer them for their output."""
         taken = rows.num_taken
         token_ids, logprobs = rows.token_ids[which, :taken].tolist(), rows.logprobs[which, :taken].tolist()
         num_ordered = np.minimum(rows.num_ordered, rows.to_come[which]).tolist()
