@@ -28,7 +28,7 @@ from rlcore.trainer.experience import ExperienceCollector, ResponseSampler
 from rlcore.trainer.step import StepResult, Trainer
 from rlcore.types import Prompt, Rollout
 from rlcore.workers.canary import NUM_PROMPTS, WeightSync
-from rlcore.workers.group import Completed, Pending, WorkerGroup
+from rlcore.workers.group import Pending, WorkerGroup
 from rlcore.workers.measure import MemoryPeak
 from rlcore.workers.worker import Worker
 
@@ -58,7 +58,7 @@ class FixedLengths:
         if verb is Worker.sync_weights:
             self._version = arguments[0][0]
             if not self._real:
-                return Completed([WeightSync(0.0)] * self.world_size)
+                return Pending(lambda: [WeightSync(0.0)] * self.world_size)
         return self._group.begin(verb, arguments)
 
     def send(self, values: Sequence[Any]) -> Sequence[Any]:

@@ -20,20 +20,15 @@ def with_scorer(ground_truth_json: str, scorer: str) -> str:
 
 
 def without_scorer(ground_truth_json: str) -> str:
-    """Remove the scorer's name from a ground truth. This is the inverse of `with_scorer`.
-
-    >>> without_scorer('{"answer": "3", "scorer": "data.gsm8k:score"}')
-    '{"answer": "3"}'
-    """
-    return json.dumps(_rest(json.loads(ground_truth_json)), ensure_ascii=False)
-
-
-def _rest(ground_truth: Mapping[str, object]) -> Mapping[str, object]:
-    return {name: value for name, value in ground_truth.items() if name != SCORER_KEY}
+    """Remove the scorer's name from a ground truth."""
+    truth = json.loads(ground_truth_json)
+    truth.pop(SCORER_KEY, None)
+    return json.dumps(truth, ensure_ascii=False)
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score | float:
     """Score a response with the scorer that the ground truth names. This name is not passed to the scorer."""
-    if SCORER_KEY not in ground_truth:
+    truth = dict(ground_truth)
+    if SCORER_KEY not in truth:
         raise ValueError("data.scorer: must be set, since none is known for the row's data_source")
-    return _scorer(str(ground_truth[SCORER_KEY]))(response, _rest(ground_truth))
+    return _scorer(str(truth.pop(SCORER_KEY)))(response, truth)

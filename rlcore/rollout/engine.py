@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
@@ -13,23 +13,21 @@ from torch import Tensor
 from rlcore.config import RunConfig
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import EngineError
+from rlcore.models.load import load_policy
+from rlcore.models.policy import round_weights
+from rlcore.models.tokenizer import end_of_text_ids
 from rlcore.types import FastPickle, Prompt, Rollout
 
 TRAINING_STREAM, VALIDATION_STREAM, WARM_START_STREAM, PASS_RATE_STREAM = 1, 2, 3, 4
 """The first word of a random seed, different for each purpose, so that purposes do not share random numbers."""
-_ENVIRONMENT_INDEX = 2**32 - 1
-"""The sample index in the random seed of an environment. No response has this index."""
+_ENVIRONMENT_INDEX = 2**32 - 1  # sample index in the random seed of an environment, which no response has
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRequest(FastPickle):
-    """A request for one response.
-
-    All randomness of the response comes from `seed`. Other requests and the rank have no effect on the response.
-    `max_tokens`: a limit for this response that is below the run's limit, or 0 to use the run's limit.
-    `environment_seed`: the seed of an environment, the same for all responses to a prompt. `group`: the index of the
-    prompt in the step, or -1 if the tail cut must not end the response.
-    """
+    """A request for one response, whose randomness comes from `seed` alone. `max_tokens`: a limit below the run's
+    limit, or 0. `environment_seed`: the same for all responses to a prompt. `group`: the index of the prompt in the
+    step, or -1 if the tail cut must not end the response."""
 
     prompt: Prompt
     sample_index: int
@@ -43,8 +41,11 @@ class SamplingRequest(FastPickle):
         return min(self.max_tokens or max_response_tokens, max_response_tokens)
 
 
+Requests: TypeAlias = Sequence[SamplingRequest]
+
+
 def response_seed(run_seed: int, stream: int, step: int, group: int, sample_index: int) -> int:
-    """Return the random seed of one response, which is a 63-bit hash of the response's position in the run.
+    """Return the random seed of one response, a 63-bit hash of its position in the run.
 
     >>> response_seed(1, 1, 3, 0, 2)
     8142689618028129371
@@ -54,7 +55,7 @@ def response_seed(run_seed: int, stream: int, step: int, group: int, sample_inde
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """Return the random seed of one turn of a response. Turn 0 uses `seed` itself, and later turns use a 63-bit hash.
+    """Return the random seed of one turn of a response: `seed` for turn 0, a 63-bit hash for later turns.
 
     >>> turn_seed(7, 0), turn_seed(7, 1)
     (7, 3317731564112288844)
@@ -74,10 +75,7 @@ def make_requests(
     first_group: int = 0,
     episode_seed: int | None = None,
 ) -> list[SamplingRequest]:
-    """Return P x G requests: G = `num_samples` requests for each of the P prompts, grouped by prompt.
-
-    `episode_seed`: the seed for the randomness in environments, by default the run's seed.
-    """
+    """Return `num_samples` requests for each prompt, grouped by prompt. `episode_seed`: by default the run's."""
     episodes = run_seed if episode_seed is None else episode_seed
     return [
         SamplingRequest(prompt, sample, response_seed(run_seed, stream, step, group, sample), environment_seed=shared)
@@ -89,50 +87,34 @@ def make_requests(
 
 @dataclass(frozen=True, slots=True)
 class WeightSyncResult:
-    """The result of a weight sync. `differing`: the names of the engine's tensors that differ from the sent tensors.
-
-    `uncompared`: the names of tensors that the engine stores in another form, so that they cannot be compared.
-    """
+    """Tensors of the engine that differ after a weight sync, and those stored in another form."""
 
     differing: tuple[str, ...] = ()
     uncompared: tuple[str, ...] = ()
 
 
-ROUND_TOKENS = 16
-"""The number of tokens per response between two updates of the tail cut, in which the ranks exchange lengths."""
+ROUND_TOKENS = 16  # number of tokens per response between two exchanges of lengths
 
 
 class TailCut:
-    """The tail cut on one rank. All ranks end their longest responses as soon as enough groups are finished.
-
-    A group is all responses to one prompt. The length of a group is the length of its longest response. L is the W-th
-    smallest group length, where W is `wanted`. `rlcore.trainer.carry` cuts the longer groups to L tokens. L therefore
-    depends only on seeds and weights. The ranks must generate at least L tokens of each longer response, and may
-    generate more.
-
-    After every `ROUND_TOKENS` tokens, the ranks combine the lengths of their finished groups. The W-th smallest of
-    these lengths is an upper bound of L, because each further group can only lower it.
-
-    `groups`: the group of each request of this rank, or -1 for a request that must not be cut. `wanted`: the number of
-    groups to finish on all ranks together. `longest`: the maximum length of a response in tokens.
-    """
+    """The tail cut on one rank. A group is all responses to one prompt. L is the `wanted`-th smallest length of a
+    group, that is of its longest response. `rlcore.trainer.carry` cuts longer groups to L, so the cut depends only on
+    seeds and weights. Unfinished responses end at an upper bound of L, which follows from the finished groups of all
+    ranks. `groups`: those of this rank's requests, or -1 for no cut. `longest`: a response's limit."""
 
     def __init__(self, groups: Iterable[int], wanted: int, longest: int, world_size: int, device: torch.device) -> None:
         self._sizes = Counter(groups)
         self._ended: defaultdict[int, dict[int, int]] = defaultdict(dict)
         self._wanted, self._longest, self._world_size, self._device = wanted, longest, world_size, device
-        self.bound = longest
-        """The length in tokens at which unfinished responses end. This upper bound of L never rises."""
+        self.bound = longest  # length in tokens at which unfinished responses end. It never rises
 
     def end(self, group: int, sample_index: int, length: int) -> None:
-        """Record the length of a finished response. Recording the same response again changes nothing."""
+        """Record the length of a finished response, possibly again."""
         self._ended[group][sample_index] = length
 
     def agree(self, *, busy: bool = True) -> bool:
-        """Compute `bound` from the finished groups of all ranks. Return whether a rank is still generating.
-
-        This operation is collective. A rank that has finished must call it with `busy=False` until it returns False.
-        """
+        """Compute `bound` from the lengths of all ranks, and return whether a rank is still generating. This is
+        collective: a finished rank calls it with `busy=False` until it returns False."""
         counts = torch.zeros(self._longest + 2, dtype=torch.int64)  # by length, and the busy ranks
         for group, lengths in self._ended.items():
             if group >= 0 and len(lengths) == self._sizes[group]:
@@ -150,69 +132,42 @@ class TailCut:
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """An engine that generates responses with the policy's weights.
-
-    Every rollout records the version of the weights that generated it. An engine without valid weights raises
-    EngineError.
-    """
+    """An engine that generates responses with the policy's weights. Without valid weights it raises EngineError."""
 
     policy_version: int
-    """The version of the weights in use. It is -1 before the first weight sync, and after the weights were dropped."""
+    """The version of the weights in use, recorded in every rollout. It is -1 if there are no valid weights."""
 
-    def generate(
-        self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
-    ) -> list[Rollout]:
+    def generate(self, requests: Requests, sampling: SamplingConfig, max_response_tokens: int) -> list[Rollout]:
         """Return one rollout for each request, in the order of the requests."""
         found = dict(self.stream(requests, sampling, max_response_tokens))
         return [found[index] for index in range(len(requests))]
 
     def stream(
-        self,
-        requests: Sequence[SamplingRequest],
-        sampling: SamplingConfig,
-        max_response_tokens: int,
-        cut: TailCut | None = None,
+        self, requests: Requests, sampling: SamplingConfig, max_response_tokens: int, cut: TailCut | None = None
     ) -> Iterator[tuple[int, Rollout]]:
-        """Yield each rollout with the index of its request when the response ends.
-
-        If `cut` is given, call `cut.agree` after every `ROUND_TOKENS` tokens. Unfinished responses then end at
-        `cut.bound` tokens, or later if they are already longer. The caller calls `cut.end` for each finished response.
-        """
-        ...
+        """Yield each rollout with the index of its request when the response ends. With `cut`, call `cut.agree` after
+        every `ROUND_TOKENS` tokens. Unfinished responses then end at `cut.bound` tokens, or later if they are already
+        longer. The caller calls `cut.end` for each finished response."""
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> WeightSyncResult:
-        """Load all weights, and compare the engine's copies with the sent weights.
-
-        `weights`: whole tensors under the names of transformers.
-        """
-        ...
+        """Load all weights, whole tensors under the names of transformers, and compare the engine's copies."""
 
     def sleep(self) -> None:
-        """Release memory for training, until the next `update_weights` or `generate`.
-
-        This method is called before every training forward pass, so repeated calls must be cheap. By default it does
-        nothing.
-        """
+        """Release memory for training, until the next `update_weights` or `generate`. Repeated calls must be cheap."""
         return
 
     def close(self) -> None:
-        """Release all memory and processes of the engine. By default this does nothing."""
+        """Release all memory and processes of the engine."""
         return
 
 
 class NoEngine(RolloutEngine):
-    """A placeholder for an engine in a stage without sampling."""
+    """An engine of a stage without sampling."""
 
     policy_version = -1
 
-    def stream(
-        self,
-        requests: Sequence[SamplingRequest],
-        sampling: SamplingConfig,
-        max_response_tokens: int,
-        cut: TailCut | None = None,
-    ) -> Iterator[tuple[int, Rollout]]:
-        """Raise EngineError, because no engine exists."""
+    def stream(self, *_: Any, **__: Any) -> Iterator[tuple[int, Rollout]]:
+        """Raise EngineError."""
         raise EngineError("rollout.engine: is none, so these workers generate no responses")
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> WeightSyncResult:
@@ -226,8 +181,7 @@ class NoEngine(RolloutEngine):
 def require_all_weights(
     weights: Iterable[tuple[str, Tensor]], expected: Collection[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a sync and check their names. A missing tensor would stay outdated in the engine. Raises
-    EngineError if a name is unknown or a tensor is missing."""
+    """Yield the weights of a sync. Raises EngineError if a name is unknown or a tensor is missing."""
     missing = set(expected)
     for name, tensor in weights:
         if name not in expected:
@@ -238,6 +192,28 @@ def require_all_weights(
         raise EngineError(f"weight sync: {len(missing)} parameters were not sent, first {min(missing)!r}")
 
 
+def build_engine(config: RunConfig, model_directory: str, *, device: torch.device, dtype: torch.dtype) -> RolloutEngine:
+    """Return the engine without weights. Raises EngineError if vLLM is missing or cannot run this model."""
+    if config.rollout.engine == "none":
+        return NoEngine()
+    end_of_text = end_of_text_ids(model_directory)
+    if config.rollout.engine == "vllm":
+        from rlcore.rollout.vllm.engine import VllmEngine
+        from rlcore.rollout.vllm.start import EngineShape
+
+        max_model_len = config.filter.max_prompt_tokens + config.rollout.max_response_tokens
+        shape = EngineShape(model_directory, max_model_len, config.concurrent_responses, device, dtype)
+        return VllmEngine(shape, config.rollout, eos_token_ids=end_of_text)
+
+    from rlcore.rollout.hf import HfEngine
+
+    # The engine computes in its own type, and without a 4-bit base, since it gets merged weights.
+    lora = config.model.lora and config.model.lora.model_copy(update={"base": "native"})
+    computing = config.model.model_copy(update={"dtype": str(dtype).removeprefix("torch."), "lora": lora})
+    policy = round_weights(load_policy(model_directory, model=computing, device=device), dtype)
+    return HfEngine(policy, eos_token_ids=end_of_text, max_num_seqs=config.rollout.max_num_seqs)
+
+
 def engine_dtype(config: RunConfig, computing: torch.dtype) -> torch.dtype:
-    """Return the number type of `rollout.dtype`. For `auto`, return `computing`, which is the trainer's number type."""
+    """Return the number type of `rollout.dtype`, which for `auto` is the trainer's type `computing`."""
     return {"auto": computing, "float32": torch.float32, "bfloat16": torch.bfloat16}[config.rollout.dtype]

@@ -1,11 +1,6 @@
-"""Environments, and the calls that play their episodes in separate processes.
-
-The turns of an episode run in the processes of the scoring pool (`rlcore.rollout.scoring`). Each turn has a deadline. A
-process that hangs or dies is replaced. Between turns, an environment stays in its process. If that process is lost,
-another process creates the environment again and repeats the earlier turns. Replies must therefore depend only on the
-row and the texts. If a repeated turn gives a different reply, this is an error. If an environment has `repeatable =
-False`, its turns are not repeated, and the episode fails. This module does not load torch.
-"""
+"""Environments, and the calls that play their episodes in the processes of the scoring pool. Each turn has a deadline,
+and a process that hangs or dies is replaced. Another process then creates the environment again and repeats the earlier
+turns. Replies must therefore depend only on the row and the texts. This module does not load torch."""
 
 import asyncio
 import contextlib
@@ -22,25 +17,17 @@ import rlcore.score
 from rlcore.config import RunConfig
 from rlcore.score import Score
 
-OWN_SEED = "own_seed"
-"""The field of an environment's row that holds the `seed` of the ground truth."""
+OWN_SEED = "own_seed"  # field of an environment's row that holds the `seed` of the ground truth
 PLAY = "rlcore.rollout.environment:play"
-"""The name by which the pool finds `play`."""
 _CHARACTERS_PER_TOKEN = 16
-"""The number of characters that a reply may have for each permitted token.
-
-The process of the environment truncates a longer reply.
-"""
+"""The number of characters that a reply may have for each permitted token. A longer reply is truncated."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The reply of an environment to one turn of the model.
-
-    `reply`: the text that the model reads next. After the last turn it is not used. `reward`: a number that is added to
-    the episode's score. `parts`: named metrics of the episode. A later turn replaces earlier values of the same name.
-    """
+    """The reply of an environment to one turn of the model. `reply`: the text that the model reads next. `reward`: a
+    part of the episode's score. `parts`: named metrics of the episode, of which later turns replace earlier values."""
 
     reply: str = ""
     done: bool = False
@@ -49,39 +36,26 @@ class Turn:
 
 
 class Environment(Protocol):
-    """The environment of one episode. A new object is created for every episode, and both methods may be `async`.
-
-    With `episode.tools`, the class is called with the arguments `tools` and `scorer`, like
-    `rlcore.rollout.tools.Tools`. With `episode.server`, it is called with `server`, `key_variable` and `deadline_s`,
-    like `data.openenv.OpenEnv`. Otherwise the class is called without arguments. A method `close`, if there is one, is
-    called when the environment is no longer used.
-    """
+    """The environment of one episode, whose methods may be `async`. The class gets the arguments `tools` and `scorer`
+    with `episode.tools`, and `server`, `key_variable` and `deadline_s` with `episode.server`. An optional method
+    `close` is called at the end."""
 
     # A class attribute `repeatable = False` declares that replies depend on more than the row, its seed and the texts.
 
     def reset(self, row: Mapping[str, Any]) -> str | Awaitable[str | None] | None:
-        """Start the episode, and return an optional first message that follows the prompt.
-
-        `row`: the ground truth of the prompt, with a `seed` that all responses to this prompt in a step share. If the
-        ground truth itself has a `seed`, `own_seed` holds that value.
-        """
-        ...
+        """Start the episode, and return an optional first message after the prompt. `row`: the prompt's ground truth
+        with a `seed` that its responses share in a step. `own_seed`: the `seed` of the ground truth itself."""
 
     def step(self, text: str) -> Turn | Awaitable[Turn]:
         """Reply to the model's text of one turn."""
-        ...
 
 
 @dataclass(slots=True)
 class Episode:
-    """The state of an episode.
-
-    `texts[i]` is the model's text in turn i. `replies` are the environment's messages. `replies[0]` opens the episode,
-    and `replies[i]` answers `texts[i - 1]`. `truth`: JSON that `play` receives as its ground truth. It holds the name
-    of the environment, the arguments of its class (`options`) and the `row`. `max_kept`: the number of environments
-    that a process stores between turns. A dropped environment is created again for its next turn, and its earlier turns
-    are repeated.
-    """
+    """The state of an episode. `texts[i]` is the model's text in turn i. `replies[0]` opens the episode, and
+    `replies[i]` answers `texts[i - 1]`. `truth`: JSON with the name of the environment, the arguments of its class
+    (`options`) and the `row`. `max_kept`: the environments that a process stores between turns. Others repeat their
+    turns."""
 
     name: str
     truth: str
@@ -92,10 +66,7 @@ class Episode:
 
     @classmethod
     def start(cls, name: str, config: RunConfig, ground_truth_json: str, seed: int, *, max_kept: int = 1) -> "Episode":
-        """Return an episode of `data.environment` before the first turn.
-
-        The environment receives the prompt's ground truth as its row. The row also contains `seed`.
-        """
+        """Return an episode of `data.environment` before the first turn. Its row is the ground truth with `seed`."""
         truth = json.loads(ground_truth_json)
         row = truth if isinstance(truth, dict) else {"answer": truth}
         own = {OWN_SEED: row["seed"]} if "seed" in row else {}
@@ -122,13 +93,12 @@ def turn_from_score(score: Score) -> Turn:
 
 
 def is_repeatable(kind: type[Environment]) -> bool:
-    """Return whether the replies of an environment depend only on the row, its seed and the model's texts."""
+    """Return whether replies depend only on the row, its seed and the model's texts."""
     return bool(getattr(kind, "repeatable", True))
 
 
 def resolve_environment(name: str) -> type[Environment]:
-    """Return the class named `module:Class`. Raises ImportError, AttributeError or ValueError if it is not an
-    environment."""
+    """Return the class named `module:Class`. Raises ImportError, AttributeError or ValueError if there is none."""
     found = resolve_name(name)
     if not (callable(getattr(found, "reset", None)) and callable(getattr(found, "step", None))):
         raise ValueError(f"{name} has no methods reset(row) and step(text)")
@@ -136,18 +106,14 @@ def resolve_environment(name: str) -> type[Environment]:
 
 
 _environments: OrderedDict[str, tuple[Environment, list[str]]] = OrderedDict()
-"""The environments of this process between turns, by the name of the episode. Each has the texts of its earlier turns.
-"""
-_event_loop = cache(asyncio.new_event_loop)
-"""The event loop that all episodes in the process share, so that clients of an environment stay open."""
+"""This process's environments between turns, by episode, each with the texts of its earlier turns."""
+_event_loop = cache(asyncio.new_event_loop)  # event loop of all episodes, so that clients of an environment stay open
 
 
 def play(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Play the last turn of the `Episode` that `response` encodes, and return the result as a score.
-
-    The field `said` of the score is JSON with the reply and whether the episode has ended. An empty `response` only
-    creates an environment. This imports its module before the deadline of the first turn begins.
-    """
+    """Play the last turn of the `Episode` in `response`. The score's `said` is JSON with the reply and whether the
+    episode has ended. An empty `response` only creates an environment, so that the first deadline includes no
+    imports."""
     kind = resolve_environment(str(ground_truth["environment"]))
     options = cast(Mapping[str, Any], ground_truth["options"])
     if not response:
@@ -200,14 +166,13 @@ def _require_same_reply(turn: Turn, expected: str) -> None:
 
 
 def _clean_reply(reply: object, limit: int) -> str:
-    """Check and truncate a reply. Lone surrogates are replaced, since UTF-8 cannot encode them."""
     if not isinstance(reply, str):
         raise TypeError(f"a reply must be text, got {type(reply).__name__}")
     return reply[:limit].encode("utf-8", "replace").decode()
 
 
 def await_value(value: T | Awaitable[T]) -> T:
-    """Return a value. If it is awaitable, wait for its result and return the result."""
+    """Return a value, or the result of an awaitable."""
     if inspect.isawaitable(value):
         return _event_loop().run_until_complete(cast(Coroutine[Any, Any, T], value))
     return value

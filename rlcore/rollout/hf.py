@@ -1,8 +1,5 @@
 """A simple reference engine, which samples from a transformers model with one uniform random number per token.
-
-Like every engine, it has its own copy of the weights. Responses to one prompt share the prefill. Finished rows leave
-the batch.
-"""
+Responses to one prompt share the prefill, and finished rows leave the batch."""
 
 import gc
 import logging
@@ -23,6 +20,7 @@ from rlcore.models.memory import OutOfMemory, catch_out_of_memory, release_cache
 from rlcore.models.policy import CausalPolicy
 from rlcore.rollout.engine import (
     ROUND_TOKENS,
+    Requests,
     RolloutEngine,
     SamplingRequest,
     TailCut,
@@ -32,13 +30,12 @@ from rlcore.rollout.engine import (
 from rlcore.types import FinishReason, Rollout
 
 log = logging.getLogger(__name__)
-COMPACT_BELOW = 0.75
-"""The share of unfinished rows below which the batch is rebuilt."""
+COMPACT_BELOW = 0.75  # share of unfinished rows below which the batch is rebuilt
 
 
 @dataclass(slots=True)
 class _Response:
-    """An unfinished response. It ends at `limit` tokens, or at `cut_at` tokens if the tail cut ends it earlier."""
+    """An unfinished response. It ends at `limit` tokens, or at `cut_at` tokens by the tail cut."""
 
     limit: int
     cut_at: int
@@ -56,7 +53,7 @@ class _Response:
 
 
 class HfEngine(RolloutEngine):
-    """A `RolloutEngine` with transformers, on any torch device. No cache is kept between calls."""
+    """A `RolloutEngine` with transformers, on any torch device."""
 
     def __init__(self, policy: CausalPolicy, *, eos_token_ids: frozenset[int], max_num_seqs: int) -> None:
         self._policy = policy.eval().requires_grad_(False)
@@ -75,11 +72,7 @@ class HfEngine(RolloutEngine):
         return WeightSyncResult()
 
     def stream(
-        self,
-        requests: Sequence[SamplingRequest],
-        sampling: SamplingConfig,
-        max_response_tokens: int,
-        cut: TailCut | None = None,
+        self, requests: Requests, sampling: SamplingConfig, max_response_tokens: int, cut: TailCut | None = None
     ) -> Iterator[tuple[int, Rollout]]:
         """Yield each rollout with the index of its request, batch by batch."""
         if self.policy_version < 0:
@@ -112,11 +105,7 @@ class HfEngine(RolloutEngine):
 
     @torch.no_grad()
     def _generate_batch(
-        self,
-        requests: Sequence[SamplingRequest],
-        sampling: SamplingConfig,
-        max_response_tokens: int,
-        cut: TailCut | None,
+        self, requests: Requests, sampling: SamplingConfig, max_response_tokens: int, cut: TailCut | None
     ) -> list[Rollout]:
         device = next(self._policy.parameters()).device
         prompts = list({request.prompt.token_ids: None for request in requests})
@@ -151,7 +140,7 @@ class HfEngine(RolloutEngine):
         return [self._rollout(request, answer) for request, answer in zip(requests, answers, strict=True)]
 
     def _append(self, answers: list[_Response], live: np.ndarray, tokens: Tensor, logprobs: Tensor) -> np.ndarray:
-        """Add a token to each unfinished response. Return Bool[B], True for each row that continues."""
+        """Add a token to each unfinished response. Return the mask of rows that continue."""
         going = np.ones(len(live), dtype=bool)
         for row, (request, token, logprob) in enumerate(
             zip(live.tolist(), tokens.tolist(), logprobs.tolist(), strict=True)
@@ -177,11 +166,8 @@ class HfEngine(RolloutEngine):
         )
 
 
-def _agree(cut: TailCut, requests: Sequence[SamplingRequest], answers: Sequence[_Response]) -> None:
-    """Exchange the lengths of finished responses with the other ranks.
-
-    Unfinished responses then end at the bound that follows from these lengths.
-    """
+def _agree(cut: TailCut, requests: Requests, answers: Sequence[_Response]) -> None:
+    """Exchange the lengths of finished responses with the other ranks, and lower the limits of the unfinished ones."""
     for request, answer in zip(requests, answers, strict=True):
         if answer.is_finished:
             cut.end(request.group, request.sample_index, len(answer.token_ids))
@@ -194,11 +180,8 @@ def _agree(cut: TailCut, requests: Sequence[SamplingRequest], answers: Sequence[
 def sample(
     logits: Float[Tensor, "B V"], uniforms: Float[Tensor, "B"], sampling: SamplingConfig
 ) -> tuple[Int[Tensor, "B"], Float[Tensor, "B"]]:
-    """Draw a token for each row by inverting the distribution function. Return the tokens and their log-probabilities.
-
-    Temperature 0 takes the most likely token. As in the trainer, log-probabilities include the temperature but not
-    top-p.
-    """
+    """Draw a token for each row by inverting the distribution function, or take the likeliest at temperature 0. As in
+    the trainer, the returned log-probabilities include the temperature but not top-p."""
     if sampling.temperature == 0:
         tokens = logits.argmax(dim=-1)
         return tokens, torch.log_softmax(logits, dim=-1).gather(1, tokens[:, None])[:, 0]
@@ -216,12 +199,11 @@ def sample(
 
 
 def _left_padded(prompts: Sequence[tuple[int, ...]]) -> tuple[Int[Tensor, "P L"], Int[Tensor, "P L"]]:
-    """Return the token ids and the attention mask, both left-padded with 0."""
     rows = [torch.tensor(token_ids) for token_ids in prompts]
     padded = pad_sequence(rows, batch_first=True, padding_side="left")
     return padded, pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
 
 
-def _uniforms(requests: Sequence[SamplingRequest], count: int) -> np.ndarray:
-    """Return uniform random numbers in [0, 1), Float64[B, count]. Row i depends only on the seed of request i."""
+def _uniforms(requests: Requests, count: int) -> np.ndarray:
+    """Return uniform random numbers in [0, 1), Float64[B, count], row i by the seed of request i."""
     return np.stack([np.random.Generator(np.random.Philox(request.seed)).random(count) for request in requests])

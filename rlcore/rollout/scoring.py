@@ -1,10 +1,6 @@
-"""Scoring in separate processes, so that model output cannot block a run.
-
-Each process scores one response at a time within a deadline. After a timeout, the process is killed and replaced. If
-the scorer exceeds the deadline or raises an exception, the response gets a failure (`Score.failure`) instead of a
-score. The pool counts these failures. Results have the order of the requests. `submit` does not block, so scoring and
-generation run concurrently.
-"""
+"""Scoring in separate processes, so that model output cannot block a run. Each process scores one response at a time
+within a deadline. A timeout kills and replaces the process. The response then gets a failure (`Score.failure`), as it
+does if the scorer raises an exception. `submit` does not block, so scoring and generation run concurrently."""
 
 import contextlib
 import json
@@ -39,17 +35,14 @@ _MAX_RESPONSES_PER_MESSAGE = 32
 _MAX_READ_BYTES = 1 << 16
 _MAX_FAILED_STARTS = 3
 _MAX_LOGGED = 5
-_START_DEADLINE_S = 120.0
-"""The seconds allowed for the import of a scorer, and for the scorer's first call."""
-_SEND_DEADLINE_S = 10.0
-"""The seconds allowed for sending to an idle process, which a user may have stopped."""
-_MAX_WAIT_S = 1.0
-"""The seconds between two checks while processes are busy. The checks also detect a pause of this process."""
+_START_DEADLINE_S = 120.0  # seconds allowed for the import of a scorer, and for the scorer's first call
+_SEND_DEADLINE_S = 10.0  # seconds allowed for sending to an idle process, which a user may have stopped
+_MAX_WAIT_S = 1.0  # seconds between two checks of busy processes. The checks also detect a pause of this process
 
 
 @dataclass(slots=True)
 class ScoringJob:
-    """The responses that were submitted together. `ScoringPool.collect` waits for their scores."""
+    """The responses of one `submit`."""
 
     scores: list[Score]
     num_pending: int
@@ -57,7 +50,7 @@ class ScoringJob:
     failure: EngineError | None = None
 
     def put(self, index: int, score: Score) -> None:
-        """Set the score of the response at `index`."""
+        """Set a score."""
         self.scores[index] = score
         self.num_pending -= 1
         if self.num_pending == 0:
@@ -66,10 +59,7 @@ class ScoringJob:
 
 @dataclass(slots=True)
 class PendingResponse:
-    """A response that waits for its score. `index`: the position of the response in its job.
-
-    `num_deaths`: the number of processes that died while they scored this response.
-    """
+    """A response without a score. `num_deaths`: the number of processes that died while they scored it."""
 
     job: ScoringJob
     index: int
@@ -79,9 +69,7 @@ class PendingResponse:
 
 
 class ScoringProcess:
-    """A scoring process and the responses that it still has to score. The deadline applies to the first of these
-    responses.
-    """
+    """A scoring process and its unscored responses. The deadline applies to the first of them."""
 
     def __init__(self, scorer: str, config: RewardConfig, *, first_call: bool) -> None:
         ours, theirs = socket.socketpair()
@@ -97,11 +85,7 @@ class ScoringProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env={
-                    **os.environ,
-                    "PYTHONPATH": python_path(),
-                    JUDGE_VARIABLE: config.judge.model_dump_json(),
-                },
+                env={**os.environ, "PYTHONPATH": python_path(), JUDGE_VARIABLE: config.judge.model_dump_json()},
                 start_new_session=True,  # the trainer handles Ctrl-C
             )
         self.socket = ours
@@ -109,7 +93,7 @@ class ScoringProcess:
         self.deadline_s = config.deadline_s
         self.ready = False
         self.warm = not first_call
-        """True after the first call on an empty response. From then on, responses have the deadline of the settings."""
+        """True after the first call on an empty response. From then on, the deadline of the settings applies."""
         self.responses: deque[PendingResponse] = deque()
         self.overdue_at = time.monotonic() + _START_DEADLINE_S
 
@@ -156,20 +140,13 @@ class ScoringProcess:
         self.process.wait()
 
 
-def _unscored(why: str) -> Score:
-    return Score(0.0, {}, failure=why)
-
-
 def require_scorer(name: str, key: str = "data.scorer") -> Scorer:
-    """Return the function named `module:function`. `key`: the setting or option that error messages name.
-
-    Raises ConfigError if the function does not exist.
-    """
+    """Return the function named `module:function`. Raises ConfigError naming `key` if it does not exist."""
     return _require(resolve_scorer, name, f"{key}: must name a function as module:function")
 
 
 def require_environment(name: str) -> None:
-    """Check the class named `module:Class`. Raises ConfigError if the class does not exist or lacks a method."""
+    """Check the class named `module:Class`. Raises ConfigError if it does not exist or lacks a method."""
     _require(resolve_environment, name, "data.environment: must name a class as module:Class")
 
 
@@ -181,13 +158,10 @@ def _require(resolve: Callable[[str], R], name: str, rule: str) -> R:
 
 
 class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
-    """A pool of processes that score responses with `scorer`, a function named `module:function`.
-
-    `rlcore.score.Scorer` describes this function. If `num_processes` is 0, the calling process scores without a
-    deadline. This is meant for trusted scorers. `section`: the section of the settings that error messages name.
-    `num_logged`: the maximum number of logged errors, and also of logged timeouts. Raises ConfigError if the scorer
-    does not exist.
-    """
+    """Processes that score responses with `scorer`, a function `rlcore.score.Scorer` named `module:function`. If
+    `num_processes` is 0, the calling process scores without a deadline. `section`: the settings that error messages
+    name. `num_logged`: the maximum number of logged errors, and of logged timeouts. Raises ConfigError if the scorer
+    does not exist."""
 
     def __init__(
         self, scorer: str, config: RewardConfig, *, section: str = "reward", num_logged: int = _MAX_LOGGED
@@ -197,11 +171,9 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         self._scorer = scorer
         self._config = config
         self._section = section
-        self.timeouts = 0
-        """The number of responses that exceeded the deadline."""
+        self.timeouts = 0  # number of responses that exceeded the deadline
         self.errors = 0
-        """The number of responses on which the scorer raised an error, returned no finite score, or ended its
-        process."""
+        """The number of responses on which the scorer raised, returned no finite score, or ended its process."""
         self._last_failure = ""
         self._queue: deque[PendingResponse] = deque()
         self._lock = threading.Lock()
@@ -209,10 +181,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         self._workers: list[ScoringProcess] = []
         self._failed_starts = 0
         self._first_call = True
-        """True if a new process first calls the scorer on an empty response.
-
-        It becomes False after one such call takes too long, or after two processes end during such calls.
-        """
+        """True if a new process first scores an empty response. This must not take too long or end two processes."""
         self._failure: EngineError | None = None
         self._thread: threading.Thread | None = None
         if config.num_processes:
@@ -227,7 +196,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
 
     @property
     def unscored(self) -> tuple[int, str]:
-        """Return the number of responses without a score so far, and the reason for the last failure."""
+        """The number of responses without a score so far, and the reason for the last failure."""
         return self.errors + self.timeouts, self._last_failure
 
     def score(self, responses: Sequence[str], ground_truths_json: Sequence[str]) -> list[Score]:
@@ -235,14 +204,18 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         return self.collect(self.submit(responses, ground_truths_json))
 
     def submit(self, responses: Sequence[str], ground_truths_json: Sequence[str]) -> ScoringJob:
-        """Start scoring and return immediately. Without processes, return after all responses have been scored."""
+        """Start scoring and return immediately. Without processes, score all responses first."""
         pairs = list(zip(responses, ground_truths_json, strict=True))
-        job = ScoringJob([_unscored("not scored yet")] * len(pairs), len(pairs))
+        job = ScoringJob([Score(0.0, {})] * len(pairs), len(pairs))
         if not pairs:
             job.done.set()
         elif self._thread is None:
             for index, (response, truth) in enumerate(pairs):
-                job.put(index, self._score_in_process(response, truth))
+                try:
+                    score = score_one(self._function, response, truth, self._config.weights)
+                except (Exception, SystemExit) as error:  # never ends a run
+                    score = self._record_error(describe(error), response)
+                job.put(index, score)
         else:
             with self._lock:
                 if self._closing:
@@ -252,9 +225,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         return job
 
     def collect(self, job: ScoringJob) -> list[Score]:
-        """Wait for the scores of a job and return them. Raises EngineError if the pool is closed or its processes
-        cannot start.
-        """
+        """Wait for a job's scores. Raises EngineError if the pool is closed or its processes cannot start."""
         job.done.wait()
         if job.failure is not None:
             raise job.failure
@@ -262,9 +233,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
 
     @contextlib.contextmanager
     def without_counting(self) -> Iterator[None]:
-        """Exclude failures inside the `with` block from the counts. Other threads must not use the pool during the
-        block.
-        """
+        """Exclude failures inside the `with` block, where no other thread uses the pool, from the counts."""
         before = self.errors, self.timeouts, self._last_failure
         try:
             yield
@@ -281,21 +250,14 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
             self._wakes.close()
             self._woken.close()
 
-    def _score_in_process(self, response: str, ground_truth_json: str) -> Score:
-        try:
-            return score_one(self._function, response, ground_truth_json, self._config.weights)
-        except (Exception, SystemExit) as error:  # never ends a run
-            return self._record_error(describe(error), response)
-
     def _record_error(self, what: str, response: str) -> Score:
-        """Count and log an error of the scorer, and return a score with this failure."""
         self.errors += 1
         self._last_failure = what
         if self.errors <= self._num_logged:
             log.warning(
                 "scorer %s failed, the response has no score: %s; response %.200r", self._scorer, what, response
             )
-        return _unscored(what)
+        return Score(0.0, {}, failure=what)
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # the socket is full or closed
@@ -356,20 +318,17 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
     def _read_results(self, worker: ScoringProcess) -> None:
         try:
             for message in worker.receive():
-                self._handle(worker, message)
+                if isinstance(message, dict):
+                    if "failed" in message:
+                        raise EOFError(message["failed"])
+                    self._failed_starts = 0
+                    continue
+                total, rest, said = message
+                answer = worker.responses.popleft()
+                score = self._record_error(rest, answer.response) if total is None else Score(total, rest, said)
+                answer.job.put(answer.index, score)
         except (EOFError, OSError) as error:
             self._replace_ended(worker, describe(error))
-
-    def _handle(self, worker: ScoringProcess, message: Any) -> None:
-        if isinstance(message, dict):
-            if "failed" in message:
-                raise EOFError(message["failed"])
-            self._failed_starts = 0
-            return
-        total, rest, said = message
-        answer = worker.responses.popleft()
-        score = self._record_error(rest, answer.response) if total is None else Score(total, rest, said)
-        answer.job.put(answer.index, score)
 
     def _end_overdue(self, worker: ScoringProcess) -> None:
         if worker.is_stopped:
@@ -383,18 +342,15 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
             if self.timeouts <= self._num_logged:
                 text = "scorer %s overran %s.deadline_s=%g, the response has no score: %.200r"
                 log.warning(text, self._scorer, self._section, limit, answer.response)
-            answer.job.put(answer.index, _unscored(self._last_failure))
+            answer.job.put(answer.index, Score(0.0, {}, failure=self._last_failure))
         elif worker.responses:
             self._disable_first_calls("it took too long")
         self._remove(worker, "it took too long")
 
     def _replace_ended(self, worker: ScoringProcess, why: str) -> None:
-        """Replace a process that has ended. The new process gets the remaining responses of the old one.
-
-        The response that was being scored is tried a second time, because the process may have been killed. If a second
-        process also ends on this response, the response counts as an error. An exception is an end during the first
-        call of the scorer, on an empty response. First calls are then disabled, and the response is tried again.
-        """
+        """Replace a process that has ended. Its current response is tried a second time, since the process may have
+        been killed, and then counts as an error. An end during a first call, on an empty response, disables first
+        calls."""
         if worker.responses:
             answer = worker.responses[0]
             answer.num_deaths += 1

@@ -1,10 +1,6 @@
-"""The scoring process: `python -m rlcore.rollout.scoring_worker FD SCORER DEADLINE_S FIRST_CALL WEIGHTS`.
-
-Messages are lines of JSON over a socket, so model output is never unpickled. The process sends {"ready": true} or
-{"failed": reason}. It then receives lists of [response, ground truth] and sends a result for each response. The first
-call of each scorer gets an empty response, so that no response's deadline includes the scorer's imports. FIRST_CALL 0
-disables this call. WEIGHTS is `reward.weights` as JSON.
-"""
+"""The scoring process: `python -m rlcore.rollout.scoring_worker FD SCORER DEADLINE_S FIRST_CALL WEIGHTS`. Messages are
+lines of JSON over a socket, so model output is never unpickled. The first call of each scorer gets an empty response
+(unless FIRST_CALL is 0), so that no response's deadline includes imports. WEIGHTS is `reward.weights` as JSON."""
 
 import ctypes
 import faulthandler
@@ -25,19 +21,16 @@ from rlcore.score import Score, Scorer
 # This exceeds all deadlines of the responses and of a first call (120 s). A living parent has killed it by then.
 _ORPHAN_GRACE_S = 150.0
 _PR_SET_PDEATHSIG = 1
-JUDGE_VARIABLE = "MILLRACE_JUDGE"
-"""The name of the environment variable that holds `reward.judge` as JSON."""
-MAX_SCORE = (2 - 2**-23) * 2.0**127
-"""The largest score, which is the largest float32 number. Training stores scores in this type."""
+JUDGE_VARIABLE = "MILLRACE_JUDGE"  # name of the environment variable that holds `reward.judge` as JSON
+MAX_SCORE = (2 - 2**-23) * 2.0**127  # largest float32 number, since training stores scores in this type
 WEIGHTS_PROBLEM = "reward.weights: must name parts of the score, got "
-"""The prefix of the failure message for a score that lacks a part named in `reward.weights`."""
+"""The start of the failure message for a score without a part named in `reward.weights`."""
 SCORER_KEY = "scorer"
-"""The field of a ground truth that names the scorer in a mixture. The run sets this field, even if the row has one."""
+"""The field of a ground truth that names the scorer in a mixture. The run overwrites a row's own field."""
 
 
 def resolve_scorer(name: str) -> Scorer:
-    """Return the function named `module:function`. Raises ImportError, AttributeError or ValueError if it does not
-    exist."""
+    """Return the function named `module:function`. Raises ImportError, AttributeError or ValueError otherwise."""
     found: Any = resolve_name(name)
     if not callable(found):
         raise ValueError(f"{name} is {type(found).__name__}, not a function")
@@ -48,14 +41,9 @@ def resolve_scorer(name: str) -> Scorer:
 def score_one(
     scorer: Scorer, response: str, ground_truth_json: str, weights: Mapping[str, float] | None = None
 ) -> Score:
-    """Return the checked score of one response.
-
-    Exceptions of the scorer are passed on. Raises TypeError or ValueError if the scorer's result is not a valid score.
-    A ground truth that is not a mapping becomes `{"answer": ...}`.
-
-    If `weights` is given, the total is the weighted sum of the score's parts. The total of the scorer then becomes the
-    part `total`. If the scorer gives no part `correct`, it is added: 1 for a full score, otherwise 0.
-    """
+    """Return the checked score of one response. Raises the scorer's exceptions, and TypeError or ValueError for an
+    invalid score. With `weights`, the total is the weighted sum of the parts, to which the scorer's own total is added
+    as `total`. The part `correct`, if missing, is then added: 1 for a full score, otherwise 0."""
     truth = json.loads(ground_truth_json)
     found = scorer(response, truth if isinstance(truth, Mapping) else {"answer": truth})
     if isinstance(found, Real):
@@ -85,7 +73,7 @@ def score_one(
 
 
 def weights_problem(failure: str | None) -> str:
-    """Return the part of a failure's message that concerns `reward.weights`, or '' if the failure has another reason.
+    """Return the part of a failure's message that concerns `reward.weights`, or ''.
 
     >>> weights_problem(f"ValueError: {WEIGHTS_PROBLEM}foo. Use correct, total")
     'reward.weights: must name parts of the score, got foo. Use correct, total'
@@ -95,7 +83,7 @@ def weights_problem(failure: str | None) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """Describe an exception in one line. Control characters are escaped, since the message may quote model output."""
+    """Describe an exception in one line, with escaped control characters, since the message may quote model output."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in f"{type(error).__name__}: {error}"[:500])
 
 
@@ -137,11 +125,7 @@ def _result(scorer: Scorer, response: str, ground_truth_json: str, weights: Mapp
 
 
 def encode_line(message: object) -> bytes:
-    r"""Return a message as one line of JSON.
-
-    >>> encode_line(["two\nlines", 1.0])
-    b'["two\\nlines", 1.0]\n'
-    """
+    r"""Return a message as one line of JSON."""
     return json.dumps(message).encode() + b"\n"
 
 

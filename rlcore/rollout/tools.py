@@ -1,10 +1,6 @@
-"""An environment of tools, which are functions that the model calls.
+"""An environment of tools, which are functions with type hints and documented arguments that the model calls.
 
     data.environment=rlcore.rollout.tools:Tools episode.tools=[my_tools:search]
-
-A tool is a function with type hints and documented arguments. The library transformers creates a JSON schema of the
-tool for the chat template. A call is JSON in the model's format:
-
     <tool_call>{"name": "search", "arguments": {"text": "..."}}</tool_call>     Qwen, Hermes; several in a turn
     {"name": "search", "parameters": {"text": "..."}}                           Llama; the whole turn
 
@@ -28,7 +24,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool call that the model wrote. `problem`: the reason why the call is malformed, or ''."""
+    """A tool call of the model. `problem`: the reason why the call is malformed, or ''."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -51,7 +47,7 @@ class Tools:
         self._truth = json.dumps({**truth, **({"seed": row[OWN_SEED]} if OWN_SEED in row else {})})
 
     def step(self, text: str) -> Turn:
-        """Run the calls of a turn. The reward is the score of all turns so far, minus the score before this turn."""
+        """Run the calls of a turn. The reward is the change of the score of all turns."""
         calls = parse_calls(text)
         replies = [self._run_call(call) for call in calls]
         self._texts.append(text)
@@ -77,7 +73,7 @@ class Tools:
 
 
 def parse_calls(text: str) -> list[ToolCall]:
-    """Return the tool calls of a turn, in order. The run time is linear in the length of the text.
+    """Return the tool calls of a turn, in linear time.
 
     >>> parse_calls('so <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     [ToolCall(name='add', arguments={'a': 1}, problem='')]
@@ -112,8 +108,7 @@ def _parse_call(body: str, close: str) -> ToolCall:
 
 
 def tool_schemas(names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the JSON schemas of tools for the chat template, from type hints and docstrings. Raises ConfigError if a
-    function does not exist, or lacks a type hint or a description."""
+    """Return the JSON schemas of tools. Raises ConfigError if a function, a type hint or a description is missing."""
     from transformers.utils.chat_template_utils import get_json_schema
 
     found = []

@@ -1,8 +1,5 @@
 """The tokens between two turns of the model: end of turn, message of the environment, and start of the next turn.
-
-These tokens are appended to the previous tokens, which are never tokenized again. A chat template must therefore render
-a conversation as a prefix of every longer one. `TurnTokens` checks this by rendering a sample conversation.
-"""
+Earlier tokens are never tokenized again, so a chat template must render a conversation as a prefix of longer ones."""
 
 from collections.abc import Mapping, Sequence
 from datetime import date
@@ -11,15 +8,14 @@ from typing import Any
 from rlcore.errors import ConfigError
 
 TODAY = date(2024, 7, 26)
-"""The date for chat templates that contain a date, so that the same rows give the same tokens every day (Llama 3's
-default)."""
+"""The date for chat templates (Llama 3's default), so that the same rows give the same tokens every day."""
 _USER_MESSAGE = {"role": "user", "content": "MillraceAsk"}
 _RESPONSES, _REPLIES = ("MillraceFirst", "MillraceSecond"), ("MillraceOne", "MillraceTwo")
 
 
 class TurnTokens:
-    """The token ids of an environment's messages. They come from the chat template if `chat` is true, otherwise from
-    plain text. Raises ConfigError if the template cannot render later turns, or drops or changes earlier turns."""
+    """The token ids of an environment's messages, by the chat template or, without `chat`, as plain text. Raises
+    ConfigError if the template cannot render later turns, or drops or changes earlier turns."""
 
     def __init__(
         self,
@@ -55,9 +51,8 @@ class TurnTokens:
         self._head = len(start)
 
     def reply_tokens(self, last_token: int, reply: str) -> tuple[str, list[int]]:
-        """Return the truncated reply, and the ids of all tokens between `last_token` and the model's next text.
-
-        If `last_token` already ends the model's turn, the ids do not repeat this end."""
+        """Return the truncated reply, and the ids of all tokens between `last_token` and the model's next text. If
+        `last_token` already ends the model's turn, the ids do not repeat this end."""
         reply = self._truncate(reply)
         if not self._chat:
             return reply, self._ids(reply)
@@ -66,11 +61,8 @@ class TurnTokens:
         return reply, ids[1:] if ids[:1] == [last_token] else ids
 
     def first_message_tokens(self, prompt: Sequence[int], message: str) -> tuple[str, tuple[int, ...], list[int]]:
-        """Return the truncated first message, the shortened prompt, and the token ids that follow this prompt.
-
-        The prompt loses its last tokens, which start the model's turn. These tokens are the end of the returned ids.
-        Raises ConfigError if the prompt does not end with the template's start of a turn.
-        """
+        """Return the truncated first message, the prompt without the start of the model's turn, and the ids that follow
+        it. Raises ConfigError if the prompt does not end with the template's start of a turn."""
         message = self._truncate(message)
         if not self._chat:
             return message, tuple(prompt), self._ids(message)

@@ -1,7 +1,4 @@
-"""Functions about Ray clusters that do not import Ray: reachability, folders on this host, and authentication tokens.
-
-The checks before a run use this module too, since Ray itself would try a closed port for minutes.
-"""
+"""Functions about Ray clusters for the checks before a run, without Ray, which would try a closed port for minutes."""
 
 import os
 import secrets
@@ -22,34 +19,27 @@ from rlcore.config.problems import mask_secrets
 from rlcore.errors import ConfigError
 from rlcore.storage.publish import remove_tree, write_secret_once
 
-END_WAIT_S = 5.0
-"""The seconds in which processes of Ray may still write after they were requested to end."""
-DEAD_FOR_S = 3_600.0
-"""The minimum age in seconds at which a killed cluster's folder is removed."""
-LONGEST_SOCKET_PATH = 107
-"""The kernel's limit for the path of a Unix socket, in bytes."""
+END_WAIT_S = 5.0  # seconds in which processes of Ray may still write after a request to end
+DEAD_FOR_S = 3_600.0  # minimum age in seconds at which a killed cluster's folder is removed
+LONGEST_SOCKET_PATH = 107  # kernel's limit for the path of a Unix socket, in bytes
 LONGEST_SOCKET = "/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 """The longest path of a socket, relative to Ray's folder."""
 LEAST_STORE_BYTES = 256 * 1024**2
-SENT_BYTES_PER_TOKEN = 100
-"""The bytes that a step sends per token, for the reference and the updates together."""
+SENT_BYTES_PER_TOKEN = 100  # bytes that a step sends per token, for the reference and the updates together
 
 
 def private_folder() -> Path:
-    """Return the folder that contains this user's clusters and token. The path is short enough for sockets."""
+    """Return the folder of this user's clusters and token, with a path short enough for sockets."""
     return Path(tempfile.gettempdir()) / f"ray-{os.geteuid()}"
 
 
 def ray_folder() -> Path:
-    """Return the folder of sockets, logs and spilled objects. Ray gives it mode 0777, but its parent has mode 0700."""
+    """Return the folder of sockets, logs and spilled objects, of mode 0777 in a parent of mode 0700."""
     return private_folder() / "ray"
 
 
 def store_bytes(config: RunConfig) -> int:
-    """Return the size for a private cluster's object store, which should have room for the largest batch.
-
-    The size is limited by the free shared memory and by Ray's limit of 30% of the host's memory.
-    """
+    """Return the size of a private object store: the largest batch, within shared memory and 30% of the memory."""
     shared = Path("/dev/shm")
     free = shutil.disk_usage(shared).free if shared.is_dir() else LEAST_STORE_BYTES
     most = min(free, psutil.virtual_memory().total * 3 // 10)
@@ -57,7 +47,7 @@ def store_bytes(config: RunConfig) -> int:
 
 
 def spilled_bytes(config: RunConfig) -> int:
-    """Return the number of bytes that the largest batch may spill to the cluster's folder."""
+    """Return the bytes that the largest batch may spill to the cluster's folder."""
     return max(LEAST_STORE_BYTES, _sent_bytes(config) - store_bytes(config))
 
 
@@ -72,7 +62,7 @@ def token_file() -> Path:
 
 
 def folder_problem() -> str | None:
-    """Return the reason why Ray cannot use its folder, or None if Ray can use or create the folder."""
+    """Return the reason why Ray cannot use its folder, or None."""
     folder = private_folder()
     remedy = "Set TMPDIR to another folder"
     if len(os.fsencode(f"{ray_folder()}{LONGEST_SOCKET}")) > LONGEST_SOCKET_PATH:
@@ -97,11 +87,8 @@ def folder_problem() -> str | None:
 
 
 def loopback_environment() -> Mapping[str, str]:
-    """Return environment variables with which Ray listens only on loopback and requires this user's token.
-
-    The folder and the token are created if needed. Raises ConfigError if Ray cannot use the folder, for example because
-    it belongs to another user.
-    """
+    """Return environment variables with which Ray listens only on loopback and requires this user's token. Create the
+    folder and the token if needed. Raises ConfigError if Ray cannot use the folder, for example another user's."""
     folder, token = private_folder(), token_file()
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
@@ -122,10 +109,8 @@ def loopback_environment() -> Mapping[str, str]:
 
 def restrict_ray(ray_address: str | None) -> None:
     """Restrict this process and its local cluster to loopback and this user's token. Other clusters are unchanged.
-
-    Raises ConfigError if Ray cannot use the folder, or if Ray is already imported and has read its environment.
-    """
-    if ray_address is not None and not is_own_head(address_of(ray_address)):
+    Raises ConfigError if Ray cannot use the folder, or if Ray is already imported and has read its environment."""
+    if ray_address is not None and address_of(ray_address) != own_head():
         return
     wanted = loopback_environment()
     if "ray" in sys.modules and any(os.environ.get(name) != value for name, value in wanted.items()):
@@ -138,26 +123,21 @@ def restrict_ray(ray_address: str | None) -> None:
 
 
 def address_of(given: str) -> str:
-    """Return the address of a cluster in Ray's form, with 127.0.0.1 for localhost.
-
-    `auto` is replaced by RAY_ADDRESS if that is set, otherwise by the cluster of `millrace up --ray` if that runs.
+    """Return the address of a cluster with 127.0.0.1 for localhost. `auto` gives RAY_ADDRESS, otherwise the cluster of
+    `millrace up --ray` if that runs.
 
     >>> address_of("localhost:6379"), address_of("head.example:6379")
     ('127.0.0.1:6379', 'head.example:6379')
     """
     if given == "auto":
-        own = _own_head()
+        own = own_head()
         given = os.environ.get("RAY_ADDRESS") or (own if own and unreachable(own) is None else given)
     host, _, port = given.rpartition(":")
     return f"127.0.0.1:{port}" if host.lower() == "localhost" else given
 
 
-def is_own_head(address: str) -> bool:
-    """Return whether the cluster at this address was started by `millrace up --ray`."""
-    return address == _own_head()
-
-
-def _own_head() -> str | None:
+def own_head() -> str | None:
+    """Return the address of the cluster that `millrace up --ray` has started, if it has."""
     try:
         return (ray_folder() / "ray_current_cluster").read_text().strip()
     except OSError:
@@ -201,9 +181,7 @@ _ANSWER_TIMEOUT_S = 10.0
 
 
 def unreachable(address: str) -> str | None:
-    """Return the reason why no cluster can be joined at `address`, or None if a process listens there.
-
-    The result is also None for `auto`.
+    """Return the reason why no process listens at `address`, or None. Any process may listen for `auto`.
 
     >>> unreachable("auto") is None
     True
@@ -217,7 +195,6 @@ def unreachable(address: str) -> str | None:
         return (
             f"runtime.ray_address: must be the address of a Ray cluster; got {mask_secrets(address)}, where nothing "
             f"answers ({error}). Start one there (ray start --head --port 6379, or millrace up --ray), correct the "
-            "address, or "
-            "leave it out for a private cluster"
+            "address, or leave it out for a private cluster"
         )
     return None

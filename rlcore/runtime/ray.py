@@ -6,9 +6,9 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Concatenate, Generic
+from typing import Any, Concatenate
 
 import numpy as np
 import ray
@@ -30,11 +30,10 @@ from rlcore.runtime.cluster import (
     unreachable,
 )
 from rlcore.workers.device import free_address, raise_malloc_thresholds
-from rlcore.workers.group import P, R
+from rlcore.workers.group import P, Pending, R
 from rlcore.workers.worker import Worker
 
-ALL_FAIL_WAIT_S = 10.0
-"""The seconds to wait after a rank's error for a dead rank, which would be the cause of the error."""
+ALL_FAIL_WAIT_S = 10.0  # seconds to wait after a rank's error for a dead rank, which would be the cause of the error
 
 
 class RankProcess(Worker):
@@ -47,30 +46,14 @@ class RankProcess(Worker):
         super().__init__(config, model_directory, rank=rank, world_size=world_size)
 
     def rendezvous(self) -> str:
-        """Return the address on rank 0 at which the ranks meet.
-
-        If `runtime.ray_address` is set, this is the address of the Ray node, since the host name may resolve to
-        loopback."""
+        """Return the address on rank 0 at which the ranks meet. A cluster node's name may resolve to loopback."""
         is_private = self._config.runtime.ray_address is None
         return free_address() if is_private else free_address(ray.util.get_node_ip_address())
 
     def stream(self, verb: str, arguments: bytes) -> Iterator[bytes]:
-        """Yield the pickled items of a generator method, whose arguments are pickled too. Pickling by Ray takes three
-        times as long."""
+        """Yield the pickled items of a generator method. Pickling by Ray takes three times as long."""
         for item in getattr(self, verb)(*pickle.loads(arguments)):
             yield pickle.dumps(item)
-
-
-@dataclass(frozen=True, slots=True)
-class PendingCall(Generic[R]):
-    """A call in progress on all ranks."""
-
-    group: "RayGroup"
-    references: list[Any]
-
-    def result(self) -> list[R]:
-        """Wait for the results and return them by rank."""
-        return self.group.get(self.references)
 
 
 class RayGroup:
@@ -95,7 +78,8 @@ class RayGroup:
 
     def _start_actors(self, config: RunConfig, model_directory: str) -> None:
         runtime = config.runtime
-        gpus = 1 if _uses_gpu(config) else 0
+        has_gpus = runtime.device == "auto" and ray.cluster_resources().get("GPU", 0)
+        gpus = 1 if has_gpus or runtime.device == "cuda" else 0
         bundle = {"CPU": float(runtime.threads_per_worker), **({"GPU": 1.0} if gpus else {})}
         self._placement = placement_group([bundle] * self.world_size, strategy="PACK")
         ready, _ = ray.wait([self._placement.ready()], timeout=runtime.placement_timeout_s)
@@ -120,23 +104,18 @@ class RayGroup:
         self.each(Worker.setup, rendezvous)
 
     def each(self, verb: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Call the method on every rank with the same arguments. Return the results by rank."""
         return self.get([getattr(actor, verb.__name__).remote(*args, **kwargs) for actor in self._actors])
 
-    def begin(self, verb: Callable[..., R], arguments: Sequence[tuple[Any, ...]]) -> "PendingCall[R]":
-        """Start the method on each rank i with `arguments[i]`, without waiting for the results."""
+    def begin(self, verb: Callable[..., R], arguments: Sequence[tuple[Any, ...]]) -> Pending[R]:
         calls = zip(self._actors, arguments, strict=True)
-        return PendingCall(self, [getattr(actor, verb.__name__).remote(*args) for actor, args in calls])
+        return Pending(partial(self.get, [getattr(actor, verb.__name__).remote(*args) for actor, args in calls]))
 
     def send(self, values: Sequence[object]) -> Sequence[Any]:
-        """Put the values into Ray's object store and return references to the stored values."""
         return [ray.put(value) for value in values]
 
     def stream(
         self, verb: Callable[..., Iterator[R]], arguments: Sequence[tuple[Any, ...]], take: Callable[[int, R], None]
     ) -> None:
-        """Call a generator method on each rank i with `arguments[i]`. Call `take(rank, item)` for each item that
-        arrives."""
         streams: dict[Any, int] = {}
         for rank, (actor, args) in enumerate(zip(self._actors, arguments, strict=True)):
             method = actor.stream.options(num_returns="streaming")
@@ -155,9 +134,7 @@ class RayGroup:
                 take(streams[stream], pickle.loads(self.get([reference])[0]))
 
     def get(self, references: list[Any]) -> list[Any]:
-        """Return all results. If several calls failed, the error of a dead rank has priority.
-
-        Raises a `MillraceError` if a rank raised one, was lost, or did not answer in time."""
+        """Return all results. Raises a `MillraceError` if a rank raised one, was lost, or did not answer in time."""
         try:
             return ray.get(references, timeout=self.deadline_s)
         except GetTimeoutError as error:
@@ -173,10 +150,7 @@ class RayGroup:
             raise cause from None
 
     def _cause(self, first: RayError) -> RayError:
-        """Return the error of a dead rank if there is one, otherwise the first error.
-
-        A dead rank makes the other ranks fail in collective calls.
-        """
+        """Return the error of a dead rank, which other ranks' collectives report too, otherwise the first error."""
         if not isinstance(first, RayTaskError) or isinstance(first.cause, MillraceError):
             return first
         alive = [actor.__ray_ready__.remote() for actor in self._actors]
@@ -208,7 +182,7 @@ def _send_tensors_as_arrays() -> None:
 
 
 def as_array(tensor: torch.Tensor) -> tuple[np.ndarray, torch.dtype, torch.Size]:
-    """Return the bytes, the dtype and the shape of a tensor, which `as_tensor` converts back."""
+    """Return the bytes, the dtype and the shape of a tensor."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy(), tensor.dtype, tensor.shape
 
 
@@ -221,9 +195,7 @@ def as_tensor(sent: tuple[np.ndarray, torch.dtype, torch.Size]) -> torch.Tensor:
 
 
 def neighbours(nodes: Mapping[int, str]) -> list[int]:
-    """Return the bundle numbers in an order that puts bundles on the same node next to each other.
-
-    Ray assigns bundles to nodes in any order.
+    """Return the bundle numbers with those of each node next to each other.
 
     >>> neighbours({0: "one", 1: "other", 2: "one"})
     [0, 2, 1]
@@ -245,10 +217,8 @@ def _worker_lost(error: RayError) -> WorkerLostError:
 
 
 def start_ray(config: RunConfig) -> Path | None:
-    """Connect to the cluster of `runtime.ray_address`, or start a private cluster without telemetry.
-
-    Return the session folder of a started cluster, otherwise None. `restrict_ray` must be called in this process first.
-    """
+    """Connect to the cluster of `runtime.ray_address`, or start a private cluster without telemetry and return its
+    session folder. `restrict_ray` must be called in this process first."""
     if ray.is_initialized():
         return None
     address = None if config.runtime.ray_address is None else address_of(config.runtime.ray_address)
@@ -284,10 +254,7 @@ def start_ray(config: RunConfig) -> Path | None:
 
 @contextmanager
 def _raise_worker_lost(what: str) -> Iterator[None]:
-    """Convert errors of Ray during a start to WorkerLostError, since another start may succeed.
-
-    Ray raises RuntimeError, ConnectionError or a bare Exception if one of its processes has died.
-    """
+    """Convert any error of Ray during a start, even a bare Exception, to WorkerLostError. Another start may succeed."""
     try:
         yield
     except (MillraceError, RayTaskError):  # a rank's own error
@@ -298,10 +265,8 @@ def _raise_worker_lost(what: str) -> Iterator[None]:
 
 @contextmanager
 def _keep_sigterm_handler() -> Iterator[None]:
-    """Restore the SIGTERM handler, which Ray replaces with a handler that ends the process.
-
-    If a SIGTERM arrived while Ray was starting, call the restored handler and raise StopRequestedError.
-    """
+    """Restore the SIGTERM handler, which Ray replaces by one that ends the process. If a SIGTERM arrived while Ray was
+    starting, call the restored handler and raise StopRequestedError."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -316,12 +281,6 @@ def _keep_sigterm_handler() -> Iterator[None]:
         ray.shutdown()
         signal.raise_signal(signal.SIGTERM)
         raise StopRequestedError("stopped while Ray was starting; start again to resume from the last checkpoint")
-
-
-def _uses_gpu(config: RunConfig) -> bool:
-    if config.runtime.device == "auto":
-        return bool(ray.cluster_resources().get("GPU", 0))
-    return config.runtime.device == "cuda"
 
 
 def _rank_environment(num_threads: int) -> dict[str, str]:

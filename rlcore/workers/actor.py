@@ -1,7 +1,9 @@
 """The trained models of one rank: the policy and the critic."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,7 +59,7 @@ class Actor(TrainedModel[CausalPolicy]):
         self._addresses: set[int] = set()
 
     def offload_base(self) -> None:
-        """Offload the frozen base weights (`model.lora.offload`). Call `base.reload` before the next pass."""
+        """Offload the frozen base weights (`model.lora.offload`) until `base.reload`."""
         reshard(self.model)
         self.base.offload()
         if not self._offloads_base:
@@ -77,19 +79,18 @@ class Actor(TrainedModel[CausalPolicy]):
         *,
         adapters: bool = True,
         with_entropy: bool = False,
-        temperature: float | None = None,
+        pairs: bool = False,
     ) -> Float[Tensor, "T ..."]:
-        """Return the result of `policy_logprobs`. If `adapters` is false, the LoRA adapters are disabled. If
-        `temperature` is None, the temperature of the sampling is used."""
-        options: dict[str, Any] = {"with_entropy": with_entropy, "temperature": temperature}
-        with nullcontext() if adapters else without_adapters(self.model):
-            return self.forward_pass.run(
-                lambda parts: policy_logprobs(
-                    self.model, batch, parts, self._config, self._placement.device, **options
-                ),
-                batch,
-                num_micro,
+        """Return the result of `policy_logprobs`, optionally without the LoRA adapters."""
+
+        def work(parts: Parts) -> Tensor:
+            device = self._placement.device
+            return policy_logprobs(
+                self.model, batch, parts, self._config, device, with_entropy=with_entropy, pairs=pairs
             )
+
+        with nullcontext() if adapters else without_adapters(self.model):
+            return self.forward_pass.run(work, batch, num_micro)
 
     def update(
         self,
@@ -102,26 +103,25 @@ class Actor(TrainedModel[CausalPolicy]):
         entropy_added: float = 0.0,
         with_logprobs: bool = True,
     ) -> ModelUpdate[PolicyStatistics]:
-        """Take one optimizer step on this rank's share of a mini-batch. If `with_logprobs` is true, the result contains
-        the log-probabilities before the step. Raises NonFiniteError if the loss or the gradient is not finite. The
-        weights are then unchanged."""
+        """Take one optimizer step on this rank's share. Raises NonFiniteError, with unchanged weights."""
+        objective = partial(self._objective, denominator=denominator, kl_coef=kl_coef, entropy_added=entropy_added)
 
         def work(parts: Parts) -> tuple[PolicyStatistics, Tensor | None]:
             logprobs: list[Tensor] = []
 
-            def objective(micro: MicroBatch[TrainBatch]) -> tuple[Tensor, PolicyStatistics]:
-                loss, statistics, micro_logprobs = self._objective(micro, denominator, kl_coef, entropy_added)
+            def collecting(micro: MicroBatch[TrainBatch]) -> tuple[Tensor, PolicyStatistics]:
+                loss, statistics, micro_logprobs = objective(micro)
                 if with_logprobs:
                     logprobs.append(micro_logprobs)
                 return loss, statistics
 
-            statistics = self.accumulate(batch, parts, objective)
+            statistics = self.accumulate(batch, parts, collecting)
             return statistics, restore_order(logprobs, batch.packed.cu_seqlens, parts) if with_logprobs else None
 
         summed, logprobs = self.update_pass.run(work, batch.packed, num_micro)
 
         def why() -> str:
-            rows = self._non_finite_groups(batch, denominator, kl_coef, entropy_added)
+            rows = self._non_finite_groups(batch, objective)
             where = f"the loss of prompts number {rows} of the step is not finite"
             return (
                 f"; {where if rows else 'every loss here is finite'}. A lower optim.lr or algo.clip_high often helps; "
@@ -138,15 +138,11 @@ class Actor(TrainedModel[CausalPolicy]):
         return ModelUpdate(summed, grad_norm, applied, logprobs)
 
     @torch.no_grad()
-    def _non_finite_groups(
-        self, batch: TrainBatch, denominator: Denominator, kl_coef: float, entropy_added: float
-    ) -> list[int]:
+    def _non_finite_groups(self, batch: TrainBatch, objective: Callable[..., tuple[Any, ...]]) -> list[int]:
         """Return the prompts whose responses have a non-finite loss on any rank, as numbers within the step."""
         groups: set[int] = set()
         for index in range(batch.packed.num_sequences):
-            micro = to_device(batch, [index], self._placement.device)
-            loss, _, _ = self._objective(micro, denominator, kl_coef, entropy_added)
-            if not torch.isfinite(loss):
+            if not torch.isfinite(objective(to_device(batch, [index], self._placement.device))[0]):
                 groups.add(int(batch.packed.group_ids[index]))
         by_rank = [groups] * self._world_size
         if self._world_size > 1:
@@ -179,13 +175,10 @@ class Actor(TrainedModel[CausalPolicy]):
     def supervise(
         self, batch: PackedBatch, num_micro: int, total: int, *, lr: float
     ) -> ModelUpdate[SupervisedStatistics]:
-        """Take one optimizer step on the loss that `warm_start.loss` names. The summed loss is divided by `total`, the
-        number of targets or pairs on all ranks. Raises NonFiniteError if the loss or the gradient is not finite. The
-        weights are then unchanged."""
+        """Take one optimizer step on the loss `warm_start.loss`, divided by `total`, the number of targets or pairs on
+        all ranks. Raises NonFiniteError, with unchanged weights."""
 
-        def objective(micro: MicroBatch[PackedBatch]) -> tuple[Tensor, SupervisedStatistics]:
-            return self._supervised_objective(micro, total)
-
+        objective = partial(self._supervised_objective, total=total)
         summed = self.update_pass.run(lambda parts: self.accumulate(batch, parts, objective), batch, num_micro)
         remedy = ". A lower warm_start.optim.lr, or a longer warm-up, often helps."
         grad_norm = self.clip(summed, f"the supervised loss is {summed.means().get('loss')}", lambda: remedy)
@@ -194,7 +187,7 @@ class Actor(TrainedModel[CausalPolicy]):
 
     @torch.no_grad()
     def likelihood(self, batch: PackedBatch, num_micro: int) -> SupervisedStatistics:
-        """Return the statistics of the supervised loss on a batch, without gradient."""
+        """Return the statistics of the supervised loss, without gradient."""
 
         def work(parts: Parts) -> SupervisedStatistics:
             micros = (to_device(batch, part, self._placement.device) for part in parts)
@@ -204,19 +197,20 @@ class Actor(TrainedModel[CausalPolicy]):
 
     def _supervised_objective(self, micro: MicroBatch[PackedBatch], total: int) -> tuple[Tensor, SupervisedStatistics]:
         warm = self._config.warm_start
+        if warm.loss == "dpo":
+            micro = replace(micro, host=split_pairs(micro.host))
         output = token_logprobs(self.model, micro, temperature=1.0, entropy="none", with_top=warm.loss == "nll")
         if warm.loss == "dpo":
             return preference_objective(output.logprobs, micro.device, beta=warm.dpo_beta, num_pairs=total)
         return supervised_objective(output.logprobs, output.is_top, micro.device.loss_mask, num_tokens=total)
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield all weights under their names in transformers. All ranks must call this. `dtype`: the type to which
-        matrices are converted. If the policy has adapters, `dtype` is ignored."""
+        """Yield all weights under their names in transformers, matrices in `dtype` unless there are adapters."""
         yield from full_state(self.model, self.base.value, None if self._config.model.lora is not None else dtype)
 
 
 def token_logprobs(policy: CausalPolicy, micro: MicroBatch[PackedBatch], **options: Any) -> TokenLogprobs:
-    """Run the policy on a micro-batch and return the results of its head. For `options`, see `CausalPolicy.forward`."""
+    """Return the results of the policy's head on a micro-batch. For `options`, see `CausalPolicy.forward`."""
     tokens, positions, cu_seqlens, *more = model_inputs(policy, micro)
     output: TokenLogprobs = policy(tokens, positions, cu_seqlens, micro.device.target_ids, *more, **options)
     return output
@@ -224,7 +218,7 @@ def token_logprobs(policy: CausalPolicy, micro: MicroBatch[PackedBatch], **optio
 
 def model_inputs(policy: CausalPolicy, micro: MicroBatch[PackedBatch]) -> tuple[Any, ...]:
     """Return the arguments of `CausalPolicy.likeliest` for a micro-batch."""
-    device, host = micro.device, split_pairs(micro.host)
+    device, host = micro.device, micro.host
     shared = shared_prompts(host) if policy.share_prompts else None
     return device.token_ids, device.position_ids, host.cu_seqlens.numpy(), host.loss_mask.numpy(), shared
 
@@ -237,19 +231,17 @@ def policy_logprobs(
     device: torch.device,
     *,
     with_entropy: bool = False,
-    temperature: float | None = None,
+    pairs: bool = False,
 ) -> Float[Tensor, "T ..."]:
-    """Return the log-probability of each response token, and 0 elsewhere, on the CPU. The shape is Float[T]. With
-    `with_entropy`, the shape is [T, 2], and the second column is the entropy. `parts`: the sequence indices of each
-    micro-batch."""
+    """Return the log-probability of each response token, and 0 elsewhere, on the CPU. With `with_entropy`, the shape is
+    [T, 2], and the second column is the entropy. `pairs`: the sequences are preference pairs, at temperature 1."""
     values = []
     for part in parts:
-        output = token_logprobs(
-            policy,
-            to_device(batch, part, device),
-            temperature=config.rollout.sampling.temperature if temperature is None else temperature,
-            entropy="value" if with_entropy else "none",
-        )
+        micro = to_device(batch, part, device)
+        if pairs:
+            micro = replace(micro, host=split_pairs(micro.host))
+        temperature = 1.0 if pairs else config.rollout.sampling.temperature
+        output = token_logprobs(policy, micro, temperature=temperature, entropy="value" if with_entropy else "none")
         values.append(torch.stack([output.logprobs, output.entropy], dim=1) if with_entropy else output.logprobs)
     return restore_order(values, batch.cu_seqlens, parts)
 
@@ -290,8 +282,7 @@ class Critic(TrainedModel[ValueModel]):
     def update(
         self, batch: TrainBatch, num_micro: int, denominator: Denominator, *, lr: float
     ) -> ModelUpdate[ValueStatistics]:
-        """Take one optimizer step on this rank's share of a mini-batch. Raises NonFiniteError if the loss or the
-        gradient is not finite. The weights are then unchanged."""
+        """Take one optimizer step on this rank's share. Raises NonFiniteError, with unchanged weights."""
 
         def objective(micro: MicroBatch[TrainBatch]) -> tuple[Tensor, ValueStatistics]:
             values = self._values(MicroBatch(micro.host.packed, micro.device.packed))

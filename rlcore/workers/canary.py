@@ -1,9 +1,7 @@
 """The canary, a comparison of the engine's and the trainer's log-probabilities on the same probe after a weight sync.
-
-Digests of the tensors (`WeightSyncResult`) reveal a missing tensor. An engine that has all tensors may still compute
-with an old packed copy of them, or read an old address in a CUDA graph. Its log-probabilities then differ from the
-trainer's log-probabilities. Rounding also causes a difference, whose size depends on the model. The bound is therefore
-a multiple of the difference after the first correct sync."""
+An engine that has all tensors (`WeightSyncResult`) may still compute with an old packed copy, or read an old address in
+a CUDA graph. Rounding also causes a difference, whose size depends on the model. The bound is therefore a multiple of
+the difference after the first correct sync."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,26 +18,22 @@ from rlcore.errors import EngineError
 from rlcore.rollout.engine import RolloutEngine, SamplingRequest, WeightSyncResult
 from rlcore.types import PackedBatch, Prompt, Score
 
-NUM_PROMPTS = 4
-"""The number of prompts of a probe."""
+NUM_PROMPTS = 4  # number of prompts of a probe
 # More responses instead of longer ones, since an engine step takes as long for 16 as for 8.
 _RESPONSES_PER_PROMPT = 4
 _RESPONSE_TOKENS = 8
 
 FIRST_BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Upper bounds of the rounding difference at the first sync, as a mean absolute difference of log-probabilities.
-Tensors that vLLM initialized randomly show differences of 1 to 10."""
-NOISE_FACTOR = 4.0
-"""The factor by which a later difference may exceed the difference of the first sync."""
+"""Upper bounds of the rounding difference at the first sync. Random tensors show differences of 1 to 10."""
+NOISE_FACTOR = 4.0  # factor by which a later difference may exceed the difference of the first sync
 MIN_BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.02}
 """The smallest bound of each type, since training may increase the rounding difference."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSync:
-    """The result of a weight sync in which all tensors were correct. `difference`: the mean absolute difference between
-    the engine's and the trainer's log-probabilities of the probe. `warning`: the reason why the sync is doubtful, or
-    ''."""
+    """The result of a weight sync. `difference`: the mean absolute difference of log-probabilities on the probe.
+    `warning`: the reason why the sync is doubtful, or ''."""
 
     difference: float
     warning: str = ""
@@ -64,12 +58,9 @@ class Canary:
         return max(MIN_BOUNDS[self._dtype], NOISE_FACTOR * self._noise)
 
     def check(self, version: int, observed: Sequence[tuple[WeightSyncResult, float]]) -> WeightSync:
-        """Check a weight sync. `observed`: the sync result and the probe difference of every rank. Each rank gets the
-        same list, so all ranks reach the same verdict.
-
-        Raises EngineError if a tensor differs or the difference is not finite. A difference above the bound also raises
-        EngineError if some tensors cannot be compared. If all tensors are equal, it only sets `warning` in the result.
-        """
+        """Check a weight sync by the result and the probe difference of every rank, equally on all ranks. Raises
+        EngineError if a tensor differs or the difference is not finite. A difference above the bound sets `warning` if
+        all tensors are equal, and raises EngineError if some cannot be compared."""
         bound, difference = self.bound, max(one for _, one in observed)
         differing = list(dict.fromkeys(name for result, _ in observed for name in result.differing))
         uncompared = list(dict.fromkeys(name for result, _ in observed for name in result.uncompared))
@@ -78,9 +69,11 @@ class Canary:
             self._transformed = frozenset(differing)
         uncompared += [name for name in differing if name in self._transformed]
         differing = [name for name in differing if name not in self._transformed]
+        is_learned = self._configured is None and self._noise is not None
+        origin = f"{bound:.3g}, from the first sync's {self._noise:.3g}" if is_learned else f"{bound:g}"
         text = (
             f"weight sync {version}: on a probe the engine's log-probabilities differ from the trainer's by "
-            f"{difference:.3g} on average (rollout.canary_bound: {self._origin(bound)})"
+            f"{difference:.3g} on average (rollout.canary_bound: {origin})"
         )
         if differing or (uncompared and difference > bound) or not np.isfinite(difference):
             raise EngineError(
@@ -100,18 +93,8 @@ class Canary:
             "corrects for a small difference, rollout=hf has none",
         )
 
-    def _origin(self, bound: float) -> str:
-        if self._configured is not None or self._noise is None:
-            return f"{bound:g}"
-        return f"{bound:.3g}, from the first sync's {self._noise:.3g}"
-
 
 def _format_names(what: str, names: Sequence[str]) -> str:
-    """Return a text with the number of names and the first four of them, or '' if there are none.
-
-    >>> _format_names("Tensors", "abcde"), _format_names("Tensors", "")  # doctest: -ELLIPSIS
-    ('Tensors (5): a, b, c, d, .... ', '')
-    """
     if not names:
         return ""
     return f"{what} ({len(names)}): {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}. "
@@ -124,8 +107,8 @@ def probe_difference(
     logprobs: Callable[[PackedBatch, int], Float[Tensor, "T"]],
 ) -> float:
     """Return the mean absolute difference between the engine's and the trainer's log-probabilities, or inf if it is not
-    finite. The engine samples at the training temperature with fixed seeds. `logprobs`: a function that runs the
-    trainer's forward pass on a batch. Its second argument, the number of micro-batches, is the same on all ranks."""
+    finite. The engine samples at the training temperature with fixed seeds. `logprobs`: the trainer's forward pass of a
+    batch in a number of micro-batches, which is the same on all ranks."""
     assert prompts, "set_probe must precede a weight sync to vLLM"
     requests = [SamplingRequest(prompt, i, seed=i) for prompt in prompts for i in range(_RESPONSES_PER_PROMPT)]
     sampling = SamplingConfig(temperature=config.rollout.sampling.temperature)

@@ -1,8 +1,6 @@
-"""The device and compute type of a rank, the rendezvous of ranks, and the configuration of memory allocators.
-
-By default, glibc returns large freed blocks to the system. Later allocations must map and clear these pages again,
-which took a fifth of a small model's training step. torch's GPU segments have fixed sizes by default, so micro-batches
-of different lengths fragment them."""
+"""The device and compute type of a rank, the rendezvous of ranks, and the configuration of memory allocators. By
+default, glibc returns large freed blocks to the system, and mapping and clearing them again took a fifth of a small
+model's step. torch's GPU segments have fixed sizes by default, so micro-batches of different lengths fragment them."""
 
 import ctypes
 import os
@@ -32,12 +30,8 @@ class Placement:
 
 
 def choose_placement(runtime: RuntimeConfig, model: ModelConfig) -> Placement:
-    """Return the device and compute type that the settings and the hardware require.
-
-    Raises:
-        ConfigError: if CUDA is requested but not available.
-        ModelError: if this torch build does not support the GPU.
-    """
+    """Return the device and compute type that the settings and the hardware require. Raises ConfigError if CUDA is
+    requested but not available, and ModelError if this torch build does not support the GPU."""
     wanted = runtime.device
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
@@ -53,11 +47,7 @@ def choose_placement(runtime: RuntimeConfig, model: ModelConfig) -> Placement:
 
 
 def unsupported_gpu(name: str, capability: tuple[int, int], architectures: Sequence[str], version: str) -> str | None:
-    """Return the reason why a torch build with code for `architectures` cannot run on a GPU, or None if it can.
-
-    >>> unsupported_gpu("NVIDIA H200", (9, 0), ["sm_80", "sm_90"], "2.13.0") is None
-    True
-    """
+    """Return the reason why a torch build with code for `architectures` cannot run on a GPU, or None."""
     if not architectures or has_code_for(capability, architectures):
         return None
     major, minor = capability
@@ -69,24 +59,14 @@ def unsupported_gpu(name: str, capability: tuple[int, int], architectures: Seque
 
 
 def free_address(host: str = LOOPBACK) -> str:
-    """Return a `tcp://` address with a free port of `host` for the rendezvous."""
+    """Return a `tcp://` address with a free port of `host`."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return f"tcp://{host}:{probe.getsockname()[1]}"
 
 
-def holds_on_all_ranks(holds: bool, *, world_size: int, device: torch.device) -> bool:
-    """Return whether a condition is true on all ranks. If there are several ranks, all of them must call this."""
-    if world_size == 1:
-        return holds
-    flag = torch.tensor(float(holds), device=device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-    return bool(flag.item())
-
-
 def join_ranks(rendezvous: str, *, rank: int, world_size: int, device: torch.device) -> None:
-    """Create the process group (gloo on CPU, NCCL on GPU). A rendezvous on the loopback address accepts connections
-    from this host only."""
+    """Create the process group (gloo or NCCL). A loopback rendezvous accepts connections from this host only."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     address = urlparse(rendezvous)
     if address.hostname != LOOPBACK or address.port is None:
@@ -106,7 +86,6 @@ def join_ranks(rendezvous: str, *, rank: int, world_size: int, device: torch.dev
 
 
 def _loopback_interface() -> str | None:
-    """Return the network interface of the loopback address (lo on Linux), or None if there is none."""
     interfaces = psutil.net_if_addrs().items()
     return next((name for name, addresses in interfaces if any(one.address == LOOPBACK for one in addresses)), None)
 
@@ -114,27 +93,21 @@ def _loopback_interface() -> str | None:
 MALLOC_THRESHOLD_BYTES = 1 << 30
 """The two malloc thresholds: freed memory kept at the heap's end, and blocks that get separate pages."""
 
-EXPANDABLE_SEGMENTS = "expandable_segments:True"
 _TORCH_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
-def raise_malloc_thresholds() -> bool:
-    """Raise glibc's malloc thresholds for this process, and return whether this succeeded. Nothing changes if the
-    environment configures malloc (`MALLOC_*`, `GLIBC_TUNABLES`) or the C library is not glibc."""
-    if "GLIBC_TUNABLES" in os.environ or any(name.startswith("MALLOC_") for name in os.environ):
-        return False
+def raise_malloc_thresholds() -> None:
+    """Raise glibc's malloc thresholds, unless the environment configures malloc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    return all([mallopt(option, MALLOC_THRESHOLD_BYTES) == 1 for option in (_MMAP_THRESHOLD, _TRIM_THRESHOLD)])
+    is_configured = "GLIBC_TUNABLES" in os.environ or any(name.startswith("MALLOC_") for name in os.environ)
+    if mallopt is not None and not is_configured:
+        for option in (_MMAP_THRESHOLD, _TRIM_THRESHOLD):
+            mallopt(option, MALLOC_THRESHOLD_BYTES)
 
 
-def enable_expandable_segments() -> bool:
-    """Enable torch's expandable segments for GPU memory in this process, and return whether this succeeded. Nothing
-    changes if CUDA is already in use, or if the environment configures torch's allocator. vLLM also reads
-    `PYTORCH_CUDA_ALLOC_CONF`, and disables the segments for memory that it maps itself."""
-    if torch.cuda.is_initialized() or any(name in os.environ for name in _TORCH_VARIABLES):
-        return False
-    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = EXPANDABLE_SEGMENTS
-    return True
+def enable_expandable_segments() -> None:
+    """Enable torch's expandable GPU segments, unless CUDA is in use or the environment configures torch's allocator.
+    vLLM also reads the variable, and disables the segments for memory that it maps itself."""
+    if not torch.cuda.is_initialized() and not any(name in os.environ for name in _TORCH_VARIABLES):
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"

@@ -1,10 +1,9 @@
 """The frozen policies of one rank: the reference and the teachers."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from rlcore.batching.pack import scatter_tokens, select
@@ -21,8 +20,8 @@ from rlcore.workers.trained_model import MicroBatchRunner, Parts, restore_order,
 
 
 class FrozenPolicy:
-    """A frozen policy in the compute type: the reference or a teacher. The weights are not sharded, since each step
-    would gather all shards for a single pass. If `offload` is true, the weights are in host memory between passes."""
+    """A frozen policy in the compute type: the reference or a teacher. It is not sharded, since each step would gather
+    all shards for a single pass. If `offload` is true, the weights are in host memory between passes."""
 
     def __init__(self, config: RunConfig, policy: CausalPolicy, placement: Placement, name: str, *, offload: bool):
         self._config = config
@@ -36,8 +35,7 @@ class FrozenPolicy:
 
     @classmethod
     def reference(cls, config: RunConfig, model_directory: str, placement: Placement) -> "FrozenPolicy":
-        """Load the initial policy as the reference. A policy with LoRA adapters needs no separate reference, since
-        `Actor.logprobs` can disable the adapters."""
+        """Load the initial policy as the reference, which a policy with LoRA adapters does not need."""
         # Loaded on the device, so that kernels and compiled layers are chosen as for the policy.
         policy = load_policy(model_directory, model=config.model, device=placement.device)
         return cls(
@@ -46,7 +44,7 @@ class FrozenPolicy:
 
     @classmethod
     def teacher(cls, config: RunConfig, teacher: TeacherConfig, path: str, placement: Placement) -> "FrozenPolicy":
-        """Load a teacher. It is stored like the base of a LoRA model: in the compute type, or in 4 bits."""
+        """Load a teacher, stored like the base of a LoRA model: in the compute type, or in 4 bits."""
         model = config.model.model_copy(update={"lora": LoraConfig(base=teacher.base)})
         policy = load_policy(path, model=model, device=placement.device)
         return cls(config, policy, placement, "teacher", offload=teacher.offload)
@@ -59,9 +57,8 @@ class FrozenPolicy:
 
     @torch.no_grad()
     def likeliest(self, batch: PackedBatch, num_micro: int, k: int) -> Float[Tensor, "T two_k"]:
-        """Return the `k` likeliest tokens at each response token. The first k columns are their ids, and the last k
-        columns are their log-probabilities. All other rows are 0. The result is on the CPU. Float32 represents ids
-        below 2^24 exactly."""
+        """Return k columns with the ids of the likeliest tokens at each response token, then k with their
+        log-probabilities. Both are 0 elsewhere and on the CPU. Float32 represents ids below 2^24 exactly."""
         temperature = self._config.rollout.sampling.temperature
 
         def work(parts: Parts) -> Tensor:
@@ -81,33 +78,14 @@ class FrozenPolicy:
             self._weights.offload()
 
 
-class Teachers:
-    """The teachers of one rank. `policies`: the teachers in the order of `TeacherConfig.paths`."""
-
-    def __init__(self, config: RunConfig, settings: TeacherConfig, placement: Placement) -> None:
-        self._k = settings.top_k
-        self.policies = [FrozenPolicy.teacher(config, settings, path, placement) for path in settings.paths]
-
-    def logprobs(self, batch: PackedBatch, num_micro: int, chosen: Sequence[int]) -> Float[Tensor, "T"]:
-        """Return the log-probability of each response token, and 0 elsewhere. Each response is evaluated by its own
-        teacher. `chosen`: the index of each response's teacher."""
-        return self._each(FrozenPolicy.logprobs, batch, num_micro, chosen)
-
-    def likeliest(
-        self, batch: PackedBatch, num_micro: int, chosen: Sequence[int]
-    ) -> tuple[Int[Tensor, "T k"], Float[Tensor, "T k"]]:
-        """Return the ids and log-probabilities of the `top_k` likeliest tokens at each response token. Each response is
-        evaluated by its own teacher. `chosen`: the index of each response's teacher."""
-        found = self._each(partial(FrozenPolicy.likeliest, k=self._k), batch, num_micro, chosen)
-        ids, logprobs = found.split(self._k, dim=1)
-        return ids.long(), logprobs
-
-    def _each(
-        self, run: Callable[..., Tensor], batch: PackedBatch, num_micro: int, chosen: Sequence[int]
-    ) -> Float[Tensor, "T ..."]:
-        """Call `run` with each teacher and the responses assigned to this teacher. Return the values in batch order."""
-        pupils = [[i for i, teacher in enumerate(chosen) if teacher == index] for index in range(len(self.policies))]
-        values = [
-            run(self.policies[index], select(batch, mine), num_micro) for index, mine in enumerate(pupils) if mine
-        ]
-        return scatter_tokens(values, batch.cu_seqlens, [mine for mine in pupils if mine])
+def run_teachers(
+    run: Callable[..., Tensor],
+    teachers: Sequence[FrozenPolicy],
+    batch: PackedBatch,
+    num_micro: int,
+    chosen: Sequence[int],
+) -> Float[Tensor, "T ..."]:
+    """Call `run` with each teacher and its responses, `chosen` by their indices. Return the values in batch order."""
+    pupils = [[i for i, teacher in enumerate(chosen) if teacher == index] for index in range(len(teachers))]
+    values = [run(teachers[index], select(batch, mine), num_micro) for index, mine in enumerate(pupils) if mine]
+    return scatter_tokens(values, batch.cu_seqlens, [mine for mine in pupils if mine])

@@ -11,56 +11,37 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-@runtime_checkable
-class Pending(Protocol[R]):
-    """A call that all ranks have started."""
-
-    def result(self) -> list[R]:
-        """Wait for the results and return them by rank."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class Completed(Generic[R]):
-    """A call whose results are available."""
+class Pending(Generic[R]):
+    """A call that all ranks have started. `result` waits for the results and returns them by rank."""
 
-    results: list[R]
-
-    def result(self) -> list[R]:
-        """Return the results by rank."""
-        return self.results
+    result: Callable[[], list[R]]
 
 
 @runtime_checkable
 class WorkerGroup(Protocol):
-    """All ranks of a run. Each call reaches all ranks, and ends when all ranks have returned.
-
-    The argument `verb` of a call is an unbound method of `Worker`, such as `Worker.values`. If one rank fails or is
-    lost, the call raises an error, and the group is unusable."""
+    """All ranks of a run. Each call reaches all ranks, and ends when all have returned. `verb` is an unbound method of
+    `Worker`, such as `Worker.values`. If one rank fails or is lost, the call raises an error, and the group is
+    unusable."""
 
     world_size: int
 
     def each(self, verb: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Call the method `verb` on each rank with the same arguments, and return the results by rank."""
-        ...
+        """Call `verb` on each rank with the same arguments, and return the results by rank."""
 
     def begin(self, verb: Callable[..., R], arguments: Sequence[tuple[Any, ...]]) -> Pending[R]:
-        """Start the method `verb` on each rank i with `arguments[i]`. Ranks in separate processes run concurrently."""
-        ...
+        """Start `verb` on each rank i with `arguments[i]`. Ranks in separate processes run concurrently."""
 
     def send(self, values: Sequence[object]) -> Sequence[Any]:
         """Send `values[i]` to rank i in advance, and return handles that may be arguments of `begin`."""
-        ...
 
     def stream(
         self, verb: Callable[..., Iterator[R]], arguments: Sequence[tuple[Any, ...]], take: Callable[[int, R], None]
     ) -> None:
         """Call the generator method `verb` on each rank i with `arguments[i]`, and `take(rank, item)` for each item."""
-        ...
 
     def close(self) -> None:
         """End all workers. A second call has no effect."""
-        ...
 
 
 class LocalGroup:
@@ -73,26 +54,22 @@ class LocalGroup:
         self._worker.setup("")
 
     def each(self, verb: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Call the method on the only worker."""
         return [verb(self._worker, *args, **kwargs)]
 
-    def begin(self, verb: Callable[..., R], arguments: Sequence[tuple[Any, ...]]) -> Completed[R]:
-        """Call the method with the only tuple in `arguments`."""
+    def begin(self, verb: Callable[..., R], arguments: Sequence[tuple[Any, ...]]) -> Pending[R]:
         (only,) = arguments
-        return Completed([verb(self._worker, *only)])
+        results = [verb(self._worker, *only)]
+        return Pending(lambda: results)
 
     def send(self, values: Sequence[object]) -> Sequence[Any]:
-        """Return the values unchanged."""
         return values
 
     def stream(
         self, verb: Callable[..., Iterator[R]], arguments: Sequence[tuple[Any, ...]], take: Callable[[int, R], None]
     ) -> None:
-        """Call the generator method with the only tuple of arguments, and `take(0, item)` for each item."""
         (only,) = arguments
         for item in verb(self._worker, *only):
             take(0, item)
 
     def close(self) -> None:
-        """Release the engine."""
         self._worker.close()

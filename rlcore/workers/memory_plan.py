@@ -1,8 +1,6 @@
-"""Plans of the GPU memory on one rank in each phase of a step, and settings that make a run fit. The module imports no
-torch.
-
-The bytes of weights, gradients and optimizer moments are exact. The bytes of activations are an estimate. They are the
-tensors that autograd keeps in a plain or compiled Llama layer, multiplied by a measured factor."""
+"""Plans of the GPU memory on one rank in each phase of a step, and settings that make a run fit, without torch. The
+bytes of weights, gradients and moments are exact. Activations are estimated as the tensors that autograd keeps in a
+plain or compiled Llama layer, multiplied by a measured factor."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -18,54 +16,37 @@ from rlcore.models.shape import ModelShape, critic_shape, shape_of, teacher_shap
 from rlcore.rollout.vllm import ENGINE_FIXED_BYTES
 from rlcore.tracking.lineage import first_gpu
 
-CONTEXT_BYTES = 1_000_000_000
-"""The memory of a CUDA context, its libraries and NCCL."""
-ENGINE_ASLEEP_BYTES = 600_000_000
-"""The memory of vLLM at sleep levels 1 and 2."""
+CONTEXT_BYTES = 1_000_000_000  # memory of a CUDA context, its libraries and NCCL
+ENGINE_ASLEEP_BYTES = 600_000_000  # memory of vLLM at sleep levels 1 and 2
 ACTIVATION_FACTOR = 1.05
-"""The factor from counted to planned activations. 14,744 packed tokens of Llama-3.2-1B in bfloat16 took 26.2 GB, where
-25.9 GB were counted. 24,711 tokens with compiled layers (`model.compile`) took 29.7 to 31.2 GB, where 30.4 GB were
-counted (the step of `benchmarks/baselines/NVIDIA_H200.json`)."""
-PREFETCHED_LAYERS = 2
-"""The number of layers with gathered weights under FSDP2: the current layer and the prefetched one."""
+"""The factor to planned activations. 14,744 tokens of Llama-3.2-1B in bfloat16 took 26.2 GB of 25.9 GB counted, and
+24,711 tokens with `model.compile` 29.7 to 31.2 GB of 30.4 GB (`benchmarks/baselines/NVIDIA_H200.json`)."""
+PREFETCHED_LAYERS = 2  # number of layers with gathered weights under FSDP2: the current layer and the prefetched one
 SAMPLING_BYTES = 24
-"""The bytes per vocabulary token that sampling in the hf engine takes. Logits and log-probabilities are float32.
-Probabilities and their running sum are float64."""
-FULL, MOMENTS = 4, 8
-"""The bytes of a float32 weight or gradient, and of the two AdamW moments of a weight."""
-NF4 = 0.5 + 4 / 64
-"""The bytes of a 4-bit weight, with its share of one float32 scale per block of 64."""
+"""The bytes per vocabulary token of sampling in the hf engine: two float32 and two float64 numbers."""
+FULL, MOMENTS = 4, 8  # bytes of a float32 weight or gradient, and of the two AdamW moments of a weight
+NF4 = 0.5 + 4 / 64  # bytes of a 4-bit weight, with its share of one float32 scale per block of 64
 
-TOKENS_STEP = 1_024
-"""The step between the token budgets that are tried."""
-MAX_MICRO_BATCH_TOKENS = 65_536
-"""The largest token budget that is tried. Larger micro-batches gain nothing."""
-ENOUGH_TOKENS = 16_384
-"""The smallest token budget with which the engine stays awake. A larger budget is not worth its memory."""
+TOKENS_STEP = 1_024  # step between the token budgets that are tried
+MAX_MICRO_BATCH_TOKENS = 65_536  # largest token budget that is tried. Larger micro-batches gain nothing
+ENOUGH_TOKENS = 16_384  # smallest token budget with which the engine stays awake
 SHORT_PASS_TOKENS = 8_192
 """The largest vLLM pass if the cache cannot hold all responses, since a pass takes memory from the cache. A 7B model in
-24 GB took 17.9 s for 512 responses, with this limit and with 2,048 tokens. With 32,768 tokens it took 77 s."""
+24 GB took 17.9 s for 512 responses, and 77 s with passes of 32,768 tokens."""
 FREE_SHARE = 0.08
-"""The share of the device that chosen settings leave free. It covers fragmentation (7 to 9% on an H200) and planning
-errors."""
+"""The share of the device that chosen settings leave free for fragmentation (7 to 9% on an H200) and errors."""
 GB = 1e9
 
 S = TypeVar("S", bound=Section)
 
 FROZEN_BASE = "policy: frozen base"
-GENERATION, PASSES, POLICY_UPDATE, CRITIC_UPDATE, WEIGHT_SYNC = (
-    "generation",
-    "log-probabilities",
-    "policy update",
-    "critic update",
-    "weight sync",
-)
+GENERATION, PASSES, WEIGHT_SYNC = "generation", "log-probabilities", "weight sync"
+POLICY_UPDATE, CRITIC_UPDATE = "policy update", "critic update"
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The device of a rank. `itemsize`: the bytes of the compute type. `total_bytes`: the memory, or None if it is
-    unknown."""
+    """The device of a rank. `itemsize`: the bytes of the compute type. `total_bytes`: None if unknown."""
 
     name: str
     itemsize: int
@@ -74,8 +55,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The planned memory of one rank. `phases`: the bytes of each kind of tensor in each phase. `floor_bytes`: the
-    bytes of the largest phase if each micro-batch has one sequence."""
+    """The planned bytes of one rank by phase and tensor. `floor_bytes`: the most with one sequence per micro-batch."""
 
     device: Device
     phases: Mapping[str, Mapping[str, int]]
@@ -93,13 +73,13 @@ class MemoryPlan:
 
     @property
     def usable_bytes(self) -> int | None:
-        """The bytes of the device that tensors can use, or None if the size of the device is unknown."""
+        """The bytes of the device that tensors can use, or None if unknown."""
         total = self.device.total_bytes
         return None if total is None else max(0, total - CONTEXT_BYTES)
 
     @property
     def fits(self) -> bool:
-        """Return whether the planned peak fits, or True if the size of the device is unknown."""
+        """Return whether the planned peak fits, or the size of the device is unknown."""
         return self.usable_bytes is None or self.peak_bytes <= self.usable_bytes
 
     @property
@@ -114,20 +94,17 @@ def max_sequence_tokens(config: RunConfig) -> int:
 
 
 def micro_batch_tokens(config: RunConfig) -> int:
-    """Return the largest number of tokens in a micro-batch. It is the token budget, or the longest sequence if that is
-    longer. It never exceeds the number of tokens in this rank's share of a mini-batch."""
+    """Return the largest number of tokens in a micro-batch: the token budget, or the longest sequence if that is
+    longer, but at most this rank's share of a mini-batch."""
     sequences = config.trainer.mini_batch_size * config.rollout.samples_per_prompt
     per_rank = -(-sequences // config.runtime.num_workers) * max_sequence_tokens(config)
     return min(max(config.trainer.max_tokens_per_micro_batch, max_sequence_tokens(config)), per_rank)
 
 
 def layer_activation_bytes(shape: ModelShape, itemsize: int, *, compiled: bool = False) -> int:
-    """Return the bytes per token that autograd keeps of one layer, not yet multiplied by `ACTIVATION_FACTOR`.
-
-    A plain layer keeps the float32 input and the output of both norms. Attention keeps its input, the rotated query and
-    key, the value, its output, and a float32 normalizer. The feed-forward layer keeps its input, the gate and its
-    activation, the up projection, and the product. A compiled layer does not keep the activation of the gate. For each
-    norm, a compiled layer keeps the input in the compute type and one float32 scale."""
+    """Return the bytes per token that autograd keeps of one layer, not multiplied by `ACTIVATION_FACTOR`. A plain layer
+    keeps the float32 input and the output of both norms, the inputs and outputs of attention and feed-forward parts,
+    and a float32 normalizer. A compiled layer keeps no activation of the gate, and one float32 scale for each norm."""
     hidden, query, kv, inner = shape.hidden, shape.query_width, shape.kv_width, shape.intermediate
     norms = 2 * (itemsize * hidden + FULL) if compiled else 2 * (FULL * hidden + itemsize * hidden)
     inputs = 2 * itemsize * hidden
@@ -138,11 +115,9 @@ def layer_activation_bytes(shape: ModelShape, itemsize: int, *, compiled: bool =
 def update_activation_bytes(
     shape: ModelShape, itemsize: int, *, recompute: bool, offload: bool = False, compiled: bool = False
 ) -> int:
-    """Return the bytes per token that a forward pass keeps for the backward pass.
-
-    With `recompute`, the pass keeps the inputs of all layers. One layer at a time also needs its activations and the
-    gradients of its feed-forward part. If `offload` is also true, only the input of one layer is on the device. Example
-    with `recompute`: 131,040 tokens of a 1.5B model took 50.2 GB on an H200, and the plan says 49.2 GB."""
+    """Return the bytes per token that a forward pass keeps for the backward pass. With `recompute`, it keeps the inputs
+    of all layers (with `offload` of one), and for one layer its activations and feed-forward gradients. 131,040 tokens
+    of a 1.5B model with `recompute` took 50.2 GB on an H200, and the plan says 49.2 GB."""
     layer = layer_activation_bytes(shape, itemsize, compiled=compiled)
     ends = (FULL + 2 * itemsize) * shape.hidden  # embedding's output, last norm
     inputs = (1 if offload else shape.layers) * itemsize * shape.hidden
@@ -152,17 +127,16 @@ def update_activation_bytes(
 
 
 def forward_activation_bytes(shape: ModelShape, itemsize: int) -> int:
-    """Return the peak bytes per token of a forward pass without gradient. The peak is in a feed-forward layer."""
+    """Return the peak bytes per token of a forward pass without gradient, in a feed-forward layer."""
     return round(ACTIVATION_FACTOR * ((FULL + 2 * itemsize) * shape.hidden + 3 * itemsize * shape.intermediate))
 
 
 def head_bytes(
     shape: ModelShape, itemsize: int, chunk_tokens: int, tokens: int, *, gradient: Literal["none", "hidden", "all"]
 ) -> int:
-    """Return the bytes of the output head, which computes one chunk of float32 logits at a time.
-
-    `gradient`: `none` counts logits and hidden states. `hidden` also counts the gradients of both. `all` adds two
-    float32 matrices: the gradient of the head's weight so far and the current product."""
+    """Return the bytes of the output head, which computes one chunk of float32 logits at a time. `gradient`: `none`
+    counts logits and hidden states, `hidden` also the gradients of both, and `all` two float32 matrices: the gradient
+    of the head's weight so far and the current product."""
     rows = min(chunk_tokens, tokens)
     logits = rows * shape.vocab * FULL
     hidden = tokens * shape.hidden * itemsize
@@ -173,9 +147,8 @@ def head_bytes(
 
 
 def engine_bytes(config: RunConfig, shape: ModelShape, device: Device) -> int:
-    """Return the bytes of the awake engine. vLLM holds weights and cache within its share of the device's memory. The
-    engine hf (`rlcore.rollout.hf`) holds weights, cache, and temporary tensors. These belong to sampling or to one pass
-    over all prompts, whichever is larger."""
+    """Return the bytes of the awake engine. vLLM holds weights and cache within its share of the device. The engine hf
+    holds weights, cache, and the temporary tensors of sampling or of one pass over all prompts, whichever is larger."""
     if config.rollout.engine == "none":
         return 0
     if config.rollout.engine == "vllm":
@@ -209,7 +182,7 @@ def full_engine_bytes(config: RunConfig, shape: ModelShape, itemsize: int, respo
 
 
 def plan_memory(config: RunConfig, shape: ModelShape, device: Device, *, tokens: int | None = None) -> MemoryPlan:
-    """Plan all phases of a step on one rank. `tokens`: the size of the largest micro-batch, or None if unknown."""
+    """Plan all phases of a step on one rank. `tokens`: the largest micro-batch, by default by the settings."""
     tokens = tokens or micro_batch_tokens(config)
     phases = _phases(config, shape, device, tokens)
     finest = _phases(config, shape, device, min(tokens, max_sequence_tokens(config)))
@@ -219,8 +192,7 @@ def plan_memory(config: RunConfig, shape: ModelShape, device: Device, *, tokens:
 @dataclass(frozen=True, slots=True)
 class _TrainedModel:
     """The policy or critic on one rank. `parameters`: the number of trained parameters. `gathered`: the bytes of the
-    weights that FSDP2 gathers at a time, in the compute type. `whole`: the bytes if FSDP2 gathers all weights at the
-    same time."""
+    weights that FSDP2 gathers at a time, in the compute type. `whole`: the bytes of all weights."""
 
     name: str
     shape: ModelShape
@@ -228,10 +200,6 @@ class _TrainedModel:
     offloads: bool
     gathered: int
     whole: int
-
-    def gradients(self, ranks: int) -> dict[str, int]:
-        """Return the bytes of the float32 gradients, which exist until the optimizer's step."""
-        return {f"{self.name}: gradients": FULL * self.parameters // ranks}
 
 
 def _trained_models(config: RunConfig, shape: ModelShape, itemsize: int) -> list[_TrainedModel]:
@@ -249,7 +217,7 @@ def _trained_models(config: RunConfig, shape: ModelShape, itemsize: int) -> list
 
 
 def resident_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> dict[str, int]:
-    """Return the tensors that are on the device in every phase, with their bytes."""
+    """Return the bytes of the tensors that are on the device in every phase."""
     ranks, held = config.runtime.num_workers, {}
     for model in _trained_models(config, shape, itemsize):
         held[f"{model.name}: float32 weights"] = FULL * model.parameters // ranks
@@ -311,10 +279,11 @@ def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -
             offload=model.offload_activations,
             compiled=compiled,
         )
-        update = {**held, **each.gradients(ranks), **asleep, "gathered weights": each.gathered}
+        gradients = FULL * each.parameters // ranks
+        update = {**held, f"{each.name}: gradients": gradients, **asleep, "gathered weights": each.gathered}
         if model.zero_stage == 1 and ranks > 1:
             update["gathered weights"] = max(each.gathered, each.whole)
-            update["whole gradients"] = ranks * sum(each.gradients(ranks).values())
+            update["whole gradients"] = ranks * gradients
         update["activations"] = tokens * kept
         phases[f"{each.name} update"] = update
     phases[POLICY_UPDATE]["head"] = head(gradient="all" if lora is None else "hidden")
@@ -324,7 +293,6 @@ def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -
 
 
 def _layer_weights_in_4_bits(config: RunConfig, shape: ModelShape) -> int:
-    """Return the number of 4-bit weights of a layer. Either all or none of its matrices are in 4 bits."""
     return shape.layer_weights if config.model.lora is not None and config.model.lora.base == "nf4" else 0
 
 
@@ -343,24 +311,23 @@ def _has_reference(config: RunConfig) -> bool:
 
 
 def detect_device(config: RunConfig) -> Device:
-    """Return this host's GPU, or if there is none, a device of unknown size with the compute type of a GPU."""
+    """Return this host's GPU, or a device of unknown size with the compute type of a GPU."""
     itemsize = 4 if config.model.dtype == "float32" else 2
     gpu = None if config.runtime.device == "cpu" else first_gpu()
     return Device("a GPU (none here)", itemsize, None) if gpu is None else Device(gpu[0], itemsize, gpu[1])
 
 
 def fit_settings(config: RunConfig, shape: ModelShape, device: Device) -> tuple[RunConfig, MemoryPlan]:
-    """Return the settings to run with, and the memory plan for these settings. If `runtime.fit_memory` is `auto` and
-    the device's size is known, some settings are chosen automatically. These are the engine's memory share, largest
-    pass and sleep level, the token budget, offloading, and recomputation."""
+    """Return the settings to run with, and their memory plan. `runtime.fit_memory=auto` chooses memory share, largest
+    pass and sleep level of the engine, token budget, offloading, and recomputation, if the size of the device is
+    known."""
     if config.runtime.fit_memory == "auto" and device.total_bytes is not None:
         config = _choose_settings(config, shape, device)
     return config, plan_memory(config, shape, device)
 
 
 def require_fit(config: RunConfig, plan: MemoryPlan) -> None:
-    """Check that one sequence per micro-batch fits, unless `runtime.fit_memory` is off. Raises ConfigError if it does
-    not fit."""
+    """Raise ConfigError if one sequence per micro-batch does not fit, unless `runtime.fit_memory` is off."""
     if not plan.cannot_fit or config.runtime.fit_memory == "off":
         return
     assert plan.usable_bytes is not None, "without a device nothing is refused"
@@ -379,8 +346,7 @@ def require_fit(config: RunConfig, plan: MemoryPlan) -> None:
 
 
 def fit_run(config: RunConfig, report: Callable[[Mapping[str, object]], None]) -> RunConfig:
-    """Return the settings for a run's workers, fitted to the memory of the device. On a GPU, the plan is passed to
-    `report`. Raises ConfigError if the run cannot fit."""
+    """Return a run's settings, fitted to the device, and report a GPU's plan. Raises ConfigError if it cannot fit."""
     shape, device = shape_of(config.model), detect_device(config)
     if shape is None or device.total_bytes is None:
         return config
@@ -404,14 +370,13 @@ def excess_text(plan: MemoryPlan) -> str:
 
 
 def chosen_settings(before: RunConfig, after: RunConfig) -> str:
-    """Return the settings that `fit_settings` changed, as overrides, or '' if there are none."""
+    """Return the settings that `fit_settings` changed, as overrides."""
     old, new = (leaves(config.model_dump(mode="json")) for config in (before, after))
     return " ".join(f"{name}={format_value(value)}" for name, value in new.items() if old.get(name) != value)
 
 
 def _choose_settings(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:
-    """Return the first variant of the settings that fits with several sequences per micro-batch. If no variant fits,
-    return the last variant with one sequence per micro-batch."""
+    """Return the first variant that fits several sequences per micro-batch, otherwise the last variant with one."""
     for variant, least in variants(config):
         found = with_token_budget(with_memory_share(variant, shape, device), shape, device, least=least)
         if found is not None:
@@ -421,12 +386,9 @@ def _choose_settings(config: RunConfig, shape: ModelShape, device: Device) -> Ru
 
 
 def variants(config: RunConfig) -> Iterator[tuple[RunConfig, int]]:
-    """Yield variants of the settings, each with the smallest token budget that is acceptable. The first is the fastest,
-    and the last needs the least memory.
-
-    The first variant offloads and recomputes nothing, and vLLM stays awake. Each later variant adds one saving. The
-    order of the savings is: vLLM sleeps, frozen models are offloaded, optimizer moments are offloaded, layers are
-    recomputed, inputs of layers are offloaded."""
+    """Yield variants of the settings, each with its smallest acceptable token budget. The first, and fastest, offloads
+    and recomputes nothing, and vLLM stays awake. Each later variant adds one saving: vLLM sleeps, frozen models are
+    offloaded, moments are offloaded, layers are recomputed, inputs of layers are offloaded."""
     several = max(4 * max_sequence_tokens(config), TOKENS_STEP)
     has_lora, has_vllm = config.model.lora is not None, config.rollout.engine == "vllm"
     moments = ["optim.offload", *(["critic.optim.offload"] if config.critic is not None else [])]
@@ -449,8 +411,8 @@ def variants(config: RunConfig) -> Iterator[tuple[RunConfig, int]]:
 
 
 def with_memory_share(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:
-    """Return the settings with a new memory share for vLLM. The share is enough for all responses at maximum length. If
-    not enough memory is free, vLLM gets all free memory, and `rollout.max_batched_tokens` is reduced if it is set."""
+    """Return the settings with a memory share for vLLM that holds all responses at maximum length. If less memory is
+    free, vLLM gets all of it, and `rollout.max_batched_tokens` is reduced if it is set."""
     if config.rollout.engine != "vllm":
         return config
     assert device.total_bytes is not None
@@ -468,7 +430,7 @@ def with_memory_share(config: RunConfig, shape: ModelShape, device: Device) -> R
 
 
 def with_token_budget(config: RunConfig, shape: ModelShape, device: Device, *, least: int) -> RunConfig | None:
-    """Return the settings with the largest token budget whose plan fits, or None if this budget is below `least`."""
+    """Return the settings with the largest token budget whose plan fits, or None if it is below `least`."""
     for budget in range(max(MAX_MICRO_BATCH_TOKENS, least), least - 1, -TOKENS_STEP):
         found = with_values(config, {"trainer.max_tokens_per_micro_batch": budget})
         if plan_memory(found, shape, device).peak_bytes <= available_bytes(device):
@@ -477,14 +439,13 @@ def with_token_budget(config: RunConfig, shape: ModelShape, device: Device, *, l
 
 
 def available_bytes(device: Device) -> int:
-    """Return the bytes of a device that automatically chosen settings may use. The rest is for the CUDA context and a
-    reserve."""
+    """Return the bytes that automatically chosen settings may use, without the CUDA context and a reserve."""
     assert device.total_bytes is not None
     return device.total_bytes - CONTEXT_BYTES - round(FREE_SHARE * device.total_bytes)
 
 
 def with_values(section: S, values: Mapping[str, object]) -> S:
-    """Return a copy of the settings with new values by dotted key. The values are not validated."""
+    """Return a copy of the settings with new values by dotted key, which are not validated."""
     for key, value in values.items():
         name, _, rest = key.partition(".")
         section = section.model_copy(

@@ -1,5 +1,4 @@
-"""Micro-batched passes and optimizer steps of one model, policy or critic, on one rank. A pass that runs out of memory
-is repeated with smaller micro-batches. Results do not depend on the split."""
+"""Micro-batched passes and optimizer steps of one model, policy or critic, on one rank."""
 
 import functools
 import gc
@@ -12,6 +11,7 @@ from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,17 +29,15 @@ from rlcore.models.parallel import gather, reset_after_failed_pass, shard
 from rlcore.models.policy import PackedTrunk
 from rlcore.models.shape import ModelShape, shape_from_config
 from rlcore.types import PackedBatch, TrainBatch
-from rlcore.workers.device import Placement, holds_on_all_ranks
+from rlcore.workers.device import Placement
 
 Batch = TypeVar("Batch", PackedBatch, TrainBatch)
 Model = TypeVar("Model", bound=PackedTrunk)
 S = TypeVar("S", bound=Statistics)
 R = TypeVar("R")
-Parts: TypeAlias = Sequence[Sequence[int]]
-"""The sequences of each micro-batch, as indices in the rank's batch."""
+Parts: TypeAlias = Sequence[Sequence[int]]  # sequences of each micro-batch, as indices in the rank's batch
 
-GROW_AFTER = 100
-"""The number of consecutive successful passes before the micro-batches grow again. It doubles each time."""
+GROW_AFTER = 100  # number of consecutive successful passes before the micro-batches grow again. It doubles each time
 REMEDY = (
     "Lower trainer.max_tokens_per_micro_batch, model.head_chunk_tokens or rollout.memory_share, set "
     "model.gradient_checkpointing=true, or shorten filter.max_prompt_tokens and rollout.max_response_tokens."
@@ -50,9 +48,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch(Generic[Batch]):
-    """Some sequences of a batch, as a copy on the host and a copy on the device. Bounds and masks are read from `host`,
-    since a read from the device would block. Models take bounds and masks as numpy arrays, since FSDP moves tensor
-    arguments to the device."""
+    """Some sequences of a batch on the host and on the device. Bounds and masks are read from `host`, since a read from
+    the device would block. Models take them as numpy arrays, since FSDP moves tensor arguments to the device."""
 
     host: Batch
     device: Batch
@@ -76,21 +73,21 @@ def _send(batch: Batch, device: torch.device) -> Batch:
 
 
 def restore_order(parts: Sequence[Float[Tensor, "..."]], cu_seqlens: Tensor, sequences: Parts) -> Tensor:
-    """Return the token values of micro-batches in the order of the batch, on the CPU, with one synchronization."""
+    """Return the token values of micro-batches in the order of the batch, on the CPU."""
     values = torch.cat([part.detach().float() for part in parts]).cpu()
     return scatter_tokens(values.split([len(part) for part in parts]), cu_seqlens, sequences)
 
 
 def sum_statistics(statistics: Sequence[S]) -> S:
-    """Return the sum of the micro-batches' statistics on the CPU, with one synchronization."""
+    """Return the sum of the micro-batches' statistics on the CPU."""
     summed = functools.reduce(operator.add, statistics)
     return type(summed).unstack(summed.stack().cpu())
 
 
 @dataclass(frozen=True, slots=True)
 class OomRetry:
-    """A record of a pass that ran out of memory in `num_micro` micro-batches and was repeated in `num_again`. `factor`:
-    the `factor` of the `MicroBatchRunner` after the retry. `refusal`: the allocator's error message."""
+    """A pass that ran out of memory in `num_micro` micro-batches and was repeated in `num_again`. `factor`: that of the
+    `MicroBatchRunner` after the retry. `refusal`: the allocator's error message."""
 
     name: str
     num_micro: int
@@ -106,20 +103,11 @@ class OomRetry:
 
 
 class MicroBatchRunner:
-    """An object that runs one kind of pass in as many micro-batches as the memory requires.
-
-    The token budget gives a number of micro-batches, which is multiplied by `factor`. On a single rank, the factor
-    starts at 1, doubles when memory runs out, and halves after many successful passes. Several ranks wait for each
-    other in collectives, so they raise an error when memory runs out. The factor of several ranks changes only in
-    `Worker.split_micro_batches`.
-
-    Args:
-        name: the name of the pass in messages.
-        recover: a function that resets the model after a failed pass.
-        num_ranks: the number of ranks that take part in the pass.
-        shape: the model's shape, used to balance the computing cost over ranks. If None, tokens are balanced.
-        share_prompts: the setting `model.share_prompts`.
-    """
+    """An object that runs one kind of pass in as many micro-batches as the memory requires: the number by the token
+    budget, multiplied by `factor`. On a single rank, the factor doubles when memory runs out, and halves after many
+    successful passes. Several ranks, which wait for each other in collectives, raise an error instead, and only
+    `Worker.split_micro_batches` changes their factor. `recover`: resets the model after a failed pass. `shape`: the
+    model's shape to balance the computing cost over ranks, or None to balance tokens."""
 
     def __init__(
         self,
@@ -146,32 +134,26 @@ class MicroBatchRunner:
         return retries
 
     def run(self, work: Callable[[Parts], R], batch: PackedBatch, num_micro: int) -> R:
-        """Call `work` with the sequence indices of each micro-batch. If memory runs out, call it again with more
-        micro-batches.
-
-        Raises:
-            DeviceMemoryError: if memory runs out with one sequence per micro-batch.
-            RankMemoryError: if memory runs out on one of several ranks.
-        """
+        """Call `work` with the sequence indices of each micro-batch, again with more micro-batches if memory runs out.
+        Raises DeviceMemoryError with one sequence per micro-batch, and RankMemoryError on one of several ranks."""
         while True:
             number = min(num_micro * self.factor, batch.num_sequences)
             parts = micro_batches(batch, number, self._shape, share_prompts=self._share_prompts)
             outcome = catch_out_of_memory(partial(work, parts))
             if not isinstance(outcome, OutOfMemory):
-                self._record_success()
-                return outcome
+                break
             self._record_failure(outcome.message, len(parts), batch.num_sequences)
             gc.collect()
             self._recover()
             release_cached_memory()
 
-    def _record_success(self) -> None:
         self._num_successes += 1
         if self.num_ranks == 1 and self.factor > 1 and self._num_successes >= self._grow_after:
             self.factor //= 2
             self._num_successes = 0
             self._grow_after *= 2
             log.info("%s: tries %d times the micro-batches of the token budget", self._name, self.factor)
+        return outcome
 
     def _record_failure(self, message: str, number: int, num_sequences: int) -> None:
         self._num_successes = 0
@@ -194,9 +176,8 @@ class MicroBatchRunner:
 
 @dataclass(frozen=True, slots=True)
 class ModelUpdate(Generic[S]):
-    """The result of one optimizer step on one rank. `stats`: the statistics of the passes before the step. `applied`:
-    False if the step was skipped because its gradient norm was above `alarms.grad_norm_above`. `logprobs` Float[T]: the
-    log-probabilities before the step in batch order, or None if they were not requested."""
+    """The result of one optimizer step on one rank. `applied`: False if the gradient norm was above
+    `alarms.grad_norm_above`. `logprobs` Float[T]: the requested log-probabilities before the step in batch order."""
 
     stats: S
     grad_norm: float
@@ -215,8 +196,7 @@ class MiniBatch:
 
 @dataclass(frozen=True, slots=True)
 class ModelUpdates(Generic[S]):
-    """The optimizer steps before the first non-finite step, and the error of that step. The number of steps is the same
-    on all ranks."""
+    """The optimizer steps before the first non-finite step, and its error. Their number is the same on all ranks."""
 
     steps: tuple[ModelUpdate[S], ...]
     failure: NonFiniteError | None = None
@@ -225,8 +205,7 @@ class ModelUpdates(Generic[S]):
 def run_mini_batches(
     step: Callable[[TrainBatch, int, Denominator], ModelUpdate[S]], batch: TrainBatch, mini_batches: Sequence[MiniBatch]
 ) -> ModelUpdates[S]:
-    """Call `step(batch, num_micro, denominator)` on each mini-batch in order. Stop at the first call that raises
-    NonFiniteError."""
+    """Call `step` on each mini-batch in order, until a call raises NonFiniteError."""
     steps: list[ModelUpdate[S]] = []
     for each in mini_batches:
         try:
@@ -237,8 +216,8 @@ def run_mini_batches(
 
 
 class TrainedModel(Generic[Model]):
-    """A model with float32 master weights, its optimizer, and a `MicroBatchRunner` for each kind of pass. The weights
-    are sharded if there is a mesh. `passes`: the names of the update pass and of the forward pass in messages."""
+    """A model with float32 master weights, sharded if there is a mesh, its optimizer, and a `MicroBatchRunner` for each
+    kind of pass. `passes`: the names of the update pass and of the forward pass in messages."""
 
     def __init__(
         self,
@@ -288,18 +267,21 @@ class TrainedModel(Generic[Model]):
         return sum_statistics(statistics)
 
     def clip(self, statistics: Statistics, loss: str, why: Callable[[], str]) -> float:
-        """Clip the gradient and return its norm before clipping. Raises NonFiniteError if the norm or a statistic is
-        not finite on some rank. The gradients are then released. `loss`: the start of the error message. `why`: a
-        function that returns the end of the error message."""
+        """Clip the gradient and return its norm before clipping. If the norm or a statistic is not finite on some rank,
+        release the gradients and raise NonFiniteError with a message that begins with `loss` and ends with `why()`."""
         norm = clip_grad_norm(self.model.parameters(), self._optim.grad_clip).item()
         is_finite = math.isfinite(norm) and bool(torch.isfinite(statistics.stack()).all())
-        if not holds_on_all_ranks(is_finite, world_size=self._world_size, device=self._placement.device):
+        if self._world_size > 1:
+            flag = torch.tensor(float(is_finite), device=self._placement.device)
+            dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+            is_finite = bool(flag.item())
+        if not is_finite:
             self.release_gradients()
             raise NonFiniteError(f"{loss} and its gradient norm {norm}: no step was taken{why()}")
         return norm
 
     def step(self, lr: float) -> None:
-        """Take one optimizer step with the accumulated gradient and the learning rate `lr`."""
+        """Take one optimizer step with the accumulated gradient."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()

@@ -1,5 +1,4 @@
-"""The worker of one rank: policy, reference, teachers, critic and rollout engine. `rlcore.runtime` calls this plain
-class in the same process or as a Ray actor, with the same results."""
+"""The worker of one rank, which `rlcore.runtime` calls in the same process or as a Ray actor."""
 
 import gc
 import time
@@ -14,8 +13,8 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.profiler import profile
 
-from rlcore.algos.aggregation import Denominator
 from rlcore.algos.objective import PolicyStatistics, SupervisedStatistics, ValueStatistics
 from rlcore.checkpoint.shards import RankSaver, load_shards
 from rlcore.config import RunConfig
@@ -25,8 +24,8 @@ from rlcore.models.memory import release_cached_memory
 from rlcore.models.nf4 import num_parameters
 from rlcore.models.parallel import adapter_state
 from rlcore.models.shape import ModelShape, peak_flops, shape_from_config
-from rlcore.rollout.build import build_engine
-from rlcore.rollout.engine import RolloutEngine, SamplingRequest, TailCut, engine_dtype
+from rlcore.rollout.engine import RolloutEngine, SamplingRequest, TailCut, build_engine, engine_dtype
+from rlcore.storage.disk import BYTES_PER_GB
 from rlcore.tracking.cost import GpuUse
 from rlcore.types import PackedBatch, Prompt, Rollout, TrainBatch
 from rlcore.workers.actor import Actor, Critic
@@ -39,8 +38,8 @@ from rlcore.workers.device import (
     join_ranks,
     raise_malloc_thresholds,
 )
-from rlcore.workers.frozen import FrozenPolicy, Teachers
-from rlcore.workers.measure import BYTES_PER_GB, MemoryMeter, MemoryPeak, RankProfiler
+from rlcore.workers.frozen import FrozenPolicy, run_teachers
+from rlcore.workers.measure import MemoryMeter, MemoryPeak
 from rlcore.workers.trained_model import MicroBatchRunner, MiniBatch, ModelUpdate, ModelUpdates, run_mini_batches
 
 P = ParamSpec("P")
@@ -62,8 +61,7 @@ class WorkerInfo:
     shape: ModelShape | None
     critic_shape: ModelShape | None
     peak_flops: float | None
-    num_trained: int
-    """The number of trained parameters in a checkpoint, including the critic."""
+    num_trained: int  # number of trained parameters in a checkpoint, including the critic
 
 
 class Worker:
@@ -77,16 +75,15 @@ class Worker:
         self._placement: Placement
         self._mesh: DeviceMesh | None = None
         self.reference: FrozenPolicy | None = None
-        self.teachers: Teachers | None = None
+        self.teachers: list[FrozenPolicy] = []
         self.critic: Critic | None = None
         self.actor: Actor
         self._saver = RankSaver(self._saved_models, num_ranks=world_size)  # as if all ranks were on this host
-        self._profiler = RankProfiler()
+        self._profile: profile | None = None
         self._meter = MemoryMeter()
         self._num_splits = 0
         self._probe: tuple[Prompt, ...] = ()
-        self._cached: dict[str, Any] = {}
-        """The fields of the next update's batch that this rank has computed."""
+        self._cached: dict[str, Any] = {}  # fields of the next update's batch that this rank has computed
 
     def setup(self, rendezvous: str) -> None:
         """Join the other ranks, load the models and start the engine, which sleeps until the first weight sync."""
@@ -114,12 +111,11 @@ class Worker:
         self._build_models()
         if config.algo.kl.where != "off" and config.model.lora is None:
             self.reference = FrozenPolicy.reference(config, self._model_directory, placement)
-        if config.algo.teacher is not None:
-            self.teachers = Teachers(config, config.algo.teacher, placement)
+        if (teacher := config.algo.teacher) is not None:
+            self.teachers = [FrozenPolicy.teacher(config, teacher, path, placement) for path in teacher.paths]
 
     def reset(self) -> None:
-        """Restore the policy and the critic of step 0. The old models are freed first, since the memory may not hold
-        both."""
+        """Restore the policy and the critic of step 0. The old models are freed first, since memory may be short."""
         self._sleep_engine()  # until the next weight sync
         del self.actor
         self.critic = None
@@ -144,9 +140,7 @@ class Worker:
     def _passes(self) -> list[MicroBatchRunner]:
         trained = [model for model in (self.actor, self.critic) if model is not None]
         passes = [runner for model in trained for runner in (model.update_pass, model.forward_pass)]
-        frozen = [] if self.reference is None else [self.reference]
-        frozen += [] if self.teachers is None else self.teachers.policies
-        return passes + [policy.forward_pass for policy in frozen]
+        return passes + [policy.forward_pass for policy in (self.reference, *self.teachers) if policy is not None]
 
     def info(self) -> WorkerInfo:
         """Return a description of this rank's device and models."""
@@ -177,9 +171,8 @@ class Worker:
         max_response_tokens: int,
         num_finished: int = 0,
     ) -> Iterator[list[tuple[int, Rollout]]]:
-        """Yield batches of finished responses, each response with the index of its request. The engine uses the weights
-        of the last sync. If `num_finished` is positive, unfinished responses are cut as soon as all ranks together have
-        finished `num_finished` groups."""
+        """Yield batches of finished responses with the indices of their requests. If `num_finished` is positive,
+        unfinished responses are cut as soon as all ranks together have finished `num_finished` groups."""
         if not requests and self._config.rollout.tensor_parallel_size == 1 and not num_finished:
             return  # no other rank shares the engine
         self._wake_engine()
@@ -218,22 +211,21 @@ class Worker:
         return self.reference.logprobs(batch, num_micro)
 
     def teacher_logprobs(self, batch: PackedBatch, num_micro: int, chosen: Sequence[int]) -> Float[Tensor, "T"]:
-        """Return the log-probability of each response token under the teacher of its response. `chosen`: the index of
-        each response's teacher."""
+        """Return the log-probability of each response token under the teacher with the response's index in `chosen`."""
         self._sleep_engine()
-        assert self.teachers is not None, "algo.teacher is null: there is no teacher"
-        return self.teachers.logprobs(batch, num_micro, chosen)
+        return run_teachers(FrozenPolicy.logprobs, self.teachers, batch, num_micro, chosen)
 
     def cache_teacher_tokens(self, batch: TrainBatch, num_micro: int, chosen: Sequence[int]) -> None:
-        """Cache the teachers' likeliest tokens for the next update, which must have the same batch. `chosen`: the index
-        of each response's teacher."""
+        """Cache the likeliest tokens of each response's teacher for the next update, which must have the same batch."""
         self._sleep_engine()
-        assert self.teachers is not None, "algo.teacher is null: there is no teacher"
-        ids, logprobs = self.teachers.likeliest(batch.packed, num_micro, chosen)
-        self._cached |= {"teacher_top_ids": ids, "teacher_top_logprobs": logprobs}
+        assert self._config.algo.teacher is not None, "algo.teacher is null: there is no teacher"
+        k = self._config.algo.teacher.top_k
+        likeliest = partial(FrozenPolicy.likeliest, k=k)
+        ids, logprobs = run_teachers(likeliest, self.teachers, batch.packed, num_micro, chosen).split(k, dim=1)
+        self._cached |= {"teacher_top_ids": ids.long(), "teacher_top_logprobs": logprobs}
 
     def cache_ref_logprobs(self, batch: TrainBatch, num_micro: int) -> Float[Tensor, "T"]:
-        """Return `ref_logprobs`, and cache the values for the next update, which must have the same batch."""
+        """Return `ref_logprobs`, and cache them for the next update, which must have the same batch."""
         found = self.ref_logprobs(batch.packed, num_micro)
         self._cached["ref_logprobs"] = found
         return found
@@ -255,18 +247,9 @@ class Worker:
         """Take one optimizer step of the policy on each mini-batch. Cached results of frozen policies are used."""
         self._sleep_engine()
         batch, self._cached = replace(batch, **self._cached), {}
-
-        def step(batch: TrainBatch, num_micro: int, denominator: Denominator) -> ModelUpdate[PolicyStatistics]:
-            return self.actor.update(
-                batch,
-                num_micro,
-                denominator,
-                lr=lr,
-                kl_coef=kl_coef,
-                entropy_added=entropy_added,
-                with_logprobs=len(mini_batches) == 1,
-            )
-
+        step = partial(
+            self.actor.update, lr=lr, kl_coef=kl_coef, entropy_added=entropy_added, with_logprobs=len(mini_batches) == 1
+        )
         return run_mini_batches(step, batch, mini_batches)
 
     def update_critic(
@@ -283,9 +266,9 @@ class Worker:
         return self.actor.supervise(batch, num_micro, total, lr=lr)
 
     def target_logprobs(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
-        """Return the log-probabilities of demonstrated tokens under the current policy, at temperature 1."""
+        """Return the log-probabilities of preference pairs under the current policy, at temperature 1."""
         self._sleep_engine()
-        return self.actor.logprobs(batch, num_micro, temperature=1.0)
+        return self.actor.logprobs(batch, num_micro, pairs=True)
 
     def likelihood(self, batch: PackedBatch, num_micro: int) -> SupervisedStatistics:
         """Return the statistics of the supervised loss under the current policy."""
@@ -297,9 +280,7 @@ class Worker:
         self._probe = tuple(prompts)
 
     def sync_weights(self, version: int) -> WeightSync:
-        """Send the policy's weights to the engine. For vLLM, also check that the engine computes with these weights.
-        For other engines, the returned difference is 0. Raises EngineError on all ranks if the engine did not load the
-        weights, or computes with different weights."""
+        """Send the policy's weights to the engine. Raises EngineError on all ranks if vLLM computes with others."""
         config = self._config
         self._wake_engine()
         weights = self.actor.weights(engine_dtype(config, self._placement.dtype))
@@ -320,29 +301,25 @@ class Worker:
         return self.actor.logprobs(batch, num_micro)
 
     def save(self, verb: Callable[Concatenate[RankSaver, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the method `verb` of this rank's `RankSaver`. Each of these methods is one step of a save."""
+        """Call the method `verb` of this rank's `RankSaver`, one step of a save."""
         return verb(self._saver, *args, **kwargs)
 
     def _saved_models(self) -> dict[str, tuple[nn.Module, torch.optim.Optimizer]]:
-        models: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {
-            "policy": (self.actor.model, self.actor.optimizer)
-        }
-        if self.critic is not None:
-            models["critic"] = (self.critic.model, self.critic.optimizer)
-        return models
+        trained: dict[str, Actor | Critic | None] = {"policy": self.actor, "critic": self.critic}
+        return {name: (each.model, each.optimizer) for name, each in trained.items() if each is not None}
 
     def load(self, directory: str) -> None:
-        """Load a checkpoint. A checkpoint can be loaded on a different number of ranks than it was saved on."""
+        """Load a checkpoint of any number of ranks."""
         self._sleep_engine()  # until the next weight sync
         for name, (model, optimizer) in self._saved_models().items():
             load_shards(Path(directory) / name, model=model, optimizer=optimizer)
 
     def full_weights(self) -> dict[str, Tensor]:
-        """Return all weights, on the CPU. Ranks other than 0 return {}."""
+        """Return all weights on the CPU, or {} on ranks other than 0."""
         return self._to_host(self.actor.weights())
 
     def adapters(self) -> dict[str, Tensor]:
-        """Return the adapters under PEFT's names, on the CPU. Return {} without `model.lora`, and on ranks above 0."""
+        """Return the adapters under PEFT's names on the CPU, or {} on ranks other than 0 and without `model.lora`."""
         return self._to_host(adapter_state(self.actor.model))
 
     def _to_host(self, gathered: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -353,12 +330,19 @@ class Worker:
         return {name: tensor.detach().cpu().clone() for name, tensor in gathered}
 
     def start_profile(self) -> None:
-        """Start to record this rank's operators."""
-        self._profiler.start()
+        """Start to record this rank's operators and GPU kernels. An unfinished recording is discarded."""
+        if self._profile is not None:
+            self._profile.stop()
+        self._profile = profile()
+        self._profile.start()
 
     def stop_profile(self, folder: str, step: int) -> None:
         """Stop recording and write the trace."""
-        self._profiler.stop(Path(folder) / f"step-{step}-rank-{self._rank}.json.gz")
+        assert self._profile is not None, "start_profile comes first"
+        running, self._profile = self._profile, None
+        running.stop()
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        running.export_chrome_trace(f"{folder}/step-{step}-rank-{self._rank}.json.gz")  # torch compresses by the suffix
 
     def memory_peak(self) -> MemoryPeak:
         """Return the peak memory since the start of the process, and the out-of-memory retries."""
@@ -376,7 +360,6 @@ class Worker:
         return None if since is None else GpuUse(since, time.monotonic() - since)
 
     def _sleep_engine(self) -> None:
-        """Release the engine's memory for training, and reload offloaded base weights."""
         self.engine.sleep()
         self._meter.set_engine_asleep(True)
         self.actor.base.reload()

@@ -28,24 +28,18 @@ class Counting:
 
 
 class Greeting(Counting):
-    """Starts with a message."""
-
     def reset(self, row: Mapping[str, Any]) -> str | None:
         super().reset(row)
         return "1 + 1"
 
 
 class Slow(Counting):
-    """Takes 0.6 s per turn."""
-
     async def step(self, text: str) -> Turn:
         await asyncio.sleep(0.6)
         return await super().step(text)
 
 
 class Noted(Counting):
-    """Records each start of an episode in a file."""
-
     def reset(self, row: Mapping[str, Any]) -> str | None:
         with Path(os.environ["BEGUN"]).open("a") as file:
             file.write("!")
@@ -55,8 +49,7 @@ class Noted(Counting):
 class Odd(Counting):
     """Fails in the second turn, by the number of the game."""
 
-    HANGS, ENDS = 16, (41, 49)
-    """Few games: each of the first costs its deadline, each of the others two processes."""
+    HANGS, ENDS = 16, (41, 49)  # few games: each of the first costs its deadline, each of the others two processes
 
     @classmethod
     def is_lost(cls, game: int) -> bool:
@@ -97,8 +90,6 @@ class KilledOnce(Counting):
 
 
 class Fickle(Counting):
-    """Gives another reply when a turn is repeated."""
-
     async def step(self, text: str) -> Turn:
         turn = await super().step(text)
         mark = Path(os.environ["KILLED_ONCE"])

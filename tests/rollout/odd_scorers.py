@@ -56,36 +56,26 @@ def waits_for_a_file(response: str, ground_truth: Mapping[str, object]) -> float
 
 
 def right_if_short(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Return 1 for few letters, with their number as a part."""
     return Score(float(len(response) < 5), {"length": float(len(response))})
 
 
-def plain_number(response: str, ground_truth: Mapping[str, object]) -> float:
-    """Return a number, as rewards of other trainers do."""
-    return len(response) / 2
-
-
 def fails_on_odd_lengths(response: str, ground_truth: Mapping[str, object]) -> float:
-    """Return 1 or raise."""
     if len(response) % 2:
         raise RuntimeError("an odd length")
     return 1.0
 
 
 def fails_on_odd_targets(response: str, ground_truth: Mapping[str, object]) -> float:
-    """Return the number of characters or raise."""
     if int(str(ground_truth["target"])) % 2:
         raise RuntimeError("an odd target")
     return float(len(response))
 
 
 def fails_always(response: str, ground_truth: Mapping[str, object]) -> float:
-    """Raise."""
     raise RuntimeError("always")
 
 
 def always_the_same(response: str, ground_truth: Mapping[str, object]) -> float:
-    """Return 1."""
     return 1.0
 
 

@@ -81,16 +81,8 @@ def test_hostile_responses_fail_without_affecting_others(num_processes, caplog):
         assert pool.score(again, truths(3)) == expected(again)
 
 
-def test_scorer_error_in_process_gives_no_score():
-    responses = ["raise", "fine", "nan", "text", "leave"]
-    with ScoringPool(ODD, RewardConfig()) as pool:
-        assert pool.score(responses, truths(5)) == expected(responses)
-        assert (pool.timeouts, pool.errors) == (0, 4)
-
-
 @pytest.mark.parametrize("weights", [{}, {"length": 1.0}, {"total": 0.5, "length": 0.1}])
 def test_weights_do_not_change_correctness(weights):
-    """Weighted totals must not decide `solved`."""
     name = "tests.rollout.odd_scorers:right_if_short"
     with ScoringPool(name, RewardConfig(weights=weights)) as pool:
         assert [score.solved for score in pool.score(["yes", "no, not at all"], ["{}"] * 2)] == [True, False]
@@ -108,15 +100,7 @@ def test_scorer_texts_are_printable(num_processes):
         assert failed.failure == pool.unscored[1] == r"ValueError: no number: \x1b[2J\ud83d\nrun finished"
 
 
-@pytest.mark.parametrize("num_processes", [0, 1])
-def test_number_is_a_score_without_parts(num_processes):
-    with ScoringPool("tests.rollout.odd_scorers:plain_number", RewardConfig(num_processes=num_processes)) as pool:
-        assert pool.score(["one", "four"], truths(2)) == [Score(1.5, {}), Score(2.0, {})]
-        assert pool.unscored == (0, "")
-
-
 def of(total, parts=None, said=None):
-    """Return a scorer with a constant score."""
     return lambda response, truth: Score(total, parts or {}, said)
 
 
@@ -129,18 +113,11 @@ def of(total, parts=None, said=None):
         (of(0.5, {1: 2}, said=5), {}, Score(0.5, {"1": 2.0}, "5")),
         (of(0.5, {"a": 2.0}), {"a": 0.25}, Score(0.5, {"a": 2.0, "total": 0.5, "correct": 0.0})),
         (of(1.0, {"a": 2.0}), {"a": 2, "total": -1}, Score(3.0, {"a": 2.0, "total": 1.0, "correct": 1.0})),
-        (of(0.999, {"a": 0.0}), {"correct": 4}, None),
         (of(1.0, {"correct": 0.0}), {"correct": 4}, Score(0.0, {"total": 1.0, "correct": 0.0})),
     ],
 )
 def test_score_is_checked_and_weighted(scorer, weights, score):
-    if score is None:
-        with pytest.raises(
-            ValueError, match=r"^reward\.weights: must name parts of the score, got correct\. Use .*: a, total$"
-        ):
-            scoring_worker.score_one(scorer, "x", "7", weights)
-    else:
-        assert scoring_worker.score_one(scorer, "x", "7", weights) == score
+    assert scoring_worker.score_one(scorer, "x", "7", weights) == score
 
 
 @pytest.mark.parametrize(
@@ -149,22 +126,18 @@ def test_score_is_checked_and_weighted(scorer, weights, score):
         (of(float("inf")), {}, "a score must be finite, got Score(total=inf"),
         (of(1e39), {}, "a score must be at most 3.403e+38 (float32), got Score(total=1e+39"),
         (of(1.0, {"a": float("nan")}), {}, "a score must be finite, got Score(total=1.0, parts={'a': nan}"),
+        (of(0.999, {"a": 0.0}), {"correct": 4}, "reward.weights: must name parts of the score, got correct. Use the p"),
         (
             of(1.0, {"b": 1.0}),
             {"a": 1, "c": 1},
             "reward.weights: must name parts of the score, got a, c. Use the parts of this score: b, total",
         ),
+        (of(1.0, {"b": 1e38}), {"b": 9}, "reward.weights: the weighted score must be at most 3.403e+38 (float32), got"),
     ],
 )
 def test_invalid_scores_are_rejected(scorer, weights, message):
     with pytest.raises(ValueError, match="^" + re.escape(message)):
         scoring_worker.score_one(scorer, "x", "{}", weights)
-
-
-def test_scorer_gets_ground_truth_unchanged():
-    seen = []
-    scoring_worker.score_one(lambda *both: seen.append(both) or 1.0, "said", '{"target": 3}')
-    assert seen == [("said", {"target": 3})]
 
 
 def test_describe_limits_length():
@@ -174,14 +147,15 @@ def test_describe_limits_length():
 
 def test_first_errors_are_logged_and_all_counted(caplog):
     with ScoringPool(ODD, RewardConfig()) as pool:
-        pool.score(["raise"] * 4 + ["text"] * 3, truths(7))
+        responses = ["raise"] * 4 + ["text"] * 3 + ["fine"]
+        assert pool.score(responses, truths(8)) == expected(responses)
         assert pool.unscored == (7, FAILURES["text"])
         words = f"scorer {ODD} failed, the response has no score:"
         no, text = f"{words} RuntimeError: no; response 'raise'", f"{words} {FAILURES['text']}; response 'text'"
         assert caplog.messages == [no] * 4 + [text]
         with pool.without_counting():
-            pool.score(["nan"], truths(1))
-            assert pool.unscored == (8, FAILURES["nan"])
+            assert pool.score(["leave"], truths(1)) == expected(["leave"])
+            assert pool.unscored == (8, FAILURES["leave"])
         assert pool.unscored == (7, FAILURES["text"])
 
 
@@ -194,20 +168,8 @@ def test_path_object_in_sys_path_is_skipped(tmp_path, monkeypatch):
         assert pool.score(["any"], ["{}"]) == [Score(0.5, {})]
 
 
-def test_imports_of_scorer_count_in_no_deadline(tmp_path, monkeypatch):
-    """Otherwise the first response of each process would time out."""
-    (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(2)\nRIGHT = 'yes'\n")
-    (tmp_path / "lazy.py").write_text(
-        "def score(text, truth):\n    from slow_to_import import RIGHT\n    return float(text == RIGHT)\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with ScoringPool("lazy:score", RewardConfig(num_processes=2, deadline_s=1)) as pool:
-        assert pool.score(["yes", "no"] * 5, ["{}"] * 10) == [Score(1.0, {}), Score(0.0, {})] * 5
-        assert pool.unscored == (0, "")
-
-
 def test_kill_in_first_call_keeps_first_calls_enabled(tmp_path, monkeypatch):
-    """Otherwise later processes would import under the deadline of a response."""
+    """Imports count in no response's deadline, also after a kill."""
     (tmp_path / "slow_to_load.py").write_text("import time\ntime.sleep(2)\nRIGHT = 'yes'\n")
     (tmp_path / "killed_once.py").write_text(
         "import os\nfrom pathlib import Path\n\n\ndef score(text, truth):\n"
@@ -220,26 +182,6 @@ def test_kill_in_first_call_keeps_first_calls_enabled(tmp_path, monkeypatch):
         assert pool.score(["yes", "no"] * 2, ["{}"] * 4) == [Score(1.0, {}), Score(0.0, {})] * 2
         assert pool.unscored == (0, "")
     assert (tmp_path / "killed").exists()
-
-
-def test_first_calls_have_their_own_deadlines(monkeypatch):
-    """The parts of a mixture must not share the deadline of one first call."""
-    begun = []
-    monkeypatch.setattr(rlcore.score, "renew_deadline", None)  # `serve` puts its own there
-    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **__: begun.append("timer"))
-    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: None)
-
-    def score(response, truth):
-        begun.append(response)
-        return 1.0
-
-    ours, theirs = socket.socketpair()
-    truths = [json.dumps({"scorer": part}) for part in "aab"]
-    with ours, theirs:
-        ours.sendall(scoring_worker.encode_line(list(zip("xyz", truths, strict=True))))
-        ours.shutdown(socket.SHUT_WR)
-        scoring_worker.serve(theirs, score, 1.0, first_call=True, weights={})
-    assert begun == ["timer", "timer", "", "x", "y", "timer", "", "z"]
 
 
 def served(monkeypatch, scorer, messages, *, first_call, weights=None):
@@ -281,8 +223,6 @@ def test_results_are_sent_one_by_one(monkeypatch):
 
 
 def test_repeated_turns_have_their_own_deadlines(monkeypatch):
-    """The replay of an episode must not share the deadline of one reply."""
-
     def scorer(response, truth):
         rlcore.score.renew_deadline()
         return 1.0
@@ -298,9 +238,10 @@ def test_repeated_turns_have_their_own_deadlines(monkeypatch):
 
 def test_parts_of_mixture_have_first_calls(monkeypatch):
     parts = [["x", json.dumps({"scorer": part})] for part in "aba"]
-    found, _ = served(monkeypatch, lambda *_: 1.0, [parts, parts[:1]], first_call=True)
+    found, timers = served(monkeypatch, lambda *_: 1.0, [parts, parts[:1]], first_call=True)
     cold, warm, result = {"warm": False}, {"warm": True}, [1.0, {}, None]
     assert found == [cold, warm, result, cold, warm, result, result, result]
+    assert timers == [156, 156, 156, None, 152, None], "each first call has its own deadline"
 
 
 @pytest.mark.parametrize("how", ["hang", "exit"])
@@ -360,10 +301,11 @@ def test_stopped_idle_process_does_not_block(monkeypatch):
         assert not psutil.pid_exists(before)
 
 
-def test_score_in_several_reads_is_complete():
+def test_long_and_invalid_texts_are_complete():
+    responses = ["\ud800 lone", "x" * 1_000_000, "\x00", "\u2028"]
     with ScoringPool(ODD, RewardConfig(num_processes=1)) as pool:
-        first, much, last = pool.score(["first", "says much", "last"], truths(3))
-        assert [first, last] == [expected(["first"])[0], Score(2.1, {"length": 4.0, "correct": 1.0})]
+        *found, much, last = pool.score([*responses, "says much", "last"], truths(6))
+        assert [*found, last] == [*expected(responses), Score(5.1, {"length": 4.0, "correct": 1.0})]
         assert much == Score(1.0, {}, said="two\nlines " * 30_000)
 
 
@@ -380,20 +322,6 @@ def test_close_ends_processes_and_cancels_jobs():
         pool.submit(["late"], truths(1))
 
 
-def test_exception_in_block_ends_processes():
-    pids = set()
-
-    def interrupted():
-        with ScoringPool(ODD, RewardConfig(num_processes=1)) as pool:
-            pids.update(worker_pids(pool))
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        interrupted()
-    assert pids
-    assert not any(psutil.pid_exists(pid) for pid in pids)
-
-
 def test_jobs_are_collected_in_any_order():
     with ScoringPool(ODD, RewardConfig(num_processes=1)) as pool:
         first = pool.submit(["a"] * 40, truths(40))
@@ -406,9 +334,6 @@ def test_jobs_are_collected_in_any_order():
 def test_scoring_process_loads_no_torch():
     with ScoringPool(ODD, RewardConfig(num_processes=1)) as pool:
         assert pool.score(["torch"], truths(1)) == [Score(0.0, {})]
-
-
-def test_countdown_scorer_loads_neither_arrow_nor_pydantic():
     code = "import data.countdown, sys; print(*{'torch', 'pyarrow', 'pydantic', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
@@ -434,13 +359,12 @@ def test_idle_processes_end_with_killed_parent():
     assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.parametrize("num_processes", [0, 1])
 @pytest.mark.parametrize(
     "name", ["nowhere:score", "data.countdown:nothing", "tests.rollout.odd_scorers:NOT_A_FUNCTION"]
 )
-def test_missing_scorer_is_rejected(name, num_processes):
+def test_missing_scorer_is_rejected(name):
     with pytest.raises(ConfigError, match=f"data.scorer: must name a function as module:function, got '{name}'"):
-        ScoringPool(name, RewardConfig(num_processes=num_processes))
+        ScoringPool(name, RewardConfig(num_processes=1))
 
 
 def test_shadowed_module_is_reported(tmp_path, monkeypatch):
@@ -483,9 +407,3 @@ def test_failed_starts_of_environment_are_reported(tmp_path, monkeypatch):
         pytest.raises(EngineError, match=message),
     ):
         pool.score(["{}"], ["{}"])
-
-
-def test_invalid_unicode_and_long_responses_are_complete():
-    responses = ["\ud800 lone", "x" * 1_000_000, "\x00", "\u2028"]
-    with ScoringPool(ODD, RewardConfig(num_processes=1)) as pool:
-        assert pool.score(responses, truths(4)) == expected(responses)

@@ -1,38 +1,24 @@
 """The real vLLM as rollout engine, run once by `vllm_session` in a separate process."""
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.rollout.real_vllm import real_vllm
+from tests.rollout.real_vllm import real_vllm, run_vllm
 
-ROOT = Path(__file__).resolve().parents[2]
 END = 1
 pytestmark = real_vllm(timeout_s=1_200)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of the session's findings."""
     folder = tmp_path_factory.mktemp("vllm")
     shell = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # the engine must be in this process all the same
-    environment = {**os.environ, **shell, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.rollout.vllm_session", str(folder)],
-        cwd=ROOT,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=1_100,
-    )
-    (folder / "output.txt").write_text(done.stdout[-4_000:] + done.stderr[-8_000:], encoding="utf-8")
+    output = run_vllm("tests.rollout.vllm_session", str(folder), timeout_s=1_100, **shell)
+    (folder / "output.txt").write_text(output, encoding="utf-8")
     return folder
 
 
@@ -47,34 +33,20 @@ def engine(folder: Path) -> dict[str, Any]:
     return facts_of(folder, "engine")
 
 
-@pytest.fixture(scope="module")
-def canary(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = facts_of(folder, "training")["canary"]
-    return found
-
-
-def test_no_response_before_first_weight_sync(engine: dict[str, Any]) -> None:
-    assert "before a weight sync" in engine["before_hand_over"]
-
-
 def test_rollouts_have_order_and_policy_version(engine: dict[str, Any]) -> None:
+    assert "before a weight sync" in engine["before_hand_over"]
     assert len(engine["order_kept"]) == 32
     assert all(engine["order_kept"])
     assert set(engine["versions"]) == {3}
 
 
-@pytest.mark.parametrize("temperature", ["1.0", "0.7", "0"])
-def test_logprobs_match_trainer(engine: dict[str, Any], temperature: str) -> None:
-    assert engine["difference"][temperature] < 1e-4
+def test_logprobs_match_trainer(engine: dict[str, Any]) -> None:
+    assert all(engine["difference"][temperature] < 1e-4 for temperature in ("1.0", "0.7", "0"))
 
 
 def test_response_depends_on_seed_only(engine: dict[str, Any]) -> None:
-    assert engine["again"] == engine["answers"]
     assert engine["backwards"] == engine["answers"]
     assert sum(a != b for a, b in zip(engine["answers"], engine["other_seeds"], strict=True)) >= 24
-
-
-def test_sampled_responses_differ_and_greedy_ones_do_not(engine: dict[str, Any]) -> None:
     for start in range(0, 32, 4):
         assert len({tuple(answer) for answer in engine["answers"][start : start + 4]}) >= 3
         assert len({tuple(answer) for answer in engine["greedy"][start : start + 4]}) == 1
@@ -100,10 +72,7 @@ def test_responses_are_yielded_as_they_end(engine: dict[str, Any]) -> None:
     assert sorted(order) == list(range(32))
     assert order != sorted(order)
     assert set(order[: len(order) // 5]) >= {0, 5, 10}, "answers of one token come first"
-
-
-def test_cancelled_stream_leaves_no_requests(engine: dict[str, Any]) -> None:
-    assert engine["after_a_stopped_stream"] == engine["answers"]
+    assert engine["after_a_stopped_stream"] == engine["answers"], "a cancelled stream leaves no requests"
 
 
 @pytest.mark.parametrize("room", ["enough", "scarce", "many"])
@@ -137,39 +106,20 @@ def test_incomplete_weight_sync_is_rejected(engine: dict[str, Any]) -> None:
     assert "model.layers.1.self_attn.k_proj.weight" in engine["tensor_left_out"]
     assert engine["after_a_failed_hand_over"] == -1
     assert "model.extra" in engine["unknown_tensor"]
-
-
-def test_tensors_are_compared_individually(engine: dict[str, Any]) -> None:
     assert engine["differing_when_right"] == []
     assert engine["differing_when_wrong"] >= 20
-
-
-def test_training_keeps_its_threads(engine: dict[str, Any]) -> None:
     wanted, got = engine["threads"]
-    assert wanted == got
+    assert wanted == got, "training keeps its threads"
 
 
-def test_untied_head_is_synced(folder: Path) -> None:
-    assert facts_of(folder, "untied")["difference"] < 1e-4
-
-
-def test_stale_tied_head_stops_run(canary: dict[str, Any]) -> None:
-    assert "canary_bound" in canary["stale_head"]
-    assert "the head, tied to model.embed_tokens.weight" in canary["stale_head"]
-    assert canary["right_difference"] < 1e-4
-
-
-def test_wrong_tensor_stops_run(canary: dict[str, Any]) -> None:
-    assert "canary_bound" in canary["wrong_tensor"]
-    assert "model.layers.0.mlp.up_proj.weight" in canary["wrong_tensor"]
-    assert canary["right_again"] < 1e-4
-
-
-def test_missing_tensor_stops_run(canary: dict[str, Any]) -> None:
+def test_wrong_weight_sync_stops_run(folder: Path) -> None:
+    canary = facts_of(folder, "training")["canary"]
+    for fault, tensor in (("stale_head", "the head, tied to model.embed_tokens.weight"),
+                          ("wrong_tensor", "model.layers.0.mlp.up_proj.weight")):  # fmt: skip
+        assert "canary_bound" in canary[fault]
+        assert tensor in canary[fault]
+    assert max(canary["right_difference"], canary["right_again"]) < 1e-4
     assert "model.norm.weight" in canary["left_out"]
-
-
-def test_training_stops_at_wrong_weight_sync(canary: dict[str, Any]) -> None:
     assert canary["training_stopped"].startswith("weight sync 1: ")
     assert "the head, tied to" in canary["training_stopped"]
 
@@ -236,10 +186,7 @@ def test_unsupported_settings_are_reported(folder: Path) -> None:
     assert refusals["too_long"].startswith("filter.max_prompt_tokens + rollout.max_response_tokens: must be at most")
     assert "got 513" in refusals["too_long"]
     assert "It cannot compute in torch.float64 here. Set rollout.dtype=float32" in refusals["dtype"]
-
-
-def test_engine_sleeps_on_shared_gpu(folder: Path) -> None:
-    sleep = facts_of(folder, "refusals")["sleep"]
+    sleep = refusals["sleep"]
     assert "Memory usage increased" in sleep["by_itself"], "vLLM's own check is gone, and with it the need for ours"
     assert (sleep["by_ours"], sleep["suspended"]) == ("", 2)
 

@@ -22,7 +22,6 @@ def output(token_ids: list[int], logprobs: list[float] | None) -> Any:
 
 @pytest.fixture
 def engine() -> Any:
-    """Engine without a started vLLM."""
     engine: Any = object.__new__(VllmEngine)
     engine.policy_version, engine._sleep_level, engine._asleep = 7, 0, False
     engine._engine, engine._span = None, EngineRanks(1)
@@ -67,7 +66,6 @@ def read_outputs(name: str, token_ids: list[int], reason: str | None = None) -> 
 
 
 def writing(engine: Any, core: Core) -> Any:
-    """Return a stream of three requests with the ids `r0` to `r2`."""
     engine._engine = SimpleNamespace(engine_core=core)
     engine._prepare_requests = lambda requests, *_: (
         SimpleNamespace(request_id=f"r{at}") for at in range(len(requests))

@@ -3,51 +3,29 @@
 import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from rlcore.rollout.vllm import short_names as short
-from rlcore.rollout.vllm.short_names import REQUEST_NAMES, SCHEDULER_NAMES, unsupported_reason
+from rlcore.rollout.vllm.short_names import REQUEST_NAMES, unsupported_reason
 
 
 class FullAttentionSpec:
     """Class with vLLM's name."""
 
 
-def put(owner: Any, path: str, value: Any) -> None:
-    *above, last = path.split(".")
-    for name in above:
-        owner = getattr(owner, name)
-    setattr(owner, last, value)
-
-
-def filled(owner: Any, names: dict[str, str]) -> Any:
-    """Return the object with all these names as None."""
-    for path, of_path in names.items():
-        inner = owner
-        for name in filter(None, path.split(".")):
-            if getattr(inner, name, None) is None:
-                setattr(inner, name, SimpleNamespace())
-            inner = getattr(inner, name)
-        for name in of_path.split():
-            if not hasattr(inner, name):
-                setattr(inner, name, None)
-    return owner
-
-
 GROUP = SimpleNamespace(kv_cache_spec=FullAttentionSpec())
 
 
 @pytest.fixture
-def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
+def scheduler(monkeypatch: pytest.MonkeyPatch) -> Mock:
     monkeypatch.setattr(short, "_missing_request_names", list)
-    found = filled(SimpleNamespace(), dict(SCHEDULER_NAMES))
-    for path, value in {
-        "kv_cache_config.kv_cache_groups": [GROUP], "num_spec_tokens": 0, "num_lookahead_tokens": 0,
-        "needs_kv_cache_zeroing": False, "defer_block_free": False, "log_stats": False,
-        "parallel_config.pipeline_parallel_size": 1, "dcp_world_size": 1,
-    }.items():  # fmt: skip
-        put(found, path, value)
+    found = Mock(
+        num_spec_tokens=0, num_lookahead_tokens=0, lora_config=None, connector=None, ec_connector=None,
+        needs_kv_cache_zeroing=False, defer_block_free=False, log_stats=False, dcp_world_size=1,
+    )  # fmt: skip
+    found.kv_cache_config.kv_cache_groups, found.parallel_config.pipeline_parallel_size = [GROUP], 1
     return found
 
 
@@ -70,13 +48,12 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
 )
 def test_unsupported_scheduler_is_reported(scheduler: Any, path: str, value: Any, needs: str) -> None:
     assert unsupported_reason(scheduler) is None
-    put(scheduler, path, value)
+    scheduler.configure_mock(**{path: value})
     assert unsupported_reason(scheduler) == f"it needs {needs}"
 
 
 @pytest.fixture
 def release(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Return a vLLM module with this version."""
     vllm = SimpleNamespace(__version__="0.25.1")
     monkeypatch.setitem(sys.modules, "vllm", vllm)  # type: ignore[arg-type]
     return vllm

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,12 +15,12 @@ from torch import nn
 from transformers import LlamaConfig
 
 from rlcore.config.rollout import RolloutConfig
-from rlcore.rollout.vllm import ENGINE_FIXED_BYTES, engine_pool_bytes, missing_vllm_message
+from rlcore.errors import EngineError
+from rlcore.rollout.vllm import ENGINE_FIXED_BYTES, engine_pool_bytes, missing_vllm_message, require_vllm
 from rlcore.rollout.vllm.start import (
     EngineShape,
     engine_arguments,
     give_float32_logits,
-    logprobs_mode,
     start_failure_message,
     unsupported_dtype,
 )
@@ -46,14 +47,12 @@ def settings(**more: Any) -> RolloutConfig:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Simulate a GPU of 80 GiB, and return its bytes."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * GIB))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3 * GIB // 2, 80 * GIB))
     return 80 * GIB
 
 
-KEYS_AND_VALUES = 2 * 2 * 3 * 8 * 2
-"""Bytes per token: keys and values, layers, heads, width, 2 bytes each."""
+KEYS_AND_VALUES = 2 * 2 * 3 * 8 * 2  # bytes per token: keys and values, layers, heads, width, 2 bytes each
 EVERYWHERE = {
     "skip_tokenizer_init": True,
     "load_format": "dummy",
@@ -98,29 +97,32 @@ def test_arguments_on_gpu(model: Path, gpu: int) -> None:
     assert (awake["enable_sleep_mode"], awake["enforce_eager"]) == (False, True)
 
 
-@pytest.mark.parametrize(("answers", "graph"), [(512, None), (513, 513)])
-def test_cuda_graph_has_whole_batch(model: Path, gpu: int, answers: int, graph: int | None) -> None:
-    wide = settings(max_num_seqs=answers)
-    assert engine_arguments(shape(model, "cuda"), wide).get("max_cudagraph_capture_size") == graph
-    assert "max_cudagraph_capture_size" not in engine_arguments(shape(model), wide)
+UNSPLIT = {"flash_attn_max_num_splits_for_cuda_graph": 1}
 
 
 @pytest.mark.parametrize(
-    ("device", "longest", "given", "tokens"),
-    [("cpu", 5_000, None, 5_000), ("cpu", 100, 300, 300), ("cpu", 400, 300, 400), ("cuda", 5_000, 300, 300)],
-)
-def test_cpu_step_has_room_for_whole_prompt(
-    model: Path, gpu: int, device: str, longest: int, given: int | None, tokens: int
+    ("device", "longest", "given", "name", "value"),
+    [
+        ("cuda", 100, {"max_num_seqs": 512}, "max_cudagraph_capture_size", None),
+        ("cuda", 100, {"max_num_seqs": 513}, "max_cudagraph_capture_size", 513),
+        ("cpu", 100, {"max_num_seqs": 513}, "max_cudagraph_capture_size", None),
+        ("cpu", 5_000, {}, "max_num_batched_tokens", 5_000),  # a step on a CPU has room for a whole prompt
+        ("cpu", 100, {"max_batched_tokens": 300}, "max_num_batched_tokens", 300),
+        ("cpu", 400, {"max_batched_tokens": 300}, "max_num_batched_tokens", 400),
+        ("cuda", 5_000, {"max_batched_tokens": 300}, "max_num_batched_tokens", 300),
+        ("cuda", 2_048, {}, "attention_config", UNSPLIT),
+        ("cuda", 2_049, {}, "attention_config", None),
+        ("cpu", 2_048, {}, "attention_config", None),
+        *(("cuda", 100, {"tensor_parallel_size": size}, "kv_cache_memory_bytes", 4 * 116 * KEYS_AND_VALUES * heads // 3)
+          for size, heads in ((1, 3), (2, 2), (3, 1), (6, 1))),
+        ("cuda", 100, {"sampling": {"top_p": 1.0, "temperature": 0.7}}, "logprobs_mode", "processed_logprobs"),
+        ("cuda", 100, {"sampling": {"top_p": 0.9}}, "logprobs_mode", "raw_logprobs"),
+    ],
+)  # fmt: skip
+def test_argument_follows_settings(
+    model: Path, gpu: int, device: str, longest: int, given: dict[str, Any], name: str, value: object
 ) -> None:
-    found = engine_arguments(shape(model, device, longest), settings(max_batched_tokens=given))
-    assert found["max_num_batched_tokens"] == tokens
-
-
-@pytest.mark.parametrize(("size", "heads"), [(1, 3), (2, 2), (3, 1), (6, 1)])
-def test_cache_rounds_heads_per_rank_up(model: Path, gpu: int, size: int, heads: int) -> None:
-    found = engine_arguments(shape(model, "cuda"), settings(tensor_parallel_size=size))
-    assert found["kv_cache_memory_bytes"] == 4 * (100 + 16) * KEYS_AND_VALUES * heads // 3
-    assert found["tensor_parallel_size"] == size
+    assert engine_arguments(shape(model, device, longest), settings(**given)).get(name) == value
 
 
 def test_cpu_cache_is_within_share(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +151,8 @@ def test_small_share_is_measured_by_vllm(model: Path, monkeypatch: pytest.Monkey
 def test_ranks_start_in_existing_group(
     model: Path, monkeypatch: pytest.MonkeyPatch, size: int, is_shared: bool
 ) -> None:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    variables = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name in variables:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
@@ -157,18 +160,8 @@ def test_ranks_start_in_existing_group(
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     found = engine_arguments(shape(model), settings())
     expected = {"distributed_executor_backend": "external_launcher", "disable_custom_all_reduce": True}
-    assert {name: found[name] for name in expected if name in found} == (expected if is_shared else {})
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    set_now = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    assert {name: os.environ[name] for name in names if name in os.environ} == (set_now if is_shared else {})
-
-
-@pytest.mark.parametrize(
-    ("top_p", "temperature", "mode"),
-    [(1.0, 1.0, "processed_logprobs"), (1.0, 0.7, "processed_logprobs"), (0.9, 1.0, "raw_logprobs")],
-)
-def test_logprobs_mode(top_p: float, temperature: float, mode: str) -> None:
-    assert logprobs_mode(settings(sampling={"top_p": top_p, "temperature": temperature})) == mode
+    assert (found.items() >= expected.items()) == is_shared
+    assert {name: os.environ.get(name) for name in variables} == (variables if is_shared else dict.fromkeys(variables))
 
 
 def test_unsupported_dtype_message() -> None:
@@ -177,6 +170,7 @@ def test_unsupported_dtype_message() -> None:
         "Set rollout.dtype=float32 (and model.dtype=float32), or use rollout=hf."
     )
     assert unsupported_dtype("Tesla T4", (7, 5), torch.float16) is None
+    assert unsupported_dtype("NVIDIA H200", (9, 0), torch.bfloat16) is None
 
 
 STARTED = "rollout.engine: vLLM 1.2.3 did not start on {model}: "
@@ -209,21 +203,20 @@ def test_start_failures_name_the_setting(
     found = start_failure_message(ValueError(said), shape(model, device), settings(tensor_parallel_size=2))
     assert found.startswith(begins.format(model=model, free=free))
     assert remedy in found
+    if said.startswith("not divisible"):
+        alone = start_failure_message(ValueError(said), shape(model, device), settings())
+        assert alone == STARTED.format(model=model) + f"{said}. Use rollout=hf to train without vLLM."
 
 
-def test_indivisible_width_on_one_gpu_names_no_setting(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda _: "1.2.3")
-    found = start_failure_message(ValueError("not divisible"), shape(model), settings())
-    assert found == STARTED.format(model=model) + "not divisible. Use rollout=hf to train without vLLM."
-
-
-def test_failed_import_is_reported() -> None:
+def test_missing_vllm_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     install = (
         "In the checkout, on a GPU: pip install -c constraints.txt -e '.[vllm]'; on a CPU: make install-vllm; or use "
         "rollout=hf."
     )
-    assert missing_vllm_message() == f"rollout.engine: vllm is not installed here. {install}"
     assert missing_vllm_message("no CUDA") == f"rollout.engine: vllm is not installed here (no CUDA). {install}"
+    monkeypatch.setitem(sys.modules, "vllm", None)  # Python's own way to say that there is none
+    with pytest.raises(EngineError, match=re.escape(f"rollout.engine: vllm is not installed here. {install}")):
+        require_vllm()
 
 
 def test_engine_pool_bytes_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,31 +241,21 @@ class OtherMethod(UnquantizedEmbeddingMethod):
     """Method of a packed head."""
 
 
-def head_of(method: object | None) -> Any:
+def head_of(method: object) -> Any:
     model: Any = nn.Module()
     model.lm_head = nn.Linear(4, 3, bias=False, dtype=torch.bfloat16)
-    if method is not None:
-        model.lm_head.quant_method = method
-    return model
+    model.lm_head.quant_method = method
+    give_float32_logits(model)
+    return model.lm_head
 
 
 def test_logits_are_float32() -> None:
-    model = head_of(UnquantizedEmbeddingMethod())
-    give_float32_logits(model)
-    head, x = model.lm_head, torch.randn(2, 4, dtype=torch.bfloat16)
+    head, x = head_of(UnquantizedEmbeddingMethod()), torch.randn(2, 4, dtype=torch.bfloat16)
     expected = x.float() @ head.weight.float().T
     assert isinstance(head.quant_method, UnquantizedEmbeddingMethod)
     torch.testing.assert_close(head.quant_method.apply(head, x), expected)
     bias = torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16)
     torch.testing.assert_close(head.quant_method.apply(head, x, bias), expected + bias.float())
-
-
-def test_quantized_head_is_unchanged() -> None:
     method = OtherMethod()
-    model = head_of(method)
-    give_float32_logits(model)
-    assert model.lm_head.quant_method is method
+    assert head_of(method).quant_method is method, "a quantized head is unchanged"
     give_float32_logits(nn.Module())
-    plain = head_of(None)
-    give_float32_logits(plain)
-    assert not hasattr(plain.lm_head, "quant_method")

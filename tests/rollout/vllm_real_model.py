@@ -1,13 +1,15 @@
-"""Weight syncs of a real model to the real vLLM: `python -m tests.rollout.vllm_real_model FOLDER MODEL`.
+"""Weight syncs of a real model to the real vLLM: `python -m tests.rollout.vllm_real_model FILE MODEL`.
 
-The process writes JSON for the tests, as `vllm_session` does. MODEL: SmolLM2-135M-Instruct.
+The process writes JSON to FILE, as `vllm_session` does. MODEL: SmolLM2-135M-Instruct.
 """
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -27,104 +29,70 @@ RATE = 1e-5
 
 
 def prompt(model: Path) -> Prompt:
-    """Return a question in the model's chat template."""
     tokenizer = load_tokenizer(model)
     messages = [{"role": "user", "content": QUESTION}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return Prompt(0, tuple(tokenizer(text)["input_ids"]), "x", "{}")
 
 
-class Trained:
-    """Worker's weights after training steps, and the tensors of the previous weight sync."""
-
-    def __init__(self, worker: Worker) -> None:
-        self._parameters = dict(worker.actor.model.model.named_parameters())
-        self._drawn = torch.Generator().manual_seed(1)
-        self.before: dict[str, Tensor] = {}
-
-    def step(self) -> None:
-        """Simulate an AdamW step at this learning rate: each weight moves by about that amount."""
-        self.before = {name: tensor.detach().clone() for name, tensor in self._parameters.items()}
-        with torch.no_grad():
-            for tensor in self._parameters.values():
-                tensor.add_(RATE * torch.empty_like(tensor).uniform_(-1, 1, generator=self._drawn).sign())
-
-
 def facts_of(model: Path) -> dict[str, Any]:
-    """Return the results of correct weight syncs, and of each fault after a training step."""
     config = load_config(
         ["experiment=debug", f"model.path={model}", "warm_start.enabled=false", "rollout.engine=vllm",
          "rollout.dtype=bfloat16", "rollout.max_num_seqs=8", "rollout.memory_share=0.1", "filter.max_prompt_tokens=256",
          "rollout.max_response_tokens=16", "tracking.enabled=false"]
     )  # fmt: skip
     group = LocalGroup(config, str(model))
-    worker = group.each(_itself)[0]
-    group.each(Worker.set_probe, [prompt(model)])
+    (worker,) = group.each(lambda worker: worker)
+    worker.set_probe([prompt(model)])
     facts: dict[str, Any] = {"right": [_right(worker, 0)]}
-    trained = Trained(worker)
-    load = sync.load_weights
+    parameters, drawn = dict(worker.actor.model.model.named_parameters()), torch.Generator().manual_seed(1)
+    before: dict[str, Tensor] = {}
+    load, heads = sync.load_weights, list[tuple[Any, Tensor]]()
 
-    def with_stale(stale: Callable[[str, Tensor], Tensor]) -> Any:
+    def stale(choose: Callable[[str, Tensor], Tensor]) -> AbstractContextManager[object]:
         def wrapped(inside: nn.Module, settings: Any, sent: Any, *more: Any) -> None:
-            load(inside, settings, _replaced(sent, stale), *more)
+            load(inside, settings, ((name, choose(name, tensor)) for name, tensor in sent), *more)
 
-        return wrapped
-
-    heads: list[tuple[Any, Tensor]] = []
+        return patch.object(sync, "load_weights", wrapped)
 
     def with_stale_head(inside: Any, settings: Any, sent: Any, *more: Any) -> None:
         load(inside, settings, sent, *more)
         heads.append((inside.lm_head, inside.lm_head.weight))
-        old = inside.lm_head.weight.detach().clone()
-        old.copy_(trained.before["model.embed_tokens.weight"])
+        old = before["model.embed_tokens.weight"].to(inside.lm_head.weight)
         inside.lm_head.weight = nn.Parameter(old, requires_grad=False)
 
     def half(name: str, tensor: Tensor) -> Tensor:
         """Return the second half of one matrix: the shard of the second of two ranks."""
-        if name != MATRIX:
-            return tensor
         rows = len(tensor) // 2
-        return torch.cat([tensor[:rows], trained.before[name][rows:].to(tensor)])
+        return torch.cat([tensor[:rows], before[name][rows:].to(tensor)]) if name == MATRIX else tensor
 
-    faults: dict[str, tuple[Any, str, Any]] = {
-        "layer": (
-            sync,
-            "load_weights",
-            with_stale(lambda n, t: trained.before[n] if n.startswith(LAYER) else t),
-        ),
-        "shard": (sync, "load_weights", with_stale(half)),
-        "head": (sync, "load_weights", with_stale_head),
-        "prefix cache": (worker.engine._engine, "reset_prefix_cache", lambda: True),
+    faults = {
+        "layer": stale(lambda name, tensor: before[name] if name.startswith(LAYER) else tensor),
+        "shard": stale(half),
+        "head": patch.object(sync, "load_weights", with_stale_head),
+        "prefix cache": patch.object(worker.engine._engine, "reset_prefix_cache", lambda: True),
     }
-    for version, (name, (owner, function, wrong)) in enumerate(faults.items(), start=1):
-        trained.step()
-        original = getattr(owner, function)
-        setattr(owner, function, wrong)
+    for version, (name, fault) in enumerate(faults.items(), start=1):
+        before |= {name: tensor.detach().clone() for name, tensor in parameters.items()}
+        with torch.no_grad():  # as an AdamW step at this learning rate: each weight moves by about that amount
+            for tensor in parameters.values():
+                tensor.add_(RATE * torch.empty_like(tensor).uniform_(-1, 1, generator=drawn).sign())
         try:
-            worker.sync_weights(version)
+            with fault:
+                worker.sync_weights(version)
             facts[name] = ""
         except EngineError as error:
             facts[name] = str(error)
-        finally:
-            setattr(owner, function, original)
-            for head, tied in heads:
-                head.weight = tied
+        for head, tied in heads:
+            head.weight = tied
     facts["right"].append(_right(worker, len(faults) + 1))
     group.close()
     return facts
 
 
-def _itself(worker: Worker) -> Worker:
-    return worker
-
-
 def _right(worker: Worker, version: int) -> list[Any]:
     synced = worker.sync_weights(version)
     return [synced.difference, synced.warning]
-
-
-def _replaced(sent: Any, stale: Callable[[str, Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    return ((name, stale(name, tensor)) for name, tensor in sent)
 
 
 if __name__ == "__main__":

@@ -96,7 +96,6 @@ def answers(rollouts: list[Rollout]) -> list[list[int]]:
 
 
 def differing(engine: VllmEngine, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Return the names of the engine's tensors that differ from these."""
     sent = SentWeights(engine.model)
     for _ in sent.record(weights):
         pass
@@ -104,7 +103,6 @@ def differing(engine: VllmEngine, weights: Iterable[tuple[str, Tensor]]) -> list
 
 
 def mean_difference(directory: Path, rollouts: list[Rollout], temperature: float) -> float:
-    """Return mean |engine's - trainer's| log-probability of the sampled tokens."""
     policy = load_policy(directory, model=ModelConfig(), device=CPU)
     batch = pack(rollouts, [Score(0.0, {})] * len(rollouts), range(len(rollouts)))
     with torch.no_grad():
@@ -118,11 +116,10 @@ def keep_frozen() -> None:
     gc.unfreeze = lambda: None
 
 
-def message(action: Any) -> str:
-    """Return the EngineError of an action, or ''."""
+def message(action: Any, kind: type[Exception] = EngineError) -> str:
     try:
         action()
-    except EngineError as error:
+    except kind as error:
         return str(error)
     return ""
 
@@ -151,7 +148,6 @@ def engine_facts(folder: Path) -> dict[str, Any]:
     facts["versions"] = [rollout.policy_version for rollout in found]
     facts["finish"] = [(r.finish_reason, len(r.response_ids), int(r.response_ids[-1])) for r in found]
     facts["answers"] = answers(found)
-    facts["again"] = answers(engine.generate(requests, SAMPLING, MAX_TOKENS))
     backwards = answers(engine.generate(requests[::-1], SAMPLING, MAX_TOKENS))
     facts["backwards"] = backwards[::-1]
     facts["other_seeds"] = answers(
@@ -204,14 +200,15 @@ def short_steps_facts(engine: VllmEngine) -> dict[str, Any]:
         held = pool.get_new_blocks(pool.get_num_free_blocks() - 40) if room == "scarce" else []
         for way in ("short", "own"):
             scheduler.short_steps_allowed = way == "short"
-            steps, preempting = scheduler.num_short_steps, scheduler.num_preempting_steps
-            found = engine.generate(requests, SamplingConfig(temperature=1.0), most_tokens)
+            orders = list[Any]()
+            with patch.object(scheduler, "schedule", counting(scheduler.schedule, orders)):
+                found = engine.generate(requests, SamplingConfig(temperature=1.0), most_tokens)
             facts[f"{room} {way}"] = {
                 "answers": answers(found),
                 "logprobs": [rollout.behavior_logprobs.tolist() for rollout in found],
                 "reasons": [rollout.finish_reason for rollout in found],
-                "steps": scheduler.num_short_steps - steps,
-                "preempting": scheduler.num_preempting_steps - preempting,
+                "steps": sum(is_short for is_short, _ in orders),
+                "preempting": sum(preempts for _, preempts in orders),
                 "left": len(scheduler.requests),
             }
             engine._engine.reset_prefix_cache()
@@ -219,6 +216,17 @@ def short_steps_facts(engine: VllmEngine) -> dict[str, Any]:
     scheduler.short_steps_allowed = True
     short_scheduler._MAX_SHORT_STEPS = most_steps
     return facts
+
+
+def counting(schedule: Any, orders: list[Any]) -> Any:
+    """Return `schedule`, and record whether each step is short and whether it preempts requests."""
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        order = schedule(*args, **kwargs)
+        orders.append((any(order is one[0] for one in schedule.__self__._short_steps), bool(order.preempted_req_ids)))
+        return order
+
+    return wrapped
 
 
 def tail_cut_facts(folder: Path) -> dict[str, Any]:
@@ -241,7 +249,6 @@ def tail_cut_facts(folder: Path) -> dict[str, Any]:
 def cut_facts(
     engine: VllmEngine, requests: list[SamplingRequest], whole: list[Rollout], *, wanted: int, world_size: int = 1
 ) -> dict[str, Any]:
-    """Generate with a tail cut, and compare with the whole responses."""
     groups = [request.group for request in requests]
     cut = TailCut(groups, wanted, CUT_TOKENS, world_size, CPU)
     found: dict[int, Rollout] = {}
@@ -265,30 +272,10 @@ def cut_facts(
     }
 
 
-def untied_facts(folder: Path) -> dict[str, Any]:
-    """Load and sync a model with an untied head and grouped heads."""
-    first, second = write_model("untied", folder / "third", 3), write_model("untied", folder / "fourth", 4)
-    engine = build(first, SETTINGS.model_copy(update={"prefix_caching": False, "max_batched_tokens": 256}))
-    engine.update_weights(weights_of(first), version=0)
-    engine.update_weights(weights_of(second), version=1)
-    found = engine.generate(some_requests(8, 4, 20), SAMPLING, MAX_TOKENS)
-    engine.close()
-    return {"difference": mean_difference(second, found, 0.7)}
-
-
 def others_freed(directory: Path, cause: RuntimeError) -> str:
     """Return the message of a start that fails with this error of vLLM. A run retries such a start."""
-    import vllm
-
-    started = vllm.LLMEngine
-    vllm.LLMEngine = Mock(side_effect=cause)
-    try:
-        build(directory)
-    except WorkerLostError as error:
-        return str(error)
-    finally:
-        vllm.LLMEngine = started
-    return ""
+    with patch("vllm.LLMEngine", side_effect=cause):
+        return message(lambda: build(directory), WorkerLostError)
 
 
 def sleep_facts() -> dict[str, Any]:
@@ -299,25 +286,21 @@ def sleep_facts() -> dict[str, Any]:
     worker._sleep_mode_backend = suspended = Mock()
     worker.vllm_config = Mock(model_config=Mock(enable_nccl_comm_suspend=False))
 
-    def sleep() -> str:
-        try:
-            worker.sleep(1)
-        except AssertionError as error:
-            return str(error)
-        return ""
-
     with (
         patch.object(torch.accelerator, "synchronize"),
         patch.object(torch.accelerator, "get_memory_info", side_effect=[(5, 10), (3, 10)] * 2),
     ):
-        by_itself = sleep()
+        by_itself = message(lambda: worker.sleep(1), AssertionError)
         allow_sleep_on_shared_gpu()
         allow_sleep_on_shared_gpu()
-        return {"by_itself": by_itself, "by_ours": sleep(), "suspended": suspended.suspend.call_count}
+        return {
+            "by_itself": by_itself,
+            "by_ours": message(lambda: worker.sleep(1), AssertionError),
+            "suspended": suspended.suspend.call_count,
+        }
 
 
 def refusal_facts(folder: Path) -> dict[str, Any]:
-    """Return the messages of engines that cannot start."""
     first = write_model("tied", folder / "fifth", 5)
     unknown = write_model("tied", folder / "sixth", 5)
     config = json.loads((unknown / "config.json").read_text(encoding="utf-8"))
@@ -350,23 +333,22 @@ def _loaded_by_vllm(directory: Path) -> VllmEngine:
     from rlcore.rollout.vllm import start
 
     plain = start.engine_arguments
-    start.engine_arguments = lambda shape, settings: {**plain(shape, settings), "load_format": "safetensors"}
-    try:
+
+    def from_files(shape: EngineShape, settings: RolloutConfig) -> dict[str, Any]:
+        return {**plain(shape, settings), "load_format": "safetensors"}
+
+    with patch.object(start, "engine_arguments", from_files):
         engine = build(directory)
-    finally:
-        start.engine_arguments = plain
     engine.policy_version = 0
     return engine
 
 
 def _with_stale_prefix(engine: VllmEngine, directory: Path, requests: list[SamplingRequest]) -> dict[str, Any]:
     """Sync weights and keep the prefix cache; return the error, and responses next to correct ones."""
-    reset = engine._engine.reset_prefix_cache
-    engine._engine.reset_prefix_cache = lambda: True
-    refused = message(lambda: engine.update_weights(weights_of(directory), version=5))
-    engine.policy_version = 5
-    found = answers(engine.generate(requests, SAMPLING, MAX_TOKENS))
-    engine._engine.reset_prefix_cache = reset
+    with patch.object(engine._engine, "reset_prefix_cache", lambda: True):
+        refused = message(lambda: engine.update_weights(weights_of(directory), version=5))
+        engine.policy_version = 5
+        found = answers(engine.generate(requests, SAMPLING, MAX_TOKENS))
     engine._engine.reset_prefix_cache()
     return {
         "refused": refused,
@@ -376,13 +358,11 @@ def _with_stale_prefix(engine: VllmEngine, directory: Path, requests: list[Sampl
 
 
 def main(folder: Path) -> None:
-    """Write the facts next to the models, one file per part, so that failures are independent."""
     from tests.rollout import vllm_training
 
     keep_frozen()
     parts = {
         "engine": engine_facts,
-        "untied": untied_facts,
         "tail_cut": tail_cut_facts,
         "training": vllm_training.training_facts,
         "adapters": vllm_training.adapter_facts,

@@ -8,18 +8,16 @@ import json
 import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from rlcore.config import RunConfig, SamplingConfig
-from rlcore.errors import EngineError
-from rlcore.rollout.vllm import weights as weight_sync
 from rlcore.run.workers import start_workers
 from rlcore.trainer.metrics import Metrics
 from rlcore.types import Prompt, Rollout
@@ -43,6 +41,7 @@ from tests.rollout.vllm_session import (
     weights_of,
     write_model,
 )
+from tests.rollout.vllm_training import raised, sending
 
 NUM_RANKS = 2
 SPANNING = SETTINGS.model_copy(update={"tensor_parallel_size": NUM_RANKS})
@@ -51,7 +50,6 @@ WRONG = "model.layers.0.mlp.down_proj.weight"
 
 
 def spanning_run(folder: Path) -> SmallRun:
-    """Return a run whose two workers share an engine."""
     return prepare(
         folder / "artifacts",
         "rollout.engine=vllm",
@@ -108,29 +106,13 @@ def canary_facts(config: RunConfig, model_directory: Path, rank: int, address: s
     worker.setup(address)
     worker.set_probe([Prompt(i, tuple(range(5 + i, 29 + i)), "canary", "{}") for i in range(NUM_PROMPTS)])
     facts: dict[str, Any] = {"right": worker.sync_weights(0).difference}
-    load = weight_sync.load_weights
-
-    def one_tensor_old(model: nn.Module, config: Any, weights: Any, *more: Any) -> None:
-        load(model, config, _zeroed(weights), *more)
-
-    if rank == 1:
-        weight_sync.load_weights = one_tensor_old
-    try:
-        worker.sync_weights(1)
-        facts["wrong"] = ""
-    except EngineError as error:
-        facts["wrong"] = str(error)
-    weight_sync.load_weights = load
+    fault = sending(lambda name, tensor: tensor * (name != WRONG)) if rank == 1 else nullcontext()
+    facts["wrong"] = raised(fault, lambda: worker.sync_weights(1))
     facts["right again"] = worker.sync_weights(2).difference
     return facts
 
 
-def _zeroed(weights: Any) -> Iterator[tuple[str, Tensor]]:
-    return ((name, torch.zeros_like(tensor) if name == WRONG else tensor) for name, tensor in weights)
-
-
 def training_facts(folder: Path) -> list[Metrics]:
-    """Return the metrics of three steps by two Ray actors with a shared engine."""
     run = spanning_run(folder)
     group = start_workers(run.config, str(run.model_directory))
     try:
@@ -140,7 +122,6 @@ def training_facts(folder: Path) -> list[Metrics]:
 
 
 def write_models(folder: Path) -> None:
-    """Write the models of `engine_facts` and of the run."""
     for kind, seed in (("tied", 1), ("untied", 3)):
         write_model(kind, folder / f"{kind}-right", seed)
         write_model(kind, folder / f"{kind}-other", seed + 10)
@@ -148,7 +129,6 @@ def write_models(folder: Path) -> None:
 
 
 def rank_main(folder: Path, rank: int) -> None:
-    """Run one rank of engines and canary, with a new process group for each engine."""
     torch.set_num_threads(1)
     keep_frozen()
     run = spanning_run(folder)

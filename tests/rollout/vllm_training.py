@@ -1,8 +1,10 @@
 """Training with the real vLLM as its engine, run by `vllm_session` in its process."""
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +33,6 @@ def _group(run: SmallRun) -> LocalGroup:
 
 
 def training_facts(folder: Path) -> dict[str, Any]:
-    """Run a few steps, and repeat them in a new engine, followed by wrong weight syncs."""
     run = _run(folder)
     group = _group(run)
     first = train(run, group, 3)
@@ -44,27 +45,41 @@ def training_facts(folder: Path) -> dict[str, Any]:
 
 
 def canary_facts(run: SmallRun, group: LocalGroup) -> dict[str, Any]:
-    """Return the errors of wrong weight syncs."""
     facts: dict[str, Any] = {}
-    tied_head, load = weight_sync.tied_head, weight_sync.load_weights
+    sync, weights = Worker.sync_weights, Actor.weights
+    without_head = patch.object(weight_sync, "tied_head", lambda model: (None, None))  # as in all stock paths on a CPU
+
+    def stale_later(worker: Worker, version: int) -> WeightSync:
+        """Lose the tied head at every weight sync but the first."""
+        if version == 0:
+            return sync(worker, version)
+        with torch.no_grad(), without_head:
+            worker.actor.model.head.weight.mul_(1.5)
+            return sync(worker, version)
+
+    def left_out(self: Actor, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        return (pair for pair in weights(self, dtype) if pair[0] != "model.norm.weight")
 
     group.each(Worker.reset)
-    weight_sync.tied_head = lambda model: (None, None)  # the fault of every stock path on a CPU
-    facts["stale_head"] = _stopped(group, 0, restoring=lambda: setattr(weight_sync, "tied_head", tied_head))
+    facts["stale_head"] = raised(without_head, lambda: group.each(Worker.sync_weights, 0))
     facts["right_difference"] = group.each(Worker.sync_weights, 1)[0].difference
-
-    def one_tensor_old(model: nn.Module, config: Any, weights: Any, *more: Any) -> None:
-        load(model, config, _replaced(weights, "model.layers.0.mlp.up_proj.weight"), *more)
-
-    weight_sync.load_weights = one_tensor_old
-    facts["wrong_tensor"] = _stopped(group, 2, restoring=lambda: setattr(weight_sync, "load_weights", load))
-    facts["training_stopped"] = _raised(lambda: train(run, _Faulty(group), 1))
-
-    weights = Actor.weights
-    Actor.weights = lambda self, dtype: (pair for pair in weights(self, dtype) if pair[0] != "model.norm.weight")
-    facts["left_out"] = _stopped(group, 3, restoring=lambda: setattr(Actor, "weights", weights))
+    one_tensor_old = sending(lambda name, tensor: tensor * (name != "model.layers.0.mlp.up_proj.weight"))
+    facts["wrong_tensor"] = raised(one_tensor_old, lambda: group.each(Worker.sync_weights, 2))
+    stale_later.__name__ = "sync_weights"
+    facts["training_stopped"] = raised(patch.object(Worker, "sync_weights", stale_later), lambda: train(run, group, 1))
+    without_norm = patch.object(Actor, "weights", left_out)
+    facts["left_out"] = raised(without_norm, lambda: group.each(Worker.sync_weights, 3))
     facts["right_again"] = group.each(Worker.sync_weights, 4)[0].difference
     return facts
+
+
+def sending(choose: Callable[[str, Tensor], Tensor]) -> AbstractContextManager[object]:
+    load = weight_sync.load_weights
+
+    def wrapped(model: nn.Module, config: Any, weights: Any, *more: Any) -> None:
+        load(model, config, ((name, choose(name, tensor)) for name, tensor in weights), *more)
+
+    return patch.object(weight_sync, "load_weights", wrapped)
 
 
 def adapter_facts(folder: Path) -> dict[str, Any]:
@@ -81,7 +96,6 @@ def adapter_facts(folder: Path) -> dict[str, Any]:
 
 
 def carrying_facts(folder: Path) -> dict[str, Any]:
-    """Run steps that cut and carry groups, and collect responses twice."""
     run = _run(folder, *CARRYING)
     group = _group(run)
     steps = train(run, group, 3)
@@ -92,7 +106,6 @@ def carrying_facts(folder: Path) -> dict[str, Any]:
 
 
 def episode_facts(folder: Path) -> list[Metrics]:
-    """Run steps of number guessing, turn by turn."""
     run = _run(folder, experiment="number_guessing")
     group = _group(run)
     try:
@@ -114,13 +127,8 @@ def bfloat16_facts(folder: Path) -> dict[str, Any]:
 def _rounded_facts(group: LocalGroup) -> dict[str, Any]:
     """Sync correctly to a bfloat16 engine, then with a tensor that is a training step old."""
     right = group.each(Worker.sync_weights, 10)[0]
-    load = weight_sync.load_weights
-
-    def one_step_old(model: nn.Module, config: Any, weights: Any, *more: Any) -> None:
-        load(model, config, ((n, t - 1e-4 if n == STALE else t) for n, t in weights), *more)
-
-    weight_sync.load_weights = one_step_old
-    stale = _stopped(group, 11, restoring=lambda: setattr(weight_sync, "load_weights", load))
+    one_step_old = sending(lambda name, tensor: tensor - 1e-4 if name == STALE else tensor)
+    stale = raised(one_step_old, lambda: group.each(Worker.sync_weights, 11))
     return {"difference": right.difference, "warning": right.warning, "stale": stale}
 
 
@@ -140,53 +148,10 @@ def _logits_facts(worker: Worker) -> dict[str, Any]:
     }
 
 
-class _Faulty:
-    """Group that loses the tied head at every weight sync but the first."""
-
-    def __init__(self, group: LocalGroup) -> None:
-        self.world_size = 1
-        self._group = group
-
-    def each(self, verb: Any, *args: Any) -> list[Any]:
-        return self._group.each(verb, *args)
-
-    def begin(self, verb: Any, arguments: Any) -> Any:
-        if verb is not Worker.sync_weights:
-            return self._group.begin(verb, arguments)
-        tied_head = weight_sync.tied_head
-        weight_sync.tied_head = lambda model: (None, None)
-        try:
-            return self._group.begin(_after_a_change, arguments)
-        finally:
-            weight_sync.tied_head = tied_head
-
-    def send(self, values: Any) -> Any:
-        return self._group.send(values)
-
-    def stream(self, verb: Any, arguments: Any, take: Any) -> None:
-        self._group.stream(verb, arguments, take)
-
-
-def _after_a_change(worker: Worker, version: int) -> WeightSync:
-    with torch.no_grad():
-        worker.actor.model.head.weight.mul_(1.5)
-    return worker.sync_weights(version)
-
-
-def _replaced(weights: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    return ((n, torch.zeros_like(t) if n == name else t) for n, t in weights)
-
-
-def _stopped(group: LocalGroup, version: int, *, restoring: Callable[[], None]) -> str:
+def raised(fault: AbstractContextManager[object], action: Callable[[], Any]) -> str:
     try:
-        return _raised(lambda: group.each(Worker.sync_weights, version))
-    finally:
-        restoring()
-
-
-def _raised(action: Callable[[], Any]) -> str:
-    try:
-        action()
+        with fault:
+            action()
     except EngineError as error:
         return str(error)
     return ""

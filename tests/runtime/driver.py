@@ -33,7 +33,6 @@ STEPS = 3
 
 
 def metrics_of(run: SmallRun) -> list[Metrics]:
-    """Return each step's metrics of a short training on Ray."""
     group = start_workers(run.config, str(run.model_directory))
     try:
         return train(run, group, STEPS)
@@ -63,7 +62,6 @@ def private_cluster(run: SmallRun) -> dict[str, Any]:
 
 
 def carried_groups(run: SmallRun) -> dict[str, Any]:
-    """Return the responses of steps with a tail cut, and the metrics of a training."""
     group = start_workers(run.config, str(run.model_directory))
     try:
         return {"steps": step_facts(run, group, STEPS), "metrics": train(run, group, STEPS)}
@@ -72,7 +70,6 @@ def carried_groups(run: SmallRun) -> dict[str, Any]:
 
 
 def error_after(run: SmallRun, harm: Callable[[WorkerGroup], None]) -> str:
-    """Return the error of a call after an action on the group."""
     group = start_workers(run.config, str(run.model_directory))
     try:
         harm(group)
@@ -85,18 +82,15 @@ def error_after(run: SmallRun, harm: Callable[[WorkerGroup], None]) -> str:
 
 
 def rank_0() -> int:
-    """Return the process of the only rank."""
     (found,) = (one for one in psutil.Process().children(recursive=True) if one.name() == "ray::RankProcess")
     return found.pid
 
 
 def kill(group: WorkerGroup) -> None:
-    """Send SIGKILL to the worker of rank 0."""
     os.kill(rank_0(), signal.SIGKILL)
 
 
 def halt(group: WorkerGroup) -> None:
-    """Send SIGSTOP to the worker of rank 0, and set a short deadline."""
     os.kill(rank_0(), signal.SIGSTOP)
     group.deadline_s = 2.0
 
@@ -114,7 +108,6 @@ def killed_in_a_stream(run: SmallRun) -> str:
         stream = RankProcess.stream
 
         def process_id(self) -> int:
-            """Return the id of this rank's process."""
             return os.getpid()
 
         def part(self, rank: int) -> Iterator[int]:
@@ -125,8 +118,6 @@ def killed_in_a_stream(run: SmallRun) -> str:
             raise RuntimeError("connection closed by peer")
 
     class PartedGroup(RayGroup):
-        """Two such ranks."""
-
         def _start_actors(self, config: RunConfig, model_directory: str) -> None:
             self._actors = [ray.remote(Parted).remote() for _ in range(2)]
 
@@ -142,7 +133,6 @@ def killed_in_a_stream(run: SmallRun) -> str:
 
 
 def rendezvous_in_a_cluster(run: SmallRun) -> tuple[str, str]:
-    """Return the ranks' rendezvous in an existing cluster, and Ray's address of its node."""
     import ray
 
     ray.init(address="local", num_cpus=1, include_dashboard=False)

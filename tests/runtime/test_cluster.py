@@ -46,6 +46,8 @@ def mode(path: Path) -> int:
 
 
 def test_folder_and_token_are_private(private: Path) -> None:
+    private.mkdir()
+    private.chmod(0o777)
     environment = cluster.loopback_environment()
     secret = Path(environment["RAY_AUTH_TOKEN_PATH"])
     assert (mode(private), mode(secret)) == (0o700, 0o600)
@@ -55,22 +57,7 @@ def test_folder_and_token_are_private(private: Path) -> None:
     assert sorted(private.iterdir()) == [secret]
 
 
-def test_open_folder_is_made_private(private: Path) -> None:
-    private.mkdir()
-    private.chmod(0o777)
-    cluster.loopback_environment()
-    assert mode(private) == 0o700
-
-
-def linked(path: Path) -> None:
-    path.symlink_to(path.parent)
-
-
-def a_file(path: Path) -> None:
-    path.touch()
-
-
-@pytest.mark.parametrize("prepare", [linked, a_file])
+@pytest.mark.parametrize("prepare", [lambda path: path.symlink_to(path.parent), Path.touch], ids=["link", "file"])
 def test_prepared_folder_is_refused(private: Path, prepare: Callable[[Path], None]) -> None:
     prepare(private)
     before = private.lstat()
@@ -110,8 +97,7 @@ def test_auto_address_is_the_running_head(private: Path, monkeypatch: pytest.Mon
         cluster.ray_folder().mkdir(parents=True)
         (cluster.ray_folder() / "ray_current_cluster").write_text(address)
         assert cluster.address_of("auto") == address
-        assert cluster.is_own_head(address)
-        assert not cluster.is_own_head("auto")
+        assert cluster.own_head() == address
         monkeypatch.setenv("RAY_ADDRESS", "head.example:6379")
         assert cluster.address_of("auto") == "head.example:6379"
         monkeypatch.delenv("RAY_ADDRESS")

@@ -29,8 +29,7 @@ from tests.helpers.forked import run_module
 from tests.helpers.small_run import other_model, prepare, train
 from tests.runtime.driver import STEPS
 
-WAIT_S = 560
-"""On a machine that others keep busy too."""
+WAIT_S = 560  # on a machine that others keep busy too
 
 pytestmark = [pytest.mark.needs_ray, pytest.mark.multiprocess, pytest.mark.timeout(WAIT_S + 40)]
 
@@ -41,7 +40,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_object_store_fits_the_largest_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bytes of the reference and the updates per token determine the size."""
     small = load_config(["experiment=debug"])
     lengths = small.filter.max_prompt_tokens + small.rollout.max_response_tokens
     answers = cluster.LEAST_STORE_BYTES // lengths // cluster.SENT_BYTES_PER_TOKEN // small.rollout.samples_per_prompt
@@ -80,7 +78,6 @@ def test_pickled_messages_keep_all_fields() -> None:
 
 
 def in_ray(scenario: str, root: Path, *overrides: str) -> Any:
-    """Run a scenario of `tests.runtime.driver`."""
     out = root / "found.json"
     log = root / "driver.log"
     arguments = [scenario, str(root), str(out), *overrides]
@@ -92,12 +89,10 @@ TAUGHT = ("algo.teacher.with_reward=true", "algo.teacher.top_k=16")
 
 
 def taught(root: Path) -> str:
-    """Return the setting of a teacher with another shape than the policy."""
     return f"algo.teacher.path={other_model(root, ScratchModel(hidden_size=48, num_layers=2))}"
 
 
 def here(root: Path, *overrides: str) -> list[Metrics]:
-    """Run the same training with the worker in this process."""
     run = prepare(root, "runtime=local", *overrides)
     group = LocalGroup(run.config, str(run.model_directory))
     try:

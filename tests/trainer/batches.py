@@ -20,7 +20,7 @@ from rlcore.trainer.estimate import Estimate
 from rlcore.trainer.experience import Experience, ResponseSampler, ScoredResponse
 from rlcore.trainer.update import OptimizerSteps, Update
 from rlcore.types import PackedBatch, Prompt, Rollout, Score, TrainBatch
-from rlcore.workers.group import Completed
+from rlcore.workers.group import Pending
 from rlcore.workers.trained_model import ModelUpdate, ModelUpdates
 from rlcore.workers.worker import Worker
 
@@ -148,9 +148,9 @@ class Ranks:
     def each(self, verb: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         raise AssertionError("updates have different arguments by rank")
 
-    def begin(self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Completed[Any]:
+    def begin(self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Pending[Any]:
         self.asked.append((verb, list(arguments)))
-        return Completed(self._answers[verb])
+        return Pending(lambda: self._answers[verb])
 
     def send(self, values: Sequence[object]) -> Sequence[Any]:
         raise AssertionError("the parts are sent before")

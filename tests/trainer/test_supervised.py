@@ -13,7 +13,7 @@ from rlcore.config.compose import load_config
 from rlcore.errors import NonFiniteError
 from rlcore.trainer.supervised import SupervisedTrainer
 from rlcore.types import PackedBatch
-from rlcore.workers.group import Completed
+from rlcore.workers.group import Pending
 from rlcore.workers.measure import MemoryPeak
 from rlcore.workers.trained_model import ModelUpdate, OomRetry
 from rlcore.workers.worker import Worker, WorkerInfo
@@ -36,15 +36,15 @@ class Ranks:
         assert verb == Worker.info
         return [WorkerInfo("CPU", "float32", "sdpa", 1, None, None, None, 1)] * 2
 
-    def begin(self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Completed[Any]:
+    def begin(self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Pending[Any]:
         if verb == Worker.memory_peak:
-            return Completed([MemoryPeak(0.0, 0.0, 1, (AGAIN,)), MemoryPeak(0.0, 0.0, 0)])
+            return Pending(lambda: [MemoryPeak(0.0, 0.0, 1, (AGAIN,)), MemoryPeak(0.0, 0.0, 0)])
         self.asked += [(packed, tuple(more)) for packed, *more in arguments]
         if self.fails:
             raise NonFiniteError("the supervised loss is nan")
         counts = [torch.tensor(float(packed.num_loss_tokens), dtype=torch.float64) for packed, *_ in arguments]
         found = [SupervisedStatistics(count, 3 * count, count / 4) for count in counts]
-        return Completed([ModelUpdate(each, 0.5) for each in found] if verb == Worker.supervise else found)
+        return Pending(lambda: [ModelUpdate(each, 0.5) for each in found] if verb == Worker.supervise else found)
 
     def send(self, values: Sequence[object]) -> Sequence[Any]:
         return values

@@ -10,9 +10,8 @@ from rlcore.workers.device import enable_expandable_segments, raise_malloc_thres
 
 
 def of_the_host() -> None:
-    """Print whether thresholds were raised, and the page faults of ten large blocks after a first one. By default glibc
-    keeps blocks up to 32 MiB."""
-    print(raise_malloc_thresholds())
+    """Print the page faults of ten large blocks after a first one. By default glibc keeps blocks up to 32 MiB."""
+    raise_malloc_thresholds()
     fill()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(10):
@@ -25,8 +24,7 @@ def fill() -> None:
 
 
 def of_a_gpu() -> None:
-    """Print whether segments expand, and the variable that torch and vLLM read."""
-    print(enable_expandable_segments())
+    enable_expandable_segments()
     print(os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
 
 

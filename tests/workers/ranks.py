@@ -7,7 +7,7 @@ import gc
 import json
 import os
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -28,23 +28,25 @@ from rlcore.workers.worker import Worker
 
 LR = 1e-3
 NUM_SEQUENCES = 16
-UNSCORED = (2, 5, 8, 11)
-"""Responses without a score, which have no gradient."""
+UNSCORED = (2, 5, 8, 11)  # responses without a score, which have no gradient
 
 
-def random_batch(rng: np.random.Generator) -> dict[str, Tensor]:
-    """Return ragged sequences with all inputs of GRPO with KL and of PPO."""
+def random_batch(
+    rng: np.random.Generator,
+    count: int = NUM_SEQUENCES,
+    prompt_tokens: tuple[int, int] = (2, 9),
+    answer_tokens: tuple[int, int] = (1, 9),
+) -> dict[str, Tensor]:
     rollouts = []
-    for index in range(NUM_SEQUENCES):
-        prompt = Prompt(index, tuple(rng.integers(3, 60, size=rng.integers(2, 9)).tolist()), "countdown", "{}")
-        answer = rng.integers(3, 60, size=rng.integers(1, 9))
+    for index in range(count):
+        prompt = Prompt(
+            index, tuple(rng.integers(3, 60, size=rng.integers(*prompt_tokens)).tolist()), "countdown", "{}"
+        )
+        answer = rng.integers(3, 60, size=rng.integers(*answer_tokens))
         behavior = -rng.random(len(answer)).astype(np.float32) * 4
         rollouts.append(Rollout(prompt, 0, answer, behavior, "stop", 0))
-    scores = [
-        Score(float(rng.random()), {}, failure="failed" if index in UNSCORED else None)
-        for index in range(NUM_SEQUENCES)
-    ]
-    packed = pack(rollouts, scores, [index // 4 for index in range(NUM_SEQUENCES)])
+    scores = [Score(float(rng.random()), {}, failure="failed" if index in UNSCORED else None) for index in range(count)]
+    packed = pack(rollouts, scores, [index // 4 for index in range(count)])
     mask = packed.loss_mask.float()
 
     def on_answers(scale: float, shift: float) -> Tensor:
@@ -63,21 +65,8 @@ def random_batch(rng: np.random.Generator) -> dict[str, Tensor]:
 
 
 def batch_from(tensors: dict[str, Tensor]) -> TrainBatch:
-    """Read the training batch that the test has written."""
-    names = (
-        "token_ids",
-        "position_ids",
-        "cu_seqlens",
-        "target_ids",
-        "loss_mask",
-        "behavior_logprobs",
-        "scores",
-        "score_mask",
-        "group_ids",
-    )
-    packed = PackedBatch(**{name: tensors[name] for name in names})
-    others = ("old_logprobs", "ref_logprobs", "old_values", "advantages", "returns", "importance_weights")
-    others += ("covariance_rank",)
+    packed = PackedBatch(**{field.name: tensors[field.name] for field in fields(PackedBatch)})
+    others = [field.name for field in fields(TrainBatch) if field.name in tensors]
     return TrainBatch(packed, **{name: tensors[name] for name in others})
 
 
@@ -101,7 +90,6 @@ def watch_gradients(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]
 
 
 def has_gradients(model: nn.Module) -> bool:
-    """Return whether any gradient is allocated."""
     return any(parameter.grad is not None for parameter in model.parameters())
 
 

@@ -11,36 +11,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from rlcore.algos.aggregation import Denominator
-from rlcore.batching.pack import pack
 from rlcore.models.parallel import gather_parameter
-from rlcore.types import Prompt, Rollout, Score, TrainBatch
 from rlcore.workers.actor import Actor, Critic
 from rlcore.workers.device import choose_placement, join_ranks
 from tests.helpers.small_run import prepare
+from tests.workers.ranks import batch_from, random_batch
 
 NUM_SEQUENCES = 64
-SLACK_BYTES = 40 << 20
-"""Additional memory: too little for one micro-batch, enough for eight."""
-
-
-def batch() -> TrainBatch:
-    rng = np.random.default_rng(5)
-    rollouts = []
-    for index in range(NUM_SEQUENCES):
-        prompt = Prompt(index, tuple(rng.integers(3, 60, size=100).tolist()), "countdown", "{}")
-        answer = rng.integers(3, 60, size=rng.integers(50, 150))
-        rollouts.append(Rollout(prompt, 0, answer, np.zeros(len(answer), dtype=np.float32), "stop", 0))
-    packed = pack(rollouts, [Score(0.0, {}) for _ in rollouts], [i // 4 for i in range(NUM_SEQUENCES)])
-    mask = packed.loss_mask.float()
-
-    def noise(shift: float = 0.0) -> Tensor:
-        return (torch.from_numpy(rng.standard_normal(packed.num_tokens).astype(np.float32)) * 0.3 + shift) * mask
-
-    return TrainBatch(packed, noise(-4.0), noise(-4.0), noise(), noise(), noise(), mask)
+SLACK_BYTES = 40 << 20  # additional memory: too little for one micro-batch, enough for eight
 
 
 def norm(model: torch.nn.Module) -> float:
@@ -49,7 +30,7 @@ def norm(model: torch.nn.Module) -> float:
 
 
 def measure(actor: Actor, critic: Critic, number: int) -> dict[str, float]:
-    data = batch()
+    data = batch_from(random_batch(np.random.default_rng(5), NUM_SEQUENCES, (100, 101), (50, 150)))
     denominator = Denominator(data.packed.num_loss_tokens, data.packed.num_sequences, 150)
     policy = actor.update(data, number, denominator, lr=1e-3, kl_coef=0.01)
     value = critic.update(data, number, denominator, lr=1e-3)

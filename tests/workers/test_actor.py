@@ -27,7 +27,6 @@ Open = Callable[..., Worker]
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Iterator[Open]:
-    """Return a function that opens a worker of a small run with adapters."""
     groups: list[LocalGroup] = []
 
     def open_one(*overrides: str) -> Worker:

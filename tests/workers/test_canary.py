@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,110 +13,74 @@ from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import EngineError
 from rlcore.rollout.engine import NoEngine, SamplingRequest, WeightSyncResult
 from rlcore.types import PackedBatch, Prompt, Rollout
-from rlcore.workers.canary import NOISE_FACTOR, Canary, probe_difference
+from rlcore.workers.canary import Canary, probe_difference
 
-RIGHT = WeightSyncResult()
 BF16 = torch.bfloat16
+Observed = list[tuple[WeightSyncResult, float]]
 
 
 def canary(*overrides: str, dtype: torch.dtype = BF16) -> Canary:
     return Canary(load_config(["experiment=debug", "rollout.engine=vllm", *overrides]), dtype)
 
 
-def observe(
-    difference: float, *differing: str, uncompared: tuple[str, ...] = ()
-) -> list[tuple[WeightSyncResult, float]]:
+def observe(difference: float, *differing: str, uncompared: tuple[str, ...] = ()) -> Observed:
     return [(WeightSyncResult(differing, uncompared), difference)]
 
 
-def test_canary_learns_rounding() -> None:
-    """A fixed bound of 0.05 rejected a correct difference of 0.0517."""
-    judge = canary()
-    assert judge.check(0, observe(0.038)).warning == ""
-    for version, difference in enumerate([0.0517, 0.049, 0.12, 0.02], start=1):
-        assert judge.check(version, observe(difference)).warning == ""
-    result = judge.check(9, observe(0.2))
-    assert result.difference == 0.2
-    assert "weight sync 9" in result.warning
-    assert "rollout.canary_bound: 0.152, from the first sync's 0.038" in result.warning
-    assert "every tensor is equal" in result.warning
-    assert judge.check(10, observe(0.03)).warning == ""
-
-
-def test_canary_keeps_configured_bound() -> None:
-    judge = canary("rollout.canary_bound=0.5")
-    assert judge.check(0, observe(0.3)).warning == ""
-    assert "rollout.canary_bound: 0.5)" in judge.check(1, observe(0.6)).warning
-
-
-def test_canary_caps_bound_from_first_sync() -> None:
-    judge = canary()
-    assert "every tensor is equal" in judge.check(0, observe(3.0)).warning
-    assert judge.bound == pytest.approx(NOISE_FACTOR * 0.1)
-
-
-@pytest.mark.parametrize("difference", [0.0, 0.03, 4.0])
-def test_canary_rejects_wrong_tensor(difference: float) -> None:
-    judge = canary()
-    judge.check(0, observe(0.03))
-    with pytest.raises(EngineError, match=r"Tensors that differ \(1\): layers\.7\.up_proj\. Nothing was sampled"):
-        judge.check(1, observe(difference, "layers.7.up_proj"))
-    assert judge.check(2, observe(0.03)).warning == ""
-
-
-def test_canary_accepts_transformed_tensor() -> None:
-    judge = canary()
-    assert judge.check(0, observe(0.02, "conv.weight")).warning == ""
-    assert judge.check(1, observe(0.02, "conv.weight")).warning == ""
-    with pytest.raises(EngineError, match=r"Tensors that differ \(1\): other"):
-        judge.check(2, observe(0.02, "conv.weight", "other"))
-    with pytest.raises(EngineError, match=r"cannot be compared \(1\): conv\.weight"):
-        judge.check(3, observe(1.0, "conv.weight"))
-
-
-def test_canary_uncompared_tensor_needs_equal_logprobs() -> None:
-    judge = canary()
-    experts: dict[str, Any] = {"uncompared": ("experts.w13",)}
-    assert judge.check(0, observe(0.02, **experts)).warning == ""
-    with pytest.raises(EngineError, match=r"cannot be compared \(1\): experts\.w13"):
-        judge.check(1, observe(0.5, **experts))
-
-
-def test_canary_ranks_decide_alike() -> None:
-    judge = canary()
-    judge.check(0, [(RIGHT, 0.02), (RIGHT, 0.03)])
-    assert judge.bound == pytest.approx(NOISE_FACTOR * 0.03)
-    with pytest.raises(EngineError, match=r"\(2\): a, b"):
-        judge.check(1, [(WeightSyncResult(("a",)), 0.02), (WeightSyncResult(("a", "b")), 0.02)])
-
-
-def test_canary_rejects_non_finite_logprobs() -> None:
-    judge = canary()
-    judge.check(0, observe(0.02))
-    with pytest.raises(EngineError, match="by inf on average"):
-        judge.check(1, observe(math.inf))
+EQUAL = "though every tensor is equal"
 
 
 @pytest.mark.parametrize(
-    ("dtype", "first", "least"), [(torch.float32, 1e-3, 1e-4), (BF16, 0.1, 0.02), (torch.float16, 0.1, 0.02)]
-)
-def test_canary_bounds_by_type_and_first_sync(dtype: torch.dtype, first: float, least: float) -> None:
-    judge = canary(dtype=dtype)
-    assert judge.bound == first
-    assert judge.check(0, observe(first)).warning == ""
-    assert judge.bound == 4 * first
-    assert judge.check(1, observe(4 * first)).warning == ""
-    assert "though every tensor is equal" in judge.check(2, observe(4.001 * first)).warning
-    precise = canary(dtype=dtype)
-    precise.check(0, observe(0.0))
-    assert precise.bound == least
+    ("dtype", "bound", "syncs"),
+    [
+        # A fixed bound of 0.05 rejected a correct difference of 0.0517.
+        (BF16, None, [(0.038, ""), (0.0517, ""), (0.12, ""), (0.2, "0.152, from the first sync's 0.038)"), (0.03, "")]),
+        (BF16, 0.5, [(0.3, ""), (0.5, ""), (0.6, "(rollout.canary_bound: 0.5)")]),
+        (BF16, None, [(3.0, EQUAL), (0.4, ""), (0.401, EQUAL)]),  # the first difference sets at most this bound
+        *((dtype, None, [(first, ""), (4 * first, ""), (4.001 * first, EQUAL)]) for dtype, first in
+          ((torch.float32, 1e-3), (BF16, 0.1), (torch.float16, 0.1))),
+        *((dtype, None, [(0.0, ""), (least, ""), (1.001 * least, EQUAL)]) for dtype, least in
+          ((torch.float32, 1e-4), (BF16, 0.02), (torch.float16, 0.02))),
+    ],
+)  # fmt: skip
+def test_canary_warns_above_its_bound(dtype: torch.dtype, bound: float | None, syncs: list[tuple[float, str]]) -> None:
+    judge = canary(*([] if bound is None else [f"rollout.canary_bound={bound}"]), dtype=dtype)
+    for version, (difference, warning) in enumerate(syncs):
+        found = judge.check(version, observe(difference))
+        assert found.difference == difference
+        assert warning in found.warning
+        assert bool(found.warning) == bool(warning)
+        assert not warning or found.warning.startswith(f"weight sync {version}: ")
+
+
+CONV, EXPERTS = observe(0.02, "conv.weight"), observe(0.02, uncompared=("experts.w13",))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        *((observe(0.03), observe(difference, "layers.7.up_proj"), r"differ \(1\): layers\.7\.up_proj\. Nothing was")
+          for difference in (0.0, 0.03, 4.0)),
+        (CONV, observe(0.02, "conv.weight", "other"), r"differ \(1\): other"),  # vLLM transforms the first one
+        (CONV, observe(1.0, "conv.weight"), r"cannot be compared \(1\): conv\.weight"),
+        (EXPERTS, observe(0.5, uncompared=("experts.w13",)), r"cannot be compared \(1\): experts\.w13"),
+        (observe(0.02) + observe(0.03), observe(0.02, "a") + observe(0.02, "a", "b"), r"\(2\): a, b"),
+        (observe(0.02), observe(math.inf), "by inf on average"),
+    ],
+)  # fmt: skip
+def test_canary_rejects_wrong_weights(first: Observed, second: Observed, message: str) -> None:
+    judge = canary()
+    assert judge.check(0, first).warning == ""
+    assert judge.bound == pytest.approx(4 * max(difference for _, difference in first))
+    with pytest.raises(EngineError, match=message):
+        judge.check(1, second)
+    assert judge.check(2, first).warning == ""
 
 
 def test_canary_accepts_difference_at_bound() -> None:
     judge = canary("rollout.canary_bound=0.5")
-    experts: dict[str, Any] = {"uncompared": ("experts.w13",)}
-    assert judge.check(0, observe(0.5, "packed", **experts)).difference == 0.5
-    assert judge.check(1, observe(0.5, "packed", **experts)).warning == ""
+    for version in range(2):
+        assert judge.check(version, observe(0.5, "packed", uncompared=("experts.w13",))).warning == ""
 
 
 def test_canary_error_message() -> None:
@@ -138,8 +101,6 @@ def test_canary_error_message() -> None:
 
 
 class ProbedEngine(NoEngine):
-    """An engine that samples two tokens of log-probability -1 and records its calls."""
-
     def __init__(self) -> None:
         self.asked: list[tuple[list[SamplingRequest], float, int]] = []
 

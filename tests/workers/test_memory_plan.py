@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache
@@ -11,6 +12,7 @@ from transformers import DynamicCache
 from rlcore.batching.pack import pack
 from rlcore.config import LoraConfig, ModelConfig, RunConfig, ScratchModel
 from rlcore.config.compose import load_config
+from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.config.model import PUBLISHED
 from rlcore.models.load import load_policy
 from rlcore.models.lora import add_adapters, frozen_tensors
@@ -21,14 +23,7 @@ from rlcore.models.shape import ModelShape, shape_of
 from rlcore.models.tokenizer import build_scratch_tokenizer
 from rlcore.types import PackedBatch, Prompt, Rollout, Score
 from rlcore.workers import memory_plan as planning
-from rlcore.workers.memory_plan import (
-    FREE_SHARE,
-    Device,
-    chosen_settings,
-    fit_settings,
-    plan_memory,
-    resident_bytes,
-)
+from rlcore.workers.memory_plan import FREE_SHARE, Device, chosen_settings, fit_settings, plan_memory, resident_bytes
 
 SCRATCH = ScratchModel(hidden_size=64, num_layers=2, num_heads=2, intermediate_size=192)
 QWEN_05B = ModelShape.of_config(PUBLISHED["Qwen/Qwen2.5-0.5B"])
@@ -47,8 +42,6 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> CausalPolicy:
 
 
 def make_batch(lengths: list[int]) -> PackedBatch:
-    import numpy as np
-
     rollouts = [
         Rollout(Prompt(0, (5, 6), "x", "{}"), 0, np.full(n - 2, 7), np.zeros(n - 2, np.float32), "stop", 0)
         for n in lengths
@@ -57,16 +50,8 @@ def make_batch(lengths: list[int]) -> PackedBatch:
 
 
 def forward(policy: CausalPolicy, batch: PackedBatch) -> torch.Tensor:
-    output = policy(
-        batch.token_ids,
-        batch.position_ids,
-        batch.cu_seqlens,
-        batch.target_ids,
-        batch.loss_mask,
-        temperature=1.0,
-        entropy="value",
-    )
-    return output.logprobs.sum()
+    inputs = (batch.token_ids, batch.position_ids, batch.cu_seqlens, batch.target_ids, batch.loss_mask)
+    return policy(*inputs, temperature=1.0, entropy="value").logprobs.sum()
 
 
 def test_planned_weights_gradients_and_moments_are_real(policy: CausalPolicy) -> None:
@@ -152,23 +137,6 @@ def test_tutorial_memory_matches_plan() -> None:
     assert round(sum(update.values()) / 1e9) == int(stated[1])
 
 
-def test_tinyzero_plan() -> None:
-    """Three models of 0.494 billion parameters: 12 bytes for actor and critic, 2 for the reference."""
-    config = settings()
-    plan = plan_memory(config, QWEN_05B, CARD_24)
-    parts = plan.phases[planning.GENERATION]
-    assert QWEN_05B.policy_parameters == 494_032_768
-    assert parts["policy: float32 weights"] == 4 * 494_032_768
-    assert parts["policy: moments"] == 8 * 494_032_768
-    assert parts["reference"] == 2 * 494_032_768
-    assert parts["engine"] == round(0.4 * CARD_24.total_bytes)
-    assert {*plan.phases} == {"generation", "log-probabilities", "policy update", "critic update", "weight sync"}
-    assert "policy: gradients" not in parts
-    assert "policy: gradients" not in plan.phases[planning.CRITIC_UPDATE]
-    assert "critic: gradients" in plan.phases[planning.CRITIC_UPDATE]
-    assert plan.peak_bytes == max(sum(parts.values()) for parts in plan.phases.values())
-
-
 def test_plan_matches_measured_step() -> None:
     """Measured on an H200 without moments: 43.6 GB in an update, 9.4 GB in the reference's pass."""
     overrides = ("runtime.num_workers=1", "model.compile=false", "rollout.sleep_level=2")
@@ -193,44 +161,35 @@ def test_plan_matches_measured_compiled_step() -> None:
 
 def test_uncompiled_layers_are_counted_plain() -> None:
     """`model.compile` has no effect without a flash kernel (float32, sdpa)."""
-    for overrides, itemsize in ((("model.dtype=float32",), 4), (("model.attention=sdpa",), 2)):
-        plans = [
+    for overrides, itemsize, is_equal in (
+        (["model.dtype=float32"], 4, True),
+        (["model.attention=sdpa"], 2, True),
+        ([], 2, False),
+    ):
+        compiled, plain = (
             plan_memory(settings(*overrides, f"model.compile={stated}"), QWEN_05B, Device("x", itemsize, None))
             for stated in ("true", "false")
-        ]
-        assert plans[0] == plans[1]
-    assert (
-        plan_memory(settings("model.compile=true"), QWEN_05B, CARD_24).peak_bytes
-        < plan_memory(settings(), QWEN_05B, CARD_24).peak_bytes
-    )
+        )
+        assert (compiled == plain) == is_equal
+        assert compiled.peak_bytes <= plain.peak_bytes
 
 
 def test_verl_experiment_fits_80_gb() -> None:
     """The plan leaves room for torch's allocator."""
-    config = load_config([], experiment="verl_gsm8k_grpo")
-    plan = plan_memory(config, LLAMA_1B, CARD_80)
+    plan = plan_memory(load_config([], experiment="verl_gsm8k_grpo"), LLAMA_1B, CARD_80)
     assert plan.usable_bytes is not None
     assert plan.peak_bytes < plan.usable_bytes - 2 * FREE_SHARE * 85e9
-    assert (config.rollout.sleep_level, config.model.compile, config.algo.kl.offload) == (0, True, False)
-    chosen, _ = fit_settings(load_config(["runtime.fit_memory=auto"], experiment="verl_gsm8k_grpo"), LLAMA_1B, CARD_80)
-    assert chosen.rollout.sleep_level == 0
-    assert not chosen.model.gradient_checkpointing
-    assert not chosen.algo.kl.offload
 
 
 def test_critic_is_planned_by_its_shape() -> None:
-    """Check weights, moments, gradient and activations, on the device and offloaded."""
     name = "meta-llama/Llama-3.2-1B-Instruct"
-    config = settings(f"critic.path={name}", "critic.optim.offload=true")
-    phases = plan_memory(config, QWEN_05B, H200).phases
+    phases = plan_memory(settings(f"critic.path={name}"), QWEN_05B, H200).phases
     held, update = phases[planning.GENERATION], phases[planning.CRITIC_UPDATE]
     assert held["critic: float32 weights"] == update["critic: gradients"] == 4 * LLAMA_1B.critic_parameters
-    alone = plan_memory(settings("model.path=" + name, "critic.optim.offload=true"), LLAMA_1B, H200).phases
+    assert held["critic: moments"] == 8 * LLAMA_1B.critic_parameters
+    alone = plan_memory(settings("model.path=" + name), LLAMA_1B, H200).phases
     for part in ("activations", "gathered weights"):
         assert update[part] == alone[planning.CRITIC_UPDATE][part] > phases[planning.POLICY_UPDATE][part]
-    on_card = plan_memory(settings(f"critic.path={name}"), QWEN_05B, H200).phases[planning.GENERATION]
-    assert on_card["critic: moments"] == 8 * LLAMA_1B.critic_parameters
-    assert on_card["policy: moments"] == 8 * QWEN_05B.policy_parameters
 
 
 @pytest.mark.parametrize(("size", "heads_of_a_rank"), [(1, 2), (2, 1), (4, 1)])
@@ -256,7 +215,6 @@ def test_offloaded_base_and_engine_alternate() -> None:
         {"model_type": "qwen2", "vocab_size": 152_064, "hidden_size": 3_584, "intermediate_size": 18_944,
          "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
     )  # fmt: skip
-    base = 2 * shape.policy_parameters
     card = Device("a 24 GB card", 2, round(23.5 * 2**30))
     given = ("model.path=of/that-shape", "model.lora.rank=32", "critic=none", "algo=grpo", "trainer.batch_size=64",
              "trainer.mini_batch_size=64", "rollout.samples_per_prompt=8", "rollout.max_response_tokens=512",
@@ -264,35 +222,11 @@ def test_offloaded_base_and_engine_alternate() -> None:
     assert plan_memory(settings(*given), shape, card).cannot_fit
     chosen, plan = fit_settings(settings(*given, "runtime.fit_memory=auto"), shape, card)
     assert plan.fits
-    assert chosen.model.lora is not None
-    assert (chosen.model.lora.offload, chosen.rollout.sleep_level) == (True, 1)
-    for phase, parts in plan.phases.items():
-        assert parts.get(planning.FROZEN_BASE, 0) == (
-            0 if phase in (planning.GENERATION, planning.WEIGHT_SYNC) else base
-        )
-    large, _ = fit_settings(settings(*given, "runtime.fit_memory=auto"), shape, H200)
-    assert large.model.lora is not None
-    assert not large.model.lora.offload
+    assert {"model.lora.offload=true", "rollout.sleep_level=1"} <= {*chosen_settings(settings(*given), chosen).split()}
     in_4_bits, smaller = fit_settings(settings(*given, "model.lora.base=nf4", "runtime.fit_memory=auto"), shape, card)
     assert smaller.fits
     assert smaller.phases[planning.PASSES][planning.FROZEN_BASE] == pytest.approx(5.85e9, rel=0.001)
-    # Much larger micro-batches, but merged weights of 15.2 GB do not fit next to the engine.
     assert in_4_bits.trainer.max_tokens_per_micro_batch > 16 * chosen.trainer.max_tokens_per_micro_batch
-    assert in_4_bits.model.lora is not None
-    assert in_4_bits.model.lora.offload
-
-
-@pytest.mark.parametrize(
-    ("given", "on_24_gb"),
-    [("32768", 8_192), ("4096", 4_096), ("null", None), ("32768 rollout.max_num_seqs=9000", 9_000)],
-)
-def test_short_vllm_passes_with_small_cache(given: str, on_24_gb: int | None) -> None:
-    """A pass of 32,768 tokens left cache in 23.5 GiB for 25 responses of a 7B model (77 s)."""
-    config = settings(*f"runtime.fit_memory=auto rollout.max_batched_tokens={given}".split())
-    chosen, _ = fit_settings(config, QWEN_05B, Device("a small card", 2, 13_000_000_000))
-    assert chosen.rollout.max_batched_tokens == on_24_gb
-    roomy = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_num_seqs": 64})})
-    assert fit_settings(roomy, QWEN_05B, H200)[0].rollout.max_batched_tokens == config.rollout.max_batched_tokens
 
 
 @pytest.mark.parametrize(("base", "num_workers"), [("native", 1), ("nf4", 1), ("nf4", 2)])
@@ -316,17 +250,10 @@ def test_planned_frozen_base_is_real(tmp_path: Path, base: str, num_workers: int
 def test_fit_auto_keeps_fingerprint() -> None:
     config = settings("runtime.fit_memory=auto", "rollout.memory_share=0.9", "rollout.sleep_level=0")
     chosen, plan = fit_settings(config, QWEN_05B, CARD_24)
-    assert plan.fits
     assert plan == plan_memory(chosen, QWEN_05B, CARD_24)
     assert chosen.rollout.sleep_level == 2
     assert chosen.rollout.memory_share < 0.5
-    assert chosen.trainer.max_tokens_per_micro_batch >= 4 * 1_280
-    from rlcore.config.fingerprint import settings_fingerprint
-
     assert settings_fingerprint(chosen) == settings_fingerprint(config)
-    chosen_text = chosen_settings(config, chosen)
-    assert "rollout.sleep_level=2" in chosen_text
-    assert "seed" not in chosen_text
 
 
 @pytest.mark.parametrize("gb", [24.1, 25.3, 25.7, 42.9, 85.0, 150.1])
@@ -347,10 +274,3 @@ def test_fit_auto_fits_every_card(experiment: str, num_workers: int, gb: float) 
         assert [chosen.optim.offload, chosen.algo.kl.offload, chosen.model.gradient_checkpointing] == [False] * 3
     if gb > 100:
         assert chosen.rollout.sleep_level == 0
-
-
-def test_fit_check_keeps_settings() -> None:
-    config = settings()
-    assert fit_settings(config, QWEN_05B, H200)[0] is config
-    assert fit_settings(settings("runtime.fit_memory=auto"), QWEN_05B, Device("x", 2, None))[0] is not None
-    assert chosen_settings(config, config) == ""

@@ -111,8 +111,9 @@ def test_memory_share_follows_responses() -> None:
         found = planning.with_memory_share(config, SHAPE, device).rollout
         assert (found.memory_share, found.max_batched_tokens) == (share, passes)
         assert wanted == planning.full_engine_bytes(config, SHAPE, 2, config.concurrent_responses)
-        many = settings("rollout.max_batched_tokens=32768", "rollout.max_num_seqs=10000")
-        assert planning.with_memory_share(many, SHAPE, device).rollout.max_batched_tokens == max(passes, 10_000)
+        for given, seqs, expected in (("32768", 10_000, max(passes, 10_000)), ("4096", 64, 4_096), ("null", 64, None)):
+            many = settings(f"rollout.max_batched_tokens={given}", f"rollout.max_num_seqs={seqs}")
+            assert planning.with_memory_share(many, SHAPE, device).rollout.max_batched_tokens == expected
     without = settings(HF)
     assert planning.with_memory_share(without, SHAPE, CARD) is without
 
@@ -121,7 +122,6 @@ LARGE = ("trainer.batch_size=8192", "trainer.mini_batch_size=8192")
 
 
 def device_with(size: int) -> Device:
-    """Return a device with `size` bytes available to chosen settings."""
     total = round((size + CONTEXT_BYTES) / (1 - planning.FREE_SHARE))
     return next(
         Device("a card", 2, near)
@@ -155,6 +155,7 @@ def test_last_variant_if_none_fits() -> None:
     roomy, _ = planning.fit_settings(config, SHAPE, CARD)
     assert planning.chosen_settings(config, roomy) == "trainer.max_tokens_per_micro_batch=65536"
     assert planning.fit_settings(config, SHAPE, UNKNOWN)[0] is config
+    assert planning.fit_settings(checked := settings(HF), SHAPE, CARD)[0] is checked
 
 
 def test_fit_run_reports_plan(monkeypatch: pytest.MonkeyPatch) -> None:

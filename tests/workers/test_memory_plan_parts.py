@@ -64,6 +64,21 @@ def layer_bytes() -> int:
 
 GATHERED = 2 * (ROOT + 2 * LAYER)
 LOGITS = 4 * CHUNK * VOCAB
+HEAD_WEIGHT = 2 * 4 * VOCAB * H  # the gradient so far, and the current product
+ENGINE = 2 * POLICY + 64 * LONGEST * CACHED + ENGINE_FIXED_BYTES
+ASLEEP = {"engine asleep": ENGINE_ASLEEP_BYTES}
+
+
+def passes(gathered: int = GATHERED) -> dict[str, int]:
+    return {"gathered weights": gathered, "the head, or a layer": LOGITS + TOKENS * H * 2}
+
+
+def update(
+    name: str, trained: int, kept: int, *, tokens: int = TOKENS, gathered: int = GATHERED, weight: int = HEAD_WEIGHT
+) -> dict[str, int]:
+    """Return the parts of an update: gradients of `trained` weights, and `kept` bytes per token."""
+    head = {"head": LOGITS + LOGITS // 2 + 2 * tokens * H * 2 + weight} if name == "policy" else {}
+    return {f"{name}: gradients": 4 * trained, "gathered weights": gathered, "activations": tokens * kept, **head}
 
 
 def test_parts_on_one_rank() -> None:
@@ -77,43 +92,24 @@ def test_parts_on_one_rank() -> None:
     }
     asleep = {"engine asleep": 2 * POLICY}
     drawn = 16 * VOCAB * 24  # float32 logits and log-probabilities, float64 probabilities and their sum
-    policy_update = {
-        **held,
-        **asleep,
-        "policy: gradients": 4 * POLICY,
-        "gathered weights": GATHERED,
-        "activations": TOKENS * saved_bytes(),
-        "head": LOGITS + LOGITS // 2 + 2 * TOKENS * H * 2 + 2 * 4 * VOCAB * H,
-    }
     assert plan.phases == {
         GENERATION: {**held, "engine": 2 * POLICY + 16 * LONGEST * CACHED + drawn},
-        PASSES: {**held, **asleep, "gathered weights": GATHERED, "the head, or a layer": LOGITS + TOKENS * H * 2},
-        POLICY_UPDATE: policy_update,
+        PASSES: {**held, **asleep, **passes()},
+        POLICY_UPDATE: {**held, **asleep, **update("policy", POLICY, saved_bytes())},
         CRITIC_UPDATE: {
-            **held,
-            **asleep,
-            "critic: gradients": 4 * CRITIC,
-            "gathered weights": 2 * (VOCAB * H + 2 * LAYER),
-            "activations": TOKENS * saved_bytes(),
+            **held, **asleep, **update("critic", CRITIC, saved_bytes(), gathered=2 * (VOCAB * H + 2 * LAYER)),
         },
         WEIGHT_SYNC: {**held, **asleep, "one whole tensor": 4 * VOCAB * H},
-    }
+    }  # fmt: skip
     assert (plan.peak_phase, plan.peak_bytes) == (GENERATION, sum(plan.phases[GENERATION].values()))
     assert (plan.usable_bytes, plan.fits, plan.cannot_fit) == (None, True, False)
     assert plan.floor_bytes == plan.peak_bytes
     smaller = plan_memory(settings(HF, "rollout.max_num_seqs=1"), SHAPE, UNKNOWN)
     assert smaller.peak_phase == POLICY_UPDATE
-    finest = {
-        **policy_update,
-        "activations": LONGEST * saved_bytes(),
-        "head": LOGITS + LOGITS // 2 + 2 * LONGEST * H * 2 + 8 * VOCAB * H,
-    }
+    finest = {**held, **asleep, **update("policy", POLICY, saved_bytes(), tokens=LONGEST)}
     assert smaller.floor_bytes == sum(finest.values())
     fewer = plan_memory(settings(HF), SHAPE, UNKNOWN, tokens=4).phases[POLICY_UPDATE]
-    assert (fewer["activations"], fewer["head"]) == (
-        4 * saved_bytes(),
-        6 * 4 * VOCAB + 2 * 4 * H * 2 + 8 * VOCAB * H,
-    )
+    assert (fewer["activations"], fewer["head"]) == (4 * saved_bytes(), 6 * 4 * VOCAB + 2 * 4 * H * 2 + HEAD_WEIGHT)
 
 
 def test_parts_of_hf_engine() -> None:
@@ -155,39 +151,18 @@ def test_parts_on_two_ranks_with_offloading() -> None:
         "runtime.num_workers=2", "optim.offload=true", "critic.optim.offload=true", "algo.kl.offload=true",
         "model.gradient_checkpointing=true", "model.compile=true", "rollout.enforce_eager=false",
     )  # fmt: skip
-    plan = plan_memory(config, SHAPE, CARD)
     held = {"policy: float32 weights": 4 * POLICY // 2, "critic: float32 weights": 4 * CRITIC // 2}
-    engine = 2 * POLICY + 64 * LONGEST * CACHED + ENGINE_FIXED_BYTES
-    asleep = {"engine asleep": ENGINE_ASLEEP_BYTES}
-    activations = TOKENS * saved_bytes(recompute=True, compiled=True)
-    policy_gradients = {"policy: gradients": 4 * POLICY // 2}
-    assert plan.phases == {
-        GENERATION: {**held, "engine": engine},
-        PASSES: {
-            **held,
-            **asleep,
-            "reference, brought back": 2 * POLICY,
-            "gathered weights": GATHERED,
-            "the head, or a layer": LOGITS + TOKENS * H * 2,
-        },
-        POLICY_UPDATE: {
-            **held,
-            **asleep,
-            **policy_gradients,
-            "gathered weights": GATHERED,
-            "activations": activations,
-            "head": LOGITS + LOGITS // 2 + 2 * TOKENS * H * 2 + 8 * VOCAB * H,
-        },
+    kept = saved_bytes(recompute=True, compiled=True)
+    assert plan_memory(config, SHAPE, CARD).phases == {
+        GENERATION: {**held, "engine": ENGINE},
+        PASSES: {**held, **ASLEEP, **passes(), "reference, brought back": 2 * POLICY},
+        POLICY_UPDATE: {**held, **ASLEEP, **update("policy", POLICY // 2, kept)},
         CRITIC_UPDATE: {
-            **held,
-            **asleep,
-            "critic: gradients": 4 * CRITIC // 2,
-            "gathered weights": 2 * (VOCAB * H + 2 * LAYER),
-            "activations": activations,
+            **held, **ASLEEP, **update("critic", CRITIC / 2, kept, gathered=2 * (VOCAB * H + 2 * LAYER)),
         },
-        WEIGHT_SYNC: {**held, "engine": engine, "one whole tensor": 4 * VOCAB * H},
-    }
-    assert planning.engine_bytes(config, SHAPE, UNKNOWN) == engine - (64 - 8) * LONGEST * CACHED
+        WEIGHT_SYNC: {**held, "engine": ENGINE, "one whole tensor": 4 * VOCAB * H},
+    }  # fmt: skip
+    assert planning.engine_bytes(config, SHAPE, UNKNOWN) == ENGINE - (64 - 8) * LONGEST * CACHED
     share = settings("rollout.memory_share=0.011")
     assert planning.engine_bytes(share, SHAPE, CARD) == 550_000_000 == planning.asleep_bytes(share, SHAPE, CARD)
     awake = settings("rollout.memory_share=0.03", "rollout.sleep_level=0")
@@ -198,19 +173,12 @@ def test_parts_with_zero_stage_1() -> None:
     config = settings("runtime.num_workers=2", "model.zero_stage=1", "algo.kl.where=off", "algo.kl.estimator=auto",
                       "rollout.sleep_level=0", *NO_CRITIC)  # fmt: skip
     held = {"policy: float32 weights": 2 * POLICY, "policy: moments": 4 * POLICY}
-    engine = 2 * POLICY + 64 * LONGEST * CACHED + ENGINE_FIXED_BYTES
     phases = plan_memory(config, SHAPE, CARD).phases
     assert [*phases] == [GENERATION, PASSES, POLICY_UPDATE, WEIGHT_SYNC]
-    assert phases[POLICY_UPDATE] == {
-        **held,
-        "engine asleep": engine,
-        "policy: gradients": 2 * POLICY,
-        "gathered weights": 2 * POLICY,
-        "whole gradients": 4 * POLICY,
-        "activations": TOKENS * saved_bytes(),
-        "head": LOGITS + LOGITS // 2 + 2 * TOKENS * H * 2 + 8 * VOCAB * H,
-    }
-    assert phases[WEIGHT_SYNC] == {**held, "engine": engine, "one whole tensor": 4 * VOCAB * H}
+    whole = {"engine asleep": ENGINE, "whole gradients": 4 * POLICY}
+    expected = update("policy", POLICY // 2, saved_bytes(), gathered=2 * POLICY)
+    assert phases[POLICY_UPDATE] == {**held, **whole, **expected}
+    assert phases[WEIGHT_SYNC] == {**held, "engine": ENGINE, "one whole tensor": 4 * VOCAB * H}
     without_engine = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": "none"})})
     assert planning.engine_bytes(without_engine, SHAPE, CARD) == 0
     assert planning.asleep_bytes(without_engine, SHAPE, CARD) == 0
@@ -225,23 +193,14 @@ def test_parts_with_adapters(base: str) -> None:
     in_4_bits = LAYERS * MATRICES if base == "nf4" else 0
     trained = {"policy: float32 weights": 4 * adapters}
     held = {**trained, FROZEN_BASE: round(in_4_bits * (1 / 2 + 4 / 64)) + 2 * (POLICY - in_4_bits)}
-    engine = 2 * POLICY + 64 * LONGEST * CACHED + ENGINE_FIXED_BYTES
-    asleep = {"engine asleep": ENGINE_ASLEEP_BYTES}
-    gradients = {"policy: gradients": 4 * adapters}
     gathered = 2 * (ROOT + 2 * (LAYER - MATRICES)) if base == "nf4" else GATHERED
-    gathered_weights = {"gathered weights": gathered}
+    expected = update("policy", adapters, saved_bytes(), gathered=gathered, weight=0)
+    merged = max(2 * VOCAB * H, 2 * (4 + 2) * H * INNER)
     assert plan_memory(config, SHAPE, CARD).phases == {
-        GENERATION: {**trained, "engine": engine},
-        PASSES: {**held, **asleep, **gathered_weights, "the head, or a layer": LOGITS + TOKENS * H * 2},
-        POLICY_UPDATE: {
-            **held,
-            **gradients,
-            **asleep,
-            **gathered_weights,
-            "activations": TOKENS * saved_bytes(),
-            "head": LOGITS + LOGITS // 2 + 2 * TOKENS * H * 2,
-        },
-        WEIGHT_SYNC: {**trained, "engine": engine, "one whole tensor": max(2 * VOCAB * H, 2 * (4 + 2) * H * INNER)},
+        GENERATION: {**trained, "engine": ENGINE},
+        PASSES: {**held, **ASLEEP, **passes(gathered)},
+        POLICY_UPDATE: {**held, **ASLEEP, **expected},
+        WEIGHT_SYNC: {**trained, "engine": ENGINE, "one whole tensor": merged},
     }
     wide = plan_memory(config, replace(SHAPE, intermediate=500), CARD).phases[WEIGHT_SYNC]
     assert wide["one whole tensor"] == 2 * (4 + 2) * H * 500  # merged matrix and sum, in both types
@@ -251,8 +210,7 @@ def test_parts_with_adapters(base: str) -> None:
     assert whole["gathered weights"] == max(gathered, 2 * (POLICY - in_4_bits))
     assert whole[FROZEN_BASE] == round(in_4_bits * (1 / 2 + 4 / 64)) + POLICY - in_4_bits  # half of two bytes each
     again = settings("model.lora.rank=4", "model.gradient_checkpointing=true", *NO_CRITIC)
-    update = plan_memory(again, SHAPE, CARD).phases[POLICY_UPDATE]
-    assert update["activations"] == TOKENS * saved_bytes(recompute=True)
+    assert plan_memory(again, SHAPE, CARD).phases[POLICY_UPDATE]["activations"] == TOKENS * saved_bytes(recompute=True)
 
 
 def test_micro_batch_tokens() -> None:

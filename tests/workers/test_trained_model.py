@@ -14,7 +14,6 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from rlcore.algos.aggregation import Denominator
 from rlcore.algos.objective import ValueStatistics
 from rlcore.errors import DeviceMemoryError, NonFiniteError, RankMemoryError
-from rlcore.models.memory import is_out_of_memory
 from rlcore.models.policy import CausalPolicy, PackedTrunk, ValueModel
 from rlcore.types import TrainBatch
 from rlcore.workers.group import LocalGroup
@@ -48,22 +47,6 @@ def test_oom_retries_keep_results(kind: str, tmp_path: Path) -> None:
     assert "ran out of memory" in errors
 
 
-def test_host_oom_is_recognized() -> None:
-    with pytest.raises(RuntimeError) as caught:
-        torch.empty(1 << 60, dtype=torch.uint8)
-    assert is_out_of_memory(caught.value)
-    assert not is_out_of_memory(RuntimeError("shapes do not match"))
-
-
-def test_micro_batches_shrink_until_pass_fits() -> None:
-    recovered = []
-    budget = MicroBatchRunner("a pass", recover=lambda: recovered.append(True))
-    assert budget.run(needs(5), answers(100), 2) == 8
-    assert (budget.factor, budget.num_failures, len(recovered)) == (4, 2, 2)
-    assert budget.run(needs(5), answers(100), 2) == 8
-    assert budget.num_failures == 2
-
-
 def test_micro_batches_grow_after_successes() -> None:
     budget = MicroBatchRunner("a pass", recover=lambda: None)
     assert budget.run(needs(4), answers(10), 1) == 4
@@ -88,9 +71,13 @@ def test_failure_resets_success_count() -> None:
     assert budget.factor == 2
 
 
-def test_oom_retries_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
-    budget = MicroBatchRunner("a pass", recover=lambda: None)
+def test_micro_batches_shrink_until_pass_fits(caplog: pytest.LogCaptureFixture) -> None:
+    recovered = []
+    budget = MicroBatchRunner("a pass", recover=lambda: recovered.append(True))
     assert budget.run(needs(5), answers(6), 2) == 6
+    assert (budget.factor, budget.num_failures, len(recovered)) == (4, 2, 2)
+    assert budget.run(needs(5), answers(100), 2) == 8
+    assert budget.num_failures == 2
     first, second = budget.pop_retries()
     assert budget.pop_retries() == []
     assert first == OomRetry("a pass", 2, 4, 2, first.refusal)
@@ -129,8 +116,7 @@ def test_other_errors_propagate() -> None:
     assert budget.num_failures == 0
 
 
-META = torch.device("meta")
-"""A device whose tensors cannot be read."""
+META = torch.device("meta")  # A device whose tensors cannot be read
 
 
 def test_bounds_and_mask_stay_on_host(tmp_path: Path) -> None:

@@ -58,7 +58,6 @@ gradients are cancelling sums."""
 
 
 def compute_gradients(folder: Path, world_size: int) -> Path:
-    """Compute the cases of so many ranks once; return the folder."""
     cases = folder / f"cases-{world_size}.json"
     if not cases.exists():
         cases.write_text(json.dumps([_case(folder, algo, name) for algo, name in ON_RANKS[world_size]]))
@@ -70,7 +69,6 @@ def compute_gradients(folder: Path, world_size: int) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of the batch and of all gradients."""
     folder = tmp_path_factory.mktemp("gradients")
     save_file(random_batch(np.random.default_rng(7)), folder / "batch.safetensors")
     return folder
@@ -91,7 +89,6 @@ def _run(folder: Path, algo: str, checkpointing: bool, zero_stage: int) -> Small
 
 
 def _case(folder: Path, algo: str, name: str) -> dict[str, object]:
-    """Return the arguments of a rank."""
     order, max_tokens, checkpointing = CASES[name]
     run = _run(folder, algo, checkpointing, 1 if name == "zero-1" else 3)
     return {

@@ -1,12 +1,6 @@
-"""The `RolloutEngine` with vLLM in the worker's process.
-
-Requests have token ids and seeds, and each response is returned when it ends. Responses to one prompt share the prefill
-through the prefix cache.
-
-Ranks may share an engine (`rollout.tensor_parallel_size`). Each of these ranks has a part of every matrix, and all of
-them process all requests. Every rank runs vLLM's scheduler with the same requests, order and seeds, so all decisions
-are equal. Neighbouring ranks share an engine. With two ranks per engine, ranks 0 and 1 share the first engine.
-"""
+"""The `RolloutEngine` with vLLM in the worker's process. Responses to one prompt share the prefill through the prefix
+cache. Neighbouring ranks may share an engine (`rollout.tensor_parallel_size`), each with a part of every matrix. Every
+rank then runs vLLM's scheduler with the same requests, order and seeds, so all decisions are equal."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,17 +16,16 @@ from rlcore.config.rollout import RolloutConfig, SamplingConfig
 from rlcore.errors import EngineError
 from rlcore.models.load import parameter_names
 from rlcore.models.memory import release_cached_memory
-from rlcore.rollout.engine import ROUND_TOKENS, RolloutEngine, SamplingRequest, TailCut, WeightSyncResult
+from rlcore.rollout.engine import ROUND_TOKENS, Requests, RolloutEngine, SamplingRequest, TailCut, WeightSyncResult
 from rlcore.rollout.vllm import weights as sync
 from rlcore.rollout.vllm.start import EngineShape, give_float32_logits, start_vllm
 from rlcore.types import Rollout
 
-_MAX_IDLE_STEPS = 10_000
-"""The maximum number of consecutive vLLM steps without output while responses are missing."""
+_MAX_IDLE_STEPS = 10_000  # maximum number of consecutive vLLM steps without output while responses are missing
 
 
 class EngineRanks:
-    """The ranks that share this rank's engine. Create this object after vLLM, because it uses vLLM's process group."""
+    """The ranks that share this rank's engine. It uses vLLM's process group, so create it after vLLM."""
 
     def __init__(self, size: int) -> None:
         self._group = None
@@ -44,14 +37,11 @@ class EngineRanks:
             self._group, self._rank = ranks.cpu_group, ranks.rank_in_group
             ranks.mq_broadcaster = None  # its shared memory would remain after a kill
 
-    def gather(self, requests: Sequence[SamplingRequest]) -> tuple[Sequence[SamplingRequest], range]:
-        """Return the requests of all ranks in rank order, and the range of this rank's requests.
-
-        This operation is collective, so every rank must call it.
-        """
+    def gather(self, requests: Requests) -> tuple[Requests, range]:
+        """Return the requests of all ranks in rank order, and the range of this rank's requests. This is collective."""
         if self._group is None:
             return requests, range(len(requests))
-        shares: list[Sequence[SamplingRequest]] = [()] * self._size
+        shares: list[Requests] = [()] * self._size
         dist.all_gather_object(shares, list(requests), group=self._group)
         before = sum(map(len, shares[: self._rank]))
         return [one for share in shares for one in share], range(before, before + len(requests))
@@ -59,8 +49,6 @@ class EngineRanks:
 
 @dataclass(frozen=True, slots=True)
 class _Response:
-    """An unfinished response, with the index of its request, its tokens and their log-probabilities."""
-
     index: int
     token_ids: list[int]
     logprobs: list[float]
@@ -90,19 +78,14 @@ class VllmEngine(RolloutEngine):
 
     @property
     def model(self) -> nn.Module:
-        """Return the model inside vLLM."""
+        """The model inside vLLM."""
         model: nn.Module = self._engine.model_executor.driver_worker.worker.get_model()
         return model
 
     def stream(
-        self,
-        requests: Sequence[SamplingRequest],
-        sampling: SamplingConfig,
-        max_response_tokens: int,
-        cut: TailCut | None = None,
+        self, requests: Requests, sampling: SamplingConfig, max_response_tokens: int, cut: TailCut | None = None
     ) -> Iterator[tuple[int, Rollout]]:
-        """Yield each rollout with the index of its request when the response ends. All ranks of a shared engine must
-        consume the stream to the end."""
+        """Yield each rollout with its request's index. All ranks of a shared engine must consume the whole stream."""
         everyones, mine = self._span.gather(requests)
         if not everyones:
             return
@@ -142,29 +125,35 @@ class VllmEngine(RolloutEngine):
                 core.abort_requests(list(writing))
 
     def _agree(self, cut: TailCut, names: Sequence[str]) -> None:
-        """Exchange the lengths of finished responses with the other ranks.
-
-        If the bound has fallen, lower the limits of the running requests whose ids are in `names`.
-        """
+        """Exchange lengths with the other ranks. If the bound has fallen, lower the limits of the requests `names`."""
         before = cut.bound
         cut.agree()
         if cut.bound < before:
             self._engine.engine_core.engine_core.scheduler.lower_limits(names, cut.bound)
 
     def _prepare_requests(
-        self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
+        self, requests: Requests, sampling: SamplingConfig, max_response_tokens: int
     ) -> Iterator[Any]:
-        """Yield the requests as vLLM's request objects.
-
-        vLLM prepares and checks only the first request. Each later request is a copy with another prompt, seed and
-        limit.
-        """
+        """Yield vLLM's request objects. vLLM prepares and checks only the first, of which the others are copies."""
         from msgspec.structs import replace
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
+        params = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            seed=requests[0].seed,
+            max_tokens=requests[0].limit(max_response_tokens),
+            stop_token_ids=self._eos_token_ids,
+            ignore_eos=True,  # only the ids above end a response
+            logprobs=0,  # only of the sampled token
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
         first = self._engine.input_processor.process_inputs(
             str(next(self._names)),
             {"type": "token", "prompt_token_ids": list(requests[0].prompt.token_ids)},
-            self._sampling_params(requests[0], sampling, max_response_tokens),
+            params,
             supported_tasks=self._engine.get_supported_tasks(),
         )
         yield first
@@ -177,22 +166,6 @@ class VllmEngine(RolloutEngine):
                     first.sampling_params, seed=request.seed, max_tokens=request.limit(max_response_tokens)
                 ),
             )
-
-    def _sampling_params(self, request: SamplingRequest, sampling: SamplingConfig, max_response_tokens: int) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        return SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            seed=request.seed,
-            max_tokens=request.limit(max_response_tokens),
-            stop_token_ids=self._eos_token_ids,
-            ignore_eos=True,  # only the ids above end a response
-            logprobs=0,  # only of the sampled token
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
 
     def _rollout(self, request: SamplingRequest, answer: "_Response", reason: str, limit: int) -> Rollout:
         token_ids = np.array(answer.token_ids, dtype=np.int32)
@@ -213,10 +186,7 @@ class VllmEngine(RolloutEngine):
         )
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> WeightSyncResult:
-        """Load all weights.
-
-        Raises EngineError if a name is unknown or missing. A missing tensor would otherwise keep its old values.
-        """
+        """Load all weights. Raises EngineError if a name is unknown or missing."""
         self.policy_version = -1  # an interrupted weight sync leaves no valid version
         if self._asleep:
             release_cached_memory()
@@ -235,9 +205,7 @@ class VllmEngine(RolloutEngine):
         return taken
 
     def sleep(self) -> None:
-        """Release memory, as far as `rollout.sleep_level` says. At level 2, the weights are lost until the next weight
-        sync.
-        """
+        """Release memory as `rollout.sleep_level` says. Level 2 loses the weights until the next weight sync."""
         if self._asleep or self._sleep_level == 0:
             return
         torch.cuda.synchronize()  # vLLM unmaps memory that kernels may still read

@@ -12,27 +12,24 @@ SCHEDULER_NAMES = {
     "kv_cache_manager": "new_step_starts allocate_slots",
     "kv_cache_manager.block_pool": "get_num_free_blocks",
 }
-"""The scheduler's attributes that short steps use. A key is the path from the scheduler to the object that has them."""
+"""The scheduler's attributes, by the path from the scheduler to the object that has them."""
 REQUEST_NAMES = (
     "request_id num_computed_tokens num_output_placeholders num_prompt_tokens max_tokens is_prefill_chunk "
     "sampling_params update_block_hashes _output_token_ids _all_token_ids"
 )
-"""The attributes of a request that short steps use."""
-SAMPLING_NAMES = "all_stop_token_ids repetition_detection"
-"""The attributes of a request's sampling parameters that short steps use."""
+"""The attributes of a request."""
+SAMPLING_NAMES = "all_stop_token_ids repetition_detection"  # attributes of a request's sampling parameters
 REQUEST_CHANGES = frozenset(
     {"num_computed_tokens", "num_output_placeholders", "num_in_flight_tokens", "next_decode_eligible_step"}
 )
-"""The attributes of a request that vLLM changes for each token, without lists that grow.
-
-Releases after 0.25 also change `num_in_flight_tokens`. If vLLM changes other attributes, short steps are disabled.
-"""
+"""The attributes of a request that vLLM changes for each token, in releases after 0.25 with `num_in_flight_tokens`. Any
+other change disables short steps. Lists that grow are not listed."""
 SCHEDULER_CHANGES = frozenset({"current_step", "prefill_capacity_bound"})
 """The numbers and texts in the scheduler that vLLM changes for each token."""
 
 
 def unsupported_reason(scheduler: Any) -> str | None:
-    """Return the reason why this scheduler does not support short steps, or None if it does."""
+    """Return the reason why this scheduler does not support short steps, or None."""
     missing = _missing_names("scheduler", scheduler, SCHEDULER_NAMES) + _missing_request_names()
     if missing:
         return _without(missing)
@@ -55,7 +52,6 @@ _ABSENT = object()
 
 
 def _part(owner: Any, path: str, absent: Any = None) -> Any:
-    """Return the attribute at a dotted path, or `absent` if it is missing. The path "" gives the object itself."""
     for name in filter(None, path.split(".")):
         owner = getattr(owner, name, absent)
     return owner

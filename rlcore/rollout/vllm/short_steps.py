@@ -1,13 +1,9 @@
-"""Short steps of vLLM's scheduler. A short step has no new request and gives every running response one token.
-
-vLLM's `schedule` and `update_from_output` take 30 to 40 microseconds of Python per token. If a small model generates
-hundreds of responses, this is longer than the GPU's work. Nearly all steps of a rollout are short. Between full steps,
-the running responses are rows of arrays, which a short step updates together. Only responses that may end or that need
-a cache block are handled one by one. vLLM's own code runs all full steps and ends all responses.
-
-Before a full step, vLLM's requests are updated (`_end_short_steps`). The tokens of short steps are buffered until vLLM
-creates the next output of their response.
-"""
+"""Short steps of vLLM's scheduler, which have no new request and give every running response one token. vLLM's
+`schedule` and `update_from_output` take 30 to 40 microseconds of Python per token, which is longer than the GPU's work
+for hundreds of responses of a small model. A short step updates all running responses as rows of arrays. Only responses
+that may end or need a cache block are handled one by one. vLLM's own code runs all full steps and ends all responses.
+Its requests are updated before a full step (`_end_short_steps`). The tokens of short steps are buffered until vLLM
+creates the next output of their response."""
 
 import logging
 from collections import deque
@@ -20,61 +16,36 @@ import numpy as np
 from rlcore.rollout.vllm.short_names import REQUEST_CHANGES, SCHEDULER_CHANGES, unsupported_reason
 
 log = logging.getLogger(__name__)
-_Scheduler: Any = object
-"""A placeholder for vLLM's scheduler class, which is the next base after `ShortSteps` in the combined class."""
-_MAX_SHORT_STEPS = 256
-"""The number of short steps after which vLLM's requests are updated."""
-
-
-class _BufferedTokens:
-    """The tokens and log-probabilities of one response that are not yet in an output of vLLM."""
-
-    __slots__ = ("logprobs", "token_ids")
-
-    def __init__(self) -> None:
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
+_Scheduler: Any = object  # A placeholder for vLLM's scheduler class, the next base after `ShortSteps`
+_MAX_SHORT_STEPS = 256  # number of short steps after which vLLM's requests are updated
 
 
 class _Rows:
-    """The running responses since the last full step, one per row of the arrays.
-
-    Attributes:
-        requests: the request objects of vLLM, [rows].
-        computed: the number of computed or scheduled tokens when the rows were created, int64 [rows].
-        to_come: the maximum number of short steps that each response can take part in, int64 [rows].
-        running: the rows of unfinished responses, in vLLM's order.
-        unfinished: a mask with True for the rows in `running`, bool [rows].
-        num_ordered, num_taken: the numbers of scheduled and of processed short steps.
-        token_ids, logprobs: the sampled tokens and their log-probabilities, [rows, step].
-        stop_token_ids: the stop tokens of all responses together.
-    """
+    """The running responses since the last full step, one per row of the arrays."""
 
     def __init__(self, requests: list[Any], longest: int, stop_token_ids: set[int]) -> None:
         self.requests = requests
         self.request_ids = np.array([request.request_id for request in requests], dtype=object)
+        # The computed or scheduled tokens at this moment, and the short steps in which a response can take part.
         self.computed = np.array([request.num_computed_tokens for request in requests], dtype=np.int64)
         self.num_outputs = np.array(
             [len(one._output_token_ids) + one.num_output_placeholders for one in requests], dtype=np.int64
         )
         limits = [min(one.num_prompt_tokens + one.max_tokens, longest) for one in requests]
         self.to_come = np.array(limits, dtype=np.int64) - 1 - self.computed
-        self.running = np.arange(len(requests))
+        self.running = np.arange(len(requests))  # the rows of unfinished responses, in vLLM's order
         self.unfinished = np.ones(len(requests), dtype=bool)
-        self.num_ordered = self.num_taken = 0
+        self.num_ordered = self.num_taken = 0  # scheduled and processed short steps
         self.token_ids = np.zeros((len(requests), _MAX_SHORT_STEPS), dtype=np.int64)
         self.logprobs = np.zeros((len(requests), _MAX_SHORT_STEPS), dtype=np.float32)
-        self.stop_token_ids = np.array(sorted(stop_token_ids), dtype=np.int64)
+        self.stop_token_ids = np.array(sorted(stop_token_ids), dtype=np.int64)  # of all responses together
 
     def ready(self) -> Any:
         """Return the rows of the responses for which another token can be scheduled."""
         return self.running[self.to_come[self.running] > self.num_ordered]
 
     def ending(self, rows: Any, sampled: Any) -> Any:
-        """Return which of the rows `rows` end with their new token, as a mask.
-
-        `sampled`: the new token of each of these rows.
-        """
+        """Return the mask of `rows` that end with their new tokens `sampled`."""
         ends = self.to_come[rows] - self.num_taken <= 1
         for at in np.flatnonzero((sampled[:, None] == self.stop_token_ids).any(1)):
             ends[at] |= sampled[at] in self.requests[rows[at]].sampling_params.all_stop_token_ids
@@ -101,10 +72,8 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         self._may_be_short = False  # whether the last full step allows a short one
         self._rows: _Rows | None = None
         self._short_steps: deque[tuple[Any, _Rows, Any]] = deque()  # orders in progress, with rows and indices
-        self.num_preempting_steps = 0
-        self.num_short_steps = 0
         self._hashes_behind = False
-        self._kept: dict[str, _BufferedTokens] = {}
+        self._kept: dict[str, tuple[list[int], list[float]]] = {}  # token ids and logprobs not yet in an output
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Schedule the next step, as a short step if possible."""
@@ -135,28 +104,20 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         return super().finish_requests(request_ids, *args, **kwargs)
 
     def lower_limits(self, request_ids: Iterable[str], limit: int) -> None:
-        """End the responses to `request_ids` at `limit` tokens.
-
-        A response that is already longer ends with its next token.
-        """
+        """End the responses to `request_ids` at `limit` tokens, or with their next token if they are longer."""
         self._end_short_steps()
         for request in [self.requests[name] for name in request_ids if name in self.requests]:
             written = request.num_output_tokens + request.num_output_placeholders
             request.max_tokens = min(request.max_tokens, max(limit, written + 1))
 
     def _admits_waiting(self) -> bool:
-        """Return whether waiting requests may start in the next step.
-
-        They may start when half of the slots are free. Responses end at almost every step, but a step that processes a
-        prompt takes several times longer than other steps. Requests therefore start together.
-        """
+        """Return whether half of the slots are free for waiting requests. A step that processes a prompt takes several
+        times longer than others, so requests start together."""
         limit = min(self.max_num_running_reqs, getattr(self, "max_num_active_reqs", self.max_num_running_reqs))
         return len(self.requests) > len(self.running) and len(self.running) <= limit // 2
 
     def _full_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a full step of vLLM. If each request got one token in it, use it as the template of the following short
-        steps.
-        """
+        """Run a full step of vLLM. If each request got one token in it, use it as the template of short steps."""
         self._end_short_steps()
         if self._hashes_behind:  # vLLM adds them per token, and reads them per block
             for request in self.running:
@@ -166,8 +127,6 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         before = None if seen is None or self._example is not None else (dict(vars(seen)), _plain(vars(self)))
         order = super().schedule(*args, **kwargs)
         after = {} if before is None else _plain(vars(self))  # before our own changes
-        if order.preempted_req_ids:
-            self.num_preempting_steps += 1
         self._may_be_short = not order.preempted_req_ids and self._all_decode(order)
         if before is None or not self._one_token_to_each(order) or seen.request_id not in order.num_scheduled_tokens:
             return order
@@ -183,10 +142,7 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         return order
 
     def _all_decode(self, order: Any) -> bool:
-        """Return whether every running request has finished its prompt.
-
-        Each request must also get a token in this step, unless it already has all its tokens.
-        """
+        """Return whether each request has finished its prompt, and gets a token in this step or has all its tokens."""
         counts = order.num_scheduled_tokens
         return all(
             not request.is_prefill_chunk
@@ -207,21 +163,17 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
             and not order.scheduled_cached_reqs.resumed_req_ids
         )
 
-    def _started(self) -> _Rows | None:
-        """Return new rows for the running requests, or None if repetition detection excludes short steps."""
-        params = [request.sampling_params for request in self.running]
-        if any(one.repetition_detection is not None for one in params):
-            return None
-        return _Rows(list(self.running), self.max_model_len, set().union(*(one.all_stop_token_ids for one in params)))
-
     def _one_token_each(self) -> Any:
-        """Return vLLM's scheduling order for a short step, which gives each running request one token. Return None if
-        the next step cannot be short."""
+        """Return vLLM's order with one token for each running request, or None if the next step cannot be short."""
         if self._rows is not None and self._rows.num_ordered == _MAX_SHORT_STEPS:
             self._end_short_steps()
-        rows = self._rows or self._started()
+        rows = self._rows
         if rows is None:
-            return None
+            params = [request.sampling_params for request in self.running]
+            if any(one.repetition_detection is not None for one in params):
+                return None
+            stop_token_ids = set[int]().union(*(one.all_stop_token_ids for one in params))
+            rows = _Rows(list(self.running), self.max_model_len, stop_token_ids)
         ready = rows.ready()
         computed = rows.computed[ready] + rows.num_ordered
         crossing = np.flatnonzero(computed % self._block_tokens == 0).tolist()
@@ -258,11 +210,10 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         self.finished_req_ids: Any = set()
         rows.num_ordered += 1
         self._short_steps.append((order, rows, ready))
-        self.num_short_steps += 1
         return order
 
     def _buffer_tokens(self, rows: _Rows, ordered: Any, order: Any, output: Any) -> Any:
-        """Buffer the new token of each response. If a response may have ended, pass its tokens to vLLM."""
+        """Buffer the new token of each response. If responses may have ended, pass their tokens to vLLM."""
         request_ids = order.scheduled_cached_reqs.req_ids
         sampled = np.array(output.sampled_token_ids, dtype=np.int64)[:, 0]
         logprobs = None if output.logprobs is None else output.logprobs.logprobs[:, 0]
@@ -287,10 +238,7 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         return self._prepend_buffered(outputs)
 
     def _update_requests(self, rows: _Rows, which: Any) -> None:
-        """Append the tokens of the short steps to vLLM's request objects, and buffer them for the next output.
-
-        `which`: the rows whose requests are updated.
-        """
+        """Append the tokens of short steps to vLLM's requests in the rows `which`, and buffer them for their output."""
         taken = rows.num_taken
         token_ids, logprobs = rows.token_ids[which, :taken].tolist(), rows.logprobs[which, :taken].tolist()
         num_ordered = np.minimum(rows.num_ordered, rows.to_come[which]).tolist()
@@ -302,28 +250,26 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
             request.num_output_placeholders += self._placeholders * (count - taken)
             if self._counts_in_flight:
                 request.num_in_flight_tokens += count - taken
-            kept = self._kept.setdefault(request.request_id, _BufferedTokens())
-            kept.token_ids.extend(written)
-            kept.logprobs.extend(values)
+            kept_ids, kept_logprobs = self._kept.setdefault(request.request_id, ([], []))
+            kept_ids.extend(written)
+            kept_logprobs.extend(values)
 
     def _end_short_steps(self) -> None:
-        """Update all of vLLM's requests and drop the rows."""
         rows, self._rows = self._rows, None
         if rows is not None:
             self._update_requests(rows, rows.running)
             self._hashes_behind |= rows.num_taken > 0
 
     def _prepend_buffered(self, outputs: Any) -> Any:
-        """Insert the buffered tokens of each response before the new tokens in vLLM's outputs."""
         for group in outputs.values():
             for output in group.outputs:
                 piece = self._kept.pop(output.request_id, None)
                 if piece is None:
                     continue
-                output.new_token_ids = [*piece.token_ids, *output.new_token_ids]
+                output.new_token_ids = [*piece[0], *output.new_token_ids]
                 last = output.new_logprobs
                 if last is not None:
-                    values = np.array([*piece.logprobs, *last.logprobs[:, 0].tolist()], dtype=np.float32)
+                    values = np.array([*piece[1], *last.logprobs[:, 0].tolist()], dtype=np.float32)
                     output.new_logprobs = last._replace(
                         logprobs=values[:, None], logprob_token_ids=np.array(output.new_token_ids)[:, None]
                     )
@@ -335,10 +281,9 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]:
-    """Return the names of the attributes whose values differ. A list that has only grown counts as unchanged."""
     return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
 
 
 def shortened_scheduler(base: Any) -> Any:
-    """Return a subclass of vLLM's scheduler class with short steps. The base may be synchronous or asynchronous."""
+    """Return a subclass of vLLM's synchronous or asynchronous scheduler with short steps."""
     return type("ShortScheduler", (ShortSteps, base), {})

