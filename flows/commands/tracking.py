@@ -1,22 +1,20 @@
-"""The commands `millrace compare`, `sync` and `ui`. They do not use Prefect."""
+"""The commands `millrace compare`, `report`, `sync` and `ui`. They do not use Prefect."""
 
 import os
 import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.commands.options import ARTIFACTS, Root, Runs, Uri
+from flows.commands.options import ARTIFACTS, OptionalRoot, Root, Run, Runs, Uri
 from flows.commands.settings import with_program_path
 from rlcore.errors import ConfigError, MillraceError
 
 if TYPE_CHECKING:
     from flows.stack.state import Service
-    from flows.work.runs import Outcome
 
 
 def compare(
@@ -48,11 +46,22 @@ def compare(
         print(f"  MLflow    {page}\n  Table     {table}")
 
 
-def reachable_urls(root: Path, *pages: str) -> list[str]:
-    """Return the addresses of these MLflow pages at the server that serves them.
+def report(run: Run, root: OptionalRoot = None) -> None:
+    """Write the report of a run: HTML pages, a JSON file with their numbers, and charts.
 
-    If this is the local server and it is down, the command that starts it is appended to the last address.
+    Examples:
+      millrace report experiment=countdown_demo
+      millrace report artifacts/runs/<run id>
     """
+    from flows.stages.outputs import write_report
+    from flows.work.runs import find_run
+
+    _, layout = find_run(run, root)
+    print(f"report: {write_report(layout)}")
+
+
+def reachable_urls(root: Path, *pages: str) -> list[str]:
+    """Return the addresses of MLflow pages at the running server. If none runs, add the command that starts one."""
     from flows.stack.services import free_port, is_free_port
     from rlcore.tracking.mlflow_store import LOCAL_UI
 
@@ -86,11 +95,8 @@ def sync(runs: Runs = None, root: Root = ARTIFACTS, uri: Uri = None) -> None:
 
     root = root.resolve()
     folders = several.find_named_runs(runs, root) if runs else several.all_runs(root)
-    _print_outcomes([several.sync(folder, uri) for folder in folders], f"no runs under {root / 'runs'}")
-
-
-def _print_outcomes(outcomes: "Sequence[Outcome]", nothing: str) -> None:
-    print("\n".join(map(str, outcomes)) or nothing)
+    outcomes = [several.sync(folder, uri) for folder in folders]
+    print("\n".join(map(str, outcomes)) or f"no runs under {root / 'runs'}")
     if not all(outcome.ok for outcome in outcomes):
         sys.exit(1)
 

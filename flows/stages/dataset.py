@@ -5,8 +5,8 @@ from pathlib import Path
 
 from data.rows import SPLITS
 from data.tasks import StageResult
+from flows.progress import skipped_suffix
 from flows.stages.inputs import (
-    describe_rows,
     filter_rows,
     make_dataset,
     planned_dataset,
@@ -26,8 +26,17 @@ from rlcore.config.data import parts_of
 from rlcore.run.inputs import ensure_tokenizer
 
 
+class RowsStage(Stage[StageResult]):
+    """A stage that creates a folder of rows."""
+
+    def describe(self, result: StageResult) -> str:
+        counts = ", ".join(f"{count:,} {name}" for name, count in result.counts.items())
+        text = f"{counts} rows{skipped_suffix(result.cached)} ({result.directory})"
+        return f"{self.label or self.name}: {text}\n{result.warning}".rstrip()
+
+
 @dataclass(frozen=True)
-class Dataset(Stage[StageResult]):
+class Dataset(RowsStage):
     """The stage that builds the dataset, unless the dataset already exists."""
 
     name = "dataset"
@@ -55,12 +64,9 @@ class Dataset(Stage[StageResult]):
     def make(self, run: OpenRun) -> StageResult:
         return make_dataset(run.config)
 
-    def describe(self, result: StageResult) -> str:
-        return f"dataset: {describe_rows(result)}"
-
 
 @dataclass(frozen=True)
-class Filter(Stage[StageResult]):
+class Filter(RowsStage):
     """The stage that tokenizes and filters the dataset, unless the result already exists."""
 
     name = "filter"
@@ -79,19 +85,20 @@ class Filter(Stage[StageResult]):
         made = filter_rows(run.config, planned_dataset(run.config))
         return replace(made, warning=warn_of_few_rows(run.config, made.counts.get("train"), "after the filter"))
 
-    def describe(self, result: StageResult) -> str:
-        return f"filter: {describe_rows(result)}"
-
 
 @dataclass(frozen=True)
-class Suite(Stage[StageResult]):
+class Suite(RowsStage):
     """The stage that builds, tokenizes and filters the rows of a suite, unless they already exist."""
 
     name = "suite"
     suite: SuiteConfig
 
-    def title(self, run: OpenRun) -> str:
+    @property
+    def label(self) -> str:  # type: ignore[override]
         return f"suite {self.suite.name}"
+
+    def title(self, run: OpenRun) -> str:
+        return self.label
 
     def status(self, run: OpenRun) -> StageStatus:
         config = suite_settings(run.planning_config, self.suite)
@@ -109,9 +116,6 @@ class Suite(Stage[StageResult]):
     def make(self, run: OpenRun) -> StageResult:
         return make_suite(run.config, self.suite)
 
-    def describe(self, result: StageResult) -> str:
-        return f"suite {self.suite.name}: {describe_rows(result)}"
-
 
 def make_suite(config: RunConfig, suite: SuiteConfig) -> StageResult:
     """Build, tokenize and filter the rows of a suite, or return the existing rows."""
@@ -121,7 +125,7 @@ def make_suite(config: RunConfig, suite: SuiteConfig) -> StageResult:
 
 
 @dataclass(frozen=True)
-class Demonstrations(Stage[StageResult]):
+class Demonstrations(RowsStage):
     """The stage that tokenizes the file of demonstrations, unless the result already exists."""
 
     name = "demonstrations"
@@ -143,6 +147,3 @@ class Demonstrations(Stage[StageResult]):
         return tokenize_demonstrations(
             config.warm_start, tokenizer, seed=seed, root=root_of(config), chat_template_kwargs=kwargs
         )
-
-    def describe(self, result: StageResult) -> str:
-        return f"demonstrations: {describe_rows(result)}"

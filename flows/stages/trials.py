@@ -57,12 +57,7 @@ class Trial:
         return self._rows[id(task)]
 
     def try_scorers(self) -> None:
-        """Try the scorer of each task on the task's first row. If the run has an environment, try the environment
-        instead.
-
-        Raises:
-            TrialError: if the scorer or the environment fails. The message names the response.
-        """
+        """Try the scorers or the environment on each task's first row. Raises TrialError with the failed response."""
         config = self.config
         if config.data.environment:
             if rows := [row for task in self.tasks if (row := self.first_row(task)) is not None]:
@@ -87,14 +82,9 @@ class Trial:
 
 
 def count_rows(config: RunConfig) -> int | None:
-    """Check the rows of local files.
+    """Check the rows of local files. Return the largest number of training rows, or None if it is unknown.
 
-    Returns:
-        The largest number of training rows, or None if it is unknown. If a custom function builds the rows,
-        this is the number of rows that the settings request.
-
-    Raises:
-        DataError: if a row is invalid. The message has the file and the line.
+    For a custom function, this is the requested number. Raises DataError with the file and line of an invalid row.
     """
     from data.trial import validate_rows
 
@@ -142,9 +132,7 @@ def judge_failure_message(failure: str) -> str:
 
 
 def _try_environment(row: "FirstRow", config: RunConfig) -> None:
-    """Play one turn of the environment. If the environment is repeatable, play the turn again in another process.
-    Raises TrialError if the environment's replies differ.
-    """
+    """Play one turn. Play it again in another process if the environment is repeatable, and compare the replies."""
     name = config.data.environment
     played = [_first_replies(row, config) for _ in range(1 + is_repeatable(resolve_environment(name)))]
     if played[0] != played[-1]:

@@ -9,8 +9,7 @@ import pytest
 from flows import chain
 from flows.chain import run_on_console
 from flows.progress import PlainDisplay, ValidationSummary, use_display
-from flows.stages.export import ExportedWeights
-from flows.stages.report import ReportPage
+from flows.stages.outputs import ExportedWeights, ReportPage
 from flows.stages.stage import Stage, StageStatus
 from flows.stages.train import Chunk
 from flows.stages.validate import Validate

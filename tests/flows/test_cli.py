@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from flows.cli import app, exit_code, extend_module_path
-from flows.commands import complete, rollouts, runs
+from flows.commands import options, rollouts, runs
 from flows.commands.settings import root_path
 from flows.work import status
 from rlcore.config import RunConfig
@@ -327,9 +327,9 @@ def test_tab_completes_every_setting_group_and_sort_key() -> None:
     assert rollouts.SORTS == query.SORTS
     assert get_args(get_args(rollouts.Kind)[0]) == query.KINDS
     assert runs.STATES == status.STATES
-    assert complete.OWN_CONF == CONFIG_DIR_VARIABLE
-    assert complete._values_by_key().keys() == all_keys().keys()
-    assert set(complete._groups()) == {*GROUPS, "experiment"}
+    assert options.OWN_CONF == CONFIG_DIR_VARIABLE
+    assert options._values_by_key().keys() == all_keys().keys()
+    assert set(options._groups()) == {*GROUPS, "experiment"}
 
 
 @pytest.fixture
@@ -401,9 +401,9 @@ def test_bash_completes_without_a_space_after_an_equals_sign(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("rnus", "millrace: no such command rnus; got rnus. Did you mean runs?"),
+        ("rnus", "millrace: no such command; got rnus. Did you mean runs?"),
         ("stop", "RUN: is missing; got stop. millrace stop --help describes the arguments and options"),
-        ("runs --stat failed", "--stat: is no option of millrace runs; got --stat. Did you mean --state?"),
+        ("runs --stat failed", "millrace runs: no such option; got --stat. Did you mean --state?"),
         ("up --workers x", "--workers: must be a valid integer"),
         ("status x", "millrace status: got unexpected extra argument"),
         ("runs --root", "--root: must not be empty"),
@@ -411,9 +411,9 @@ def test_bash_completes_without_a_space_after_an_equals_sign(
         ("run --info plugins", "--info / -i: must be one of all, defaults, searchpath; got plugins. --cfg job"),
         (
             "run --resolve",
-            "--resolve: is no option of millrace run; got --resolve. Write millrace run KEY=VALUE ... --cfg",
+            "millrace run: no such option; got --resolve. Write millrace run KEY=VALUE ... --cfg",
         ),
-        ("run -cn mine", "-cn: is no option of millrace run; got -cn. Name your file by experiment=NAME"),
+        ("run -cn mine", "millrace run: no such option; got -cn. Name your file by experiment=NAME"),
         ("run -p algo experiment=debug", "--package: goes with --cfg job alone; got algo"),
         (
             "run experiment=debug --cfg job -p agol",

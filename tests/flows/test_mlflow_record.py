@@ -12,8 +12,7 @@ import pytest
 from data.tasks import StageResult
 from flows.stack.state import Service, StackState, served_mlflow, write_stack
 from flows.stages.dataset import Dataset, Filter
-from flows.stages.export import ExportedWeights
-from flows.stages.report import ReportPage, report_fingerprint
+from flows.stages.outputs import ExportedWeights, ReportPage, report_fingerprint
 from flows.work import mlflow_record
 from flows.work.mlflow_record import MlflowContents, MlflowRecord, models_digest, settings_digest
 from flows.work.open_run import OpenRun, open_run

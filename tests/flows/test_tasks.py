@@ -25,11 +25,11 @@ from prefect.states import Cancelled, Completed, Failed, Scheduled, State, Suspe
 from flows import pipeline
 from flows.chain import PipelineResult, StageRunner
 from flows.parameters import compose_settings
+from flows.pipeline import run_as_one_task, run_task
 from flows.server import watch
 from flows.server.api import LocalServer
 from flows.server.watch import STOP_REQUESTED, FlowCancelledError, watch_flow_run
 from flows.stages.stage import Stage, StageStatus
-from flows.tasks import run_as_one_task, run_task
 from flows.work.mlflow_record import MlflowContents, MlflowRecord
 from flows.work.open_run import OpenRun
 from rlcore.config.fingerprint import run_id

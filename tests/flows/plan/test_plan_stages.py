@@ -10,8 +10,8 @@ import pytest
 from flows import chain
 from flows.plan import plan as plans
 from flows.plan.plan import RunPlan, count_parameters, make_plan
-from flows.stages.report import Report, report_fingerprint
-from flows.stages.warm_start import _stop_rule
+from flows.stages.outputs import Report, report_fingerprint
+from flows.stages.train import _stop_rule
 from flows.work.open_run import OpenRun, open_run
 from rlcore.config import LoraConfig, RunConfig, WarmStartConfig
 from rlcore.config.compose import load_config
