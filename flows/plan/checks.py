@@ -185,4 +185,6 @@ def check_evaluation(config: RunConfig) -> None:
 def run_stage_checks(run: OpenRun, stages: Sequence[Stage[Any]]) -> str:
     """Check the stages and return their warnings, one per line."""
     trial = Trial(run)
-    return "\n".join(line for stage in stages for line in stage.check(trial) if line)
+    for stage in stages:
+        stage.check(trial)
+    return "\n".join(filter(None, trial.warnings))

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -80,15 +79,6 @@ class RunPlan:
     def is_done(self) -> bool:
         """True if all stages are done."""
         return all(stage.cached for stage in self.stages)
-
-    def stage(self, name: str) -> StageStatus:
-        """Return the status of the first stage with this name."""
-        return next(stage for stage in self.stages if stage.name == name)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the plan as JSON values."""
-        plain: dict[str, Any] = TypeAdapter(RunPlan).dump_python(self, mode="json")
-        return plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +175,7 @@ MAX_DETAIL_CHARACTERS = 57  # length of the list of unfinished stages
 def show_plan(plan: RunPlan, *, as_json: bool) -> None:
     """Print the plan as tables or as JSON."""
     if as_json:
-        print(json.dumps(plan.to_json(), indent=2))
+        print(json.dumps(TypeAdapter(RunPlan).dump_python(plan, mode="json"), indent=2))
         return
     from rich.table import Table
 

@@ -47,16 +47,15 @@ class Dataset(RowsStage):
     def status(self, run: OpenRun) -> StageStatus:
         return status_of_rows(self.name, run.planning_config, planned_dataset, run.config.data.task)
 
-    def check(self, trial: Trial) -> list[str]:
+    def check(self, trial: Trial) -> None:
         config = trial.config
         where = "requested by data.train_size" if any(map(is_user_build, trial.tasks)) else "of the dataset"
-        few = warn_of_few_rows(config, count_rows(config), where)
+        trial.warnings.append(warn_of_few_rows(config, count_rows(config), where))
         for task in trial.tasks:
             if isinstance(task, CountdownData):
                 from data.countdown_problems import require_enough
 
                 require_enough(task, config.data.seed)
-        return [few]
 
     def asset(self, run: OpenRun) -> Path | None:
         return planned_dataset(run.config)
@@ -77,9 +76,8 @@ class Filter(RowsStage):
     def status(self, run: OpenRun) -> StageStatus:
         return status_of_rows(self.name, run.planning_config, planned_rows)
 
-    def check(self, trial: Trial) -> list[str]:
+    def check(self, trial: Trial) -> None:
         trial.try_tokenizer()
-        return []
 
     def make(self, run: OpenRun) -> StageResult:
         made = filter_rows(run.config, planned_dataset(run.config))
@@ -93,25 +91,23 @@ class Suite(RowsStage):
     name = "suite"
     suite: SuiteConfig
 
-    @property
-    def label(self) -> str:  # type: ignore[override]
+    def title(self, run: OpenRun) -> str:
         return f"suite {self.suite.name}"
 
-    def title(self, run: OpenRun) -> str:
-        return self.label
+    def describe(self, result: StageResult) -> str:
+        return f"suite {self.suite.name}{super().describe(result).removeprefix(self.name)}"
 
     def status(self, run: OpenRun) -> StageStatus:
         config = suite_settings(run.planning_config, self.suite)
         return status_of_rows(self.name, config, planned_suite, self.suite.name)
 
-    def check(self, trial: Trial) -> list[str]:
+    def check(self, trial: Trial) -> None:
         from data.trial import validate_rows
 
         suite = suite_settings(trial.config, self.suite)
         once = suite.filter.duplicates == "error"
         for part in parts_of(suite.data):
             validate_rows(part.data, suite.seed, root_of(trial.config), SPLITS[1:], each_once=once)
-        return []
 
     def make(self, run: OpenRun) -> StageResult:
         return make_suite(run.config, self.suite)
@@ -133,11 +129,10 @@ class Demonstrations(RowsStage):
     def status(self, run: OpenRun) -> StageStatus:
         return status_of_rows(self.name, run.planning_config, planned_demonstrations)
 
-    def check(self, trial: Trial) -> list[str]:
+    def check(self, trial: Trial) -> None:
         from data.demonstrations import check_first_row
 
         check_first_row(trial.config.warm_start)
-        return []
 
     def make(self, run: OpenRun) -> StageResult:
         from data.demonstrations import tokenize_demonstrations

@@ -37,9 +37,8 @@ class Stage(ABC, Generic[R]):
     def status(self, run: OpenRun) -> StageStatus:
         """Return the status of the stage without writing anything."""
 
-    def check(self, trial: Trial) -> list[str]:
-        """Check the requirements of an unfinished stage. Return its warnings, of which empty ones are ignored."""
-        return []
+    def check(self, trial: Trial) -> None:
+        """Check the requirements of an unfinished stage, and add warnings to `trial.warnings`."""
 
     def asset(self, run: OpenRun) -> Path | None:
         """Return the folder of the result if Prefect records it as an asset, otherwise None."""

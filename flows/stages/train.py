@@ -55,7 +55,7 @@ class WarmStart(Stage[InitialPolicy]):
         detail = remake_note(damage) or (_stop_rule(config.warm_start) if config.warm_start.enabled else "model only")
         return StageStatus(self.name, place.name, place, manifest is not None, detail)
 
-    def check(self, trial: Trial) -> list[str]:
+    def check(self, trial: Trial) -> None:
         warm = trial.config.warm_start
         # The rows of other tasks may have solutions, which are counted when the trainer starts.
         has_none = all(isinstance(task, MappedData) and not task.solution for task in trial.tasks)
@@ -64,7 +64,6 @@ class WarmStart(Stage[InitialPolicy]):
                 "warm_start.enabled: must be false without demonstrations; got true with an empty data.solution. Name "
                 "the column data.solution or a file (warm_start.demonstrations), or set warm_start.enabled=false"
             )
-        return []
 
     def find(self, run: OpenRun) -> InitialPolicy | None:
         return known_initial_policy(run.config, inputs_of(run))
@@ -177,12 +176,10 @@ class Train(Stage[Chunk]):
         is_done = self.stop <= run.committed
         return StageStatus(self.name, run.settings_fingerprint, place, is_done, f"step {self.start}-{self.stop}")
 
-    def check(self, trial: Trial) -> list[str]:
-        if self.start > trial.run.committed:  # checked with the first chunk that is not done
-            return []
-        trial.try_scorers()
-        trial.try_functions()
-        return []
+    def check(self, trial: Trial) -> None:
+        if self.start <= trial.run.committed:  # the first chunk that is not done
+            trial.try_scorers()
+            trial.try_functions()
 
     def find(self, run: OpenRun) -> Chunk | None:
         if committed_step(run.config) < self.stop:

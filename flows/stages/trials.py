@@ -34,6 +34,7 @@ class Trial:
     def __init__(self, run: OpenRun) -> None:
         self.run = run
         self.config = run.planning_config
+        self.warnings: list[str] = []
         self._rows: dict[int, FirstRow | None] = {}
 
     @cached_property

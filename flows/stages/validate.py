@@ -47,10 +47,9 @@ class Validate(Stage[ValidationSummary]):
         digest = fingerprint("validate", {"run": run.settings_fingerprint, "settings": config.validation})
         return StageStatus(self.name, digest, run.layout.validation, is_known and run.is_trained, name)
 
-    def check(self, trial: Trial) -> list[str]:
+    def check(self, trial: Trial) -> None:
         if trial.config.is_supervised and self.checkpoint == "start":  # other runs check this with their first chunk
             trial.try_scorers()
-        return []
 
     def find(self, run: OpenRun) -> ValidationSummary | None:
         return find_validation(run.config, run.layout, self.result_name(run.config), self._step(run))

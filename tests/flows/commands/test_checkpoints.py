@@ -50,16 +50,6 @@ def test_the_list_for_people_and_for_machines(run: SmallRun, bare: Millrace) -> 
         assert listed["checkpoints"][1]["metrics"]["critic/score/mean"] >= 0
 
 
-def test_an_export_is_the_checkpoint(run: SmallRun, bare: Millrace, tmp_path: Path) -> None:
-    done = bare("checkpoints", str(run.layout.run_dir), "--export", str(tmp_path / "out"), "--checkpoint", "4")
-    assert done.code == 0, done.err
-    exported, known = (
-        load_file(folder / "model.safetensors") for folder in (tmp_path / "out", run.layout.exported_model)
-    )
-    assert exported.keys() == known.keys()
-    assert all(exported[name].equal(known[name]) for name in known)
-
-
 def test_checkpoints_of_a_newer_format_are_reported_and_left_alone(run: SmallRun, tmp_path: Path) -> None:
     root = tmp_path / "root"
     shutil.copytree(run.config.paths.root, root)

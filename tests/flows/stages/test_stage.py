@@ -14,7 +14,6 @@ from flows.chain import finished_result
 from flows.progress import ValidationSummary, with_interval
 from flows.stages import train
 from flows.stages.dataset import Dataset
-from flows.stages.inputs import warn_of_few_rows
 from flows.stages.outputs import (
     Export,
     ExportBest,
@@ -106,16 +105,6 @@ def test_interval_needs_two_ends() -> None:
     assert with_interval({"a": 0.5, "a/ci_low": 0.4}, "a") == "0.500"
     assert with_interval({"a": 0.5, "a/ci_high": 0.6}, "a") == "0.500"
     assert with_interval({"a": 0.5}, "b") == ""
-
-
-def test_few_rows_warning_begins_below_a_batch(config: RunConfig) -> None:
-    size = config.trainer.batch_size
-    assert warn_of_few_rows(config, size, "of the dataset") == warn_of_few_rows(config, None, "of the dataset") == ""
-    many = changed(config, "trainer", batch_size=2_000)
-    assert warn_of_few_rows(many, 1_999, "that are left") == (
-        "warning: trainer.batch_size=2,000 is more than the 1,999 training rows that are left, so a prompt is in a "
-        "batch more than once. Lower it and trainer.mini_batch_size, or provide more rows"
-    )
 
 
 def test_report_is_current_while_inputs_are_unchanged(layout: RunLayout) -> None:
@@ -242,18 +231,6 @@ def test_run_is_finished_with_all_results(config: RunConfig, layout: RunLayout) 
         assert finished_result(OpenRun(config)) is None, file
         file.write_bytes(content)
         assert finished_result(OpenRun(config)) is not None
-
-
-def test_recorded_settings_have_absolute_paths(
-    config: RunConfig, layout: RunLayout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(layout.root.parent)
-    relative = changed(config, "paths", root=layout.root.name)
-    assert with_absolute_paths(relative, layout).paths.root == str(layout.root)
-    assert with_absolute_paths(relative, layout).tracking.uri is None
-    assert with_absolute_paths(changed(config, "tracking", uri="sqlite:///x.db"), layout).tracking.uri == (
-        f"sqlite:///{layout.root.parent}/x.db"
-    )
 
 
 @pytest.fixture
