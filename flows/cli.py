@@ -41,7 +41,7 @@ INTERRUPTED = "interrupted; the same command resumes"
 COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
     "Run": {
         "run": run.run, "sft": run.sft, "train": run.train, "sweep": sweep, "validate": run.validate,
-        "eval": run.evaluate,
+        "eval": tracking.evaluate,
     },
     "Look at results": {
         "runs": runs.runs, "logs": runs.logs, "checkpoints": checkpoints, "rollouts": rollouts, "audit": audit,

