@@ -49,6 +49,7 @@ def stages_of(config: RunConfig, to_step: int | None = None) -> list[Stage[Any]]
     ]
 
 
+run_quietly = Stage.find_or_make  # without output and without retries
 StageRunner = Callable[[Stage[Any], OpenRun], Any]  # runs a stage and returns its result
 
 
@@ -149,11 +150,6 @@ def open_on_console(settings: RunSettings, verb: str, *, verbose: bool = False) 
         run.route_events(display().event, line),
     ):
         yield run
-
-
-def run_quietly(stage: Stage[R], run: OpenRun) -> R:
-    """Run a stage without output and without retries."""
-    return stage.find_or_make(run)
 
 
 def run_on_console(stage: Stage[R], run: OpenRun) -> R:

@@ -112,7 +112,7 @@ def extend_module_path() -> None:
 def run_and_exit(command: Callable[[], object]) -> NoReturn:
     """Run a command. End the process when the exit handlers have run, because the normal shutdown takes another 3 s."""
     tune_garbage_collection()
-    signal.signal(signal.SIGTERM, _SigtermHandler())
+    signal.signal(signal.SIGTERM, _sigterm_handler())
     codes: list[int] = []
 
     def end() -> None:
@@ -145,17 +145,17 @@ def _flush_stdout() -> bool:
     return True
 
 
-class _SigtermHandler:
-    """A handler that turns SIGTERM into a keyboard interrupt. A second SIGTERM within `SAME_REQUEST_S` is ignored."""
+def _sigterm_handler() -> Callable[[int, FrameType | None], None]:
+    """Return a handler that interrupts, except for a second SIGTERM within `SAME_REQUEST_S`."""
+    requested_at = float("-inf")
 
-    def __init__(self) -> None:
-        self._requested_at = float("-inf")
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if now - self._requested_at > SAME_REQUEST_S:
-            self._requested_at = now
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal requested_at
+        if time.monotonic() - requested_at > SAME_REQUEST_S:
+            requested_at = time.monotonic()
             raise KeyboardInterrupt
+
+    return interrupt
 
 
 def exit_code(command: Callable[[], object]) -> int:

@@ -45,9 +45,7 @@ class Display:
 class PlainDisplay(Display):
     """A display for logs. It prints lines for stages and checkpoints, and a progress line every few seconds."""
 
-    def __init__(self, every_s: float = PLAIN_EVERY_S) -> None:
-        self._every_s = every_s
-        self._last = float("-inf")
+    _last = float("-inf")
 
     def line(self, text: str) -> None:
         """Print and flush a line. A full disk or a closed pipe does not stop the run."""
@@ -58,7 +56,7 @@ class PlainDisplay(Display):
         """Print an event. Progress is printed only every few seconds and at the end."""
         if isinstance(event, Progress):
             is_end = event.step in (event.to_step, event.total_steps)
-            if not is_end and time.monotonic() - self._last < self._every_s:
+            if not is_end and time.monotonic() - self._last < PLAIN_EVERY_S:
                 return
             self._last = time.monotonic()
         self.line(describe(event))

@@ -12,7 +12,6 @@ from flows.stages.inputs import (
     planned_dataset,
     planned_demonstrations,
     planned_rows,
-    planned_suite,
     root_of,
     status_of_rows,
     warn_of_few_rows,
@@ -99,7 +98,7 @@ class Suite(RowsStage):
 
     def status(self, run: OpenRun) -> StageStatus:
         config = suite_settings(run.planning_config, self.suite)
-        return status_of_rows(self.name, config, planned_suite, self.suite.name)
+        return status_of_rows(self.name, config, lambda rows: planned_rows(rows, SPLITS[1:]), self.suite.name)
 
     def check(self, trial: Trial) -> None:
         from data.trial import validate_rows

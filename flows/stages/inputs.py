@@ -61,11 +61,6 @@ def planned_rows(config: RunConfig, splits: Sequence[str] = SPLITS) -> Path:
     return filtered_directory(digest, root_of(config))
 
 
-def planned_suite(config: RunConfig) -> Path:
-    """Return the folder of a suite's filtered rows. `config`: the settings of the suite."""
-    return planned_rows(config, SPLITS[1:])
-
-
 def planned_demonstrations(config: RunConfig) -> Path | None:
     """Return the folder of the tokenized demonstrations, or None if there are none. The tokenizer must exist."""
     warm = config.warm_start
@@ -83,7 +78,9 @@ def inputs_of(run: OpenRun) -> RunInputs:
     """Return the training inputs of a run whose rows have been built."""
     config = run.config
     if run.inputs is None:
-        suites = {suite.name: planned_suite(suite_settings(config, suite)) for suite in config.validation.suites}
+        suites = {
+            suite.name: planned_rows(suite_settings(config, suite), SPLITS[1:]) for suite in config.validation.suites
+        }
         if run.is_evaluation:  # it has only the rows of suites
             first = next(iter(suites.values()))
             run.inputs = RunInputs(first, planned_tokenizer(config), suites=suites)
