@@ -37,8 +37,6 @@ def load(root: Path, *overrides: str) -> RunConfig:
     [
         ({}, "7 steps"),
         ({"epochs": 2.5}, "to 2.5 epochs, at most 7 steps"),
-        ({"stop_at_reward": 0.75}, "to reward 0.75, at most 7 steps"),
-        ({"patience": 3}, "to 3 measurements without a lower held-out loss, at most 7 steps"),
         (
             {"epochs": 1, "stop_at_reward": 1, "patience": 2},
             "to 1 epochs or reward 1 or 2 measurements without a lower held-out loss, at most 7 steps",
