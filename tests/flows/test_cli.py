@@ -345,6 +345,8 @@ def test_bash_completes_without_a_space_after_an_equals_sign(
         ("run experiment=debug --root=one paths.root=two --dry-run", "paths.root: is given more than once"),
         ("validate experiment=debgu", "experiment: must name a file in conf/experiment"),
         ("report experiment=debgu", "experiment: must name a file in conf/experiment"),
+        ("data make experiment=debgu", "experiment: must name a file in conf/experiment"),
+        ("run experiment=debug --fork absent --root /no/root", "absent: is neither the folder nor the id of a run"),
         ("train experiment=debug --json", "--json: goes with --dry-run alone; nothing was started"),
         ("sweep debug_grid trainer.total_steps=2 --json", "--json: goes with --dry-run alone; nothing was started"),
         ("runs --state gone", "--state: must be one of running"),

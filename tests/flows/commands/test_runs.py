@@ -321,15 +321,18 @@ def test_a_comparison_is_written_without_mlflow(tmp_path: Path, caplog: pytest.L
 
 def test_a_run_that_cannot_be_delivered_is_reported(layout: RunLayout) -> None:
     begin(layout)
-    name, away = layout.run_dir.name, "oddsql://host/runs"
-    with delivery_lock(layout.run_dir):
+    name, away, lock = layout.run_dir.name, "oddsql://host/runs", delivery_lock(layout.run_dir)
+    with lock:
         assert sync(layout.run_dir, away) == Outcome(name, "is being delivered by another process", ok=True)
-    for why in (f"not delivered: tracking.uri {away}: ", "cannot be written "):
-        reported = sync(layout.run_dir, away)
-        assert (reported.run, reported.ok) == (name, False)
-        assert reported.text.startswith(f"{layout.run_dir}: {why}")
-        delivery_lock(layout.run_dir).path.unlink(missing_ok=True)
-        delivery_lock(layout.run_dir).path.mkdir(exist_ok=True)
+    reported = sync(layout.run_dir, away)
+    lock.path.unlink()
+    lock.path.mkdir()
+    for found, why in (
+        (reported, f"not delivered: tracking.uri {away}: "),
+        (sync(layout.run_dir, away), "cannot be w"),
+    ):
+        assert (found.run, found.ok) == (name, False)
+        assert found.text.startswith(f"{layout.run_dir}: {why}")
 
 
 @pytest.mark.slow
