@@ -248,6 +248,15 @@ def test_second_run_repeats_no_finished_work(api: Api, reference: Reference) -> 
 
 
 @pytest.mark.lengthy
+def test_hang_without_prefect_is_detected_and_retried(millrace: Millrace, reference: Reference, tmp_path: Path) -> None:
+    hangs_once = ("algo.policy_loss=tests.helpers.harmful:hangs", "runtime.deadlines.update_s=20")
+    done = Millrace(millrace.root, {HARM: str(tmp_path)})("train", *UNTRACKED, *hangs_once, code=0)
+    assert "hang in update_actor after step" in done.out
+    assert "trying again from the last checkpoint (1 of 2)" in done.out
+    assert numbers(millrace.run_dir()) == numbers(reference.run_dir)
+
+
+@pytest.mark.lengthy
 def test_run_fails_after_last_retry_and_can_resume(millrace: Millrace, reference: Reference, tmp_path: Path) -> None:
     settings = (*UNTRACKED, "algo.policy_loss=tests.helpers.harmful:kills", "runtime.max_chunk_retries=1")
     command = Millrace(millrace.root, {HARM: str(tmp_path)})
