@@ -1,8 +1,4 @@
-"""The public Python API, which composes settings, runs experiments and reads results.
-
-The API does not use Prefect. A run consists of the stages of `millrace train` and a report. The training runs in a
-separate process, so a notebook survives a failure of the training.
-"""
+"""The public Python API. It runs the stages of `millrace train` and a report, without Prefect."""
 
 import logging
 from dataclasses import dataclass
@@ -32,9 +28,7 @@ __all__ = ["Run", "compose", "open", "run", "runs"]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run on disk. Each call reads the run's folder again, so the values of a run in progress are current. `config`
-    is read only once.
-    """
+    """A run on disk. Each call reads the folder again, except for `config`."""
 
     config: RunConfig
     layout: RunLayout
@@ -60,9 +54,9 @@ class Run:
         return status_of(self.folder)
 
     def metrics(self) -> "pd.DataFrame":
-        """Return a table with a row for each training step and a column for each metric.
+        """Return a row for each training step and a column for each metric (rlcore/tracking/metrics.md).
 
-        A value is NaN if it was not measured or was not finite. rlcore/tracking/metrics.md describes the metrics.
+        A value is NaN if it was not measured or was not finite.
         """
         import pandas as pd
 
@@ -71,9 +65,7 @@ class Run:
         return pd.DataFrame([dict(record.metrics) for record in records], index=index)
 
     def validation(self, name: str = "after") -> ValidationResult:
-        """Return a validation of the run. `name` is `before` (training), `after` (training) or the name of a
-        checkpoint. Raises DataError if the validation does not exist or is damaged.
-        """
+        """Return the validation `before` or `after` training, or that of a checkpoint. Raises DataError without it."""
         file = self.layout.validation / f"{name}.json"
         if not file.is_file():
             there = sorted(each.stem for each in self.layout.validation.glob("*.json"))
@@ -84,7 +76,7 @@ class Run:
         return ValidationResult.read(file)
 
     def responses(self, name: str = "after") -> "pd.DataFrame":
-        """Return a table with a row for each sampled response of a validation. `name` is a name as in `Run.validation`.
+        """Return a row for each sampled response of a validation.
 
         If the scorer failed on a response, the score of the response is NaN and `failure` has the reason.
         """
@@ -105,10 +97,7 @@ class Run:
 
 
 def compose(
-    *overrides: str,
-    experiment: str | None = None,
-    root: str | Path | None = None,
-    seed: int | None = None,
+    *overrides: str, experiment: str | None = None, root: str | Path | None = None, seed: int | None = None
 ) -> RunSettings:
     """Return the checked settings of a run. The attribute `config` of the result holds every value.
 
@@ -132,8 +121,7 @@ def compose(
 def run(settings: RunSettings) -> Run:
     """Run all stages from the dataset to the report. Finished stages are skipped.
 
-    Raises:
-        MillraceError: if a check before the start or a stage fails. The next call resumes from the last checkpoint.
+    Raises MillraceError if a check or a stage fails. The next call resumes from the last checkpoint.
     """
     for line in settings.unused_settings():
         log.warning("%s", line)

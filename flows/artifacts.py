@@ -1,11 +1,14 @@
-"""The Prefect artifacts of a run, such as its progress and report. A failed request to Prefect's server does not stop
-the run.
+"""The progress of a run in Prefect: artifacts, events, log lines and the state Paused.
+
+A failed request to Prefect's server does not stop the run.
 """
 
 import json
+import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -15,22 +18,33 @@ from prefect.assets import Asset, AssetProperties
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.client.schemas.objects import Artifact as Made
+from prefect.events import emit_event
 from prefect.logging import get_run_logger
+from prefect.runtime import flow_run
+from prefect.states import Paused, Running
 
-from flows.progress import CI_SUFFIXES, ValidationSummary, with_interval
+from flows.progress import CI_SUFFIXES, ValidationSummary, describe, display, with_interval
+from flows.server import watch
 from flows.stages.stage import Stage
 from flows.work.open_run import OpenRun
-from flows.work.status import failure_of
+from flows.work.protocol import CheckpointSaved, Event, Note, Progress, RunEvent, Validated
+from flows.work.status import failure_of, is_stop_requested, worker_of
+from flows.work.trainer import WAITS_FOR_SLOTS
 from rlcore.checkpoint.catalog import scan
+from rlcore.run.disk import PAUSED
 from rlcore.tracking.mlflow_store import table_url
 
 NUM_VALIDATIONS = 4  # columns of the table of latest validations; the first one is the first validation seen
 RETRY_AFTER_S = 30.0  # seconds without requests after a failed one
+UPDATE_EVERY_S = 5.0  # seconds between two updates of the progress artifact, each of which takes 15 ms
+SUMMARY_EVERY_S = 20.0  # seconds between two updates of the checkpoints and the summary
+LOG_EVERY_S = 30.0  # seconds between two progress lines in the flow run's log
+_LEVELS = (("CRITICAL", logging.CRITICAL), ("ERROR", logging.ERROR), ("WARNING", logging.WARNING))
 Content = Callable[[], object]  # content of an artifact: Markdown, rows as JSON, or per cent
 
 
 def artifact_key(subject: str, content: str) -> str:
-    """Return the key of an artifact, which consists of lower-case letters, digits and dashes.
+    """Return the key of an artifact: lower-case letters, digits and dashes.
 
     >>> artifact_key("countdown_demo-s1-1bb2114f", "report")
     'countdown-demo-s1-1bb2114f-report'
@@ -39,24 +53,23 @@ def artifact_key(subject: str, content: str) -> str:
 
 
 def show_artifact(of: str, what: str, description: str, data: Content, kind: str = "markdown") -> None:
-    """Create a Prefect artifact, whose key consists of `of` and `what`. `data`: a function that returns the content.
-    The content is Markdown text, or the rows of a table as JSON if `kind` is `table`.
-    """
+    """Create an artifact with the key `of`-`what`. `data` returns Markdown text, or the rows of a `table` as JSON."""
     log_failure(lambda: _create(of, what, description, data, kind))
 
 
 def _create(of: str, what: str, description: str, data: Content, kind: str) -> Made:
-    # Each kind has its own class, because the base class would encode the data as JSON again.
     named: dict[str, Any] = {"key": artifact_key(of, what), "description": description}
     shown: Any = data()
-    if kind == "table":
-        made = TableArtifact(table=json.loads(shown), **named).create()
-    elif kind == "link":
-        made = LinkArtifact(link=shown, link_text=description, **named).create()
-    elif kind == "progress":
-        made = ProgressArtifact(progress=shown, **named).create()
-    else:
-        made = MarkdownArtifact(markdown=shown, **named).create()
+    # Each kind has its own class, because the base class would encode the data as JSON again.
+    match kind:
+        case "table":
+            made = TableArtifact(table=json.loads(shown), **named).create()
+        case "link":
+            made = LinkArtifact(link=shown, link_text=description, **named).create()
+        case "progress":
+            made = ProgressArtifact(progress=shown, **named).create()
+        case _:
+            made = MarkdownArtifact(markdown=shown, **named).create()
     assert isinstance(made, Made)  # no event loop runs here, so it was made before the call returned
     return made
 
@@ -64,8 +77,7 @@ def _create(of: str, what: str, description: str, data: Content, kind: str) -> M
 def _update(run: OpenRun, what: str, description: str, data: Content, kind: str = "markdown") -> None:
     """Create an artifact at the first call and change it at later calls, so that the server keeps no history.
 
-    After a failure, no request is sent for `RETRY_AFTER_S`. The trainer's pipe is not read during a request, and a full
-    pipe blocks the trainer.
+    After a failure, no request is sent for `RETRY_AFTER_S`, because a waiting request blocks the trainer's pipe.
     """
     shown = run.prefect_view
     if time.monotonic() < shown.retry_at:
@@ -89,9 +101,7 @@ def show_progress(run: OpenRun, stage: str, percent: float, text: str) -> None:
 
 
 def show_latest_validation(run: OpenRun, step: int, summary: Mapping[str, float]) -> None:
-    """Add the validation of a training step to a table. The table shows the first validation and the latest
-    validations.
-    """
+    """Show a table of the first and the latest validations in training."""
     known = run.prefect_view.validations
     known[step] = summary
     shown = sorted(known)[:1] + sorted(known)[1:][-(NUM_VALIDATIONS - 1) :]
@@ -120,7 +130,6 @@ def show_validation(run: OpenRun, summary: ValidationSummary) -> None:
 
 
 def _rows(summaries: Mapping[str, Mapping[str, float]]) -> list[dict[str, str]]:
-    """Return a table with a row for each metric and a column for each validation."""
     metrics = sorted({metric for one in summaries.values() for metric in one if not metric.endswith(CI_SUFFIXES)})
     return [
         {"metric": metric} | {name: with_interval(one, metric) for name, one in summaries.items()} for metric in metrics
@@ -176,3 +185,126 @@ def log_failure(action: Callable[[], object]) -> None:
         action()
     except Exception as error:
         get_run_logger().warning("Prefect did not accept an artifact or event: %s", error)
+
+
+class RunReporter:
+    """A reporter that passes the trainer's events and log lines to Prefect during one task."""
+
+    def __init__(self, run: OpenRun) -> None:
+        self._run = run
+        self._log = get_run_logger()
+        self._last_update = self._last_log = float("-inf")
+        self._progress_now: Progress | None = None
+        self._is_paused = False
+
+    def event(self, event: Event) -> None:
+        """Report an event of the trainer. This method runs in the thread of the flow."""
+        self._show_pause(event)
+        match event:
+            case Progress():
+                self._progress(event)
+            case CheckpointSaved(step, path):
+                self._log.info("%s", describe(event))
+                if Path(path).is_relative_to(self._run.layout.run_dir):  # not a checkpoint of the warm start
+                    self._emit("checkpoint.saved", {"step": step, "path": path})
+                    self._show_summary()
+            case Validated(name, step, summary):
+                self._log.info("%s", describe(event))
+                if name.startswith("step-"):
+                    show_latest_validation(self._run, step, summary)
+            case Note(text):
+                self._log.info("%s", text)
+            case RunEvent(name, data):
+                self._log.warning("%s", describe(event))
+                self._emit(name, dict(data))
+
+    def _emit(self, event: str, payload: dict[str, object]) -> None:
+        name = self._run.run_id
+        resource = {"prefect.resource.id": f"millrace.run.{name}", "prefect.resource.name": name}
+        log_failure(lambda: emit_event(f"millrace.{event}", resource=resource, payload=payload))
+
+    def _show_pause(self, event: Event) -> None:
+        """Set the flow run to Paused while the run waits for disk space or slots, and otherwise to Running."""
+        if isinstance(event, RunEvent) and event.name in (PAUSED, WAITS_FOR_SLOTS):
+            self._is_paused = True
+            log_failure(lambda: watch.set_flow_run_state(Paused(message=str(event.data.get("text")))))
+        else:
+            self.resume()
+
+    def resume(self) -> None:
+        """Set the flow run to Running if this reporter has paused it."""
+        if self._is_paused:
+            self._is_paused = False
+            log_failure(lambda: watch.set_flow_run_state(Running(message="resumed")))
+
+    def line(self, line: str) -> None:
+        """Log a line of the trainer's log at the level that the line names."""
+        level = next((level for word, level in _LEVELS if f" {word} " in line[:80]), logging.INFO)
+        self._log.log(level, "%s", line)
+
+    def end(self) -> None:
+        """Update the checkpoints, summary and MLflow link, if the last step of the run is done."""
+        last = self._progress_now
+        if last is not None and last.to_step == last.total_steps:
+            self._show_summary(now=True)
+
+    def _progress(self, event: Progress) -> None:
+        self._progress_now = event
+        now, is_end = time.monotonic(), event.step in (event.to_step, event.total_steps)
+        if is_end or now - self._last_log >= LOG_EVERY_S:
+            self._last_log = now
+            self._log.info("%s", describe(event))
+        if is_end or now - self._last_update >= UPDATE_EVERY_S:
+            self._last_update = now
+            show_progress(self._run, event.stage, 100.0 * event.step / event.total_steps, describe(event))
+        self._show_summary()
+
+    def _show_summary(self, *, now: bool = False) -> None:
+        """Update checkpoints, summary and MLflow link, unless they were updated less than `SUMMARY_EVERY_S` ago."""
+        shown = self._run.prefect_view
+        if not now and time.monotonic() - shown.summary_at < SUMMARY_EVERY_S:
+            return
+        shown.summary_at = time.monotonic()
+        show_checkpoints(self._run)
+        text = "" if self._progress_now is None else describe(self._progress_now)
+        show_summary(self._run, text)
+        show_mlflow_page(self._run)
+
+
+@contextmanager
+def report_to_task(run: OpenRun) -> Iterator[None]:
+    """Send the trainer's events and log lines to Prefect, and the events to the display, inside the `with` block."""
+    reporter = RunReporter(run)
+
+    def event(event: Event) -> None:
+        reporter.event(event)
+        display().event(event)
+
+    def is_stopped() -> bool:
+        return is_stop_requested(run.layout.run_dir, worker_of(run.layout.run_dir))
+
+    try:
+        heard = run.route_events(event, reporter.line, watch.end_if_cancelled)
+        with watch.stop_as_cancellation(is_stopped), watch.limit_retries(1), heard:
+            yield
+    finally:
+        reporter.resume()  # a Paused flow run starts no task
+    reporter.end()
+
+
+def log_and_print(text: str) -> None:
+    """Write a line to the flow run's log and to the terminal."""
+    get_run_logger().info("%s", text)
+    display().line(text)
+
+
+def log_unused_settings(lines: Iterable[str]) -> None:
+    """Log the settings that have no effect. Only the outermost flow run logs them, so that they appear once."""
+    if flow_run.parent_flow_run_id is None:
+        for line in lines:
+            get_run_logger().warning("%s", line)
+
+
+def log_command(command: str) -> None:
+    """Log the equivalent command, which does not use Prefect."""
+    get_run_logger().info("Equivalent command without Prefect: %s", command)

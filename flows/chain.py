@@ -1,32 +1,24 @@
-"""The list of a run's stages, and the functions that run these stages in order.
-
-`millrace train` and the Python API run each stage with `run_on_console`. Flows run each stage as a Prefect task with
-`flows.tasks`.
-"""
+"""The list of a run's stages, and the functions that run these stages in order."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from flows.parameters import RunSettings
 from flows.progress import ValidationSummary, display, display_for_console, reward_changes, use_display
 from flows.stages.dataset import Dataset, Demonstrations, Filter, Suite
-from flows.stages.export import Export, ExportBest
 from flows.stages.inputs import inputs_of
-from flows.stages.pass_rates import PassRates
-from flows.stages.report import Report
+from flows.stages.outputs import Export, ExportBest, Report
 from flows.stages.stage import Stage
-from flows.stages.train import Train
-from flows.stages.validate import Evaluate, Validate
-from flows.stages.warm_start import WarmStart
+from flows.stages.train import PassRates, Train, WarmStart
+from flows.stages.validate import Validate
 from flows.work.mlflow_record import MlflowContents, MlflowRecord
 from flows.work.open_run import OpenRun, open_run, with_absolute_paths
 from rlcore.checkpoint.catalog import HELD_OUT_LOSS
 from rlcore.config import RunConfig
 from rlcore.errors import WorkerLostError
-from rlcore.evaluation.result import ValidationResult
 from rlcore.run.inputs import RunInputs
 from rlcore.tracking.journal import JOURNAL_FILE, read_journal
 
@@ -34,10 +26,7 @@ R = TypeVar("R")
 
 
 def stages_of(config: RunConfig, to_step: int | None = None) -> list[Stage[Any]]:
-    """Return the stages of a run in order. The training ends at `to_step`, by default at the run's last step.
-
-    A run that ends after its supervised stage validates the models before and after this stage.
-    """
+    """Return the stages of a run in order. The training ends at `to_step`, by default at the run's last step."""
     warm = config.warm_start
     rows: list[Stage[Any]] = [
         Dataset(),
@@ -60,11 +49,8 @@ def stages_of(config: RunConfig, to_step: int | None = None) -> list[Stage[Any]]
     ]
 
 
-class StageRunner(Protocol):
-    """A function that runs one stage of a run and returns the result of the stage."""
-
-    def __call__(self, stage: Stage[R], run: OpenRun, /) -> R:
-        """Run a stage and return its result."""
+run_quietly = Stage.find_or_make  # without output and without retries
+StageRunner = Callable[[Stage[Any], OpenRun], Any]  # runs a stage and returns its result
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +67,13 @@ class PipelineResult:
 
     def outcome(self, config: RunConfig) -> str:
         """Return held-out metrics before and after training, and the number of steps, as one line."""
-        losses = self._loss_change() if config.is_supervised else []
-        return ", ".join([*reward_changes(self.validations), *losses, f"{self.steps} steps"])
-
-    def _loss_change(self) -> list[str]:
-        known = {record.step: record.metrics.get(HELD_OUT_LOSS) for record in read_journal(self.run_dir / JOURNAL_FILE)}
-        first, last = known.get(0), known.get(self.steps)
-        return [] if first is None or last is None else [f"held-out loss {first:.2f} -> {last:.2f}"]
+        changes = reward_changes(self.validations)
+        if config.is_supervised:
+            journal = read_journal(self.run_dir / JOURNAL_FILE)
+            known = {record.step: record.metrics.get(HELD_OUT_LOSS) for record in journal}
+            first, last = known.get(0), known.get(self.steps)
+            changes += [] if first is None or last is None else [f"held-out loss {first:.2f} -> {last:.2f}"]
+        return ", ".join([*changes, f"{self.steps} steps"])
 
 
 class StageResults(list[tuple[Stage[Any], Any]]):
@@ -100,9 +86,7 @@ class StageResults(list[tuple[Stage[Any], Any]]):
 
 
 def stages_until(config: RunConfig, last: str, to_step: int | None = None) -> list[Stage[Any]]:
-    """Return the stages of a run up to and including the stage named `last`. If several stages have this name, the list
-    ends with the last of them.
-    """
+    """Return the stages of a run up to the last one that is named `last`."""
     stages = stages_of(config, to_step)
     return stages[: max(index for index, stage in enumerate(stages, 1) if stage.name == last)]
 
@@ -137,20 +121,8 @@ def run_chain(run: OpenRun, run_stage: StageRunner, record: MlflowRecord, *, wit
     return PipelineResult(run.run_id, run.layout.run_dir, last.step, validations, html, last.directory, recorded)
 
 
-def run_evaluation(run: OpenRun, run_stage: StageRunner) -> list[ValidationResult]:
-    """Run the stages of an evaluation: build the rows of each suite, and evaluate the model. Return a result for each
-    suite.
-    """
-    for suite in run.config.validation.suites:
-        run_stage(Suite(suite), run)
-    return run_stage(Evaluate(), run)
-
-
 def finished_result(run: OpenRun) -> PipelineResult | None:
-    """Return the result of a run if all its stages are done and recorded in MLflow, otherwise None.
-
-    If runs use the stack's MLflow store, the settings of `run` must already name this store.
-    """
+    """Return the result of a run if all its stages are done and recorded in MLflow, otherwise None."""
     if not run.layout.run_json.is_file() or run.origin.settings != with_absolute_paths(run.config, run.layout):
         return None
     last, best, report = Export().find(run), ExportBest().find(run), Report().find(run)
@@ -180,11 +152,6 @@ def open_on_console(settings: RunSettings, verb: str, *, verbose: bool = False) 
         yield run
 
 
-def run_quietly(stage: Stage[R], run: OpenRun) -> R:
-    """Run a stage without output and without retries."""
-    return stage.find_or_make(run)
-
-
 def run_on_console(stage: Stage[R], run: OpenRun) -> R:
     """Run a stage without Prefect and print a line about its result."""
     result = run_with_retries(stage, run, display().line)
@@ -194,9 +161,7 @@ def run_on_console(stage: Stage[R], run: OpenRun) -> R:
 
 
 def run_with_retries(stage: Stage[R], run: OpenRun, report: Callable[[str], None]) -> R:
-    """Run a stage. If the trainer process is lost, run the stage again, at most `runtime.max_chunk_retries` times.
-    `report`: a function that receives a message before each retry.
-    """
+    """Run a stage. If the trainer process is lost, report this and run it again (`runtime.max_chunk_retries`)."""
     retries = run.config.runtime.max_chunk_retries if stage.in_trainer else 0
     for attempt in range(1, retries + 1):
         try:

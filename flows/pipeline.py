@@ -1,15 +1,25 @@
-"""The Prefect flows of a single run: its stages from dataset to report, its report alone, and a validation."""
+"""The Prefect flows of a single run (pipeline, report and validation), and the tasks that execute its stages."""
 
 import time
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from contextvars import ContextVar, copy_context
+from shlex import join
+from typing import Any, Final, Literal, TypeVar
+from uuid import UUID
 
 from prefect import flow
+from prefect.assets import Asset
+from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 from prefect.runtime import deployment, flow_run
 from prefect.states import Completed
+from prefect.tasks import MaterializingTask
 
-from flows import chain
-from flows.artifacts import show_checkpoints, show_mlflow_page, show_report
+from flows import artifacts, chain
+from flows.artifacts import log_and_print, report_to_task
 from flows.parameters import (
     NO_STRINGS,
     Count,
@@ -20,39 +30,189 @@ from flows.parameters import (
     Seed,
     Steps,
     compose_settings,
+    experiment_name,
     flow_root,
     split_experiment,
 )
 from flows.plan.checks import check_run
-from flows.progress import ValidationSummary
-from flows.stages.report import Report, ReportPage
+from flows.progress import ValidationSummary, display
+from flows.server import watch
+from flows.stages.outputs import Report, ReportPage
+from flows.stages.stage import Stage
+from flows.stages.train import WarmStart
 from flows.stages.validate import Validate
-from flows.tasks import (
-    CHECKED_SETTINGS,
-    LAST_STAGE,
-    call_flow,
-    flow_run_name,
-    keep_outcome,
-    log_and_print,
-    log_settings,
-    open_flow_run,
-    run_as_task,
-)
 from flows.work.mlflow_record import MlflowRecord
-from flows.work.open_run import OpenRun
+from flows.work.open_run import OpenRun, open_run
 from flows.work.origin import checkpoint_name
+from rlcore.config.fingerprint import run_id
 from rlcore.errors import ConfigError
+from rlcore.run.initial_policy import InitialPolicy
 from rlcore.run.pass_rates import WITHOUT_PASS_RATES
 
+R = TypeVar("R")
+
+LAST_STAGE: Final = "report"  # last stage of a whole run
 Until = Literal["dataset", "filter", "warm-start", "pass-rates", "export", "report"]
 COMMANDS = {"dataset": "data make", "filter": "data make", "pass-rates": "data pass-rates"}
 """The commands that run an experiment up to each of these stages. For other stages the command is `train`."""
 
 
-def run_checked(settings: RunSettings) -> chain.PipelineResult:
-    """Run the pipeline with settings that are already checked. Prefect records the experiment and overrides of the
-    settings.
+def flow_run_name() -> str:
+    """Return a name such as `train/countdown_demo seed=2`: the last stage or the flow, experiment and seed."""
+    given = flow_run.parameters
+    seed = [f"seed={given['seed']}"] if given.get("seed") is not None else []
+    seed += [override for override in given.get("overrides") or [] if override.startswith("seed=")]
+    return " ".join([f"{_flow_or_stage()}/{experiment_name(given.get('experiment'))}", *seed[:1]])
+
+
+def _flow_or_stage() -> str:
+    until: str = flow_run.parameters.get("until", LAST_STAGE)
+    return str(flow_run.flow_name) if until == LAST_STAGE else until
+
+
+CHECKED_SETTINGS: ContextVar[Any] = ContextVar("checked", default=None)
+"""The settings of a run or a sweep that a command has checked before it starts the flow."""
+_OUTCOME: ContextVar["Future[Any]"] = ContextVar("outcome")
+
+
+def call_flow(checked: object, call: Callable[[], R]) -> R:
+    """Call a flow, which reads its checked settings from `CHECKED_SETTINGS`.
+
+    If Prefect fails after the work of the flow, for example because its server has ended, return the stored outcome.
     """
+    outcome: Future[R] = Future()
+
+    def call_with() -> R:
+        CHECKED_SETTINGS.set(checked)
+        _OUTCOME.set(outcome)
+        return call()
+
+    try:
+        copy_context().run(call_with)  # may return a state in place of the result
+    except Exception:
+        if not outcome.done():
+            raise
+    return outcome.result(timeout=0)
+
+
+def keep_outcome(work: Callable[[], R]) -> R:
+    """Execute `work`, store its result or error so that `call_flow` can read it, and return the result."""
+    outcome = _OUTCOME.get(Future())
+    try:
+        outcome.set_result(work())
+    except Exception as error:
+        outcome.set_exception(error)
+    result: R = outcome.result()
+    return result
+
+
+@contextmanager
+def open_flow_run(settings: RunSettings, verb: str) -> Iterator[OpenRun]:
+    """Open the run of these settings and watch the flow run for a cancellation inside the `with` block."""
+    with watch.watch_flow_run(), open_run(settings.config, settings.command(verb), report=log_and_print) as run:
+        yield run
+
+
+def log_settings(settings: RunSettings, verb: str) -> None:
+    """Name and tag the flow run. Log the command without Prefect, and the settings without effect."""
+    name, what = run_id(settings.config), _flow_or_stage()
+    label_flow_run(name if what == "pipeline" else f"{what} {name}", settings.config.name, settings.config.data.task)
+    artifacts.log_command(join(settings.command(verb)))
+    artifacts.log_unused_settings(settings.unused_settings())
+
+
+def label_flow_run(name: str, *tags: str) -> None:
+    """Name the current flow run and add tags to it."""
+
+    def update() -> None:
+        with get_client(sync_client=True) as client:
+            client.update_flow_run(UUID(flow_run.id), name=name, tags={*flow_run.tags, *tags})
+
+    artifacts.log_failure(update)
+
+
+def run_as_task(stage: Stage[R], run: OpenRun) -> R:
+    """Run a stage of a run as a Prefect task. Raises Pause if the flow run was suspended before the task."""
+    run.trainer.on_event = display().event  # also between tasks, where a signal may end the run
+    assets = artifacts.assets_of(stage, run)
+
+    def work() -> R:
+        if not stage.in_trainer:
+            return stage.find_or_make(run)
+        with report_to_task(run):
+            return chain.run_with_retries(stage, run, log_and_print)
+
+    shown = run.prefect_view
+    made = run_task(stage.name, stage.title(run), work, lambda made: _describe(stage, run, made), assets, shown.assets)
+    shown.assets += [asset.key for asset in assets]
+    return made
+
+
+def run_as_one_task(stages: Sequence[Stage[Any]], run: OpenRun, title: str) -> None:
+    """Run stages of a run as a single Prefect task. Raises Pause after a stage if the flow run was suspended."""
+    described = ""
+
+    def work() -> object:
+        nonlocal described
+        result: object = None
+        with report_to_task(run):
+            for stage in stages:
+                if described:
+                    log_and_print(described)
+                result = chain.run_with_retries(stage, run, log_and_print)
+                described = _describe(stage, run, result)
+                if watch.is_suspended():
+                    break
+        return result
+
+    run_task(stages[-1].name, title, work, lambda _: described)
+    watch.end_if_suspended()
+
+
+def _describe(stage: Stage[R], run: OpenRun, result: R) -> str:
+    if isinstance(result, ValidationSummary):
+        artifacts.show_validation(run, result)
+    if isinstance(result, InitialPolicy) and f"progress-{WarmStart.name}" in run.prefect_view.artifacts:
+        artifacts.show_progress(run, WarmStart.name, 100.0, f"{result}  done")  # it may end early
+    return stage.describe(result)
+
+
+def run_task(
+    name: str,
+    title: str,
+    work: Callable[[], R],
+    describe: Callable[[R], str],
+    assets: Sequence[Asset] = (),
+    made_from: Sequence[str] = (),
+) -> R:
+    """Run a function as a Prefect task, print the line of `describe` unless it is '', and return the result.
+
+    `made_from` has the keys of the assets behind `assets`. Raises Pause if the flow run was suspended before the task.
+    """
+    watch.end_if_suspended()
+    signals = watch.DeferredSignals()
+
+    results: list[R] = []  # a task that returns a state returns no result to its caller
+
+    def do() -> State[None]:
+        with signals.deliver():
+            result = work()
+        results.append(result)
+        if line := describe(result):
+            log_and_print(line)
+        for asset in assets:
+            asset.add_metadata({"result": line})
+        state = "Cached" if getattr(result, "cached", False) else "Completed"  # not every result can exist before
+        return Completed(name=state, message=line)
+
+    options: dict[str, Any] = {"name": name, "task_run_name": lambda: title, "cache_policy": NO_CACHE}
+    with signals:
+        MaterializingTask(do, assets=assets, asset_deps=list(made_from), **options)()
+    return results[0]
+
+
+def run_checked(settings: RunSettings) -> chain.PipelineResult:
+    """Run the pipeline with settings that are already checked."""
     result = call_flow(settings, lambda: pipeline(*split_experiment(settings.overrides)))
     assert isinstance(result, chain.PipelineResult)
     return result
@@ -108,15 +268,15 @@ def _run_until(settings: RunSettings, until: str) -> chain.PipelineResult | None
     with open_flow_run(settings, "run") as run:
         if until != LAST_STAGE:
             chain.run_stages(run, run_as_task, until)
-            show_checkpoints(run)
+            artifacts.show_checkpoints(run)
             return None
         prefect = {"flow_run_id": str(flow_run.id), "deployment": str(deployment.name or "")}
         with MlflowRecord(run, prefect) as record:
             result = chain.run_chain(run, run_as_task, record, with_report=True)
             if result.report is not None:
-                show_report(run, result.report)
-            show_mlflow_page(run)
-            show_checkpoints(run)  # the last checkpoint is published after the last step
+                artifacts.show_report(run, result.report)
+            artifacts.show_mlflow_page(run)
+            artifacts.show_checkpoints(run)  # the last checkpoint is published after the last step
             log_and_print(f"done: {run.run_id}")
             return result
 
@@ -137,7 +297,7 @@ def report(
     log_settings(settings, "report")
     run = OpenRun(settings.config)
     made = run_as_task(Report(), run)
-    show_report(run, made.html)
+    artifacts.show_report(run, made.html)
     return made
 
 

@@ -21,8 +21,7 @@ BAR_WIDTH = 24  # columns of the live line's bar, if the terminal has room for t
 PLAIN_EVERY_S = 10.0  # seconds between two progress lines in a log
 REWARD_NAMES = ("critic/score/mean", "sft/reward")  # reward of a training step, and of a measurement in the warm start
 LOSS_NAMES = {"sft/loss": "loss", "sft/held_out_loss": "held-out loss"}  # losses of supervised steps by metric name
-HEADLINE_METRIC = re.compile(r"/reward/(mean_at_\d+|pass_at_\d+|greedy)$")
-"""The pattern of the validation metrics that are printed."""
+HEADLINE_METRIC = re.compile(r"/reward/(mean_at_\d+|pass_at_\d+|greedy)$")  # validation metrics that are printed
 
 
 def skipped_suffix(cached: bool) -> str:
@@ -46,9 +45,7 @@ class Display:
 class PlainDisplay(Display):
     """A display for logs. It prints lines for stages and checkpoints, and a progress line every few seconds."""
 
-    def __init__(self, every_s: float = PLAIN_EVERY_S) -> None:
-        self._every_s = every_s
-        self._last = float("-inf")
+    _last = float("-inf")
 
     def line(self, text: str) -> None:
         """Print and flush a line. A full disk or a closed pipe does not stop the run."""
@@ -59,16 +56,14 @@ class PlainDisplay(Display):
         """Print an event. Progress is printed only every few seconds and at the end."""
         if isinstance(event, Progress):
             is_end = event.step in (event.to_step, event.total_steps)
-            if not is_end and time.monotonic() - self._last < self._every_s:
+            if not is_end and time.monotonic() - self._last < PLAIN_EVERY_S:
                 return
             self._last = time.monotonic()
         self.line(describe(event))
 
 
 class LabelledDisplay(Display):
-    """A display that prefixes each line with a label. The labels distinguish several runs in sequence. `later_s` is the
-    number of seconds that the runs after this one will take, or None if that is not known.
-    """
+    """A display that labels each line. `later_s` is the time of the runs after this one, if it is known."""
 
     def __init__(self, shown: Display, label: str, later_s: float | None = None) -> None:
         self._shown, self._label, self._later_s = shown, label, later_s
@@ -159,7 +154,7 @@ def metrics_text(progress: Progress) -> str:
 
 
 def format_speed(tokens_per_s: float, num_devices: int) -> str:
-    """Return the tokens per second of each device as text. For several devices, the text also has their total.
+    """Return the tokens per second of each device as text, with the total of several devices.
 
     >>> format_speed(9_000.4, 1), format_speed(9_000.4, 2)
     ('9,000 tokens/s', '9,000 tokens/s per GPU, 18,001 in total')
@@ -296,10 +291,7 @@ def with_interval(summary: Mapping[str, float], metric: str) -> str:
 
 
 def _metrics_by_kind(values: Mapping[str, str]) -> str:
-    """Return held-out metrics as text: first the rewards, then the shares of solved problems.
-
-    The two kinds are separate, because a weighted reward may exceed 1 and a share may not.
-    """
+    """Return held-out metrics as text. A weighted reward may exceed 1, so shares of solved problems are separate."""
     labels = _labels(list(values))
     kinds = {"reward": [name for name in values if "/pass_at_" not in name]}
     kinds["share solved"] = [name for name in values if name not in kinds["reward"]]
@@ -308,7 +300,6 @@ def _metrics_by_kind(values: Mapping[str, str]) -> str:
 
 
 def _labels(names: Sequence[str]) -> dict[str, str]:
-    """Return a label for each held-out metric: the end of its name, with the data source if there are several."""
     several = len({_source_of(name) for name in names}) > 1
     return {name: f"{_source_of(name)} " * several + name.rpartition("/")[2] for name in names}
 

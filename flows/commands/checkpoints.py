@@ -38,11 +38,6 @@ def checkpoints(
       millrace checkpoints experiment=countdown_demo --verify
       millrace checkpoints artifacts/runs/<run id> --export model --checkpoint best
       millrace checkpoints artifacts/runs/<run id> --export model --push me/my-model
-
-    Raises:
-        ConfigError: if an option of the export is used without `--export`, or if the hub's token is missing.
-        CheckpointError: if the export or its upload fails, or if `--verify` detects a broken checkpoint.
-        RunInUseError: if `--prune` is used while another process uses the run.
     """
     from flows.work.runs import find_run
     from flows.work.weights import export_to, find_weights
@@ -82,7 +77,10 @@ def checkpoints(
             lines.append(f"pushed to {document['pushed']}, {'public' if public else 'private'}")
     rows = list_checkpoints(layout.checkpoints, verify_hashes=verify)
     if as_json:
-        print(json.dumps(document | {"checkpoints": _json_rows(rows)}, indent=2))
+        marks = _marks(rows)
+        plain = (asdict(replace(row, metrics=dict(row.metrics))) for row in rows)
+        listed = [row | {"path": str(row["path"]), "marks": marks.get(row["step"], [])} for row in plain]
+        print(json.dumps(document | {"checkpoints": listed}, indent=2))
     else:
         print(*lines, sep="\n", end="\n" if lines else "")
         _show(layout, rows)
@@ -93,9 +91,6 @@ def checkpoints(
 
 
 def _marks(rows: "Sequence[CheckpointInfo]") -> dict[int, list[str]]:
-    """Return the marks `last` and `best` of each marked step. If several steps have the best score, the latest is
-    marked.
-    """
     from rlcore.checkpoint.catalog import by_score
 
     intact = [row for row in rows if row.verdict != "broken"]
@@ -104,12 +99,6 @@ def _marks(rows: "Sequence[CheckpointInfo]") -> dict[int, list[str]]:
         for row in rising[-1:]:
             marks.setdefault(row.step, []).append(mark)
     return marks
-
-
-def _json_rows(rows: "Sequence[CheckpointInfo]") -> list[dict[str, Any]]:
-    marks = _marks(rows)
-    plain = (asdict(replace(row, metrics=dict(row.metrics))) for row in rows)
-    return [row | {"path": str(row["path"]), "marks": marks.get(row["step"], [])} for row in plain]
 
 
 def _show(layout: "RunLayout", rows: "Sequence[CheckpointInfo]") -> None:

@@ -12,8 +12,7 @@ from flows import SOURCE_FOLDER
 from rlcore.errors import ConfigError
 
 TEMPLATES = Path(__file__).with_name("templates")
-"""The folder of templates, in which NAME and COMMAND are replaced. A task and an environment are copied from `data/`.
-"""
+"""The folder of templates. Tasks and environments are copied from `data/`."""
 Kind = Literal["task", "scorer", "loss", "advantage", "environment", "experiment", "suite", "sweep", "slurm", "project"]
 COMMANDS: dict[Kind, str] = {
     "task": "millrace run experiment=debug data=custom data.build={name}:build data.scorer={name}:score",
@@ -30,8 +29,7 @@ COMMANDS: dict[Kind, str] = {
 """The command that runs the written file, for each kind of file."""
 SUFFIXES = {"experiment": ".yaml", "suite": ".yaml", "sweep": ".yaml", "slurm": ".sbatch", "project": ""}
 """The suffix of the written file, for each kind whose suffix is not `.py`."""
-COPIED = {"task": "multiplication", "environment": "number_guessing"}
-"""The module of `data/` that is copied, for each of these kinds."""
+COPIED = {"task": "multiplication", "environment": "number_guessing"}  # modules of `data/`
 PROJECT = {
     "Makefile": "Makefile", "README.md": "README.md", "gitignore": ".gitignore",
     "conf/experiment/baseline.yaml": "conf/experiment/baseline.yaml", "conf/data/task.yaml": "conf/data/NAME.yaml",
@@ -50,26 +48,19 @@ def new(
       millrace new task my_task
       millrace new experiment mine
       millrace new project my_research
-
-    Raises:
-        ConfigError: if the name is invalid, or if the file already exists.
     """
     target = Path(f"{name}{SUFFIXES.get(kind, '.py')}")
     _require_free(name, target, is_module=target.suffix in ("", ".py"))
     if kind == "project":
-        _write_project(name, target)
+        for template, path in PROJECT.items():
+            text = (TEMPLATES / "project" / template).read_text(encoding="utf-8")
+            _write(target / path.replace("NAME", name), text.replace("NAME", name))
+        _write(target / f"{name}.py", _text("task", name, COMMANDS["project"], ".py"))
+        print(f"{target.absolute()} is written; it runs unchanged:\n  cd {name} && git init && {COMMANDS['project']}")
         return
     command = COMMANDS[kind].format(name=name)
     _write(target, _text(kind, name, command, target.suffix))
     print(f"{target.absolute()} is written; it runs unchanged:\n  {command}")
-
-
-def _write_project(name: str, folder: Path) -> None:
-    for template, path in PROJECT.items():
-        text = (TEMPLATES / "project" / template).read_text(encoding="utf-8")
-        _write(folder / path.replace("NAME", name), text.replace("NAME", name))
-    _write(folder / f"{name}.py", _text("task", name, COMMANDS["project"], ".py"))
-    print(f"{folder.absolute()} is written; it runs unchanged:\n  cd {name} && git init && {COMMANDS['project']}")
 
 
 def _text(kind: Kind, name: str, command: str, suffix: str) -> str:

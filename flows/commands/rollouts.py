@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from flows.commands import complete
-from flows.commands.options import AsJson, OptionalRoot, Run
+from flows.commands.options import AsJson, OptionalRoot, Run, choices
 from rlcore.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
     from rlcore.run.layout import RunLayout
 
 EXIT_FINDINGS = 1
-NUM_CASES = 32
-"""The maximum number of problems that `millrace audit` tries."""
+NUM_CASES = 32  # maximum number of problems that `millrace audit` tries
 SORTS = ("step", "score", "advantage", "num_tokens", "logprob", "gap", "prompt_id", "change")
 Step = Annotated[str, typer.Option(metavar="N|LOW..HIGH", help="Only responses of these steps.")]
 Prompt = Annotated[int | None, typer.Option(help="Only responses to this prompt (prompt_id).")]
@@ -42,7 +40,7 @@ def rollouts(
         str,
         typer.Option(
             help=f"{', '.join(SORTS[:-1])} or {SORTS[-1]}; with a leading - the highest first.",
-            autocompletion=complete.choices(*SORTS),
+            autocompletion=choices(*SORTS),
         ),
     ] = "step",
     limit: Annotated[
@@ -64,16 +62,17 @@ def rollouts(
       millrace rollouts countdown_demo-s1 --sort -score
       millrace rollouts countdown_demo-s1 --step 20..40 --score ..0 --search '<answer>' --json
       millrace rollouts countdown_demo-s1 --pairs > pairs.jsonl
-
-    Raises:
-        ConfigError: if `--tokens` is used without `--json`, or if an option cannot be parsed.
-        DataError: if the run does not exist or has no recorded responses, or if `--pairs` finds no pair.
     """
     from flows.progress import print_table
-    from rlcore.responses.query import ALL_COLUMNS, READABLE, Query, find_responses
+    from rlcore.responses.query import ALL_COLUMNS, READABLE, Query, find_responses, to_finite_json
 
     if tokens and not as_json:
         raise ConfigError("--tokens: must come with --json, since the text output has no token columns. Add --json")
+    if pairs and len(run) > 1 and "=" not in run[-1]:
+        raise ConfigError(
+            f"--pairs: takes no file, because the pairs go to the standard output; got {run[-1]}. "
+            f"Write millrace rollouts {run[0]} --pairs > {run[-1]}"
+        )
     query = Query.parse(step=step, prompt=prompt, score=score, search=search, kind=kind, sort=sort)
     config, layout, total = _recorded_responses(run, root)
     if pairs:
@@ -85,7 +84,9 @@ def rollouts(
     for begin in range(0, len(shown), 1_000):
         rows = found.rows(shown[begin : begin + 1_000], columns)
         if as_json:
-            print(*(json.dumps(_json_row(row), ensure_ascii=False, allow_nan=False) for row in rows), sep="\n")
+            for row in rows:
+                parsed = {"parts": dict(row["parts"]), "ground_truth": json.loads(row["ground_truth"])}
+                print(json.dumps(to_finite_json(row | parsed), ensure_ascii=False, allow_nan=False))
         elif sys.stdout.isatty():
             print(*map(_text_row, rows), sep="\n")
         else:
@@ -109,10 +110,6 @@ def audit(
     Examples:
       millrace audit countdown_demo-s1
       millrace audit my-run --scorer my_scorer:score
-
-    Raises:
-        ConfigError: if the run has an environment.
-        DataError: if the scorer fails on some responses and rewards no other response.
     """
     from flows.stages.trials import judge_failure_message
     from rlcore.responses.audit import audit_reward, cases_of
@@ -148,10 +145,9 @@ def audit(
 
 
 def ground_truth_converter(config: "RunConfig", scorer: str | None) -> Callable[[str], str]:
-    """Return a function that converts a recorded ground truth (a JSON text) to the form that `scorer` expects.
+    """Return a function that converts a recorded ground truth (JSON) to the form that `scorer` expects.
 
-    In a mixture with several scorers, a ground truth also names the scorer of its row. The name is removed if `scorer`
-    replaces the run's scorer.
+    In a mixture, a ground truth also names its row's scorer. Another scorer gets it without this name.
     """
     from rlcore.config.data import BY_ROW
     from rlcore.rollout.by_part import without_scorer
@@ -170,10 +166,7 @@ def _recorded_responses(run: Sequence[str], root: Path | None) -> "tuple[RunConf
 
 @contextmanager
 def _scoring_pool(config: "RunConfig", layout: "RunLayout", scorer: str | None) -> "Iterator[ScoringPool]":
-    """Yield a pool of processes that run `scorer`, or the scorer stored with the run if `scorer` is None.
-
-    The run's `reward.weights` apply only to the run's scorer.
-    """
+    """Yield processes that run `scorer`, or the scorer stored with the run, which alone has `reward.weights`."""
     from rlcore import sandbox
     from rlcore.rollout.scoring import ScoringPool, require_scorer
     from rlcore.user_code import run_code
@@ -189,16 +182,7 @@ def _scoring_pool(config: "RunConfig", layout: "RunLayout", scorer: str | None) 
         yield pool
 
 
-def _json_row(row: dict[str, Any]) -> dict[str, Any]:
-    from rlcore.responses.query import to_finite_json
-
-    parts = {name: value for name, value in row["parts"]}
-    document: dict[str, Any] = to_finite_json({**row, "parts": parts, "ground_truth": json.loads(row["ground_truth"])})
-    return document
-
-
 def _cells(row: dict[str, Any]) -> list[str]:
-    """Return a response as the cells of one output row. The prompt and the response are the last two cells."""
     figures = ("" if row[name] is None else f"{row[name]:.6g}" for name in ("score", "advantage"))
     names = ("num_tokens", "finish_reason", "prompt", "answer")
     place = [row["step"], row["validation"] or "", row["prompt_id"], row["sample_index"]]
@@ -231,7 +215,6 @@ def _print_pairs(config: "RunConfig", layout: "RunLayout", query: "Query", limit
 
 
 def _text_row(row: dict[str, Any]) -> str:
-    """Return a response as text for a terminal. Control characters are escaped."""
     from flows.progress import printable
 
     score = "no score" if row["score"] is None else f"score {row['score']:g}"

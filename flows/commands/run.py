@@ -1,6 +1,6 @@
-"""The commands `millrace run`, `train`, `validate`, `eval` and `report`."""
+"""The commands that run stages: `millrace run`, `sft`, `train`, `validate`, `data make`, `data pass-rates`."""
 
-import json
+from collections.abc import Sequence
 from functools import wraps
 from pathlib import Path
 from shlex import quote
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flows.commands import complete
 from flows.commands.options import (
     Cfg,
     ConfigDir,
@@ -19,12 +18,11 @@ from flows.commands.options import (
     OptionalRoot,
     Package,
     PlanAsJson,
-    Run,
     Settings,
     Verbose,
 )
 from flows.commands.settings import (
-    compose_arguments,
+    print_warnings,
     require_dry_run,
     require_only_settings,
     root_in_overrides,
@@ -33,9 +31,6 @@ from flows.commands.settings import (
     with_program_path,
 )
 from rlcore.errors import ConfigError
-
-SUPERVISED_ONLY = ("trainer.total_steps=0", "warm_start.enabled=true")
-"""The settings of a run that ends after its supervised stage."""
 
 if TYPE_CHECKING:
     from flows.chain import PipelineResult
@@ -111,7 +106,7 @@ def sft(settings: Settings = None, **options: Any) -> None:
       millrace sft experiment=smollm2_countdown
       millrace sft experiment=smollm2_countdown warm_start.demonstrations=talks.jsonl warm_start.epochs=3
     """
-    run([*(settings or ()), *SUPERVISED_ONLY], **options)
+    run([*(settings or ()), "trainer.total_steps=0", "warm_start.enabled=true"], **options)
 
 
 def train(
@@ -183,6 +178,26 @@ def _compose_and_plan(
     return None
 
 
+def compose_arguments(
+    settings: Sequence[str] | None, root: Path | None, *, fork: str | None = None, dry_run: bool = False
+) -> "RunSettings":
+    """Compose the settings of a command, by default without a fork. Warn of each setting that has no effect.
+
+    With `dry_run`, no weights are written for the fork. Raises ConfigError with every wrong setting.
+    """
+    from flows.parameters import all_overrides, compose_settings
+
+    given = all_overrides(settings, root=root)
+    if fork is None:
+        composed = compose_settings(given)
+    else:
+        from flows.work.weights import compose_fork
+
+        composed = compose_fork(given, fork, root_in_overrides(given), dry_run=dry_run)
+    print_warnings(composed.unused_settings())
+    return composed
+
+
 def validate(
     settings: Settings = None,
     root: OptionalRoot = None,
@@ -213,59 +228,48 @@ def validate(
         display().line(f"responses: {validation.file}")
 
 
-def evaluate(
-    words: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="MODEL_OR_RUN... [KEY=VALUE]...",
-            help="Model directories, or runs by folder or id with @last (the default), @best, @start or a step; "
-            "settings for all of them.",
-            autocompletion=complete.runs_and_settings,
-        ),
-    ],
-    suites: Annotated[
-        list[str],
-        typer.Option(
-            "--suite",
-            help="A name in conf/suite, NAME=FOLDER for other files of its form, or a suite's file. May be repeated.",
-            autocompletion=complete.suites,
-        ),
-    ],
-    root: OptionalRoot = None,
-    config_dir: ConfigDir = None,
-    as_json: Annotated[bool, typer.Option("--json", help="All metrics as JSON.")] = False,
+def make(settings: Settings = None, root: OptionalRoot = None, config_dir: ConfigDir = None) -> None:
+    """Build and filter the dataset of an experiment.
+
+    Examples:
+      millrace data make experiment=countdown_demo
+    """
+    composed = compose_arguments(settings, root)
+    from flows import chain
+    from flows.plan.checks import check_before_plan, run_stage_checks
+    from flows.progress import display_for_console, use_display
+    from flows.stages.dataset import Filter
+    from flows.work.open_run import OpenRun
+
+    check_before_plan(composed.config)
+    run = OpenRun(composed.config)
+    run_stage_checks(
+        run, [stage for stage in chain.stages_until(run.config, Filter.name) if not stage.status(run).cached]
+    )
+    with use_display(display_for_console()):
+        chain.make_rows(run, chain.run_on_console)
+
+
+def pass_rates(
+    settings: Settings = None, root: OptionalRoot = None, config_dir: ConfigDir = None, verbose: Verbose = False
 ) -> None:
-    """Evaluate models or checkpoints on suites, with confidence intervals. Each model is compared with the first.
+    """Measure how often the initial policy solves each training row. A missing dataset or model is built first.
 
     Examples:
-      millrace eval artifacts/runs/<run id> --suite gsm8k
-      millrace eval <run id>@start <run id>@best --suite gsm8k --suite my_suite.yaml
-      millrace eval <run id> --suite math500=/data/MATH-500 --suite humaneval
-      millrace eval /models/SmolLM2-135M-Instruct --suite gsm8k rollout.engine=vllm
+      millrace data pass-rates experiment=countdown_demo pass_rates.samples=8
+      millrace data pass-rates experiment=countdown_demo pass_rates.samples=8 'pass_rates.keep=[0.1,0.9]'
     """
-    from flows.evaluation import eval_command, evaluate_all, evaluations_json, table_lines
-    from flows.progress import Display, display_for_console, use_display
+    composed = compose_arguments(settings, root)
+    from flows import chain
+    from flows.plan.checks import check_run
+    from flows.stages.train import PassRates
+    from rlcore.run.pass_rates import WITHOUT_PASS_RATES
 
-    models = [word for word in words if "=" not in word or Path(word).exists()]
-    overrides = [word for word in words if word not in models]
-    command = eval_command(words, suites, root)
-    with use_display(Display() if as_json else display_for_console()):
-        found = evaluate_all(models, suites, overrides, root or root_in_overrides(overrides), command)
-    print(json.dumps(evaluations_json(found), indent=2) if as_json else "\n".join(table_lines(found)))
-
-
-def report(run: Run, root: OptionalRoot = None) -> None:
-    """Write the report of a run: HTML pages, a JSON file with their numbers, and charts.
-
-    Examples:
-      millrace report experiment=countdown_demo
-      millrace report artifacts/runs/<run id>
-    """
-    from flows.stages.report import write_report
-    from flows.work.runs import find_run
-
-    _, layout = find_run(run, root)
-    print(f"report: {write_report(layout)}")
+    if not composed.config.pass_rates.is_enabled:
+        raise ConfigError(WITHOUT_PASS_RATES)
+    check_run(composed)
+    with chain.open_on_console(composed, "data pass-rates", verbose=verbose) as run:
+        chain.run_stages(run, chain.run_on_console, PassRates.name)
 
 
 def summary_lines(config: "RunConfig", result: "PipelineResult", api: "PrefectApi | None") -> list[str]:

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.commands import complete
-from flows.commands.options import ARTIFACTS, AsJson, OptionalRoot, Root, Run
+from flows.commands.options import ARTIFACTS, AsJson, OptionalRoot, Root, Run, choices, complete_runs
 from rlcore.errors import ConfigError, DataError, RunInUseError
 
 if TYPE_CHECKING:
@@ -23,13 +22,11 @@ if TYPE_CHECKING:
     from rlcore.storage.locks import Holder
 
 POLL_S = 0.2
-MAX_SLOTS = 1_024
-"""The maximum number of slots of a root. Each slot is a lock on a file."""
+MAX_SLOTS = 1_024  # each slot of a root is a lock on a file
 STATES = ("running", "waiting", "stopping", "finished", "stopped", "failed", "lost", "not begun")
 """The values of `flows.work.status.State`, whose module would take longer to import than most commands."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-AGES = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min"), (1.0, "s"))
-"""The units of an age with their lengths in seconds. The largest unit is first."""
+AGES = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min"), (1.0, "s"))  # seconds and names of units, largest first
 
 
 def runs(
@@ -39,12 +36,12 @@ def runs(
             metavar="[TEXT]...",
             help="Only runs whose id contains this text; default: all.",
             show_default=False,
-            autocompletion=complete.runs,
+            autocompletion=complete_runs,
         ),
     ] = None,
     states: Annotated[
         list[str] | None,
-        typer.Option("--state", help=f"Only {', '.join(STATES)} runs.", autocompletion=complete.choices(*STATES)),
+        typer.Option("--state", help=f"Only {', '.join(STATES)} runs.", autocompletion=choices(*STATES)),
     ] = None,
     as_json: AsJson = False,
     root: Root = ARTIFACTS,
@@ -106,9 +103,6 @@ def logs(
 
     Examples:
       millrace logs countdown_demo-s1 -f
-
-    Raises:
-        DataError: if the run does not exist, or if no trainer process was started for it.
     """
     from flows.work.runs import find_run
     from flows.work.status import worker_of
@@ -159,10 +153,6 @@ def stop(run: Run, root: OptionalRoot = None) -> None:
 
     Examples:
       millrace stop countdown_demo-s1
-
-    Raises:
-        DataError: if the run does not exist.
-        RunInUseError: if the run's process belongs to another host or user, or does not end before the stop deadline.
     """
     from flows.work.open_run import END_WAIT_S
     from flows.work.runs import find_run
@@ -193,8 +183,7 @@ def stop(run: Run, root: OptionalRoot = None) -> None:
 
 
 def _request_stop(run_dir: Path, worker: "Holder") -> None:
-    """Send SIGTERM to the process that holds the run's lock. Raises RunInUseError if this process is on another host,
-    started at another time than recorded, or belongs to another user."""
+    """Send SIGTERM to the process that holds the run's lock. Raises RunInUseError if this is not possible."""
     import psutil
 
     from flows.work.open_run import STOP_FILE, record_stop_request
@@ -243,9 +232,6 @@ def slots(
       millrace slots
       millrace slots --set 2
       millrace slots --gpus 0,1 --per-gpu 2
-
-    Raises:
-        ConfigError: if the options contradict each other, the list of GPUs is invalid, or there are too many slots.
     """
     from flows.work.slots import Slots
 
@@ -257,7 +243,12 @@ def slots(
     if number is not None:
         found.set_devices([""] * number)
     elif gpus is not None:
-        devices = [gpu for gpu in _gpu_indices(gpus) for _ in range(per_gpu or 1)]
+        parts = [part.strip() for part in gpus.split(",")]
+        if not all(part.isdecimal() for part in parts) or len(set(parts)) < len(parts):
+            raise ConfigError(
+                f"--gpus: must be different numbers of GPUs, such as 0,1 (nvidia-smi -L lists them); got {gpus}"
+            )
+        devices = [gpu for gpu in parts for _ in range(per_gpu or 1)]
         if len(devices) > MAX_SLOTS:
             raise ConfigError(f"--gpus: must give {MAX_SLOTS:,} slots at most; got {len(devices):,}. Name fewer")
         found.set_devices(devices)
@@ -270,17 +261,7 @@ def slots(
     print(json.dumps({"devices": state.devices, "holders": holders, "waiting": waiting}))
 
 
-def _gpu_indices(gpus: str) -> list[str]:
-    parts = [part.strip() for part in gpus.split(",")]
-    if not all(part.isdecimal() for part in parts) or len(set(parts)) < len(parts):
-        raise ConfigError(
-            f"--gpus: must be different numbers of GPUs, such as 0,1 (nvidia-smi -L lists them); got {gpus}"
-        )
-    return parts
-
-
 def _show_slots(state: "SlotState", root: Path) -> None:
-    """Print a row for each slot, then a row for each request that waits."""
     from flows.progress import print_table
 
     if not state.devices:

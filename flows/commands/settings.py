@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from flows.parameters import RunSettings
 
 ROOT = "paths.root="
-WORDS = "millrace.words"
-"""The key of typer's context under which the arguments of the command line are kept for messages."""
+WORDS = "millrace.words"  # key of typer's context for the arguments that messages show
 _CFG = "Write millrace run KEY=VALUE ... --cfg job; its values are always resolved"
 _NAME = "Name your file by experiment=NAME and --config-dir DIR, or by experiment=FILE.yaml"
 _HYDRA = {
@@ -39,9 +38,7 @@ _HYDRA = {
 
 
 class CommandGroup(TyperGroup):
-    """A group of commands. It accepts Hydra's options, and `paths.root=DIR` in place of `--root`. All errors have the
-    same form.
-    """
+    """A group of commands that accepts Hydra's options and `paths.root=DIR`. All errors have one form."""
 
     def main(self, *args: Any, **more: Any) -> NoReturn:
         """Run a command and exit with its code. Raises ConfigError for a mistake in the arguments."""
@@ -71,7 +68,7 @@ class CommandGroup(TyperGroup):
         name, command, words = super().resolve_command(ctx, args)
         taken = {option: parameter.name for parameter in getattr(command, "params", ()) for option in parameter.opts}
         if not isinstance(command, TyperGroup) and not ctx.resilient_parsing:  # no errors during tab completion
-            _require_text([*words, _working_folder()])
+            _require_text(words)
             if "--info" in taken:
                 given = [word for word in words if word != "--resolve" or not {"-c", "--cfg"} & {*words}]
                 words = ["--info=all" if word in ("-i", "--info") and re.match("-|.*=|$", following) else word
@@ -84,7 +81,6 @@ class CommandGroup(TyperGroup):
 
 
 def _usage_error(error: Any) -> ConfigError:
-    """Return typer's error as a ConfigError. Its message has the place, the rule, the value and the remedy."""
     from rlcore.config.problems import Problem, format_value, nearest, settings_error
 
     command, parameter = error.ctx.command_path, getattr(error, "param", None)
@@ -93,6 +89,8 @@ def _usage_error(error: Any) -> ConfigError:
     rule, _, remedy = message.partition(". ")
     got, rule = format_value(" ".join(error.ctx.meta[WORDS])), rule.rstrip(".").replace("'", "")
     near = next(iter(getattr(error, "possibilities", None) or ()), "")
+    if rule.startswith("No such command "):
+        got, rule = rule.removeprefix("No such command "), "no such command"
     if " is not one of " in rule:
         got, _, choices = rule.partition(" is not one of ")
         rule, near = f"must be {'one of ' * (', ' in choices)}{choices}", nearest(got, choices.split(", ")) or ""
@@ -104,29 +102,21 @@ def _usage_error(error: Any) -> ConfigError:
 def command_group(
     sections: Mapping[str, Mapping[str, Callable[..., None]]], description: str, **more: Any
 ) -> typer.Typer:
-    """Return a typer group of commands. `sections` maps each section of the group's help to the section's commands by
-    name.
-
-    The help of a command is its docstring up to `Raises:`. The lines of the examples are not wrapped.
-    """
+    """Return a typer group. `sections` has the commands of each section of its help. Examples are not wrapped."""
     group = typer.Typer(cls=CommandGroup, help=description, rich_markup_mode=None, **more)
     for section, name, command in ((section, *one) for section, each in sections.items() for one in each.items()):
-        text = inspect.cleandoc(command.__doc__ or "").partition("\n\nRaises:")[0]
-        short, _, examples = text.partition("\n\nExamples:\n")
+        short, _, examples = inspect.cleandoc(command.__doc__ or "").partition("\n\nExamples:\n")
         group.command(name, help=short, epilog=f"\b\nExamples:\n{examples}", rich_help_panel=section)(command)
     return group
 
 
-def _working_folder() -> str:
+def _require_text(words: Sequence[str]) -> None:
+    """Refuse words and a working folder that are not UTF-8, because settings, records and MLflow cannot store them."""
     try:
-        return str(Path.cwd())
+        folder = str(Path.cwd())
     except FileNotFoundError:
         raise DataError("the working folder of this command is deleted. Change to an existing one") from None
-
-
-def _require_text(words: Sequence[str]) -> None:
-    """Refuse a word that is not UTF-8, because settings, records and MLflow cannot store it."""
-    for word in words:
+    for word in (*words, folder):
         if word != word.encode(errors="ignore").decode():
             raise ConfigError(f"{word!r}: must be UTF-8 text, also as a file name. Rename the file")
 
@@ -165,11 +155,7 @@ def root_in_overrides(words: Sequence[str]) -> Path | None:
 
 
 def root_folder(given: str | Path) -> Path:
-    """Return the folder that `--root` names. The folder may not exist yet.
-
-    Raises:
-        typer.BadParameter: if the folder or one of its parents is a file.
-    """
+    """Return the folder of `--root`, which may not exist yet. Raises BadParameter if a file is in the way."""
     from rlcore.storage.documents import find_obstacle
 
     root = Path(os.path.expanduser(given))  # noqa: PTH111 it keeps the path of an unknown user
@@ -189,8 +175,7 @@ def use_config_dir(given: Path | None) -> Path | None:
 
 
 def _refuse_unknown_options(command: str, words: Sequence[str], taken: Mapping[str, str]) -> None:
-    """Raise ConfigError if an option is unknown. The message suggests the most similar option or
-    setting. If nothing is similar, the message lists all options."""
+    """Raise ConfigError if an option is unknown. The message suggests the most similar one, or lists all options."""
     words = words[: words.index("--")] if "--" in words else words
     unknown = [
         at
@@ -218,8 +203,8 @@ def _refuse_unknown_options(command: str, words: Sequence[str], taken: Mapping[s
         remedy = f"There are {', '.join(sorted(own.values()))}"
         if key:
             remedy = f"Did you mean {own.get(key) or f'{key}={value or following}'}?"
-        rule = f"is no option of {command}{'; a setting is written KEY=VALUE' if key in keys else ''}"
-        problems.append(Problem(option, rule, words[at], _HYDRA.get(option, remedy)))
+        rule = f"no such option{', and a setting is written KEY=VALUE' if key in keys else ''}"
+        problems.append(Problem(command, rule, words[at], _HYDRA.get(option, remedy)))
     raise settings_error(problems)
 
 
@@ -237,29 +222,6 @@ def require_only_settings(words: Sequence[str] | None) -> None:
         remedy = f"Write millrace validate KEY=VALUE ... --checkpoint {bare[-1] if bare[-1].isdigit() else 'N'}"
         rule = "takes the settings that the run was started with, and the checkpoint as an option"
         raise settings_error([Problem("validate", rule, " ".join(bare), remedy)])
-
-
-def compose_arguments(
-    settings: Sequence[str] | None, root: Path | None, *, fork: str | None = None, dry_run: bool = False
-) -> "RunSettings":
-    """Compose the settings of a command. Print a warning for each setting that has no effect.
-
-    `fork` names the run to start from. With `dry_run`, no weights are written for the fork.
-
-    Raises:
-        ConfigError: if a setting is wrong. One message lists every problem.
-    """
-    from flows.parameters import all_overrides, compose_settings
-
-    given = all_overrides(settings, root=root)
-    if fork is None:
-        composed = compose_settings(given)
-    else:
-        from flows.work.weights import compose_fork
-
-        composed = compose_fork(given, fork, root_in_overrides(given), dry_run=dry_run)
-    print_warnings(composed.unused_settings())
-    return composed
 
 
 def show_wrong_settings(settings: Sequence[str] | None, root: Path | None, package: str | None) -> None:
@@ -281,9 +243,7 @@ def print_warnings(lines: Iterable[str]) -> None:
 
 
 def show_settings(settings: "RunSettings", cfg: str | None, package: str | None, info: str | None) -> None:
-    """Print the settings as YAML if `cfg` is set, otherwise the sources of the settings that `info` selects. If
-    `package` is set, the YAML has only this section.
-    """
+    """Print the settings, or only the section `package`, as YAML if `cfg` is set. Otherwise print their sources."""
     from rlcore.config.base import Section, conf_dirs, value_at
     from rlcore.config.compose import compose
     from rlcore.config.documents import to_yaml

@@ -1,22 +1,73 @@
-"""The commands `millrace compare`, `sync` and `ui`. They do not use Prefect."""
+"""The commands `millrace eval`, `compare`, `report`, `sync` and `ui`. They do not use Prefect."""
 
+import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.commands.options import ARTIFACTS, Root, Runs, Uri
-from flows.commands.settings import with_program_path
+from flows.commands.options import (
+    ARTIFACTS,
+    ConfigDir,
+    OptionalRoot,
+    Root,
+    Run,
+    Runs,
+    Uri,
+    complete_runs_and_settings,
+    members_of,
+)
+from flows.commands.settings import root_in_overrides, with_program_path
 from rlcore.errors import ConfigError, MillraceError
 
 if TYPE_CHECKING:
     from flows.stack.state import Service
-    from flows.work.runs import Outcome
+
+
+def evaluate(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL_OR_RUN... [KEY=VALUE]...",
+            help="Model directories, or runs by folder or id with @last (the default), @best, @start or a step; "
+            "settings for all of them.",
+            autocompletion=complete_runs_and_settings,
+        ),
+    ],
+    suites: Annotated[
+        list[str],
+        typer.Option(
+            "--suite",
+            help="A name in conf/suite, NAME=FOLDER for other files of its form, or a suite's file. May be repeated.",
+            autocompletion=members_of("suite"),
+        ),
+    ],
+    root: OptionalRoot = None,
+    config_dir: ConfigDir = None,
+    as_json: Annotated[bool, typer.Option("--json", help="All metrics as JSON.")] = False,
+) -> None:
+    """Evaluate models or checkpoints on suites, with confidence intervals. Each model is compared with the first.
+
+    Examples:
+      millrace eval artifacts/runs/<run id> --suite gsm8k
+      millrace eval <run id>@start <run id>@best --suite gsm8k --suite my_suite.yaml
+      millrace eval <run id> --suite math500=/data/MATH-500 --suite humaneval
+      millrace eval /models/SmolLM2-135M-Instruct --suite gsm8k rollout.engine=vllm
+    """
+    from flows.evaluation import evaluate_all, evaluations_json, table_lines
+    from flows.progress import Display, display_for_console, use_display
+
+    models = [word for word in words if "=" not in word or Path(word).exists()]
+    overrides = [word for word in words if word not in models]
+    command = ["millrace", "eval", *words, *(word for suite in suites for word in ("--suite", suite))]
+    command += [] if root is None else ["--root", str(root)]
+    with use_display(Display() if as_json else display_for_console()):
+        found = evaluate_all(models, suites, overrides, root or root_in_overrides(overrides), command)
+    print(json.dumps(evaluations_json(found), indent=2) if as_json else "\n".join(table_lines(found)))
 
 
 def compare(
@@ -48,11 +99,22 @@ def compare(
         print(f"  MLflow    {page}\n  Table     {table}")
 
 
-def reachable_urls(root: Path, *pages: str) -> list[str]:
-    """Return the addresses of these MLflow pages at the server that serves them.
+def report(run: Run, root: OptionalRoot = None) -> None:
+    """Write the report of a run: HTML pages, a JSON file with their numbers, and charts.
 
-    If this is the local server and it is down, the command that starts it is appended to the last address.
+    Examples:
+      millrace report experiment=countdown_demo
+      millrace report artifacts/runs/<run id>
     """
+    from flows.stages.outputs import write_report
+    from flows.work.runs import find_run
+
+    _, layout = find_run(run, root)
+    print(f"report: {write_report(layout)}")
+
+
+def reachable_urls(root: Path, *pages: str) -> list[str]:
+    """Return the addresses of MLflow pages at the running server. If none runs, add the command that starts one."""
     from flows.stack.services import free_port, is_free_port
     from rlcore.tracking.mlflow_store import LOCAL_UI
 
@@ -86,11 +148,8 @@ def sync(runs: Runs = None, root: Root = ARTIFACTS, uri: Uri = None) -> None:
 
     root = root.resolve()
     folders = several.find_named_runs(runs, root) if runs else several.all_runs(root)
-    _print_outcomes([several.sync(folder, uri) for folder in folders], f"no runs under {root / 'runs'}")
-
-
-def _print_outcomes(outcomes: "Sequence[Outcome]", nothing: str) -> None:
-    print("\n".join(map(str, outcomes)) or nothing)
+    outcomes = [several.sync(folder, uri) for folder in folders]
+    print("\n".join(map(str, outcomes)) or f"no runs under {root / 'runs'}")
     if not all(outcome.ok for outcome in outcomes):
         sys.exit(1)
 

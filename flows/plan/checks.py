@@ -1,8 +1,4 @@
-"""The checks that precede any expensive work, so that a mistake ends a run within a second.
-
-The settings, folders and machine are checked first. Then the requirements of each unfinished stage are checked with
-`Stage.check`.
-"""
+"""The checks that precede any expensive work: settings, folders, machine, and then each unfinished stage."""
 
 import errno
 from collections.abc import Sequence
@@ -41,8 +37,7 @@ from rlcore.tracking.lineage import first_gpu
 from rlcore.tracking.sinks import require_trackers
 from rlcore.workers.memory_plan import require_fit
 
-GPU_FILES = ("nvidia[0-9]*", "dxg", "kfd")
-"""The patterns of GPU files in /dev: NVIDIA, WSL, AMD. They show a GPU even without the management library."""
+GPU_FILES = ("nvidia[0-9]*", "dxg", "kfd")  # in /dev: NVIDIA, WSL, AMD, even without the management library
 
 
 def plan_run(settings: RunSettings) -> RunPlan:
@@ -83,11 +78,7 @@ def _tokens(config: RunConfig) -> dict[str, int]:
 
 
 def require_root(root: Path) -> None:
-    """Check that files can be created under a root, or in the folder where the root will be created.
-
-    Raises:
-        DataError: if no file can be created. The message has the reason.
-    """
+    """Check that files can be created under a root, or where it will be created. Raises DataError with the reason."""
     there = nearest_existing(root)
     try:
         with TemporaryFile(dir=there):  # permissions are not enough: no user can create a file in /proc
@@ -194,4 +185,6 @@ def check_evaluation(config: RunConfig) -> None:
 def run_stage_checks(run: OpenRun, stages: Sequence[Stage[Any]]) -> str:
     """Check the stages and return their warnings, one per line."""
     trial = Trial(run)
-    return "\n".join(line for stage in stages for line in stage.check(trial) if line)
+    for stage in stages:
+        stage.check(trial)
+    return "\n".join(filter(None, trial.warnings))

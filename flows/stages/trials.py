@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from flows.work.open_run import OpenRun
 from flows.work.trainer import interpreter_of, trainer_variables
 from rlcore import sandbox
-from rlcore.config import AlgoConfig, CountdownData, CustomData, Gsm8kData, RewardConfig, RunConfig
+from rlcore.config import CountdownData, CustomData, Gsm8kData, RewardConfig, RunConfig
 from rlcore.config.data import TaskData, has_default_scorer, parts_of
 from rlcore.errors import ConfigError, EngineError, TrialError
 from rlcore.rollout.environment import PLAY, Episode, is_repeatable, resolve_environment, turn_from_score
@@ -34,18 +34,13 @@ class Trial:
     def __init__(self, run: OpenRun) -> None:
         self.run = run
         self.config = run.planning_config
+        self.warnings: list[str] = []
         self._rows: dict[int, FirstRow | None] = {}
 
     @cached_property
     def tasks(self) -> list[TaskData]:
         """The tasks of a mixture, or the single task of the run."""
         return [part.data for part in parts_of(self.config.data)]
-
-    @property
-    def model(self) -> Path | None:
-        """The folder that `model.path` names, or None if there is no such folder."""
-        path = self.config.model.path
-        return None if path is None or not Path(path).is_dir() else Path(path)
 
     def first_row(self, task: TaskData) -> "FirstRow | None":
         """Return the first row of a task, or None if it is unknown until the dataset is built."""
@@ -57,12 +52,7 @@ class Trial:
         return self._rows[id(task)]
 
     def try_scorers(self) -> None:
-        """Try the scorer of each task on the task's first row. If the run has an environment, try the environment
-        instead.
-
-        Raises:
-            TrialError: if the scorer or the environment fails. The message names the response.
-        """
+        """Try the scorers or the environment on each task's first row. Raises TrialError with the failed response."""
         config = self.config
         if config.data.environment:
             if rows := [row for task in self.tasks if (row := self.first_row(task)) is not None]:
@@ -75,26 +65,40 @@ class Trial:
 
     def try_functions(self) -> None:
         """Try the loss and the advantage on a few tokens, if they are custom functions or have options."""
-        algo = self.config.algo
-        if ":" in f"{algo.policy_loss}{algo.advantage}" or algo.policy_loss_options or algo.advantage_options:
-            _try_functions(algo, self.config.runtime.python)
+        algo, python = self.config.algo, self.config.runtime.python
+        named = f"algo.policy_loss={algo.policy_loss}, algo.advantage={algo.advantage}"
+        if ":" not in named and not algo.policy_loss_options and not algo.advantage_options:
+            return
+        try:
+            command = [interpreter_of(python), "-P", "-m", "rlcore.algos.loss_call"]
+            done = subprocess.run(
+                command,
+                input=algo.model_dump_json(),
+                capture_output=True,
+                text=True,
+                timeout=LOSS_DEADLINE_S,
+                env=trainer_variables(python),
+            )
+        except subprocess.TimeoutExpired:
+            raise TrialError(
+                f"{named}: not finished after {LOSS_DEADLINE_S:g} s on a few tokens. Check what a function waits for"
+            ) from None
+        if done.returncode:
+            kind = ConfigError if done.returncode == 2 else TrialError
+            raise kind(done.stdout or f"{named}: a function fails: {done.stderr[-1_000:]}")
 
     def try_tokenizer(self) -> None:
         """If the model's folder exists, load its tokenizer and render the first row of each task with it."""
-        if self.model is not None:
+        path = self.config.model.path
+        if path is not None and Path(path).is_dir():
             rows = [row for task in self.tasks if (row := self.first_row(task)) is not None]
-            try_tokenizer(self.model, rows, self.config)
+            try_tokenizer(Path(path), rows, self.config)
 
 
 def count_rows(config: RunConfig) -> int | None:
-    """Check the rows of local files.
+    """Check the rows of local files. Return the largest number of training rows, or None if it is unknown.
 
-    Returns:
-        The largest number of training rows, or None if it is unknown. If a custom function builds the rows,
-        this is the number of rows that the settings request.
-
-    Raises:
-        DataError: if a row is invalid. The message has the file and the line.
+    For a custom function, this is the requested number. Raises DataError with the file and line of an invalid row.
     """
     from data.trial import validate_rows
 
@@ -142,9 +146,7 @@ def judge_failure_message(failure: str) -> str:
 
 
 def _try_environment(row: "FirstRow", config: RunConfig) -> None:
-    """Play one turn of the environment. If the environment is repeatable, play the turn again in another process.
-    Raises TrialError if the environment's replies differ.
-    """
+    """Play one turn. Play it again in another process if the environment is repeatable, and compare the replies."""
     name = config.data.environment
     played = [_first_replies(row, config) for _ in range(1 + is_repeatable(resolve_environment(name)))]
     if played[0] != played[-1]:
@@ -204,24 +206,3 @@ def try_tokenizer(directory: Path, rows: "list[FirstRow]", config: RunConfig) ->
             role = "tool" if tools else "user"
             loaded, chat = load_tokenizer(directory), form == "chat"
             TurnTokens(loaded, chat=chat, max_reply_tokens=1, role=role, chat_template_kwargs=template_kwargs)
-
-
-def _try_functions(algo: AlgoConfig, python: str | None) -> None:
-    named = f"algo.policy_loss={algo.policy_loss}, algo.advantage={algo.advantage}"
-    try:
-        command = [interpreter_of(python), "-P", "-m", "rlcore.algos.loss_call"]
-        done = subprocess.run(
-            command,
-            input=algo.model_dump_json(),
-            capture_output=True,
-            text=True,
-            timeout=LOSS_DEADLINE_S,
-            env=trainer_variables(python),
-        )
-    except subprocess.TimeoutExpired:
-        raise TrialError(
-            f"{named}: not finished after {LOSS_DEADLINE_S:g} s on a few tokens. Check what a function waits for"
-        ) from None
-    if done.returncode:
-        kind = ConfigError if done.returncode == 2 else TrialError
-        raise kind(done.stdout or f"{named}: a function fails: {done.stderr[-1_000:]}")

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flows.progress import ValidationSummary
-from flows.stages.inputs import call_trainer, inputs_of, last_step
+from flows.stages.inputs import inputs_of, last_step
 from flows.stages.stage import Stage, StageStatus
-from flows.stages.train import record_start
+from flows.stages.train import call_trainer, record_start
 from flows.stages.trials import Trial
 from flows.work.open_run import OpenRun
 from flows.work.origin import checkpoint_store
@@ -25,7 +25,7 @@ RESULT_NAMES = {"start": "before", "last": "after"}
 class Validate(Stage[ValidationSummary]):
     """The stage that validates a checkpoint (`start`, `last`, `best` or a folder's name) unless the result exists."""
 
-    name = "validate"
+    name, label = "validate", "validation"
     in_trainer = True
     checkpoint: str
 
@@ -47,10 +47,9 @@ class Validate(Stage[ValidationSummary]):
         digest = fingerprint("validate", {"run": run.settings_fingerprint, "settings": config.validation})
         return StageStatus(self.name, digest, run.layout.validation, is_known and run.is_trained, name)
 
-    def check(self, trial: Trial) -> list[str]:
+    def check(self, trial: Trial) -> None:
         if trial.config.is_supervised and self.checkpoint == "start":  # other runs check this with their first chunk
             trial.try_scorers()
-        return []
 
     def find(self, run: OpenRun) -> ValidationSummary | None:
         return find_validation(run.config, run.layout, self.result_name(run.config), self._step(run))
@@ -64,9 +63,6 @@ class Validate(Stage[ValidationSummary]):
         if is_base:  # the next stage loads the model after it
             run.trainer.close()
         return ValidationSummary(name, step, Path(result["file"]), cached=False, summary=result["summary"])
-
-    def describe(self, result: ValidationSummary) -> str:
-        return f"validation: {result}"
 
     def _step(self, run: OpenRun) -> int:
         if run.config.is_supervised:
@@ -122,9 +118,7 @@ def find_validation(config: RunConfig, layout: RunLayout, name: str, step: int) 
 def find_suite_results(
     config: RunConfig, layout: RunLayout, inputs: RunInputs, name: str, step: int
 ) -> list[ValidationResult] | None:
-    """Return the stored result `name` of each suite. Return None if a result is missing, or has another step or other
-    settings.
-    """
+    """Return the result of each suite, or None if one is missing or has another step or other settings."""
     found = []
     for suite in config.validation.suites:
         if suite.name not in inputs.suites:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.commands import complete
-from flows.commands.options import ConfigDir, DryRun, OptionalRoot, PlanAsJson, Settings, Verbose
+from flows.commands.options import ConfigDir, DryRun, OptionalRoot, PlanAsJson, Settings, Verbose, members_of
 from flows.commands.settings import print_warnings, require_dry_run
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ def sweep(
     spec: Annotated[
         str,
         typer.Argument(
-            help="A name in conf/sweep, or the path of a file; see docs/sweeps.md.", autocompletion=complete.sweeps
+            help="A name in conf/sweep, or the path of a file; see docs/sweeps.md.", autocompletion=members_of("sweep")
         ),
     ],
     overrides: Settings = None,
@@ -70,10 +69,7 @@ def _run(checked: "Sweep", spec: str, settings: list[str], *, on_workers: bool, 
 
 
 def run_multirun(settings: Sequence[str], root: Path | None, *, dry_run: bool, as_json: bool, verbose: bool) -> None:
-    """Write settings with several values as a sweep's file below the root, and run that sweep.
-
-    The file's name contains a digest, so the same settings continue the same sweep. A dry run keeps no file.
-    """
+    """Write settings with several values as a sweep's file below the root, and run it. A dry run keeps no file."""
     import yaml
 
     from flows.parameters import all_overrides

@@ -24,8 +24,9 @@ from prefect.states import Cancelling, Completed
 from pydantic import Field
 
 from flows import chain
-from flows.artifacts import show_artifact
+from flows.artifacts import log_and_print, log_command, log_unused_settings, show_artifact
 from flows.parameters import NO_STRINGS, Count, Positive, Root, all_overrides, experiment_name, flow_root
+from flows.pipeline import CHECKED_SETTINGS, call_flow, keep_outcome, label_flow_run, run_as_one_task
 from flows.plan.checks import check_run
 from flows.progress import LabelledDisplay, display, format_duration, use_display
 from flows.server.watch import end_if_cancelled, end_if_suspended, limit_retries, watch_flow_run
@@ -42,16 +43,6 @@ from flows.sweep.result import (
     write_result,
 )
 from flows.sweep.study import ERROR, POINT, RUNS, SETTINGS, BudgetTracker, SweepStudy, problem_scores_key, sweep_lock
-from flows.tasks import (
-    CHECKED_SETTINGS,
-    call_flow,
-    keep_outcome,
-    label_flow_run,
-    log_and_print,
-    log_command,
-    log_unused_settings,
-    run_as_one_task,
-)
 from flows.work.open_run import open_run
 from rlcore.config.base import FILE_ENDINGS, group_members
 from rlcore.config.sweep import Budget, Sweep, format_point
@@ -59,22 +50,18 @@ from rlcore.errors import MillraceError, StopRequestedError
 from rlcore.tracking.mlflow_store import PARENT_TAG
 
 POLL_S = 1.0
-TrainFunction = Callable[[Member, int, str], object]
-"""A function that trains a run to a step. Its third argument is a text with the run's point and seed."""
+TrainFunction = Callable[[Member, int, str], object]  # arguments: a run, a step, and the run's point and seed as text
 
 
 def wait_for_others() -> None:
-    """Sleep while other processes train the remaining points. Raises FlowCancelledError if the flow run was cancelled,
-    and Pause if it was suspended.
-    """
+    """Sleep while other processes train. Raises FlowCancelledError or Pause if the flow run was stopped."""
     end_if_cancelled()
     end_if_suspended()
     time.sleep(POLL_S)
 
 
 class SweepWorker:
-    """A worker of a sweep in one process. It trains a point to each comparison step, reports the score, and prunes or
-    finishes the point.
+    """A worker that trains each point to the comparison steps, reports the score, and prunes or finishes the point.
 
     Several processes may share the study and the budget. Each point belongs to one process.
     """
@@ -86,10 +73,9 @@ class SweepWorker:
         self._train = train
 
     def run(self, *, whole: bool = True) -> str:
-        """Train points until all have ended or the budget is used up. Return the last error, or '' if there was none.
+        """Train points until all have ended or the budget is used up. Return the last error or ''.
 
-        If `whole` is false, train a single point. The method waits for points that other processes train. If another
-        process is killed, this process continues its points.
+        If `whole` is false, train one point. Wait for points of other processes, and continue those of a killed one.
         """
         error = ""
         while not self.spending.read()["ended_by"] and self.study.num_left():
@@ -108,7 +94,6 @@ class SweepWorker:
         return error
 
     def _train_point(self, trial: Trial) -> str:
-        """Train a point until it ends or the budget is used up. Return its error or ''."""
         number, settings = trial.user_attrs[POINT], trial.user_attrs[SETTINGS]
         members, problems = members_of(self._sweep, settings)
         metric, rungs = self._sweep.metric_of(members[0].config), self._sweep.rungs(members[0].config)
@@ -135,9 +120,7 @@ class SweepWorker:
         return error
 
     def _train_to(self, members: list[Member], at: int, step: int, trial: Trial) -> bool:
-        """Train the run `members[at]` to `step`, unless it already has a score at this step. Return False if the budget
-        is used up.
-        """
+        """Train the run `members[at]` to a step where it has no score yet. Return False if the budget is used up."""
         member, number, num_points = members[at], trial.user_attrs[POINT], self._sweep.num_points
         metric, total = self._sweep.metric_of(member.config), member.config.trainer.total_steps
         if member.refresh(metric, step):
@@ -170,9 +153,7 @@ class SweepWorker:
         return True
 
     def _problem_scores(self, members: list[Member], metric: str, step: int) -> dict[str, float]:
-        """Return the score of each held-out problem, averaged over the seeds. A problem is omitted if one of the runs
-        has no score for it. Return {} if the sweep has no pruning.
-        """
+        """Return the mean over seeds for each held-out problem that all runs have, or {} without pruning."""
         if self._sweep.spec.pruning is None:
             return {}
         found = [problem_scores_of(member.config, metric, step) for member in members]
@@ -303,7 +284,8 @@ def sweep_child(
 
 
 def work_on_workers(drive: SweepWorker, sweep: Sweep, parameters: dict[str, Any]) -> None:
-    """Start child flow runs until all points have ended or the budget is used up. Lost child flow runs are replaced.
+    """Start child flow runs, and replace lost ones, until all points have ended or the budget is used up.
+
     Raises MillraceError if the deployment is missing, or if too many child flow runs are lost.
     """
     max_children = MAX_CHILDREN if sweep.spec.optuna is None else sweep.spec.optuna.points_at_once

@@ -31,9 +31,7 @@ def load_checked_sweep(spec: str | Mapping[str, Any], overrides: list[str], budg
 
 @dataclass(slots=True)
 class Member:
-    """The training run of one point with one seed. `step` is the step of its newest checkpoint. `score` is its latest
-    score.
-    """
+    """The training run of one point with one seed, its newest checkpoint and its latest score."""
 
     seed: int
     settings: RunSettings
@@ -103,9 +101,7 @@ def score_at(config: RunConfig, metric: str, step: int) -> float | None:
 
 
 def problem_scores_of(config: RunConfig, metric: str, step: int) -> dict[int, float]:
-    """Return the value of a metric for each held-out problem, by the problem's id. The result is empty if the responses
-    are not stored.
-    """
+    """Return a metric of each held-out problem by the problem's id, or {} if the responses are not stored."""
     file: Path = RunLayout.of(config).validation / f"{name_of(step)}.json"
     try:
         result = ValidationResult.read(file).scored_only

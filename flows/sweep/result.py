@@ -1,7 +1,6 @@
-"""The results of a sweep: `sweep.json`, a comparison, the best point as an experiment, a description, and an MLflow
-run.
+"""The results of a sweep: `sweep.json`, comparison, best experiment, description and MLflow run.
 
-A sweep does not need MLflow, so errors of MLflow are only logged.
+Errors of MLflow are only logged.
 """
 
 import json
@@ -17,10 +16,10 @@ from typing import Any
 from optuna.trial import FrozenTrial, TrialState
 from prefect.logging import get_run_logger
 
+from flows.artifacts import log_and_print
 from flows.commands.tracking import reachable_urls
 from flows.sweep.points import members_of
 from flows.sweep.study import ERROR, RUNS, SETTINGS
-from flows.tasks import log_and_print
 from rlcore.config.documents import experiment_text
 from rlcore.config.problems import override_value
 from rlcore.config.sweep import Sweep, format_point
@@ -41,16 +40,12 @@ STATES = {TrialState.COMPLETE: "finished", TrialState.PRUNED: "stopped early", T
 """The names of the states of points that have ended. All other points are `to do`."""
 Points = Mapping[int, FrozenTrial]  # points of a sweep by number, see `flows.sweep.study.points_of`
 Row = dict[str, Any]
-"""A point in `sweep.json`. Its keys are `point` (the number), `settings`, `label`, `state`, `score`, `scores` (by
-step), `error` and `runs`.
-"""
+"""A point in `sweep.json`: `point` (number), `settings`, `label`, `state`, `score`, `scores`, `error`, `runs`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SweepResult:
-    """The result of one call of a sweep. `num_runs` and `num_steps` count the work of this call. The other fields
-    describe the whole sweep, with the best points first.
-    """
+    """The result of a sweep, best points first. `num_runs` and `num_steps` are the work of this call."""
 
     sweep_id: str
     folder: Path
@@ -65,9 +60,7 @@ class SweepResult:
 
     @property
     def best(self) -> Row | None:
-        """The finished point with the best score, or None if no point is finished. If several points have this score,
-        it is the one with the lowest number.
-        """
+        """The finished point with the best score and the lowest number, or None if no point is finished."""
         return self.points[0] if self.points and self.points[0]["state"] == "finished" else None
 
     @property
@@ -202,7 +195,6 @@ def _format_score(score: float | None) -> str:
 
 @contextmanager
 def _log_mlflow_failure(what: str) -> Iterator[None]:
-    """Catch an exception inside the `with` block and log it as a warning."""
     try:
         yield
     except Exception as error:

@@ -1,7 +1,6 @@
-"""The points of a sweep as an Optuna study, with their order, scores and pruning.
+"""The points of a sweep as trials of an Optuna study, with their order, scores and pruning.
 
-Several processes may share the study, which is a journal in the sweep's folder. A point is a trial of the study. A
-failed or interrupted point becomes a failed trial and is queued again with the same settings.
+Several processes may share the study, a journal in the sweep's folder. A failed or interrupted trial is queued again.
 """
 
 import json
@@ -25,15 +24,8 @@ from rlcore.storage.locks import FileLock, HeldLock
 
 STUDY_FILE = "optuna.log"
 POINT, SETTINGS, RUNS, ERROR = "point", "settings", "runs", "error"
-"""The attributes of a trial: the point's number from 1 on, its settings, its runs (see `Member.to_json`), and its
-error.
-
-A trial without settings is not a point. Its process was killed while it created the trial.
-"""
-SEED_STRIDE = 100_003
-"""The distance between the sampler seeds of two sweeps whose search seeds differ by 1. Each point has a separate
-sampler seed, so a resumed sweep draws the same points.
-"""
+"""The attributes of a point's trial. A process was killed while it created a trial without settings."""
+SEED_STRIDE = 100_003  # distance between the sampler seeds of two search seeds; each point has its own
 LOCK_WAIT_S = 600.0  # seconds to wait for another process of the same sweep, which holds the lock for seconds at most
 
 
@@ -115,9 +107,7 @@ class SweepStudy:
                     self._requeue(trial)
 
     def ask(self) -> Trial | None:
-        """Reserve the next point for this process and return its trial. Return None if every point has ended or is
-        reserved.
-        """
+        """Reserve the next point for this process. Return None if every point has ended or is reserved."""
         search = self._sweep.spec.optuna
         with sweep_lock(self._sweep):
             self._requeue_lost()
@@ -146,11 +136,9 @@ class SweepStudy:
         self._claims.pop(trial.number).release()
 
     def _claim(self, number: int) -> FileLock:
-        """Return the lock that a process holds while it trains a trial. The death of the process frees the lock."""
         return FileLock(self._sweep.folder / "claims" / f"{number}.lock")
 
     def _requeue_lost(self) -> None:
-        """Queue again the points whose processes were stopped or killed."""
         for trial in self.optuna.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             claim = self._claim(trial.number)
             if claim.try_acquire():
@@ -164,9 +152,7 @@ class SweepStudy:
 
 
 class BudgetTracker:
-    """The runs, steps and hours that one call of a sweep has used. The study stores these numbers, so that all
-    processes of the call share them.
-    """
+    """The runs, steps and hours that one call of a sweep has used, stored in the study for all its processes."""
 
     def __init__(self, study: SweepStudy, sweep: Sweep, call: str) -> None:
         self.call = call
@@ -196,9 +182,7 @@ class BudgetTracker:
             return not over
 
     def estimate_s(self, steps: int, unfinished: int = 0) -> float | None:
-        """Return the seconds that `steps` steps take at the mean speed of this call, or None before its first step.
-        `unfinished` is the number of reserved steps that are not done.
-        """
+        """Return the seconds of `steps` steps at this call's mean speed, or None before its first step."""
         known = self.read()
         done = known["steps"] - unfinished
         return (time.time() - known["begun"]) / done * steps if done > 0 else None

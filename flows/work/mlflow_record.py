@@ -15,8 +15,7 @@ from typing import Any
 
 from data.tasks import StageResult
 from flows.stack.state import served_mlflow
-from flows.stages.export import ExportedWeights
-from flows.stages.report import ReportPage, report_fingerprint
+from flows.stages.outputs import ExportedWeights, ReportPage, report_fingerprint
 from flows.stages.train import DIFF_FILE
 from flows.work.open_run import OpenRun, has_untrained_steps
 from rlcore.checkpoint.catalog import scan

@@ -41,7 +41,7 @@ def command():
     api = start_prefect(Path(sys.argv[1]))
     from prefect import flow
     from flows.server.watch import watch_flow_run
-    from flows.tasks import call_flow, keep_outcome, run_task
+    from flows.pipeline import call_flow, keep_outcome, run_task
     from rlcore.errors import MillraceError
 
     def work():

@@ -13,12 +13,14 @@ from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from flows.cli import app, exit_code
+from flows.plan.plan import RunPlan
 from flows.server.api import LocalServer
+from flows.stages.stage import StageStatus
 from rlcore.checkpoint.state import TrainerState
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import RunConfig
@@ -26,6 +28,9 @@ from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.run.layout import RunLayout
 from tests.helpers.forked import ForkedCommand
 from tests.helpers.repeatable import repeatable
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HELD = Path(__file__).parent / "held"
@@ -181,6 +186,10 @@ def commit(config: RunConfig, step: int, metrics: Mapping[str, float] | None = N
     return store.path_of(step)
 
 
+def stage_of(plan: RunPlan, name: str) -> StageStatus:
+    return next(stage for stage in plan.stages if stage.name == name)
+
+
 @pytest.fixture(scope="package")
 def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     """Start a Prefect server with a separate database, which runs until the tests of flows end."""
@@ -190,6 +199,18 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSe
     server.wait()
     yield server
     server.stop()
+
+
+@pytest.fixture
+def client(prefect_server: LocalServer) -> "Iterator[SyncPrefectClient]":
+    """Return a client of the server, which this process uses too. Tasks store their results."""
+    from prefect.client.orchestration import get_client
+    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, PREFECT_RESULTS_PERSIST_BY_DEFAULT
+    from prefect.settings import temporary_settings as settings
+
+    server = {PREFECT_API_URL: prefect_server.url, PREFECT_API_AUTH_STRING: prefect_server.login}
+    with settings(server | {PREFECT_RESULTS_PERSIST_BY_DEFAULT: True}), get_client(sync_client=True) as client:
+        yield client
 
 
 def under(server: LocalServer, root: Path) -> Millrace:

@@ -57,9 +57,13 @@ def test_api_mistakes_raise_millrace_errors(tmp_path: Path) -> None:
     assert millrace.runs(tmp_path) == []
 
 
-def test_missing_validation_error_lists_existing_ones(tmp_path: Path) -> None:
+@pytest.fixture
+def run(tmp_path: Path) -> millrace.Run:
     config = millrace.compose(experiment="debug", root=tmp_path).config
-    run = millrace.Run(config, RunLayout.of(config))
+    return millrace.Run(config, RunLayout.of(config))
+
+
+def test_missing_validation_error_lists_existing_ones(run: millrace.Run) -> None:
     with pytest.raises(DataError, match=r"has no validation of that name. It has none yet"):
         run.responses()
     run.layout.validation.mkdir(parents=True)
@@ -68,19 +72,11 @@ def test_missing_validation_error_lists_existing_ones(tmp_path: Path) -> None:
         run.responses("foo")
 
 
-def written(run: millrace.Run) -> millrace.Run:
-    Origin(run.config).write(run.layout.run_dir)
-    return run
-
-
-def test_responses_without_score_are_nan(tmp_path: Path) -> None:
-    config = millrace.compose(experiment="debug", root=tmp_path).config
-    run = millrace.Run(config, RunLayout.of(config))
+def test_responses_without_score_are_nan(run: millrace.Run) -> None:
     failed = Response("a", 0.0, {}, 1, "stop", failure="the judge was away")
     problem = ProblemResult(3, 1, "p", "{}", None, (Response("b", 1.0, {"correct": 1.0}, 1, "stop"), failed))
-    ValidationResult("after", 2, 2, "countdown", (problem,), config.validation.evaluation).write(
-        run.layout.validation / "after.json"
-    )
+    result = ValidationResult("after", 2, 2, "countdown", (problem,), run.config.validation.evaluation)
+    result.write(run.layout.validation / "after.json")
     answers = run.responses()
     assert answers["score"].mean() == 1.0
     assert answers["failure"].isna().tolist() == [True, False]
@@ -94,9 +90,8 @@ def test_unused_setting_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert "algo.importance.cap" in caplog.text
 
 
-def test_run_of_another_version_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = millrace.compose(experiment="debug", root=tmp_path).config
-    run = written(millrace.Run(config, RunLayout.of(config)))
+def test_run_of_another_version_is_skipped(run: millrace.Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    Origin(run.config).write(run.layout.run_dir)
     other = tmp_path / "runs" / "other" / "run.json"
     write_text_atomically(other, '{"a_setting_of_another_version": 1}')
     with caplog.at_level(logging.WARNING):

@@ -9,8 +9,7 @@ import pytest
 from flows import chain
 from flows.chain import run_on_console
 from flows.progress import PlainDisplay, ValidationSummary, use_display
-from flows.stages.export import ExportedWeights
-from flows.stages.report import ReportPage
+from flows.stages.outputs import ExportedWeights, ReportPage
 from flows.stages.stage import Stage, StageStatus
 from flows.stages.train import Chunk
 from flows.stages.validate import Validate
@@ -83,21 +82,14 @@ def test_stages_run_in_order(config: RunConfig, with_report: bool) -> None:
     assert done.report == (HERE if with_report else None)
 
 
-def test_filter_warns_of_fewer_rows_than_a_batch(artifacts_root: Path) -> None:
-    words = ["experiment=debug", "data.train_size=20", "data.validation_size=5", f"paths.root={artifacts_root}"]
+def test_filter_warns_of_fewer_rows_than_a_batch(config: RunConfig) -> None:
     lines = []
-
-    def do(stage: Stage[R], run: OpenRun) -> R:
-        result = stage.find_or_make(run)
-        lines.append(stage.describe(result))
-        return result
-
     for size in (20, 21):
-        sizes = [f"trainer.batch_size={size}", f"trainer.mini_batch_size={size}"]
-        chain.make_rows(OpenRun(load_config([*words, *sizes])), do)
-    _, enough, _, few = lines
-    assert "\n" not in enough
-    line, warning = few.split("\n")
+        run = OpenRun(changed(config, "trainer", batch_size=size, mini_batch_size=size))
+        _, (stage, made) = chain.run_stages(run, chain.run_quietly, "filter")
+        lines.append(stage.describe(made).split("\n"))
+    assert len(lines[0]) == 1
+    line, warning = lines[1]
     assert line.startswith("filter: 20 train")
     assert warning.startswith("warning: trainer.batch_size=21 is more than the 20 training rows after the filter, so a")
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from flows.cli import app, exit_code, extend_module_path
-from flows.commands import complete, rollouts, runs
+from flows.commands import options, rollouts, runs
 from flows.commands.settings import root_path
 from flows.work import status
 from rlcore.config import RunConfig
@@ -44,38 +44,25 @@ def here(artifacts_root: Path, capsys: pytest.CaptureFixture[str]) -> Here:
     return Here(artifacts_root, capsys)
 
 
-def test_settings_are_checked_before_anything_heavy_is_imported() -> None:
-    code = (
-        "import sys\n"
-        "sys.argv = ['millrace', 'run', 'experiment=countdown_demo', 'trainer.totl_steps=5']\n"
-        "from flows.cli import app, exit_code\n"
-        "assert exit_code(app) == 2\n"
+@pytest.mark.parametrize(
+    ("words", "code"), [(["run", "experiment=countdown_demo", "trainer.totl_steps=5"], 2), (["runs", "--root={}"], 0)]
+)
+def test_settings_and_runs_are_read_without_heavy_imports(tmp_path: Path, words: list[str], code: int) -> None:
+    script = (
+        "import sys\nfrom flows.cli import app, exit_code\n"
+        f"assert exit_code(lambda: app({[word.format(tmp_path) for word in words]})) == {code}\n"
         "heavy = {'torch', 'transformers', 'ray', 'prefect', 'mlflow', 'matplotlib', 'datasets', 'vllm'}\n"
         "print(sorted(heavy & set(sys.modules)))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-@pytest.mark.parametrize("verb", ["run", "train", "validate", "report", "data make"])
-def test_every_command_refuses_wrong_settings_alike(here: Here, verb: str) -> None:
-    done = here(verb, "experiment=debgu")
-    assert done.code == 2
-    assert "experiment: must name a file in conf/experiment" in done.err
-    assert "debug" in done.err
-
-
-@pytest.mark.parametrize("verb", ["", "run", "train", "validate", "report", "data", "data make"])
-def test_help_explains_every_command(here: Here, verb: str) -> None:
-    done = here(verb, "--help")
-    assert done.code == 0
-    assert "Usage:" in done.out
-    assert verb in ("", "data") or "Example" in done.out
 
 
 def test_the_version_is_that_of_the_project(here: Here) -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert here("--version").out == f"millrace {project['version']}\n"
+    shown = in_this_process(here._capsys)  # the help of the group
+    assert (shown.code, "Look at results:" in shown.out) == (0, True)
 
 
 def test_a_dry_run_shows_the_plan_and_writes_nothing(here: Here) -> None:
@@ -87,17 +74,12 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(here: Here) -> None:
     assert done.err == "", "no setting without effect was given"
     (held,) = [line.split()[1:] for line in done.out.splitlines() if line.startswith("sum ")]
     assert min(map(float, held)) > 0, "a tiny model is shown in a unit that it fills"
-    assert list(here.root.iterdir()) == []
-
-
-def test_a_plan_is_printed_as_json(here: Here) -> None:
     done = here("train", "experiment=debug", "--dry-run", "--json", "algo.importance.cap=3")
     assert done.err == (
         "warning: algo.importance.cap=3.0: has no effect with algo.importance.mode=off. Set "
         "algo.importance.mode=truncate or mask, or leave it out\n"
     )
-    plan = json.loads(done.out)
-    assert plan["stages"][0]["name"] == "dataset"
+    assert json.loads(done.out)["stages"][0]["name"] == "dataset"
     assert list(here.root.iterdir()) == []
 
 
@@ -128,20 +110,6 @@ def test_an_absent_prefect_server_is_reported(bare: Millrace) -> None:
     assert done.code == 1
     assert "PREFECT_API_URL: no Prefect server answers at http://127.0.0.1:9/api" in done.err
     assert "Traceback" not in done.err
-
-
-@pytest.mark.parametrize("verb", ["run", "train", "sweep"])
-def test_json_without_dry_run_is_refused(here: Here, verb: str) -> None:
-    words = ("debug_grid", "trainer.total_steps=2") if verb == "sweep" else ("experiment=debug",)
-    done = here(verb, *words, "--json")
-    assert done.code == 2
-    assert "--json: goes with --dry-run alone; nothing was started" in " ".join(done.err.split())
-
-
-def test_a_fork_is_searched_under_the_root(here: Here) -> None:
-    done = here("run", "experiment=debug", "--fork", "absent")
-    assert done.code == 2
-    assert f"{here.root / 'runs'} has: none" in done.err
 
 
 def test_hydra_reads_any_root_name() -> None:
@@ -232,11 +200,6 @@ def test_a_root_in_the_home_folder(
     assert load_config(["paths.root='~/mine'"], experiment="debug").paths.root == str(tmp_path / "mine")
 
 
-def test_two_roots_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    code, said = run_command(capsys, "run", "experiment=debug", "--root=one", "paths.root=two", "--dry-run")
-    assert (code, "paths.root: is given more than once" in said) == (2, True)
-
-
 def test_the_composed_settings_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     code, said = run_command(capsys, "run", "experiment=debug", "algo=rloo", "seed=3", "--cfg", "job")
     assert code == 0
@@ -250,27 +213,6 @@ def test_the_composed_settings_are_printed(capsys: pytest.CaptureFixture[str]) -
     code, said = run_command(capsys, "run", "experiment=debug", "algo=dapo", "--cfg", "job", "-p", "algo.overlong")
     printed, _, problem = said.partition("algo.overlong.buffer_tokens: must be at most rollout.max_response_tokens")
     assert (code, yaml.safe_load(printed)["buffer_tokens"], problem[:1]) == (2, 128, ";")
-
-
-@pytest.mark.parametrize(
-    ("shell", "asked"),
-    [
-        ("bash", {"COMP_WORDS": "millrace sto", "COMP_CWORD": "1"}),
-        ("zsh", {"_TYPER_COMPLETE_ARGS": "millrace sto"}),
-        ("fish", {"_TYPER_COMPLETE_ARGS": "millrace sto", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}),
-    ],
-)
-def test_a_shell_completes_commands(
-    shell: str, asked: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, value in asked.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("_MILLRACE_COMPLETE", f"complete_{shell}")
-    with pytest.raises(SystemExit):
-        app(prog_name="millrace")
-    found = capsys.readouterr().out
-    assert "stop" in found
-    assert "status" not in found
 
 
 COMPLETE = """
@@ -327,9 +269,9 @@ def test_tab_completes_every_setting_group_and_sort_key() -> None:
     assert rollouts.SORTS == query.SORTS
     assert get_args(get_args(rollouts.Kind)[0]) == query.KINDS
     assert runs.STATES == status.STATES
-    assert complete.OWN_CONF == CONFIG_DIR_VARIABLE
-    assert complete._values_by_key().keys() == all_keys().keys()
-    assert set(complete._groups()) == {*GROUPS, "experiment"}
+    assert options.OWN_CONF == CONFIG_DIR_VARIABLE
+    assert options._values_by_key().keys() == all_keys().keys()
+    assert set(options._groups()) == {*GROUPS, "experiment"}
 
 
 @pytest.fixture
@@ -350,22 +292,11 @@ def tab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         return text.partition(end)[0].decode()
 
     def type_line(line: str) -> str:
-        path = f"{tmp_path}:{os.environ['PATH']}"
-        words = [
-            "env",
-            f"PATH={path}",
-            "PS1=ready> ",
-            "INPUTRC=/dev/null",
-            "TERM=dumb",
-            "bash",
-            "--norc",
-            "--noprofile",
-            "-i",
-        ]
+        shell = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PS1": "ready> ", "INPUTRC": "/dev/null", "TERM": "dumb"}
         child, terminal = pty.fork()
         if child == 0:
             os.chdir(tmp_path)
-            os.execvp("env", words)
+            os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], os.environ | shell)
         try:
             os.write(terminal, b"source complete.sh; echo be''gin\n")
             read_until(terminal, b"begin\r\nready> ")
@@ -401,19 +332,24 @@ def test_bash_completes_without_a_space_after_an_equals_sign(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("rnus", "millrace: no such command rnus; got rnus. Did you mean runs?"),
+        ("rnus", "millrace: no such command; got rnus. Did you mean runs?"),
         ("stop", "RUN: is missing; got stop. millrace stop --help describes the arguments and options"),
-        ("runs --stat failed", "--stat: is no option of millrace runs; got --stat. Did you mean --state?"),
+        ("runs --stat failed", "millrace runs: no such option; got --stat. Did you mean --state?"),
         ("up --workers x", "--workers: must be a valid integer"),
         ("status x", "millrace status: got unexpected extra argument"),
         ("runs --root", "--root: must not be empty"),
         ("run --cfg hydra", "--cfg / -c: must be job; got hydra. Hydra's launchers"),
         ("run --info plugins", "--info / -i: must be one of all, defaults, searchpath; got plugins. --cfg job"),
-        (
-            "run --resolve",
-            "--resolve: is no option of millrace run; got --resolve. Write millrace run KEY=VALUE ... --cfg",
-        ),
-        ("run -cn mine", "-cn: is no option of millrace run; got -cn. Name your file by experiment=NAME"),
+        ("run --resolve", "millrace run: no such option; got --resolve. Write millrace run KEY=VALUE ... --cfg"),
+        ("run -cn mine", "millrace run: no such option; got -cn. Name your file by experiment=NAME"),
+        ("run experiment=debug --root=one paths.root=two --dry-run", "paths.root: is given more than once"),
+        ("validate experiment=debgu", "experiment: must name a file in conf/experiment"),
+        ("report experiment=debgu", "experiment: must name a file in conf/experiment"),
+        ("data make experiment=debgu", "experiment: must name a file in conf/experiment"),
+        ("run experiment=debug --fork absent --root /no/root", "absent: is neither the folder nor the id of a run"),
+        ("train experiment=debug --json", "--json: goes with --dry-run alone; nothing was started"),
+        ("sweep debug_grid trainer.total_steps=2 --json", "--json: goes with --dry-run alone; nothing was started"),
+        ("runs --state gone", "--state: must be one of running"),
         ("run -p algo experiment=debug", "--package: goes with --cfg job alone; got algo"),
         (
             "run experiment=debug --cfg job -p agol",
@@ -454,3 +390,13 @@ def test_an_own_experiment_extends_another_own_experiment(
     monkeypatch.setenv(CONFIG_DIR_VARIABLE, "absent")
     code, said = run_command(capsys, "run", "experiment=third", "--cfg", "job")
     assert (code, "MILLRACE_CONFIG_DIR: must be an existing folder; got absent" in said) == (2, True)
+
+
+def test_demo_names_the_next_commands(tmp_path: Path) -> None:
+    (tmp_path / "millrace").symlink_to("/bin/true")
+    words = ["make", "-s", "-o", ".venv/.installed", "demo", f"BIN={tmp_path}"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS")}
+    done = subprocess.run(words, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True)
+    (line,) = done.stdout.splitlines()
+    for command in ("run experiment=countdown_demo seed=2", "compare countdown_demo-s1", "rollouts countdown_demo-s1"):
+        assert f"{tmp_path}/millrace {command}" in line

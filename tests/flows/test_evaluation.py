@@ -8,7 +8,6 @@ import pytest
 
 from flows.evaluation import evaluation_settings
 from rlcore.checkpoint.catalog import list_checkpoints
-from rlcore.config.compose import load_config
 from rlcore.errors import ConfigError, DataError
 from rlcore.evaluation.result import ValidationResult
 from rlcore.report.held_out import suite_table
@@ -60,6 +59,10 @@ def test_suite_is_validated_at_its_steps(run: SmallRun) -> None:
     assert "val-core/ends/reward/greedy" not in steps[0]
     saved = list_checkpoints(run.layout.checkpoints, verify_hashes=False)[-1].metrics
     assert {name.split("/")[1] for name in saved if name.startswith("val-core/")} == {"countdown"}
+    shown = suite_table(read_run(run.layout.run_dir))
+    assert shown is not None
+    assert {row[0].text for row in shown.rows} == {"often", "ends"}
+    assert sorted(file.name for file in run.inputs.suites["often"].glob("*.parquet")) == ["validation.parquet"]
 
 
 def test_evaluation_matches_the_run_and_pairs_results(
@@ -157,27 +160,12 @@ def test_evaluation_journal_reports_responses_without_score(
     )
 
 
-def test_report_has_suites(run: SmallRun) -> None:
-    found = suite_table(read_run(run.layout.run_dir))
-    assert found is not None
-    assert {row[0].text for row in found.rows} == {"often", "ends"}
-
-
 def test_wrong_names_are_reported(run: SmallRun, suites: list[str], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"must name files in conf/suite, or paths; got gsm9k. Did you mean gsm8k"):
-        load_config(["validation.suites=[gsm9k]"])
     with pytest.raises(DataError, match=r"neither the folder nor the id of a run.*A model is a folder"):
         evaluation_settings("no-such-run", suites, [], tmp_path)
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text("data: {task: countdown, trian_size: 3}")
-    with pytest.raises(ConfigError, match=r"suites: wrong: data.trian_size: there is no such setting"):
-        load_config([f"validation.suites=[{wrong}]"])
     with pytest.raises(ConfigError, match=r"--suite: wrong: data.trian_size: there is no such setting"):
         evaluation_settings(str(run.layout.run_dir), [str(wrong)], [], None)
     with pytest.raises(ConfigError, match=r"cannot be chosen over settings"):
         evaluation_settings(str(run.layout.run_dir), suites, ["algo=ppo"], None)
-
-
-def test_suite_needs_no_training_rows(run: SmallRun) -> None:
-    folder = run.inputs.suites["often"]
-    assert sorted(file.name for file in folder.glob("*.parquet")) == ["validation.parquet"]

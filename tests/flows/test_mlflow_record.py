@@ -12,8 +12,7 @@ import pytest
 from data.tasks import StageResult
 from flows.stack.state import Service, StackState, served_mlflow, write_stack
 from flows.stages.dataset import Dataset, Filter
-from flows.stages.export import ExportedWeights
-from flows.stages.report import ReportPage, report_fingerprint
+from flows.stages.outputs import ExportedWeights, ReportPage, report_fingerprint
 from flows.work import mlflow_record
 from flows.work.mlflow_record import MlflowContents, MlflowRecord, models_digest, settings_digest
 from flows.work.open_run import OpenRun, open_run
@@ -117,27 +116,21 @@ def test_unreachable_store_is_logged_once_per_part(artifacts_root: Path, caplog:
     assert MlflowContents.read(run.layout) == known
 
 
-@pytest.mark.parametrize("given", [None, ReportPage(HERE / "report.html", cached=True)])
 @pytest.mark.parametrize(
-    ("report", "models", "is_sent"),
+    ("report", "models", "given", "is_sent"),
     [
-        ("{}", "same", False),
-        ("{} without the report", "same", None),  # as after `millrace train`
-        ("other", "same", True),
-        ("{}", "other", True),
+        ("{}", "same", None, False),
+        ("{} without the report", "same", None, False),  # as after `millrace train`
+        ("{} without the report", "same", ReportPage(HERE / "report.html", cached=True), True),
+        ("other", "same", None, True),
+        ("{}", "other", None, True),
     ],
 )
 def test_end_of_run_is_sent_where_a_part_is_missing(
-    artifacts_root: Path,
-    report: str,
-    models: str,
-    is_sent: bool | None,
-    given: ReportPage | None,
+    artifacts_root: Path, report: str, models: str, given: ReportPage | None, is_sent: bool,
     caplog: pytest.LogCaptureFixture,
-) -> None:
+) -> None:  # fmt: skip
     config = load_config(["experiment=debug", f"paths.root={artifacts_root}", *AWAY])
-    if is_sent is None:
-        is_sent = given is not None
     with open_run(config, ()) as run:
         has = report.format(report_fingerprint(run.layout))
         weights = models_digest(config, LAST, BEST) if models == "same" else models

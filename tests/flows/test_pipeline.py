@@ -140,14 +140,6 @@ def test_prefect_shows_progress_validation_checkpoints_report_and_link(
     assert "&#" not in artifacts["report"]
 
 
-def test_report_is_found_by_id_prefix(reference: Reference, tmp_path: Path) -> None:
-    done = reference.millrace("report", reference.run_dir.name[:8], "--root", str(reference.millrace.root))
-    assert (done.code, done.err) == (0, "")
-    assert done.out == f"report: {reference.run_dir / 'report' / 'report.html'}, skipped: it is current\n"
-    copied = shutil.copytree(reference.run_dir, tmp_path / "runs" / reference.run_dir.name)
-    assert str(copied / "report") in reference.millrace("report", str(copied)).out
-
-
 def test_checkpoints_are_events(api: Api, reference: Reference) -> None:
     def message() -> list[dict[str, Any]]:
         return api.events(reference.run_dir.name, "checkpoint.saved")
@@ -396,17 +388,9 @@ def test_killed_flow_ends_its_trainer_and_run_resumes(millrace: Millrace, refere
 def make_demo(millrace: Millrace) -> "subprocess.Popen[str]":
     """Run `make demo` with the installed packages (`-o`: without installing them)."""
     set_by_make = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")
-    return start(
-        [
-            "make",
-            "-o",
-            ".venv/.installed",
-            "demo",
-            f"BIN={Path(sys.executable).parent}",
-            f"ARGS=paths.root={millrace.root}",
-        ],
-        {name: value for name, value in os.environ.items() if name not in set_by_make} | dict(millrace.environment),
-    )
+    words = ["make", "-o", ".venv/.installed", "demo", f"BIN={Path(sys.executable).parent}"]
+    environment = {name: value for name, value in os.environ.items() if name not in set_by_make}
+    return start([*words, f"ARGS=paths.root={millrace.root}"], environment | dict(millrace.environment))
 
 
 def test_make_demo_twice_concurrently(millrace: Millrace) -> None:

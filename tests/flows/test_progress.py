@@ -50,8 +50,9 @@ def test_labelled_display_prefixes_lines(capsys: pytest.CaptureFixture[str]) -> 
     ]
 
 
-def test_log_has_chunk_ends_and_few_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    with use_display(PlainDisplay(every_s=1e9)):
+def test_log_has_chunk_ends_and_few_steps(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flows.progress.PLAIN_EVERY_S", 1e9)
+    with use_display(PlainDisplay()):
         for number in range(1, 41):
             display().event(step(number))
     lines = capsys.readouterr().out.splitlines()

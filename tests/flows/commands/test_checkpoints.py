@@ -16,7 +16,7 @@ from rlcore.errors import CheckpointError, DataError, ModelError
 from rlcore.storage.locks import RunLock
 from tests.flows.conftest import Millrace
 from tests.helpers.hub_model import HUB_ID, cache_of
-from tests.helpers.published import edit_manifest, flip
+from tests.helpers.published import flip
 from tests.helpers.sessions import run_to_the_end, session_of
 from tests.helpers.small_run import SmallRun, prepare
 
@@ -48,31 +48,6 @@ def test_the_list_for_people_and_for_machines(run: SmallRun, bare: Millrace) -> 
         assert {one["verdict"] for one in listed["checkpoints"]} == {"verified"}
         assert "last" in listed["checkpoints"][-1]["marks"]
         assert listed["checkpoints"][1]["metrics"]["critic/score/mean"] >= 0
-
-
-def test_an_export_is_the_checkpoint(run: SmallRun, bare: Millrace, tmp_path: Path) -> None:
-    done = bare("checkpoints", str(run.layout.run_dir), "--export", str(tmp_path / "out"), "--checkpoint", "4")
-    assert done.code == 0, done.err
-    exported, known = (
-        load_file(folder / "model.safetensors") for folder in (tmp_path / "out", run.layout.exported_model)
-    )
-    assert exported.keys() == known.keys()
-    assert all(exported[name].equal(known[name]) for name in known)
-
-
-def test_checkpoints_of_a_newer_format_are_reported_and_left_alone(run: SmallRun, tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    shutil.copytree(run.config.paths.root, root)
-    (folder,) = root.glob("runs/*/checkpoints")
-    saved = sorted(folder.glob("step-*"))
-    for path in saved:
-        edit_manifest(path, format_version=99)
-    done = Millrace(root, {})("train", "experiment=debug", *OVERRIDES)
-    assert done.code == 1
-    for path in saved:
-        assert done.err.count(f"{path}/manifest.json: format_version must be 1, got 99. Read it with the version") == 1
-    assert "Traceback" not in done.err
-    assert sorted(folder.glob("step-*")) == saved
 
 
 def test_a_fork_has_the_weights_and_its_own_settings(run: SmallRun, tmp_path: Path) -> None:

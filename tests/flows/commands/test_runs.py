@@ -18,7 +18,7 @@ import pytest
 from flows.cli import exit_code
 from flows.commands.runs import logs, stop
 from flows.stack.state import FLOW_RUN_ID
-from flows.stages.report import write_report
+from flows.stages.outputs import write_report
 from flows.work.open_run import STOP_FILE, open_run, record_stop_request, with_absolute_paths
 from flows.work.runs import Outcome, all_runs, compare, find_named_runs, find_run, sync
 from flows.work.status import SAME_COMMAND, resume_hint, status_of
@@ -34,7 +34,7 @@ from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, AttemptLog, Destina
 from rlcore.tracking.delivery import STATE_FILE, delivery_lock
 from rlcore.tracking.journal import Journal
 from rlcore.tracking.lineage import Origin
-from tests.flows.conftest import REPOSITORY, Millrace, ended, wait_until
+from tests.flows.conftest import REPOSITORY, Millrace, changed, ended, wait_until
 from tests.helpers.reports import write_run
 
 
@@ -55,9 +55,9 @@ def test_the_settings_of_a_run_name_the_same_store_everywhere(
     layout: RunLayout, uri: str | None, kept: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(layout.root)
-    config = load_config([f"paths.root={layout.root}"], experiment="debug")
-    config = config.model_copy(update={"tracking": config.tracking.model_copy(update={"uri": uri})})
-    assert with_absolute_paths(config, layout).tracking.uri == (kept and kept.format(layout.root))
+    config = changed(load_config(["paths.root=."], experiment="debug"), "tracking", uri=uri)
+    found = with_absolute_paths(config, layout)
+    assert (found.paths.root, found.tracking.uri) == (str(layout.root), kept and kept.format(layout.root))
 
 
 def begin(layout: RunLayout, *finish: str) -> None:
@@ -163,7 +163,7 @@ def test_a_run_of_the_stack_resumes_by_prefect(layout: RunLayout, capsys: pytest
     assert status_of(layout.run_dir).note == "its process has ended; " + how.replace("0b5c-7", "ID")
 
 
-def test_the_state_of_a_run_that_is_worked_on(layout: RunLayout) -> None:
+def test_the_state_of_a_run_that_is_worked_on(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
     begin(layout)
     with worked_on(layout):
         assert status_of(layout.run_dir).state == "running"
@@ -176,6 +176,8 @@ def test_the_state_of_a_run_that_is_worked_on(layout: RunLayout) -> None:
         record_stop_request(layout.run_dir, Holder.me())
         assert status_of(layout.run_dir).state == "stopping"
     assert status_of(layout.run_dir).state == "lost"
+    stop([str(layout.run_dir)])  # the lock's file still names this process
+    assert "no process works on it" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("other", ["another birth", "another host"])
@@ -190,13 +192,6 @@ def test_a_process_that_is_not_the_runs_is_never_signalled(layout: RunLayout, ot
                 stop([str(layout.run_dir)])
         assert stranger.poll() is None
         stranger.kill()
-
-
-def test_an_idle_run_is_not_stopped(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
-    with worked_on(layout):
-        pass  # the lock's file still names this process
-    stop([str(layout.run_dir)])
-    assert "no process works on it" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("settings", ['{"settings": {"trainer": null}}', '{"settings": {"trainer": "none"}}', None])
@@ -287,8 +282,7 @@ def test_what_may_not_be_read_is_not_taken_for_absent(layout: RunLayout, monkeyp
             look()
 
 
-def test_wrong_states_and_wrong_names(bare: Millrace) -> None:
-    assert "--state: must be one of running" in bare("runs", "--state", "gone").err
+def test_a_root_without_runs_is_reported(bare: Millrace) -> None:
     assert bare("runs", f"--root={bare.root}").err == f"{bare.root / 'runs'}: no run; --root names another root\n"
 
 
@@ -300,62 +294,45 @@ def test_a_message_says_how_many_runs_it_leaves_out(tmp_path: Path) -> None:
         find_named_runs(["other"], tmp_path)
 
 
-def test_a_comparison_is_there_where_mlflow_does_not_take_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """MLflow has one of the two runs, in a store of a kind that is not installed."""
-    folders = [tmp_path / "runs" / name for name in ("one", "two")]
-    for seed, folder in enumerate(folders, start=1):
-        write_run(
-            folder,
-            experiment="debug",
-            overrides=("tracking.uri=oddsql://host/runs",),
-            seed=seed,
-            num_steps=2,
-            num_problems=4,
-        )
-    (folders[0] / STATE_FILE).write_text('{"format_version": 2, "mlflow_run_id": "1"}')
-    found = compare(folders, tmp_path)
-    assert found.html.is_file()
-    assert found.mlflow_page == ""
-    assert "The comparison is not uploaded to MLflow: tracking.uri oddsql://host/runs: " in caplog.text
-
-
-def test_a_comparison_is_written_under_the_given_root_without_a_store(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folders = [tmp_path / "there" / "runs" / name for name in ("one", "two")]
+def test_a_comparison_is_written_without_mlflow(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """MLflow has the runs in a store that is absent, or of a kind that is not installed."""
+    there, here = (tmp_path / name for name in ("there", "here"))
+    folders = [there / "runs" / name for name in ("one", "two")]
     for seed, folder in enumerate(folders, start=1):
         write_run(folder, experiment="debug", seed=seed, num_steps=2, num_problems=4)
         (folder / STATE_FILE).write_text('{"format_version": 2, "mlflow_run_id": "1"}')
-    for root in (tmp_path / "here", tmp_path / "there"):
-        caplog.clear()
+    for root in (here, there):
         found = compare(folders, root)
         assert {found.html.parents[1], found.json.parents[1]} == {root / "comparisons"}
-        (said,) = caplog.messages
-        assert said == f"The comparison is not uploaded to MLflow: {folders[0]} is not in the MLflow store of {root}"
+        said = f"The comparison is not uploaded to MLflow: {folders[0]} is not in the MLflow store of {root}"
+        assert caplog.messages == [said]
         assert not (root / "mlflow.db").exists()
-    (tmp_path / "here" / "mlflow.db").touch()
-    assert compare(folders, tmp_path / "here").mlflow_page == ""
-    assert caplog.messages[-1].endswith(f"is not in the MLflow store of {tmp_path / 'here'}")
+        caplog.clear()
+    (here / "mlflow.db").touch()
+    assert compare(folders, here).mlflow_page == ""
+    assert caplog.messages[-1].endswith(f"is not in the MLflow store of {here}")
+    more = ("tracking.uri=oddsql://host/runs",)
+    for seed, folder in enumerate(folders, start=1):
+        write_run(folder, experiment="debug", overrides=more, seed=seed, num_steps=2, num_problems=4)
+    (folders[1] / STATE_FILE).unlink()
+    assert compare(folders, tmp_path).html.is_file()
+    assert "The comparison is not uploaded to MLflow: tracking.uri oddsql://host/runs: " in caplog.text
 
 
-def test_a_run_that_another_process_delivers_is_left_to_it(layout: RunLayout) -> None:
+def test_a_run_that_cannot_be_delivered_is_reported(layout: RunLayout) -> None:
     begin(layout)
-    name = layout.run_dir.name
-    with delivery_lock(layout.run_dir):
-        assert sync(layout.run_dir, "oddsql://host/runs") == Outcome(
-            name, "is being delivered by another process", ok=True
-        )
-    reported = sync(layout.run_dir, "oddsql://host/runs")
-    assert (reported.run, reported.ok) == (name, False)
-    assert reported.text.startswith(f"{layout.run_dir}: not delivered: tracking.uri oddsql://host/runs: ")
-
-
-def test_an_unwritable_run_is_reported_as_not_delivered(layout: RunLayout) -> None:
-    begin(layout)
-    delivery_lock(layout.run_dir).path.mkdir()
-    reported = sync(layout.run_dir, "oddsql://host/runs")
-    assert (reported.run, reported.ok) == (layout.run_dir.name, False)
-    assert reported.text.startswith(f"{layout.run_dir}: cannot be written ")
+    name, away, lock = layout.run_dir.name, "oddsql://host/runs", delivery_lock(layout.run_dir)
+    with lock:
+        assert sync(layout.run_dir, away) == Outcome(name, "is being delivered by another process", ok=True)
+    reported = sync(layout.run_dir, away)
+    lock.path.unlink()
+    lock.path.mkdir()
+    for found, why in (
+        (reported, f"not delivered: tracking.uri {away}: "),
+        (sync(layout.run_dir, away), "cannot be w"),
+    ):
+        assert (found.run, found.ok) == (name, False)
+        assert found.text.startswith(f"{layout.run_dir}: {why}")
 
 
 @pytest.mark.slow
@@ -405,13 +382,3 @@ def test_a_refused_stop_is_not_recorded() -> None:
             done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
         assert "no stop was requested" in done.stdout, done.stderr
         assert not (run_dir / STOP_FILE).exists()
-
-
-def test_the_list_loads_no_torch(tmp_path: Path) -> None:
-    code = (
-        "import sys\nfrom flows.cli import app, exit_code\n"
-        f"exit_code(lambda: app(['runs', '--root={tmp_path}']))\n"
-        "print(sorted({'torch', 'prefect', 'mlflow', 'ray', 'transformers'} & set(sys.modules)))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -38,7 +37,7 @@ from rlcore.tracking.delivery import read_state
 from rlcore.tracking.journal import RunJournal, read_journal
 from rlcore.tracking.mlflow_store import MlflowStore
 from rlcore.tracking.models import models_of
-from tests.flows.conftest import REPOSITORY, SMALL, WAIT_S, Finished, Millrace, Reference, basic
+from tests.flows.conftest import SMALL, WAIT_S, Finished, Millrace, Reference, basic, changed, start
 from tests.helpers.attempts import Attempt
 from tests.helpers.chromium import Tab, open_tab
 from tests.helpers.reports import write_run
@@ -55,14 +54,17 @@ def root(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Path
     folder = tmp_path_factory.mktemp("project")
     shutil.copy(reference.millrace.root / "mlflow.db", folder)
     shutil.copytree(reference.run_dir, folder / "runs" / reference.run_dir.name)
-    run_dir = folder / "runs" / SECOND
     settings = ("trainer.total_steps=12", "validation.every_steps=6", f"paths.root={folder}")
-    config = write_run(run_dir, experiment="debug", overrides=settings, num_steps=12, seed=2, num_problems=20)
-    silent = config.model_copy(update={"tracking": TrackingConfig(enabled=False)})
-    tracker = RunJournal(run_dir, silent, tags={})
-    tracker.append_event("resume", 12, {})
-    tracker.finish("FINISHED")
+    write_finished(folder / "runs" / SECOND, *settings, num_steps=12)
     return folder
+
+
+def write_finished(run_dir: Path, *settings: str, num_steps: int = 2) -> None:
+    """Write a finished run whose journal was not sent to MLflow."""
+    config = write_run(run_dir, experiment="debug", overrides=settings, num_steps=num_steps, seed=2, num_problems=20)
+    tracker = RunJournal(run_dir, changed(config, "tracking", enabled=False), tags={})
+    tracker.append_event("resume", num_steps, {})
+    tracker.finish("FINISHED")
 
 
 def millrace(root: Path, *words: str) -> Finished:
@@ -73,19 +75,6 @@ def millrace(root: Path, *words: str) -> Finished:
             environment.delenv(name)
         code = exit_code(lambda: app([*words, "--root", str(root)]))
     return Finished(code, out.getvalue(), errors.getvalue())
-
-
-def started(root: Path, *words: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, "-m", "flows.cli", *words, "--root", str(root)],
-        cwd=REPOSITORY,
-        env=without_login(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
 
 
 def without_login() -> dict[str, str]:
@@ -124,11 +113,7 @@ def test_sync_delivers_each_value_once_however_often(synced: Path) -> None:
 
 def test_a_moved_run_is_delivered_to_its_new_root(tmp_path: Path) -> None:
     node, here = tmp_path / "node", tmp_path / "here"
-    settings = (f"paths.root={node}", "tracking.enabled=false")
-    config = write_run(node / "runs" / SECOND, experiment="debug", overrides=settings, num_steps=2, num_problems=20)
-    tracker = RunJournal(node / "runs" / SECOND, config, tags={})
-    tracker.append_event("resume", 2, {})
-    tracker.finish("FINISHED")
+    write_finished(node / "runs" / SECOND, f"paths.root={node}", "tracking.enabled=false")
     node.rename(here)
     reported = sync(here / "runs" / SECOND, None)
     assert reported.ok, reported
@@ -212,14 +197,7 @@ def test_sync_uses_the_stacks_own_database(
     own_store: tuple[Path, MlflowClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, client = own_store
-    run_dir = root / "runs" / SECOND
-    settings = ("trainer.total_steps=2", f"paths.root={root}")
-    config = write_run(run_dir, experiment="debug", overrides=settings, num_steps=2, seed=2, num_problems=20)
-    silent = config.model_copy(update={"tracking": TrackingConfig(enabled=False)})
-    tracker = RunJournal(run_dir, silent, tags={})
-    tracker.append_event("resume", 2, {})
-    tracker.finish("FINISHED")
-
+    write_finished(root / "runs" / SECOND, "trainer.total_steps=2", f"paths.root={root}")
     assert "bytes of the journal delivered; the run is FINISHED" in millrace(root, "sync").out
     store = MlflowStore(TrackingConfig(uri=client.tracking_uri), root)
     (run,) = store.find_runs({"millrace.run_id": SECOND})
@@ -328,7 +306,7 @@ HEADERS = """[...document.querySelectorAll('.ag-header-viewport .ag-header-cell'
 @pytest.mark.program("chromium")
 def test_mlflows_pages_show_the_run_and_the_comparison(synced: Path, reference: Reference, tmp_path: Path) -> None:
     first, second = run_of(synced, reference.run_dir.name), run_of(synced, SECOND)
-    server = started(synced, "ui")
+    server = start([sys.executable, "-m", "flows.cli", "ui", "--root", str(synced)], without_login())
     try:
         assert server.stdout is not None
         lines = iter(server.stdout.readline, "")  # it may say first that its usual port is taken

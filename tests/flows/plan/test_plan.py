@@ -7,19 +7,17 @@ import pytest
 
 from flows import chain
 from flows.plan.checks import check_before_start
-from flows.plan.plan import count_parameters, make_plan, show_plan
+from flows.plan.plan import ParameterCount, count_parameters, make_plan, show_plan
 from flows.work.open_run import OpenRun
-from rlcore.config import ScratchModel
+from rlcore.config import LoraConfig
 from rlcore.config.compose import experiment_names, load_config
 from rlcore.config.model import INSTALL_SMOLLM2, PUBLISHED
 from rlcore.errors import ConfigError, DiskSpaceError, ModelError
 from rlcore.models.scratch import build_scratch_model
 from rlcore.models.shape import ModelShape, shape_of
-from rlcore.models.tokenizer import build_scratch_tokenizer
 from rlcore.runtime.cluster import LEAST_STORE_BYTES
 from rlcore.workers.memory_plan import Device, plan_memory
-from tests.flows.conftest import changed
-from tests.models.tiny import write_model
+from tests.flows.conftest import changed, stage_of
 from tests.storage.small_disk import mounted
 
 
@@ -32,26 +30,22 @@ def gsm8k_files(tmp_path: Path) -> Path:
     return folder
 
 
-def test_done_stages_are_marked(artifacts_root: Path) -> None:
+def test_done_stages_are_marked_and_damaged_ones_planned_again(artifacts_root: Path) -> None:
     config = load_config(["experiment=debug", f"paths.root={artifacts_root}"])
     inputs = chain.make_rows(OpenRun(config), chain.run_quietly)
     plan = make_plan(config)
-    assert plan.stage("dataset").cached
-    assert plan.stage("filter").cached
-    assert plan.stage("filter").place == inputs.filtered_directory
-    assert "512 train" in plan.stage("filter").detail
-    assert not plan.stage("warm-start").cached
-    assert plan.stage("warm-start").fingerprint is not None
-
-
-def test_damaged_stages_are_planned_again_and_unchanged(artifacts_root: Path) -> None:
-    config = load_config(["experiment=debug", f"paths.root={artifacts_root}"])
-    rows = chain.make_rows(OpenRun(config), chain.run_quietly).filtered_directory / "train.parquet"
+    assert stage_of(plan, "dataset").cached
+    assert stage_of(plan, "filter").cached
+    assert stage_of(plan, "filter").place == inputs.filtered_directory
+    assert "512 train" in stage_of(plan, "filter").detail
+    assert not stage_of(plan, "warm-start").cached
+    assert stage_of(plan, "warm-start").fingerprint is not None
+    rows = inputs.filtered_directory / "train.parquet"
     rows.write_bytes(bytes(reversed(rows.read_bytes())))
     plan = make_plan(config)
-    assert not plan.stage("filter").cached
-    assert f"made again: {rows}: hash must be" in plan.stage("filter").detail
-    assert plan.stage("dataset").cached
+    assert not stage_of(plan, "filter").cached
+    assert f"made again: {rows}: hash must be" in stage_of(plan, "filter").detail
+    assert stage_of(plan, "dataset").cached
     assert replace(make_plan(config), disk=plan.disk) == plan
 
 
@@ -84,14 +78,20 @@ def test_parameters_are_counted_without_loading_a_model(tmp_path: Path) -> None:
     build_scratch_model(
         scratch, vocab_size=scratch.max_integer + 14, eos_token_id=1, pad_token_id=0, seed=1, directory=tmp_path
     )
-    from_settings = count_parameters(config)
-    from_files = count_parameters(changed(config, "model", path=str(tmp_path)))
-    assert from_settings == from_files
-    assert from_settings is not None
-    assert from_settings.trained == 14_048
-    with_critic = count_parameters(load_config(["experiment=debug", "algo=ppo", "critic.path=Qwen/Qwen2.5-0.5B"]))
+    found = count_parameters(config)
+    assert found == count_parameters(changed(config, "model", path=str(tmp_path)))
+    assert found is not None
+    assert found.trained == 14_048
+    name, lora = "Qwen/Qwen2.5-0.5B", LoraConfig(rank=3)
+    shape = ModelShape.of_config(PUBLISHED[name])
+    with_critic = count_parameters(load_config(["experiment=debug", "algo=ppo", f"critic.path={name}"]))
     assert with_critic is not None
-    assert with_critic.trained == 14_048 + ModelShape.of_config(PUBLISHED["Qwen/Qwen2.5-0.5B"]).critic_parameters
+    assert with_critic.trained == 14_048 + shape.critic_parameters
+    adapters = count_parameters(changed(config, "model", path=name, lora=lora))
+    assert adapters == ParameterCount(shape.adapter_parameters(lora), shape.policy_parameters)
+    # The critic shares the shape; it has a linear unit in the head's place.
+    tinyzero = count_parameters(load_config(["experiment=tinyzero_ppo"]))
+    assert tinyzero == ParameterCount(2 * 494_032_768 + 897, 494_032_768)
 
 
 NOT_HERE = ("model.path=nowhere/nothing-here", "experiment=debug", "warm_start.enabled=false")
@@ -125,26 +125,6 @@ def test_every_experiment_has_a_plan_without_its_model(
     out = capsys.readouterr().out
     assert (message in out) == (config.model.path is not None)
     assert (INSTALL_SMOLLM2 in out) == experiment.startswith("smollm2")
-
-
-def test_tinyzero_checkpoint_is_planned_from_published_shape(artifacts_root: Path) -> None:
-    count = count_parameters(load_config(["experiment=tinyzero_ppo", f"paths.root={artifacts_root}"]))
-    assert count is not None
-    assert count.policy == 494_032_768
-    assert count.trained == 2 * 494_032_768 + 897, (
-        "the critic shares the shape; it has a linear unit in the head's place"
-    )
-
-
-def test_a_model_folder_with_brackets_is_printed_unchanged(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "300")  # the path in one line
-    path = write_model("qwen2-tied", tmp_path / "[bold]model")
-    build_scratch_tokenizer(ScratchModel(), path)
-    overrides = [f"model.path='{path}'", "warm_start.enabled=false", f"paths.root={tmp_path}"]
-    show_plan(make_plan(load_config(["experiment=debug", *overrides])), as_json=False)
-    assert path.name in capsys.readouterr().out
 
 
 def test_unreadable_smollm2_is_refused_before_start(artifacts_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

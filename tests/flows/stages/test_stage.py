@@ -13,11 +13,18 @@ from flows import chain
 from flows.chain import finished_result
 from flows.progress import ValidationSummary, with_interval
 from flows.stages import train
-from flows.stages.export import Export, ExportBest, ExportedWeights, best_step_to_export, find_weights
-from flows.stages.inputs import describe_rows, record_inputs, warn_of_few_rows
-from flows.stages.pass_rates import PassRateTable
-from flows.stages.report import ReportPage, find_report, report_fingerprint
-from flows.stages.train import Chunk, Train
+from flows.stages.dataset import Dataset
+from flows.stages.outputs import (
+    Export,
+    ExportBest,
+    ExportedWeights,
+    Report,
+    ReportPage,
+    best_step_to_export,
+    find_report,
+    report_fingerprint,
+)
+from flows.stages.train import Chunk, PassRates, PassRateTable, Train, record_inputs
 from flows.stages.validate import Evaluate, Validate, find_suite_results, find_validation
 from flows.work.mlflow_record import MlflowContents, models_digest, settings_digest
 from flows.work.open_run import OpenRun, open_run, with_absolute_paths
@@ -50,27 +57,29 @@ def layout(config: RunConfig) -> RunLayout:
     return layout
 
 
-def test_results_as_lines() -> None:
+def test_stage_describes_its_result() -> None:
     figures = {"critic/score/mean": 0.12345}
-    for message, expected in (
-        (describe_rows(StageResult(HERE, "f", cached=False, counts={"train": 1_200, "x": 3})), "1,200 train, 3 x rows"),
+    rows = StageResult(HERE, "f", cached=False, counts={"train": 1_200, "x": 3}, warning="warning: few")
+    table = PassRateTable(HERE, 12_000, 1_500, "pass rates 0 to 1", cached=False)
+    weights = ExportedWeights(HERE, 40, cached=False)
+    for stage, made, expected in (
+        (Dataset(), rows, "dataset: 1,200 train, 3 x rows (here)\nwarning: few"),
+        (PassRates(), table, "pass rates: kept 1,500 of 12,000 rows; pass rates 0 to 1 (here)"),
         (
-            PassRateTable(HERE, 12_000, 1_500, "pass rates 0 to 1", cached=False),
-            "kept 1,500 of 12,000 rows; pass rates 0 to 1",
+            Train(0, 20, is_last=True),
+            Chunk(0, 20, HERE, cached=False, metrics=figures),
+            "train: step 0-20, reward 0.123",
         ),
-        (Chunk(0, 20, HERE, cached=False, metrics=figures), "step 0-20, reward 0.123"),
-        (Chunk(20, 40, HERE, cached=False, metrics={}), "step 20-40"),
-        (ExportedWeights(HERE, 40, cached=False), "step 40"),
-        (ReportPage(HERE, cached=False), "here"),
+        (Export(), weights, "weights: step 40 (here)"),
+        (ExportBest(), weights, ""),
+        (ExportBest(), replace(weights, is_best=True), "best weights: step 40 (here)"),
+        (Report(), ReportPage(HERE, cached=False), "report: here"),
+        (Evaluate(), [], ""),
     ):
-        assert str(message).removesuffix(" (here)") == expected
-    again = ", skipped: done before"
-    rows = StageResult(HERE, "f", cached=True, counts={"train": 9})
-    assert describe_rows(rows) == f"9 train rows{again} (here)"
-    assert str(PassRateTable(HERE, 3, 2, "s", cached=True)) == f"kept 2 of 3 rows; s{again} (here)"
-    assert str(Chunk(0, 20, HERE, cached=True, metrics={})) == f"step 0-20{again}"
-    assert str(ExportedWeights(HERE, 40, cached=True)) == f"step 40{again} (here)"
-    assert str(ReportPage(HERE, cached=True)) == "here, skipped: it is current"
+        assert stage.describe(made) == expected
+        if expected and not isinstance(made, list):
+            again = "it is current" if isinstance(made, ReportPage) else "done before"
+            assert f", skipped: {again}" in stage.describe(replace(made, cached=True))
 
 
 def test_validation_names_several_sources() -> None:
@@ -96,16 +105,6 @@ def test_interval_needs_two_ends() -> None:
     assert with_interval({"a": 0.5, "a/ci_low": 0.4}, "a") == "0.500"
     assert with_interval({"a": 0.5, "a/ci_high": 0.6}, "a") == "0.500"
     assert with_interval({"a": 0.5}, "b") == ""
-
-
-def test_few_rows_warning_begins_below_a_batch(config: RunConfig) -> None:
-    size = config.trainer.batch_size
-    assert warn_of_few_rows(config, size, "of the dataset") == warn_of_few_rows(config, None, "of the dataset") == ""
-    many = changed(config, "trainer", batch_size=2_000)
-    assert warn_of_few_rows(many, 1_999, "that are left") == (
-        "warning: trainer.batch_size=2,000 is more than the 1,999 training rows that are left, so a prompt is in a "
-        "batch more than once. Lower it and trainer.mini_batch_size, or provide more rows"
-    )
 
 
 def test_report_is_current_while_inputs_are_unchanged(layout: RunLayout) -> None:
@@ -208,7 +207,7 @@ def test_run_is_finished_with_all_results(config: RunConfig, layout: RunLayout) 
         evaluated.write(layout.validation / f"{name}.json")
     with published_directory(layout.exported_model, {"kind": "model", "step": 2}) as folder:
         (folder / "weights").write_text("x")
-    assert find_weights(layout.exported_model, 2) == ExportedWeights(layout.exported_model, 2, cached=True)
+    assert Export().find(OpenRun(config)) == ExportedWeights(layout.exported_model, 2, cached=True)
     assert finished_result(OpenRun(config)) is None
     (layout.run_dir / "report").mkdir()
     page = layout.run_dir / "report" / "report.html"
@@ -232,18 +231,6 @@ def test_run_is_finished_with_all_results(config: RunConfig, layout: RunLayout) 
         assert finished_result(OpenRun(config)) is None, file
         file.write_bytes(content)
         assert finished_result(OpenRun(config)) is not None
-
-
-def test_recorded_settings_have_absolute_paths(
-    config: RunConfig, layout: RunLayout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(layout.root.parent)
-    relative = changed(config, "paths", root=layout.root.name)
-    assert with_absolute_paths(relative, layout).paths.root == str(layout.root)
-    assert with_absolute_paths(relative, layout).tracking.uri is None
-    assert with_absolute_paths(changed(config, "tracking", uri="sqlite:///x.db"), layout).tracking.uri == (
-        f"sqlite:///{layout.root.parent}/x.db"
-    )
 
 
 @pytest.fixture

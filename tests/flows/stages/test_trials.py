@@ -14,7 +14,7 @@ from data import trial
 from data.trial import FirstRow, first_row
 from flows.chain import stages_of
 from flows.plan.checks import run_stage_checks
-from flows.stages.trials import count_rows, try_tokenizer
+from flows.stages.trials import try_tokenizer
 from flows.work.open_run import OpenRun
 from rlcore.config import CustomData, RunConfig, ScratchModel
 from rlcore.config.compose import load_config
@@ -282,20 +282,3 @@ def test_template_unfit_for_turns_is_refused_for_environments(config: RunConfig,
         ConfigError, match=r"^data\.environment: the tokenizer's chat template drops or changes earlier"
     ):
         try_tokenizer(tmp_path, [chat], played)
-
-
-def test_rows_are_counted_from_files_or_settings(tmp_path: Path) -> None:
-    for name, number in (("train", 3), ("test", 2)):
-        lines = (json.dumps({"question": f"{name} {n}?", "answer": "1"}) for n in range(number))
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-    root = f"paths.root={tmp_path / 'root'}"
-    config = load_config(["experiment=debug", root])
-    assert count_rows(config) == config.data.train_size  # type: ignore[union-attr]
-    read = [*READS, "model.path=some/model", "reward.num_processes=1"]
-    mapped = load_config(["experiment=debug", root, *read, "data=mapped", f"data.source={tmp_path}"])
-    assert count_rows(mapped) == 3
-    ours = load_config(["experiment=debug", root, "data=custom", "data.train_size=9"])
-    assert count_rows(ours) == 9
-    (tmp_path / "test.jsonl").write_text('{"question": "a?", "answer": "1"}\n{"question": "a?"')
-    with pytest.raises(DataError, match=r"test\.jsonl: line 2: is no JSON"):
-        count_rows(mapped)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.flows.conftest import in_this_process
+from tests.flows.conftest import Finished, in_this_process
 
 
 def test_mistake_is_reported_before_anything_is_written(
@@ -22,41 +22,25 @@ def test_mistake_is_reported_before_anything_is_written(
 
 
 def test_dry_run_shows_every_run_and_writes_nothing(artifacts_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    unused = ("reward.deadline_s=3", "algo.kl.coef=0.001")
-    done = in_this_process(
-        capsys, "sweep", "debug_grid", *unused, f"paths.root={artifacts_root}", "--dry-run", "--json"
-    )
-    assert done.code == 0, done.err
-    assert [line.split()[1].partition("=")[0] for line in done.err.splitlines()] == [
-        "algo.kl.coef",
-        "reward.deadline_s",
-    ]
+    def dry(*words: str) -> Finished:
+        done = in_this_process(capsys, *words, f"paths.root={artifacts_root}", "--dry-run")
+        assert done.code == 0, done.err
+        assert list(artifacts_root.iterdir()) == []
+        return done
+
+    done = dry("sweep", "debug_grid", "reward.deadline_s=3", "algo.kl.coef=0.001", "--json")
+    unused = [line.split()[1].partition("=")[0] for line in done.err.splitlines()]
+    assert unused == ["algo.kl.coef", "reward.deadline_s"]
     plan = json.loads(done.out)
     assert len(plan["runs"]) == len({run["run_id"] for run in plan["runs"]}) == 8
-    assert list(artifacts_root.iterdir()) == []
 
+    search = dry("sweep", "countdown_optuna").out
+    assert "20 points drawn by Optuna, 1 seed(s) each; compared at step 20, " in search
 
-def test_dry_run_of_a_search_shows_its_points(artifacts_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    done = in_this_process(capsys, "sweep", "countdown_optuna", f"paths.root={artifacts_root}", "--dry-run")
-    assert done.code == 0, done.err
-    assert "20 points drawn by Optuna, 1 seed(s) each; compared at step 20, " in done.out
-
-
-def test_multirun_is_the_sweep_of_its_file(artifacts_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = (
-        "-m",
-        "experiment=debug",
-        "seed=1,2,3",
-        "optim.lr=3e-4,1e-3",
-        "tags.note='a,b'",
-        f"paths.root={artifacts_root}",
-    )
-    done = in_this_process(capsys, "run", *words, "--dry-run", "--json")
-    assert done.code == 0, done.err
-    runs = json.loads(done.out)["runs"]
+    several = ("seed=1,2,3", "optim.lr=3e-4,1e-3", "tags.note='a,b'")
+    runs = json.loads(dry("run", "-m", "experiment=debug", *several, "--json").out)["runs"]
     points = ["optim.lr=0.0003", "optim.lr=0.001"]
     assert [(run["settings"], run["seed"]) for run in runs] == [(point, seed) for point in points for seed in (1, 2, 3)]
-    assert list(artifacts_root.iterdir()) == []
 
 
 @pytest.mark.parametrize(

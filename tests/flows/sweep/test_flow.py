@@ -22,21 +22,18 @@ pytestmark = [pytest.mark.prefect, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @dataclass(frozen=True)
-class Call:
-    """One call of a sweep, with the points in its `sweep.json` afterwards, by number."""
-
-    done: Finished
-    points: list[dict[str, Any]]
-
-
-@dataclass(frozen=True)
 class Twice:
-    """A grid of two points with two seeds, one of whose runs fails, and a second call after the repair."""
+    """A grid of two points with two seeds, one of whose runs fails, and a second call after the repair.
+
+    The points of each call are those in `sweep.json` afterwards, by number.
+    """
 
     millrace: Millrace
     api: Api
-    first: Call
-    again: Call
+    first: Finished
+    first_points: list[dict[str, Any]]
+    again: Finished
+    points: list[dict[str, Any]]
 
     @property
     def folder(self) -> Path:
@@ -56,14 +53,13 @@ def twice(prefect_server: LocalServer, tmp_path_factory: pytest.TempPathFactory,
     (root / "mlflow.db").write_bytes(empty_store.read_bytes())
     millrace, spec = under(prefect_server, root), spec_of(root, "grid")
 
-    def call() -> Call:
-        done = millrace("sweep", str(spec), "reward.num_processes=2")
-        return Call(done, sweep_record(root, "grid"))
+    def call() -> tuple[Finished, list[dict[str, Any]]]:
+        return millrace("sweep", str(spec), "reward.num_processes=2"), sweep_record(root, "grid")
 
     obstacle = in_the_way(spec, root)
     first = call()
     obstacle.unlink()
-    return Twice(millrace, Api(prefect_server.url, prefect_server.login), first, call())
+    return Twice(millrace, Api(prefect_server.url, prefect_server.login), *first, *call())
 
 
 def score(run: dict[str, Any], step: int) -> float:
@@ -73,7 +69,7 @@ def score(run: dict[str, Any], step: int) -> float:
 
 
 def test_failed_run_does_not_end_a_sweep(twice: Twice) -> None:
-    first, points = twice.first.done, twice.first.points
+    first, points = twice.first, twice.first_points
     assert first.code == 1, first.err
     assert "1 of 2 points finished, 1 failed, 4 runs worked on, 3 steps" in first.out
     assert [point["state"] for point in points] == ["failed", "finished"]
@@ -99,20 +95,20 @@ def test_each_run_is_one_named_task(twice: Twice) -> None:
 
 
 def test_second_call_trains_only_the_failed_run(twice: Twice) -> None:
-    assert twice.again.done.code == 0, twice.again.done.err
-    assert "2 of 2 points finished, 1 runs worked on, 1 steps" in twice.again.done.out
-    runs = [run for point in twice.again.points for run in point["runs"]]
+    assert twice.again.code == 0, twice.again.err
+    assert "2 of 2 points finished, 1 runs worked on, 1 steps" in twice.again.out
+    runs = [run for point in twice.points for run in point["runs"]]
     assert [len(list((Path(run["run_dir"]) / "logs").iterdir())) for run in runs] == [1] * 4
 
 
 def test_scores_are_means_and_match_the_comparison(twice: Twice) -> None:
-    points = twice.again.points
+    points = twice.points
     for point in points:
         assert point["score"] == pytest.approx(fmean(score(run, 1) for run in point["runs"]))
     best = max(points, key=lambda point: (point["score"], -point["point"]))
     assert best["settings"]["optim.lr"] == 3e-4
     assert min(point["score"] for point in points) < best["score"]
-    assert f"best: point {best['point']}, optim.lr=0.0003: {best['score']:.4g}" in twice.again.done.out
+    assert f"best: point {best['point']}, optim.lr=0.0003: {best['score']:.4g}" in twice.again.out
     tables = json.loads((twice.folder / "comparison" / "comparison.json").read_text())["tables"]
     assert len(tables["runs"]["rows"]) == 4
     columns = tables["seeds"]["columns"]
@@ -124,7 +120,7 @@ def test_scores_are_means_and_match_the_comparison(twice: Twice) -> None:
 
 
 def test_best_file_is_the_experiment_of_the_best_run(twice: Twice) -> None:
-    file, best = twice.folder / "best.yaml", twice.again.points[0]
+    file, best = twice.folder / "best.yaml", twice.points[0]
     config = load_config([f"experiment={file}"])
     assert run_id(config) == best["runs"][0]["run_id"]
     assert config.optim.lr == best["settings"]["optim.lr"]
@@ -147,7 +143,7 @@ def test_runs_are_nested_in_mlflow(twice: Twice) -> None:
     (parent,) = [run for run, key, _ in rows if key == "millrace.sweep_id"]
     assert status[parent] == "FINISHED"
     own = {value: run for run, key, value in rows if key == "millrace.run_id" and "warm-start" not in value}
-    assert own.keys() == {run["run_id"] for point in twice.again.points for run in point["runs"]}
+    assert own.keys() == {run["run_id"] for point in twice.points for run in point["runs"]}
     above = {run: value for run, key, value in rows if key == "mlflow.parentRunId"}
     assert {above[run] for run in own.values()} == {parent}
     assert {key for run, key, _ in metrics if run == parent} >= {"sweep/reward/mean_at_2", "best/reward/mean_at_2"}

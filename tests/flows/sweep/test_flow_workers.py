@@ -5,13 +5,11 @@ from pathlib import Path
 
 import pytest
 from prefect import flow
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterDeploymentId
 from prefect.client.schemas.objects import FlowRun
-from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 from prefect.states import Completed, Crashed, Failed
 
-from flows.server.api import LocalServer
 from flows.sweep.flow import DEPLOYMENT, SweepWorker, work_on_workers
 from rlcore.config.sweep import Budget, Sweep, load_sweep
 from rlcore.errors import MillraceError
@@ -29,15 +27,6 @@ def around(drive: SweepWorker, sweep: Sweep) -> None:
         work_on_workers(drive, sweep, {})
 
     sweep_flow()
-
-
-@pytest.fixture
-def client(prefect_server: LocalServer) -> Iterator[SyncPrefectClient]:
-    with (
-        temporary_settings({PREFECT_API_URL: prefect_server.url, PREFECT_API_AUTH_STRING: prefect_server.login}),
-        get_client(sync_client=True) as client,
-    ):
-        yield client
 
 
 @pytest.fixture

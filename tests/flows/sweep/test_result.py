@@ -12,6 +12,7 @@ from prefect.logging import disable_run_logger
 from flows.progress import display_for_console, use_display
 from flows.sweep.points import members_of
 from flows.sweep.result import (
+    SweepResult,
     describe_sweep,
     end_mlflow_run_on_error,
     finish_mlflow_run,
@@ -61,10 +62,13 @@ def with_scores(sweep: Sweep, *scores: float | None) -> SweepStudy:
     return study
 
 
+def written(sweep: Sweep, study: SweepStudy, mlflow_run: str | None = None) -> SweepResult:
+    return write_result(sweep, study.points(), BudgetTracker(study, sweep, "call").read(), mlflow_run)
+
+
 def test_summary_counts_points_and_names_the_best(tmp_path: Path) -> None:
     sweep = load(tmp_path, text="grid: {optim.lr: [1e-4, 2e-4, 3e-4, 4e-4]}\n")
-    study = with_scores(sweep, 0.1, 0.3, 0.3)
-    result = write_result(sweep, study.points(), BudgetTracker(study, sweep, "call").read(), None)
+    result = written(sweep, with_scores(sweep, 0.1, 0.3, 0.3))
     assert summary_lines(result) == [
         "3 of 4 points finished, 1 not finished, 0 runs worked on, 0 steps",
         "best: point 2, optim.lr=0.0002: 0.3; equal to point 3",
@@ -103,7 +107,7 @@ def test_mlflow_run_has_scores_files_and_description(server: Server, tmp_path: P
     with disable_run_logger():
         own = start_mlflow_run(sweep)
         assert own is not None
-        result = write_result(sweep, study.points(), BudgetTracker(study, sweep, "call").read(), own)
+        result = written(sweep, study, own)
         finish_mlflow_run(sweep, result, describe_sweep(sweep, result))
     run = store.client.get_run(own)
     assert run.info.status == "FINISHED"
@@ -129,11 +133,8 @@ def test_unserved_page_is_reported_with_its_command(
 ) -> None:
     shutil.copy(empty_store, tmp_path / "mlflow.db")
     sweep = load(tmp_path)
-    study = with_scores(sweep)
     with disable_run_logger(), use_display(display_for_console()):
-        result = write_result(
-            sweep, study.points(), BudgetTracker(study, sweep, "call").read(), start_mlflow_run(sweep)
-        )
+        result = written(sweep, with_scores(sweep), start_mlflow_run(sweep))
         finish_mlflow_run(sweep, result, describe_sweep(sweep, result))
     *_, page, after = capsys.readouterr().out.splitlines()
     port = after.rpartition(" ")[2]

@@ -13,10 +13,9 @@ import pytest
 from flows import chain
 from flows.plan.plan import make_plan
 from flows.stages.dataset import Dataset
-from flows.stages.inputs import record_inputs
 from flows.stages.stage import Stage
+from flows.stages.train import WarmStart, record_inputs
 from flows.stages.validate import Validate
-from flows.stages.warm_start import WarmStart
 from flows.sweep.points import committed_step_or_zero
 from flows.work.open_run import OpenRun, open_run
 from flows.work.origin import committed_step, require_same_inputs

@@ -1,7 +1,6 @@
 """Stages as Prefect tasks: a retried flow run repeats them, and finished work is found on disk."""
 
 import logging
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,22 +13,15 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowR
 from prefect.exceptions import Pause
 from prefect.flow_engine import run_flow
 from prefect.runtime import flow_run
-from prefect.settings import (
-    PREFECT_API_AUTH_STRING,
-    PREFECT_API_URL,
-    PREFECT_RESULTS_PERSIST_BY_DEFAULT,
-    temporary_settings,
-)
 from prefect.states import Cancelled, Completed, Failed, Scheduled, State, Suspended
 
 from flows import pipeline
 from flows.chain import PipelineResult, StageRunner
 from flows.parameters import compose_settings
+from flows.pipeline import run_as_one_task, run_task
 from flows.server import watch
-from flows.server.api import LocalServer
 from flows.server.watch import STOP_REQUESTED, FlowCancelledError, watch_flow_run
 from flows.stages.stage import Stage, StageStatus
-from flows.tasks import run_as_one_task, run_task
 from flows.work.mlflow_record import MlflowContents, MlflowRecord
 from flows.work.open_run import OpenRun
 from rlcore.config.fingerprint import run_id
@@ -57,17 +49,6 @@ def work() -> Made:
 @flow
 def chain() -> int:
     return run_task("stage", "stage {of} a run", work, lambda made: f"made {made.data}").data
-
-
-@pytest.fixture
-def client(prefect_server: LocalServer) -> Iterator[SyncPrefectClient]:
-    settings = {
-        PREFECT_API_URL: prefect_server.url,
-        PREFECT_API_AUTH_STRING: prefect_server.login,
-        PREFECT_RESULTS_PERSIST_BY_DEFAULT: True,
-    }
-    with temporary_settings(settings), get_client(sync_client=True) as client:
-        yield client
 
 
 @pytest.mark.parametrize("end", [Completed, Failed, Cancelled])

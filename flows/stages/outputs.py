@@ -1,0 +1,165 @@
+"""The stages that export the weights of checkpoints as transformers directories, and write the report of a run."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from flows.progress import skipped_suffix
+from flows.stages.inputs import last_step
+from flows.stages.stage import Stage, StageStatus, remake_note
+from flows.stages.train import call_trainer
+from flows.work.open_run import OpenRun
+from flows.work.status import failure_of
+from rlcore.checkpoint.catalog import by_score, is_exported, scan
+from rlcore.config import RunConfig
+from rlcore.config.fingerprint import fingerprint
+from rlcore.errors import CheckpointError
+from rlcore.run.layout import RunLayout
+from rlcore.storage.documents import parse_json, read_ordinary, sha256_of
+from rlcore.storage.manifest import read_finished_or_reason
+from rlcore.storage.publish import write_json_atomically
+
+SOURCE_FILE = "source.json"  # file next to the report: the fingerprint of its inputs
+SOURCE_SUFFIXES = frozenset({".py", ".jinja", ".j2", ".css", ".html"})
+REPORT_SOURCE = Path(__file__).resolve().parents[2] / "rlcore" / "report"
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedWeights:
+    """The exported weights of a step. `is_best` is true if they have the best score and are not the last weights."""
+
+    directory: Path
+    step: int
+    cached: bool
+    is_best: bool = False
+
+    def __str__(self) -> str:
+        return f"step {self.step}{skipped_suffix(self.cached)} ({self.directory})"
+
+
+@dataclass(frozen=True)
+class Export(Stage[ExportedWeights]):
+    """The stage that exports the weights of the newest checkpoint, unless they are already exported."""
+
+    name, label = "export", "weights"
+    in_trainer = True
+    checkpoint: ClassVar[str] = "last"
+
+    def place(self, run: OpenRun) -> tuple[Path, int]:
+        """Return the folder and the step of the weights."""
+        return run.layout.exported_model, last_step(run)
+
+    def status(self, run: OpenRun) -> StageStatus:
+        place, step = self.place(run)
+        exported, damage = read_finished_or_reason(place, error=CheckpointError)
+        is_done = exported is not None and exported.values.get("step") == step and run.is_trained
+        return StageStatus(self.name, run.settings_fingerprint, place, is_done, remake_note(damage))
+
+    def asset(self, run: OpenRun) -> Path | None:
+        return run.layout.exported_model
+
+    def find(self, run: OpenRun) -> ExportedWeights | None:
+        place, step = self.place(run)  # a damaged folder is set aside
+        is_best = place == run.layout.exported_best
+        return ExportedWeights(place, step, cached=True, is_best=is_best) if is_exported(place, step) else None
+
+    def make(self, run: OpenRun) -> ExportedWeights:
+        result = call_trainer(run, "export", checkpoint=self.checkpoint)
+        is_best = self.checkpoint == "best"
+        return ExportedWeights(Path(result["directory"]), int(result["step"]), cached=False, is_best=is_best)
+
+
+@dataclass(frozen=True)
+class ExportBest(Export):
+    """The stage that exports the weights with the best held-out score, or the last weights if they are best."""
+
+    name, label, checkpoint = "export-best", "best weights", "best"
+
+    def title(self, run: OpenRun) -> str:
+        return f"export {run.title} best"
+
+    def place(self, run: OpenRun) -> tuple[Path, int]:
+        step = best_step_to_export(run.config, run.layout, last_step(run))
+        return super().place(run) if step is None else (run.layout.exported_best, step)
+
+    def asset(self, run: OpenRun) -> Path | None:
+        return None
+
+    def describe(self, result: ExportedWeights) -> str:
+        return super().describe(result) if result.is_best else ""
+
+
+def best_step_to_export(config: RunConfig, layout: RunLayout, last_step: int) -> int | None:
+    """Return the step with the best score, or None if it is the last step or `tracking.log_best` is off."""
+    if not (config.tracking.enabled and config.tracking.log_best):
+        return None
+    scored = by_score(scan(layout.checkpoints).checkpoints)
+    return scored[-1].step if scored and scored[-1].step != last_step else None
+
+
+@dataclass(frozen=True, slots=True)
+class ReportPage:
+    """The HTML page of a report. `cached` is true if the page existed before."""
+
+    html: Path
+    cached: bool
+
+    def __str__(self) -> str:
+        return f"{self.html}{', skipped: it is current' if self.cached else ''}"
+
+
+@dataclass(frozen=True)
+class Report(Stage[ReportPage]):
+    """The stage that writes the report, unless the existing report is current."""
+
+    name = "report"
+
+    def title(self, run: OpenRun) -> str:
+        return f"report/{run.title}"
+
+    def status(self, run: OpenRun) -> StageStatus:
+        is_current = run.is_trained and find_report(run.layout) is not None
+        digest = report_fingerprint(run.layout) if is_current else None
+        return StageStatus(self.name, digest, run.layout.run_dir / "report", is_current, "HTML, JSON and pictures")
+
+    def asset(self, run: OpenRun) -> Path | None:
+        return run.layout.run_dir / "report"
+
+    def find(self, run: OpenRun) -> ReportPage | None:
+        return find_report(run.layout, failure_of(run.layout.run_dir))
+
+    def make(self, run: OpenRun) -> ReportPage:
+        return write_report(run.layout)
+
+
+def write_report(layout: RunLayout) -> ReportPage:
+    """Write the report, unless the existing report is current. Return the page."""
+    from rlcore.report.build import build_report
+
+    failure = failure_of(layout.run_dir)
+    if (known := find_report(layout, failure)) is not None:
+        return known
+    digest = report_fingerprint(layout, failure)
+    files = build_report(layout.run_dir, failure=failure)
+    write_json_atomically(layout.run_dir / "report" / SOURCE_FILE, {"fingerprint": digest, "html": str(files.html)})
+    return ReportPage(files.html, cached=False)
+
+
+def report_fingerprint(layout: RunLayout, failure: str = "") -> str:
+    """Return a fingerprint of all inputs of a report: the run's files, its failure, and the report's source code."""
+    files = [layout.journal, layout.run_json]
+    files += [*sorted(layout.validation.glob("*.json")), *sorted(layout.suites.glob("*/*.json"))]
+    ours = {path.name: sha256_of(path) for path in sorted(REPORT_SOURCE.rglob("*")) if path.suffix in SOURCE_SUFFIXES}
+    read = {str(path.relative_to(layout.run_dir)): sha256_of(path) for path in files if path.is_file()}
+    return fingerprint("report", {"read": read, "source": ours} | ({"failure": failure} if failure else {}))
+
+
+def find_report(layout: RunLayout, failure: str = "") -> ReportPage | None:
+    """Return the existing report if it is current, otherwise None."""
+    try:
+        known = parse_json(read_ordinary(layout.run_dir / "report" / SOURCE_FILE))
+        html = layout.run_dir / "report" / Path(known["html"]).name  # the folder may be a copy
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    is_current = html.is_file() and known.get("fingerprint") == report_fingerprint(layout, failure)
+    return ReportPage(html, cached=True) if is_current else None
