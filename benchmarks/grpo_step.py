@@ -32,15 +32,12 @@ from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.trainer.step import StepResult
 
-REFERENCE_TOKENS_PER_S = 2_092.46
-"""The tokens per second per GPU of the reference run on H100 GPUs."""
+REFERENCE_TOKENS_PER_S = 2_092.46  # of a GPU in the reference run on H100 GPUs
 PROMPT_TOKENS, SAMPLES = 107, 5
 
 
 def settings(arguments: argparse.Namespace, directory: Path, *, ranks: int = 1) -> RunConfig:
-    """Compose the settings of the reference experiment with `arguments.prompts` prompts. With several ranks, the
-    workers run under Ray.
-    """
+    """Compose the settings of the reference experiment. Several ranks run under Ray."""
     prompts, engine = arguments.prompts, "hf" if arguments.engine == "none" else arguments.engine
     backend = "local" if ranks == 1 else "ray"
     overrides = [
@@ -79,8 +76,6 @@ def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
 
 
 def metrics(arguments: argparse.Namespace, config: RunConfig, results: Sequence[StepResult]) -> dict[str, Any]:
-    """Return the medians over the measured steps. MFU is None on a device whose peak speed is not known."""
-
     def median(name: str) -> float | None:
         values = [result.metrics[name] for result in results if name in result.metrics]
         return statistics.median(values) if values else None

@@ -1,6 +1,4 @@
-"""Training steps of the real trainer, each with the same amount of work. Prompts and weights are random, and lengths
-are drawn once.
-"""
+"""Training steps of the real trainer with equal work. Prompts and weights are random, and lengths are drawn once."""
 
 import argparse
 import contextlib
@@ -36,9 +34,8 @@ PHASES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_criti
 
 
 class FixedLengths:
-    """A `WorkerGroup` whose responses have fixed lengths. If `real` is false, it immediately returns random responses.
-
-    Each step assigns the lengths to the prompts in another order, so that no result of the previous step can be reused.
+    """A `WorkerGroup` whose responses have fixed lengths, in another order in each step so that no result can be
+    reused. If `real` is false, it immediately returns random responses.
     """
 
     def __init__(self, config: RunConfig, directory: str, lengths: Sequence[int], *, vocab_size: int, real: bool):
@@ -112,15 +109,12 @@ def describe_lengths(parser: argparse.ArgumentParser, *, mean: float = 183.0, lo
 
 
 class Loop:
-    """A training loop that begins at step 0."""
-
     def __init__(self, trainer: Trainer, kl_coef: float) -> None:
         self._trainer = trainer
         self._state = LoopState(0, 0, 0, 0, kl_coef)
 
     @property
     def version(self) -> int:
-        """The policy version of the last weight sync."""
         return self._state.policy_version
 
     def step(self) -> StepResult:
@@ -133,7 +127,6 @@ class Loop:
 def worker_group(
     config: RunConfig, directory: Path, lengths: Sequence[int], *, vocab_size: int, real: bool = True
 ) -> Iterator[FixedLengths]:
-    """Start the workers, and close them at the end of the `with` block. Their engines have no weights yet."""
     group = FixedLengths(config, str(directory), lengths, vocab_size=vocab_size, real=real)
     try:
         yield group
@@ -152,7 +145,6 @@ def training_loop(
     vocab_size: int,
     real_prompts: Sequence[Prompt] = (),
 ) -> Iterator[Loop]:
-    """Open a training loop at step 0 with the workers' weights. If `real_prompts` is empty, the prompts are random."""
     rng = np.random.default_rng(3)
     prompts = list(real_prompts) or [
         Prompt(i, tuple(rng.integers(4, vocab_size, prompt_tokens).tolist()), config.data.task, ground_truth)
@@ -181,8 +173,6 @@ def _episodes(config: RunConfig, tokenizer: Any, decode: Decode) -> contextlib.A
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The results of the measured steps, and the memory peak of the rank with the largest peak."""
-
     results: list[StepResult]
     peak: MemoryPeak
 
@@ -200,7 +190,6 @@ def run_steps(
     real: bool = True,
     trace: bool = False,
 ) -> Steps:
-    """Start the workers, run `warm_up` steps and then `measured` steps, and print a line for each step."""
     results: list[StepResult] = []
     with worker_group(config, directory, lengths, vocab_size=vocab_size, real=real) as group:
         with training_loop(
@@ -219,10 +208,7 @@ def run_steps(
 
 @contextlib.contextmanager
 def watched_memory(*, every_s: float = 0.02) -> Iterator[Callable[[], float]]:
-    """Yield a function that returns the peak GPU memory of all processes inside the block, in GB of 1e9 bytes.
-
-    The memory is read from the driver every `every_s` seconds. On a CPU, the peak is 0.
-    """
+    """Yield a function that returns the peak GPU memory of all processes inside the block, in GB of 1e9 bytes."""
     if not torch.cuda.is_available():
         yield lambda: 0.0
         return
@@ -246,7 +232,6 @@ def watched_memory(*, every_s: float = 0.02) -> Iterator[Callable[[], float]]:
 
 @contextlib.contextmanager
 def _profiled(wanted: bool) -> Iterator[None]:
-    """Print a profile of the `with` block if `wanted` is true."""
     if not wanted:
         yield
         return

@@ -31,9 +31,7 @@ _LENGTHS = ["filter.max_prompt_tokens=120", "runtime.fit_memory=auto"]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model shape of `benchmarks.shapes`, the number of prompts, and the response lengths. Each prompt has five
-    responses.
-    """
+    """A model shape of `benchmarks.shapes`, the number of prompts with five responses each, and the response lengths."""
 
     shape: str
     prompts: int
@@ -93,7 +91,6 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _limit_memory(gb: float) -> None:
-    """Make torch refuse allocations beyond `gb` on this GPU."""
     if torch.cuda.is_available():
         torch.cuda.set_per_process_memory_fraction(gb * GB / torch.cuda.get_device_properties(0).total_memory)
 

@@ -53,9 +53,6 @@ class SeededLengths(FixedLengths):
 
 
 def speed(arguments: argparse.Namespace, directory: Path, share: float) -> dict[str, Any]:
-    """Return the tokens per second over all measured steps, the seconds of a step, and the median seconds of
-    generation.
-    """
     chosen = argparse.Namespace(**{**vars(arguments), "overrides": list(arguments.overrides)})
     chosen.overrides += [CORRECTION, f"rollout.finish_share={share}"]
     config = settings(chosen, directory, ranks=arguments.ranks)
@@ -91,7 +88,6 @@ def speed(arguments: argparse.Namespace, directory: Path, share: float) -> dict[
 
 
 def curve(arguments: argparse.Namespace, seed: int, share: float) -> dict[str, Any]:
-    """Train a run with one seed. Return its held-out rewards by step, and the median seconds of a step."""
     words = [f"experiment={arguments.experiment}", f"seed={seed}", CORRECTION, f"rollout.finish_share={share}"]
     words += arguments.overrides
     subprocess.run([sys.executable, "-m", "flows.cli", "train", *words], check=True)

@@ -32,11 +32,9 @@ NAMES = {
     "chosen_logprob": "logps/chosen",
     "rejected_logprob": "logps/rejected",
 }
-"""The values that are compared, each with our name and the name in TRL."""
 
 
 def run_ours(job: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Run the steps by the trainer of our DPO stage."""
     import numpy as np
 
     from rlcore.batching.prompts import Demonstration
@@ -82,7 +80,6 @@ def run_ours(job: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def run_trl(job: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Run the steps by TRL's DPOTrainer. Only this side imports trl."""
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
     from trl import DPOConfig, DPOTrainer
@@ -155,7 +152,6 @@ def make_rows(arguments: argparse.Namespace, vocab_size: int) -> list[dict[str, 
 
 
 def compare(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    """Run both sides, each in a new process, and return their reports with the largest differences."""
     from benchmarks.shapes import SHAPES, model_of
 
     rows = make_rows(arguments, SHAPES[arguments.shape]["vocab_size"])
@@ -186,7 +182,6 @@ _JOB = ("pairs", "steps", "device", "prompt_tokens", "longest", "lr", "tokens", 
 
 
 def run_side(file: Path) -> None:
-    """Run one side in this process."""
     job = json.loads(file.read_text())
     torch.set_num_threads(job["threads"])
     found = (run_trl if job["side"] == "trl" else run_ours)(job, json.loads(Path(job["rows"]).read_text()))

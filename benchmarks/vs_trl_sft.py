@@ -26,15 +26,12 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-TOLERANCE = 1e-4
-"""The largest accepted difference of two losses in float32, in nats per token."""
+TOLERANCE = 1e-4  # of two losses in float32, in nats per token
 LR, GRAD_CLIP = 1e-3, 1.0
-Rows = list[tuple[list[int], int]]
-"""Rows to train on. Each row has token ids and the length of its prompt."""
+Rows = list[tuple[list[int], int]]  # token ids and the length of the prompt
 
 
 def ours(job: dict[str, Any], rows: Rows) -> dict[str, list[float]]:
-    """Train with our supervised steps, and return the loss and the seconds of each step."""
     from rlcore.batching.prompts import Demonstration
     from rlcore.checkpoint.state import LoopState
     from rlcore.config.compose import load_config
@@ -68,7 +65,6 @@ def ours(job: dict[str, Any], rows: Rows) -> dict[str, list[float]]:
 
 
 def trl(job: dict[str, Any], rows: Rows) -> dict[str, list[float]]:
-    """Train with TRL, and return the loss and the seconds of each step. Other settings keep TRL's defaults."""
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
     from trl import SFTConfig, SFTTrainer
@@ -77,16 +73,12 @@ def trl(job: dict[str, Any], rows: Rows) -> dict[str, list[float]]:
     seconds: list[float] = []
 
     class Measured(SFTTrainer):  # type: ignore[misc]
-        """A trainer that adds up the losses of the micro-batches of each step, without rounding."""
-
         def compute_loss(self, *args: Any, **named: Any) -> Any:
             found = super().compute_loss(*args, **named)
             losses[-1] += found.detach() if torch.is_tensor(found) else found[0].detach()
             return found
 
     class Clock(TrainerCallback):
-        """A callback that measures the seconds of each step."""
-
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             losses.append(0.0)
             seconds.append(-_now())
@@ -128,7 +120,6 @@ def _now() -> float:
 
 
 def run_side(side: str, folder: Path) -> None:
-    """Run one side in this process, and write its measurements."""
     job = json.loads((folder / "job.json").read_text())
     torch.set_num_threads(job["threads"])
     found: dict[str, Any] = dict(SIDES[side](job, json.loads((folder / "rows.json").read_text())))

@@ -33,16 +33,12 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of a check. `ok`: whether the check passed. `values`: numbers for a JSON file."""
-
     ok: bool
     values: Mapping[str, Any]
 
 
 class RecordedGroup(FixedLengths):
-    """A worker group that records the responses of its first generation and returns them in every later generation.
-    Each worker method runs in the context `around(method)`.
-    """
+    """A worker group that repeats the responses of its first generation. Each method runs in `around(method)`."""
 
     kept: list[Rollout] | None = None
     around: Callable[[Any], contextlib.AbstractContextManager[None]] = staticmethod(
@@ -85,7 +81,6 @@ class Rig:
         return int(json.loads((self.directory / "config.json").read_text(encoding="utf-8"))["vocab_size"])
 
     def settings(self, *overrides: str) -> RunConfig:
-        """Compose the settings of a GRPO step with one update, a reference policy and the chosen number of prompts."""
         arguments = self._arguments
         base = [
             f"model.path={self.directory}", "runtime=local", "runtime.num_workers=1", "runtime.threads_per_worker=4",
@@ -105,16 +100,13 @@ class Rig:
         return load_config([*base, *arguments.overrides, *overrides], experiment="verl_gsm8k_grpo")
 
     def step(self, *overrides: str, reset: bool = True) -> StepResult:
-        """Run training step 1 on the recorded responses. If `reset` is true, the weights are first reset to the initial
-        policy.
-        """
+        """Run training step 1 on the recorded responses, from the initial policy if `reset`."""
         if reset:
             self.group.each(Worker.reset)
         with self.loop(*overrides) as loop:
             return loop.step()
 
     def loop(self, *overrides: str, real_prompts: Sequence[Prompt] = ()) -> contextlib.AbstractContextManager[Loop]:
-        """Open a training loop that begins with the current weights."""
         return training_loop(
             self.settings(*overrides),
             self.directory,
@@ -126,7 +118,6 @@ class Rig:
         )
 
     def real_prompts(self) -> list[Prompt]:
-        """Return arithmetic prompts in the model's chat template, or no prompts if the model has no template."""
         tokenizer = load_tokenizer(self.directory)
         if tokenizer.chat_template is None:
             return []
@@ -140,7 +131,6 @@ class Rig:
 
     @contextlib.contextmanager
     def watched(self, around: Callable[[Any], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
-        """Run each call of a worker method in the context `around(method)`, until the `with` block ends."""
         before, self.group.around = self.group.around, around  # type: ignore[method-assign]
         try:
             yield

@@ -60,9 +60,7 @@ def main() -> None:
 
 
 def measure(arguments: argparse.Namespace, out: Path, scratch: Path) -> None:
-    """Run each chosen trainer `--repeats` times. Each run writes a report to the folder `out`, and its files to a
-    folder with the name of the report.
-    """
+    """Run each chosen trainer `--repeats` times. Each run writes a report and a folder of that name in `out`."""
     learning = arguments.experiment or (arguments.device == "cpu" and not arguments.random)
     prepare = prepare_experiment if learning else prepare_random
     for seed in range(arguments.seed, arguments.seed + arguments.repeats):
@@ -98,7 +96,6 @@ def _run_side(job: Job, *, trl_site: Path | None) -> dict[str, Any]:
 
 
 def _start(module: str, *arguments: str, threads: int, site: Path | None = None) -> None:
-    """Run a module of this package in a new process. The folder `site`, if given, is first on the module path."""
     path = [str(site.resolve()) if site else "", str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environment = {
         "CUDA_VISIBLE_DEVICES": "0",

@@ -72,7 +72,6 @@ def as_prompts(rows: Sequence[Row], task: str) -> list[Prompt]:
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Run the training steps and return the measurements."""
     config = settings(job)
     prompts = as_prompts(read_rows(Path(job.folder) / PROMPTS), config.data.task)
     tokenizer = load_tokenizer(Path(job.model))
@@ -124,7 +123,6 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def _save(job: Job, step: int, weights: dict[str, torch.Tensor]) -> None:
-    """Save weights in a model directory with the model's config."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32)

@@ -24,9 +24,7 @@ from rlcore.rollout.scoring import ScoringPool
 
 
 class Clock(TrainerCallback):
-    """A callback that records the seconds of each batch, from the start of its generation to the end of its last
-    update.
-    """
+    """A callback that records the seconds of each batch, from its generation to its last update."""
 
     def __init__(self, job: Job) -> None:
         self.seconds: list[float] = []
@@ -59,7 +57,6 @@ def _now() -> float:
 
 
 def settings(job: Job) -> GRPOConfig:
-    """Return the settings of TRL for the job. All other settings keep the defaults of TRL."""
     num_responses = job.prompts * job.samples
     accumulation = num_responses // job.updates // job.micro_batch
     if accumulation * job.updates * job.micro_batch != num_responses:
@@ -115,7 +112,6 @@ def settings(job: Job) -> GRPOConfig:
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Train with TRL and return the measurements."""
     torch.set_num_threads(job.threads)
     rows = read_rows(Path(job.folder) / PROMPTS)
     data = Dataset.from_dict({"prompt": [row.text for row in rows], "ground_truth": [row.ground_truth for row in rows]})
@@ -162,7 +158,6 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def _give_lengths(trainer: GRPOTrainer, lengths: tuple[int, ...]) -> None:
-    """Force the length of each response. Each request gets separate sampling parameters for this."""
     llm = trainer.vllm_generation.llm
     plain = llm.generate
 
