@@ -29,7 +29,6 @@ CASES = {
 
 
 def run(case: str, root: Path) -> list[dict[str, float]]:
-    """Yield the golden metrics of a case, step by step."""
     small = prepare(root, *LEARNING, *CASES[case])
     group = LocalGroup(small.config, str(small.model_directory))
     try:

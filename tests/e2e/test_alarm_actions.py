@@ -42,7 +42,6 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Data and initial policies are made once."""
     return tmp_path_factory.mktemp("alarms")
 
 

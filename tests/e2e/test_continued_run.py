@@ -113,7 +113,6 @@ def test_a_stop_while_waiting_for_the_lock(undisturbed: SmallRun, tmp_path: Path
 
 
 def test_training_continues_while_a_checkpoint_is_written(undisturbed: SmallRun, tmp_path: Path) -> None:
-    """Each chunk's result is committed, no step is repeated, and validations in between change nothing."""
     run = elsewhere(undisturbed, tmp_path, *OVERRIDES)
     events: list[Event] = []
     with session_of(run, events.append) as session:

@@ -68,7 +68,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """Mount a tmpfs with little more space than a run needs."""
     with mounted(tmp_path / "disk", DISK_MIB) as folder:
         yield folder
 
@@ -114,7 +113,6 @@ class FullDisk:
 
 
 def run_to_the_end_in_spite(fault: FullDisk) -> list[tuple[str, list[int]]]:
-    """Restart the run after each end by a full disk. Return the reasons and the checkpoints intact at the ends."""
     ends: list[tuple[str, list[int]]] = []
     while True:
         try:
@@ -216,14 +214,12 @@ def test_a_run_without_room_ends_and_resumes_later(undisturbed: SmallRun, disk: 
 
 
 def test_a_save_that_takes_the_room_is_committed(undisturbed: SmallRun, disk: Path) -> None:
-    """The disk has space for the kept checkpoint and one more, as the plan requires, but not for a third checkpoint."""
     words = [word for word in OVERRIDES if not word.startswith("trainer.")]
     chunks = ("trainer.total_steps=3", "trainer.steps_per_chunk=1", "checkpoint.wait_for_room_s=0")
     run = elsewhere(undisturbed, disk, *words, *chunks)
     size = 0
 
     def stop() -> bool:
-        """Wait after step 2 until the second save is written and not published."""
         nonlocal size
         for folder in run.layout.checkpoints.glob(".tmp-step-000002-*"):
             while sum(file.stat().st_size for file in folder.rglob("*.safetensors")) < 0.9 * size:

@@ -23,7 +23,6 @@ __all__ = ["undisturbed"]
 
 @contextmanager
 def two_steps_done(undisturbed: SmallRun, root: Path) -> Iterator[SmallRun]:
-    """Return a run with a checkpoint of step 2 and a separate file system for its checkpoints."""
     run = elsewhere(undisturbed, root, *OVERRIDES)
     run.layout.checkpoints.parent.mkdir(parents=True)
     with mounted(run.layout.checkpoints):
@@ -52,13 +51,11 @@ def test_a_damaged_checkpoint_is_passed_over(undisturbed: SmallRun, tmp_path: Pa
 
 
 def content_of(folder: Path) -> dict[str, bytes]:
-    """Return the contents of all files below a folder, without locks."""
     files = [path for path in folder.rglob("*") if path.is_file() and not path.name.endswith(".lock")]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def test_checkpoints_of_a_newer_format_are_never_lost(undisturbed: SmallRun, tmp_path: Path) -> None:
-    """If all are newer, no training begins. If an older one has our format, it is used and newer ones are kept."""
     run = elsewhere(undisturbed, tmp_path, *OVERRIDES)
     train_to(4, undisturbed, tmp_path)
     older, newer = (run.layout.checkpoints / f"step-00000{step}" for step in (2, 4))
@@ -112,7 +109,6 @@ def test_a_name_that_is_another_device_is_one_clear_error(undisturbed: SmallRun,
 
 
 def test_a_folder_that_is_deleted_during_the_run(undisturbed: SmallRun, tmp_path: Path) -> None:
-    """The folder is created again at the next save, and nothing is lost."""
     run = elsewhere(undisturbed, tmp_path, *steps(60, chunk=60), QUIET)
     with session_of(run) as session:
         session.train(2)
@@ -146,7 +142,6 @@ def test_a_start_that_fails_gives_the_run_back(undisturbed: SmallRun, tmp_path: 
 
 
 def test_a_run_without_its_checkpoints_begins_again(undisturbed: SmallRun, tmp_path: Path) -> None:
-    """Other settings are accepted too, because no checkpoint is left that they would have to fit."""
     found = []
     for lr in ("3e-4", "1e-2"):
         run = elsewhere(undisturbed, tmp_path, *steps(2), QUIET, "run_id=again", f"optim.lr={lr}")

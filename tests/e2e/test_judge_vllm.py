@@ -1,6 +1,4 @@
-"""A real vLLM server as judge. A small model with structured output gives verdicts for training. A text that is no
-verdict gives no score and is masked. A wrong key is refused.
-"""
+"""A real vLLM server as judge: verdicts for training, a text that is no verdict, and a wrong key."""
 
 import os
 import socket
@@ -82,7 +80,6 @@ def test_with_structured_output_each_answer_of_a_small_model_is_a_verdict(
 def test_verdicts_are_trained_on_and_a_step_without_any_is_an_error(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One prompt with two answers."""
     monkeypatch.setenv("JUDGE_KEY", KEY)
     asked = (
         f"data.scorer={JUDGE}", "reward.num_processes=2", "reward.deadline_s=65", f"reward.judge.url={url}",

@@ -29,8 +29,6 @@ __all__ = ["config", "root", "run_dir"]
 
 
 class Trainer:
-    """A process in a new session that logs, saves every 10 steps and reports its saves."""
-
     def __init__(self, run_dir: Path, root: Path, checkpoint: tuple[int, int], last: int) -> None:
         words = [str(run_dir), str(root), *map(str, (*checkpoint, last))]
         self.process = ForkedCommand("tests.helpers.logging_trainer", words, os.environ)
@@ -38,7 +36,6 @@ class Trainer:
         self.checkpoint = checkpoint
 
     def run_until(self, step: int) -> None:
-        """Read the output until a checkpoint at this step or later."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.checkpoint = (int(line.split()[0]), int(line.split()[1]))
@@ -46,7 +43,6 @@ class Trainer:
                 return
 
     def kill(self, *, whole_group: bool) -> tuple[int, int]:
-        """Kill the trainer and wait for its end. Return the last checkpoint that it published."""
         if whole_group:
             os.killpg(self.process.pid, signal.SIGKILL)
         else:

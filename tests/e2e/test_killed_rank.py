@@ -1,7 +1,4 @@
-"""Kill -9 of a rank under Ray: in a step, save, publication, deletion or journal write. `test_kill.py` kills all.
-
-Of the trainer and of everything: `tests/e2e/test_kill.py`.
-"""
+"""Kill -9 of a rank under Ray: in a step, save, publication, deletion or journal write."""
 
 import random
 import shutil
@@ -28,15 +25,12 @@ LATEST = {
     "publish": 2,
     "prune": 1,
     "journal": 3,
-}
-"""Moment -> the last time of it, in one start, at which the kill comes; together fewer steps than the run has."""
-FAILED = 1
-"""Exit code of the trainer, which reports the loss of a rank itself."""
+}  # moment -> the last time of it, in one start, at which the kill comes; together fewer steps than the run has
+FAILED = 1  # exit code of the trainer, which reports the loss of a rank itself
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
-    """Return a run in one process, which has the numbers of one rank under Ray."""
     run = small(tmp_path_factory.mktemp("undisturbed"), *KEPT, steps=STEPS)
     assert disturb(run, None)[0]["code"] == 0, output_of(run)
     return run
@@ -117,5 +111,4 @@ def test_a_warm_start_on_two_ranks_survives_a_kill(tmp_path: Path) -> None:
 
 
 def losses_of(stage: RunLayout) -> list[float]:
-    """Return the loss of each step of a warm start, in nats per token."""
     return [record.metrics["sft/loss"] for record in read_journal(stage.journal) if "sft/loss" in record.metrics]

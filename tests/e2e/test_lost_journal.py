@@ -21,7 +21,6 @@ __all__ = ["undisturbed"]
 
 @pytest.fixture
 def copied(undisturbed: SmallRun, tmp_path: Path) -> SmallRun:
-    """Return a copy of the undisturbed run, which has checkpoints of steps 4 and 6."""
     run = elsewhere(undisturbed, tmp_path, *OVERRIDES)
     shutil.copytree(undisturbed.layout.run_dir, run.layout.run_dir)
     shutil.rmtree(run.layout.exported_model)
@@ -30,7 +29,6 @@ def copied(undisturbed: SmallRun, tmp_path: Path) -> SmallRun:
 
 @pytest.fixture
 def stopped(copied: SmallRun) -> SmallRun:
-    """Return the copied run without its last checkpoint."""
     shutil.rmtree(copied.layout.checkpoints / "step-000006")
     return copied
 

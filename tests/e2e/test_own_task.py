@@ -70,7 +70,6 @@ ONE_STEP = ("tracking.enabled=false", "trainer.total_steps=1", "trainer.steps_pe
 
 
 def command_of_the_page(start: str) -> list[str]:
-    """The settings of the command in docs/environments.md that begins with these words."""
     page = PAGE.read_text(encoding="utf-8").replace("\\\n", " ")
     (line,) = (line for line in page.splitlines() if line.startswith(f"millrace run {start} "))
     own = {setting.partition("=")[0] for setting in ONE_STEP}

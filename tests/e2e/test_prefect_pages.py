@@ -30,7 +30,6 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 @pytest.fixture
 def tab(stack: Stack, tmp_path: Path) -> Iterator[Tab]:
-    """A browser whose user has logged in."""
     with open_tab(tmp_path) as tab:
         tab.call("Page.navigate", url=stack.url.removesuffix("/api") + "/deployments")
         tab.wait("!!document.querySelector('input[type=password]')")
@@ -41,7 +40,6 @@ def tab(stack: Stack, tmp_path: Path) -> Iterator[Tab]:
 
 
 def click_text(tab: Tab, selector: str, text: str) -> None:
-    """Click the first element with this text, once the page shows it."""
     found = f"[...document.querySelectorAll('{selector}')].find((each) => each.innerText.trim() === {json.dumps(text)})"
     tab.wait(f"!!{found}")
     tab.value(f"{found}.setAttribute('data-test', 'found')")

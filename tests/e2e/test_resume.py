@@ -21,7 +21,6 @@ STEPS = 6
 
 
 def kill_all(process: BaseProcess) -> None:
-    """Send SIGKILL to the process and all processes that it started."""
     family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
     for member in family:
         with contextlib.suppress(psutil.NoSuchProcess):  # one may end with the one before it

@@ -69,7 +69,6 @@ def test_profiled_steps_have_traces(tmp_path: Path) -> None:
 
 
 def test_a_hub_model_trains_like_its_directory(tmp_path: Path) -> None:
-    """The model is read from a real hub cache on disk, without the network."""
     made = prepare(tmp_path)
     cache_of(made.model_directory, tmp_path / "hf")
     overrides = ["tracking.enabled=false", "warm_start.enabled=false"]

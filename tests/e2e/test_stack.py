@@ -45,8 +45,6 @@ RESOURCE = {"prefect.resource.id": "millrace.run.x", "prefect.resource.name": "x
 
 @dataclass
 class Hook:
-    """A server outside the stack that a notification block calls. It records messages and answers with a status."""
-
     url: str = ""
     messages: list[dict[str, str]] = field(default_factory=list)
     answer: int = 200
@@ -72,7 +70,6 @@ def hook() -> Iterator[Hook]:
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory, hook: Hook, empty_store: Path) -> Iterator[Stack]:
-    """Return a running stack that notifies the hook, on a root with data, initial policy and an empty MLflow store."""
     root = tmp_path_factory.mktemp("stack")
     shutil.copy(empty_store, root / "mlflow.db")
     prepare(root)

@@ -17,8 +17,6 @@ KEYS = {"ArrowDown": 40, "ArrowUp": 38, "ArrowLeft": 37, "ArrowRight": 39, "c": 
 
 
 class Tab:
-    """One open page."""
-
     def __init__(self, socket: ClientConnection) -> None:
         self._socket = socket
         self._number = 0
@@ -46,7 +44,6 @@ class Tab:
                 return message["result"]
 
     def log_in(self, user: str, password: str) -> None:
-        """Answer the browser's request for a login, from now on."""
         self._login = (user, password)
         self.call("Fetch.enable", handleAuthRequests=True)
 
@@ -68,7 +65,6 @@ class Tab:
         self.wait(f"document.readyState === 'complete' && location.href === {json.dumps(file.as_uri())}")
 
     def value(self, expression: str) -> Any:
-        """Return the value of a JavaScript expression in the page."""
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
@@ -83,7 +79,6 @@ class Tab:
             time.sleep(0.05)
 
     def click(self, selector: str) -> None:
-        """Press the mouse button in the middle of an element, as a user would."""
         element = f"document.querySelector({json.dumps(selector)})"
         self.value(f"{element}.scrollIntoView({{block: 'nearest', inline: 'nearest'}})")
         self.frame()
@@ -94,7 +89,6 @@ class Tab:
             self.call("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)
 
     def frame(self) -> None:
-        """Wait until the scrolled page is drawn, since a click is aimed at pixels."""
         drawn = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
         self.call("Runtime.evaluate", expression=drawn, awaitPromise=True)
 
@@ -115,7 +109,6 @@ class Tab:
 
 @contextmanager
 def open_tab(profile: Path, *options: str) -> Iterator[Tab]:
-    """Run a headless browser with one tab inside the block. `options`: further options of the browser."""
     assert CHROMIUM is not None
     arguments = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking"
     arguments += " --remote-debugging-port=0 --window-size=1280,900"
@@ -153,7 +146,6 @@ def _command(socket: ClientConnection, number: int, method: str) -> Any:
 
 
 def _address(profile: Path, browser: subprocess.Popen) -> str:
-    """Return the browser's address. The browser chooses a free port and writes it into its profile."""
     file = profile / "DevToolsActivePort"
     end = time.monotonic() + START_TIMEOUT_S
     while not (file.is_file() and len(file.read_text().split()) == 2):

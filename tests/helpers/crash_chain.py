@@ -33,10 +33,8 @@ OPERATIONS = (
     ("os.rename", "/validation/", 1),
     ("os.rename", "/answers/train-", 2),  # a chunk's answers are on the disk, its checkpoint is not
     ("open", "/answers/.tmp-train-", 2),
-)
-"""Audit events of Python, a part of a path, and which one of them; in this order."""
-MEANWHILE = 8
-"""Kills by the parent: in generation, updates, writing of the journal, wherever the child is."""
+)  # audit events of Python, a part of a path, and which one of them; in this order
+MEANWHILE = 8  # kills by the parent: in generation, updates, writing of the journal, wherever the child is
 LIMIT_S = 120.0
 
 

@@ -38,8 +38,6 @@ DEADLINE_S = 240.0
 
 
 class Disturbance:
-    """Sends signals at the chosen moment."""
-
     def __init__(self, plan: Mapping[str, Any]) -> None:
         self.at, self.nth, self.to = plan["at"], plan.get("nth", 1), plan.get("to", "trainer")
         self.signals = [signal.Signals[name] for name in plan["signals"]]
@@ -90,8 +88,6 @@ def node_of_a_rank() -> list[int]:
 
 
 def listen(disturbance: Disturbance) -> None:
-    """Report moments that are not phases: right before a publication, a deletion, or a line of the journal."""
-
     def hook(name: str, arguments: tuple[object, ...]) -> None:
         if name == "os.rename" and isinstance(arguments[0], str | os.PathLike):
             source = os.fspath(arguments[0])
@@ -119,7 +115,6 @@ def listen(disturbance: Disturbance) -> None:
 
 
 def start(run_dir: Path, plan: Mapping[str, Any] | None, events: Path) -> None:
-    """Run the trainer in the fork. The call does not return."""
     code = 99
     try:
         disturbance = None if plan is None else Disturbance(plan)
@@ -153,7 +148,6 @@ def start(run_dir: Path, plan: Mapping[str, Any] | None, events: Path) -> None:
 
 
 def left_over() -> list[str]:
-    """Return the processes that a start has left behind, after they had enough time to end."""
     deadline = time.monotonic() + 60
     while True:
         try:

@@ -1,8 +1,6 @@
-"""A model hub on this machine, which speaks the hub's protocol: repositories, revisions, trees, files, redirects, and
-the upload of a folder as a commit, with large files by git's LFS.
+"""A model hub on this machine, which speaks the hub's protocol, also for uploads.
 
-As on the hub, large files (`.parquet`, `.safetensors`) are answered by an absolute redirect to another host, all others
-by a relative one; both carry the commit, and the file's digest as ETag.
+Large files are answered by an absolute redirect to another host, all others by a relative one.
 """
 
 import hashlib
@@ -40,9 +38,8 @@ class Repository:
 
 @dataclass
 class Hub:
-    """Repositories by their paths, `datasets/owner/name` or `owner/name`; what was asked for; its address.
-
-    `writers`: the owner whose repositories a token may write.
+    """`repositories` by `datasets/owner/name` or `owner/name`. `writers`: the owner whose repositories a token may
+    write.
     """
 
     repositories: dict[str, Repository]
@@ -126,7 +123,6 @@ class Hub:
         return next(content for content in every if hashlib.sha256(content).hexdigest() == digest)
 
     def _about(self, path: str, query: Mapping[str, list[str]]) -> Answer:
-        """Return the response to `REPOSITORY[/revision/REVISION]`, or a page of `REPOSITORY/tree/REVISION[/FOLDER]`."""
         name, found, rest = self._find(path)
         if found is None:
             return _missing("RepoNotFound", 401)
@@ -151,7 +147,6 @@ class Hub:
         )
 
     def _file(self, path: str, token: str | None, *, redirect: bool) -> Answer:
-        """Return the response to `REPOSITORY/resolve/REVISION/FILE`."""
         _, found, rest = self._find(path)
         if found is None:
             return _missing("RepoNotFound", 401)
@@ -203,7 +198,6 @@ def _missing(code: str, status: int) -> Answer:
 
 @contextmanager
 def serving(repositories: dict[str, Repository]) -> Iterator[Hub]:
-    """Serve a hub on a free port of the loopback until the block ends."""
     hub = Hub(repositories)
 
     class Handler(BaseHTTPRequestHandler):

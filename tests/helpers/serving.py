@@ -8,8 +8,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 @contextmanager
 def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    """Serve requests in a thread inside the block, and yield `http://127.0.0.1:<port>`. Nothing is printed."""
-
     class Quiet(handler):  # type: ignore[misc, valid-type]
         def log_message(self, format: str, *args: object) -> None:
             pass

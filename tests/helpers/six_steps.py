@@ -11,7 +11,6 @@ QUIET = "tracking.enabled=false"
 
 
 def steps(total: int, chunk: int = 2) -> tuple[str, ...]:
-    """Return the settings of the run, or of its first steps, which end with a checkpoint."""
     return (*BASE, f"trainer.total_steps={total}", f"trainer.steps_per_chunk={chunk}")
 
 

@@ -23,7 +23,6 @@ def profiles(tmp_path: Path) -> Iterator[Path]:
 
 
 def seen_by_prefect(profiles: Path) -> list[str]:
-    """Return address and login that Prefect's commands use in a new shell."""
     script = "from prefect.settings import get_current_settings as now; print(now().api.url, now().api.auth_string)"
     environment = {"PREFECT_PROFILES_PATH": str(profiles)}
     found = subprocess.check_output([sys.executable, "-c", script], env=environment, cwd=profiles.parent, text=True)

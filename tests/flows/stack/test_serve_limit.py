@@ -16,7 +16,6 @@ pytestmark = pytest.mark.prefect
 
 @pytest.fixture
 def stack(tmp_path: Path) -> Iterator[Stack]:
-    """Start a stack with only the Prefect server."""
     prefect_home(tmp_path / "prefect")
     server = start_prefect(tmp_path, None, StackState())
     process = server.process()
@@ -30,7 +29,6 @@ def stack(tmp_path: Path) -> Iterator[Stack]:
 
 
 def read_limits(stack: Stack) -> list[tuple[Any, ...]]:
-    """Return the rows of the page Concurrency."""
     rows = stack.api.filter("v2/concurrency_limits")
     return [(row["name"], row["limit"], row["active_slots"], row["active"]) for row in rows]
 

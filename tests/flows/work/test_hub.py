@@ -30,7 +30,6 @@ SUITE = (
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
-    """Two steps, validated at each, with a suite that is evaluated at the end."""
     root = tmp_path_factory.mktemp("artifacts")
     (root / "held.yaml").write_text(SUITE)
     words = (f"validation.suites=[{root}/held.yaml]", "validation.every_steps=1", "tracking.enabled=false")
@@ -124,7 +123,6 @@ def test_card_has_evaluations_of_the_checkpoint(
 
 @pytest.fixture
 def exported(run: SmallRun, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An export, with this process as the client of the hub."""
     use_hub(monkeypatch, tmp_path, hub.port)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setenv("HF_TOKEN", TOKEN)

@@ -185,7 +185,6 @@ def start_caller(folder: Path, behaviour: str, stop_wait_s: float) -> "subproces
 
 
 def interrupt_a_call(behaviour: str, tmp_path: Path) -> dict[str, Any]:
-    """Interrupt a process during a call and return what it received."""
     caller = start_caller(tmp_path, behaviour, 1 if behaviour == "deaf" else 60)
     caller.send_signal(signal.SIGINT)
     out, _ = caller.communicate(timeout=WAIT_S)
