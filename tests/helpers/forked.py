@@ -39,7 +39,7 @@ def fork_module(
     errors: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> BaseProcess:
-    """Start `python -m MODULE ARGUMENTS` in the project's root and a new session. The files get its output and errors."""
+    """Start `python -m MODULE ARGUMENTS` in the project's root and a new session. The files get its output."""
     files = [os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644) for path in (output, errors or output)]
     return _forked(module, arguments, files, os.environ if environment is None else environment)
 

@@ -29,7 +29,7 @@ def write_run(
     validate: bool = True,
     only: tuple[str, ...] = (),
 ) -> RunConfig:
-    """Write a run whose held-out reward rises from about 0.3 by about `gain`. `only` names the kept training metrics."""
+    """Write a run whose held-out reward rises from about 0.3 by about `gain`. `only` names the kept metrics."""
     config = load_config([*overrides, f"seed={seed}"], experiment=experiment)
     run_dir.mkdir(parents=True, exist_ok=True)
     Origin(config).write(run_dir)
