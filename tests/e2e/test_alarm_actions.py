@@ -10,7 +10,7 @@ from rlcore.errors import AlarmError, NonFiniteError, UnscoredError
 from rlcore.tracking.journal import load_journal, read_journal
 from rlcore.trainer.alarms import SKIPPED
 from tests.helpers.harmful import HARM
-from tests.helpers.running import steps_of, weights_of
+from tests.helpers.running import assert_same
 from tests.helpers.sessions import Event, elsewhere, run_to_the_end, session_of, verified_steps
 from tests.helpers.small_run import prepare
 
@@ -110,8 +110,7 @@ def test_a_run_resumes_once_its_broken_scorer_is_repaired(tmp_path: Path, monkey
         assert verified_steps(run) == [2]
     broken.unlink()
     run_to_the_end(run)
-    assert steps_of(run) == steps_of(calm)
-    assert weights_of(run) == weights_of(calm)
+    assert_same(run, calm)
 
     broken.touch()
     with session_of(run) as session, pytest.raises(UnscoredError, match=r"validation after: .*96"):

@@ -14,13 +14,11 @@ from rlcore.run.process import run as run_process
 from rlcore.storage.locks import RunLock
 from rlcore.tracking.attempts import ATTEMPTS_FILE, read_attempts
 from rlcore.tracking.delivery import read_state
-from tests.helpers.running import steps_of, weights_of, write_record
+from tests.helpers.running import assert_same, steps_of, weights_of, write_record
 from tests.helpers.sessions import Asked, Event, elsewhere, run_to_the_end, session_of, verified_steps
-from tests.helpers.six_steps import OVERRIDES, QUIET, steps, undisturbed
+from tests.helpers.six_steps import OVERRIDES, QUIET, steps
 from tests.helpers.small_run import SmallRun
 from tests.helpers.whole_run import WholeRun
-
-__all__ = ["undisturbed"]
 
 
 def test_a_new_process_at_every_step(undisturbed: SmallRun, tmp_path: Path) -> None:
@@ -32,8 +30,7 @@ def test_a_new_process_at_every_step(undisturbed: SmallRun, tmp_path: Path) -> N
     with session_of(run) as session:
         assert session.train(6)["skipped"] is True
         session.export("last")
-    assert steps_of(run) == steps_of(undisturbed)
-    assert weights_of(run) == weights_of(undisturbed)
+    assert_same(run, undisturbed)
 
 
 def test_critic_schedule_and_coefficient_go_on_too(undisturbed: SmallRun, tmp_path: Path) -> None:
@@ -125,8 +122,7 @@ def test_training_continues_while_a_checkpoint_is_written(undisturbed: SmallRun,
     steps = [event["step"] for event in events if event["event"] == "progress"]
     assert steps[-1] == 6
     assert [event["step"] for event in events if event["event"] == "checkpoint"] == [2, 4, 6]
-    assert steps_of(run) == steps_of(undisturbed)
-    assert weights_of(run) == weights_of(undisturbed)
+    assert_same(run, undisturbed)
 
 
 def test_without_memory_for_a_copy_training_waits_for_the_save(

@@ -17,7 +17,7 @@ from rlcore.run.disk import disk_needs
 from rlcore.run.layout import RunLayout
 from rlcore.storage.disk import CHECKPOINT_SLACK_BYTES, free_bytes
 from rlcore.tracking.journal import Journal, load_journal
-from tests.helpers.running import answers_of, steps_of, weights_of
+from tests.helpers.running import answers_of, assert_same, steps_of, weights_of
 from tests.helpers.sessions import Event, elsewhere, run_to_the_end, session_of, train_in_chunks, verified_steps
 from tests.helpers.small_run import SmallRun, prepare
 from tests.storage.small_disk import mounted
@@ -186,8 +186,7 @@ def test_no_room_in_the_middle_of_a_shard(undisturbed: SmallRun, disk: Path, mon
     assert all("No space left on device" in text for _, text in refused)
     assert [steps for _, steps in ends] == [[], [3], [3]], "the last good one stays"
     assert not fault.paused
-    assert steps_of(run) == steps_of(undisturbed)
-    assert weights_of(run) == weights_of(undisturbed)
+    assert_same(run, undisturbed)
     assert verified_steps(run) == [9]
     assert not list(run.layout.checkpoints.glob(".tmp-*"))
 
@@ -209,8 +208,7 @@ def test_a_run_without_room_ends_and_resumes_later(undisturbed: SmallRun, disk: 
     assert verified_steps(run) == [3]
     fault.ballast.unlink()
     run_to_the_end(run)
-    assert steps_of(run) == steps_of(undisturbed)
-    assert weights_of(run) == weights_of(undisturbed)
+    assert_same(run, undisturbed)
 
 
 def test_a_save_that_takes_the_room_is_committed(undisturbed: SmallRun, disk: Path) -> None:
@@ -275,5 +273,4 @@ def test_a_resume_on_a_full_disk_keeps_the_journal(undisturbed: SmallRun, disk: 
     fault.ballast.unlink()
     run_to_the_end(run)
     assert not list(run.layout.run_dir.glob(".tmp-*"))
-    assert steps_of(run) == steps_of(undisturbed)
-    assert weights_of(run) == weights_of(undisturbed)
+    assert_same(run, undisturbed)

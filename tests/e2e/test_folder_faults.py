@@ -12,13 +12,11 @@ import pytest
 from rlcore.errors import CheckpointError, DataError
 from rlcore.storage.locks import RunLock
 from tests.helpers.published import edit_manifest, flip
-from tests.helpers.running import steps_of, weights_of
+from tests.helpers.running import assert_same, steps_of, weights_of
 from tests.helpers.sessions import Event, elsewhere, run_to_the_end, session_of, verified_steps
-from tests.helpers.six_steps import OVERRIDES, QUIET, steps, undisturbed
+from tests.helpers.six_steps import OVERRIDES, QUIET, steps
 from tests.helpers.small_run import SmallRun
 from tests.storage.small_disk import mounted
-
-__all__ = ["undisturbed"]
 
 
 @contextmanager
@@ -46,8 +44,7 @@ def test_a_damaged_checkpoint_is_passed_over(undisturbed: SmallRun, tmp_path: Pa
     text = str(reported["text"])
     assert "step-000002: " in text
     assert "step-000004/policy/rank-00000-of-00001-0000.safetensors: hash must be sha256" in text
-    assert steps_of(run) == steps_of(undisturbed)
-    assert weights_of(run) == weights_of(undisturbed)
+    assert_same(run, undisturbed)
 
 
 def content_of(folder: Path) -> dict[str, bytes]:
@@ -77,8 +74,7 @@ def test_checkpoints_of_a_newer_format_are_never_lost(undisturbed: SmallRun, tmp
     assert f"step-000002: {newer}/manifest.json: format_version must be 1, got 99" in reported
     assert content_of(newer.with_name("step-000004.format-99.1")) == written_by_newer
     assert verified_steps(run)[-1] == 6
-    assert steps_of(run) == steps_of(undisturbed)
-    assert weights_of(run) == weights_of(undisturbed)
+    assert_same(run, undisturbed)
 
 
 def test_a_read_only_folder_is_one_error(undisturbed: SmallRun, tmp_path: Path) -> None:
@@ -91,8 +87,7 @@ def test_a_read_only_folder_is_one_error(undisturbed: SmallRun, tmp_path: Path) 
         subprocess.run([*remount[:2], "remount,rw", remount[3]], check=True, capture_output=True)
         assert verified_steps(run) == [2]
         run_to_the_end(run)
-        assert steps_of(run) == steps_of(undisturbed)
-        assert weights_of(run) == weights_of(undisturbed)
+        assert_same(run, undisturbed)
 
 
 def test_a_name_that_is_another_device_is_one_clear_error(undisturbed: SmallRun, tmp_path: Path) -> None:

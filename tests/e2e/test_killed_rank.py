@@ -10,7 +10,7 @@ import pytest
 from rlcore.run.initial_policy import stage_layout
 from rlcore.run.layout import RunLayout
 from rlcore.tracking.journal import read_journal
-from tests.helpers.running import WAIT_S, disturb, output_of, small, steps_of, weights_of
+from tests.helpers.running import WAIT_S, assert_same, disturb, output_of, small, steps_of, weights_of
 from tests.helpers.small_run import SmallRun
 
 pytestmark = [pytest.mark.lengthy, pytest.mark.multiprocess, pytest.mark.needs_ray, pytest.mark.timeout(8 * WAIT_S)]
@@ -50,8 +50,7 @@ def test_seven_kills_and_the_numbers_are_the_same(undisturbed: SmallRun, tmp_pat
         assert committed >= newest, "what was committed stays"
         newest = committed
     assert disturb(run, None)[0]["code"] == 0, output_of(run)
-    assert steps_of(run) == steps_of(undisturbed)
-    assert weights_of(run) == weights_of(undisturbed)
+    assert_same(run, undisturbed)
 
 
 def test_one_of_four_ranks_killed_in_an_update(tmp_path: Path) -> None:
@@ -84,8 +83,7 @@ def test_killed_between_the_turns_of_episodes_it_ends_the_same(moment: str, tmp_
     assert (found["code"], found["left"]) == (FAILED, []), output_of(killed)
     assert 0 < len(steps_of(killed)) < 4
     assert disturb(killed, None)[0]["code"] == 0, output_of(killed)
-    assert steps_of(killed) == steps_of(whole)
-    assert weights_of(killed) == weights_of(whole)
+    assert_same(killed, whole)
 
 
 def test_a_warm_start_on_two_ranks_survives_a_kill(tmp_path: Path) -> None:

@@ -13,10 +13,8 @@ from rlcore.run.layout import RunLayout
 from tests.helpers.running import steps_of as steps_in_order
 from tests.helpers.running import weights_of
 from tests.helpers.sessions import Event, elsewhere, run_to_the_end, session_of, verified_steps
-from tests.helpers.six_steps import OVERRIDES, undisturbed
+from tests.helpers.six_steps import OVERRIDES
 from tests.helpers.small_run import SmallRun
-
-__all__ = ["undisturbed"]
 
 
 @pytest.fixture

@@ -74,3 +74,9 @@ def answers_of(run: SmallRun) -> dict[str, list[dict[str, Any]]]:
 def weights_of(run: SmallRun) -> dict[str, bytes]:
     tensors = load_file(run.layout.exported_model / "model.safetensors")
     return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+
+
+def assert_same(run: SmallRun, other: SmallRun) -> None:
+    """Assert that both runs have the same metrics in each step and the same bytes of final weights."""
+    assert steps_of(run) == steps_of(other)
+    assert weights_of(run) == weights_of(other)

@@ -17,7 +17,7 @@ def steps(total: int, chunk: int = 2) -> tuple[str, ...]:
 OVERRIDES = (*steps(6), QUIET)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
     run = prepare(tmp_path_factory.mktemp("undisturbed"), *OVERRIDES)
     run_to_the_end(run)
