@@ -5,6 +5,7 @@ python -m tests.e2e.golden     # rewrites tests/e2e/golden.json: only for an int
 
 import json
 import tempfile
+from contextlib import closing
 from pathlib import Path
 
 from rlcore.workers.group import LocalGroup
@@ -30,11 +31,8 @@ CASES = {
 
 def run(case: str, root: Path) -> list[dict[str, float]]:
     small = prepare(root, *LEARNING, *CASES[case])
-    group = LocalGroup(small.config, str(small.model_directory))
-    try:
+    with closing(LocalGroup(small.config, str(small.model_directory))) as group:
         steps = train(small, group, STEPS)
-    finally:
-        group.close()
     return [{name: step[name] for name in NAMES if name in step} for step in steps]
 
 

@@ -67,21 +67,14 @@ def test_a_stop_at_any_moment_saves_the_last_step(undisturbed: SmallRun, tmp_pat
         assert max(steps_of(run)) == verified_steps(run)[-1], f"requested at check {requested}"
 
 
-def test_training_ends_within_a_chunk(undisturbed: SmallRun, tmp_path: Path) -> None:
-    run = elsewhere(undisturbed, tmp_path, *OVERRIDES)
-    with session_of(run) as session:
-        assert [session.train(step)["step"] for step in (2, 3)] == [2, 3]
-    assert verified_steps(run)[-1] == 3
-
-
-def test_an_unsettled_checkpoint_is_committed_later(undisturbed: SmallRun, tmp_path: Path) -> None:
+def test_an_unsettled_checkpoint_is_committed_later_also_within_a_chunk(undisturbed: SmallRun, tmp_path: Path) -> None:
     run = elsewhere(undisturbed, tmp_path, *OVERRIDES)
     reported: list[Event] = []
     with session_of(run, reported.append) as session:
         session.train(2, settle=False)
-        session.train(4, settle=False)
+        assert session.train(3, settle=False)["step"] == 3
         assert 2 in [event["step"] for event in reported if event["event"] == "checkpoint"]
-    assert verified_steps(run)[-1] == 4
+    assert verified_steps(run)[-1] == 3
 
 
 def test_a_run_with_its_last_checkpoint_is_finished(undisturbed: SmallRun, tmp_path: Path) -> None:

@@ -46,15 +46,8 @@ def test_an_initial_policy_is_in_the_disk_plan(
     model = config.model.model_copy(update={"path": str(tmp_path) if is_given else None})
     warm = config.warm_start.model_copy(update={"enabled": has_warm_start})
     config = config.model_copy(update={"model": model, "warm_start": warm})
-    needs = disk_needs(
-        config,
-        RunLayout.of(config),
-        checkpoints_bytes=0,
-        num_weights=10,
-        steps_left=1,
-        has_initial_policy=has_initial_policy,
-    )
-    names = {need.what for need in needs}
+    given = {"checkpoints_bytes": 0, "num_weights": 10, "steps_left": 1, "has_initial_policy": has_initial_policy}
+    names = {need.what for need in disk_needs(config, RunLayout.of(config), **given)}
     assert ("initial policy" in names) == (not has_initial_policy and (has_warm_start or not is_given))
     assert ("checkpoints of the warm start" in names) == (not has_initial_policy and has_warm_start)
 

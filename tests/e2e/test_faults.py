@@ -85,13 +85,8 @@ def test_hangs_and_lack_of_memory_in_this_process(tmp_path: Path, harm: Path) ->
 
 def test_a_hanging_scorer_costs_its_answer(tmp_path: Path, harm: Path) -> None:
     (harm / "scorer").touch()  # not yet: the warm start scores too
-    run = small(
-        tmp_path,
-        "data.scorer=tests.helpers.harmful:never_ends",
-        "reward.num_processes=1",
-        "reward.deadline_s=2",
-        steps=2,
-    )
+    words = ("data.scorer=tests.helpers.harmful:never_ends", "reward.num_processes=1", "reward.deadline_s=2")
+    run = small(tmp_path, *words, steps=2)
     (harm / "scorer").unlink()
     assert disturb(run, None)[0]["code"] == 0, output_of(run)
     assert output_of(run).count("overran reward.deadline_s=2") == 1

@@ -20,10 +20,10 @@ from tests.helpers.slurm import slurm
 
 pytestmark = [pytest.mark.needs_ray, pytest.mark.slow, pytest.mark.timeout(3 * WAIT_S)]
 
-STEPS, CHUNK = 60, 3
+STEPS, CHUNK = 36, 3
 SETTINGS = (
     "experiment=debug", "data.scorer=share_of_digits:score", "warm_start.enabled=false", "tracking.enabled=false",
-    "validation.every_steps=30", "runtime.stop_deadline_s=200", f"trainer.total_steps={STEPS}",
+    "validation.every_steps=18", "runtime.stop_deadline_s=200", f"trainer.total_steps={STEPS}",
     f"trainer.steps_per_chunk={CHUNK}",
 )  # fmt: skip
 SCRIPTS = """#!/bin/bash

@@ -114,12 +114,8 @@ class Hub:
         return _json({"url": f"{self.endpoint}/{name}", "name": name})
 
     def _blob(self, digest: str) -> bytes:
-        every = (
-            content
-            for one in self.repositories.values()
-            for files in one.commits.values()
-            for content in files.values()
-        )
+        commits = [files for one in self.repositories.values() for files in one.commits.values()]
+        every = (content for files in commits for content in files.values())
         return next(content for content in every if hashlib.sha256(content).hexdigest() == digest)
 
     def _about(self, path: str, query: Mapping[str, list[str]]) -> Answer:
@@ -140,11 +136,7 @@ class Hub:
         page = [_entry(path, content) for path, content in sorted(files.items())[start : start + TREE_PAGE]]
         after = f"{self.endpoint}/api/{path}?recursive=True&cursor={start + TREE_PAGE}"
         status, headers, body = _json(page)
-        return (
-            status,
-            {**headers, **({"Link": f'<{after}>; rel="next"'} if start + TREE_PAGE < len(files) else {})},
-            body,
-        )
+        return status, headers | ({"Link": f'<{after}>; rel="next"'} if start + TREE_PAGE < len(files) else {}), body
 
     def _file(self, path: str, token: str | None, *, redirect: bool) -> Answer:
         _, found, rest = self._find(path)
@@ -166,9 +158,9 @@ class Hub:
             headers |= {"X-Linked-ETag": f'"{digest}"', "X-Linked-Size": str(len(content))}
             return 302, {**headers, "Location": f"http://localhost:{self.port}/blobs/{digest}"}, b""
         headers["ETag"] = f'"{_blob_id(content)}"'
-        return (
-            (307, {**headers, "Location": f"/api/resolve-cache/{path}"}, b"") if redirect else (200, headers, content)
-        )
+        if redirect:
+            return 307, {**headers, "Location": f"/api/resolve-cache/{path}"}, b""
+        return 200, headers, content
 
     def _find(self, path: str) -> tuple[str, Repository | None, str]:
         for name, repository in self.repositories.items():

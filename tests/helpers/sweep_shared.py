@@ -21,7 +21,7 @@ SPEC = f"""
 name: shared
 experiment: debug
 overrides: [trainer.total_steps=2, tracking.enabled=false, {", ".join(LEARNING)}]
-grid: {{optim.lr: [3e-3, 1.0, 1e-3]}}
+grid: {{optim.lr: [3e-3, 1.0]}}
 """
 
 
