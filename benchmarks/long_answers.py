@@ -31,7 +31,7 @@ _LENGTHS = ["filter.max_prompt_tokens=120", "runtime.fit_memory=auto"]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model shape of `benchmarks.shapes`, the number of prompts with five responses each, and the response lengths."""
+    """A shape of `benchmarks.shapes`, the number of prompts with five responses each, and the response lengths."""
 
     shape: str
     prompts: int

@@ -16,7 +16,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "build" / "results"
 
 @dataclass(slots=True)
 class Cost:
-    """The seconds that a `with` block takes. `cpu_s` covers this process and child processes that ended in the block."""
+    """The seconds that a `with` block takes. `cpu_s` covers this process and children that ended in the block."""
 
     wall_s: float = 0.0
     cpu_s: float = 0.0

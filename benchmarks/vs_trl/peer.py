@@ -7,6 +7,7 @@ import os
 import resource
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from trl import __version__ as trl_version
 
 from benchmarks.harness import watched_memory
 from benchmarks.vs_trl.job import GRAD_CLIP, PROMPTS, SAMPLER_CLIP, WEIGHT_DECAY, Job, read_rows, write_report
+from benchmarks.vs_trl.sides import now
 from rlcore.config import RewardConfig
 from rlcore.models.tokenizer import load_tokenizer
 from rlcore.rollout.scoring import ScoringPool
@@ -37,23 +39,17 @@ class Clock(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step % self._updates == 0:
-            self._begun, self._begun_cpu = _now(), time.process_time()
+            self._begun, self._begun_cpu = now(), time.process_time()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step % self._updates == 0:
-            self.seconds.append(_now() - self._begun)
+            self.seconds.append(now() - self._begun)
             self.cpu_s.append(time.process_time() - self._begun_cpu)
             self.tokens.append(int(state.num_input_tokens_seen) - self._seen)
             self._seen = int(state.num_input_tokens_seen)
             if len(self.seconds) in self._job.evaluated_steps:
                 kwargs["model"].save_pretrained(self._job.weights(len(self.seconds)))
             print(f"trl: batch {len(self.seconds)}: {self.seconds[-1]:.2f} s, {self.tokens[-1]:,} tokens", flush=True)
-
-
-def _now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def settings(job: Job) -> GRPOConfig:
@@ -141,7 +137,7 @@ def run(job: Job) -> dict[str, Any]:
             trainer.train()
             device_gb = most()
     report = {
-        "version": f"trl {trl_version}, transformers {_version('transformers')}, torch {torch.__version__}",
+        "version": f"trl {trl_version}, transformers {version('transformers')}, torch {torch.__version__}",
         "step_s": clock.seconds[job.warm_up :],
         "cpu_s": clock.cpu_s[job.warm_up :],
         "tokens": clock.tokens[job.warm_up :],
@@ -168,12 +164,6 @@ def _give_lengths(trainer: GRPOTrainer, lengths: tuple[int, ...]) -> None:
         return plain(prompts, sampling_params=each, **more)
 
     llm.generate = generate
-
-
-def _version(package: str) -> str:
-    from importlib.metadata import version
-
-    return version(package)
 
 
 if __name__ == "__main__":
