@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.grpo_step import PROMPT_TOKENS, SAMPLES, describe_step, settings
-from benchmarks.harness import draw_lengths
+from benchmarks.grpo_step import SAMPLES, describe_step, settings
+from benchmarks.harness import PROMPT_TOKENS, draw_lengths
 from benchmarks.shapes import SHAPES, model_of
 from rlcore.rollout.engine import SamplingRequest
 from rlcore.rollout.vllm.engine import VllmEngine

@@ -25,15 +25,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import PHASES, describe_lengths, draw_lengths, run_steps
+from benchmarks.harness import PHASES, FixedLengths, compose, describe_lengths, draw_lengths, run_steps
 from benchmarks.shapes import SHAPES, model_of
 from rlcore.batching.balance import Sizes
 from rlcore.config import RunConfig
-from rlcore.config.compose import load_config
 from rlcore.trainer.step import StepResult
 
 REFERENCE_TOKENS_PER_S = 2_092.46  # of a GPU in the reference run on H100 GPUs
-PROMPT_TOKENS, SAMPLES = 107, 5
+SAMPLES = 5
 
 
 def settings(arguments: argparse.Namespace, directory: Path, *, ranks: int = 1) -> RunConfig:
@@ -49,27 +48,16 @@ def settings(arguments: argparse.Namespace, directory: Path, *, ranks: int = 1) 
     ]  # fmt: skip
     if torch.cuda.is_available():
         overrides += ["model.compile=true", "trainer.max_tokens_per_micro_batch=32768"]
-    given = {line.partition("=")[0] for line in arguments.overrides}
-    overrides = [line for line in overrides if line.partition("=")[0] not in given]
-    return load_config([*overrides, *arguments.overrides], experiment="verl_gsm8k_grpo")
+    return compose(overrides, arguments.overrides)
 
 
 def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     config = settings(arguments, directory, ranks=arguments.ranks)
-    vocab_size = SHAPES[arguments.shape]["vocab_size"]
     num_responses = arguments.prompts * config.rollout.samples_per_prompt
     lengths = draw_lengths(num_responses, arguments.mean, arguments.longest)
+    group = FixedLengths(config, directory, lengths, real=arguments.engine != "none")
     steps = run_steps(
-        config,
-        directory,
-        lengths,
-        prompt_tokens=PROMPT_TOKENS,
-        ground_truth='{"answer": "18"}',
-        vocab_size=vocab_size,
-        warm_up=arguments.warm_up,
-        measured=arguments.steps,
-        real=arguments.engine != "none",
-        trace=arguments.trace,
+        config, directory, group, warm_up=arguments.warm_up, measured=arguments.steps, trace=arguments.trace
     )
     memory = {"peak_allocated_gb": steps.peak.allocated_gb, "peak_reserved_gb": steps.peak.reserved_gb}
     return metrics(arguments, config, steps.results) | memory

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import itertools
+import json
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ import torch
 from rlcore.batching.loader import PromptStream
 from rlcore.checkpoint.state import LoopState
 from rlcore.config import RunConfig
+from rlcore.config.compose import load_config
 from rlcore.models.tokenizer import Decode, load_tokenizer, text_decoder
 from rlcore.rollout.engine import SamplingRequest
 from rlcore.rollout.scoring import ScoringPool
@@ -30,6 +32,7 @@ from rlcore.workers.group import Completed, Pending, WorkerGroup
 from rlcore.workers.measure import MemoryPeak
 from rlcore.workers.worker import Worker
 
+PROMPT_TOKENS, GROUND_TRUTH = 107, '{"answer": "18"}'
 PHASES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "update_weights")
 
 
@@ -38,11 +41,11 @@ class FixedLengths:
     reused. If `real` is false, it immediately returns random responses.
     """
 
-    def __init__(self, config: RunConfig, directory: str, lengths: Sequence[int], *, vocab_size: int, real: bool):
-        self._group = start_workers(config, directory)
+    def __init__(self, config: RunConfig, directory: Path, lengths: Sequence[int], *, real: bool = True):
+        self._group = start_workers(config, str(directory))
         self.world_size = self._group.world_size
         self.lengths = lengths
-        self._vocab_size = vocab_size
+        self._vocab_size = vocab_size_of(directory)
         self._real = real
         self._version = 0
 
@@ -95,6 +98,17 @@ class FixedLengths:
         )
 
 
+def vocab_size_of(directory: Path) -> int:
+    return int(json.loads((directory / "config.json").read_text(encoding="utf-8"))["vocab_size"])
+
+
+def compose(base: Sequence[str], overrides: Sequence[str], experiment: str = "verl_gsm8k_grpo") -> RunConfig:
+    """Compose the settings of an experiment. `overrides` replace the same keys of `base`."""
+    given = {line.partition("=")[0] for line in overrides}
+    base = [line for line in base if line.partition("=")[0] not in given]
+    return load_config([*base, *overrides], experiment=experiment)
+
+
 def draw_lengths(count: int, mean: float, longest: int) -> list[int]:
     """Draw geometric lengths with the mean `mean`. No length is above `longest`, and the first length is `longest`."""
     drawn = np.random.default_rng(7).geometric(1 / mean, count).clip(1, longest)
@@ -124,30 +138,13 @@ class Loop:
 
 
 @contextlib.contextmanager
-def worker_group(
-    config: RunConfig, directory: Path, lengths: Sequence[int], *, vocab_size: int, real: bool = True
-) -> Iterator[FixedLengths]:
-    group = FixedLengths(config, str(directory), lengths, vocab_size=vocab_size, real=real)
-    try:
-        yield group
-    finally:
-        group.close()
-
-
-@contextlib.contextmanager
 def training_loop(
-    config: RunConfig,
-    directory: Path,
-    group: WorkerGroup,
-    *,
-    prompt_tokens: int,
-    ground_truth: str,
-    vocab_size: int,
-    real_prompts: Sequence[Prompt] = (),
+    config: RunConfig, directory: Path, group: WorkerGroup, *, real_prompts: Sequence[Prompt] = ()
 ) -> Iterator[Loop]:
-    rng = np.random.default_rng(3)
+    """Open a training loop at step 0 with the workers' weights. If `real_prompts` is empty, the prompts are random."""
+    rng, vocab_size = np.random.default_rng(3), vocab_size_of(directory)
     prompts = list(real_prompts) or [
-        Prompt(i, tuple(rng.integers(4, vocab_size, prompt_tokens).tolist()), config.data.task, ground_truth)
+        Prompt(i, tuple(rng.integers(4, vocab_size, PROMPT_TOKENS).tolist()), config.data.task, GROUND_TRUTH)
         for i in range(config.trainer.batch_size)
     ]
     tokenizer = load_tokenizer(directory)
@@ -178,23 +175,12 @@ class Steps:
 
 
 def run_steps(
-    config: RunConfig,
-    directory: Path,
-    lengths: Sequence[int],
-    *,
-    prompt_tokens: int,
-    ground_truth: str,
-    vocab_size: int,
-    warm_up: int,
-    measured: int,
-    real: bool = True,
-    trace: bool = False,
+    config: RunConfig, directory: Path, group: FixedLengths, *, warm_up: int, measured: int, trace: bool = False
 ) -> Steps:
+    """Run `warm_up` steps and then `measured` steps, print a line for each step, and close the workers."""
     results: list[StepResult] = []
-    with worker_group(config, directory, lengths, vocab_size=vocab_size, real=real) as group:
-        with training_loop(
-            config, directory, group, prompt_tokens=prompt_tokens, ground_truth=ground_truth, vocab_size=vocab_size
-        ) as loop:
+    with contextlib.closing(group):
+        with training_loop(config, directory, group) as loop:
             for number in range(warm_up + measured):
                 with _profiled(trace and number == warm_up + measured - 1):
                     result = loop.step()

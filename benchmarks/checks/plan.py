@@ -55,7 +55,7 @@ def check(rig: Rig) -> Verdict:
 
 
 def _measured(rig: Rig) -> dict[str, dict[str, float]]:
-    """Return the peaks of each phase in GB: of tensors and reserved, without a sleeping engine, and of all processes."""
+    """Return each phase's peaks in GB: of tensors and reserved, without a sleeping engine, and of all processes."""
     found: dict[str, dict[str, float]] = {}
     engine = engine_pool_bytes()
 

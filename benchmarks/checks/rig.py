@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +9,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import FixedLengths, Loop, draw_lengths, training_loop
+from benchmarks.harness import GROUND_TRUTH, PROMPT_TOKENS, FixedLengths, Loop, compose, draw_lengths, training_loop
 from rlcore.config import RunConfig
-from rlcore.config.compose import load_config
 from rlcore.models.tokenizer import load_tokenizer
 from rlcore.rollout.engine import engine_dtype
 from rlcore.score import Score
@@ -22,8 +20,7 @@ from rlcore.workers.device import choose_placement
 from rlcore.workers.group import Pending
 from rlcore.workers.worker import Worker
 
-PROMPT_TOKENS, SAMPLES = 107, 4
-GROUND_TRUTH = '{"answer": "18"}'
+SAMPLES = 4
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
@@ -74,11 +71,7 @@ class Rig:
         self.device = place.device
         self.bfloat16 = engine_dtype(self.config, place.dtype) == torch.bfloat16
         lengths = draw_lengths(arguments.prompts * SAMPLES, arguments.mean, arguments.longest)
-        self.group = RecordedGroup(self.config, str(directory), lengths, vocab_size=self.vocab_size, real=True)
-
-    @property
-    def vocab_size(self) -> int:
-        return int(json.loads((self.directory / "config.json").read_text(encoding="utf-8"))["vocab_size"])
+        self.group = RecordedGroup(self.config, directory, lengths)
 
     def settings(self, *overrides: str) -> RunConfig:
         arguments = self._arguments
@@ -95,9 +88,7 @@ class Rig:
         ]  # fmt: skip
         if torch.cuda.is_available():
             base.append("model.compile=true")  # as in training on a GPU, since uncompiled layers round more often
-        given = {line.partition("=")[0] for line in [*arguments.overrides, *overrides]}
-        base = [line for line in base if line.partition("=")[0] not in given]
-        return load_config([*base, *arguments.overrides, *overrides], experiment="verl_gsm8k_grpo")
+        return compose(base, [*arguments.overrides, *overrides])
 
     def step(self, *overrides: str, reset: bool = True) -> StepResult:
         """Run training step 1 on the recorded responses, from the initial policy if `reset`."""
@@ -107,15 +98,7 @@ class Rig:
             return loop.step()
 
     def loop(self, *overrides: str, real_prompts: Sequence[Prompt] = ()) -> contextlib.AbstractContextManager[Loop]:
-        return training_loop(
-            self.settings(*overrides),
-            self.directory,
-            self.group,
-            prompt_tokens=PROMPT_TOKENS,
-            ground_truth=GROUND_TRUTH,
-            vocab_size=self.vocab_size,
-            real_prompts=real_prompts,
-        )
+        return training_loop(self.settings(*overrides), self.directory, self.group, real_prompts=real_prompts)
 
     def real_prompts(self) -> list[Prompt]:
         tokenizer = load_tokenizer(self.directory)
