@@ -166,10 +166,9 @@ def open_run(
     if config.tracking.uri is not None:  # other settings may have been composed since
         set_mlflow_login(config.tracking.uri, layout.root)
 
-    def report_event(event: Mapping[str, object]) -> None:
-        report(str(event["text"]))
-
-    with locked_run(layout.run_dir, report_event, lambda: False, waits_for_holder=False) as lock:
+    with locked_run(
+        layout.run_dir, lambda event: report(str(event["text"])), lambda: False, waits_for_holder=False
+    ) as lock:
         require_same_inputs(config, layout)
         _keep_code(config, layout)
         run = OpenRun(config, command, title)
@@ -187,12 +186,10 @@ def open_run(
 
 def _keep_code(config: RunConfig, layout: RunLayout) -> None:
     code = code_for_run(config)
-    try:
-        is_kept = read_code(layout.code) == code
-    except DataError:  # damaged before the run has begun
-        is_kept = False
-    if not is_kept:
-        code.save(layout.code)
+    with suppress(DataError):  # damaged before the run has begun
+        if read_code(layout.code) == code:
+            return
+    code.save(layout.code)
 
 
 def record_stop_request(run_dir: Path, worker: Holder) -> None:

@@ -76,13 +76,11 @@ class LogTail:
 
     def last_lines(self, num_lines: int) -> list[str]:
         """Return the last lines that are not empty. The result is empty if the file was deleted."""
-        try:
-            with self.path.open("rb") as file:
-                file.seek(max(0, self.path.stat().st_size - MAX_READ_BYTES))
-                lines = [_text(line) for line in file.read().split(b"\n")]
-        except FileNotFoundError:
-            return []
-        return [line for line in lines if line.strip()][-num_lines:]
+        with suppress(FileNotFoundError), self.path.open("rb") as file:
+            file.seek(max(0, self.path.stat().st_size - MAX_READ_BYTES))
+            lines = [_text(line) for line in file.read().split(b"\n")]
+            return [line for line in lines if line.strip()][-num_lines:]
+        return []
 
 
 def _text(line: bytes) -> str:

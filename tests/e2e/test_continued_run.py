@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlcore.errors import EXIT_RESUMABLE, CheckpointError, StopRequestedError
+from rlcore.evaluation.result import ValidationResult
 from rlcore.run.process import run as run_process
 from rlcore.storage.locks import RunLock
 from rlcore.tracking.attempts import ATTEMPTS_FILE, read_attempts
@@ -17,7 +18,7 @@ from rlcore.tracking.delivery import read_state
 from tests.helpers.running import assert_same, steps_of, weights_of, write_record
 from tests.helpers.sessions import Asked, Event, elsewhere, run_to_the_end, session_of, verified_steps
 from tests.helpers.six_steps import OVERRIDES, QUIET, steps
-from tests.helpers.small_run import SmallRun
+from tests.helpers.small_run import SmallRun, prepare
 from tests.helpers.whole_run import WholeRun
 
 
@@ -154,6 +155,37 @@ def test_run_resumes_with_other_ranks(undisturbed: SmallRun, tmp_path: Path, ran
         assert found[step].keys() == metrics.keys()
         for name in metrics.keys() - by_ranks:
             assert found[step][name] == pytest.approx(metrics[name], rel=1e-5, abs=1e-5), (step, name)
+
+
+EASY = (
+    "{task:countdown,train_size:30,validation_size:12,min_numbers:2,max_numbers:2,number_high:9,target_high:9,"
+    "operations:[+,-],template:bare}"
+)
+MIXTURE = (
+    "data=mixture", QUIET, "trainer.steps_per_chunk=1", "validation.every_steps=1", "warm_start.max_steps=20",
+    "trainer.total_steps=2",
+    f"data.parts=[{{weight:3,name:easy,data:{EASY}}},{{data:{{task:custom,train_size:80,validation_size:8}}}}]",
+)  # fmt: skip
+
+
+def test_a_mixture_resumes_with_the_same_numbers(tmp_path: Path) -> None:
+    whole, split = (prepare(tmp_path, *MIXTURE, f"run_id={name}") for name in ("whole", "split"))
+    with session_of(whole) as session:
+        session.train(2)
+        session.validate("last", "after")
+    for step in (1, 2):
+        with session_of(split) as session:
+            session.train(step)
+    expected = steps_of(whole)
+    assert steps_of(split) == expected
+    sources = ("all", "easy", "multiplication")
+    assert all(f"val-core/{source}/reward/mean_at_2" in step for step in expected.values() for source in sources)
+    result = ValidationResult.read(whole.layout.validation / "after.json")
+    assert (result.data_source, len(result.problems)) == ("all", 20)
+    summary = result.metrics()
+    easy, times, both = (summary[f"val-core/{name}/reward/greedy"] for name in ("easy", "multiplication", "all"))
+    assert abs(both - (12 * easy + 8 * times) / 20) < 1e-12
+    assert list(result.by_source()) == ["easy", "multiplication"]
 
 
 def test_settings_that_may_change_and_others(undisturbed: SmallRun, tmp_path: Path) -> None:
