@@ -44,7 +44,7 @@ def test_invalid_line_is_refused(line: bytes) -> None:
     ("kind", "expected"),
     [
         ("DataError", DataError),
-        *((name, MillraceError) for name in ("KeyError", "annotations", "EXIT_RESUMABLE", "Any")),
+        *((name, MillraceError) for name in ("KeyError", "annotations", "EXIT_RESUMABLE", "Path")),
     ],
 )
 def test_error_keeps_its_class(kind: str, expected: type[MillraceError]) -> None:
