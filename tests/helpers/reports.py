@@ -72,8 +72,6 @@ def step_metrics(config: RunConfig, step: int, rng: np.random.Generator, gain: f
     tokens = 7_700 + noise(0, 60)
     length = 6.4 - 0.5 * done + noise(0, 0.05)
     metrics = {
-        "training/global_step": step,
-        "training/epoch": step // 74,
         "actor/pg_loss": noise(0, 0.01),
         "actor/entropy": 1.1 - 0.75 * done + noise(0, 0.015),
         "actor/ppo_kl": abs(noise(0, 2e-4)),
@@ -81,25 +79,15 @@ def step_metrics(config: RunConfig, step: int, rng: np.random.Generator, gain: f
         "actor/pg_clipfrac_lower": 0.0,
         "actor/grad_norm": float(np.exp(noise(-0.5, 0.15))),
         "actor/lr": config.optim.lr,
-        "actor/kl_coef": config.algo.kl.coef,
         "critic/score/mean": reward,
         "critic/score/max": 1.0,
         "critic/score/min": 0.0,
-        "critic/rewards/mean": reward,
         "critic/advantages/mean": noise(0, 0.01),
-        "prompt_length/mean": 6.0,
-        "prompt_length/max": 6.0,
-        "prompt_length/min": 6.0,
-        "prompt_length/clip_ratio": 0.0,
         "response_length/mean": length,
         "response_length/max": 10.0,
         "response_length/min": 4.0,
         "response_length/clip_ratio": max(0.0, 0.012 * (1 - done) + noise(0, 0.002)),
         "reward/equal_group_share": 0.22 + 0.25 * done + noise(0, 0.03),
-        "reward/correct/mean": reward,
-        "global_seqlen/minmax_diff": 0.0,
-        "global_seqlen/balanced_max": tokens,
-        "global_seqlen/balanced_min": tokens,
         "training/rollout_probs_diff_mean": 1e-7,
         "perf/total_num_tokens": tokens,
         "perf/time_per_step": step_s,
@@ -117,7 +105,6 @@ def step_metrics(config: RunConfig, step: int, rng: np.random.Generator, gain: f
             "critic/vf_explained_var": 0.6 * done + noise(0, 0.03),
             "critic/grad_norm": float(np.exp(noise(0, 0.2))),
             "critic/lr": config.critic.optim.lr if config.critic else 0.0,
-            "critic/values/mean": reward,
         }
     if config.algo.kl.where == "loss":
         metrics["actor/kl_loss"] = 0.003 * done
