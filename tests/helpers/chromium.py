@@ -3,8 +3,9 @@
 import json
 import subprocess
 import time
+import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -115,46 +116,21 @@ def open_tab(profile: Path, *options: str) -> Iterator[Tab]:
     command = [CHROMIUM, *arguments.split(), *options, f"--user-data-dir={profile}", "about:blank"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as browser:
         try:
-            with connect(_address(profile, browser), max_size=None) as root:
-                target = _page(root)
-            port = _port(profile)
             # No pings: a browser on a busy machine answers them late, and every wait has a deadline own.
-            address = f"ws://127.0.0.1:{port}/devtools/page/{target}"
-            with connect(address, max_size=None, ping_interval=None) as socket:
+            with connect(_address(profile, browser), max_size=None, ping_interval=None) as socket:
                 yield Tab(socket)
         finally:
             browser.kill()
 
 
-def _page(root: ClientConnection) -> str:
-    """Return the open tab. The browser's own hidden pages are targets too."""
+def _address(profile: Path, browser: subprocess.Popen) -> str:
+    """Return the address of the open tab. The browser writes its port into its profile."""
     end = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < end:
-        for target in _command(root, 1, "Target.getTargets")["targetInfos"]:
-            if target["type"] == "page":
-                return target["targetId"]
+        assert browser.poll() is None, f"{CHROMIUM} ended with {browser.returncode}"
+        with suppress(OSError, ValueError, IndexError, StopIteration):
+            port = (profile / "DevToolsActivePort").read_text().split()[0]
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=START_TIMEOUT_S) as reply:
+                return next(one["webSocketDebuggerUrl"] for one in json.load(reply) if one["type"] == "page")
         time.sleep(0.05)
     raise AssertionError(f"{CHROMIUM} opens no tab")
-
-
-def _command(socket: ClientConnection, number: int, method: str) -> Any:
-    socket.send(json.dumps({"id": number, "method": method}))
-    while True:
-        message = json.loads(socket.recv(timeout=START_TIMEOUT_S))
-        if message.get("id") == number:
-            return message["result"]
-
-
-def _address(profile: Path, browser: subprocess.Popen) -> str:
-    file = profile / "DevToolsActivePort"
-    end = time.monotonic() + START_TIMEOUT_S
-    while not (file.is_file() and len(file.read_text().split()) == 2):
-        assert browser.poll() is None, f"{CHROMIUM} ended with {browser.returncode}"
-        assert time.monotonic() < end, f"{CHROMIUM} does not listen"
-        time.sleep(0.05)
-    port, path = file.read_text().split()
-    return f"ws://127.0.0.1:{port}{path}"
-
-
-def _port(profile: Path) -> str:
-    return (profile / "DevToolsActivePort").read_text().split()[0]
