@@ -9,13 +9,14 @@ from base64 import b64decode
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from threading import Thread
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 from huggingface_hub import constants
+
+from tests.helpers.serving import serving as serve
 
 LARGE = (".parquet", ".safetensors")
 # The hub sends a thousand entries a page.
@@ -216,19 +217,9 @@ def serving(repositories: dict[str, Repository]) -> Iterator[Hub]:
         do_HEAD = do_GET  # noqa: N815
         do_PUT = do_POST  # noqa: N815
 
-        def log_message(self, format: str, *args: object) -> None:
-            """Print nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True
-        hub.port = server.server_port
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        try:
-            yield hub
-        finally:
-            server.shutdown()
-            thread.join()
+    with serve(Handler) as address:
+        hub.port = int(address.rpartition(":")[2])
+        yield hub
 
 
 def use_hub(monkeypatch: pytest.MonkeyPatch, folder: Path, port: int) -> None:
