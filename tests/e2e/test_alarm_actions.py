@@ -7,6 +7,7 @@ import pytest
 
 from rlcore.config.trainer import AlarmConfig
 from rlcore.errors import AlarmError, NonFiniteError, UnscoredError
+from rlcore.run.failures import failure_from
 from rlcore.tracking.journal import load_journal, read_journal
 from rlcore.trainer.alarms import SKIPPED
 from tests.helpers.harmful import HARM
@@ -64,8 +65,9 @@ def test_what_is_done(root: Path, alarm: str, action: str) -> None:
     run = prepare(root, *kept, *CAUSES[alarm], f"alarms.{alarm}={action}", f"run_id={alarm}-{action}")
     heard: list[Event] = []
     if action == "stop":
-        with pytest.raises((AlarmError, NonFiniteError), match=r"alarms\.|not finite"):
+        with pytest.raises((AlarmError, NonFiniteError), match=r"alarms\.|not finite") as caught:
             run_to_the_end(run, heard.append)
+        assert str(failure_from(caught.value, "", 0).kind) == "numbers"
     else:
         run_to_the_end(run, heard.append)
         assert verified_steps(run)[-1] == STEPS
