@@ -4,15 +4,9 @@
     python -m benchmarks.damaged_inputs --only journal     # the cases with this word in their name
     python -m benchmarks.damaged_inputs --list             # list the cases
 
-A run of six steps is stopped after four, and another run is finished. Each case copies one of these runs, damages the
-copy, and starts the same command (`millrace train`). A case passes in one of three ways:
-
-- The numbers and weights equal those of the undisturbed run, and the console names the damage.
-- The command refuses with one clear message that names the damage.
-- The weights are the same, and the console and the report name lost steps of the journal that no checkpoint restores.
-
-A case fails with a traceback, a hang, different numbers, or damage that is not reported. The script writes
-build/results/damaged_inputs.json, or the file that --out names.
+Each case damages a copy of a stopped or a finished run, and starts the same command. It passes if the numbers equal
+those of the undisturbed run and the console names the damage, or if one clear message refuses the run. It also passes
+if the console and the report name lost steps of the journal. Writes build/results/damaged_inputs.json or --out.
 """
 
 import argparse
@@ -43,17 +37,14 @@ RUN = (
 )  # fmt: skip
 STEPS, STOPPED_AT = 6, 4
 START_LIMIT_S = 900
-UNPRIVILEGED = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
-"""The prefix of a command that makes root obey file permissions."""
+UNPRIVILEGED = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")  # makes root obey file permissions
 
 Action = Callable[[Path], object]
-"""A function that damages the file or folder at a path."""
 
 
 @dataclass(frozen=True)
 class Damage:
-    """One way to damage a run. `path` is a glob pattern below the workspace. The console must print `name`. If `name`
-    is '', nothing reads the damaged file, and no message is expected.
+    """One way to damage a run. `path` is a glob pattern below the workspace. The console must print `name`, if any.
 
     `finished` selects the finished run. `limited` starts the command without root's right to ignore file permissions.
     """
@@ -222,10 +213,6 @@ def _first_shard(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Numbers:
-    """The results that a repeated run must reproduce: the repeatable metrics of each step, the digest of the weights,
-    and the last validation.
-    """
-
     steps: dict[int, dict[str, float]]
     weights: str
     validation: dict[str, object]
@@ -233,8 +220,8 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a case. `verdict` is one of `PASSED`, or a description of the failure. `output` has the lines of
-    the console that name the damage.
+    """The outcome of a case. `verdict` is one of `PASSED` or describes the failure. `output` has the lines with the
+    name.
     """
 
     name: str
@@ -247,7 +234,6 @@ PASSED = ("equal", "refused", "gap reported")
 
 
 def _start(root: Path, steps: int = STEPS, *, limited: bool = False) -> tuple[int | None, str]:
-    """Run the command. Return its exit code (None after the time limit) and its output."""
     prefix = UNPRIVILEGED if limited and os.getuid() == 0 else ()
     command = [*prefix, sys.executable, "-m", "flows.cli", "train", *_overrides(steps), f"paths.root={root}"]
     with tempfile.TemporaryFile() as output:
@@ -315,7 +301,6 @@ def _verdict(damage: Damage, root: Path, expected: Numbers, code: int | None, ou
 
 
 def main() -> None:
-    """Run the chosen cases. Exits with code 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="a word in the names of the cases")
     parser.add_argument("--list", action="store_true", help="list the cases and stop")

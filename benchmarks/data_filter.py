@@ -4,12 +4,9 @@
     python benchmarks/data_filter.py --rows=20000             # a smaller run
     python benchmarks/data_filter.py --check --write          # exit code 1 below ten times or over 2 s; writes JSON
 
-A byte-level BPE tokenizer of 32,768 tokens is trained on Python's standard library and on prompts of another seed. For
-each row, the loop applies the chat template, tokenizes, counts the tokens, and keeps or drops the row. Blocks of the
-loop alternate with whole runs of the filter, so that both run under the same machine load. The filter's time includes
-loading the tokenizer, reading and writing parquet, tokenizing solutions and distractors, and searching for duplicates
-and leaks. The filter first runs on a few rows, so that its modules are loaded. A second run of the filter in a new
-process must reuse the stored result. The loop and the filter must give the same token ids.
+The loop applies the chat template of a trained byte-level BPE tokenizer, tokenizes, counts, and keeps or drops each
+row. Its blocks alternate with whole runs of the filter, which include loading, reading and writing. A second run in a
+new process must reuse the stored result. Both must give the same token ids.
 """
 
 import argparse
@@ -46,9 +43,6 @@ CHAT_TEMPLATE = (
 
 
 def main() -> None:
-    """Measure the row-by-row loop and the filter in turn. Then measure a second run that reuses the results of the
-    filter.
-    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=327_680, help="rows of the training split")
     parser.add_argument("--block", type=int, default=4_096, help="rows of one block of the usual way")
@@ -82,7 +76,6 @@ def main() -> None:
 
 
 def trained_tokenizer(folder: Path) -> Path:
-    """Train a byte-level BPE tokenizer of 32,768 tokens with a chat template, and return its folder."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -107,7 +100,6 @@ def trained_tokenizer(folder: Path) -> Path:
 
 
 def corpus() -> list[str]:
-    """Return texts with many different words: the sources of the standard library, and prompts."""
     from data.countdown import build
 
     texts, size = [], 0
@@ -120,7 +112,6 @@ def corpus() -> list[str]:
 
 
 def in_turn(arguments: argparse.Namespace, dataset: Path, tokenizer: Path, folder: Path) -> dict[str, Any]:
-    """Alternate blocks of the row-by-row loop with runs of the filter, and return the measurements."""
     import pyarrow.parquet as pq
     from transformers import AutoTokenizer
 
@@ -168,7 +159,6 @@ def in_turn(arguments: argparse.Namespace, dataset: Path, tokenizer: Path, folde
 
 
 def in_new_process(folder: Path) -> dict[str, float]:
-    """Start `second_run` in a new process, and measure its seconds from the start of the process."""
     command = [sys.executable, __file__, *sys.argv[1:], "--second", str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     start = time.perf_counter()
@@ -177,7 +167,6 @@ def in_new_process(folder: Path) -> dict[str, float]:
 
 
 def second_run(settings: CountdownData, folder: Path) -> dict[str, float]:
-    """Return the seconds that the dataset stage and the filter need to find their stored results."""
     with Cost() as cost:
         dataset = build_dataset(settings, seed=1, root=folder)
         filtered = filter_dataset(dataset.directory, folder / "tokenizer", FilterConfig(), root=folder)

@@ -46,7 +46,6 @@ BY_COMMAND: Mapping[str, Callable[[argparse.Namespace, Path], Verdict]] = {
 
 
 def run(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    """Run the chosen checks and return their results. An error in one check does not affect the other checks."""
     short_memory.prepare()
     found: dict[str, Any] = {}
 
@@ -92,7 +91,6 @@ def _run_check(name: str, check: Callable[[], Verdict]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the checks. Exits with code 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [*BY_COMMAND, *ON_THE_RIG]
     parser.add_argument("--only", nargs="+", choices=names, default=names)

@@ -25,10 +25,7 @@ from rlcore.run.layout import RunLayout
 
 DEMO = ("experiment=countdown_demo", "runtime.backend=local", "tracking.enabled=false", "seed=1")
 LENGTHS = ("trainer.total_steps", "trainer.steps_per_chunk", "validation.every_steps")
-TWO_UPDATES = "trainer.mini_batch_size=32"
-"""The setting for two optimizer steps per batch. With only one step, every probability ratio is 1, and several methods
-are equal.
-"""
+TWO_UPDATES = "trainer.mini_batch_size=32"  # with one, every probability ratio is 1
 SETTINGS = {
     **{name: (TWO_UPDATES, f"algo.policy_loss={name}") for name in POLICY_LOSSES},
     "gspo": (TWO_UPDATES, "algo=gspo"),
@@ -47,7 +44,6 @@ SETTINGS = {
 
 
 def train(name: str, overrides: list[str]) -> dict[str, object]:
-    """Train with one method, unless its run is finished. Return the validations and the seconds of the command."""
     arguments = [*DEMO, f"name=every_method_{name}", *SETTINGS[name], *overrides]
     begun = time.perf_counter()
     command = [sys.executable, "-m", "flows.cli", "train", *arguments]

@@ -20,25 +20,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.grpo_step import PROMPT_TOKENS, SAMPLES, describe_step, settings
-from benchmarks.harness import draw_lengths
+from benchmarks.grpo_step import SAMPLES, describe_step, settings
+from benchmarks.harness import PROMPT_TOKENS, draw_lengths
 from benchmarks.shapes import SHAPES, model_of
 from rlcore.rollout.engine import SamplingRequest
 from rlcore.rollout.vllm.engine import VllmEngine
 from rlcore.rollout.vllm.start import EngineShape
 from rlcore.types import Prompt
 
-RANGES = ((1, 16), (17, 256), (257, 512), (513, 10**6))
-"""The ranges of the number of unfinished responses, each a row of the table."""
-PROFILED = {"tail": (1, 8), "middle": (60, 160), "wide": (300, 640)}
-"""The ranges of the number of unfinished responses in which the profiler records up to 30 steps."""
+RANGES = ((1, 16), (17, 256), (257, 512), (513, 10**6))  # of unfinished responses, each a row of the table
+PROFILED = {"tail": (1, 8), "middle": (60, 160), "wide": (300, 640)}  # in which the profiler records up to 30 steps
 PROFILED_STEPS = 30
 
 
 class Generation:
-    """The generation of a batch of responses by vLLM. `step` runs one engine step. A caller may replace `step` to
-    measure it.
-    """
+    """The generation of a batch of responses by vLLM. A caller may replace `step` to measure it."""
 
     def __init__(self, arguments: argparse.Namespace, directory: Path) -> None:
         self._arguments, self._vocab = arguments, SHAPES[arguments.shape]["vocab_size"]
@@ -56,11 +52,9 @@ class Generation:
         core.get_output = lambda: self.step()
 
     def num_unfinished(self) -> int:
-        """Return the number of unfinished responses."""
         return len(self._scheduler.running) + len(self._scheduler.waiting)
 
     def run(self, number: int) -> float:
-        """Generate all responses and return the seconds taken. `number` selects the prompts and response lengths."""
         arguments, rng = self._arguments, np.random.default_rng(number)
         prompts = [
             Prompt(index, tuple(rng.integers(4, self._vocab, PROMPT_TOKENS).tolist()), "random", "{}")
@@ -78,9 +72,7 @@ class Generation:
 
 
 def timed(step: Callable[[], Any], count: Callable[[], int], found: dict[int, list[float]]) -> Callable[[], Any]:
-    """Return a function that calls `step` and measures its milliseconds. They are appended to `found[n]`, where n is
-    the number of responses that are unfinished after the call.
-    """
+    """Return a `step` that appends its milliseconds to `found[n]` for n responses unfinished after it."""
 
     def measured() -> Any:
         started = time.perf_counter()

@@ -25,22 +25,18 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import PHASES, describe_lengths, draw_lengths, run_steps
+from benchmarks.harness import PHASES, FixedLengths, compose, describe_lengths, draw_lengths, run_steps
 from benchmarks.shapes import SHAPES, model_of
 from rlcore.batching.balance import Sizes
 from rlcore.config import RunConfig
-from rlcore.config.compose import load_config
 from rlcore.trainer.step import StepResult
 
-REFERENCE_TOKENS_PER_S = 2_092.46
-"""The tokens per second per GPU of the reference run on H100 GPUs."""
-PROMPT_TOKENS, SAMPLES = 107, 5
+REFERENCE_TOKENS_PER_S = 2_092.46  # of a GPU in the reference run on H100 GPUs
+SAMPLES = 5
 
 
 def settings(arguments: argparse.Namespace, directory: Path, *, ranks: int = 1) -> RunConfig:
-    """Compose the settings of the reference experiment with `arguments.prompts` prompts. With several ranks, the
-    workers run under Ray.
-    """
+    """Compose the settings of the reference experiment. Several ranks run under Ray."""
     prompts, engine = arguments.prompts, "hf" if arguments.engine == "none" else arguments.engine
     backend = "local" if ranks == 1 else "ray"
     overrides = [
@@ -52,35 +48,22 @@ def settings(arguments: argparse.Namespace, directory: Path, *, ranks: int = 1) 
     ]  # fmt: skip
     if torch.cuda.is_available():
         overrides += ["model.compile=true", "trainer.max_tokens_per_micro_batch=32768"]
-    given = {line.partition("=")[0] for line in arguments.overrides}
-    overrides = [line for line in overrides if line.partition("=")[0] not in given]
-    return load_config([*overrides, *arguments.overrides], experiment="verl_gsm8k_grpo")
+    return compose(overrides, arguments.overrides)
 
 
 def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     config = settings(arguments, directory, ranks=arguments.ranks)
-    vocab_size = SHAPES[arguments.shape]["vocab_size"]
     num_responses = arguments.prompts * config.rollout.samples_per_prompt
     lengths = draw_lengths(num_responses, arguments.mean, arguments.longest)
+    group = FixedLengths(config, directory, lengths, real=arguments.engine != "none")
     steps = run_steps(
-        config,
-        directory,
-        lengths,
-        prompt_tokens=PROMPT_TOKENS,
-        ground_truth='{"answer": "18"}',
-        vocab_size=vocab_size,
-        warm_up=arguments.warm_up,
-        measured=arguments.steps,
-        real=arguments.engine != "none",
-        trace=arguments.trace,
+        config, directory, group, warm_up=arguments.warm_up, measured=arguments.steps, trace=arguments.trace
     )
     memory = {"peak_allocated_gb": steps.peak.allocated_gb, "peak_reserved_gb": steps.peak.reserved_gb}
     return metrics(arguments, config, steps.results) | memory
 
 
 def metrics(arguments: argparse.Namespace, config: RunConfig, results: Sequence[StepResult]) -> dict[str, Any]:
-    """Return the medians over the measured steps. MFU is None on a device whose peak speed is not known."""
-
     def median(name: str) -> float | None:
         values = [result.metrics[name] for result in results if name in result.metrics]
         return statistics.median(values) if values else None

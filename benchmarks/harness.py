@@ -1,10 +1,9 @@
-"""Training steps of the real trainer, each with the same amount of work. Prompts and weights are random, and lengths
-are drawn once.
-"""
+"""Training steps of the real trainer with equal work. Prompts and weights are random, and lengths are drawn once."""
 
 import argparse
 import contextlib
 import itertools
+import json
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +17,7 @@ import torch
 from rlcore.batching.loader import PromptStream
 from rlcore.checkpoint.state import LoopState
 from rlcore.config import RunConfig
+from rlcore.config.compose import load_config
 from rlcore.models.tokenizer import Decode, load_tokenizer, text_decoder
 from rlcore.rollout.engine import SamplingRequest
 from rlcore.rollout.scoring import ScoringPool
@@ -32,20 +32,20 @@ from rlcore.workers.group import Pending, WorkerGroup
 from rlcore.workers.measure import MemoryPeak
 from rlcore.workers.worker import Worker
 
+PROMPT_TOKENS, GROUND_TRUTH = 107, '{"answer": "18"}'
 PHASES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "update_weights")
 
 
 class FixedLengths:
-    """A `WorkerGroup` whose responses have fixed lengths. If `real` is false, it immediately returns random responses.
-
-    Each step assigns the lengths to the prompts in another order, so that no result of the previous step can be reused.
+    """A `WorkerGroup` whose responses have fixed lengths, in another order in each step so that no result can be
+    reused. If `real` is false, it immediately returns random responses.
     """
 
-    def __init__(self, config: RunConfig, directory: str, lengths: Sequence[int], *, vocab_size: int, real: bool):
-        self._group = start_workers(config, directory)
+    def __init__(self, config: RunConfig, directory: Path, lengths: Sequence[int], *, real: bool = True):
+        self._group = start_workers(config, str(directory))
         self.world_size = self._group.world_size
         self.lengths = lengths
-        self._vocab_size = vocab_size
+        self._vocab_size = vocab_size_of(directory)
         self._real = real
         self._version = 0
 
@@ -98,6 +98,17 @@ class FixedLengths:
         )
 
 
+def vocab_size_of(directory: Path) -> int:
+    return int(json.loads((directory / "config.json").read_text(encoding="utf-8"))["vocab_size"])
+
+
+def compose(base: Sequence[str], overrides: Sequence[str], experiment: str = "verl_gsm8k_grpo") -> RunConfig:
+    """Compose the settings of an experiment. `overrides` replace the same keys of `base`."""
+    given = {line.partition("=")[0] for line in overrides}
+    base = [line for line in base if line.partition("=")[0] not in given]
+    return load_config([*base, *overrides], experiment=experiment)
+
+
 def draw_lengths(count: int, mean: float, longest: int) -> list[int]:
     """Draw geometric lengths with the mean `mean`. No length is above `longest`, and the first length is `longest`."""
     drawn = np.random.default_rng(7).geometric(1 / mean, count).clip(1, longest)
@@ -112,15 +123,12 @@ def describe_lengths(parser: argparse.ArgumentParser, *, mean: float = 183.0, lo
 
 
 class Loop:
-    """A training loop that begins at step 0."""
-
     def __init__(self, trainer: Trainer, kl_coef: float) -> None:
         self._trainer = trainer
         self._state = LoopState(0, 0, 0, 0, kl_coef)
 
     @property
     def version(self) -> int:
-        """The policy version of the last weight sync."""
         return self._state.policy_version
 
     def step(self) -> StepResult:
@@ -130,32 +138,13 @@ class Loop:
 
 
 @contextlib.contextmanager
-def worker_group(
-    config: RunConfig, directory: Path, lengths: Sequence[int], *, vocab_size: int, real: bool = True
-) -> Iterator[FixedLengths]:
-    """Start the workers, and close them at the end of the `with` block. Their engines have no weights yet."""
-    group = FixedLengths(config, str(directory), lengths, vocab_size=vocab_size, real=real)
-    try:
-        yield group
-    finally:
-        group.close()
-
-
-@contextlib.contextmanager
 def training_loop(
-    config: RunConfig,
-    directory: Path,
-    group: WorkerGroup,
-    *,
-    prompt_tokens: int,
-    ground_truth: str,
-    vocab_size: int,
-    real_prompts: Sequence[Prompt] = (),
+    config: RunConfig, directory: Path, group: WorkerGroup, *, real_prompts: Sequence[Prompt] = ()
 ) -> Iterator[Loop]:
     """Open a training loop at step 0 with the workers' weights. If `real_prompts` is empty, the prompts are random."""
-    rng = np.random.default_rng(3)
+    rng, vocab_size = np.random.default_rng(3), vocab_size_of(directory)
     prompts = list(real_prompts) or [
-        Prompt(i, tuple(rng.integers(4, vocab_size, prompt_tokens).tolist()), config.data.task, ground_truth)
+        Prompt(i, tuple(rng.integers(4, vocab_size, PROMPT_TOKENS).tolist()), config.data.task, GROUND_TRUTH)
         for i in range(config.trainer.batch_size)
     ]
     tokenizer = load_tokenizer(directory)
@@ -181,31 +170,17 @@ def _episodes(config: RunConfig, tokenizer: Any, decode: Decode) -> contextlib.A
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The results of the measured steps, and the memory peak of the rank with the largest peak."""
-
     results: list[StepResult]
     peak: MemoryPeak
 
 
 def run_steps(
-    config: RunConfig,
-    directory: Path,
-    lengths: Sequence[int],
-    *,
-    prompt_tokens: int,
-    ground_truth: str,
-    vocab_size: int,
-    warm_up: int,
-    measured: int,
-    real: bool = True,
-    trace: bool = False,
+    config: RunConfig, directory: Path, group: FixedLengths, *, warm_up: int, measured: int, trace: bool = False
 ) -> Steps:
-    """Start the workers, run `warm_up` steps and then `measured` steps, and print a line for each step."""
+    """Run `warm_up` steps and then `measured` steps, print a line for each step, and close the workers."""
     results: list[StepResult] = []
-    with worker_group(config, directory, lengths, vocab_size=vocab_size, real=real) as group:
-        with training_loop(
-            config, directory, group, prompt_tokens=prompt_tokens, ground_truth=ground_truth, vocab_size=vocab_size
-        ) as loop:
+    with contextlib.closing(group):
+        with training_loop(config, directory, group) as loop:
             for number in range(warm_up + measured):
                 with _profiled(trace and number == warm_up + measured - 1):
                     result = loop.step()
@@ -219,10 +194,7 @@ def run_steps(
 
 @contextlib.contextmanager
 def watched_memory(*, every_s: float = 0.02) -> Iterator[Callable[[], float]]:
-    """Yield a function that returns the peak GPU memory of all processes inside the block, in GB of 1e9 bytes.
-
-    The memory is read from the driver every `every_s` seconds. On a CPU, the peak is 0.
-    """
+    """Yield a function that returns the peak GPU memory of all processes inside the block, in GB of 1e9 bytes."""
     if not torch.cuda.is_available():
         yield lambda: 0.0
         return
@@ -246,7 +218,6 @@ def watched_memory(*, every_s: float = 0.02) -> Iterator[Callable[[], float]]:
 
 @contextlib.contextmanager
 def _profiled(wanted: bool) -> Iterator[None]:
-    """Print a profile of the `with` block if `wanted` is true."""
     if not wanted:
         yield
         return

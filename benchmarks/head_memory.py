@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCAB = 150_000
-LOSSES = {"logprob": "value", "logprob-and-entropy": "grad"}
-"""The entropy mode for each choice of `--loss`. Both modes compute the entropy."""
+LOSSES = {"logprob": "value", "logprob-and-entropy": "grad"}  # the entropy mode; both compute the entropy
 
 
 def main() -> None:
@@ -108,9 +107,7 @@ def held_bytes(device: str) -> int:
 
 
 def peak_bytes(device: str) -> int:
-    """Return the peak memory in bytes. It is measured since the start of the process (CPU) or since the last call of
-    `held_bytes` (CUDA).
-    """
+    """Return the peak memory in bytes since the start (CPU) or since `held_bytes` (CUDA)."""
     if device == "cuda":
         import torch
 

@@ -4,15 +4,12 @@
     python -m benchmarks.killed_run --kills 5 trainer.total_steps=40
     python -m benchmarks.killed_run --aim parts --kills 60         # debug on Ray: one process at a time
 
-`--aim everything` kills all processes of the run at a random step. `--aim parts` kills one process at a time: the flow,
-the trainer, a rank, raylet, gcs_server, a scorer, or the delivery to MLflow. The moment is random within --window
-seconds after the start of the process. The run may survive the kill or retry. If it ends, the same command is started
-again. If a run finishes before all kills are done, another run is started in a separate folder. The new run reuses the
-dataset and the initial policy of the undisturbed run.
+`--aim everything` kills all processes of the run at a random step. `--aim parts` kills one process (`PARTS`) within
+--window seconds after its start. The command is repeated until the run is finished. Until all kills are done, further
+runs start from the same dataset and initial policy.
 
-The script compares every metric of every step exactly, except seconds, memory and throughput. It compares the final
-weights byte by byte. The exit code is 0 if all are equal and no process is left. --out adds the findings to a JSON
-file.
+Every metric of every step except seconds, memory and throughput, and the bytes of the final weights must be equal, and
+no process may be left. Otherwise the exit code is 1. --out adds the findings to a JSON file.
 """
 
 import argparse
@@ -39,30 +36,22 @@ from tests.helpers.repeatable import repeatable
 
 PR_SET_CHILD_SUBREAPER = 36
 RESUMABLE = 75
-MAX_STARTS = 20
-"""The number of times that a run may be started, in addition to the number of kills. If a run needs more starts, the
-script ends.
-"""
-LEFT_WAIT_S = 120.0
-"""The seconds to wait for processes that are still alive after a run, such as the delivery to MLflow or a trainer that
-is saving.
-"""
+MAX_STARTS = 20  # starts of a run, in addition to the kills
+LEFT_WAIT_S = 120.0  # for processes that are alive after a run, such as the delivery to MLflow
 ON_RAY = (
     "experiment=debug", "runtime=ray", "reward.num_processes=1", "trainer.total_steps=300",
     "trainer.steps_per_chunk=10", "validation.every_steps=50",
 )  # fmt: skip
 MADE_BEFORE = ("datasets", "filtered", "models", "tokenizers")
 MARKS = {"trainer": "rlcore.run.process", "scorer": "scoring_worker", "delivery": "rlcore.tracking"}
-"""The text that identifies each kind of process. One of the words of its command line ends with this text."""
+"""The end of a word in the command line of each kind of process."""
 NAMES = {"ray::RankProcess": "rank", "raylet": "raylet", "gcs_server": "gcs_server"}
 PARTS = ("flow", *MARKS, *NAMES.values())
 
 
 @dataclass(frozen=True)
 class Kill:
-    """One kill. `age_s` is the age of the killed process, `step` the last step in the journal, and `run` the number of
-    the run.
-    """
+    """One kill. `age_s` is the age of the killed process, and `step` the last step in the journal."""
 
     run: int
     part: str
@@ -72,9 +61,7 @@ class Kill:
 
 @dataclass
 class Findings:
-    """The findings about all killed runs. `codes` counts the runs by exit code. `raw` has the outputs with a traceback
-    or an unknown exit code.
-    """
+    """`codes` counts the runs by exit code. `raw` has the outputs with a traceback or an unknown exit code."""
 
     kills: list[Kill] = field(default_factory=list)
     codes: Counter[int] = field(default_factory=Counter)
@@ -87,7 +74,6 @@ class Findings:
 
 
 def layout(root: Path, overrides: Sequence[str]) -> RunLayout:
-    """Return the paths of a run with the settings `overrides` in the workspace `root`."""
     return RunLayout.of(load_config([*overrides, f"paths.root={root}"]))
 
 
@@ -96,7 +82,6 @@ def _last_step(where: RunLayout) -> int:
 
 
 def _start(root: Path, overrides: Sequence[str]) -> "subprocess.Popen[bytes]":
-    """Start the command. Its output is appended to commands.log."""
     root.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "flows.cli", "run", *overrides, f"paths.root={root}"]
     with (root / "commands.log").open("ab") as log:
@@ -162,9 +147,7 @@ def _processes_by_part(flow: int) -> Mapping[str, psutil.Process]:
 
 
 class PartKiller:
-    """An object that kills one process at a time. It chooses among the kinds of process that it has killed the fewest
-    times.
-    """
+    """A killer of one process at a time, of a kind with the fewest kills."""
 
     def __init__(self, num_kills: int, window_s: float, rng: random.Random, found: Findings) -> None:
         self.left = num_kills
@@ -175,7 +158,6 @@ class PartKiller:
         self._run = 0
 
     def run(self, root: Path, overrides: Sequence[str]) -> None:
-        """Start a run, kill parts of it and start it again, until the run is finished."""
         self._run += 1
         for _ in range(MAX_STARTS + self.left):
             process = _start(root, overrides)
@@ -206,8 +188,8 @@ class PartKiller:
             time.sleep(0.05)
 
     def _next_target(self) -> tuple[str, float, float]:
-        """Return the kind of process to kill next, the present time, and a delay in seconds. The delay begins at the
-        present time, or at the start of the process if it starts later.
+        """Return the kind of process to kill next, the present time, and a delay since then or since the process
+        starts.
         """
         fewest = min(self._hits[part] for part in PARTS)
         part = self._rng.choice([part for part in PARTS if self._hits[part] == fewest])
@@ -225,9 +207,7 @@ def _wait_for_orphans(found: Findings) -> None:
 
 
 def _alive_descendants() -> list[psutil.Process]:
-    """Return the living descendants of this process, and reap the dead ones. Orphans are also descendants, because this
-    process is a subreaper.
-    """
+    """Return the living descendants, with orphans, of this subreaper, and reap the dead ones."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
@@ -242,7 +222,6 @@ def _alive_descendants() -> list[psutil.Process]:
 
 
 def compare(whole: Path, killed: Path, overrides: Sequence[str], found: Findings) -> None:
-    """Compare an undisturbed run with a killed run: every metric of every step, and the final weights."""
     expected, got = (
         [repeatable(dict(record.metrics)) for record in read_journal(layout(root, overrides).journal)]
         for root in (whole, killed)
@@ -262,9 +241,6 @@ def compare(whole: Path, killed: Path, overrides: Sequence[str], found: Findings
 
 
 def main() -> None:
-    """Run the experiment undisturbed and with kills, and compare the results. Exits with code 1 if a result differs or
-    a process is still alive.
-    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, default=Path("artifacts-killed"))
     parser.add_argument("--aim", choices=["everything", "parts"], default="everything")

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from benchmarks import grpo_step
-from benchmarks.harness import draw_lengths, run_steps
-from benchmarks.shapes import SHAPES, make_model
+from benchmarks.harness import FixedLengths, draw_lengths, run_steps
+from benchmarks.shapes import make_model
 from rlcore.models.shape import shape_of
 from rlcore.workers.memory_plan import GB, chosen_settings, detect_device, fit_settings, require_fit
 
@@ -31,9 +31,7 @@ _LENGTHS = ["filter.max_prompt_tokens=120", "runtime.fit_memory=auto"]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model shape of `benchmarks.shapes`, the number of prompts, and the response lengths. Each prompt has five
-    responses.
-    """
+    """A shape of `benchmarks.shapes`, the number of prompts with five responses each, and the response lengths."""
 
     shape: str
     prompts: int
@@ -70,16 +68,8 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         config, plan = fit_settings(asked, shape, device)
         require_fit(config, plan)
         print(f"{name}: {chosen_settings(asked, config)}", flush=True)
-        steps = run_steps(
-            config,
-            directory,
-            lengths,
-            prompt_tokens=grpo_step.PROMPT_TOKENS,
-            ground_truth='{"answer": "18"}',
-            vocab_size=SHAPES[case.shape]["vocab_size"],
-            warm_up=arguments.warm_up,
-            measured=arguments.steps,
-        )
+        group = FixedLengths(config, directory, lengths)
+        steps = run_steps(config, directory, group, warm_up=arguments.warm_up, measured=arguments.steps)
         found = grpo_step.metrics(options, config, steps.results)
     peak_gb = max(result.metrics.get("perf/max_memory_allocated_gb", 0.0) for result in steps.results)
     return found | {
@@ -93,7 +83,6 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _limit_memory(gb: float) -> None:
-    """Make torch refuse allocations beyond `gb` on this GPU."""
     if torch.cuda.is_available():
         torch.cuda.set_per_process_memory_fraction(gb * GB / torch.cuda.get_device_properties(0).total_memory)
 

@@ -31,8 +31,6 @@ _LEFT_OUT = re.compile(r"boxed|!(?!:)|\^\{?[0-9]{2}|\\binom|\\dbinom|e\+|\^\{?n"
 
 
 class Answer(NamedTuple):
-    """A generated answer without its box. `is_right`: whether the answer equals the reference by construction."""
-
     edit: str
     text: str
     is_right: bool
@@ -40,17 +38,13 @@ class Answer(NamedTuple):
 
 @lru_cache(maxsize=1)
 def readings() -> dict[str, str]:
-    """Return the expected result of reading each reference, such as `number 25/2%`, `words sunday`, `expression` or
-    `refused`.
-    """
+    """Return the expected reading of each reference, such as `number 25/2%`, `words sunday` or `refused`."""
     rows = (line.partition("\t") for line in REFERENCES.read_text().splitlines())
     return {reference: reading for reference, _, reading in rows}
 
 
 def answers(count: int, seed: int) -> Iterator[tuple[str, Answer]]:
-    """Yield `count` pairs of a reference and an answer that is generated from it. References and edits are drawn
-    uniformly.
-    """
+    """Yield `count` pairs of a reference and an answer that is generated from it."""
     rng = random.Random(seed)
     references = [text for text, reading in readings().items() if reading != "refused" and not _LEFT_OUT.search(text)]
     for _ in range(count):
@@ -128,9 +122,7 @@ def math_verify_pays(reference: str, answer: str) -> bool:
 
 
 def rule(reference: str, answer: str) -> str | None:
-    """Return the rule of docs/data.md by which `data.math` refuses an answer that math-verify accepts. Return None if
-    there is no such rule.
-    """
+    """Return the rule of docs/data.md by which `data.math` refuses an answer that math-verify accepts, or None."""
     gold, reading = read(reference), read(answer)
     if gold.number is not None:
         return _number_rule(gold, reading)
@@ -160,9 +152,7 @@ def _has_letter_more(gold: Reading, reading: Reading) -> bool:
 
 
 def _paid_by(reference: str, answer: str) -> str | None:
-    """Return the rule by which `data.math` accepts an answer that math-verify refuses. Return None if there is no such
-    rule. The rule is chosen by the kind of the reference in `readings` and the text of the answer.
-    """
+    """Return the rule by which `data.math` accepts an answer that math-verify refuses, or None."""
     kind, _, reading = readings()[reference].partition(" ")
     same = answer.rstrip("\\% ") == reference.rstrip("\\% ")
     if kind == "number" and (same or _naive_number(answer) == Fraction(reading.rstrip("%"))):
@@ -185,9 +175,7 @@ def _naive_number(answer: str) -> Fraction | None:
 
 
 def compared(count: int, seed: int) -> tuple[dict[str, Any], list[str]]:
-    """Score `count` answers by `data.math` and by math-verify. Return the statistics, and the differences that no rule
-    explains.
-    """
+    """Score `count` answers by both. Return the statistics, and the differences that no rule explains."""
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     figures: Counter[str] = Counter()
     rules: Counter[str] = Counter()
@@ -213,7 +201,6 @@ def compared(count: int, seed: int) -> tuple[dict[str, Any], list[str]]:
 
 
 def main() -> None:
-    """Print the statistics to stdout, and the differences that no rule explains to stderr."""
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 20_000
     figures, unexplained = compared(count, seed=1)
     figures["references"] = sum(reference_problem(text) is None for text in readings())

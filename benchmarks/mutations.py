@@ -51,21 +51,17 @@ COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
 CALCULATED: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
 }  # fmt: skip
-FIRST = 20
-"""The number of tests that run first for a mutated statement. They notice most mutations."""
-NO_TESTS = 5
-"""The exit code of pytest if no test ran, for example because all are lengthy."""
+FIRST = 20  # tests that run first for a mutated statement and notice most mutations
+NO_TESTS = 5  # pytest's exit code if no test ran
 OTHER_NAME = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 
 @dataclass
 class Mutation:
-    """The replacement of the text from `start` to `end` by `new`. `start` and `end` are pairs of a line (from 1) and a
-    column. `statement` is the first line of the changed statement.
+    """The replacement of the text from `start` to `end`, pairs of a line (from 1) and a column, by `new`.
 
-    `tried` is the number of tests that execute the statement, or 0 if the folder's tests ran. `noticed_by` is the test
-    that noticed the mutation, or "limit" after a timeout. `equivalent` is a reason, written by a reader, why the
-    mutation changes no behavior.
+    `tried` is the number of tests that execute `statement`, or 0 if the folder's tests ran. `noticed_by` is a test or
+    "limit". `equivalent` is a reader's reason why the mutation changes no behavior.
     """
 
     folder: str
@@ -164,11 +160,7 @@ def _tests_of(folder: str) -> str:
 
 @cache
 def tests_by_line(lines: Path) -> dict[str, dict[int, list[str]]]:
-    """Return the test functions that execute each line of each file. They are read from a coverage file with contexts.
-
-    The tests of a line are sorted by the number of lines that they execute, because tests of few lines are quick and
-    specific.
-    """
+    """Return the tests that execute each line of each file, those of few lines first, from data with contexts."""
     from coverage import CoverageData
 
     data: Any = CoverageData(str(lines))
@@ -214,9 +206,6 @@ def _environment(checkout: Path) -> dict[str, str]:
 
 
 def _pytest_arguments(tests: list[str]) -> list[str]:
-    """Return the arguments of pytest. The tests use the cache of the original checkout, because it contains a real
-    model.
-    """
     return ["-x", "-q", "--tb=no", "-m", "not lengthy", "-o", f"cache_dir={ROOT / '.pytest_cache'}", *tests]
 
 
@@ -228,9 +217,7 @@ def _failed_test(output: str, code: int | None) -> str | None:
 
 
 def write(out: Path, seed: int, mutations: list[Mutation]) -> None:
-    """Write the results to a file. The results of other folders in the file are kept, and also the reasons that a
-    reader has added.
-    """
+    """Write the results to a file, which keeps the results of other folders and a reader's reasons."""
     before = [Mutation(**one) for one in json.loads(out.read_text())["mutations"]] if out.exists() else []
     remarks = {(one.file, one.old, one.new): one.equivalent for one in before}
     for one in mutations:

@@ -23,7 +23,6 @@ FORMS = Path(__file__).parents[1] / "tests" / "data" / "math_references.txt"
 
 
 def main() -> None:
-    """Check each kind of reference. Then check it again, which reads the stored result."""
     lines = FORMS.read_text(encoding="utf-8").splitlines()
     forms = [form for line in lines if not reference_problem(form := line.partition("\t")[0])]
     kinds = {

@@ -16,9 +16,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "build" / "results"
 
 @dataclass(slots=True)
 class Cost:
-    """The time that a `with` block takes, in seconds. `cpu_s` is the CPU time of this process and of the child
-    processes that ended in the block.
-    """
+    """The seconds that a `with` block takes. `cpu_s` covers this process and children that ended in the block."""
 
     wall_s: float = 0.0
     cpu_s: float = 0.0
@@ -41,19 +39,14 @@ def _cpu_s() -> float:
 
 
 def peak_mb() -> float:
-    """Return the peak resident memory of this process so far, in MB (1e6 bytes)."""
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1_024 / 1e6, 1)
 
 
 def machine() -> dict[str, Any]:
-    """Return facts about the machine. `load` is the mean number of processes that used or waited for a core in the last
-    minute.
-    """
     return {"cores": os.cpu_count(), "python": platform.python_version(), "load": round(os.getloadavg()[0], 2)}
 
 
 def write_result(name: str, figures: Mapping[str, Any]) -> Path:
-    """Write figures and facts about the machine to a JSON file in build/results, and return its path."""
     path = RESULTS / f"{name}.json"
     RESULTS.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": machine(), **figures}, indent=1) + "\n", encoding="utf-8")

@@ -26,7 +26,6 @@ RESULTS = Path(__file__).resolve().parents[1] / "build" / "results"
 
 
 def run_seed(experiment: str, seed: int, overrides: list[str]) -> dict[str, object]:
-    """Run one seed. Return its held-out metrics by step and the seconds of the command."""
     arguments = [f"experiment={experiment}", f"seed={seed}", *overrides]
     begun = time.perf_counter()
     subprocess.run([sys.executable, "-m", "flows.cli", "run", *arguments], check=True)
@@ -35,7 +34,6 @@ def run_seed(experiment: str, seed: int, overrides: list[str]) -> dict[str, obje
 
 
 def read_seed(layout: RunLayout) -> dict[str, object]:
-    """Return the held-out metrics of a run by step, and the last explained variance of its critic."""
     settings = json.loads(layout.run_json.read_text())["settings"]
     lora = settings["model"]["lora"]
     results = sorted(
@@ -93,7 +91,6 @@ def _label(run: dict[str, object]) -> str:
 
 
 def table(runs: list[dict[str, object]], column: str, label: Callable[[dict[str, object]], str]) -> str:
-    """Return a Markdown table of the rewards before and after the training of each run."""
     lines = [
         f"| {column} | before | after | rise | greedy before | greedy after |",
         "| --- | --- | --- | --- | --- | --- |",

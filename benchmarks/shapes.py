@@ -38,9 +38,7 @@ SHAPES: dict[str, Mapping[str, Any]] = {
 
 
 def make_model(shape: str, folder: Path, *, seed: int = 0) -> Path:
-    """Write a model folder: a config, random bfloat16 weights of standard deviation 0.02, and a tokenizer with one word
-    for each id.
-    """
+    """Write a config, random bfloat16 weights of standard deviation 0.02, and a tokenizer with a word for each id."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -57,9 +55,7 @@ def make_model(shape: str, folder: Path, *, seed: int = 0) -> Path:
 
 
 def model_of(arguments: argparse.Namespace, scratch: Path) -> Path:
-    """Return the folder that `--model` names. If `--model` is not given, return a folder in `scratch` with a new model
-    of the shape `--shape`.
-    """
+    """Return the folder `--model`, or a folder in `scratch` with a new model of the shape `--shape`."""
     folder: Path = arguments.model or scratch / "model"
     if not (folder / "config.json").exists():
         make_model(arguments.shape, folder)

@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.grpo_step import PROMPT_TOKENS, describe_step, settings
-from benchmarks.harness import FixedLengths, seconds_line, training_loop
+from benchmarks.grpo_step import describe_step, settings
+from benchmarks.harness import FixedLengths, run_steps
 from benchmarks.seeds import read_seed
-from benchmarks.shapes import SHAPES, model_of
+from benchmarks.shapes import model_of
 from rlcore.config.compose import load_config
 from rlcore.run.layout import RunLayout
 from rlcore.tracking.journal import read_journal
@@ -53,31 +53,14 @@ class SeededLengths(FixedLengths):
 
 
 def speed(arguments: argparse.Namespace, directory: Path, share: float) -> dict[str, Any]:
-    """Return the tokens per second over all measured steps, the seconds of a step, and the median seconds of
-    generation.
-    """
     chosen = argparse.Namespace(**{**vars(arguments), "overrides": list(arguments.overrides)})
     chosen.overrides += [CORRECTION, f"rollout.finish_share={share}"]
     config = settings(chosen, directory, ranks=arguments.ranks)
-    vocab_size = SHAPES[arguments.shape]["vocab_size"]
-    group = SeededLengths(config, str(directory), (), vocab_size=vocab_size, real=True)
+    group = SeededLengths(config, directory, ())
     group.mean = arguments.mean
-    found = []
-    try:
-        with training_loop(
-            config,
-            directory,
-            group,
-            prompt_tokens=PROMPT_TOKENS,
-            ground_truth='{"answer": "18"}',
-            vocab_size=vocab_size,
-        ) as loop:
-            for number in range(arguments.warm_up + arguments.steps):
-                result = loop.step()
-                print(f"share {share:g}, step {number + 1}: {seconds_line(result)}", flush=True)
-                found += [result.metrics] if number >= arguments.warm_up else []
-    finally:
-        group.close()
+    print(f"share {share:g}", flush=True)
+    steps = run_steps(config, directory, group, warm_up=arguments.warm_up, measured=arguments.steps)
+    found = [result.metrics for result in steps.results]
     seconds = sum(metrics["perf/time_per_step"] for metrics in found)
     tokens = sum(metrics["perf/total_num_tokens"] for metrics in found)
     return {
@@ -91,7 +74,6 @@ def speed(arguments: argparse.Namespace, directory: Path, share: float) -> dict[
 
 
 def curve(arguments: argparse.Namespace, seed: int, share: float) -> dict[str, Any]:
-    """Train a run with one seed. Return its held-out rewards by step, and the median seconds of a step."""
     words = [f"experiment={arguments.experiment}", f"seed={seed}", CORRECTION, f"rollout.finish_share={share}"]
     words += arguments.overrides
     subprocess.run([sys.executable, "-m", "flows.cli", "train", *words], check=True)

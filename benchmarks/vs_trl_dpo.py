@@ -14,33 +14,24 @@ responses are counted, without padding.
 
 import argparse
 import json
-import os
 import resource
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.vs_trl import sides
+
 BETA = 0.1
-NAMES = {
-    "loss": "loss",
-    "margin": "rewards/margins",
-    "chosen_logprob": "logps/chosen",
-    "rejected_logprob": "logps/rejected",
-}
-"""The values that are compared, each with our name and the name in TRL."""
+NAMES = {"margin": "rewards/margins", "chosen_logprob": "logps/chosen", "rejected_logprob": "logps/rejected"}
+"""The values that are compared in addition to the loss, each with our name and the name in TRL."""
 
 
-def run_ours(job: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Run the steps by the trainer of our DPO stage."""
+def ours(job: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
     import numpy as np
 
     from rlcore.batching.prompts import Demonstration
-    from rlcore.checkpoint.state import LoopState
     from rlcore.config.compose import load_config
     from rlcore.run.initial_policy import stage_settings
     from rlcore.trainer.supervised import SupervisedTrainer
@@ -49,7 +40,7 @@ def run_ours(job: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
     on_gpu = job["device"] == "cuda"
     overrides = [
         f"model.path={job['model']}", "runtime.backend=local", "tracking.enabled=false", "warm_start.enabled=true",
-        "warm_start.loss=dpo", f"warm_start.dpo_beta={BETA}", f"warm_start.demonstrations={job['rows']}",
+        "warm_start.loss=dpo", f"warm_start.dpo_beta={BETA}", f"warm_start.demonstrations={job['folder']}/rows.json",
         f"warm_start.batch_size={job['pairs']}", f"warm_start.max_tokens={job['prompt_tokens'] + job['longest'] + 1}",
         f"warm_start.max_steps={job['steps']}", f"warm_start.optim.lr={job['lr']}", "warm_start.optim.grad_clip=1.0",
         f"model.dtype={'bfloat16' if on_gpu else 'float32'}", f"model.compile={on_gpu}",
@@ -68,53 +59,45 @@ def run_ours(job: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
     pairs, size = [pair(row) for row in rows], job["pairs"]
     group = LocalGroup(config, job["model"])
     trainer = SupervisedTrainer(config, group, lambda drawn, _: pairs[drawn % len(pairs) :][:size])
-    begun = _now()
+    begun = sides.now()
     for start in range(0, len(pairs), size):
         trainer.fill_reference(pairs[start : start + size])
-    reference_s, state, metrics = _now() - begun, LoopState(0, 0, 0, 0, 0.0), []
-    for _ in range(job["steps"]):
-        result = trainer.step(state, epoch=0)
-        state = result.state
-        metrics.append(result.metrics)
+    reference_s = sides.now() - begun
+    metrics = sides.supervised_steps(trainer, job["steps"])
     group.close()
-    found = {name: [one[f"sft/{name}"] for one in metrics] for name in NAMES}
-    return {**found, "step_s": [one["perf/time_per_step"] for one in metrics], "reference_s": reference_s}
+    found = {name: [one[f"sft/{name}"] for one in metrics] for name in ("loss", *NAMES)}
+    return {**found, "step_s": [one["perf/time_per_step"] for one in metrics], "reference_s": reference_s} | peak()
 
 
-def run_trl(job: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Run the steps by TRL's DPOTrainer. Only this side imports trl."""
+def peak() -> dict[str, float]:
+    if torch.cuda.is_available():
+        return {"peak_gb": torch.cuda.max_memory_reserved() / 1e9}
+    return {"peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1_024 / 1e9}
+
+
+def trl(job: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
     from trl import DPOConfig, DPOTrainer
 
-    on_gpu, found = job["device"] == "cuda", dict[str, Any]({name: [] for name in (*NAMES, "step_s")})
+    on_gpu, found = job["device"] == "cuda", dict[str, Any]({name: [] for name in ("loss", *NAMES, "step_s")})
     num_micro = job["pairs"] // job["trl_micro"]
+    trainer_class, clock = sides.measuring(DPOTrainer, found)
 
-    class Clock(TrainerCallback):  # type: ignore[misc]
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            self.begun = _now()
-
+    class Means(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            found["step_s"].append(_now() - self.begun)
+            found["loss"][-1] /= num_micro
             for name, theirs in NAMES.items():  # the Trainer rounds what it logs
-                values = losses if name == "loss" else trainer._metrics["train"][theirs]
-                found[name].append(sum(values[-num_micro:]) / num_micro)
+                found[name].append(sum(trainer._metrics["train"][theirs][-num_micro:]) / num_micro)
 
-    class Recorded(DPOTrainer):  # type: ignore[misc]
-        def compute_loss(self, *arguments: Any, **options: Any) -> Any:
-            loss = super().compute_loss(*arguments, **options)
-            losses.append(float(loss.detach()))
-            return loss
-
-    losses: list[float] = []
     words = {name: [" ".join(f"w{token}" for token in row[name] if token > 3) for row in rows]
              for name in ("prompt", "chosen", "rejected")}  # fmt: skip
     words |= {name: [f" {text}" for text in words[name]] for name in ("chosen", "rejected")}
-    begun = _now()
-    trainer = Recorded(
+    begun = sides.now()
+    trainer = trainer_class(
         model=job["model"],
         args=DPOConfig(
-            output_dir=str(Path(job["rows"]).parent / "trl"), beta=BETA, max_length=None, max_steps=job["steps"],
+            output_dir=str(Path(job["folder"]) / "trl"), beta=BETA, max_length=None, max_steps=job["steps"],
             per_device_train_batch_size=job["trl_micro"], gradient_accumulation_steps=num_micro,
             train_sampling_strategy="sequential", learning_rate=job["lr"], lr_scheduler_type="constant",
             weight_decay=0.0, max_grad_norm=1.0, precompute_ref_log_probs=True, bf16=on_gpu, use_cpu=not on_gpu,
@@ -124,19 +107,13 @@ def run_trl(job: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
         ),
         train_dataset=Dataset.from_dict(words),
         processing_class=AutoTokenizer.from_pretrained(job["model"]),
-        callbacks=[Clock()],
+        callbacks=[clock, Means()],
     )  # fmt: skip
     for row, read in zip(rows, trainer.train_dataset, strict=True):
         assert all(read[f"{name}_ids"] == row[name] for name in words), "both sides must have the same tokens"
-    found["reference_s"] = _now() - begun  # with the model's loading
+    found["reference_s"] = sides.now() - begun  # with the model's loading
     trainer.train()
-    return found
-
-
-def _now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
+    return found | peak()
 
 
 def make_rows(arguments: argparse.Namespace, vocab_size: int) -> list[dict[str, Any]]:
@@ -154,75 +131,35 @@ def make_rows(arguments: argparse.Namespace, vocab_size: int) -> list[dict[str, 
     return rows
 
 
-def compare(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    """Run both sides, each in a new process, and return their reports with the largest differences."""
+def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from benchmarks.shapes import SHAPES, model_of
 
     rows = make_rows(arguments, SHAPES[arguments.shape]["vocab_size"])
-    (file := scratch / "rows.json").write_text(json.dumps(rows))
-    job = {name: value for name, value in vars(arguments).items() if name in _JOB}
-    job |= {"model": str(model_of(arguments, scratch)), "rows": str(file)}
-    job["trl_micro"] = arguments.trl_micro or arguments.pairs
-    reports = {}
-    for side, python, site in (("trl", arguments.trl_python, arguments.trl_site), ("ours", sys.executable, None)):
-        (described := scratch / f"{side}.json").write_text(json.dumps(job | {"side": side}))
-        path = [str(site.resolve()) if site else "", str(Path(__file__).resolve().parents[1])]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "HF_HUB_OFFLINE": "1"}
-        subprocess.run([python, __file__, "--job", str(described)], env=environment, check=True)
-        reports[side] = json.loads(described.with_suffix(".report").read_text())
+    named = ("pairs", "steps", "device", "prompt_tokens", "longest", "lr", "tokens", "threads", "overrides")
+    job = {"model": str(model_of(arguments, folder)), "folder": str(folder)}
+    job |= {"trl_micro": arguments.trl_micro or arguments.pairs, **{name: getattr(arguments, name) for name in named}}
     counts = [2 * len(row["prompt"]) + len(row["chosen"]) + len(row["rejected"]) for row in rows]
     size = arguments.pairs
     tokens = [sum(counts[step % arguments.batches * size :][:size]) for step in range(arguments.steps)]
-    for report in reports.values():
-        timed = slice(arguments.warm_up, None)
-        report["tokens_per_s"] = sum(tokens[timed]) / sum(report["step_s"][timed])
-    ours, trl = reports["ours"], reports["trl"]
-    differences = {name: max(abs(a - b) for a, b in zip(ours[name], trl[name], strict=True)) for name in NAMES}
+    reports = sides.run_both("benchmarks.vs_trl_dpo", arguments, folder, job, rows, tokens)
+    differences = {name: sides.largest_difference(reports, name) for name in ("loss", *NAMES)}
     return {"job": job, "tokens": tokens, "differences": differences,
-            "speed": ours["tokens_per_s"] / trl["tokens_per_s"], "sides": reports}  # fmt: skip
-
-
-_JOB = ("pairs", "steps", "device", "prompt_tokens", "longest", "lr", "tokens", "threads", "overrides")
-
-
-def run_side(file: Path) -> None:
-    """Run one side in this process."""
-    job = json.loads(file.read_text())
-    torch.set_num_threads(job["threads"])
-    found = (run_trl if job["side"] == "trl" else run_ours)(job, json.loads(Path(job["rows"]).read_text()))
-    on_gpu = torch.cuda.is_available()
-    found["peak_gb"] = torch.cuda.max_memory_reserved() / 1e9 if on_gpu else (
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1_024 / 1e9
-    )  # fmt: skip
-    file.with_suffix(".report").write_text(json.dumps(found))
+            "speed": reports["ours"]["tokens_per_s"] / reports["trl"]["tokens_per_s"], "sides": reports}  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trl-python", default=sys.executable, help="interpreter that has trl")
-    parser.add_argument("--trl-site", type=Path, help="folder with trl, added to the path of its process")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--shape", default="tiny")
-    parser.add_argument("--model", type=Path, help="folder for the model, reused if it exists")
+    sides.describe(parser, steps=12, warm_up=3, prompt_tokens=64, mean=48, longest=192)
     parser.add_argument("--pairs", type=int, default=16, help="pairs of an optimizer step")
     parser.add_argument("--batches", type=int, default=3, help="different batches, which are repeated")
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--warm-up", type=int, default=3, help="first steps that are not timed")
-    parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--mean", type=int, default=48, help="mean tokens of a response")
-    parser.add_argument("--longest", type=int, default=192)
     parser.add_argument("--lengths", choices=("drawn", "equal"), default="drawn")
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--tokens", type=int, default=16_384, help="our token budget of a micro-batch")
     parser.add_argument("--trl-micro", type=int, help="pairs of TRL's micro-batch (all of a step)")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="JSON file for the result")
-    parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("overrides", nargs="*", help="settings of our side, as on the command line")
     arguments = parser.parse_args()
-    if arguments.job:
-        run_side(arguments.job)
+    if arguments.side:
+        sides.run_side({"trl": trl, "ours": ours}, arguments.side[0], Path(arguments.side[1]))
         return
     with tempfile.TemporaryDirectory() as scratch:
         found = compare(arguments, Path(scratch))

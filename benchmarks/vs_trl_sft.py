@@ -14,29 +14,22 @@ FlashAttention). The tokens of the rows are counted, without padding.
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-TOLERANCE = 1e-4
-"""The largest accepted difference of two losses in float32, in nats per token."""
+from benchmarks.vs_trl import sides
+
+TOLERANCE = 1e-4  # of two losses in float32, in nats per token
 LR, GRAD_CLIP = 1e-3, 1.0
-Rows = list[tuple[list[int], int]]
-"""Rows to train on. Each row has token ids and the length of its prompt."""
+Rows = list[tuple[list[int], int]]  # token ids and the length of the prompt
 
 
-def ours(job: dict[str, Any], rows: Rows) -> dict[str, list[float]]:
-    """Train with our supervised steps, and return the loss and the seconds of each step."""
+def ours(job: dict[str, Any], rows: Rows) -> dict[str, Any]:
     from rlcore.batching.prompts import Demonstration
-    from rlcore.checkpoint.state import LoopState
     from rlcore.config.compose import load_config
     from rlcore.run.initial_policy import stage_settings
     from rlcore.trainer.supervised import SupervisedTrainer
@@ -56,44 +49,23 @@ def ours(job: dict[str, Any], rows: Rows) -> dict[str, list[float]]:
     group = LocalGroup(config, job["model"])
     size = config.warm_start.batch_size
     trainer = SupervisedTrainer(config, group, lambda drawn, _: lessons[drawn : drawn + size])
-    state, losses, seconds = LoopState(0, 0, 0, 0, 0.0), [], []
-    for _ in range(job["steps"]):
-        begun = _now()
-        result = trainer.step(state, epoch=0)
-        seconds.append(_now() - begun)
-        losses.append(result.metrics["sft/loss"])
-        state = result.state
+    metrics = sides.supervised_steps(trainer, job["steps"])
     group.close()
-    return {"loss": losses, "step_s": seconds}
+    found: dict[str, Any] = {"loss": [one["sft/loss"] for one in metrics]}
+    return found | {"step_s": [one["perf/time_per_step"] for one in metrics]} | allocated(job)
 
 
-def trl(job: dict[str, Any], rows: Rows) -> dict[str, list[float]]:
-    """Train with TRL, and return the loss and the seconds of each step. Other settings keep TRL's defaults."""
+def allocated(job: dict[str, Any]) -> dict[str, float]:
+    return {"allocated_gb": torch.cuda.max_memory_allocated() / 1e9} if job["device"] == "cuda" else {}
+
+
+def trl(job: dict[str, Any], rows: Rows) -> dict[str, Any]:
     from datasets import Dataset
-    from transformers import AutoTokenizer, TrainerCallback
+    from transformers import AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
-    losses: list[float] = []
-    seconds: list[float] = []
-
-    class Measured(SFTTrainer):  # type: ignore[misc]
-        """A trainer that adds up the losses of the micro-batches of each step, without rounding."""
-
-        def compute_loss(self, *args: Any, **named: Any) -> Any:
-            found = super().compute_loss(*args, **named)
-            losses[-1] += found.detach() if torch.is_tensor(found) else found[0].detach()
-            return found
-
-    class Clock(TrainerCallback):
-        """A callback that measures the seconds of each step."""
-
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            losses.append(0.0)
-            seconds.append(-_now())
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            seconds[-1] += _now()
-
+    found: dict[str, list[float]] = {"loss": [], "step_s": []}
+    trainer_class, clock = sides.measuring(SFTTrainer, found)
     on_gpu, micro = job["device"] == "cuda", job["trl_micro"]
     data = {
         "input_ids": [ids for ids, _ in rows],
@@ -112,39 +84,21 @@ def trl(job: dict[str, Any], rows: Rows) -> dict[str, list[float]]:
             logging_strategy="no", save_strategy="no", report_to="none", disable_tqdm=True,
         )  # fmt: skip
         tokenizer = AutoTokenizer.from_pretrained(job["model"])
-        trainer = Measured(job["model"], settings, train_dataset=Dataset.from_dict(data),
-                           processing_class=tokenizer, callbacks=[Clock()])  # fmt: skip
+        trainer = trainer_class(job["model"], settings, train_dataset=Dataset.from_dict(data),
+                                processing_class=tokenizer, callbacks=[clock])  # fmt: skip
         trainer.train()
-    return {"loss": [float(loss) for loss in losses], "step_s": seconds}
+    return found | allocated(job)
 
 
-SIDES: dict[str, Callable[[dict[str, Any], Rows], dict[str, list[float]]]] = {"trl": trl, "ours": ours}
-
-
-def _now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def run_side(side: str, folder: Path) -> None:
-    """Run one side in this process, and write its measurements."""
-    job = json.loads((folder / "job.json").read_text())
-    torch.set_num_threads(job["threads"])
-    found: dict[str, Any] = dict(SIDES[side](job, json.loads((folder / "rows.json").read_text())))
-    if job["device"] == "cuda":
-        found["allocated_gb"] = torch.cuda.max_memory_allocated() / 1e9
-    (folder / f"{side}.json").write_text(json.dumps(found))
+SIDES: dict[str, sides.Side] = {"trl": trl, "ours": ours}
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run both sides on the same rows, and return the measurements of both."""
     import numpy as np
 
     from benchmarks.harness import draw_lengths
     from benchmarks.shapes import SHAPES, model_of
 
-    model = model_of(arguments, folder)
     count = arguments.batch * arguments.steps
     rng, vocabulary = np.random.default_rng(arguments.seed), SHAPES[arguments.shape]["vocab_size"]
     rows: Rows = [
@@ -152,33 +106,19 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for length in draw_lengths(count, arguments.mean, arguments.longest)
     ]
     named = ("batch", "steps", "device", "threads", "trl_micro", "padding_free", "overrides")
-    job = {"model": str(model), **{name: getattr(arguments, name) for name in named}}
-    (folder / "job.json").write_text(json.dumps(job))
-    (folder / "rows.json").write_text(json.dumps(rows))
+    job = {"model": str(model_of(arguments, folder)), **{name: getattr(arguments, name) for name in named}}
     tokens = [sum(len(ids) for ids, _ in rows[at : at + arguments.batch]) for at in range(0, count, arguments.batch)]
-    sides: dict[str, dict[str, Any]] = {}
-    for side in SIDES:
-        site = str(arguments.trl_site.resolve()) if side == "trl" and arguments.trl_site else ""
-        path = os.pathsep.join(filter(None, [site, str(ROOT), os.environ.get("PYTHONPATH", "")]))
-        python = arguments.trl_python if side == "trl" and arguments.trl_python else sys.executable
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(arguments.threads),
-                       "CUDA_VISIBLE_DEVICES": "0" if arguments.device == "cuda" else ""}  # fmt: skip
-        command = [python, "-m", "benchmarks.vs_trl_sft", "--side", side, "--folder", str(folder)]
-        subprocess.run(command, env=environment, check=True, cwd=ROOT)
-        found = json.loads((folder / f"{side}.json").read_text())
-        measured = slice(arguments.warm_up, None)
-        found["tokens_per_s"] = sum(tokens[measured]) / sum(found["step_s"][measured])
-        sides[side] = found
-    difference = max(abs(a - b) for a, b in zip(sides["trl"]["loss"], sides["ours"]["loss"], strict=True))
+    found = sides.run_both("benchmarks.vs_trl_sft", arguments, folder, job, rows, tokens)
     about = {"shape": arguments.shape, "mean_tokens": sum(tokens) / count, **job}
-    faster = sides["ours"]["tokens_per_s"] / sides["trl"]["tokens_per_s"]
-    return {"job": about, "largest_loss_difference": difference, "times_as_fast": faster, **sides}
+    faster = found["ours"]["tokens_per_s"] / found["trl"]["tokens_per_s"]
+    difference = sides.largest_difference(found, "loss")
+    return {"job": about, "largest_loss_difference": difference, "times_as_fast": faster, **found}
 
 
 def main() -> None:
     arguments = _parse()
     if arguments.side:
-        run_side(arguments.side, arguments.folder)
+        sides.run_side(SIDES, arguments.side[0], Path(arguments.side[1]))
         return
     with tempfile.TemporaryDirectory() as folder:
         found = measure(arguments, Path(folder))
@@ -192,27 +132,15 @@ def main() -> None:
 
 
 def _parse() -> argparse.Namespace:
-    on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trl-site", type=Path, help="folder with trl, added to the path of its process")
-    parser.add_argument("--trl-python", help="interpreter of another environment that has trl")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if on_gpu else "cpu")
-    parser.add_argument("--shape", default="llama3.2-1b" if on_gpu else "tiny")
-    parser.add_argument("--model", type=Path, help="folder for the model, reused if it exists")
+    small = {"shape": "tiny", "steps": 8, "prompt_tokens": 20, "mean": 60, "longest": 300}
+    large = {"shape": "llama3.2-1b", "steps": 12, "prompt_tokens": 107, "mean": 300, "longest": 1_500, "threads": 4}
+    on_gpu = torch.cuda.is_available()
+    sides.describe(parser, **(large if on_gpu else small), warm_up=2)
     parser.add_argument("--batch", type=int, default=64 if on_gpu else 16, help="rows of a step")
-    parser.add_argument("--steps", type=int, default=12 if on_gpu else 8)
-    parser.add_argument("--warm-up", type=int, default=2, help="steps before the measured ones")
-    parser.add_argument("--prompt-tokens", type=int, default=107 if on_gpu else 20)
-    parser.add_argument("--mean", type=int, default=300 if on_gpu else 60, help="mean tokens of a response")
-    parser.add_argument("--longest", type=int, default=1_500 if on_gpu else 300, help="most tokens of a response")
     parser.add_argument("--trl-micro", type=int, default=8, help="rows of TRL's micro-batch; must divide --batch")
     parser.add_argument("--padding-free", action="store_true", help="TRL with flash_attention_2 and without padding")
-    parser.add_argument("--threads", type=int, default=4 if on_gpu else 1)
-    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--write", action="store_true", help="write the results to build/results")
-    parser.add_argument("overrides", nargs="*", help="settings of our side, as on the command line")
-    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

@@ -47,7 +47,6 @@ OFFLINE = {
 
 
 def demo(arguments: argparse.Namespace, folder: Path) -> Verdict:
-    """Run a few training steps of the demo, and require exit code 0 and every expected metric."""
     done = _millrace(arguments, folder, f"trainer.total_steps={arguments.demo_steps}", "trainer.steps_per_chunk=2")
     steps = _steps(folder)
     wanted = EXPECTED + (EXPECTED_ON_A_GPU if torch.cuda.is_available() else ())
@@ -82,7 +81,6 @@ def _millrace(arguments: argparse.Namespace, folder: Path, *more: str) -> "subpr
 
 
 def _steps(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return the metrics of each training step, read from the journal."""
     journals = folder.glob("runs/*/metrics.jsonl")
     return {
         record.step: dict(record.metrics)
@@ -93,16 +91,11 @@ def _steps(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 WARM_START_STEPS = 20
-LEFT_BYTES = 0.1e9
-"""The GPU memory that may remain in use after a warm start, in bytes, for the matrix library. During the warm start,
-model, sampler and optimizer used 3 GB.
-"""
+LEFT_BYTES = 0.1e9  # GPU memory that the matrix library may keep; the warm start uses 3 GB
 
 
 def warm_start(arguments: argparse.Namespace, folder: Path) -> Verdict:
-    """Run 20 supervised steps of the demo's model, or of the model that `--model` names. The GPU memory must be free
-    again afterwards.
-    """
+    """Run 20 supervised steps. The GPU memory must be free again afterwards."""
     overrides = [
         "experiment=countdown_demo", f"paths.root={folder}", "data.train_size=4096", "data.validation_size=64",
         f"warm_start.max_steps={WARM_START_STEPS}", f"warm_start.check_every={WARM_START_STEPS}",

@@ -18,20 +18,13 @@ from rlcore.types import PackedBatch, Score
 from rlcore.workers.actor import policy_logprobs
 from rlcore.workers.worker import Worker
 
-BOUNDS = {True: 0.02, False: 1e-4}
-"""The largest accepted mean |difference| of log-probabilities. The key is True for an engine in bfloat16 and False for
-float32.
-"""
-NOISE = 0.1
-"""The standard deviation of the noise that is added to the engine's log-probabilities."""
-OVER_CAP = 0.2
-"""The approximate share of the importance ratios that are above the cap. The check chooses the cap accordingly."""
+BOUNDS = {True: 0.02, False: 1e-4}  # largest mean |difference|, by whether the engine is in bfloat16
+NOISE = 0.1  # standard deviation
+OVER_CAP = 0.2  # approximate share of the ratios above the cap
 
 
 def differences(rig: Rig) -> Verdict:
-    """Compare the log-probabilities of engine and trainer in a step. If the engine uses bfloat16, also compare both
-    with log-probabilities in float32.
-    """
+    """Compare the log-probabilities of engine and trainer. In bfloat16, compare both with float32 too."""
     result = rig.step()
     rig.group.each(Worker.reset)
     rollouts = result.experience.rollouts
@@ -67,9 +60,7 @@ def _in_float32(worker: Worker, batch: PackedBatch, num_micro: int) -> Tensor:
 
 
 def correction(rig: Rig) -> Verdict:
-    """Compare the loss of a step with a naive sum, in each mode of the importance correction. `truncate` and `mask`
-    must change the loss.
-    """
+    """Compare the loss of a step with a naive sum, in each mode of the importance correction."""
     if rig.group.kept is None:
         rig.step()
     kept = rig.group.kept
@@ -122,7 +113,6 @@ def _weight(mode: str, ratio: float, cap: float) -> float:
 
 
 def _step_and_batch(rig: Rig, *overrides: str) -> tuple[Any, Any]:
-    """Run a training step, and return its metrics and the batch of its update."""
     seen: list[Any] = []
     module: Any = step_module  # its imports are not exported
     estimate: Callable[..., Any] = module.estimate

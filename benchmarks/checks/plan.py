@@ -22,12 +22,10 @@ PHASES = {
     Worker.sync_weights: planning.WEIGHT_SYNC,
 }
 GB = 1e9
-TOLERANCE = 0.15
-"""The largest accepted difference between the planned and the measured bytes of a phase, as a share."""
+TOLERANCE = 0.15  # largest relative difference of planned and measured bytes
 
 
 def check(rig: Rig) -> Verdict:
-    """Compare the planned memory with the memory measured in a second step. On a CPU, only the plan is computed."""
     shape = shape_of(rig.config.model)
     assert shape is not None, "the rig's model has a config.json"
     rollouts = rig.step().experience.rollouts
@@ -57,9 +55,7 @@ def check(rig: Rig) -> Verdict:
 
 
 def _measured(rig: Rig) -> dict[str, dict[str, float]]:
-    """Return the measured memory peaks of each phase in GB: of tensors, of reserved memory, and of all processes on the
-    GPU. The first two peaks exclude the memory pool of a sleeping engine.
-    """
+    """Return each phase's peaks in GB: of tensors and reserved, without a sleeping engine, and of all processes."""
     found: dict[str, dict[str, float]] = {}
     engine = engine_pool_bytes()
 

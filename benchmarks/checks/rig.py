@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +9,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import FixedLengths, Loop, draw_lengths, training_loop
+from benchmarks.harness import GROUND_TRUTH, PROMPT_TOKENS, FixedLengths, Loop, compose, draw_lengths, training_loop
 from rlcore.config import RunConfig
-from rlcore.config.compose import load_config
 from rlcore.models.tokenizer import load_tokenizer
 from rlcore.rollout.engine import engine_dtype
 from rlcore.score import Score
@@ -22,8 +20,7 @@ from rlcore.workers.device import choose_placement
 from rlcore.workers.group import Pending
 from rlcore.workers.worker import Worker
 
-PROMPT_TOKENS, SAMPLES = 107, 4
-GROUND_TRUTH = '{"answer": "18"}'
+SAMPLES = 4
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
@@ -33,16 +30,12 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of a check. `ok`: whether the check passed. `values`: numbers for a JSON file."""
-
     ok: bool
     values: Mapping[str, Any]
 
 
 class RecordedGroup(FixedLengths):
-    """A worker group that records the responses of its first generation and returns them in every later generation.
-    Each worker method runs in the context `around(method)`.
-    """
+    """A worker group that repeats the responses of its first generation. Each method runs in `around(method)`."""
 
     kept: list[Rollout] | None = None
     around: Callable[[Any], contextlib.AbstractContextManager[None]] = staticmethod(
@@ -78,14 +71,9 @@ class Rig:
         self.device = place.device
         self.bfloat16 = engine_dtype(self.config, place.dtype) == torch.bfloat16
         lengths = draw_lengths(arguments.prompts * SAMPLES, arguments.mean, arguments.longest)
-        self.group = RecordedGroup(self.config, str(directory), lengths, vocab_size=self.vocab_size, real=True)
-
-    @property
-    def vocab_size(self) -> int:
-        return int(json.loads((self.directory / "config.json").read_text(encoding="utf-8"))["vocab_size"])
+        self.group = RecordedGroup(self.config, directory, lengths)
 
     def settings(self, *overrides: str) -> RunConfig:
-        """Compose the settings of a GRPO step with one update, a reference policy and the chosen number of prompts."""
         arguments = self._arguments
         base = [
             f"model.path={self.directory}", "runtime=local", "runtime.num_workers=1", "runtime.threads_per_worker=4",
@@ -100,33 +88,19 @@ class Rig:
         ]  # fmt: skip
         if torch.cuda.is_available():
             base.append("model.compile=true")  # as in training on a GPU, since uncompiled layers round more often
-        given = {line.partition("=")[0] for line in [*arguments.overrides, *overrides]}
-        base = [line for line in base if line.partition("=")[0] not in given]
-        return load_config([*base, *arguments.overrides, *overrides], experiment="verl_gsm8k_grpo")
+        return compose(base, [*arguments.overrides, *overrides])
 
     def step(self, *overrides: str, reset: bool = True) -> StepResult:
-        """Run training step 1 on the recorded responses. If `reset` is true, the weights are first reset to the initial
-        policy.
-        """
+        """Run training step 1 on the recorded responses, from the initial policy if `reset`."""
         if reset:
             self.group.each(Worker.reset)
         with self.loop(*overrides) as loop:
             return loop.step()
 
     def loop(self, *overrides: str, real_prompts: Sequence[Prompt] = ()) -> contextlib.AbstractContextManager[Loop]:
-        """Open a training loop that begins with the current weights."""
-        return training_loop(
-            self.settings(*overrides),
-            self.directory,
-            self.group,
-            prompt_tokens=PROMPT_TOKENS,
-            ground_truth=GROUND_TRUTH,
-            vocab_size=self.vocab_size,
-            real_prompts=real_prompts,
-        )
+        return training_loop(self.settings(*overrides), self.directory, self.group, real_prompts=real_prompts)
 
     def real_prompts(self) -> list[Prompt]:
-        """Return arithmetic prompts in the model's chat template, or no prompts if the model has no template."""
         tokenizer = load_tokenizer(self.directory)
         if tokenizer.chat_template is None:
             return []
@@ -140,7 +114,6 @@ class Rig:
 
     @contextlib.contextmanager
     def watched(self, around: Callable[[Any], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
-        """Run each call of a worker method in the context `around(method)`, until the `with` block ends."""
         before, self.group.around = self.group.around, around  # type: ignore[method-assign]
         try:
             yield

@@ -18,18 +18,13 @@ from rlcore.trainer.step import StepResult
 from rlcore.workers.worker import Worker
 
 COMPARED = ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "actor/entropy")
-SHARES = (0.35, 0.5, 0.65, 0.8)
-"""The shares of the memory of an update that are allowed. They are tried in order until an update first fails and then
-succeeds.
-"""
+SHARES = (0.35, 0.5, 0.65, 0.8)  # of an update's memory, tried until an update first fails and then succeeds
 ON_A_CPU_BYTES = tuple(1 << power for power in range(18, 27))
 M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
 
 
 def prepare() -> None:
-    """Make the CPU allocator return freed memory to the system, because a memory limit counts unreturned memory. On a
-    GPU, do nothing.
-    """
+    """Make the CPU allocator return freed memory, which a memory limit would count."""
     if not torch.cuda.is_available():
         allocator = ctypes.CDLL(None)
         allocator.mallopt(M_MMAP_THRESHOLD, 1 << 16)
@@ -38,7 +33,6 @@ def prepare() -> None:
 
 
 def check(rig: Rig) -> Verdict:
-    """Run a step with enough memory and a step whose update has too little memory. Compare the results of both."""
     need = 0
 
     @contextlib.contextmanager
@@ -96,7 +90,6 @@ def _numbers(rig: Rig, result: StepResult) -> dict[str, float]:
 
 
 def weights_norm(worker: Worker) -> float:
-    """Return the 2-norm of all weights of the policy."""
     return float(
         torch.stack(
             [gather_parameter(parameter).float().norm() for parameter in worker.actor.model.parameters()]
@@ -127,8 +120,6 @@ def short_of_memory(room: int, device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _logged(messages: list[str]) -> Iterator[None]:
-    """Append the log messages of `rlcore.workers.trained_model` to `messages` inside the `with` block."""
-
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             messages.append(record.getMessage())

@@ -1,8 +1,4 @@
-"""A check that correct weight syncs raise no alarm, and that a sync with an outdated layer is detected.
-
-Log-probabilities do not reveal an outdated layer, because one optimizer step changes them less than rounding to
-bfloat16.
-"""
+"""A check that correct weight syncs raise no alarm, and that a sync with an outdated layer is detected."""
 
 import statistics
 from collections.abc import Iterator
@@ -21,7 +17,6 @@ RATE = "optim.lr=1e-5"
 
 
 def check(rig: Rig) -> Verdict:
-    """Run 30 correct weight syncs, and then one in which the middle layer has the weights of an earlier step."""
     rig.group.each(Worker.reset)
     with rig.loop(RATE, real_prompts=rig.real_prompts()) as loop:
         steps = []
@@ -54,7 +49,6 @@ def check(rig: Rig) -> Verdict:
 
 
 def _weights(worker: Worker) -> dict[str, Tensor]:
-    """Return a copy of all weights in the engine's data type."""
     dtype = next(worker.engine.model.parameters()).dtype  # type: ignore[attr-defined]
     return {name: tensor.to(dtype, copy=True) for name, tensor in worker.actor.weights()}
 

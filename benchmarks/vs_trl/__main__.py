@@ -28,8 +28,6 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -38,9 +36,9 @@ from typing import Any
 from benchmarks.results import write_result
 from benchmarks.vs_trl.job import Job
 from benchmarks.vs_trl.prepare import prepare_experiment, prepare_random
+from benchmarks.vs_trl.sides import start
 from benchmarks.vs_trl.table import show, summary
 
-ROOT = Path(__file__).resolve().parents[2]
 SIDES = {"cuda": ("trl-fp32", "ours", "trl-bf16"), "cpu": ("trl", "ours")}
 
 
@@ -60,9 +58,7 @@ def main() -> None:
 
 
 def measure(arguments: argparse.Namespace, out: Path, scratch: Path) -> None:
-    """Run each chosen trainer `--repeats` times. Each run writes a report to the folder `out`, and its files to a
-    folder with the name of the report.
-    """
+    """Run each chosen trainer `--repeats` times. Each run writes a report and a folder of that name in `out`."""
     learning = arguments.experiment or (arguments.device == "cpu" and not arguments.random)
     prepare = prepare_experiment if learning else prepare_random
     for seed in range(arguments.seed, arguments.seed + arguments.repeats):
@@ -98,20 +94,9 @@ def _run_side(job: Job, *, trl_site: Path | None) -> dict[str, Any]:
 
 
 def _start(module: str, *arguments: str, threads: int, site: Path | None = None) -> None:
-    """Run a module of this package in a new process. The folder `site`, if given, is first on the module path."""
-    path = [str(site.resolve()) if site else "", str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    environment = {
-        "CUDA_VISIBLE_DEVICES": "0",
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, path)),
-        "OMP_NUM_THREADS": str(threads),
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    command = [sys.executable, "-m", f"benchmarks.vs_trl.{module}", *arguments]
-    subprocess.run(command, env=environment, check=True, cwd=ROOT)
+    quiet = {"VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TOKENIZERS_PARALLELISM": "false"}
+    device = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0")}
+    start(["-m", f"benchmarks.vs_trl.{module}", *arguments], threads=threads, site=site, **quiet, **device)
 
 
 def _described(lengths: tuple[int, ...]) -> str:

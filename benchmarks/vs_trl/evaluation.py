@@ -25,7 +25,6 @@ from rlcore.workers.worker import Worker
 
 
 def evaluate(jobs: Sequence[Job]) -> None:
-    """Evaluate each trainer's saved weights, and add the held-out rewards of each step to that trainer's report."""
     group = LocalGroup(settings(jobs[0]), jobs[0].model)
     try:
         for job in jobs:
@@ -42,7 +41,6 @@ def evaluate(jobs: Sequence[Job]) -> None:
 
 
 def _evaluate_step(job: Job, group: LocalGroup, step: int) -> dict[str, float]:
-    """Return the held-out rewards after a step: the sampled reward with its 95% interval, and the greedy reward."""
     config = settings(job)
     weights = load_policy(job.weights(step), model=config.model, device=torch.device("cpu")).state_dict()
     set_model_state_dict(

@@ -13,13 +13,11 @@ GRAD_CLIP = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The work of one trainer. `folder` contains the prompts in the order of the steps. If there are `evaluated_steps`,
-    it also contains the held-out problems, the initial weights, and the weights after these steps. The folder may be
-    moved.
+    """The work of one trainer. `folder` has the prompts in the order of the steps and, with `evaluated_steps`, the
+    held-out problems and the weights.
 
-    `precision`: fp32 (float32 master weights, products in bfloat16 on a GPU) or bf16 (bfloat16 weights and optimizer,
-    TRL only). `lengths`: the tokens of each response of a step, or empty if the model ends its responses.
-    `micro_batch`: the number of responses in one forward pass of TRL.
+    `precision` is fp32 (products in bfloat16 on a GPU) or bf16 (TRL only). `lengths` has the tokens of each response of
+    a step, or nothing if the model ends them. `micro_batch` counts responses in one forward pass of TRL.
     """
 
     name: str
@@ -57,7 +55,6 @@ class Job:
         return self.warm_up + self.steps
 
     def weights(self, step: int) -> Path:
-        """Return the folder of the weights after a step. At step 0 these are the initial weights."""
         return Path(self.folder) / f"step-{step}"
 
     def write(self) -> Path:
@@ -74,8 +71,6 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A prompt as text and as token ids, with its ground truth."""
-
     text: str
     token_ids: tuple[int, ...]
     ground_truth: str

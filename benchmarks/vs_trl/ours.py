@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import FixedLengths, seconds_line, watched_memory
+from benchmarks.harness import FixedLengths, compose, seconds_line, watched_memory
 from benchmarks.vs_trl.job import GRAD_CLIP, PROMPTS, SAMPLER_CLIP, WEIGHT_DECAY, Job, Row, read_rows, write_report
 from rlcore.checkpoint.state import LoopState
 from rlcore.config import RunConfig
-from rlcore.config.compose import load_config
 from rlcore.models.tokenizer import load_tokenizer, text_decoder
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.trainer.experience import ExperienceCollector, ResponseSampler
@@ -62,9 +61,7 @@ def settings(job: Job) -> RunConfig:
             "model.compile=true", "trainer.max_tokens_per_micro_batch=8192", "trainer.old_logprobs=behavior",
             "rollout.sleep_level=2",
         ]  # fmt: skip
-    given = {line.partition("=")[0] for line in job.overrides}
-    overrides = [line for line in overrides if line.partition("=")[0] not in given]
-    return load_config([*overrides, *job.overrides], experiment=job.experiment)
+    return compose(overrides, job.overrides, job.experiment)
 
 
 def as_prompts(rows: Sequence[Row], task: str) -> list[Prompt]:
@@ -72,18 +69,14 @@ def as_prompts(rows: Sequence[Row], task: str) -> list[Prompt]:
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Run the training steps and return the measurements."""
     config = settings(job)
     prompts = as_prompts(read_rows(Path(job.folder) / PROMPTS), config.data.task)
     tokenizer = load_tokenizer(Path(job.model))
     results: list[StepResult] = []
     cpu_s: list[float] = []
     with watched_memory(every_s=0.2) as most:
-        group = (
-            FixedLengths(config, job.model, job.lengths, vocab_size=len(tokenizer), real=True)
-            if job.lengths
-            else LocalGroup(config, job.model)
-        )
+        fixed = FixedLengths(config, Path(job.model), job.lengths) if job.lengths else None
+        group = fixed or LocalGroup(config, job.model)
         try:
             group.each(Worker.set_probe, prompts[:NUM_PROMPTS])
             group.each(Worker.sync_weights, 0)
@@ -124,7 +117,6 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def _save(job: Job, step: int, weights: dict[str, torch.Tensor]) -> None:
-    """Save weights in a model directory with the model's config."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32)

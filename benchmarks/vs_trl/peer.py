@@ -7,6 +7,7 @@ import os
 import resource
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,14 @@ from trl import __version__ as trl_version
 
 from benchmarks.harness import watched_memory
 from benchmarks.vs_trl.job import GRAD_CLIP, PROMPTS, SAMPLER_CLIP, WEIGHT_DECAY, Job, read_rows, write_report
+from benchmarks.vs_trl.sides import now
 from rlcore.config import RewardConfig
 from rlcore.models.tokenizer import load_tokenizer
 from rlcore.rollout.scoring import ScoringPool
 
 
 class Clock(TrainerCallback):
-    """A callback that records the seconds of each batch, from the start of its generation to the end of its last
-    update.
-    """
+    """A callback that records the seconds of each batch, from its generation to its last update."""
 
     def __init__(self, job: Job) -> None:
         self.seconds: list[float] = []
@@ -39,11 +39,11 @@ class Clock(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step % self._updates == 0:
-            self._begun, self._begun_cpu = _now(), time.process_time()
+            self._begun, self._begun_cpu = now(), time.process_time()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step % self._updates == 0:
-            self.seconds.append(_now() - self._begun)
+            self.seconds.append(now() - self._begun)
             self.cpu_s.append(time.process_time() - self._begun_cpu)
             self.tokens.append(int(state.num_input_tokens_seen) - self._seen)
             self._seen = int(state.num_input_tokens_seen)
@@ -52,14 +52,7 @@ class Clock(TrainerCallback):
             print(f"trl: batch {len(self.seconds)}: {self.seconds[-1]:.2f} s, {self.tokens[-1]:,} tokens", flush=True)
 
 
-def _now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
 def settings(job: Job) -> GRPOConfig:
-    """Return the settings of TRL for the job. All other settings keep the defaults of TRL."""
     num_responses = job.prompts * job.samples
     accumulation = num_responses // job.updates // job.micro_batch
     if accumulation * job.updates * job.micro_batch != num_responses:
@@ -115,7 +108,6 @@ def settings(job: Job) -> GRPOConfig:
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Train with TRL and return the measurements."""
     torch.set_num_threads(job.threads)
     rows = read_rows(Path(job.folder) / PROMPTS)
     data = Dataset.from_dict({"prompt": [row.text for row in rows], "ground_truth": [row.ground_truth for row in rows]})
@@ -145,7 +137,7 @@ def run(job: Job) -> dict[str, Any]:
             trainer.train()
             device_gb = most()
     report = {
-        "version": f"trl {trl_version}, transformers {_version('transformers')}, torch {torch.__version__}",
+        "version": f"trl {trl_version}, transformers {version('transformers')}, torch {torch.__version__}",
         "step_s": clock.seconds[job.warm_up :],
         "cpu_s": clock.cpu_s[job.warm_up :],
         "tokens": clock.tokens[job.warm_up :],
@@ -162,7 +154,6 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def _give_lengths(trainer: GRPOTrainer, lengths: tuple[int, ...]) -> None:
-    """Force the length of each response. Each request gets separate sampling parameters for this."""
     llm = trainer.vllm_generation.llm
     plain = llm.generate
 
@@ -173,12 +164,6 @@ def _give_lengths(trainer: GRPOTrainer, lengths: tuple[int, ...]) -> None:
         return plain(prompts, sampling_params=each, **more)
 
     llm.generate = generate
-
-
-def _version(package: str) -> str:
-    from importlib.metadata import version
-
-    return version(package)
 
 
 if __name__ == "__main__":

@@ -27,14 +27,11 @@ from rlcore.types import Prompt
 UPDATES = 4
 GROUND_TRUTH = '{"answer": "18"}'
 RANDOM_EXPERIMENT, LEARNED_EXPERIMENT = "verl_gsm8k_grpo", "countdown_demo"
-EVALUATE_EVERY = 20
-"""The number of steps between two evaluations of a learning curve."""
-MICRO_BATCH = 128
-"""The number of responses in TRL's micro-batch on a GPU, unless --trl-micro sets it."""
+EVALUATE_EVERY = 20  # steps
+MICRO_BATCH = 128  # responses of TRL's micro-batch on a GPU
 
 
 def prepare_random(arguments: argparse.Namespace, side: str, folder: Path, *, seed: int, shared: Path) -> Job:
-    """Write random prompts and return the job of the trainer `side`. All trainers get the same model and prompts."""
     model = arguments.model or shared / "model"
     if not (model / "config.json").exists():
         # A separate process makes the model, because a process that has used the GPU keeps some of its memory.
@@ -68,7 +65,6 @@ def prepare_random(arguments: argparse.Namespace, side: str, folder: Path, *, se
 
 
 def prepare_experiment(arguments: argparse.Namespace, side: str, folder: Path, *, seed: int, shared: Path) -> Job:
-    """Write the data and the warm-started model of a seed unless they exist. Return the job of the trainer `side`."""
     on_gpu = arguments.device == "cuda"
     root = arguments.root or shared / "root"
     overrides = [f"seed={seed}", f"paths.root={root}", "runtime=local", "tracking.enabled=false"]

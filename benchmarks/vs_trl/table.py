@@ -4,16 +4,12 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-BARS = {"trl-fp32": 1.35, "trl-bf16": 1.25, "trl": 1.5}
-"""The required ratio of our speed to the speed of TRL, for each TRL side."""
-MEMORY_BAR = 0.5
-"""The largest accepted ratio of our peak memory to TRL's peak memory on a GPU."""
+BARS = {"trl-fp32": 1.35, "trl-bf16": 1.25, "trl": 1.5}  # required ratios of our speed to TRL's
+MEMORY_BAR = 0.5  # largest ratio of our peak memory to TRL's on a GPU
 
 
 def summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return a row for each trainer with the medians over its runs. Also return the ratios of our trainer to every
-    other trainer.
-    """
+    """Return a row of medians for each trainer, and the ratios of ours to every other one."""
     if not reports:
         raise SystemExit("no side was measured")
     sides = {name: _row([one for one in reports if one["side"] == name]) for name in _in_order(reports)}
@@ -53,9 +49,7 @@ def _row(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _rate(run: dict[str, Any], counts: Sequence[int]) -> float:
-    """Return the median rate over the batches. Batches that other processes slowed down have little effect on the
-    median.
-    """
+    """Return the median rate over the batches, on which slowed batches have little effect."""
     return statistics.median(count / seconds for count, seconds in zip(counts, run["step_s"], strict=True))
 
 

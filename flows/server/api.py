@@ -1,8 +1,7 @@
-"""The choice and start of a command's Prefect server, and the settings of Prefect.
+"""The choice and start of a command's Prefect server. Call these functions before Prefect is imported.
 
-A command uses the server of `PREFECT_API_URL` if that variable is set. Otherwise it uses the running server that
-`millrace up` has recorded under the same root. If there is neither, it starts a server that ends with the command. The
-database of that server is in `<root>/prefect`. Call these functions before Prefect is imported.
+The server is the one of `PREFECT_API_URL`, otherwise the running server of `millrace up` under the same root. Without
+both, a new server ends with the command. Its database is in `<root>/prefect`.
 """
 
 import atexit
@@ -36,12 +35,8 @@ from flows.stack.state import (
 from rlcore.errors import MillraceError, StopRequestedError
 from rlcore.storage.locks import HeldLock
 
-START_WAIT_S = 600.0
-"""The longest wait in seconds for a server to start. The first start creates the database. This takes 7 s of CPU time,
-but minutes on a busy machine.
-"""
-ANSWER_WAIT_S = 10.0
-"""The longest wait in seconds for an answer from a server that should be running."""
+START_WAIT_S = 600.0  # seconds for a server to start; the first start creates the database, which may take minutes
+ANSWER_WAIT_S = 10.0  # seconds for an answer from a server that should be running
 STOP_WAIT_S = 10.0
 PREFECT_ENVIRONMENT: Mapping[str, str] = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -57,17 +52,12 @@ PREFECT_ENVIRONMENT: Mapping[str, str] = {
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",
 }
 """The default environment variables of Prefect. Variables that the user has set have priority."""
-COMMAND_ENVIRONMENT = {"PREFECT_CLIENT_MAX_RETRIES": "3"}
-"""Defaults that replace entries of `PREFECT_ENVIRONMENT` in a command. A command can finish without a server, so its
-requests are retried for only 14 s.
-"""
+COMMAND_ENVIRONMENT = {"PREFECT_CLIENT_MAX_RETRIES": "3"}  # a command can finish without a server: retries for 14 s
 
 
 @dataclass(frozen=True, slots=True)
 class PrefectApi:
-    """The address of a Prefect server that is running or starting. `home` is the server's folder if the server ends
-    with this command, otherwise None.
-    """
+    """The address of a Prefect server. `home` is its folder if it ends with this command, otherwise None."""
 
     url: str
     home: Path | None
@@ -76,8 +66,8 @@ class PrefectApi:
 class LocalServer:
     """A Prefect server that ends with this process. Only this process and its children know the login.
 
-    Prefect's own ephemeral server is not used. It would outlive a killed process and accept any Host header. It would
-    choose a port that another user may take first, and its start could not overlap the import of Prefect.
+    Prefect's own ephemeral server would outlive a killed process and accept any Host header. Another user could take
+    its port, and its start could not overlap the import of Prefect.
     """
 
     def __init__(self, home: Path) -> None:
@@ -139,9 +129,7 @@ _servers: dict[Path, LocalServer] = {}
 
 
 def start_prefect(root: Path, *, verbose: bool = False) -> PrefectApi:
-    """Choose the Prefect server of a command and set Prefect's environment variables. If no server is running, start
-    one without waiting for it. Raises MillraceError if the server of `PREFECT_API_URL` cannot be used.
-    """
+    """Choose the Prefect server of a command, or start one without waiting for it. Set Prefect's environment."""
     for name, value in {**PREFECT_ENVIRONMENT, **COMMAND_ENVIRONMENT}.items():
         os.environ.setdefault(name, value)
     if verbose:
@@ -156,9 +144,8 @@ def start_prefect(root: Path, *, verbose: bool = False) -> PrefectApi:
 
 
 def running_prefect(root: Path) -> PrefectApi | None:
-    """Return the server of `PREFECT_API_URL`, otherwise the running server recorded under the root, if any. The address
-    and login of a recorded server are set in the environment. Raises MillraceError if the server of `PREFECT_API_URL`
-    cannot be used.
+    """Return the server of `PREFECT_API_URL` or the running server recorded under the root, and set its login. Raises
+    MillraceError if the server of `PREFECT_API_URL` cannot be used.
     """
     url = os.environ.get("PREFECT_API_URL", "").rstrip("/")
     for home, server in _servers.items():
@@ -191,9 +178,7 @@ def is_reachable(url: str) -> bool:
 
 
 def _require_prefect(url: str) -> None:
-    """Check that a Prefect server answers at `url`, accepts our login, and has our major and minor version. Raises
-    MillraceError if not.
-    """
+    """Check that a Prefect server of our major and minor version answers at `url` and accepts our login."""
     what, remedy = f"PREFECT_API_URL: the server at {url}", "or unset PREFECT_API_URL to start one here."
     try:
         _check_health(url, ANSWER_WAIT_S)
@@ -232,11 +217,7 @@ def _get(url: str, timeout_s: float) -> bytes:
 
 @contextmanager
 def command_flow(api: "PrefectApi", *, verbose: bool) -> Iterator[None]:
-    """Show the progress of a command's flow inside the `with` block. Prefect's log lines are shown only if `verbose`.
-
-    Raises:
-        StopRequestedError: if the flow run is cancelled or requested to stop.
-    """
+    """Show the progress of a command's flow inside the block. Raises StopRequestedError if the flow run is stopped."""
     from flows.progress import display_for_console, use_display
 
     wait_for_prefect(api)
@@ -257,13 +238,10 @@ def command_flow(api: "PrefectApi", *, verbose: bool) -> Iterator[None]:
 
 def _hide_prefect_logs() -> None:
     """Hide the log lines of flow runs and task runs on the console, which has Millrace's progress lines instead."""
-
-    def is_shown(record: logging.LogRecord) -> bool:
-        return not record.name.startswith(("prefect.flow_runs", "prefect.task_runs"))
-
+    hidden = ("prefect.flow_runs", "prefect.task_runs")
     for handler in logging.getLogger().handlers:
         if hasattr(handler, "console"):
-            handler.addFilter(is_shown)
+            handler.addFilter(lambda record: not record.name.startswith(hidden))
     for name in ("prefect._internal.concurrency", "prefect.events.clients", "EventsWorker", "APILogWorker"):
         logging.getLogger(name).disabled = True  # they ignore levels and print each rejected event
     logging.raiseExceptions = False  # one traceback per rejected batch of log lines

@@ -2,11 +2,8 @@
 
     python -S -E flows/server/launch.py PARENT_PID COMMAND...
 
-The launcher asks the kernel for a SIGTERM at the death of the parent, and then becomes the command. A `preexec_fn`
-would run Python code in a forked child, which may deadlock if the process has threads. The kernel watches the parent's
-thread that starts the launcher, so this thread must outlive the command.
-
-The launcher takes only 20 ms, because it is run as a file and imports only the standard library.
+The launcher asks the kernel for a SIGTERM at the death of the parent's thread that starts it, and becomes the command.
+A `preexec_fn` may deadlock in a process with threads. The launcher takes 20 ms, as it needs only the standard library.
 """
 
 import ctypes
@@ -21,8 +18,7 @@ if TYPE_CHECKING:
     import subprocess
 
 PR_SET_PDEATHSIG = 1
-EXIT_PARENT_GONE = 143
-"""The exit code if the parent died before the command started. It is the shell's code for SIGTERM."""
+EXIT_PARENT_GONE = 143  # the shell's code for SIGTERM, if the parent died before the command started
 _LAUNCH = (sys.executable, "-S", "-E", str(Path(__file__).resolve()))
 
 
@@ -40,13 +36,8 @@ def start_process(
     folder: Path | None = None,
     tether: bool = True,
 ) -> "subprocess.Popen[bytes]":
-    """Start a command in a new session, without input, and append its output to `log`. Ctrl-C at the keyboard does not
-    reach the command.
-
-    Args:
-        descriptors: The file descriptors of this process that the command inherits.
-        folder: The working folder of the command, or None for the folder of this process.
-        tether: True if the command must end with this process.
+    """Start a command in a new session, without input, and append its output to `log`. The command inherits
+    `descriptors`, works in `folder` (default: the folder of this process), and ends with this process if `tether`.
     """
     import subprocess
 
@@ -90,18 +81,14 @@ def log_tail(log: str) -> str:
     return "\n".join([" ".join([*hints, f"The end of {log}:"]), *lines])
 
 
-def _tether(parent: int) -> None:
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # only on Linux: other systems do not notice a lost parent
-    if prctl is not None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:
-        sys.exit(EXIT_PARENT_GONE)
-
-
 def main() -> None:
     """Replace this process with the command in the arguments."""
     parent, *command = sys.argv[1:]
-    _tether(int(parent))
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # only on Linux: other systems do not notice a lost parent
+    if prctl is not None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != int(parent):
+        sys.exit(EXIT_PARENT_GONE)
     os.execv(command[0], command)
 
 

@@ -1,8 +1,7 @@
 """Detection of a cancellation or suspension of this process's flow run that was requested at the Prefect server.
 
-Prefect's events are not sufficient. The event of a suspension may come before the state is in the database. A worker of
-Prefect 3.7 cancels a flow run only once, and not again after a retry. A run without a living worker is never cancelled.
-Therefore the flow also polls its state every few seconds.
+The flow polls its state. The event of a suspension may come before the state is in the database. A worker of Prefect
+3.7 cancels a flow run only once, and not after a retry. A run without a living worker is never cancelled.
 """
 
 import logging
@@ -28,13 +27,10 @@ from rlcore.errors import MillraceError, StopRequestedError
 log = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 4.0
-CANCEL_AFTER_S = 20.0
-"""The seconds after which a cancelled flow run ends itself. A living worker sends a signal much earlier."""
-MAX_RETRIES = 2
-"""The number of retries of a request about the state of the flow run."""
+CANCEL_AFTER_S = 20.0  # seconds until a cancelled flow run ends itself; a living worker sends a signal much earlier
+MAX_RETRIES = 2  # retries of a request about the state of the flow run
 STOP_REQUESTED = "stop requested; the same command resumes from the last checkpoint"
 CANCELLED = "cancelled; finished work is saved, and a retry resumes it"
-"""The message of a cancelled flow run."""
 CANCELLED_TYPES = (StateType.CANCELLING, StateType.CANCELLED)
 ENGINE = "prefect.engine"
 """The name of the logger that Prefect's engine uses in the process of a flow run."""
@@ -89,9 +85,7 @@ _watch: _FlowRunWatch | None = None
 
 @contextmanager
 def watch_flow_run() -> Iterator[None]:
-    """Watch this process's flow run inside the `with` block. Acquire the run's lock inside the block, so that it is
-    free before the flow run is set to Cancelled.
-    """
+    """Watch this process's flow run inside the block. A lock acquired inside is free before the state is Cancelled."""
     global _watch
     run_id = UUID(str(flow_run.id))
     watch = _watch = _FlowRunWatch(run_id, is_deployed=bool(deployment.id))
@@ -107,9 +101,7 @@ def watch_flow_run() -> Iterator[None]:
 
 
 def end_if_cancelled() -> None:
-    """Raise FlowCancelledError if the flow run was cancelled at least `CANCEL_AFTER_S` seconds ago. This function is
-    called often while a trainer works.
-    """
+    """Raise FlowCancelledError if the flow run was cancelled at least `CANCEL_AFTER_S` seconds ago."""
     since = None if _watch is None else _watch.cancelled_at
     if since is not None and time.monotonic() - since >= CANCEL_AFTER_S:
         raise FlowCancelledError(STOP_REQUESTED)
@@ -121,27 +113,17 @@ def is_suspended() -> bool:
 
 
 def end_if_suspended() -> None:
-    """Raise Pause if the flow run was suspended. Call this function only when everything is saved. Prefect then ends
-    the process, and a resumed run continues from its checkpoint.
-    """
-    if _watch is not None and _watch.suspended is not None:
+    """Raise Pause if the flow run was suspended. Call this function only when everything is saved."""
+    if _watch is not None and _watch.suspended is not None:  # Prefect ends the process, and a resume continues
         raise Pause(state=_watch.suspended)
 
 
 @contextmanager
 def stop_as_cancellation(is_stopped: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """Convert a stop signal inside the `with` block into a cancellation of the flow run.
+    """Convert a stop signal inside the block into FlowCancelledError, which cancels the flow run.
 
-    Without the conversion, Prefect treats SIGINT as a crash. After SIGTERM, Prefect ends the process before the state
-    is reported, or marks the task as crashed.
-
-    A deployed run also gets a signal when its worker ends, without a cancellation or a stop request. The error of this
-    signal is raised unchanged, and the next `millrace up` resumes the run.
-
-    Raises FlowCancelledError in place of the error that a signal has caused in this process or in the trainer.
-
-    Args:
-        is_stopped: A function that returns whether `millrace stop` has stopped the run.
+    Prefect itself treats SIGINT as a crash and ends the process after SIGTERM without a correct state. If a deployed
+    run gets a signal because its worker ends, the error is raised unchanged. The next `millrace up` resumes the run.
     """
     try:
         yield
@@ -154,9 +136,8 @@ def stop_as_cancellation(is_stopped: Callable[[], bool] = lambda: False) -> Iter
 class DeferredSignals:
     """A `with` block that defers SIGINT and SIGTERM until its end, or until an inner `deliver` block.
 
-    Inside the block, Prefect's engine creates and ends a task run. A signal at that time would make the engine fail
-    with an unrelated error, and the stop request would be lost. A second signal is delivered immediately. The block has
-    no effect outside the main thread.
+    A signal while Prefect's engine creates or ends a task run would make the engine fail with an unrelated error. A
+    second signal is delivered immediately. The block has no effect outside the main thread.
     """
 
     def __init__(self) -> None:
@@ -212,9 +193,7 @@ def _set_cancelled(run_id: UUID) -> None:
 
 
 def set_flow_run_state(state: State[object]) -> None:
-    """Set the state of this process's flow run. Prefect's `pause_flow_run` is not used. It would block the flow, which
-    must read from its trainer.
-    """
+    """Set the state of this process's flow run. Prefect's `pause_flow_run` would block the flow."""
     with get_client(sync_client=True) as client:
         client.set_flow_run_state(UUID(str(flow_run.id)), state)
 
@@ -225,11 +204,9 @@ def limit_retries(number: int = MAX_RETRIES) -> AbstractContextManager[object]:
 
 
 def shorten_known_errors(record: logging.LogRecord) -> bool:
-    """Reduce an error of Millrace in a log record to its message, without the traceback. Return False to drop the
-    record.
+    """Reduce an error of Millrace in a log record to its message. Return False to drop the record.
 
-    A cancellation gets the level INFO. Prefect's message `Finished in state Running()` is dropped. A record of
-    Prefect's engine is dropped if it repeats an error of the flow run.
+    A cancellation gets the level INFO. Records of Prefect's engine that repeat or contradict another are dropped.
     """
     if any(isinstance(argument, FlowCancelledError) for argument in record.args or ()):
         record.levelno, record.levelname = logging.INFO, "INFO"

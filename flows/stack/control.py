@@ -15,7 +15,6 @@ from flows.commands.settings import with_program_path
 from flows.progress import print_table
 from flows.server.api import is_reachable
 from flows.stack import services
-from flows.stack.services import print_line
 from flows.stack.state import (
     CLIENT_LOGIN,
     SECRET_FILE,
@@ -38,10 +37,8 @@ from rlcore.tracking.mlflow_store import MlflowStore
 
 LOCK_WAIT_S = 600.0
 PROFILE = "millrace"
-UNCHOSEN = (None, "ephemeral", PROFILE)
-"""The active profiles that do not show a choice of the user. Prefect's default profile is `ephemeral`."""
-PRIORITY_VARIABLES = ("PREFECT_API_URL", "PREFECT_PROFILE")
-"""The environment variables that Prefect prefers to the active profile."""
+UNCHOSEN = (None, "ephemeral", PROFILE)  # active profiles that the user has not chosen; Prefect's own is `ephemeral`
+PRIORITY_VARIABLES = ("PREFECT_API_URL", "PREFECT_PROFILE")  # Prefect prefers them to the active profile
 
 
 def up(
@@ -55,8 +52,8 @@ def up(
 ) -> None:
     """Start the missing services, apply the deployments, and print the addresses. The command may be repeated.
 
-    If an error occurs, the services that this call has started are stopped. If a port is None, the last used port, the
-    default port or a free port is chosen. Raises MillraceError, with the end of the log, if a service does not start.
+    An error stops the services that this call has started. If a port is None, the last used, the default or a free one
+    is chosen. Raises MillraceError if a service does not start.
     """
     root, ports = root.resolve(), {"prefect": prefect_port, "mlflow": mlflow_port}
     try:
@@ -84,10 +81,7 @@ def up(
 
 
 def down(root: Path) -> None:
-    """Stop the services of `up` and all flow runs of its workers. The flow runs save first.
-
-    The record of the stack stays, so that the next `up` uses the same ports and resumes those runs.
-    """
+    """Stop the services of `up` and all flow runs of its workers, which save first. The next `up` resumes them."""
     root = root.resolve()
     with _stack_lock(root):
         running = read_stack(root).running()
@@ -95,16 +89,16 @@ def down(root: Path) -> None:
         flows = services.flow_runs(root)
         services.stop_flows(flows)
         for flow in flows:
-            print_line(f"a flow run (process {flow.pid}) has ended")
+            print(f"a flow run (process {flow.pid}) has ended", flush=True)
         _stop_services(running)
         if (server := read_stack(root).service("prefect")) in running and (line := remove_profile(f"{server.url}/api")):
-            print_line(line)
+            print(line, flush=True)
     if not running and not flows:
-        print_line(f"nothing is up under {root}")
+        print(f"nothing is up under {root}", flush=True)
 
 
 def status(root: Path) -> None:
-    """Print a row for each service. Exits with code 0 if all services are up, otherwise with code 1."""
+    """Print a row for each service, and exit with code 0 if all are up, otherwise 1."""
     stack, states = read_stack(root), service_states(root)
     rows = [(one.name, state, one.url or f"process {one.pid}", str(one.log)) for one, state in states]
     if not states:
@@ -117,12 +111,11 @@ def status(root: Path) -> None:
 
 def service_states(root: Path) -> list[tuple[Service, str]]:
     """Return each recorded service with its state: `up`, `does not answer` or `gone`."""
-
-    def state_of(service: Service) -> str:
+    states = []
+    for service in read_stack(root).services:
         state = "up" if services.is_ready(service) else "does not answer"
-        return "gone" if service.process() is None else state
-
-    return [(service, state_of(service)) for service in read_stack(root).services]
+        states.append((service, "gone" if service.process() is None else state))
+    return states
 
 
 def shell_export(root: Path, state: StackState) -> str:
@@ -135,9 +128,7 @@ def _stack_lock(root: Path) -> HeldLock:
 
 
 def _require_compatible(root: Path, state: StackState, ports: Mapping[str, int | None]) -> None:
-    """Check that requested ports are free, and that running servers have the installed version and requested port.
-    Raises MillraceError if not.
-    """
+    """Check that requested ports are free, and that running servers have the installed version and requested port."""
     down_first = f"`millrace down --root {quote(str(root))}`"
     for name, port in ports.items():
         service = state.service(name)
@@ -184,7 +175,7 @@ def _start_services(
         service = _service(state, name)
         services.wait_until_ready(service)
         before = " already" if service in ran_before else ""
-        print_line(f"{name} is up{before}: {service.url or f'process {service.pid}'}")
+        print(f"{name} is up{before}: {service.url or f'process {service.pid}'}", flush=True)
     write_stack(root, state)
     return state
 
@@ -216,7 +207,7 @@ def _stop_services(ended: Iterable[Service]) -> None:
             services.kill([process])  # after SIGTERM the worker would mark its flow runs as crashed
         else:
             services.stop_server(process)
-        print_line(f"{service.name} (process {service.pid}) has ended")
+        print(f"{service.name} (process {service.pid}) has ended", flush=True)
 
 
 def _apply_deployments(root: Path, state: StackState, notify_block: str | None) -> None:
@@ -235,17 +226,14 @@ def _apply_deployments(root: Path, state: StackState, notify_block: str | None) 
     )
     if done.returncode:
         raise MillraceError(f"the deployments cannot be applied:\n{(done.stdout + done.stderr).strip()[-4_000:]}")
-    print_line(done.stdout.strip())
+    print(done.stdout.strip(), flush=True)
 
 
 def keep_profile(url: str, login: str) -> tuple[bool, str]:
-    """Write the profile of a stack and activate it, unless the user has activated another profile.
+    """Write the Prefect profile of a stack, and activate it unless the user has activated another one. Return whether
+    Prefect's commands find this stack in a shell like this one, and a line about the profile.
 
-    The profile has the address and the login of one stack. Prefect's own commands then find the stack in any shell.
-    Nothing is changed if the profile belongs to another running stack, or if the file cannot be written.
-
-    Returns:
-        Whether Prefect's commands find this stack in a shell like this one, and a line about the profile.
+    Nothing changes if the profile belongs to another running stack or cannot be written.
     """
     from prefect.settings import (
         PREFECT_API_AUTH_STRING,

@@ -2,8 +2,7 @@
 
     python -m flows.stack.deploy
 
-This command updates the objects in the server of `PREFECT_API_URL` for the stack of `MILLRACE_STACK`. It may be
-repeated.
+The command updates them in the server of `PREFECT_API_URL` for the stack of `MILLRACE_STACK`.
 """
 
 import os
@@ -42,15 +41,11 @@ JOB_TEMPLATE: dict[str, Any] = {
     "job_configuration": {"working_dir": ".", "command": FLOW_COMMAND, "stream_output": False},
     "variables": {"type": "object", "properties": {}, "additionalProperties": False},
 }
-"""The template of the process that a worker starts for a flow run. The process runs Prefect's own command in the
-worker's environment. The log of the flow run outlives the worker.
-
-Job variables are refused, because by default a variable may set another command, environment or folder.
+"""The template of the process that a worker starts for a flow run. Job variables are refused, because by default a
+variable may set another command, environment or folder.
 """
 QUEUES: dict[str, int | None] = {"training": 1, "control": None}
-"""The largest number of concurrent flow runs in each work queue. It is 1 for trainings. If the root has slots,
-trainings have no limit here, because each run waits for its slots.
-"""
+"""The largest number of concurrent flow runs in each work queue."""
 POOL_FILTER = WorkPoolFilter.model_validate({"name": {"any_": [POOL]}})
 
 
@@ -73,9 +68,8 @@ def main() -> None:
 
 
 def ensure_pool(client: SyncPrefectClient, *, has_slots: bool = False) -> None:
-    """Create the work pool and its queues with their limits. Existing limits are kept as users have set them.
-
-    If the root has slots, our default limit is removed, because each run waits for its slots.
+    """Create the work pool and its queues. Limits of users are kept. If the root has slots, for which each run waits,
+    our default limit is removed.
     """
     try:
         client.update_work_pool(POOL, WorkPoolUpdate(base_job_template=JOB_TEMPLATE))
@@ -91,9 +85,7 @@ def ensure_pool(client: SyncPrefectClient, *, has_slots: bool = False) -> None:
 
 
 def apply_deployments() -> None:
-    """Apply the file of deployments by Prefect's command, which keeps schedules and resumes paused deployments. Raises
-    MillraceError, with Prefect's message, if Prefect refuses the file.
-    """
+    """Apply the file of deployments by Prefect's command, which keeps schedules and resumes paused deployments."""
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(DEPLOYMENTS)]
     done = subprocess.run(command, cwd=SOURCE_FOLDER, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -169,9 +161,7 @@ CANCELLED_RUNS = AutomationCore(
 
 
 def set_up_notifications(client: SyncPrefectClient, block: str) -> None:
-    """Create or update the automations that notify users if a run fails or waits for disk space. Raises MillraceError
-    if the notification block `block` does not exist.
-    """
+    """Create or update the automations that notify users by the notification block `block`."""
     block_id = _notification_block(client, block)
     for name, trigger, subject, body in NOTIFICATIONS:
         action = SendNotification(block_document_id=block_id, subject=subject, body=body)
@@ -203,15 +193,12 @@ def _notification_block(client: SyncPrefectClient, name: str) -> UUID:
 
 
 LOST_PROCESS = "Its process is gone."
-SUSPENDED = "Suspended"
-"""The name of the PAUSED state of a run that has no process. Only a resume starts the run again."""
+SUSPENDED = "Suspended"  # a PAUSED state without a process, which only a resume ends
 
 
 def recover_lost_runs(client: SyncPrefectClient, *, workers_are_up: bool) -> list[str]:
-    """Reschedule the runs whose process is lost, and return their names. Each run resumes from its last checkpoint.
-
-    A lost run that was being cancelled is set to Cancelled. A process on another host counts as alive. If no worker is
-    up, a pending run counts as lost, because no worker will start it.
+    """Reschedule the runs whose process is lost, and return their names. A run that was being cancelled is set to
+    Cancelled. If no worker is up, a pending run counts as lost.
     """
     lost = []
     # A run that waits for disk space or slots is Paused and has its process.

@@ -36,10 +36,8 @@ from rlcore.run.layout import RunLayout
 from rlcore.score import Score
 
 URL_PREFIX = "/answers/"
-PAGE_ROWS = 50
-"""The largest number of responses that one request returns."""
-MAX_LISTED_CHARACTERS = 400
-"""The largest number of characters of a prompt or response in the list."""
+PAGE_ROWS = 50  # largest number of responses in one reply
+MAX_LISTED_CHARACTERS = 400  # of a prompt or response in the list
 LISTED_COLUMNS = [*LIGHT.names, "change", "prompt", "answer"]
 
 
@@ -89,9 +87,6 @@ class Runs:
         return sorted(newest, key=lambda name: -newest[name])
 
     def _layout(self, name: str) -> RunLayout:
-        """Return the layout of the run with this name or unique prefix. Raises DataError if no run or several runs
-        match.
-        """
         folders = sorted((self._root / "runs").glob("*"))
         found = [folder for folder in folders if folder.name == name]
         found = found or [folder for folder in folders if name and folder.name.startswith(name)]

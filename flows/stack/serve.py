@@ -3,9 +3,8 @@
     python -m flows.stack.serve PORT            the Prefect server of a stack
     python -m flows.stack.serve one-command FD  the server of one command (`flows.server.api`) on an open socket
 
-`prefect server start` has no option for a guard. Clients that connect to the open socket FD wait until the server is
-up, so they need not poll. `mlflow server` finds `guarded_mlflow` by its name in `pyproject.toml`. Secrets are passed in
-the environment, because every user of the machine can see a command line.
+`prefect server start` has no option for a guard. Clients of the open socket FD wait until the server is up. `mlflow
+server` finds `guarded_mlflow` in `pyproject.toml`. Secrets are in the environment, as all users can see a command line.
 """
 
 import asyncio
@@ -26,11 +25,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from flows.stack.state import LOOPBACK, MLFLOW_LOGIN, RESPONSES_ROOT, SERVER_LOGIN, STACK_ROOT
 from flows.work.slots import Slots
 
-LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
-"""The host names of the loopback interface. Any port is allowed, because an SSH tunnel may end at another port."""
+LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})  # with any port, because an SSH tunnel may end at another
 HEALTH = "/health"
-FOREIGN_SITES = ("cross-site", "same-site")
-"""The values of the header Sec-Fetch-Site for a request that was caused by a page of another host or port."""
+FOREIGN_SITES = ("cross-site", "same-site")  # Sec-Fetch-Site of requests caused by a page of another host or port
 LIMIT = "millrace-slots"
 LIMITS = "/api/v2/concurrency_limits"
 
@@ -38,15 +35,11 @@ log = logging.getLogger(__name__)
 
 
 class Guard:
-    """An ASGI application that passes the requests of our own clients and pages to another application.
+    """An ASGI application that passes the requests of our own clients and pages to `app`.
 
-    It refuses a request whose Host header does not name the loopback interface, which prevents DNS rebinding. It
-    refuses requests from pages of another origin. If `login` is set, it also refuses requests without that login.
-
-    Args:
-        app: The application that receives the allowed requests.
-        login: The `user:password` of HTTP's basic authentication, which all paths except `/health` require. None if the
-            application checks logins itself.
+    It refuses a Host header that does not name the loopback interface (DNS rebinding), pages of another origin, and
+    requests without `login` (`user:password` of basic authentication) except for `/health`. If it is None, `app` checks
+    logins.
     """
 
     def __init__(self, app: ASGIApp, login: str | None = None) -> None:
@@ -114,11 +107,8 @@ def _has_login(authorization: str, login: str) -> bool:
 
 
 class SlotsLimit:
-    """An ASGI application that passes requests to Prefect's server.
-
-    Before a client reads the concurrency limits, the application updates the limit `millrace-slots`. The limit then
-    shows the number of the root's slots and the number of slots in use. The slots' locks decide which runs train. The
-    limit only shows the state of the locks.
+    """An ASGI application that passes requests to Prefect's server, whose limit `millrace-slots` shows the root's
+    slots. The limit is updated before a client reads it. The slots' locks decide which runs train.
     """
 
     def __init__(self, app: ASGIApp, root: Path) -> None:
@@ -126,7 +116,7 @@ class SlotsLimit:
         self._slots = Slots(root)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on. If the request reads concurrency limits, update the limit `millrace-slots` first."""
+        """Pass a request on, after an update of the limit if the request reads concurrency limits."""
         path = scope.get("path", "")
         if path.startswith(LIMITS) and (scope.get("method") == "GET" or path.endswith("/filter")):
             try:
@@ -176,9 +166,8 @@ def hide_address(record: logging.LogRecord) -> bool:
 
 
 def guarded_mlflow() -> Guard:
-    """Return MLflow's application and the page of responses, both behind a login.
-
-    MLflow's own logins are not used. They need a second database, and they hash a password for each request.
+    """Return MLflow's application and the page of responses, both behind a login. MLflow's own logins need a second
+    database and hash a password for each request.
     """
     from flows.stack.responses import with_responses
     from rlcore.tracking.connection import mlflow_app

@@ -40,28 +40,16 @@ from rlcore.runtime.cluster import loopback_environment, ray_folder
 from rlcore.storage.locks import start_time_of
 
 POOL = "millrace"
-FLOW_RUNS = "flow-runs"
-"""The name of the log that all flow runs share."""
+FLOW_RUNS = "flow-runs"  # the log that all flow runs share
 _LOGGED_COMMAND = (
     f'exec {shlex.quote(sys.executable)} {FLOW_RUN_COMMAND} >>"${STACK_ROOT}/stack-logs/{FLOW_RUNS}.log" 2>&1'
 )
-FLOW_COMMAND = shlex.join(["sh", "-c", _LOGGED_COMMAND])
-"""The command by which a worker starts a flow run."""
-NOTIFY_BLOCK = "MILLRACE_NOTIFY_BLOCK"
-"""The environment variable with the name of the notification block, in the form that `prefect block ls` prints."""
-READY_WAIT_S = 600.0
-"""The longest wait in seconds for a service to start. The first start creates both databases, which takes minutes on a
-busy machine.
-"""
+FLOW_COMMAND = shlex.join(["sh", "-c", _LOGGED_COMMAND])  # by which a worker starts a flow run
+NOTIFY_BLOCK = "MILLRACE_NOTIFY_BLOCK"  # a notification block in the form that `prefect block ls` prints
+READY_WAIT_S = 600.0  # seconds for a service to start; the first start creates both databases
 POLL_S = 0.2
-STOP_WAIT_S = 40.0
-"""The longest wait in seconds for servers and flow runs to end. A flow run waits until its trainer has saved."""
+STOP_WAIT_S = 40.0  # seconds for servers and flow runs to end; a flow run waits until its trainer has saved
 TRAINER = "rlcore.run.process"
-
-
-def print_line(text: str) -> None:
-    """Print a line and flush the output."""
-    print(text, flush=True)
 
 
 def start_prefect(root: Path, port: int | None, state: StackState) -> Service:
@@ -162,9 +150,7 @@ def _start(
     ready_url: str = "",
     tether: bool = False,
 ) -> Service:
-    """Start a service with a log file under the root. Only the server of a database gets the database's secret address.
-    Raises MillraceError if the service ends immediately.
-    """
+    """Start a service with a log file under the root. Only the server of a database gets its secret address."""
     log = log_of(root, name)
     secret = (PREFECT_DATABASE, PREFECT_SERVER_DATABASE, MLFLOW_DATABASE)
     inherited = {key: value for key, value in os.environ.items() if key not in secret}
@@ -197,15 +183,13 @@ def is_free_port(port: int) -> bool:
 
 
 def _choose_port(state: StackState, name: str, *, default: int | None = None, requested: int | None = None) -> int:
-    """Return the first free port of these: the requested, the last used, the default and any other port. The last used
-    port is preferred to the default so that a page keeps its address.
-    """
+    """Return the first free port of these: the requested, the last used, the default and any other port."""
     known = state.service(name)
     for port in (requested, None if known is None else known.port, default):
         if port is not None and is_free_port(port):
             return port
         if port is not None:
-            print_line(f"port {port} is in use on this machine; {name} gets another one")
+            print(f"port {port} is in use on this machine; {name} gets another one", flush=True)
     return free_port()
 
 
@@ -218,7 +202,7 @@ def log_of(root: Path, name: str) -> Path:
 
 
 def wait_until_ready(service: Service) -> None:
-    """Wait until a service is ready. Raises MillraceError if the service has ended or does not answer in time."""
+    """Wait until a service is ready. Raises MillraceError if it has ended or does not answer in time."""
     deadline = time.monotonic() + READY_WAIT_S
     while not is_ready(service):
         if service.process() is None:
@@ -229,9 +213,7 @@ def wait_until_ready(service: Service) -> None:
 
 
 def is_ready(service: Service) -> bool:
-    """Return whether the service's process listens on its port and its page answers. The process is checked because
-    another user may have the port.
-    """
+    """Return whether the service's own process listens on its port and its page answers."""
     process = service.process()
     if process is None or not _listens(process, service.port):
         return False

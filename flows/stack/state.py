@@ -1,8 +1,7 @@
 """The record of a stack (`stack.json` under its root), and the addresses and login that runs under the root use.
 
-A process is identified by its id and its start time. The login is one line `millrace:<random>` in a file that only its
-owner may read. Our processes get the login in their environment, which no other user can read. The login is never put
-in a command line or in `stack.json`, which every user can read.
+A process is identified by its id and start time. The login is one line `millrace:<random>` in a file of its owner. It
+is passed in the environment, never in a command line or in `stack.json`, which every user can read.
 """
 
 import os
@@ -28,11 +27,8 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A process of the stack. `born` is the start time that `start_time_of` returns. `version` is the version of a
-    server when it was started.
-
-    `url` is the address of the service, or '' if it has none. `ready_url` is an address that answers once the service
-    is up.
+    """A process of the stack. `born` is `start_time_of` it, and `version` that of a server at its start. `ready_url`
+    answers once the service is up. An address is '' if there is none.
     """
 
     name: str
@@ -56,9 +52,7 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class StackState:
-    """The services of a stack. `mlflow_database` is the address of MLflow's database without its password. `root` is
-    the folder of the record.
-    """
+    """The services of a stack in the folder `root`. `mlflow_database` is an address without its password."""
 
     format_version: Literal[2] = 2
     root: str = ""
@@ -75,13 +69,13 @@ class StackState:
 
     @property
     def prefect_api_url(self) -> str:
-        """The address of Prefect's API, or '' if no server is recorded. The server may have ended."""
+        """The address of Prefect's API, or '' if no server is recorded."""
         prefect = self.service("prefect")
         return "" if prefect is None else f"{prefect.url}/api"
 
     @property
     def mlflow_url(self) -> str:
-        """The address of MLflow's server, or '' if no server is recorded. The server may have ended."""
+        """The address of MLflow's server, or '' if no server is recorded."""
         mlflow = self.service("mlflow")
         return "" if mlflow is None else mlflow.url
 
@@ -90,8 +84,8 @@ _STATE = TypeAdapter(StackState)
 
 
 def read_stack(root: Path) -> StackState:
-    """Return the record of a root's stack. The record is empty if there is no file, or if the folder was copied or
-    moved. Raises MillraceError if the file is damaged or has another format.
+    """Return the record of a root's stack, or an empty one without a file or in a folder that was copied or moved.
+    Raises MillraceError if the file is damaged or has another format.
     """
     path = root / STATE_FILE
     try:
@@ -120,24 +114,18 @@ MLFLOW_DATABASE = "MLFLOW_BACKEND_STORE_URI"
 
 
 def prefect_database(home: Path) -> str:
-    """Return the address of a Prefect server's database. It is the address in the environment if there is one,
-    otherwise a file in the server's home folder.
-    """
+    """Return the address of a Prefect server's database, from the environment or in the server's home folder."""
     named = os.environ.get(PREFECT_DATABASE) or os.environ.get(PREFECT_SERVER_DATABASE)
     return named or sqlite_address(home / "prefect.db", "sqlite+aiosqlite:///")
 
 
 def mlflow_database(root: Path) -> str:
-    """Return the address of the MLflow server's database. It is the address in the environment if there is one,
-    otherwise the file under the root.
-    """
+    """Return the address of the MLflow server's database, from the environment or under the root."""
     return os.environ.get(MLFLOW_DATABASE) or default_mlflow_database(root)
 
 
 def default_mlflow_database(root: Path) -> str:
-    """Return the address of the MLflow store under the root. Runs use this store unless their settings or the stack
-    name another store.
-    """
+    """Return the address of the MLflow store under the root, which runs use by default."""
     return sqlite_address(root / "mlflow.db")
 
 
@@ -149,18 +137,14 @@ def served_mlflow(uri: str, root: Path) -> str:
     return service.url if service is not None and is_up and uri == default_mlflow_database(root) else ""
 
 
-FLOW_RUN_ID = "PREFECT__FLOW_RUN_ID"
-"""The environment variable with the id of the flow run, in a process that a worker has started."""
-FLOW_RUN_COMMAND = "-m prefect.engine"
-"""The end of the command line of a process that a worker has started for a flow run."""
-STACK_ROOT = "MILLRACE_STACK"
-"""The environment variable with the root of a stack. This is the default root of runs in the stack's flows."""
+FLOW_RUN_ID = "PREFECT__FLOW_RUN_ID"  # the id of the flow run, in a process that a worker has started
+FLOW_RUN_COMMAND = "-m prefect.engine"  # the end of the command line of such a process
+STACK_ROOT = "MILLRACE_STACK"  # the root of a stack, which is the default root of runs in its flows
 
 
 def stack_tracking_uri(root: Path) -> str | None:
     """Return the address of the stack's MLflow server, and set its login in the environment. Return None if runs use
-    the file under the root. Raises MillraceError if `stack.json` is damaged or has another format, or if other users
-    can read the login's file.
+    the file under the root.
     """
     root = Path(os.environ.get(STACK_ROOT, root)).resolve()
     stack = read_stack(root)
@@ -169,15 +153,14 @@ def stack_tracking_uri(root: Path) -> str | None:
     return set_mlflow_login(stack.mlflow_url, root)
 
 
-_user_login: dict[str, str | None] = {}
-"""The user's own MLflow login, saved while the environment has the login of the stack."""
+_user_login: dict[str, str | None] = {}  # the user's own, while the environment has the login of the stack
 
 
 def set_mlflow_login(uri: str, root: Path) -> str:
     """Set the login for this address in the environment of MLflow's clients, and return the address.
 
-    The stack's login is set if the address belongs to the stack's running server. Otherwise the user's earlier login is
-    restored. MLflow's clients send their login to any server, and another user may have the port of a stopped stack.
+    The address of the stack's running server gets the stack's login. Any other address gets the user's, because another
+    user may have the port of a stopped stack.
     """
     root = Path(os.environ.get(STACK_ROOT, root)).resolve()
     stack = read_stack(root)
@@ -196,29 +179,26 @@ def set_mlflow_login(uri: str, root: Path) -> str:
 
 
 def with_stack_store(tracking: TrackingConfig, root: Path) -> TrackingConfig:
-    """Return the tracking settings. If they name no MLflow store, the store of the stack is filled in."""
+    """Return the tracking settings, with the store of the stack if they name none."""
     uri = stack_tracking_uri(root) if tracking.uri is None else set_mlflow_login(tracking.uri, root)
     return tracking if uri == tracking.uri else tracking.model_copy(update={"uri": uri})
 
 
 def with_stack_tracking(config: RunConfig) -> RunConfig:
-    """Return the settings of a run. If they name no MLflow store, the store of the stack is filled in."""
+    """Return the settings of a run, with the store of the stack if they name none."""
     tracking = with_stack_store(config.tracking, Path(config.paths.root))
     return config if tracking is config.tracking else config.model_copy(update={"tracking": tracking})
 
 
 ONE_COMMAND = "one-command"
-MLFLOW_APP = "millrace"
-"""The name of our application in the option `--app-name` of `mlflow server`."""
+MLFLOW_APP = "millrace"  # our application in the option `--app-name` of `mlflow server`
 MLFLOW_LOGIN = "MILLRACE_MLFLOW_LOGIN"
-RESPONSES_ROOT = "MILLRACE_ANSWERS_ROOT"
-"""The environment variable with the root whose responses are shown on MLflow's server. See `flows.stack.responses`."""
+RESPONSES_ROOT = "MILLRACE_ANSWERS_ROOT"  # the root of the responses on MLflow's server, see `flows.stack.responses`
 
 SECRET_FILE = "stack-secret"
 USER = "millrace"
 CLIENT_LOGIN = "PREFECT_API_AUTH_STRING"
-SERVER_LOGIN = "PREFECT_SERVER_API_AUTH_STRING"
-"""The environment variable with the login of Prefect's server. Clients of the server read `CLIENT_LOGIN`."""
+SERVER_LOGIN = "PREFECT_SERVER_API_AUTH_STRING"  # of Prefect's server, whose clients read `CLIENT_LOGIN`
 
 
 def new_login() -> str:
@@ -227,8 +207,8 @@ def new_login() -> str:
 
 
 def root_login(root: Path) -> str:
-    """Return the login of this root's servers. The first call creates the login. Raises MillraceError if another user
-    can read the login's file or has written it.
+    """Return the login of this root's servers, which the first call creates. Raises MillraceError if another user can
+    read the login's file or has written it.
     """
     path = root / SECRET_FILE
     if not path.exists():

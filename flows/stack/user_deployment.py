@@ -21,11 +21,9 @@ from rlcore.errors import ConfigError, MillraceError
 if TYPE_CHECKING:
     from prefect.client.schemas.actions import DeploymentScheduleCreate
 
-SCHEDULE_SLUG = "deploy"
-"""The slug of the schedule that `millrace deploy` sets. A later call replaces only the schedule with this slug."""
+SCHEDULE_SLUG = "deploy"  # of the schedule that `millrace deploy` sets and replaces
 FLOW = "pipeline"
-USER_TAG = "own"
-"""The tag of the deployments that `millrace deploy` creates. No file lists these deployments."""
+USER_TAG = "own"  # of the deployments that `millrace deploy` creates
 
 
 def deploy(
@@ -39,9 +37,8 @@ def deploy(
 ) -> None:
     """Check the settings from a worker's working folder, create or update the deployment, and print how to run it.
 
-    Raises ConfigError if the name, the settings or the schedule are invalid. Raises MillraceError if the run could not
-    start or the root's stack is not up. Raises MillraceError also if `PREFECT_API_URL` names another server, or if the
-    name belongs to one of Millrace's deployments.
+    Raises ConfigError if the name, settings or schedule are invalid. Raises MillraceError if the run could not start,
+    the stack is not up or not that of `PREFECT_API_URL`, or the name belongs to one of Millrace's deployments.
     """
     if name is not None and (refused := set(name) & set("/%&<>")):
         raise ConfigError(f"--name: must have none of / % & < >, which Prefect refuses; got {name} with {min(refused)}")

@@ -17,14 +17,11 @@ from rlcore.storage.manifest import MANIFEST, read_manifest
 from rlcore.tracking.lineage import read_origin
 
 _REPOSITORY = re.compile(r"[a-zA-Z0-9][\w.\-]{0,95}/[a-zA-Z0-9][\w.\-]{0,95}", re.ASCII)
-_EMPTY = {".gitattributes"}
-"""The files of a repository that has no upload yet."""
+_EMPTY = {".gitattributes"}  # the files of a repository without an upload
 
 
 def require_pushable(repository: str) -> None:
-    """Check that the repository is named OWNER/NAME and that there is a token. Raises ConfigError if the name is
-    invalid or the token is missing.
-    """
+    """Raise ConfigError if the repository is not named OWNER/NAME or if there is no token."""
     from huggingface_hub import get_token
 
     if _REPOSITORY.fullmatch(repository) is None:
@@ -36,9 +33,7 @@ def require_pushable(repository: str) -> None:
 
 
 def write_card(layout: RunLayout, folder: Path, name: str, evaluated: Path) -> None:
-    """Write the README.md of an export, with the results of `millrace eval`. `evaluated`: the folder from which
-    `millrace eval` loads the same weights.
-    """
+    """Write the README.md of an export, with the results of `millrace eval` for the folder `evaluated`."""
     manifest = read_manifest(folder, error=CheckpointError)
     step = int(manifest.values["step"]) if manifest is not None else 0
     results = tuple(_evaluations(layout.root, str(evaluated)))
@@ -54,10 +49,8 @@ def _evaluations(root: Path, model: str) -> Iterator[ValidationResult]:
 
 
 def push(folder: Path, repository: str, *, private: bool) -> str:
-    """Upload an export in one commit to a new repository, and return the repository's address.
-
-    Raises CheckpointError if the hub rejects the upload, if the repository already has files, or if there is no
-    network. The exported folder is kept in all cases.
+    """Upload an export in one commit to a new repository, and return the repository's address. Raises CheckpointError
+    if the hub rejects the upload or if the repository has files.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError

@@ -1,8 +1,7 @@
 """The writer of a run's MLflow page, except for its metrics, which the trainer's journal delivers.
 
-A thread writes settings, datasets and code at the start of the run. It writes report, validations, checkpoints and
-weights at the end, within a deadline. A failure is only logged. `recorded.json` in the run's folder records what MLflow
-has, so that a finished run needs no request.
+A thread writes the inputs at the start of the run, and the results at its end, within a deadline. A failure is only
+logged. `recorded.json` in the run's folder records what MLflow has, so that a finished run needs no request.
 """
 
 import logging
@@ -92,10 +91,7 @@ def models_digest(config: RunConfig, last: ExportedWeights, best: ExportedWeight
     return f"last {last.step}, best {best.step}, registered {config.tracking.registered_model}"
 
 
-FINISH_WAIT_S = 120.0
-"""The longest wait in seconds for MLflow at the end of a run. The first use of a store creates its tables, and weights
-are copied.
-"""
+FINISH_WAIT_S = 120.0  # seconds for MLflow at the end of a run, whose weights are copied
 END_WAIT_S = 20.0  # seconds for MLflow at the end of a run that had no step
 RESPONSES_TABLE = "responses.json"
 MAX_TABLE_ROWS = 1_000  # the most rows that MLflow's page shows without delay; `validation/` has all responses
@@ -108,10 +104,8 @@ def log_run_page(
     rows: tuple[StageResult, StageResult] | None = None,
     outcome: tuple[ReportPage | None, ExportedWeights, ExportedWeights] | None = None,
 ) -> MlflowContents:
-    """Write the MLflow page of a run, and return the record of what MLflow has.
-
-    `rows` are the dataset and the filtered dataset. If they are passed, settings, code and datasets are written.
-    `outcome` has the report, the last weights and the best weights. If it is passed, all other contents are written.
+    """Write the MLflow page of a run, and return the record of what MLflow has. `rows` are the dataset and the filtered
+    dataset, for the contents at the start. `outcome` has the report and the last and best weights, for the rest.
     """
     tags = lineage_tags(run.config, stage="train", run_id=run.run_id, prefect=prefect)
     page = ensure_mlflow_run(run.layout.run_dir, run.config, tags)
@@ -130,9 +124,7 @@ def log_run_page(
 
 
 def with_page_address(known: MlflowContents, page: MlflowRun, root: Path) -> MlflowContents:
-    """Return the record with the current address of the MLflow page, which a resume may have changed. The address is ''
-    if no server serves the page's store.
-    """
+    """Return the record with the current address of the MLflow page, or '' if no server serves the page's store."""
     ui_command, stack = page.store.ui_command() or "", served_mlflow(page.store.uri, root)
     url = page.store.run_url(page.id, stack) if stack or not ui_command else ""
     return replace(known, mlflow_run_id=page.id, url=url, ui_command="" if url else ui_command)
@@ -256,11 +248,7 @@ class MlflowRecord:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Cancel pending requests. The interpreter waits for a running request before it ends.
-
-        If an error ended the run before its first step or after its last one, write its final status, because no
-        journal reports that end.
-        """
+        """Cancel pending requests. Report an end before the first step or after the last, which no journal reports."""
         run, begun = self._run, bool(read_attempts(self._run.layout.run_dir))
         is_trained = begun and not has_untrained_steps(run.layout.run_dir)
         if error is not None and run.config.tracking.enabled and (is_trained or not begun):

@@ -38,20 +38,14 @@ log = logging.getLogger(__name__)
 
 EVALUATION = "eval"  # `name` of an evaluation, which is a run without steps
 STOP_FILE = "stop.json"
-"""The file with the last stop request and the process to stop. `millrace stop` sends no second signal to this process,
-because the signal would end it before it saves.
-"""
-END_WAIT_S = 60.0
-"""The seconds after `runtime.stop_deadline_s` in which a stopping trainer ends and delivers its last metrics."""
+"""The file with the last stop request and its process. A second signal would end the process before it saves."""
+END_WAIT_S = 60.0  # seconds after `runtime.stop_deadline_s` for the last metrics of a stopping trainer
 
 
 @dataclass(slots=True)
 class PrefectView:
-    """The state of the run's artifacts in Prefect.
-
-    `assets` are the keys of the assets of finished stages. `validations` are the metrics of each validation during the
-    training, by step. `summary_at` is the time of the last summary. `retry_at` is the time of the next request after a
-    failure.
+    """The state of the run's artifacts in Prefect. `assets` are keys of finished stages. `validations` are by step.
+    `retry_at` is the time of the next request after a failure.
     """
 
     artifacts: dict[str, UUID] = field(default_factory=dict)
@@ -64,10 +58,7 @@ class PrefectView:
 
 
 class OpenRun:
-    """A run that is open in this process, with its settings, folders and trainer process.
-
-    `command` is recorded with the run. `title` is the run's name in tasks. For `planning_config`, see `RunSettings`.
-    """
+    """A run that is open in this process. `title` is its name in tasks. For `planning_config`, see `RunSettings`."""
 
     def __init__(
         self,
@@ -83,8 +74,7 @@ class OpenRun:
         self.title = title or config.name
         self.layout = RunLayout.of(config)
         self.prefect_view = PrefectView()
-        self.inputs: RunInputs | None = None
-        """The inputs of the training. `flows.stages.inputs.inputs_of` sets them."""
+        self.inputs: RunInputs | None = None  # set by `flows.stages.inputs.inputs_of`
         self.is_origin_complete = False
         stop_wait_s = config.runtime.stop_deadline_s + END_WAIT_S
         slots, request = Slots(self.layout.root), SlotRequest.of(config, self.run_id)
@@ -99,8 +89,8 @@ class OpenRun:
 
     @cached_property
     def committed(self) -> int:
-        """The step of the newest complete checkpoint, or 0 without a checkpoint. It is read only at the first access.
-        Raises CheckpointError if all checkpoints are broken, or if the newest one has other settings.
+        """The step of the newest complete checkpoint at the first access, or 0. Raises CheckpointError as
+        `committed_step`.
         """
         return committed_step(self.config)
 
@@ -138,8 +128,8 @@ class OpenRun:
         on_line: Callable[[str], None],
         on_wait: Callable[[], None] = lambda: None,
     ) -> Iterator[None]:
-        """Send the trainer's events to `on_event` and its log lines to `on_line` inside the `with` block. `on_wait` is
-        called often during a call of the trainer, and an exception in it ends the call.
+        """Send the trainer's events and log lines to these functions inside the block. `on_wait` is called often during
+        a call of the trainer, and an exception in it ends the call.
         """
         trainer = self.trainer
         before = trainer.on_event, trainer.on_line, trainer.on_wait
@@ -167,21 +157,18 @@ def with_absolute_paths(config: RunConfig, layout: RunLayout) -> RunConfig:
 def open_run(
     config: RunConfig, command: Sequence[str] = (), title: str = "", *, report: Callable[[str], None] = log.warning
 ) -> Iterator[OpenRun]:
-    """Open a run inside the `with` block. If the trainer of an earlier command is still running, call `report` with a
-    message and wait for its end.
+    """Open a run inside the block. While the trainer of an earlier command still runs, `report` it and wait.
 
-    Raises RunInUseError if another command uses the run, or if the earlier trainer does not end in time. Raises
-    CheckpointError if the run began with other code, data or models, or if it has more steps than
-    `trainer.total_steps`. Raises DataError if the run's folder cannot be written or its record cannot be read.
+    Raises RunInUseError if another command uses the run or the earlier trainer does not end, CheckpointError as
+    `require_same_inputs`, and DataError if the run's folder cannot be written or read.
     """
     layout = RunLayout.of(config)
     if config.tracking.uri is not None:  # other settings may have been composed since
         set_mlflow_login(config.tracking.uri, layout.root)
 
-    def report_event(event: Mapping[str, object]) -> None:
-        report(str(event["text"]))
-
-    with locked_run(layout.run_dir, report_event, lambda: False, waits_for_holder=False) as lock:
+    with locked_run(
+        layout.run_dir, lambda event: report(str(event["text"])), lambda: False, waits_for_holder=False
+    ) as lock:
         require_same_inputs(config, layout)
         _keep_code(config, layout)
         run = OpenRun(config, command, title)
@@ -199,18 +186,14 @@ def open_run(
 
 def _keep_code(config: RunConfig, layout: RunLayout) -> None:
     code = code_for_run(config)
-    try:
-        is_kept = read_code(layout.code) == code
-    except DataError:  # damaged before the run has begun
-        is_kept = False
-    if not is_kept:
-        code.save(layout.code)
+    with suppress(DataError):  # damaged before the run has begun
+        if read_code(layout.code) == code:
+            return
+    code.save(layout.code)
 
 
 def record_stop_request(run_dir: Path, worker: Holder) -> None:
-    """Record a stop request for the process `worker`. If a Prefect worker started the process, its flow run is recorded
-    too.
-    """
+    """Record a stop request for the process `worker`, and the flow run for which a Prefect worker started it."""
     request: dict[str, Any] = {"process": [worker.pid, worker.born], "time": round(time.time(), 3)}
     with suppress(psutil.Error):
         if (process := worker.process()) is not None and (flow_run := process.environ().get(FLOW_RUN_ID)):
@@ -227,9 +210,7 @@ def has_untrained_steps(run_dir: Path) -> bool:
 
 @contextmanager
 def _record_early_end(run_dir: Path) -> Iterator[None]:
-    """Record an end of the run that the trainer cannot record. This is a failure or stop before the trainer's first
-    attempt, or a stop after the last step.
-    """
+    """Record an end that the trainer cannot record: before its first attempt, or a stop after the last step."""
     began = time.time()
     try:
         yield

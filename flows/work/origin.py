@@ -24,8 +24,8 @@ def checkpoint_store(config: RunConfig) -> CheckpointStore:
 
 
 def committed_step(config: RunConfig) -> int:
-    """Return the step of the newest complete checkpoint, or 0 if there is no checkpoint. Raises CheckpointError if all
-    checkpoints are broken, or if the newest one was written with other settings.
+    """Return the step of the newest complete checkpoint, or 0 without one. Raises CheckpointError if all are broken, or
+    if the newest one was written with other settings.
     """
     found = checkpoint_store(config).latest(verify=False)
     return 0 if found is None else found.step
@@ -45,16 +45,11 @@ SHOWN_DIGITS = 16  # hex digits of a digest in a message
 
 
 def require_same_inputs(config: RunConfig, layout: RunLayout, inputs: RunInputs | None = None) -> None:
-    """Check that the code, data and models of a run are still the recorded ones.
-
-    Raises CheckpointError, with the changes and the remedy, if something differs. Raises CheckpointError also if the
-    run has more steps than `trainer.total_steps`.
-
-    A run without checkpoints and validations has not begun and passes. If `inputs` is passed, the filtered rows are
-    compared too, because another version of Millrace may filter a dataset differently.
+    """Raise CheckpointError, with the changes, if the code, data or models of a run are not the recorded ones, or if
+    the run has more steps than `trainer.total_steps`. Filtered rows are compared only if `inputs` is passed.
     """
     steps = [info.step for info in scan(layout.checkpoints).checkpoints]
-    if not steps and not any(layout.validation.glob("*.json")):
+    if not steps and not any(layout.validation.glob("*.json")):  # the run has not begun
         return
     total, this = config.trainer.total_steps, run_id(config)
     if steps and steps[-1] > total:
@@ -103,9 +98,7 @@ def _changed_files(config: RunConfig, inputs: RunInputs) -> list[str]:
 
 
 def _changed_models(config: RunConfig, origin: Origin) -> list[str]:
-    """Return a line for each changed model file. A model is skipped if it is missing on this machine now, or was
-    missing when the run's record was written.
-    """
+    """Return a line for each changed model file. A model that is or was missing on this machine is skipped."""
     changes, paths = [], model_paths(config)
     for key, now in model_digests(config).items():
         place = Path(str(paths[key])).expanduser().resolve()

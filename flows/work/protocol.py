@@ -18,11 +18,9 @@ def _drop_nan(seconds: float | None) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The progress of a stage. A value is None if it is not known.
+    """The progress of a stage. A value is None if it is not known. `to_step` is the last step of the current chunk.
 
-    `to_step` is the last step of the current chunk (`trainer.steps_per_chunk`). `eta_s` is the number of seconds to the
-    last step of the stage, and `sweep_eta_s` is the number of seconds to the end of the sweep. The stage may end
-    earlier if `may_end_early` is true. `tokens_per_s` is the speed of each of the `num_devices` devices.
+    `eta_s` and `sweep_eta_s` are the times to the end of the stage and of the sweep. `tokens_per_s` is per device.
     """
 
     stage: str
@@ -63,9 +61,7 @@ class Validated:
 
 @dataclass(frozen=True, slots=True)
 class RunEvent:
-    """Any other event, identified by its name, such as paused_for_disk, disk_room, resumed or an alarm. The key `text`
-    in `data` is a message for users.
-    """
+    """Any other event, such as paused_for_disk or an alarm. The key `text` in `data` is a message for users."""
 
     name: str
     data: Mapping[str, Any]

@@ -33,9 +33,7 @@ def all_runs(root: Path) -> list[Path]:
 
 
 def find_named_runs(names: Sequence[str], root: Path) -> list[Path]:
-    """Return the folders of the runs with these names. A name is a path, an id or a unique prefix of an id. Raises
-    NotFoundError if a name matches no run or several runs.
-    """
+    """Return the folders of the runs that have these paths, ids or unique prefixes of ids. Raises NotFoundError."""
     return [_find_folder(name, root) for name in names]
 
 
@@ -59,9 +57,8 @@ def _find_folder(name: str, root: Path) -> Path:
 
 
 def find_run(words: Sequence[str], root: Path | None) -> tuple[RunConfig, RunLayout]:
-    """Return the settings and the layout of one run. `words` is either one folder, id or unique prefix of an id, or the
-    run's settings as KEY=VALUE. Raises ConfigError if the settings are invalid. Raises NotFoundError if there is
-    no matching run, and DataError if its settings cannot be read.
+    """Return the settings and layout of the run that a folder, id, prefix, or settings as KEY=VALUE name. Raises
+    ConfigError for invalid words or settings, NotFoundError without a run, DataError if its settings cannot be read.
     """
     named = [word for word in words if "=" not in word or (Path(word) / RUN_FILE).is_file()]
     if named and len(words) > 1:
@@ -87,7 +84,7 @@ def find_run(words: Sequence[str], root: Path | None) -> tuple[RunConfig, RunLay
 
 
 def read_settings(folder: Path) -> RunConfig:
-    """Return the settings in a run's folder. Raises DataError if they cannot be read or have another format version."""
+    """Return the settings in a run's folder. Raises DataError if they cannot be read."""
     if (origin := read_origin(folder)) is None:
         raise DataError(f"{folder / RUN_FILE}: is not there. Name the folder of a run.")
     return origin.settings
@@ -95,10 +92,8 @@ def read_settings(folder: Path) -> RunConfig:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The comparison of runs, with its files. `statements` are its conclusions, and `summary` is a text in Markdown.
-
-    `mlflow_page` is the address of MLflow's comparison, and `mlflow_table` is the address of its table of all runs.
-    Both are '' if MLflow has fewer than two of the runs.
+    """The comparison of runs. `statements` are its conclusions, and `summary` is Markdown. `mlflow_page` and
+    `mlflow_table` are addresses in MLflow, or '' if it has fewer than two of the runs.
     """
 
     runs: tuple[Path, ...]
@@ -111,9 +106,8 @@ class Comparison:
 
 
 def find_runs(names: Sequence[str], search: str, root: Path, tracking: TrackingConfig) -> list[Path]:
-    """Return the folders of the named runs and of the runs that a search in MLflow returns. Raises DataError if a name
-    matches no run, if the search returns nothing, or if a run is not on this machine. Raises TrackingError if MLflow
-    rejects the search.
+    """Return the folders of the named runs and of the runs that a search in MLflow returns. Raises DataError if there
+    is none or one is not on this machine. Raises TrackingError if MLflow rejects the search.
     """
     folders = find_named_runs(names, root)
     if search:
@@ -132,9 +126,7 @@ def find_runs(names: Sequence[str], search: str, root: Path, tracking: TrackingC
 
 
 def compare(folders: Sequence[Path], root: Path) -> Comparison:
-    """Write the comparison of runs under `<root>/comparisons`, and upload it to each run in MLflow. Raises DataError if
-    there are fewer than two runs, or if a folder cannot be read.
-    """
+    """Write the comparison of two or more runs under `<root>/comparisons`, and upload it to each run in MLflow."""
     from rlcore.report.build import compare_runs
 
     root = root.resolve()
@@ -145,10 +137,7 @@ def compare(folders: Sequence[Path], root: Path) -> Comparison:
 
 
 def _upload(folders: Sequence[Path], files: "ReportFiles", root: Path) -> tuple[str, str]:
-    """Upload the files to the runs in MLflow. Return the URLs of MLflow's comparison and of the table of all runs.
-
-    Failures are logged, and the URLs are then empty texts.
-    """
+    """Upload the files to the runs in MLflow. Return two URLs for `Comparison`, which are '' after a logged failure."""
     known = [(folder, run_id) for folder in folders if (run_id := _mlflow_run(folder)) is not None]
     configs = [read_settings(folder) for folder, _ in known]
     if not known or not all(config.tracking.enabled for config in configs):
@@ -179,7 +168,7 @@ def _mlflow_run(folder: Path) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of an operation on a run, as a sentence. `ok` is False if something failed."""
+    """The outcome of an operation on a run."""
 
     run: str
     text: str
@@ -190,10 +179,7 @@ class Outcome:
 
 
 def sync(folder: Path, uri: str | None) -> Outcome:
-    """Deliver the missing part of a run's journal to MLflow.
-
-    `uri`: the MLflow store, by default the store in the run's settings or the store of the run's current root.
-    """
+    """Deliver the missing part of a run's journal to `uri` or the MLflow store of its settings or root."""
     try:
         if not (attempts := read_attempts(folder)):
             return Outcome(folder.name, "has not begun", ok=True)
@@ -211,11 +197,7 @@ def sync(folder: Path, uri: str | None) -> Outcome:
 
 
 def _store_of_root(folder: Path, begun_with: Destination) -> str | None:
-    """Return the MLflow store of the root that now contains the run's folder.
-
-    Return None if the run keeps the store with which it began, for example because its settings name the store. Raises
-    TrackingError if the file under the root is not an MLflow store.
-    """
+    """Return the MLflow store of the root that now contains the run's folder, or None if the run keeps its store."""
     root = folder.parents[1]
     try:
         if read_settings(folder).tracking.uri is not None:

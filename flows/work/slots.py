@@ -1,11 +1,9 @@
 """The slots of a root, which limit the number of concurrent trainers, and the order of waiting runs.
 
-A slot is a locked file that the trainer process inherits. The kernel frees the slot when the flow and its trainer have
-both ended. A waiting run locks a file too. A file that no process has locked does not count.
-
-Runs are ordered by priority, then by the time of their request. No run overtakes a run that waits for more slots than
-are free. A run trains in chunks of `trainer.steps_per_chunk` steps. After a chunk, the run returns its slots and waits
-again if runs of higher priority need them. docs/decisions/0015 explains why Prefect's concurrency limits are not used.
+A slot is a locked file that the trainer process inherits, so the kernel frees it when the flow and its trainer have
+ended. A waiting run locks a file too. Runs are served by priority, then by the time of their request. Between chunks
+(`trainer.steps_per_chunk`) a run returns its slots if runs of higher priority need them. docs/decisions/0015 has the
+reasons against Prefect's concurrency limits.
 """
 
 import json
@@ -58,8 +56,8 @@ _DEVICES = TypeAdapter(tuple[str, ...])
 
 @dataclass(frozen=True, slots=True)
 class SlotState:
-    """The slots of a root at one moment. `devices` has the device of each slot, or '' on a CPU. `holders` has the
-    request that holds each used slot. `waiting` has the waiting requests in order.
+    """The slots of a root at one moment: the device of each slot ('' on a CPU), the holder of each used slot, and the
+    waiting requests in order.
     """
 
     devices: tuple[str, ...]
@@ -98,9 +96,7 @@ class Slots:
         self._file = self.folder / "slots.json"
 
     def devices(self) -> tuple[str, ...]:
-        """Return the device of each slot. The result is empty if the root has no slots, so that any number of trainers
-        may run. Raises DataError if the file that lists the devices is damaged.
-        """
+        """Return the device of each slot, or nothing if the root has no slots and any number of trainers may run."""
         try:
             return _DEVICES.validate_json(read_ordinary(self._file))
         except FileNotFoundError:
@@ -158,9 +154,8 @@ class Slots:
         return next((state.wait_reason(request) for request in state.waiting if request.run_id == run_id), "")
 
     def acquire(self, request: SlotRequest, on_wait: Callable[[str], None]) -> "HeldSlots":
-        """Wait for the run's turn and acquire its slots. `on_wait` is called often with the reason for the wait. An
-        exception in `on_wait` ends the wait. Raises ConfigError if the root has fewer slots than requested, before or
-        during the wait.
+        """Wait for the run's turn and acquire its slots. `on_wait` is called often with the reason, and its exception
+        ends the wait. Raises ConfigError as soon as the root has fewer slots than requested.
         """
         if not self.devices():
             return HeldSlots(self, request, {}, ())
@@ -215,9 +210,7 @@ class HeldSlots:
 
 
 def _holder(file: Path) -> SlotRequest | None:
-    """Return the request in a locked file, or None if the file is not locked. A placeholder is returned if the request
-    is not written yet.
-    """
+    """Return the request in a locked file, a placeholder if it is not written yet, or None without a lock."""
     lock = FileLock(file)
     try:
         if lock.try_acquire(create=False):

@@ -24,10 +24,9 @@ from rlcore.tracking.cost import GPU_SECONDS
 from rlcore.tracking.journal import EventRecord, StepRecord, iter_lines
 
 State = Literal["running", "waiting", "stopping", "finished", "stopped", "failed", "lost", "not begun"]
-"""The state of a run. A run with a living process is `running`, `waiting` or `stopping`.
+"""The state of a run. `running`, `waiting` (for disk space or slots) and `stopping` have a living process.
 
-A `waiting` run waits for disk space or slots. A `stopped` run saved after a stop request. The process of a `lost` run
-ended without a record. A run that is `not begun` has had no trainer, stop or failure so far.
+A `stopped` run saved after a stop request. A `lost` run ended without a record. `not begun` has had no trainer so far.
 """
 STATES: tuple[State, ...] = get_args(State)
 
@@ -36,12 +35,10 @@ SAME_COMMAND = "the same command resumes it"
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """The status of one run.
+    """The status of one run. `score` is the mean held-out reward of the newest checkpoint that has one.
 
-    `score` is the mean held-out reward of the newest checkpoint that has one. `reward` is the mean reward of the last
-    step. `changed` is the time of the last step or event in seconds since the epoch. `note` explains the state, for
-    example by the reason for a wait or failure. `gpu_seconds` is the cost so far, or None without a GPU.
-    `tokens_per_s` is the speed of each device in the last step.
+    `reward` is that of the last step. `changed` is in seconds since the epoch. `note` explains the state. `gpu_seconds`
+    is None without a GPU. `tokens_per_s` is the speed of each device in the last step.
     """
 
     run_id: str
@@ -154,8 +151,8 @@ def _state(run_dir: Path, pause: str) -> tuple[State, str]:
 
 
 def _read_journal_end(journal: Path) -> tuple[int, float | None, str, float, float | None, float | None]:
-    """Return facts from the end of the journal, without reading the rest. These are the last step, its reward, the
-    reason of a wait, the time of the last line, the GPU-seconds, and the speed of each device.
+    """Return the last step, its reward, the reason of a wait, the time of the last line, the GPU-seconds and the speed
+    of each device, all from the end of the journal.
     """
     step, reward, pause, changed, gpu_seconds, tokens_per_s = 0, None, "", 0.0, None, None
     with suppress(OSError, DataError), open_ordinary(journal) as file:

@@ -1,7 +1,7 @@
 """The control of a trainer process by its flow: start, commands, replies and end.
 
-The process has a separate session and shares no standard streams with the flow. A signal to the flow's process group
-therefore does not interrupt a step. The kernel signals the process when the flow dies (see `flows.server.launch`).
+The process has a separate session and no standard streams of the flow, so that a signal to the flow's process group
+does not interrupt a step. The kernel signals the process when the flow dies (see `flows.server.launch`).
 """
 
 import os
@@ -24,10 +24,7 @@ from rlcore.tracking.attempts import DELIVERY_VARIABLE
 
 TRAINER = ("-P", "-m", "rlcore.run.process")
 POLL_S = 0.25  # longest time between two checks of the process and its log
-CLOSE_WAIT_S = 60.0
-"""The longest wait in seconds for an idle trainer to end its workers and deliver its last metrics. The delivery is
-limited to 30 s.
-"""
+CLOSE_WAIT_S = 60.0  # seconds for an idle trainer to end its workers and deliver its last metrics
 TERMINATE_WAIT_S = 10.0  # seconds after a SIGTERM to a trainer without unsaved work
 DRAIN_WAIT_S = 1.0  # seconds for the replies of a dead process in the pipe
 NUM_LAST_LINES = 20  # lines of the log in the message about a lost process
@@ -44,8 +41,6 @@ CHILD_ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
 }
 """The default environment variables of the trainer. Variables of the user's environment have priority."""
-
-
 MAX_READ_BYTES = 1 << 20  # largest number of bytes read from the log at a time
 
 
@@ -58,9 +53,7 @@ class LogTail:
         self._rest = b""
 
     def new_lines(self) -> Iterator[str]:
-        """Yield the lines that were completed since the last call. A call reads at most `MAX_READ_BYTES`. A deleted
-        file gives no lines.
-        """
+        """Yield the lines completed since the last call, from at most `MAX_READ_BYTES`. A deleted file gives none."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
@@ -83,13 +76,11 @@ class LogTail:
 
     def last_lines(self, num_lines: int) -> list[str]:
         """Return the last lines that are not empty. The result is empty if the file was deleted."""
-        try:
-            with self.path.open("rb") as file:
-                file.seek(max(0, self.path.stat().st_size - MAX_READ_BYTES))
-                lines = [_text(line) for line in file.read().split(b"\n")]
-        except FileNotFoundError:
-            return []
-        return [line for line in lines if line.strip()][-num_lines:]
+        with suppress(FileNotFoundError), self.path.open("rb") as file:
+            file.seek(max(0, self.path.stat().st_size - MAX_READ_BYTES))
+            lines = [_text(line) for line in file.read().split(b"\n")]
+            return [line for line in lines if line.strip()][-num_lines:]
+        return []
 
 
 def _text(line: bytes) -> str:
@@ -98,15 +89,11 @@ def _text(line: bytes) -> str:
 
 
 class TrainerProcess:
-    """A trainer process. The first call starts the process, and the first call after its loss starts it again.
+    """A trainer process, started by the first call and again by the first call after its loss.
 
-    Use it as a context manager in the main thread, because the kernel ties the process to the thread that started it. A
-    start waits for the slots in `request`. The process inherits `lock`, the descriptor of the run's lock. If `lock` is
-    None, the process acquires the lock itself. `python` is the setting `runtime.python`.
-
-    During a call, `on_event` receives events, `on_line` receives lines of the log, and `on_wait` is called often. An
-    exception from one of them stops the process like an interrupt. The process then has `stop_wait_s` seconds to finish
-    its step and save.
+    Use it as a context manager in the main thread, to which the kernel ties the process. `lock` is the descriptor of
+    the run's lock, or None. An exception from `on_event`, `on_line` or `on_wait` during a call stops the process. It
+    then has `stop_wait_s` seconds to finish its step and save.
     """
 
     def __init__(
@@ -151,11 +138,10 @@ class TrainerProcess:
         return None if self._child is None else self._child.process.pid
 
     def call(self, command: str, **arguments: str | int) -> Mapping[str, Any]:
-        """Send a command to the process and wait for its result. If the process must be started, wait for slots first.
+        """Send a command to the process and wait for its result, or first for slots to start the process.
 
-        Raises the trainer's exception if the command failed. Raises StopRequestedError if a stop was requested and the
-        process has saved. Raises WorkerLostError if the process died. The next call then starts a new process, which
-        resumes from the last checkpoint.
+        Raises the trainer's error, StopRequestedError after a stop and a save, or WorkerLostError if the process died.
+        The next call then resumes from the last checkpoint.
         """
         child = self._start()
         try:
@@ -356,10 +342,8 @@ class _Child:
         return error
 
     def has_ended(self) -> bool:
-        """Return whether the process has ended, without reaping the process.
-
-        `Popen.poll` is not used, because an interrupt of `Popen.poll` can leave the lock of the `Popen` object locked.
-        `Popen.wait` would then wait forever.
+        """Return whether the process has ended, without reaping it. An interrupt of `Popen.poll` can leave its lock
+        locked, and `Popen.wait` would then wait forever.
         """
         try:
             gone = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -394,12 +378,10 @@ def interpreter_of(python: str | None) -> str:
 
 
 def trainer_variables(python: str | None) -> dict[str, str]:
-    """Return the environment variables of the trainer. They are the variables of this process with a `PYTHONPATH` by
-    which the trainer runs the same code.
+    """Return this process's environment with a `PYTHONPATH` by which the trainer runs the same code.
 
-    The current folder may contain a scorer. This folder is last in `PYTHONPATH`, so that its files replace no other
-    module. If `python` is set, `PYTHONPATH` has the packages of that interpreter. Another variable then names this
-    process's interpreter, which delivers the metrics to MLflow.
+    The current folder, which may contain a scorer, is last so that its files replace no module. If `python` is set,
+    the path has that interpreter's packages, and a variable names our interpreter for the delivery to MLflow.
     """
     here = str(Path.cwd())
     if python is None:

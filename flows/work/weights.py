@@ -21,9 +21,8 @@ START = "start"  # name of the initial policy in place of a checkpoint
 
 
 def export_to(config: RunConfig, layout: RunLayout, checkpoint: str, target: Path) -> Path:
-    """Write a checkpoint as a transformers directory. `checkpoint` is `last`, `best`, a step or the name of a folder.
-    Raises CheckpointError if there is no checkpoint of this name, or if it is broken. Raises DataError if the run's
-    initial policy is missing.
+    """Write a checkpoint (`last`, `best`, a step or a folder's name) as a transformers directory. Raises
+    CheckpointError if it is absent or broken, DataError if the run's initial policy is missing.
     """
     info, start = find_checkpoint(layout.checkpoints, checkpoint), find_initial_policy(config, layout)
     if config.runtime.python is None:
@@ -36,8 +35,8 @@ def export_to(config: RunConfig, layout: RunLayout, checkpoint: str, target: Pat
 
 
 def find_initial_policy(config: RunConfig, layout: RunLayout) -> Path:
-    """Return the run's initial policy as a `Path`, which is a folder or a hub id. Raises DataError if the folder is
-    missing. Raises ModelError if the hub model is neither cached nor reachable.
+    """Return the folder or hub id of the run's initial policy. Raises DataError if the folder is missing, ModelError if
+    the hub model is neither cached nor reachable.
     """
     if config.is_supervised:
         config = config.model_copy(update={"warm_start": WarmStartConfig()})
@@ -68,17 +67,15 @@ class CheckpointWeights:
         return f"{self.layout.run_dir.name}@{self.checkpoint}"
 
     def ensure(self) -> Path:
-        """Write the transformers directory unless it is complete, and return it. Raises CheckpointError if the
-        checkpoint is broken.
-        """
+        """Write the transformers directory unless it is complete, and return it."""
         if self.checkpoint != START and read_finished_or_set_aside(self.folder, error=CheckpointError) is None:
             export_to(self.config, self.layout, self.checkpoint, self.folder)
         return self.folder
 
 
 def find_weights(source: str, root: Path | None) -> CheckpointWeights:
-    """Return the weights that `RUN[@CHECKPOINT]` names. The checkpoint is `last` (default), `best`, a step, or `start`
-    (the initial policy). Raises DataError if no run matches, and CheckpointError if no checkpoint matches.
+    """Return the weights of `RUN[@CHECKPOINT]`: `last` (default), `best`, a step, or `start` for the initial policy.
+    Raises DataError if no run matches, and CheckpointError if no checkpoint matches.
     """
     name, at, checkpoint = source.rpartition("@")
     if not at or (Path(source) / RUN_FILE).is_file():  # the name of a folder may have an @
@@ -94,14 +91,10 @@ def find_weights(source: str, root: Path | None) -> CheckpointWeights:
 
 
 def compose_fork(settings: list[str], source: str, root: Path | None = None, *, dry_run: bool = False) -> RunSettings:
-    """Compose settings whose initial policy has the weights of `source` (`RUN[@CHECKPOINT]`, under `root`).
+    """Compose settings whose initial policy has the weights of `source`, exported to `<root>/models/fork-<digest>`.
 
-    The weights are exported to `<root of the source>/models/fork-<digest>`, once for each checkpoint. Optimizer, critic
-    and position in the data start from scratch. A dry run writes nothing. If the export is missing, a dry run plans
-    with the initial policy of the source.
-
-    Raises ConfigError if the settings are invalid, and DataError if there is no matching run. Raises CheckpointError if
-    the run has no matching checkpoint, or if the checkpoint is broken.
+    A dry run writes nothing. If the export is missing, it plans with the initial policy of the source. Raises
+    ConfigError for invalid settings, otherwise as `find_weights`.
     """
     weights = find_weights(source, root)
     is_missing = dry_run and read_finished_or_reason(weights.folder, error=CheckpointError)[0] is None

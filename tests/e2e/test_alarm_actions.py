@@ -7,10 +7,11 @@ import pytest
 
 from rlcore.config.trainer import AlarmConfig
 from rlcore.errors import AlarmError, NonFiniteError, UnscoredError
+from rlcore.run.failures import failure_from
 from rlcore.tracking.journal import load_journal, read_journal
 from rlcore.trainer.alarms import SKIPPED
 from tests.helpers.harmful import HARM
-from tests.helpers.running import steps_of, weights_of
+from tests.helpers.running import assert_same
 from tests.helpers.sessions import Event, elsewhere, run_to_the_end, session_of, verified_steps
 from tests.helpers.small_run import prepare
 
@@ -42,7 +43,6 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Data and initial policies are made once."""
     return tmp_path_factory.mktemp("alarms")
 
 
@@ -65,8 +65,9 @@ def test_what_is_done(root: Path, alarm: str, action: str) -> None:
     run = prepare(root, *kept, *CAUSES[alarm], f"alarms.{alarm}={action}", f"run_id={alarm}-{action}")
     heard: list[Event] = []
     if action == "stop":
-        with pytest.raises((AlarmError, NonFiniteError), match=r"alarms\.|not finite"):
+        with pytest.raises((AlarmError, NonFiniteError), match=r"alarms\.|not finite") as caught:
             run_to_the_end(run, heard.append)
+        assert str(failure_from(caught.value, "", 0).kind) == "numbers"
     else:
         run_to_the_end(run, heard.append)
         assert verified_steps(run)[-1] == STEPS
@@ -111,8 +112,7 @@ def test_a_run_resumes_once_its_broken_scorer_is_repaired(tmp_path: Path, monkey
         assert verified_steps(run) == [2]
     broken.unlink()
     run_to_the_end(run)
-    assert steps_of(run) == steps_of(calm)
-    assert weights_of(run) == weights_of(calm)
+    assert_same(run, calm)
 
     broken.touch()
     with session_of(run) as session, pytest.raises(UnscoredError, match=r"validation after: .*96"):

@@ -10,17 +10,16 @@ from pathlib import Path
 import pytest
 
 from rlcore.errors import EXIT_RESUMABLE, CheckpointError, StopRequestedError
+from rlcore.evaluation.result import ValidationResult
 from rlcore.run.process import run as run_process
 from rlcore.storage.locks import RunLock
 from rlcore.tracking.attempts import ATTEMPTS_FILE, read_attempts
 from rlcore.tracking.delivery import read_state
-from tests.helpers.running import steps_of, weights_of, write_record
+from tests.helpers.running import assert_same, steps_of, weights_of, write_record
 from tests.helpers.sessions import Asked, Event, elsewhere, run_to_the_end, session_of, verified_steps
-from tests.helpers.six_steps import OVERRIDES, QUIET, steps, undisturbed
-from tests.helpers.small_run import SmallRun
+from tests.helpers.six_steps import OVERRIDES, QUIET, steps
+from tests.helpers.small_run import SmallRun, prepare
 from tests.helpers.whole_run import WholeRun
-
-__all__ = ["undisturbed"]
 
 
 def test_a_new_process_at_every_step(undisturbed: SmallRun, tmp_path: Path) -> None:
@@ -32,8 +31,7 @@ def test_a_new_process_at_every_step(undisturbed: SmallRun, tmp_path: Path) -> N
     with session_of(run) as session:
         assert session.train(6)["skipped"] is True
         session.export("last")
-    assert steps_of(run) == steps_of(undisturbed)
-    assert weights_of(run) == weights_of(undisturbed)
+    assert_same(run, undisturbed)
 
 
 def test_critic_schedule_and_coefficient_go_on_too(undisturbed: SmallRun, tmp_path: Path) -> None:
@@ -70,21 +68,14 @@ def test_a_stop_at_any_moment_saves_the_last_step(undisturbed: SmallRun, tmp_pat
         assert max(steps_of(run)) == verified_steps(run)[-1], f"requested at check {requested}"
 
 
-def test_training_ends_within_a_chunk(undisturbed: SmallRun, tmp_path: Path) -> None:
-    run = elsewhere(undisturbed, tmp_path, *OVERRIDES)
-    with session_of(run) as session:
-        assert [session.train(step)["step"] for step in (2, 3)] == [2, 3]
-    assert verified_steps(run)[-1] == 3
-
-
-def test_an_unsettled_checkpoint_is_committed_later(undisturbed: SmallRun, tmp_path: Path) -> None:
+def test_an_unsettled_checkpoint_is_committed_later_also_within_a_chunk(undisturbed: SmallRun, tmp_path: Path) -> None:
     run = elsewhere(undisturbed, tmp_path, *OVERRIDES)
     reported: list[Event] = []
     with session_of(run, reported.append) as session:
         session.train(2, settle=False)
-        session.train(4, settle=False)
+        assert session.train(3, settle=False)["step"] == 3
         assert 2 in [event["step"] for event in reported if event["event"] == "checkpoint"]
-    assert verified_steps(run)[-1] == 4
+    assert verified_steps(run)[-1] == 3
 
 
 def test_a_run_with_its_last_checkpoint_is_finished(undisturbed: SmallRun, tmp_path: Path) -> None:
@@ -113,7 +104,6 @@ def test_a_stop_while_waiting_for_the_lock(undisturbed: SmallRun, tmp_path: Path
 
 
 def test_training_continues_while_a_checkpoint_is_written(undisturbed: SmallRun, tmp_path: Path) -> None:
-    """Each chunk's result is committed, no step is repeated, and validations in between change nothing."""
     run = elsewhere(undisturbed, tmp_path, *OVERRIDES)
     events: list[Event] = []
     with session_of(run, events.append) as session:
@@ -126,8 +116,7 @@ def test_training_continues_while_a_checkpoint_is_written(undisturbed: SmallRun,
     steps = [event["step"] for event in events if event["event"] == "progress"]
     assert steps[-1] == 6
     assert [event["step"] for event in events if event["event"] == "checkpoint"] == [2, 4, 6]
-    assert steps_of(run) == steps_of(undisturbed)
-    assert weights_of(run) == weights_of(undisturbed)
+    assert_same(run, undisturbed)
 
 
 def test_without_memory_for_a_copy_training_waits_for_the_save(
@@ -166,6 +155,37 @@ def test_run_resumes_with_other_ranks(undisturbed: SmallRun, tmp_path: Path, ran
         assert found[step].keys() == metrics.keys()
         for name in metrics.keys() - by_ranks:
             assert found[step][name] == pytest.approx(metrics[name], rel=1e-5, abs=1e-5), (step, name)
+
+
+EASY = (
+    "{task:countdown,train_size:30,validation_size:12,min_numbers:2,max_numbers:2,number_high:9,target_high:9,"
+    "operations:[+,-],template:bare}"
+)
+MIXTURE = (
+    "data=mixture", QUIET, "trainer.steps_per_chunk=1", "validation.every_steps=1", "warm_start.max_steps=20",
+    "trainer.total_steps=2",
+    f"data.parts=[{{weight:3,name:easy,data:{EASY}}},{{data:{{task:custom,train_size:80,validation_size:8}}}}]",
+)  # fmt: skip
+
+
+def test_a_mixture_resumes_with_the_same_numbers(tmp_path: Path) -> None:
+    whole, split = (prepare(tmp_path, *MIXTURE, f"run_id={name}") for name in ("whole", "split"))
+    with session_of(whole) as session:
+        session.train(2)
+        session.validate("last", "after")
+    for step in (1, 2):
+        with session_of(split) as session:
+            session.train(step)
+    expected = steps_of(whole)
+    assert steps_of(split) == expected
+    sources = ("all", "easy", "multiplication")
+    assert all(f"val-core/{source}/reward/mean_at_2" in step for step in expected.values() for source in sources)
+    result = ValidationResult.read(whole.layout.validation / "after.json")
+    assert (result.data_source, len(result.problems)) == ("all", 20)
+    summary = result.metrics()
+    easy, times, both = (summary[f"val-core/{name}/reward/greedy"] for name in ("easy", "multiplication", "all"))
+    assert abs(both - (12 * easy + 8 * times) / 20) < 1e-12
+    assert list(result.by_source()) == ["easy", "multiplication"]
 
 
 def test_settings_that_may_change_and_others(undisturbed: SmallRun, tmp_path: Path) -> None:

@@ -33,7 +33,6 @@ FLASH = ("varlen", pytest.param("flash_attn", marks=pytest.mark.flash))
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a model with heads of width 64 and four query heads per key head."""
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=1, max_position_embeddings=512, bos_token_id=None, eos_token_id=1, initializer_range=0.05,
@@ -146,7 +145,6 @@ def test_one_rank_of_fsdp_computes_in_bfloat16_on_float32_weights(directory: Pat
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_4_bit_base_is_bit_equal_on_a_gpu(directory: Path, dtype: str) -> None:
-    """An export on a CPU of a GPU's checkpoint therefore has the base of the training."""
     lora = LoraConfig(rank=4, base="nf4")
     model = ModelConfig(dtype=dtype, lora=lora)
     found, expected = (

@@ -27,7 +27,6 @@ TINY = ["trainer.total_steps=1", *UNTRACKED]
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Return a running stack with one worker. Its trainers stay in their first update after `hold_the_next`."""
     root = tmp_path_factory.mktemp("stack")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("HOLD_PHASE", "update_actor")
@@ -40,19 +39,16 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 def time_of(run: Mapping[str, Any], what: str) -> datetime:
-    """Return a time stamp of a flow run."""
     return datetime.fromisoformat(str(run[what]).replace("Z", "+00:00"))
 
 
 def assert_in_turn(runs: list[dict[str, Any]]) -> None:
-    """Assert that each flow run began after the previous flow run had ended."""
     order = sorted(runs, key=lambda run: time_of(run, "start_time"))
     for one, after in pairwise(order):
         assert time_of(one, "end_time") <= time_of(after, "start_time"), (one["name"], after["name"])
 
 
 def messages_of(stack: Stack, *runs: str) -> list[str]:
-    """Return the lines of the logs of flow runs."""
     return [str(one["message"]) for one in stack.api.filter("logs", logs={"flow_run_id": {"any_": list(runs)}})]
 
 
@@ -79,21 +75,18 @@ def test_sft_ends_after_the_supervised_stage(stack: Stack) -> None:
 
 
 def start_sweep(stack: Stack, name: str) -> "subprocess.Popen[str]":
-    """Start `millrace sweep --on-workers` with the stack's server."""
     environment = {**stack.environment, "PREFECT_HOME": str(stack.root / "prefect")}
     words = [str(spec_of(stack.root, name)), *UNTRACKED, f"paths.root={stack.root}", "--on-workers"]
     return forked("flows.cli", ["sweep", *words], os.environ | environment)
 
 
 def points_of(stack: Stack, name: str) -> list[dict[str, Any]]:
-    """Return the points in the sweep's `sweep.json`, by number."""
     (file,) = stack.root.glob(f"sweeps/{name}-*/sweep.json")
     points: list[dict[str, Any]] = json.loads(file.read_text())["points"]
     return sorted(points, key=lambda point: int(point["point"]))
 
 
 def children_of(stack: Stack, parent: str) -> list[dict[str, Any]]:
-    """Return the flow runs that a flow run has started."""
     return stack.api.filter("flow_runs", flow_runs={"parent_flow_run_id": {"any_": [parent]}})
 
 
@@ -205,7 +198,6 @@ def test_a_search_on_workers_is_stopped_twice_and_resumes(stack: Stack) -> None:
 
 
 def score_of(run: Mapping[str, Any], step: int) -> float | None:
-    """Return a run's score at a step from its journal, or None if the run has not reached the step."""
     return numbers(Path(run["run_dir"])).get(step, {}).get("val-core/countdown/reward/mean_at_2")
 
 

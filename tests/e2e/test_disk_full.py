@@ -17,7 +17,7 @@ from rlcore.run.disk import disk_needs
 from rlcore.run.layout import RunLayout
 from rlcore.storage.disk import CHECKPOINT_SLACK_BYTES, free_bytes
 from rlcore.tracking.journal import Journal, load_journal
-from tests.helpers.running import answers_of, steps_of, weights_of
+from tests.helpers.running import answers_of, assert_same, steps_of, weights_of
 from tests.helpers.sessions import Event, elsewhere, run_to_the_end, session_of, train_in_chunks, verified_steps
 from tests.helpers.small_run import SmallRun, prepare
 from tests.storage.small_disk import mounted
@@ -46,15 +46,8 @@ def test_an_initial_policy_is_in_the_disk_plan(
     model = config.model.model_copy(update={"path": str(tmp_path) if is_given else None})
     warm = config.warm_start.model_copy(update={"enabled": has_warm_start})
     config = config.model_copy(update={"model": model, "warm_start": warm})
-    needs = disk_needs(
-        config,
-        RunLayout.of(config),
-        checkpoints_bytes=0,
-        num_weights=10,
-        steps_left=1,
-        has_initial_policy=has_initial_policy,
-    )
-    names = {need.what for need in needs}
+    given = {"checkpoints_bytes": 0, "num_weights": 10, "steps_left": 1, "has_initial_policy": has_initial_policy}
+    names = {need.what for need in disk_needs(config, RunLayout.of(config), **given)}
     assert ("initial policy" in names) == (not has_initial_policy and (has_warm_start or not is_given))
     assert ("checkpoints of the warm start" in names) == (not has_initial_policy and has_warm_start)
 
@@ -68,7 +61,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """Mount a tmpfs with little more space than a run needs."""
     with mounted(tmp_path / "disk", DISK_MIB) as folder:
         yield folder
 
@@ -114,7 +106,6 @@ class FullDisk:
 
 
 def run_to_the_end_in_spite(fault: FullDisk) -> list[tuple[str, list[int]]]:
-    """Restart the run after each end by a full disk. Return the reasons and the checkpoints intact at the ends."""
     ends: list[tuple[str, list[int]]] = []
     while True:
         try:
@@ -188,8 +179,7 @@ def test_no_room_in_the_middle_of_a_shard(undisturbed: SmallRun, disk: Path, mon
     assert all("No space left on device" in text for _, text in refused)
     assert [steps for _, steps in ends] == [[], [3], [3]], "the last good one stays"
     assert not fault.paused
-    assert steps_of(run) == steps_of(undisturbed)
-    assert weights_of(run) == weights_of(undisturbed)
+    assert_same(run, undisturbed)
     assert verified_steps(run) == [9]
     assert not list(run.layout.checkpoints.glob(".tmp-*"))
 
@@ -211,19 +201,16 @@ def test_a_run_without_room_ends_and_resumes_later(undisturbed: SmallRun, disk: 
     assert verified_steps(run) == [3]
     fault.ballast.unlink()
     run_to_the_end(run)
-    assert steps_of(run) == steps_of(undisturbed)
-    assert weights_of(run) == weights_of(undisturbed)
+    assert_same(run, undisturbed)
 
 
 def test_a_save_that_takes_the_room_is_committed(undisturbed: SmallRun, disk: Path) -> None:
-    """The disk has space for the kept checkpoint and one more, as the plan requires, but not for a third checkpoint."""
     words = [word for word in OVERRIDES if not word.startswith("trainer.")]
     chunks = ("trainer.total_steps=3", "trainer.steps_per_chunk=1", "checkpoint.wait_for_room_s=0")
     run = elsewhere(undisturbed, disk, *words, *chunks)
     size = 0
 
     def stop() -> bool:
-        """Wait after step 2 until the second save is written and not published."""
         nonlocal size
         for folder in run.layout.checkpoints.glob(".tmp-step-000002-*"):
             while sum(file.stat().st_size for file in folder.rglob("*.safetensors")) < 0.9 * size:
@@ -279,5 +266,4 @@ def test_a_resume_on_a_full_disk_keeps_the_journal(undisturbed: SmallRun, disk: 
     fault.ballast.unlink()
     run_to_the_end(run)
     assert not list(run.layout.run_dir.glob(".tmp-*"))
-    assert steps_of(run) == steps_of(undisturbed)
-    assert weights_of(run) == weights_of(undisturbed)
+    assert_same(run, undisturbed)

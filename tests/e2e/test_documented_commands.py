@@ -52,12 +52,10 @@ WRONG_ON_PURPOSE = "trainer.totl_steps"
 
 @cache
 def whole_command() -> Any:
-    """Return `millrace` with all its subcommands, once, because creating it is slow."""
     return typer.main.get_command(app)
 
 
 def commands_of(page: Path) -> Iterator[str]:
-    """Return the command lines of a page: the lines of its code blocks and its code spans."""
     text = page.read_text(encoding="utf-8")
     for language, block in BLOCK.findall(text):
         if language == "":
@@ -67,14 +65,12 @@ def commands_of(page: Path) -> Iterator[str]:
 
 
 def examples_of(command: Any) -> Iterator[str]:
-    """Return the commands at the end of each help text."""
     yield from (command.epilog or "").splitlines()
     for one in getattr(command, "commands", {}).values():
         yield from examples_of(one)
 
 
 def documented(program: str) -> list[str]:
-    """Return each documented command line of a program once."""
     first_lines = (
         file.read_text().splitlines()[0].lstrip("# ") for file in sorted(REPOSITORY.glob("conf/experiment/*.yaml"))
     )
@@ -92,7 +88,6 @@ def words_of(line: str) -> list[str]:
 
 
 def parsed(words: Sequence[str]) -> tuple[str, dict[str, Any]]:
-    """Return the command's name and its arguments. Unknown arguments cause an error of the parser."""
     command = whole_command()
     left = list(words)
     while children := getattr(command, "commands", {}):
@@ -102,7 +97,6 @@ def parsed(words: Sequence[str]) -> tuple[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def readers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the files, model, rows and task that the pages mention."""
     folder = tmp_path_factory.mktemp("reader")
     for page in PAGES_NOW:
         for language, block in BLOCK.findall(page.read_text(encoding="utf-8")):
@@ -148,7 +142,6 @@ def problems_counted_once() -> Iterator[None]:
 
 @pytest.fixture
 def as_a_reader(readers_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Enter the reader's folder, with a hub that has the published data."""
     monkeypatch.chdir(readers_folder)
     monkeypatch.syspath_prepend(str(readers_folder))
     modules = set(sys.modules)

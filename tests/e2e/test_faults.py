@@ -10,7 +10,7 @@ import pytest
 from rlcore.run.failures import read_failures
 from rlcore.tracking.journal import load_journal
 from tests.helpers.harmful import HARM
-from tests.helpers.running import WAIT_S, disturb, output_of, small, steps_of, weights_of
+from tests.helpers.running import WAIT_S, assert_same, disturb, output_of, small, steps_of
 from tests.helpers.small_run import SmallRun
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(WAIT_S + 40)]
@@ -52,8 +52,7 @@ def test_a_publication_that_hangs_is_ended(tmp_path: Path) -> None:
     assert kinds(run) == [("hang", "commit")]
     assert "runtime.deadlines.save_s: hang in commit after step" in output_of(run)
     assert "s; checkpoint of step 2: renaming" in output_of(run)
-    assert steps_of(run) == steps_of(calm)
-    assert weights_of(run) == weights_of(calm)
+    assert_same(run, calm)
 
 
 def test_hangs_and_lack_of_memory_in_this_process(tmp_path: Path, harm: Path) -> None:
@@ -81,19 +80,13 @@ def test_hangs_and_lack_of_memory_in_this_process(tmp_path: Path, harm: Path) ->
     assert "scoring_worker.py" in hung
     events = load_journal(run.layout.journal).events
     assert [event.data["kind"] for event in events if event.name == "fault"] == ["host out of memory", "hang"]
-    assert steps_of(run) == steps_of(calm)
-    assert weights_of(run) == weights_of(calm)
+    assert_same(run, calm)
 
 
 def test_a_hanging_scorer_costs_its_answer(tmp_path: Path, harm: Path) -> None:
     (harm / "scorer").touch()  # not yet: the warm start scores too
-    run = small(
-        tmp_path,
-        "data.scorer=tests.helpers.harmful:never_ends",
-        "reward.num_processes=1",
-        "reward.deadline_s=2",
-        steps=2,
-    )
+    words = ("data.scorer=tests.helpers.harmful:never_ends", "reward.num_processes=1", "reward.deadline_s=2")
+    run = small(tmp_path, *words, steps=2)
     (harm / "scorer").unlink()
     assert disturb(run, None)[0]["code"] == 0, output_of(run)
     assert output_of(run).count("overran reward.deadline_s=2") == 1
@@ -130,8 +123,7 @@ def test_a_lost_rank_and_a_host_without_memory(two_ranks: SmallRun, tmp_path: Pa
     named = kinds(run)
     assert named[0] == ("lost worker", "update_actor")
     assert named[-1][0] == "host out of memory"
-    assert steps_of(run) == steps_of(two_ranks)
-    assert weights_of(run) == weights_of(two_ranks)
+    assert_same(run, two_ranks)
 
 
 @pytest.mark.lengthy
@@ -145,8 +137,7 @@ def test_a_hung_engine_and_a_collective_that_never_returns(two_ranks: SmallRun, 
     hung = stacks(run)[0]
     assert "It was stopped from outside (SIGSTOP)" in hung
     assert "=== rank-0, process" in hung
-    assert steps_of(run) == steps_of(two_ranks)
-    assert weights_of(run) == weights_of(two_ranks)
+    assert_same(run, two_ranks)
 
 
 @pytest.mark.lengthy
@@ -161,8 +152,7 @@ def test_a_cluster_that_is_lost_or_hangs_at_its_start(two_ranks: SmallRun, tmp_p
     assert [one["left"] for one in (hung, lost, done)] == [[], [], []]
     assert kinds(run) == [("hang", "start"), ("lost worker", "start")]
     assert "a private Ray cluster did not start: Exception: The current node timed out" in output_of(run)
-    assert steps_of(run) == steps_of(two_ranks)
-    assert weights_of(run) == weights_of(two_ranks)
+    assert_same(run, two_ranks)
 
 
 @pytest.mark.lengthy
@@ -178,5 +168,4 @@ def test_a_lost_node_of_a_cluster(two_ranks: SmallRun, tmp_path: Path) -> None:
         cluster.communicate()
     assert [one["code"] for one in found] == [FAILED, 0], output_of(run)
     assert kinds(run)[0][0] == "lost worker"
-    assert steps_of(run) == steps_of(two_ranks)
-    assert weights_of(run) == weights_of(two_ranks)
+    assert_same(run, two_ranks)

@@ -29,7 +29,6 @@ SMALL = ("rollout.max_response_tokens=8", "reward.num_processes=1", "tracking.en
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a reader's folder with the files, the experiment of the page and a model."""
     found = tmp_path_factory.mktemp("shapes")
     write_files(found)
     write_model(found / "model")
@@ -45,7 +44,6 @@ def inside(folder: Path) -> Iterator[Path]:
 
 
 def named(words: list[str]) -> str:
-    """Return the file or folder that a command reads."""
     keys = ("data.train_file=", "data.source=", "warm_start.demonstrations=")
     (place,) = [word.partition("=")[2] for word in words if word.startswith(keys)]
     return place.partition("/")[0]

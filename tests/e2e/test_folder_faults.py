@@ -12,18 +12,15 @@ import pytest
 from rlcore.errors import CheckpointError, DataError
 from rlcore.storage.locks import RunLock
 from tests.helpers.published import edit_manifest, flip
-from tests.helpers.running import steps_of, weights_of
+from tests.helpers.running import assert_same, steps_of, weights_of
 from tests.helpers.sessions import Event, elsewhere, run_to_the_end, session_of, verified_steps
-from tests.helpers.six_steps import OVERRIDES, QUIET, steps, undisturbed
+from tests.helpers.six_steps import OVERRIDES, QUIET, steps
 from tests.helpers.small_run import SmallRun
 from tests.storage.small_disk import mounted
-
-__all__ = ["undisturbed"]
 
 
 @contextmanager
 def two_steps_done(undisturbed: SmallRun, root: Path) -> Iterator[SmallRun]:
-    """Return a run with a checkpoint of step 2 and a separate file system for its checkpoints."""
     run = elsewhere(undisturbed, root, *OVERRIDES)
     run.layout.checkpoints.parent.mkdir(parents=True)
     with mounted(run.layout.checkpoints):
@@ -47,18 +44,15 @@ def test_a_damaged_checkpoint_is_passed_over(undisturbed: SmallRun, tmp_path: Pa
     text = str(reported["text"])
     assert "step-000002: " in text
     assert "step-000004/policy/rank-00000-of-00001-0000.safetensors: hash must be sha256" in text
-    assert steps_of(run) == steps_of(undisturbed)
-    assert weights_of(run) == weights_of(undisturbed)
+    assert_same(run, undisturbed)
 
 
 def content_of(folder: Path) -> dict[str, bytes]:
-    """Return the contents of all files below a folder, without locks."""
     files = [path for path in folder.rglob("*") if path.is_file() and not path.name.endswith(".lock")]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def test_checkpoints_of_a_newer_format_are_never_lost(undisturbed: SmallRun, tmp_path: Path) -> None:
-    """If all are newer, no training begins. If an older one has our format, it is used and newer ones are kept."""
     run = elsewhere(undisturbed, tmp_path, *OVERRIDES)
     train_to(4, undisturbed, tmp_path)
     older, newer = (run.layout.checkpoints / f"step-00000{step}" for step in (2, 4))
@@ -80,8 +74,7 @@ def test_checkpoints_of_a_newer_format_are_never_lost(undisturbed: SmallRun, tmp
     assert f"step-000002: {newer}/manifest.json: format_version must be 1, got 99" in reported
     assert content_of(newer.with_name("step-000004.format-99.1")) == written_by_newer
     assert verified_steps(run)[-1] == 6
-    assert steps_of(run) == steps_of(undisturbed)
-    assert weights_of(run) == weights_of(undisturbed)
+    assert_same(run, undisturbed)
 
 
 def test_a_read_only_folder_is_one_error(undisturbed: SmallRun, tmp_path: Path) -> None:
@@ -94,8 +87,7 @@ def test_a_read_only_folder_is_one_error(undisturbed: SmallRun, tmp_path: Path) 
         subprocess.run([*remount[:2], "remount,rw", remount[3]], check=True, capture_output=True)
         assert verified_steps(run) == [2]
         run_to_the_end(run)
-        assert steps_of(run) == steps_of(undisturbed)
-        assert weights_of(run) == weights_of(undisturbed)
+        assert_same(run, undisturbed)
 
 
 def test_a_name_that_is_another_device_is_one_clear_error(undisturbed: SmallRun, tmp_path: Path) -> None:
@@ -112,7 +104,6 @@ def test_a_name_that_is_another_device_is_one_clear_error(undisturbed: SmallRun,
 
 
 def test_a_folder_that_is_deleted_during_the_run(undisturbed: SmallRun, tmp_path: Path) -> None:
-    """The folder is created again at the next save, and nothing is lost."""
     run = elsewhere(undisturbed, tmp_path, *steps(60, chunk=60), QUIET)
     with session_of(run) as session:
         session.train(2)
@@ -146,7 +137,6 @@ def test_a_start_that_fails_gives_the_run_back(undisturbed: SmallRun, tmp_path: 
 
 
 def test_a_run_without_its_checkpoints_begins_again(undisturbed: SmallRun, tmp_path: Path) -> None:
-    """Other settings are accepted too, because no checkpoint is left that they would have to fit."""
     found = []
     for lr in ("3e-4", "1e-2"):
         run = elsewhere(undisturbed, tmp_path, *steps(2), QUIET, "run_id=again", f"optim.lr={lr}")

@@ -64,12 +64,10 @@ def python(installed: Path, folder: Path, *words: str, codes: tuple[int, ...] = 
 
 
 def millrace(installed: Path, folder: Path, *words: str, codes: tuple[int, ...] = (0,)) -> str:
-    """Run a command of the wheel in a folder, and return its output."""
     return python(installed, folder, "-m", "flows.cli", *words, codes=codes)
 
 
 def tab(installed: Path, folder: Path, *words: str) -> list[str]:
-    """Return the completions of the last word in bash."""
     asked = {"COMP_WORDS": " ".join(("millrace", *words)), "COMP_CWORD": str(len(words))}
     asked["_MILLRACE_COMPLETE"] = "complete_bash"
     return python(installed, folder, "-c", "from flows.cli import app; app(prog_name='millrace')", **asked).splitlines()
@@ -126,7 +124,6 @@ def test_every_command_about_runs_works_without_a_checkout(installed: Path, tmp_
 
 
 def page_has_answers(installed: Path, folder: Path, run_id: str) -> None:
-    """Check the page of responses of `millrace ui` and its files. The command reports the end of its server."""
     environment = {**os.environ, "PYTHONPATH": str(installed)}
     process = start([sys.executable, "-P", "-m", "flows.cli", "ui"], environment, folder)
     try:

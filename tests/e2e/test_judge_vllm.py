@@ -1,6 +1,4 @@
-"""A real vLLM server as judge. A small model with structured output gives verdicts for training. A text that is no
-verdict gives no score and is masked. A wrong key is refused.
-"""
+"""A real vLLM server as judge: verdicts for training, a text that is no verdict, and a wrong key."""
 
 import os
 import socket
@@ -9,6 +7,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -82,7 +81,6 @@ def test_with_structured_output_each_answer_of_a_small_model_is_a_verdict(
 def test_verdicts_are_trained_on_and_a_step_without_any_is_an_error(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One prompt with two answers."""
     monkeypatch.setenv("JUDGE_KEY", KEY)
     asked = (
         f"data.scorer={JUDGE}", "reward.num_processes=2", "reward.deadline_s=65", f"reward.judge.url={url}",
@@ -90,20 +88,16 @@ def test_verdicts_are_trained_on_and_a_step_without_any_is_an_error(
         "reward.judge.max_tokens=48", "reward.judge.highest=4", "trainer.batch_size=1", "trainer.mini_batch_size=1",
         "rollout.samples_per_prompt=2", "warm_start.enabled=false",
     )  # fmt: skip
-    for form in ((), ("reward.judge.levels=5",)):
-        run = prepare(tmp_path, *asked, *form)
-        group = LocalGroup(run.config, str(run.model_directory))
-        try:
-            if form:
-                (step,) = train(run, group, 1)
-                assert "reward/unscored_share" not in step
-                assert 0 <= step["reward/judge/mean"] <= 1
-                assert "actor/grad_norm" in step
-            else:
-                with pytest.raises(UnscoredError, match="step 1: has no metrics, for 2 responses have no score"):
-                    train(run, group, 1)
-        finally:
-            group.close()
+    run = prepare(tmp_path, *asked)
+    refused = pytest.raises(UnscoredError, match="step 1: has no metrics, for 2 responses have no score")
+    with closing(LocalGroup(run.config, str(run.model_directory))) as group, refused:
+        train(run, group, 1)
+    run = prepare(tmp_path, *asked, "reward.judge.levels=5")
+    with closing(LocalGroup(run.config, str(run.model_directory))) as group:
+        (step,) = train(run, group, 1)
+    assert "reward/unscored_share" not in step
+    assert 0 <= step["reward/judge/mean"] <= 1
+    assert "actor/grad_norm" in step
 
 
 def test_a_wrong_key_is_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

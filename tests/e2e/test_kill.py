@@ -1,39 +1,57 @@
 """Kill -9 at twenty moments of one run: in steps, saves, publications, deletions and writes to the journal."""
 
-import json
+import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.helpers.crash_chain import MEANWHILE, OPERATIONS
-from tests.helpers.forked import run_module
-from tests.helpers.running import answers_of, steps_of, weights_of
-from tests.helpers.sessions import elsewhere, run_to_the_end
+from tests.helpers.running import WAIT_S, answers_of, assert_same, disturb, output_of
 from tests.helpers.small_run import prepare
 
 OVERRIDES = (
     "trainer.total_steps=60", "trainer.steps_per_chunk=2", "validation.every_steps=4",
     "checkpoint.keep_last=1", "checkpoint.keep_best=1", "tracking.enabled=false",
 )  # fmt: skip
+OPERATIONS = (
+    ("os.mkdir", "checkpoints/.tmp-step-", 2),  # a save begins
+    ("os.mkdir", "/policy", 1),  # a rank begins to write
+    ("os.rename", "optimizer.json", 2),
+    ("open", ".tmp-step-*/state.json", 1),  # not the reading of the last one
+    ("open", ".tmp-step-*/manifest.json", 2),  # the shards are hashed and on the disk
+    ("os.remove", ".owner.lock", 1),  # the last act before the rename
+    ("os.rename", "checkpoints/.tmp-step-", 2),  # publishing
+    ("shutil.rmtree", "checkpoints/.tmp-step-", 2),  # an old one is out of sight and is being deleted
+    ("os.rename", "/validation/", 1),
+    ("os.rename", "/answers/train-", 2),  # a chunk's answers are on the disk, its checkpoint is not
+    ("open", "/answers/.tmp-train-", 2),
+)
+"""Audit events of Python, a part of a path, and which one of them."""
+CUT = {"at": "os.rename", "path": ".tmp-metrics.jsonl", "signals": ["SIGKILL"]}
+"""The start after a kill in a step: the journal is cut to the checkpoint."""
+
+
+def meanwhile(rng: random.Random) -> dict[str, Any]:
+    """Return a kill wherever the run is, half of the times with all its processes."""
+    to = rng.choice(["trainer", "group"])
+    return {"at": "journal", "signals": ["SIGKILL"], "to": to, "aside": True, "after_s": rng.uniform(0.0, 0.15)}
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(WAIT_S + 240)
 def test_killed_twenty_times(tmp_path: Path) -> None:
-    undisturbed = prepare(tmp_path / "undisturbed", *OVERRIDES)
-    run_to_the_end(undisturbed)
-    run = elsewhere(undisturbed, tmp_path / "killed", *OVERRIDES)
-    output, errors = tmp_path / "found.json", tmp_path / "errors.log"
-    arguments = [str(tmp_path / "killed"), *OVERRIDES]
-    code = run_module("tests.helpers.crash_chain", arguments, output=output, errors=errors, timeout_s=500)
-    assert code == 0, errors.read_text()
-    found = json.loads(output.read_text().splitlines()[-1])
-    assert found["end"] == 0, errors.read_text()
-    killed = [one["what"] for one in found["hit"] if one["killed"]]
-    assert len(killed) == len(OPERATIONS) + MEANWHILE == 20, found
-    newest = [max(one["verified"], default=0) for one in found["hit"]]
+    undisturbed, run = (prepare(tmp_path / name, *OVERRIDES) for name in ("undisturbed", "killed"))
+    assert disturb(undisturbed, None)[0]["code"] == 0, output_of(undisturbed)
+    rng = random.Random(11)
+    kills: list[list[dict[str, Any]]] = [[meanwhile(rng)] for _ in range(8)]
+    kills[-1].append(CUT)
+    kills += [[{"at": at, "path": path, "nth": nth, "signals": ["SIGKILL"]}] for at, path, nth in OPERATIONS]
+    rng.shuffle(kills)
+    found = disturb(run, *(kill for group in kills for kill in group), None)
+    assert [one["code"] for one in found] == [-9] * 20 + [0], output_of(run)
+    assert [one["unreadable"] for one in found] == [[]] * 21
+    newest = [max(one["checkpoints"], default="") for one in found]
     assert newest == sorted(newest), "what was committed stays"
-    assert steps_of(run) == steps_of(undisturbed)
+    assert_same(run, undisturbed)
     assert answers_of(run) == answers_of(undisturbed), "each answer is there once"
     assert [row["step"] for row in answers_of(run)["train"]] == [step for step in range(1, 61) for _ in range(32)]
-    assert weights_of(run) == weights_of(undisturbed)

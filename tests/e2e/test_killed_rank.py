@@ -1,7 +1,4 @@
-"""Kill -9 of a rank under Ray: in a step, save, publication, deletion or journal write. `test_kill.py` kills all.
-
-Of the trainer and of everything: `tests/e2e/test_kill.py`.
-"""
+"""Kill -9 of a rank under Ray: in a step, save, publication, deletion or journal write."""
 
 import random
 import shutil
@@ -13,7 +10,7 @@ import pytest
 from rlcore.run.initial_policy import stage_layout
 from rlcore.run.layout import RunLayout
 from rlcore.tracking.journal import read_journal
-from tests.helpers.running import WAIT_S, disturb, output_of, small, steps_of, weights_of
+from tests.helpers.running import WAIT_S, assert_same, disturb, output_of, small, steps_of, weights_of
 from tests.helpers.small_run import SmallRun
 
 pytestmark = [pytest.mark.lengthy, pytest.mark.multiprocess, pytest.mark.needs_ray, pytest.mark.timeout(8 * WAIT_S)]
@@ -28,15 +25,12 @@ LATEST = {
     "publish": 2,
     "prune": 1,
     "journal": 3,
-}
-"""Moment -> the last time of it, in one start, at which the kill comes; together fewer steps than the run has."""
-FAILED = 1
-"""Exit code of the trainer, which reports the loss of a rank itself."""
+}  # moment -> the last time of it, in one start, at which the kill comes; together fewer steps than the run has
+FAILED = 1  # exit code of the trainer, which reports the loss of a rank itself
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
-    """Return a run in one process, which has the numbers of one rank under Ray."""
     run = small(tmp_path_factory.mktemp("undisturbed"), *KEPT, steps=STEPS)
     assert disturb(run, None)[0]["code"] == 0, output_of(run)
     return run
@@ -56,8 +50,7 @@ def test_seven_kills_and_the_numbers_are_the_same(undisturbed: SmallRun, tmp_pat
         assert committed >= newest, "what was committed stays"
         newest = committed
     assert disturb(run, None)[0]["code"] == 0, output_of(run)
-    assert steps_of(run) == steps_of(undisturbed)
-    assert weights_of(run) == weights_of(undisturbed)
+    assert_same(run, undisturbed)
 
 
 def test_one_of_four_ranks_killed_in_an_update(tmp_path: Path) -> None:
@@ -90,8 +83,7 @@ def test_killed_between_the_turns_of_episodes_it_ends_the_same(moment: str, tmp_
     assert (found["code"], found["left"]) == (FAILED, []), output_of(killed)
     assert 0 < len(steps_of(killed)) < 4
     assert disturb(killed, None)[0]["code"] == 0, output_of(killed)
-    assert steps_of(killed) == steps_of(whole)
-    assert weights_of(killed) == weights_of(whole)
+    assert_same(killed, whole)
 
 
 def test_a_warm_start_on_two_ranks_survives_a_kill(tmp_path: Path) -> None:
@@ -117,5 +109,4 @@ def test_a_warm_start_on_two_ranks_survives_a_kill(tmp_path: Path) -> None:
 
 
 def losses_of(stage: RunLayout) -> list[float]:
-    """Return the loss of each step of a warm start, in nats per token."""
     return [record.metrics["sft/loss"] for record in read_journal(stage.journal) if "sft/loss" in record.metrics]

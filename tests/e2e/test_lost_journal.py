@@ -13,15 +13,12 @@ from rlcore.run.layout import RunLayout
 from tests.helpers.running import steps_of as steps_in_order
 from tests.helpers.running import weights_of
 from tests.helpers.sessions import Event, elsewhere, run_to_the_end, session_of, verified_steps
-from tests.helpers.six_steps import OVERRIDES, undisturbed
+from tests.helpers.six_steps import OVERRIDES
 from tests.helpers.small_run import SmallRun
-
-__all__ = ["undisturbed"]
 
 
 @pytest.fixture
 def copied(undisturbed: SmallRun, tmp_path: Path) -> SmallRun:
-    """Return a copy of the undisturbed run, which has checkpoints of steps 4 and 6."""
     run = elsewhere(undisturbed, tmp_path, *OVERRIDES)
     shutil.copytree(undisturbed.layout.run_dir, run.layout.run_dir)
     shutil.rmtree(run.layout.exported_model)
@@ -30,7 +27,6 @@ def copied(undisturbed: SmallRun, tmp_path: Path) -> SmallRun:
 
 @pytest.fixture
 def stopped(copied: SmallRun) -> SmallRun:
-    """Return the copied run without its last checkpoint."""
     shutil.rmtree(copied.layout.checkpoints / "step-000006")
     return copied
 

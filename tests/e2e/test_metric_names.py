@@ -13,15 +13,9 @@ from tests.helpers.small_run import prepare
 
 GPU_ONLY = {"perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb"}
 SETTINGS = (
-    "trainer.total_steps=3",
-    "trainer.steps_per_chunk=1",
-    "trainer.old_logprobs=recompute",
-    "validation.every_steps=1",
-    "validation.samples_per_problem=1",
-    "algo.kl.where=loss",
-    "runtime.peak_tflops=0.05",
-    "tracking.enabled=false",
-)
+    "trainer.total_steps=3", "trainer.steps_per_chunk=1", "trainer.old_logprobs=recompute", "validation.every_steps=1",
+    "validation.samples_per_problem=1", "algo.kl.where=loss", "runtime.peak_tflops=0.05", "tracking.enabled=false",
+)  # fmt: skip
 SPREADS = {
     f"critic/{what}/{part}" for what in ("score", "rewards", "advantages", "returns") for part in ("mean", "max")
 }

@@ -38,7 +38,6 @@ Begin = Callable[[str], RunJournal]
 
 @pytest.fixture
 def run_dir(root: Path, request: pytest.FixtureRequest) -> Path:
-    """Return a separate run folder for each test on the shared server."""
     return root / "runs" / request.node.name
 
 
@@ -61,7 +60,6 @@ def train(journal: RunJournal, first: int, last: int) -> None:
 
 
 def num_warnings(caplog: pytest.LogCaptureFixture) -> int:
-    """Return the number of warnings that MLflow rejects values."""
     return sum("MLflow rejects the values" in line for line in caplog.messages)
 
 
@@ -94,7 +92,6 @@ def test_a_restarted_server_has_every_value_once(
 def test_a_store_on_a_full_disk_gets_every_value_later(
     begin: Begin, run_dir: Path, empty_store: Path, small_disk: Path, caplog: pytest.LogCaptureFixture
 ):
-    """MLflow's database has a separate file system in this test. Another test covers the journal's."""
     shutil.copy(empty_store, small_disk / "mlflow.db")
     uri = f"sqlite:///{small_disk}/mlflow.db"
     journal = begin(uri)

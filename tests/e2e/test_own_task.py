@@ -70,7 +70,6 @@ ONE_STEP = ("tracking.enabled=false", "trainer.total_steps=1", "trainer.steps_pe
 
 
 def command_of_the_page(start: str) -> list[str]:
-    """The settings of the command in docs/environments.md that begins with these words."""
     page = PAGE.read_text(encoding="utf-8").replace("\\\n", " ")
     (line,) = (line for line in page.splitlines() if line.startswith(f"millrace run {start} "))
     own = {setting.partition("=")[0] for setting in ONE_STEP}
@@ -132,9 +131,7 @@ def test_environment_of_the_page_trains_from_an_empty_folder(tmp_path: Path) -> 
     (tmp_path / "count_on.py").write_text(block)
     settings = [
         "experiment=number_guessing", "data.build=count_on:build", "data.train_size=40", "data.validation_size=8",
-        "episode.max_tool_tokens=2", "model.scratch.max_integer=63",
-        "tracking.enabled=false",
-        "trainer.total_steps=1", "trainer.steps_per_chunk=1", "validation.every_steps=1",
+        "episode.max_tool_tokens=2", "model.scratch.max_integer=63", *ONE_STEP,
     ]  # fmt: skip
     done = run(tmp_path, "train", *settings, "data.environment=count_on:CountOn", settings=())
     assert done.returncode == 0, done.stderr

@@ -1,7 +1,4 @@
-"""A real model, SmolLM2-135M-Instruct, against transformers' own forward and backward in float32 on a CPU.
-
-The real vLLM on these weights: tests/rollout/test_vllm_engine_real_model.py.
-"""
+"""A real model, SmolLM2-135M-Instruct, against transformers' own forward and backward in float32 on a CPU."""
 
 import hashlib
 from pathlib import Path
@@ -40,7 +37,6 @@ TEXTS = [
 
 
 def plain(folder: Path) -> PreTrainedModel:
-    """Load the model by transformers alone."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from rlcore.config.compose import load_config
 from rlcore.config.fingerprint import run_id
 from tests.helpers.hub_model import HUB_ID, cache_of
-from tests.helpers.running import finish, steps_of, weights_of, write_record
+from tests.helpers.running import assert_same, finish, steps_of, write_record
 from tests.helpers.sessions import elsewhere, run_to_the_end, session_of
 from tests.helpers.small_run import prepare
 
@@ -46,8 +46,7 @@ def test_offload_switched_from_chunk_to_chunk(tmp_path: Path) -> None:
             if to_step == 3:
                 session.export("last")
     assert run_id(changed.config) == run_id(load_config(["experiment=debug", *PPO]))
-    assert steps_of(changed) == steps_of(plain)
-    assert weights_of(changed) == weights_of(plain)
+    assert_same(changed, plain)
 
 
 def test_profiled_steps_have_traces(tmp_path: Path) -> None:
@@ -64,12 +63,10 @@ def test_profiled_steps_have_traces(tmp_path: Path) -> None:
     with gzip.open(files[0], "rt") as packed:
         operators = {str(event.get("name")) for event in json.load(packed)["traceEvents"]}
     assert {"aten::mm", "Optimizer.step#AdamW.step"} <= operators
-    assert steps_of(profiled) == steps_of(plain)
-    assert weights_of(profiled) == weights_of(plain)
+    assert_same(profiled, plain)
 
 
 def test_a_hub_model_trains_like_its_directory(tmp_path: Path) -> None:
-    """The model is read from a real hub cache on disk, without the network."""
     made = prepare(tmp_path)
     cache_of(made.model_directory, tmp_path / "hf")
     overrides = ["tracking.enabled=false", "warm_start.enabled=false"]

@@ -20,10 +20,10 @@ from tests.helpers.slurm import slurm
 
 pytestmark = [pytest.mark.needs_ray, pytest.mark.slow, pytest.mark.timeout(3 * WAIT_S)]
 
-STEPS, CHUNK = 60, 3
+STEPS, CHUNK = 36, 3
 SETTINGS = (
     "experiment=debug", "data.scorer=share_of_digits:score", "warm_start.enabled=false", "tracking.enabled=false",
-    "validation.every_steps=30", "runtime.stop_deadline_s=200", f"trainer.total_steps={STEPS}",
+    "validation.every_steps=18", "runtime.stop_deadline_s=200", f"trainer.total_steps={STEPS}",
     f"trainer.steps_per_chunk={CHUNK}",
 )  # fmt: skip
 SCRIPTS = """#!/bin/bash
@@ -35,8 +35,6 @@ SLURM_PROCID=0 "$@" & SLURM_PROCID=1 "$@" & wait
 
 @dataclass(frozen=True)
 class Job:
-    """A folder with the batch script, its scorer and the workspace."""
-
     folder: Path
 
     @property
@@ -45,11 +43,9 @@ class Job:
         return found
 
     def last_step(self) -> int:
-        """Return the step of the newest checkpoint, or 0."""
         return max((int(one.name[5:]) for one in self.folder.glob("artifacts/runs/*/checkpoints/step-*")), default=0)
 
     def advance(self) -> None:
-        """Wait for two more checkpoints."""
         step = self.last_step() + 2 * CHUNK
         assert step < STEPS
         wait_until(lambda: self.last_step() >= step, f"checkpoint {step}")
@@ -60,7 +56,6 @@ class Job:
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shell with Millrace's environment, and without the tests' settings of Ray."""
     for name in loopback_environment():
         monkeypatch.delenv(name)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
@@ -68,7 +63,6 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """The same run on a private Ray cluster."""
     job = Job(tmp_path_factory.mktemp("undisturbed"))
     shutil.copy(share_of_digits.__file__, job.folder)
     words = [Path(sys.executable).with_name("millrace"), "train", *SETTINGS, "runtime=ray", "runtime.num_workers=2"]
@@ -78,7 +72,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
-    """A script with the settings and without the second core of a task."""
     monkeypatch.chdir(tmp_path)
     shutil.copy(share_of_digits.__file__, tmp_path)
     new("slurm", "job")
@@ -95,7 +88,6 @@ def assert_equal(job: Job, undisturbed: Job) -> None:
 
 
 def test_script_without_slurm_saves_and_resumes(job: Job, undisturbed: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The script's own commands, with srun on this host alone."""
     (job.folder / "bin").mkdir()
     for name, text in {"srun": SCRIPTS, "scontrol": '#!/bin/bash\necho "$@" >> requeued\n'}.items():
         (job.folder / "bin" / name).write_text(text)
@@ -123,7 +115,6 @@ def test_script_without_slurm_saves_and_resumes(job: Job, undisturbed: Job, monk
 def test_job_that_slurm_preempts_twice_resumes(
     job: Job, undisturbed: Job, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """First without notice, then with a notice."""
     with slurm(tmp_path_factory.mktemp("slurm")) as command:
         number = command("sbatch", "--parsable", "--output=job.log", "job.sbatch").strip()
         job.advance()

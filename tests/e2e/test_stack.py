@@ -45,8 +45,6 @@ RESOURCE = {"prefect.resource.id": "millrace.run.x", "prefect.resource.name": "x
 
 @dataclass
 class Hook:
-    """A server outside the stack that a notification block calls. It records messages and answers with a status."""
-
     url: str = ""
     messages: list[dict[str, str]] = field(default_factory=list)
     answer: int = 200
@@ -72,7 +70,6 @@ def hook() -> Iterator[Hook]:
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory, hook: Hook, empty_store: Path) -> Iterator[Stack]:
-    """Return a running stack that notifies the hook, on a root with data, initial policy and an empty MLflow store."""
     root = tmp_path_factory.mktemp("stack")
     shutil.copy(empty_store, root / "mlflow.db")
     prepare(root)
@@ -203,26 +200,6 @@ def test_a_cancelled_run_has_saved(stack: Stack) -> None:
     assert stack.mlflow_status("cancelled") == "KILLED"
 
 
-@pytest.mark.lengthy  # what stop says: test_runs.py; a cancellation: test_a_cancelled_run_has_saved
-def test_a_run_stopped_by_millrace_is_cancelled_and_resumes_by_retry(
-    stack: Stack, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = stack.start("pipeline/debug", overrides=[*ENDLESS, "name=stopped"])
-    stack.wait_for_step("stopped", 3)
-    process = stack.process_of(run)
-    stop([str(stack.run_dir("stopped"))])
-    saved = stack.steps_saved("stopped")[-1]
-    assert f"step {saved} is saved; `prefect flow-run retry {run}`" in capsys.readouterr().out
-    stack.wait(run, "CANCELLED")
-    wait_until(lambda: not process.is_running(), "the flow's process has ended")
-    assert stack.mlflow_status("stopped") == "KILLED"
-    done = stack.prefect("flow-run", "retry", run)
-    assert done.returncode == 0, done.stderr
-    stack.wait_for_step("stopped", saved + 1)
-    stack.set_state(run, {"type": "CANCELLING"})
-    stack.wait(run, "CANCELLED")
-
-
 def test_a_completed_run_that_is_tried_again_is_completed_again(stack: Stack, tmp_path: Path) -> None:
     own = tmp_path / "own.yaml"
     own.write_text("defaults: [debug, _self_]\nname: again\n")
@@ -238,15 +215,22 @@ def test_a_completed_run_that_is_tried_again_is_completed_again(stack: Stack, tm
 
 @pytest.mark.lengthy
 @pytest.mark.timeout(900)
-def test_a_cancelled_run_resumes_by_retry_and_a_suspended_one_by_resume(stack: Stack, hook: Hook) -> None:
+def test_a_stopped_run_resumes_by_retry_and_a_suspended_one_by_resume(
+    stack: Stack, hook: Hook, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = stack.start("pipeline/debug", overrides=[*ENDLESS, "name=story"])
     stack.wait_for_step("story", 3)
-    stack.set_state(run, {"type": "CANCELLING"})
-    stack.wait(run, "CANCELLED")
+    process = stack.process_of(run)
+    stop([str(stack.run_dir("story"))])
     saved = stack.steps_saved("story")[-1]
+    assert f"step {saved} is saved; `prefect flow-run retry {run}`" in capsys.readouterr().out
+    stack.wait(run, "CANCELLED")
+    wait_until(lambda: not process.is_running(), "the flow's process has ended")
+    assert stack.mlflow_status("story") == "KILLED"
 
     # Retried, it resumes; suspended, it ends its chunk and its process, and notifies the hook.
-    stack.retry_cancelled(run)
+    done = stack.prefect("flow-run", "retry", run)
+    assert done.returncode == 0, done.stderr
     stack.wait_for_step("story", saved + 1)
     process, trainer = stack.process_of(run), stack.trainer("story")
     stack.set_state(run, SUSPEND)

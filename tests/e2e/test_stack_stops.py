@@ -14,8 +14,7 @@ from tests.flows.conftest import HELD, WAIT_S, journal, numbers, wait_until
 from tests.helpers.stack import Stack, stack_up
 
 SHORT_CHUNKS = ["trainer.total_steps=40", "trainer.steps_per_chunk=2", "validation.every_steps=0"]
-ENDLESS = ["trainer.total_steps=100000", "validation.every_steps=0"]
-"""Longer than any test."""
+ENDLESS = ["trainer.total_steps=100000", "validation.every_steps=0"]  # longer than any test
 PHASES = {"gen": "local", "update_actor": "ray", "save_checkpoint": "local"}
 """Phases of a step, and by what the trainer works in it."""
 
@@ -24,7 +23,6 @@ pytestmark = [pytest.mark.lengthy, pytest.mark.prefect, pytest.mark.slow, pytest
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Return a running stack. Its trainers stay in the phase that `hold.json` names, if the file exists."""
     root = tmp_path_factory.mktemp("stops")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("HOLD_SETTINGS", str(root / "hold.json"))
@@ -34,7 +32,6 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 def kill(stack: Stack, name: str) -> None:
-    """Send SIGKILL to one service only."""
     service = read_stack(stack.root).service(name)
     assert service is not None
     process = service.process()

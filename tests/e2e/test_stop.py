@@ -12,8 +12,9 @@ from typing import Any
 import psutil
 import pytest
 
+from rlcore.runtime.cluster import ray_folder
 from tests.helpers.mlflow import wait_until
-from tests.helpers.running import WAIT_S, disturb, output_of, small, steps_of, weights_of, write_record
+from tests.helpers.running import WAIT_S, assert_same, disturb, output_of, small, steps_of, write_record
 from tests.helpers.small_run import SmallRun
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(WAIT_S + 40)]
@@ -58,8 +59,27 @@ def test_a_stop_in_each_phase_saves_and_leaves_nothing_behind(undisturbed: Small
     saved = [one["checkpoints"][-1] for one in found[1:7]]
     assert saved == sorted(set(saved)), "each stop but the last has saved a step more"
     assert found[7]["checkpoints"][-1] == saved[-1], "a second signal ends the run immediately"
-    assert steps_of(run) == steps_of(undisturbed)
-    assert weights_of(run) == weights_of(undisturbed)
+    assert_same(run, undisturbed)
+
+
+KILLS = [at("update_actor", "SIGKILL") | {"to": "group"}, at("publish", "SIGKILL")]
+
+
+@pytest.mark.needs_ray
+@pytest.mark.parametrize("kills", [[], pytest.param(KILLS, marks=pytest.mark.lengthy)])
+def test_a_stop_and_kills_under_ray(undisturbed: SmallRun, tmp_path: Path, kills: list[dict[str, Any]]) -> None:
+    run = small(tmp_path, "runtime=ray", steps=STEPS)
+    earlier = set(ray_folder().glob("session_2*"))
+    stopped, *killed = disturb(run, at("gen", "SIGTERM", nth=2), *kills)
+    assert [one["code"] for one in (stopped, *killed)] == [RESUMABLE, -9, -9][: 1 + len(kills)], output_of(run)
+    assert stopped["left"] == []
+    assert stopped["checkpoints"] == ["step-000002"], "the finished step was not saved"
+    left = {int(one.name.rpartition("_")[2]) for one in set(ray_folder().glob("session_2*")) - earlier}
+    assert left >= {one["pid"] for one in killed}
+    assert stopped["pid"] not in left, "a Ray session is left"
+    run = small(tmp_path, steps=STEPS)
+    assert disturb(run, None)[0]["code"] == 0, output_of(run)
+    assert_same(run, undisturbed)
 
 
 def test_slow_step_is_abandoned(undisturbed: SmallRun, tmp_path: Path) -> None:
@@ -134,5 +154,4 @@ def test_a_stop_between_commands_saves_the_last_step(undisturbed: SmallRun, tmp_
     assert process.wait(WAIT_S) == RESUMABLE
     (rest,) = disturb(run, None)
     assert rest["code"] == 0, output_of(run)
-    assert steps_of(run) == steps_of(undisturbed)
-    assert weights_of(run) == weights_of(undisturbed)
+    assert_same(run, undisturbed)

@@ -1,6 +1,7 @@
 """Runs that cut and carry groups give the same numbers on two ranks, after kills and when they are extended."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -49,12 +50,9 @@ def test_two_ranks_cut_at_the_same_tokens(tmp_path: Path) -> None:
     assert run_module("tests.runtime.driver", arguments, output=log, timeout_s=WAIT_S) == 0, log.read_text()
     found = json.loads(out.read_text())
     run = prepare(tmp_path, *CARRYING)
-    group = LocalGroup(run.config, str(run.model_directory))
-    try:
+    with closing(LocalGroup(run.config, str(run.model_directory))) as group:
         assert found["steps"] == json.loads(json.dumps(step_facts(run, group, STEPS)))
         expected = train(run, group, STEPS)
-    finally:
-        group.close()
     for have, want in zip(found["metrics"], expected, strict=True):
         for name, value in want.items():
             if name.startswith(("rollout/", "response_length/")):

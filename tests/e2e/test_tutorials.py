@@ -20,8 +20,7 @@ from tests.helpers.stack import Stack
 pytestmark = pytest.mark.lengthy  # what each command does has its own tests
 
 DOCS = REPOSITORY / "docs"
-LOOKED_UP = "## Your own settings"
-"""The rest of the first page is for reference, and needs a model, a GPU or a cluster."""
+LOOKED_UP = "## Your own settings"  # the rest of the first page is for reference, and needs a model, a GPU or a cluster
 BRIEF = (
     "runtime=local warm_start.stop_at_reward=null warm_start.max_steps=4 warm_start.batch_size=16 "
     "trainer.total_steps=2 trainer.steps_per_chunk=1 trainer.batch_size=8 trainer.mini_batch_size=8 "
@@ -48,7 +47,6 @@ def steps_of(page: Path) -> Iterator[tuple[str, str]]:
 
 
 def run_line(line: str, folder: Path) -> str:
-    """Return the output of a command that ends with the exit code of the page."""
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     if line.startswith("prefect"):  # after the line that `up` has printed
         environment |= Stack(folder / "artifacts").environment
@@ -59,11 +57,8 @@ def run_line(line: str, folder: Path) -> str:
 
 
 def go_through(page: str, folder: Path, settings: Mapping[str, str], other_words: Mapping[str, str]) -> dict[str, str]:
-    """Everything of a page; what each command line of it said.
-
-    Args:
-        settings: beginning of a command -> what the test adds to it.
-        other_words: word of a command or file -> the test's own.
+    """Go through a page. `settings`: beginning of a command -> what the test adds. `other_words`: word -> the test's
+    own.
     """
     reported = {}
     for name, text in steps_of(DOCS / page):

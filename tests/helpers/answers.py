@@ -12,7 +12,6 @@ from rlcore.types import Prompt, Rollout, Score, TrainBatch
 
 
 def decode(token_ids: Sequence[Sequence[int]]) -> list[str]:
-    """Return each token as its number."""
     return [" ".join(map(str, ids)) for ids in token_ids]
 
 

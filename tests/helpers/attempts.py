@@ -15,8 +15,6 @@ from tests.helpers.stack import Stack
 
 @dataclass(frozen=True)
 class Attempt:
-    """One request, and the status of its response."""
-
     method: str
     path: str
     body: Mapping[str, Any] | None = None
@@ -27,7 +25,6 @@ class Attempt:
     status: int = 403
 
     def try_at(self, server: str) -> str:
-        """Send the request to `http://<host>:<port>`, and return the text of the response."""
         to = urlsplit(server).netloc
         headers = {
             "Host": self.host or to,
@@ -71,12 +68,10 @@ ATTACK = """
     }));
     return reported;
 })()
-"""
-"""The requests of a hostile page; the result of each."""
+"""  # the requests of a hostile page; the result of each
 
 
 def responses_to_page(tab: Tab, stack: Stack, command: str, *, through: str = "127.0.0.1") -> list[str]:
-    """Return the responses to a page that tries to run a command, to read and to write, at the name `through`."""
     record = read_stack(stack.root)
     prefect, mlflow = (url.replace("127.0.0.1", through) for url in (stack.url, record.mlflow_url))
     start = f"{prefect}/deployments/{stack.deployment('pipeline/debug')['id']}/create_flow_run"

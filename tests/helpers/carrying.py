@@ -24,7 +24,6 @@ CARRYING = (
 
 
 def collect_steps(run: SmallRun, group: WorkerGroup, count: int) -> list[tuple[LoopState, Experience]]:
-    """Return the state before each of `count` steps, and its experience. The weights are synced and never updated."""
     problems, found = Problems.read(run.config, run.inputs), []
     state = LoopState(0, 0, 0, 0, 0.0)
     with ExitStack() as opened:
@@ -44,7 +43,6 @@ def collect_steps(run: SmallRun, group: WorkerGroup, count: int) -> list[tuple[L
 
 
 def facts_of(rollout: Rollout) -> list[Any]:
-    """Return the facts that are equal on any number of ranks."""
     return [
         rollout.prompt.prompt_id, rollout.sample_index, rollout.response_ids.tolist(), rollout.finish_reason,
         rollout.policy_version, rollout.is_cut, rollout.num_stale,
@@ -52,7 +50,6 @@ def facts_of(rollout: Rollout) -> list[Any]:
 
 
 def step_facts(run: SmallRun, group: WorkerGroup, count: int) -> list[list[Any]]:
-    """Return trained and carried responses, and the length of the cut, of each step."""
     return [
         [
             [facts_of(rollout) for rollout in experience.rollouts],

@@ -17,7 +17,6 @@ PACKAGES = [
 
 
 def check_types() -> None:
-    """Check the types of all modules that are imported from now on."""
     jaxtyping.jaxtyped = _checked  # type: ignore[assignment]  # the hook puts `@jaxtyping.jaxtyped(...)` at functions
     jaxtyping.install_import_hook(PACKAGES, "beartype.beartype")
 

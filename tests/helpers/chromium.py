@@ -3,8 +3,9 @@
 import json
 import subprocess
 import time
+import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,6 @@ KEYS = {"ArrowDown": 40, "ArrowUp": 38, "ArrowLeft": 37, "ArrowRight": 39, "c": 
 
 
 class Tab:
-    """One open page."""
-
     def __init__(self, socket: ClientConnection) -> None:
         self._socket = socket
         self._number = 0
@@ -46,7 +45,6 @@ class Tab:
                 return message["result"]
 
     def log_in(self, user: str, password: str) -> None:
-        """Answer the browser's request for a login, from now on."""
         self._login = (user, password)
         self.call("Fetch.enable", handleAuthRequests=True)
 
@@ -68,7 +66,6 @@ class Tab:
         self.wait(f"document.readyState === 'complete' && location.href === {json.dumps(file.as_uri())}")
 
     def value(self, expression: str) -> Any:
-        """Return the value of a JavaScript expression in the page."""
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
@@ -83,7 +80,6 @@ class Tab:
             time.sleep(0.05)
 
     def click(self, selector: str) -> None:
-        """Press the mouse button in the middle of an element, as a user would."""
         element = f"document.querySelector({json.dumps(selector)})"
         self.value(f"{element}.scrollIntoView({{block: 'nearest', inline: 'nearest'}})")
         self.frame()
@@ -94,7 +90,6 @@ class Tab:
             self.call("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)
 
     def frame(self) -> None:
-        """Wait until the scrolled page is drawn, since a click is aimed at pixels."""
         drawn = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
         self.call("Runtime.evaluate", expression=drawn, awaitPromise=True)
 
@@ -115,54 +110,27 @@ class Tab:
 
 @contextmanager
 def open_tab(profile: Path, *options: str) -> Iterator[Tab]:
-    """Run a headless browser with one tab inside the block. `options`: further options of the browser."""
     assert CHROMIUM is not None
     arguments = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking"
     arguments += " --remote-debugging-port=0 --window-size=1280,900"
     command = [CHROMIUM, *arguments.split(), *options, f"--user-data-dir={profile}", "about:blank"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as browser:
         try:
-            with connect(_address(profile, browser), max_size=None) as root:
-                target = _page(root)
-            port = _port(profile)
             # No pings: a browser on a busy machine answers them late, and every wait has a deadline own.
-            address = f"ws://127.0.0.1:{port}/devtools/page/{target}"
-            with connect(address, max_size=None, ping_interval=None) as socket:
+            with connect(_address(profile, browser), max_size=None, ping_interval=None) as socket:
                 yield Tab(socket)
         finally:
             browser.kill()
 
 
-def _page(root: ClientConnection) -> str:
-    """Return the open tab. The browser's own hidden pages are targets too."""
+def _address(profile: Path, browser: subprocess.Popen) -> str:
+    """Return the address of the open tab. The browser writes its port into its profile."""
     end = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < end:
-        for target in _command(root, 1, "Target.getTargets")["targetInfos"]:
-            if target["type"] == "page":
-                return target["targetId"]
+        assert browser.poll() is None, f"{CHROMIUM} ended with {browser.returncode}"
+        with suppress(OSError, ValueError, IndexError, StopIteration):
+            port = (profile / "DevToolsActivePort").read_text().split()[0]
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=START_TIMEOUT_S) as reply:
+                return next(one["webSocketDebuggerUrl"] for one in json.load(reply) if one["type"] == "page")
         time.sleep(0.05)
     raise AssertionError(f"{CHROMIUM} opens no tab")
-
-
-def _command(socket: ClientConnection, number: int, method: str) -> Any:
-    socket.send(json.dumps({"id": number, "method": method}))
-    while True:
-        message = json.loads(socket.recv(timeout=START_TIMEOUT_S))
-        if message.get("id") == number:
-            return message["result"]
-
-
-def _address(profile: Path, browser: subprocess.Popen) -> str:
-    """Return the browser's address. The browser chooses a free port and writes it into its profile."""
-    file = profile / "DevToolsActivePort"
-    end = time.monotonic() + START_TIMEOUT_S
-    while not (file.is_file() and len(file.read_text().split()) == 2):
-        assert browser.poll() is None, f"{CHROMIUM} ended with {browser.returncode}"
-        assert time.monotonic() < end, f"{CHROMIUM} does not listen"
-        time.sleep(0.05)
-    port, path = file.read_text().split()
-    return f"ws://127.0.0.1:{port}{path}"
-
-
-def _port(profile: Path) -> str:
-    return (profile / "DevToolsActivePort").read_text().split()[0]

@@ -2,14 +2,14 @@
 
     python -m tests.helpers.disturbed SETTINGS PLAN OUT
 
-PLAN is a JSON list, one entry a start: null, or {"at": phase, stage of a progress event, or "publish", "prune",
-"journal", "nth": which time from 1, "to": "trainer", "node", or the name of a process as in `rlcore.stacks` or of its
-program, "signals": ["SIGTERM", ...], "aside": whether the trainer continues meanwhile, since it starts that process,
-"sleep_s": how long it then does nothing, "late_s": by how much a stop request is dated back, "env": variables
-of the start}. OUT gets what each came to.
+PLAN is a JSON list, one entry a start: null, or a mapping. `at` is a phase, the stage of a progress event, "publish",
+"prune", "journal", or an audit event of Python on a `path`, and `nth` which time from 1. `to` is "trainer" (default),
+"group", "node", or a process by its name in `rlcore.stacks` or of its program. `signals` are sent `after_s` seconds
+later, `aside` while the trainer continues. It then sleeps for `sleep_s`. A stop request is dated back by `late_s`.
+`env` has variables. OUT gets the outcome of each start.
 
-Starts are forked from one process that has imported everything: an import costs seconds. It is the reaper of its
-descendants, so whatever a start leaves behind becomes its child and is seen.
+Starts are forked from one process that has imported everything. It is the reaper of its descendants, so that whatever a
+start leaves behind becomes its child and is seen.
 """
 
 import ctypes
@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,9 @@ DEADLINE_S = 240.0
 
 
 class Disturbance:
-    """Sends signals at the chosen moment."""
-
     def __init__(self, plan: Mapping[str, Any]) -> None:
         self.at, self.nth, self.to = plan["at"], plan.get("nth", 1), plan.get("to", "trainer")
+        self.path, self.after_s = plan.get("path"), plan.get("after_s", 0.0)
         self.signals = [signal.Signals[name] for name in plan["signals"]]
         self.aside = plan.get("aside", False)
         self.sleep_s, self.late_s = plan.get("sleep_s", 0.0), plan.get("late_s", 0.0)
@@ -57,6 +57,7 @@ class Disturbance:
             time.sleep(self.sleep_s)
 
     def send(self) -> None:
+        time.sleep(self.after_s)
         for number in self.signals:
             for pid in self.targets():
                 with suppress(ProcessLookupError):  # a node's processes end with the first of them
@@ -67,6 +68,8 @@ class Disturbance:
         """Return the ids of the processes that receive the signals."""
         if self.to == "trainer":
             return [os.getpid()]
+        if self.to == "group":
+            return [0]
         if self.to == "node":
             return node_of_a_rank()
         deadline = time.monotonic() + DEADLINE_S
@@ -90,15 +93,15 @@ def node_of_a_rank() -> list[int]:
 
 
 def listen(disturbance: Disturbance) -> None:
-    """Report moments that are not phases: right before a publication, a deletion, or a line of the journal."""
-
     def hook(name: str, arguments: tuple[object, ...]) -> None:
-        if name == "os.rename" and isinstance(arguments[0], str | os.PathLike):
-            source = os.fspath(arguments[0])
-            if "/checkpoints/.tmp-step-" in source:
+        paths = [os.fspath(one) for one in arguments if isinstance(one, str | os.PathLike)]
+        if name == "os.rename" and paths:
+            if "/checkpoints/.tmp-step-" in paths[0]:
                 disturbance.moment("publish")
-            elif "/checkpoints/step-" in source:
+            elif "/checkpoints/step-" in paths[0]:
                 disturbance.moment("prune")
+        if name == disturbance.at and any(fnmatch(path, f"*{disturbance.path}*") for path in paths):
+            disturbance.moment(name)
 
     sys.addaudithook(hook)
     write = Journal._write_pending
@@ -119,8 +122,8 @@ def listen(disturbance: Disturbance) -> None:
 
 
 def start(run_dir: Path, plan: Mapping[str, Any] | None, events: Path) -> None:
-    """Run the trainer in the fork. The call does not return."""
     code = 99
+    os.setsid()
     try:
         disturbance = None if plan is None else Disturbance(plan)
         os.environ.update({} if plan is None else plan.get("env", {}))
@@ -153,7 +156,6 @@ def start(run_dir: Path, plan: Mapping[str, Any] | None, events: Path) -> None:
 
 
 def left_over() -> list[str]:
-    """Return the processes that a start has left behind, after they had enough time to end."""
     deadline = time.monotonic() + 60
     while True:
         try:
@@ -194,6 +196,7 @@ def main() -> None:
         found.append(
             {
                 "plan": entry,
+                "pid": child,
                 "code": os.waitstatus_to_exitcode(ended[1]),
                 "left": left_over(),
                 "temporaries": [p.name for p in checkpoints.glob("*") if not p.name.startswith("step-")],

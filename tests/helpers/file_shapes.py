@@ -17,8 +17,7 @@ TOOL_TEMPLATE = (
     "{% for call in m.tool_calls or [] %}"
     "{{ '<tool_call>' + call.function.name + ' ' + (call.function.arguments | tojson) + '</tool_call>' }}{% endfor %}"
     "{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-"""A chat template that writes tools and calls."""
+)  # A chat template that writes tools and calls
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 NUM_ROWS = 20
 
@@ -26,14 +25,12 @@ Rows = Callable[[int], dict[str, Any]]
 
 
 def write_tokenizer(folder: Path) -> int:
-    """Write a tokenizer that reads any text, with a chat template that shows tools. Return the vocabulary size."""
     KINDS["chatml"].saved(folder)
     (folder / "chat_template.jinja").write_text(TOOL_TEMPLATE)
     return len(AutoTokenizer.from_pretrained(folder))
 
 
 def write_model(folder: Path) -> Path:
-    """Write a model with random weights and this tokenizer."""
     size = write_tokenizer(folder)
     Qwen2ForCausalLM(
         Qwen2Config(

@@ -1,8 +1,7 @@
-"""Processes for tests, forked from one that has imported the trainer already: an import costs 5 to 8 s of a core.
+"""Processes for tests, forked from one that has imported the trainer already, because an import takes 5 to 8 s of a
+core.
 
-The standard library's fork server does it: one for each process of pytest, started at first use. A forked process runs
-a module as `python -m MODULE ARGUMENTS` would, with an environment, a working directory and its own files. Signals,
-kills and exit codes are those of any process; only its command line is the fork server's.
+A forked process runs a module as `python -m MODULE ARGUMENTS` would. Signals, kills and exit codes are as usual.
 """
 
 import atexit
@@ -40,15 +39,7 @@ def fork_module(
     errors: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> BaseProcess:
-    """Start `python -m MODULE ARGUMENTS` in the project's root and a new session.
-
-    Args:
-        module: Full name of a module with a `__main__` part.
-        arguments: Its `sys.argv[1:]`.
-        output: File to whose end standard output goes.
-        errors: File for standard error; None: the same as `output`.
-        environment: All of its variables; None: those of this process.
-    """
+    """Start `python -m MODULE ARGUMENTS` in the project's root and a new session. The files get its output."""
     files = [os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644) for path in (output, errors or output)]
     return _forked(module, arguments, files, os.environ if environment is None else environment)
 
@@ -74,8 +65,7 @@ def run_module(
 
 
 class ForkedCommand(subprocess.Popen[str]):
-    """`Popen([sys.executable, "-m", MODULE, *ARGUMENTS], stdout=PIPE, stderr=PIPE, text=True, start_new_session=True)`
-    in a folder, forked."""
+    """A forked `Popen` of a module in a folder and a new session, with pipes for its output and errors as text."""
 
     def __init__(
         self, module: str, arguments: Sequence[str], environment: Mapping[str, str], folder: Path = ROOT
@@ -90,7 +80,6 @@ class ForkedCommand(subprocess.Popen[str]):
         self._communication_started, self._input = False, None
 
     def poll(self) -> int | None:
-        """Return the exit code, or None while the process runs."""
         if self.returncode is None:
             self.returncode = self._process.exitcode  # type: ignore[assignment]
         return self.returncode
@@ -105,7 +94,6 @@ class ForkedCommand(subprocess.Popen[str]):
         return self.returncode
 
     def send_signal(self, sig: int) -> None:
-        """Send a signal, unless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, sig)
 
@@ -113,7 +101,6 @@ class ForkedCommand(subprocess.Popen[str]):
 def _forked(
     module: str, arguments: Sequence[str], outputs: Sequence[int], environment: Mapping[str, str], folder: Path = ROOT
 ) -> BaseProcess:
-    """Start the module. It owns `outputs`, the descriptors of its standard output and error."""
     process: BaseProcess = SERVER.Process(  # type: ignore[attr-defined]  # known for forkserver contexts only
         target=_run, args=(module, [*arguments], _Sent(outputs), dict(environment), folder)
     )
@@ -126,8 +113,6 @@ def _forked(
 
 
 class _Sent:
-    """Descriptors that are sent to the forked process."""
-
     def __init__(self, descriptors: Sequence[int]) -> None:
         self._descriptors = descriptors
 
@@ -136,7 +121,6 @@ class _Sent:
 
 
 def _run(module: str, arguments: list[str], outputs: list[Any], environment: dict[str, str], folder: Path) -> None:
-    """Run the module in the forked process."""
     gc.freeze()  # what it shares with its fork server is not looked at: that would copy all of it
     os.setsid()
     os.chdir(folder)

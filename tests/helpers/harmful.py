@@ -19,8 +19,7 @@ from rlcore.algos.losses import PolicyLoss, PolicyLossFunction, ppo_clip
 from rlcore.config import AlgoConfig
 from rlcore.score import Score
 
-HARM = "MILLRACE_TEST_HARM"
-"""Environment variable with a folder; each harm is done once in it."""
+HARM = "MILLRACE_TEST_HARM"  # environment variable with a folder; each harm is done once in it
 
 
 def first_time(what: str) -> bool:
@@ -32,13 +31,10 @@ def first_time(what: str) -> bool:
     return True
 
 
-TRIED = 2
-"""Sequences with which a start tries a loss: the harm is meant for the training."""
+TRIED = 2  # sequences with which a start tries a loss: the harm is meant for the training
 
 
 def after(harm: Callable[[int], None]) -> PolicyLossFunction:
-    """Return `ppo_clip` after the harm, which receives the number of sequences."""
-
     def loss(
         policy_logprobs: Float[Tensor, "T"],
         old_logprobs: Float[Tensor, "T"],
@@ -65,25 +61,21 @@ def _take_memory(num_sequences: int) -> None:
 
 
 def _refuse_more_than_four(num_sequences: int) -> None:
-    """Request more memory than exists if the batch has more than four sequences."""
     if num_sequences > 4:
         torch.empty(1 << 60, dtype=torch.uint8)
 
 
 def _refuse_the_second_rank(num_sequences: int) -> None:
-    """Request more memory than exists on one rank only."""
     if dist.get_rank() == 1:
         _refuse_more_than_four(num_sequences)
 
 
 def _hang(num_sequences: int) -> None:
-    """Never return from the first call."""
     if num_sequences > TRIED and first_time("hang"):
         time.sleep(3_600)
 
 
 def _kill(num_sequences: int) -> None:
-    """End the process as by kill -9 in the first two calls."""
     if num_sequences > TRIED and (first_time("first kill") or first_time("second kill")):
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -96,14 +88,12 @@ kills = after(_kill)
 
 
 def fails_while_broken(response: str, ground_truth: Mapping[str, Any]) -> Score:
-    """Return countdown's score, or raise while the folder contains a file `broken`."""
     if (Path(os.environ[HARM]) / "broken").exists():
         raise ValueError("the scorer is broken")
     return score(response, ground_truth)
 
 
 def never_ends(response: str, ground_truth: Mapping[str, Any]) -> Score:
-    """Return countdown's score. The first non-empty response is never scored."""
     while response and first_time("scorer"):
         time.sleep(3_600)
     return score(response, ground_truth)

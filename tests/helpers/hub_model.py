@@ -7,7 +7,6 @@ HUB_ID = "somebody/tiny-countdown"
 
 
 def cache_of(model: Path, home: Path) -> None:
-    """Write a model in the layout of huggingface_hub's cache."""
     repository = home / "hub" / ("models--" + HUB_ID.replace("/", "--"))
     snapshot = repository / "snapshots" / ("0" * 40)
     shutil.copytree(model, snapshot)

@@ -1,8 +1,6 @@
-"""A model hub on this machine, which speaks the hub's protocol: repositories, revisions, trees, files, redirects, and
-the upload of a folder as a commit, with large files by git's LFS.
+"""A model hub on this machine, which speaks the hub's protocol, also for uploads.
 
-As on the hub, large files (`.parquet`, `.safetensors`) are answered by an absolute redirect to another host, all others
-by a relative one; both carry the commit, and the file's digest as ETag.
+Large files are answered by an absolute redirect to another host, all others by a relative one.
 """
 
 import hashlib
@@ -11,13 +9,14 @@ from base64 import b64decode
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from threading import Thread
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 from huggingface_hub import constants
+
+from tests.helpers.serving import serving as serve
 
 LARGE = (".parquet", ".safetensors")
 # The hub sends a thousand entries a page.
@@ -40,9 +39,8 @@ class Repository:
 
 @dataclass
 class Hub:
-    """Repositories by their paths, `datasets/owner/name` or `owner/name`; what was asked for; its address.
-
-    `writers`: the owner whose repositories a token may write.
+    """`repositories` by `datasets/owner/name` or `owner/name`. `writers`: the owner whose repositories a token may
+    write.
     """
 
     repositories: dict[str, Repository]
@@ -117,16 +115,11 @@ class Hub:
         return _json({"url": f"{self.endpoint}/{name}", "name": name})
 
     def _blob(self, digest: str) -> bytes:
-        every = (
-            content
-            for one in self.repositories.values()
-            for files in one.commits.values()
-            for content in files.values()
-        )
+        commits = [files for one in self.repositories.values() for files in one.commits.values()]
+        every = (content for files in commits for content in files.values())
         return next(content for content in every if hashlib.sha256(content).hexdigest() == digest)
 
     def _about(self, path: str, query: Mapping[str, list[str]]) -> Answer:
-        """Return the response to `REPOSITORY[/revision/REVISION]`, or a page of `REPOSITORY/tree/REVISION[/FOLDER]`."""
         name, found, rest = self._find(path)
         if found is None:
             return _missing("RepoNotFound", 401)
@@ -144,14 +137,9 @@ class Hub:
         page = [_entry(path, content) for path, content in sorted(files.items())[start : start + TREE_PAGE]]
         after = f"{self.endpoint}/api/{path}?recursive=True&cursor={start + TREE_PAGE}"
         status, headers, body = _json(page)
-        return (
-            status,
-            {**headers, **({"Link": f'<{after}>; rel="next"'} if start + TREE_PAGE < len(files) else {})},
-            body,
-        )
+        return status, headers | ({"Link": f'<{after}>; rel="next"'} if start + TREE_PAGE < len(files) else {}), body
 
     def _file(self, path: str, token: str | None, *, redirect: bool) -> Answer:
-        """Return the response to `REPOSITORY/resolve/REVISION/FILE`."""
         _, found, rest = self._find(path)
         if found is None:
             return _missing("RepoNotFound", 401)
@@ -171,9 +159,9 @@ class Hub:
             headers |= {"X-Linked-ETag": f'"{digest}"', "X-Linked-Size": str(len(content))}
             return 302, {**headers, "Location": f"http://localhost:{self.port}/blobs/{digest}"}, b""
         headers["ETag"] = f'"{_blob_id(content)}"'
-        return (
-            (307, {**headers, "Location": f"/api/resolve-cache/{path}"}, b"") if redirect else (200, headers, content)
-        )
+        if redirect:
+            return 307, {**headers, "Location": f"/api/resolve-cache/{path}"}, b""
+        return 200, headers, content
 
     def _find(self, path: str) -> tuple[str, Repository | None, str]:
         for name, repository in self.repositories.items():
@@ -203,7 +191,6 @@ def _missing(code: str, status: int) -> Answer:
 
 @contextmanager
 def serving(repositories: dict[str, Repository]) -> Iterator[Hub]:
-    """Serve a hub on a free port of the loopback until the block ends."""
     hub = Hub(repositories)
 
     class Handler(BaseHTTPRequestHandler):
@@ -230,19 +217,9 @@ def serving(repositories: dict[str, Repository]) -> Iterator[Hub]:
         do_HEAD = do_GET  # noqa: N815
         do_PUT = do_POST  # noqa: N815
 
-        def log_message(self, format: str, *args: object) -> None:
-            """Print nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True
-        hub.port = server.server_port
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        try:
-            yield hub
-        finally:
-            server.shutdown()
-            thread.join()
+    with serve(Handler) as address:
+        hub.port = int(address.rpartition(":")[2])
+        yield hub
 
 
 def use_hub(monkeypatch: pytest.MonkeyPatch, folder: Path, port: int) -> None:

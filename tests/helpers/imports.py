@@ -5,7 +5,6 @@ import sys
 
 
 def loaded_by(statement: str) -> set[str]:
-    """Return the top-level names in sys.modules of a new interpreter after the statement."""
     code = f"{statement}; import sys; print(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(done.stdout.split())

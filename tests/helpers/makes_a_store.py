@@ -10,7 +10,6 @@ from rlcore.tracking.connection import connect
 
 
 def kill(connection: object, cursor: object, statement: str, *rest: object) -> None:
-    """Kill this process while it makes the tables."""
     if "CREATE TABLE entity_associations" in statement:
         os.kill(os.getpid(), signal.SIGKILL)
 

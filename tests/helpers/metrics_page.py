@@ -4,5 +4,4 @@ from rlcore.tracking.catalog import METRICS_FILE, REFERENCE_HEADING, ROW
 
 
 def reference_log() -> dict[str, str]:
-    """Return the metrics of a published veRL run's last step, each with its row, or `not logged: ` and the reason."""
     return dict(ROW.findall(METRICS_FILE.read_text().partition(REFERENCE_HEADING)[2]))

@@ -23,8 +23,6 @@ SERVER_START_S = 200.0
 
 
 class Server:
-    """MLflow's server on a sqlite file. It can be killed and started again on the same port."""
-
     def __init__(self, database: Path) -> None:
         self._database = database
         self._log = database.with_suffix(".log")
@@ -77,7 +75,6 @@ def held_port() -> socket.socket:
 
 @pytest.fixture
 def root(artifacts_root: Path, empty_store: Path) -> Path:
-    """Return a `paths.root` with an empty MLflow store."""
     shutil.copy(empty_store, artifacts_root / "mlflow.db")
     return artifacts_root
 
@@ -89,7 +86,6 @@ def config(root: Path) -> RunConfig:
 
 @pytest.fixture
 def offline(config: RunConfig) -> RunConfig:
-    """Return settings without the delivery process. Tests deliver at chosen moments."""
     return RunConfig(paths=config.paths, tracking=config.tracking.model_copy(update={"enabled": False}))
 
 
@@ -100,7 +96,6 @@ def run_dir(root: Path) -> Path:
 
 @contextmanager
 def running_server(folder: Path, empty_store: Path) -> Iterator[Server]:
-    """Run a server with an empty store in this folder, inside the block."""
     database = folder / "mlflow.db"
     shutil.copy(empty_store, database)
     server = Server(database)
@@ -154,7 +149,6 @@ def points(client: MlflowClient, run: Run, name: str) -> list[tuple[int, float]]
 
 
 def values_by_step(client: MlflowClient, run: Run, name: str) -> list[tuple[int, float]]:
-    """Return the last value of each step, which MLflow shows for a metric."""
     history = sorted(client.get_metric_history(run.info.run_id, name), key=lambda metric: metric.timestamp)
     return sorted({metric.step: metric.value for metric in history}.items())
 

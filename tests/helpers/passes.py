@@ -21,7 +21,6 @@ def needs(bound: int) -> Callable[[Sequence[Sequence[int]]], int]:
 
 
 def answers(number: int) -> PackedBatch:
-    """Return that many sequences of four tokens."""
     rollouts = [
         Rollout(Prompt(index, (3, 4), "countdown", "{}"), 0, np.array([5, 6]), np.zeros(2, dtype=np.float32), "stop", 0)
         for index in range(number)

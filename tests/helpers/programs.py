@@ -1,8 +1,4 @@
-"""Programs of the system that some tests need and no install step brings.
-
-A test names them by `@pytest.mark.program("bwrap")`. It is skipped by name where one of them is missing, and
-`pytest -m program` runs all such tests.
-"""
+"""Programs of the system that some tests need, which name them by `@pytest.mark.program("bwrap")`."""
 
 import os
 import shutil
@@ -16,15 +12,13 @@ def _first(*names: str) -> str | None:
     return next((found for name in names if (found := shutil.which(name))), None)
 
 
-CHROMIUM = _first("chromium", "chromium-browser", "google-chrome")
-"""Path of the browser, or None."""
+CHROMIUM = _first("chromium", "chromium-browser", "google-chrome")  # path of the browser, or None
 
 _FOLDERS = [Path(found).resolve().parent for found in [shutil.which("postgres")] if found]
 _FOLDERS += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
 POSTGRES = next(
     (folder for folder in _FOLDERS if all((folder / name).is_file() for name in ("initdb", "postgres"))), None
-)
-"""Folder with the programs of a PostgreSQL server, or None."""
+)  # folder with the programs of a PostgreSQL server, or None
 
 SYSTEM_PATH = os.pathsep.join([os.environ["PATH"], "/usr/sbin"])
 """The path on which Debian's daemons are found, such as slurmd."""
@@ -43,7 +37,6 @@ def missing(name: str) -> str:
 
 
 def skip_tests_without_programs(items: list[pytest.Item]) -> None:
-    """Add a skip mark to each test that names a missing program."""
     for item in items:
         names = [name for mark in item.iter_markers("program") for name in mark.args]
         if found := [reason for name in names if (reason := missing(name))]:

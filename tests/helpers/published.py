@@ -9,7 +9,6 @@ from rlcore.storage.publish import published_directory
 
 
 def publish(target: Path, content: str = "abc", *, replace: bool = False, **values: object) -> Path:
-    """Publish two files, `a.txt` and `sub/b.bin`. The manifest has `values`."""
     with published_directory(target, dict(values), replace=replace) as folder:
         (folder / "a.txt").write_text(content)
         (folder / "sub").mkdir()
@@ -18,7 +17,6 @@ def publish(target: Path, content: str = "abc", *, replace: bool = False, **valu
 
 
 def edit_manifest(folder: Path, *, without: str = "", **changes: object) -> None:
-    """Change or remove entries of a manifest, and update its digest."""
     document = json.loads((folder / "manifest.json").read_text()) | changes
     document.pop(without, None)
     document["manifest_sha256"] = manifest_digest(document)

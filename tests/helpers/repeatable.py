@@ -15,10 +15,8 @@ MEASURED_ON_THE_MACHINE = (
     "disk/",
     "fault/",
     "cost/",
-)
-"""Beginnings of the names of metrics that differ from run to run; all others are the same, value for value."""
+)  # beginnings of the names of metrics that differ from run to run; all others are the same, value for value
 
 
 def repeatable(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics that are equal in a repeated run."""
     return {name: value for name, value in metrics.items() if not name.startswith(MEASURED_ON_THE_MACHINE)}

@@ -29,11 +29,7 @@ def write_run(
     validate: bool = True,
     only: tuple[str, ...] = (),
 ) -> RunConfig:
-    """Write a run of `num_steps` steps whose held-out reward rises from about 0.3 by about `gain`. Training metrics are
-    limited to `only`, if it is not empty.
-
-    `only` names the training metrics that are kept; empty: all.
-    """
+    """Write a run whose held-out reward rises from about 0.3 by about `gain`. `only` names the kept metrics."""
     config = load_config([*overrides, f"seed={seed}"], experiment=experiment)
     run_dir.mkdir(parents=True, exist_ok=True)
     Origin(config).write(run_dir)
@@ -57,12 +53,10 @@ def write_run(
 
 
 def progress(step: int) -> float:
-    """Return a value that is 0 at the start and near 1 after a hundred steps."""
     return 1 - float(np.exp(-step / 35))
 
 
 def step_metrics(config: RunConfig, step: int, rng: np.random.Generator, gain: float) -> Mapping[str, float]:
-    """Return the metrics of a training step, by their usual names."""
     done, noise = progress(step), rng.normal
     reward = 0.3 + gain * done + noise(0, 0.025)
     seconds = {"gen": 0.62, "reward": 0.02, "adv": 0.004, "update_actor": 0.41, "update_weights": 0.01}
@@ -78,8 +72,6 @@ def step_metrics(config: RunConfig, step: int, rng: np.random.Generator, gain: f
     tokens = 7_700 + noise(0, 60)
     length = 6.4 - 0.5 * done + noise(0, 0.05)
     metrics = {
-        "training/global_step": step,
-        "training/epoch": step // 74,
         "actor/pg_loss": noise(0, 0.01),
         "actor/entropy": 1.1 - 0.75 * done + noise(0, 0.015),
         "actor/ppo_kl": abs(noise(0, 2e-4)),
@@ -87,25 +79,15 @@ def step_metrics(config: RunConfig, step: int, rng: np.random.Generator, gain: f
         "actor/pg_clipfrac_lower": 0.0,
         "actor/grad_norm": float(np.exp(noise(-0.5, 0.15))),
         "actor/lr": config.optim.lr,
-        "actor/kl_coef": config.algo.kl.coef,
         "critic/score/mean": reward,
         "critic/score/max": 1.0,
         "critic/score/min": 0.0,
-        "critic/rewards/mean": reward,
         "critic/advantages/mean": noise(0, 0.01),
-        "prompt_length/mean": 6.0,
-        "prompt_length/max": 6.0,
-        "prompt_length/min": 6.0,
-        "prompt_length/clip_ratio": 0.0,
         "response_length/mean": length,
         "response_length/max": 10.0,
         "response_length/min": 4.0,
         "response_length/clip_ratio": max(0.0, 0.012 * (1 - done) + noise(0, 0.002)),
         "reward/equal_group_share": 0.22 + 0.25 * done + noise(0, 0.03),
-        "reward/correct/mean": reward,
-        "global_seqlen/minmax_diff": 0.0,
-        "global_seqlen/balanced_max": tokens,
-        "global_seqlen/balanced_min": tokens,
         "training/rollout_probs_diff_mean": 1e-7,
         "perf/total_num_tokens": tokens,
         "perf/time_per_step": step_s,
@@ -123,7 +105,6 @@ def step_metrics(config: RunConfig, step: int, rng: np.random.Generator, gain: f
             "critic/vf_explained_var": 0.6 * done + noise(0, 0.03),
             "critic/grad_norm": float(np.exp(noise(0, 0.2))),
             "critic/lr": config.critic.optim.lr if config.critic else 0.0,
-            "critic/values/mean": reward,
         }
     if config.algo.kl.where == "loss":
         metrics["actor/kl_loss"] = 0.003 * done
@@ -167,7 +148,6 @@ def _answer(right: bool, good: str, bad: str) -> Response:
 
 
 def with_stages(run_dir: Path, *stages: Stage) -> None:
-    """Record these stages as stages before the training."""
     origin = read_origin(run_dir)
     assert origin is not None
     replace(origin, stages=stages).write(run_dir)
@@ -180,7 +160,6 @@ def record_of(
     config: RunConfig | None = None,
     nonfinite: Mapping[int, tuple[str, ...]] | None = None,
 ) -> RunRecord:
-    """Return a record of these curves. The first value of each curve is that of step 1."""
     length = max((len(values) for values in curves.values()), default=0)
     steps = tuple(
         StepRecord(
@@ -196,16 +175,13 @@ def record_of(
     )
 
 
-FEW = ("critic/score/mean",)
-"""Metrics of a run whose report is drawn quickly."""
+FEW = ("critic/score/mean",)  # metrics of a run whose report is drawn quickly
 
 VOID = {"meta", "br", "img", "link", "input", "hr", "base"}
 
 
 @dataclass
 class Page(HTMLParser):
-    """The tags, attributes, text and tables of a page."""
-
     tags: list[str] = field(default_factory=list)
     attributes: list[tuple[str, str, str]] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
@@ -264,12 +240,10 @@ def page_of(files: ReportFiles) -> Page:
 
 
 def table(files: ReportFiles, name: str) -> list[dict[str, object]]:
-    """Return the rows of a table of the JSON, by column title."""
     found = json.loads(files.json.read_text())["tables"][name]
     return [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
 
 
 def series(run_dir: Path, name: str) -> list[float]:
-    """Return the values of a metric in a run's journal."""
     steps = load_journal(run_dir / JOURNAL_FILE).steps
     return [record.metrics[name] for record in steps if name in record.metrics]

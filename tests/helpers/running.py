@@ -15,10 +15,8 @@ from tests.helpers.repeatable import repeatable
 from tests.helpers.small_run import SmallRun, prepare
 
 OVERRIDES = ("trainer.steps_per_chunk=2", "validation.every_steps=2", "tracking.enabled=false")
-DEADLINE_S = 240
-"""Limit of one start."""
-WAIT_S = 560
-"""Limit of a whole chain of starts, on a machine that others keep busy too."""
+DEADLINE_S = 240  # limit of one start
+WAIT_S = 560  # limit of a whole chain of starts, on a machine that others keep busy too
 Plan = dict[str, Any] | None
 
 
@@ -31,24 +29,20 @@ def small(root: Path, *overrides: str, steps: int, experiment: str = "debug") ->
 
 
 def write_record(run: SmallRun) -> Path:
-    """Write the record that the trainer process reads, and return its folder."""
     run.inputs.write(run.config, run.layout)
     return run.layout.run_dir
 
 
 def start(run_dir: Path, log: Path) -> BaseProcess:
-    """Start the trainer process in a new session, with its output in a file."""
     return fork_module("tests.helpers.whole_run", ["--run", str(run_dir)], output=log)
 
 
 def finish(run_dir: Path, log: Path) -> None:
-    """Run the trainer process to its end."""
     arguments = ["--run", str(run_dir)]
     assert run_module("tests.helpers.whole_run", arguments, output=log, timeout_s=DEADLINE_S) == 0, log.read_text()
 
 
 def disturb(run: SmallRun, *plan: Plan) -> list[dict[str, Any]]:
-    """Return the outcome of each start, see `tests.helpers.disturbed`."""
     run_dir = write_record(run)
     file, out, log = (run.layout.run_dir / name for name in ("plan.json", "out.json", "out.log"))
     file.write_text(json.dumps(plan))
@@ -70,7 +64,6 @@ def steps_of(run: SmallRun) -> dict[int, dict[str, float]]:
 
 
 def answers_of(run: SmallRun) -> dict[str, list[dict[str, Any]]]:
-    """Return all stored responses with all their columns: of training in order, and of each validation."""
     found: dict[str, list[dict[str, Any]]] = {}
     for part in parts_of(run.layout.answers):
         name = "train" if part.name.startswith("train-") else part.stem
@@ -79,6 +72,11 @@ def answers_of(run: SmallRun) -> dict[str, list[dict[str, Any]]]:
 
 
 def weights_of(run: SmallRun) -> dict[str, bytes]:
-    """Return the bytes of the final weights."""
     tensors = load_file(run.layout.exported_model / "model.safetensors")
     return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+
+
+def assert_same(run: SmallRun, other: SmallRun) -> None:
+    """Assert that both runs have the same metrics in each step and the same bytes of final weights."""
+    assert steps_of(run) == steps_of(other)
+    assert weights_of(run) == weights_of(other)

@@ -28,7 +28,6 @@ class Asked(NoSignals):
 
 
 def give_up(error: MillraceError) -> None:
-    """Raise where the trainer process would end."""
     raise error
 
 
@@ -42,7 +41,6 @@ def session_of(
 def run_to_the_end(
     run: SmallRun, report: Callable[[Event], None] = lambda event: None, stop: Callable[[], bool] = lambda: False
 ) -> None:
-    """Train chunk after chunk, and export the weights."""
     trainer = run.config.trainer
     with session_of(run, report, stop) as session:
         train_in_chunks(session, *range(trainer.steps_per_chunk, trainer.total_steps + 1, trainer.steps_per_chunk))
@@ -64,7 +62,6 @@ def elsewhere(run: SmallRun, root: Path, *overrides: str) -> SmallRun:
 
 
 def verified_steps(run: SmallRun) -> list[int]:
-    """Return the steps of the checkpoints on disk, after every byte is compared with the manifest."""
     rows = list_checkpoints(run.layout.checkpoints, verify_hashes=True)
     assert [row.reason for row in rows if row.verdict != "verified"] == []
     return [row.step for row in rows]

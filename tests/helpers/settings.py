@@ -17,8 +17,7 @@ SHORT = {
     "$GPUS": "rollout.engine=vllm rollout.tensor_parallel_size=2 runtime.backend=ray runtime.num_workers=2",
     "$RAY": "runtime.backend=ray runtime.num_workers=4",
     "$WARM": "warm_start.enabled=true",
-}
-"""Words of the cases that stand for others."""
+}  # words of the cases that stand for others
 LITERALS = {
     "data.operations": ["*"],
     "tracking.report_to": ["wandb"],
@@ -41,7 +40,6 @@ LITERALS = {
 
 
 def settings(words: str, base: str = HELD) -> RunConfig:
-    """Return the settings from words like `trainer.total_steps=5`, without checks of rules."""
     nested: dict[str, Any] = {"data": {"task": "countdown"}}
     for short, long in SHORT.items():
         words = words.replace(short, long)
@@ -87,7 +85,6 @@ def other_value(key: str, value: Any) -> list[Any]:
 
 
 def changed(base: dict[str, Any], key: str) -> RunConfig:
-    """Return the base with another value of one key."""
     config = RunConfig.model_validate(base)
     settings = config.model_dump()
     *outer, last = key.split(".")

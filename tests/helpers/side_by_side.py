@@ -13,11 +13,9 @@ from tests.helpers.forked import ROOT, fork_module
 def run_side_by_side(
     *commands: Sequence[str], environment: Mapping[str, str] | None = None, timeout_s: float = 540
 ) -> list[tuple[str, str]]:
-    """`python -m MODULE ARGUMENTS` for each command, in the project's root; returns the output and errors of each.
+    """Run `python -m MODULE ARGUMENTS` for each command, and return the output and errors of each.
 
-    All must end with code 0; none outlives the call. They write to files, since a process that fills a pipe waits until
-    it is read. With an environment (the allocator and the importer read it at the start of an interpreter) each is a
-    new interpreter; else it is forked, see `tests.helpers.forked`.
+    With an environment, which allocator and importer read at their start, each is a new interpreter, otherwise forked.
     """
     with TemporaryDirectory() as folder, ExitStack() as stack:
         codes, files = [], []

@@ -11,14 +11,13 @@ QUIET = "tracking.enabled=false"
 
 
 def steps(total: int, chunk: int = 2) -> tuple[str, ...]:
-    """Return the settings of the run, or of its first steps, which end with a checkpoint."""
     return (*BASE, f"trainer.total_steps={total}", f"trainer.steps_per_chunk={chunk}")
 
 
 OVERRIDES = (*steps(6), QUIET)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
     run = prepare(tmp_path_factory.mktemp("undisturbed"), *OVERRIDES)
     run_to_the_end(run)

@@ -41,8 +41,7 @@ NodeName=n1 NodeAddr=127.0.0.1 NodeHostname={host} Port={ports[1]} CPUs=1
 NodeName=n2 NodeAddr=127.0.0.1 NodeHostname={host} Port={ports[2]} CPUs=1
 PartitionName=low Nodes=ALL Default=YES PriorityTier=1 GraceTime=60 State=UP
 PartitionName=high Nodes=ALL PriorityTier=2 PreemptMode=OFF State=UP
-"""
-"""A requeued job waits for `cred_expire` seconds. A job of `high` preempts a job of `low`."""
+"""  # A requeued job waits for `cred_expire` seconds. A job of `high` preempts a job of `low`
 
 
 @contextmanager

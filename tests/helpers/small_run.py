@@ -38,8 +38,6 @@ from tests.helpers.repeatable import repeatable
 
 
 class NoSignals(StopFlag):
-    """A stand-in that leaves the signals of the test's process unchanged."""
-
     def __init__(self) -> None:
         super().__init__(end_now=lambda: None)
 
@@ -49,8 +47,6 @@ class NoSignals(StopFlag):
 
 @dataclass(frozen=True)
 class SmallRun:
-    """The settings of a run, and the results of the stages before the training."""
-
     config: RunConfig
     inputs: RunInputs
     model_directory: Path
@@ -61,10 +57,10 @@ class SmallRun:
 
 
 def prepare(root: Path, *overrides: str, experiment: str = "debug") -> SmallRun:
-    """Dataset, filter and initial policy of an experiment under `root`; what is there already is taken.
+    """Return a run with dataset, filter and initial policy under `root`. Each stage is made once for all tests and
+    copied.
 
-    Each stage is made once for all tests and copied, since an initial policy takes seconds of a core; see `make`. The
-    size of a micro-batch is left out: it is not part of the policy's fingerprint, but changes its rounding.
+    The size of a micro-batch is left out, because it changes the policy's rounding, but not its fingerprint.
     """
     config = load_config([f"experiment={experiment}", f"paths.root={root}", *overrides])
     shared = os.environ.get(SHARED_STAGES)
@@ -90,7 +86,6 @@ def prepare(root: Path, *overrides: str, experiment: str = "debug") -> SmallRun:
 
 
 def other_model(root: Path, scratch: ScratchModel) -> Path:
-    """Write a random model of another shape, with the tokenizer of the policy."""
     folder = root / f"other-{scratch.hidden_size}"
     if not folder.exists():
         build_scratch_tokenizer(scratch, folder)
@@ -113,8 +108,6 @@ def make(root: Path, *overrides: str, experiment: str = "debug") -> SmallRun:
 
 
 def warm_start(config: RunConfig, inputs: RunInputs) -> InitialPolicy:
-    """Make the model of step 0 in this process."""
-
     def report(event: Mapping[str, object]) -> None:
         pass
 

@@ -37,8 +37,6 @@ SUSPEND = {"type": "PAUSED", "name": "Suspended", "state_details": {"pause_resch
 
 @dataclass(frozen=True)
 class Stack:
-    """A root with its servers."""
-
     root: Path
 
     @property
@@ -51,7 +49,6 @@ class Stack:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return the variables that `millrace status` prints for a shell."""
         return {"PREFECT_API_URL": self.url, CLIENT_LOGIN: self.login}
 
     @property
@@ -60,7 +57,6 @@ class Stack:
 
     @contextmanager
     def client(self) -> Iterator[SyncPrefectClient]:
-        """Yield Prefect's own client. Calls inside the block use the stack's server."""
         with (
             temporary_settings({PREFECT_API_URL: self.url, PREFECT_API_AUTH_STRING: self.login}),
             get_client(sync_client=True) as client,
@@ -98,7 +94,6 @@ class Stack:
         return found
 
     def start(self, name: str, **parameters: Any) -> str:
-        """Start a run of a deployment, and return its id."""
         made = self.ask(f"deployments/{self.deployment(name)['id']}/create_flow_run", {"parameters": parameters})
         return str(made["id"])
 
@@ -107,13 +102,11 @@ class Stack:
         return found
 
     def set_state(self, run_id: str, state: Mapping[str, Any]) -> None:
-        """Request a state, as a button in the page does."""
         answer = self.ask(f"flow_runs/{run_id}/set_state", {"state": state})
         assert answer["status"] == "ACCEPT", answer
 
     def retry_cancelled(self, run_id: str) -> None:
-        """Ask for another try once Prefect's worker has done with the cancelled process: it takes that one's slot back,
-        and on a busy machine does so after a new process has it."""
+        """Request another try once Prefect's worker has ended the cancelled process, whose slot it takes back."""
         logs = {"flow_run_id": {"any_": [run_id]}}
         is_over = "Cancelled flow run"
         wait_until(
@@ -123,7 +116,6 @@ class Stack:
         self.set_state(run_id, RETRY)
 
     def wait(self, run_id: str, *states: str) -> dict[str, Any]:
-        """Wait until the flow run is in one of these states, and fail if it ends in another state."""
         wait_until(lambda: self.run(run_id)["state_type"] in (*states, *ENDS), f"{run_id} is {states}")
         found = self.run(run_id)
         assert found["state_type"] in states, (found["state"]["type"], found["state"]["message"])
@@ -133,13 +125,10 @@ class Stack:
         return self.api.filter("flow_runs", flows={"name": {"any_": [flow]}}, sort="START_TIME_DESC", limit=1)[0]
 
     def run_dir(self, name: str) -> Path:
-        """Return the folder of the only run of that name."""
         (found,) = self.root.glob(f"runs/{name}-*")
         return found
 
     def wait_for_step(self, name: str, step: int) -> None:
-        """Wait until the run's journal has that step."""
-
         def is_there() -> bool:
             found = list(self.root.glob(f"runs/{name}-*/metrics.jsonl"))
             return bool(found) and any(record["step"] >= step for record in journal(found[0].parent))
@@ -152,14 +141,12 @@ class Stack:
         return psutil.Process(holder.pid)
 
     def process_of(self, run_id: str) -> psutil.Process:
-        """Return the flow run's process, which Prefect's worker records as `<host>:<pid>`."""
         return psutil.Process(int(self.run(run_id)["infrastructure_pid"].rpartition(":")[2]))
 
     def steps_saved(self, name: str) -> list[int]:
         return sorted(int(path.name[5:]) for path in (self.run_dir(name) / "checkpoints").glob("step-*"))
 
     def mlflow_status(self, name: str) -> str:
-        """Return the status of the run in MLflow."""
         query = "select status from runs join tags using (run_uuid) where key = 'millrace.run_id' and value = ?"
         with closing(sqlite3.connect(self.root / "mlflow.db")) as database:
             ((found,),) = database.execute(query, (self.run_dir(name).name,)).fetchall()
@@ -177,7 +164,6 @@ class Stack:
                 assert secret.encode() not in file.read_bytes(), f"{file} says a secret"
 
     def log(self, service: str = "flow-runs") -> str:
-        """Return the log of a service, or of all flow runs."""
         return (self.root / "stack-logs" / f"{service}.log").read_text(errors="replace")
 
 
@@ -200,7 +186,6 @@ def prefect_home(home: Path) -> Path:
 
 @contextmanager
 def stack_up(root: Path, **options: Any) -> Iterator[Stack]:
-    """Run a stack inside the block. `options`: options of `millrace up`."""
     prefect_home(root / "prefect")
     try:
         up(root, **options)

@@ -65,13 +65,10 @@ def in_the_way(spec: Path, root: Path) -> Path:
     return obstacle
 
 
-GAINS = {1e-4: 0.5, 2e-4: 0.1, 3e-4: 0.6, 4e-4: 0.3}
-"""Gain of each learning rate in two steps."""
+GAINS = {1e-4: 0.5, 2e-4: 0.1, 3e-4: 0.6, 4e-4: 0.3}  # gain of each learning rate in two steps
 
 
 class RunWriter:
-    """Writes the journal, validations and checkpoint of a training with invented progress into a run's folder."""
-
     def __init__(self, fails: Mapping[int, BaseException] | None = None) -> None:
         self.trained: list[tuple[str, int]] = []
         """Labels of runs, and the steps that they were trained to."""

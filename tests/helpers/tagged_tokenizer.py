@@ -7,12 +7,10 @@ from transformers import PreTrainedTokenizerFast
 
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "</lone>", "[THINK]", "[/THINK]", "<seed:think>")
 MARKERS = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "[INST]", "[/INST]", "<start_of_turn>", "<unused1>", "<pad>")
-PLAIN = ("<answer>", "</answer>", "</seed:think>")
-"""Added tokens that no decoder cuts, as Qwen3 has `<think>`."""
+PLAIN = ("<answer>", "</answer>", "</seed:think>")  # added tokens that no decoder cuts, as Qwen3 has `<think>`
 
 
 def tagged(folder: Path, *, byte_level: bool) -> Path:
-    """Return a tokenizer with special tokens of all kinds, whose end token is `<|im_end|>`."""
     if byte_level:
         core = Tokenizer(
             models.BPE({text: id for id, text in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])

@@ -60,7 +60,6 @@ R1 = (
 
 
 def byte_level(special: list[str]) -> Tokenizer:
-    """Return a tokenizer like Qwen's and Llama 3's."""
     core = Tokenizer(models.BPE())
     cut = pre_tokenizers.Split(Regex(WORDS), "isolated")
     core.pre_tokenizer = pre_tokenizers.Sequence(
@@ -97,7 +96,6 @@ def sentence_piece(special: list[str], *, legacy: bool) -> Tokenizer:
 
 
 def unigram(special: list[str]) -> Tokenizer:
-    """Return a unigram tokenizer like T5's and Gemma's first ones."""
     core = Tokenizer(models.Unigram())
     core.pre_tokenizer = pre_tokenizers.Metaspace()
     core.decoder = decoders.Metaspace()
@@ -117,8 +115,7 @@ class Kind:
     eos: str
     bos: str | None = None
     stops: tuple[str, ...] = ()
-    writes: bool = True
-    """True if the template writes an answer behind the prompt."""
+    writes: bool = True  # true if the template writes an answer behind the prompt
 
     def saved(self, folder: Path, *, template: bool = True) -> Path:
         tokenizer = PreTrainedTokenizerFast(
@@ -162,5 +159,4 @@ KINDS = {
 
 
 def scratch(folder: Path) -> Path:
-    """Return the tokenizer of a randomly initialized model, with words of arithmetic."""
     return build_scratch_tokenizer(ScratchModel(), folder)

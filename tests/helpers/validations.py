@@ -8,8 +8,7 @@ import numpy as np
 from rlcore.config import EvaluationConfig
 from rlcore.evaluation.result import ProblemResult, Response, ValidationResult
 
-FAILED = -1.0
-"""A score that stands for a failed scorer."""
+FAILED = -1.0  # A score that stands for a failed scorer
 
 
 def answer(score: float, text: str = "3 + 4", *, num_tokens: int = 5) -> Response:

@@ -1,10 +1,8 @@
-"""Hold a trainer in a phase until a stop is requested, so that the stop arrives in that phase.
+"""Hold a trainer in the phase HOLD_PHASE until a stop is requested, unless HOLD_FILE exists. Python runs it at its
+start.
 
-Python runs this file at its start if its folder is in PYTHONPATH. In the phase HOLD_PHASE the trainer creates HOLD_FILE
-and waits for the stop, unless the file exists. HOLD_AFTER is the number of earlier passes through the phase by any
-trainer. Each may be a list with commas.
-
-HOLD_SETTINGS is a JSON file with these variables, for a stack, whose worker has one environment for all runs.
+HOLD_AFTER is the number of earlier passes through the phase. Each may be a list with commas. HOLD_SETTINGS is a JSON
+file with these variables, because the worker of a stack has one environment for all runs.
 """
 
 import json
@@ -19,7 +17,6 @@ HELD_FOR_S = 280.0
 
 
 def times_before(passed: Path) -> int:
-    """Return the number of earlier calls with this file by any process."""
     with passed.open("ab") as times:
         times.write(b".")
         return times.tell() - 1

@@ -50,8 +50,6 @@ def test_a_killed_command_leaves_no_server(tmp_path: Path) -> None:
 
 @pytest.fixture
 def stranger() -> Iterator[str]:
-    """Serve each path of `ANSWERS` with its text, and others with 404."""
-
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             answer = ANSWERS.get((self.path.split("/")[1], self.path.partition("/api/")[2]))
@@ -67,8 +65,7 @@ ANSWERS = {
     ("old", "health"): b"true",
     ("old", "admin/version"): b'"2.20.1"',
     ("other", "health"): b"<html>hello</html>",
-}
-"""Responses of an old Prefect, and of something else."""
+}  # responses of an old Prefect, and of something else
 
 
 def test_a_server_of_another_version_or_kind_is_refused(stranger: str, artifacts_root: Path) -> None:

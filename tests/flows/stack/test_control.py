@@ -44,7 +44,6 @@ def service(name: str, pid: int | None = None, port: int = 1, url: str = "http:/
 
 @pytest.fixture
 def busy_port() -> Iterator[int]:
-    """Return a port on which another process listens."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()

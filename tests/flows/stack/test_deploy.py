@@ -46,7 +46,6 @@ def name_of(deployment: dict[str, Any]) -> str:
 
 
 def form_of(deployment: dict[str, Any]) -> dict[str, Any]:
-    """Return the form of the flow as Prefect writes it."""
     return parameter_schema(flow_of(deployment)).model_dump_for_openapi()
 
 
@@ -107,7 +106,6 @@ def client(prefect_server: LocalServer) -> Iterator[SyncPrefectClient]:
 
 @pytest.fixture
 def deployment(client: SyncPrefectClient) -> Iterator[UUID]:
-    """Create a deployment in our work pool, which has no worker."""
     ensure_pool(client)
     made = client.create_deployment(client.create_flow_from_name("pooled"), "pooled", work_pool_name=POOL)
     yield made
@@ -135,7 +133,6 @@ def test_limits_stay_as_set_until_the_root_has_slots(client: SyncPrefectClient) 
 
 
 def begun(client: SyncPrefectClient, deployment: UUID, pid: int) -> FlowRun:
-    """Start a flow run with the state that a worker sets, and return it."""
     run = client.create_flow_run_from_deployment(deployment)
     client.update_flow_run(run.id, infrastructure_pid=f"{socket.gethostname()}:{pid}")
     now_in(client, run, Running())

@@ -24,8 +24,7 @@ from tests.helpers.chromium import open_tab
 
 HOSTILE = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title = 'owned'\">"
 RUN = "made-s1"
-WITH_TOKENIZER = "told-s2"
-"""A run whose tokenizer is there: token 3 is the hostile text."""
+WITH_TOKENIZER = "told-s2"  # A run whose tokenizer is there: token 3 is the hostile text
 
 
 async def elsewhere(scope, receive, send) -> None:
@@ -120,7 +119,6 @@ def test_a_wrong_request_is_refused(client: TestClient, path: str, params: dict[
 
 @contextmanager
 def served(root: Path) -> Iterator[str]:
-    """Run the page's server on a free port, in a thread."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         config = uvicorn.Config(Guard(with_responses(root, elsewhere)), log_level="warning", lifespan="off")

@@ -28,7 +28,6 @@ data: {build: "my_task:build", scorer: "my_task:score", train_size: 20, validati
 
 @pytest.fixture(scope="module")
 def deployed(prefect_server: LocalServer, tmp_path_factory: pytest.TempPathFactory) -> Millrace:
-    """Return the command line with a server that a stack's record names."""
     command = under(prefect_server, tmp_path_factory.mktemp("deployed"))
     url = prefect_server.url.removesuffix("/api")
     service = Service("prefect", os.getpid(), start_time_of(psutil.Process()), 1, url, "", "")
@@ -38,14 +37,12 @@ def deployed(prefect_server: LocalServer, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
-    """Write an experiment and its task into one folder."""
     shutil.copy(multiplication.__file__, tmp_path / "my_task.py")
     (tmp_path / "own.yaml").write_text(OWN)
     return tmp_path / "own.yaml"
 
 
 def deploy(deployed: Millrace, file: Path, *words: str) -> Finished:
-    """Run the command in the folder of the file."""
     words = ("deploy", file.name, *words, "--root", str(deployed.root))
     return ended(forked("flows.cli", words, os.environ | deployed.environment, file.parent))
 

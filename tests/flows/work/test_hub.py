@@ -11,9 +11,9 @@ from huggingface_hub import ModelCard, constants
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from flows.work.hub import push, require_pushable, write_card
+from flows.work.hub import push, write_card
 from flows.work.weights import export_to
-from rlcore.errors import CheckpointError, ConfigError
+from rlcore.errors import CheckpointError
 from rlcore.report.record import read_run
 from tests.flows.conftest import Finished, Millrace, ended, in_this_process
 from tests.helpers.hub_server import Hub, Repository, serving, use_hub
@@ -30,7 +30,6 @@ SUITE = (
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
-    """Two steps, validated at each, with a suite that is evaluated at the end."""
     root = tmp_path_factory.mktemp("artifacts")
     (root / "held.yaml").write_text(SUITE)
     words = (f"validation.suites=[{root}/held.yaml]", "validation.every_steps=1", "tracking.enabled=false")
@@ -48,15 +47,13 @@ def hub() -> Iterator[Hub]:
         yield server
 
 
-def export(run: SmallRun, folder: Path, *words: str, port: int, token: str = TOKEN) -> Finished:
+def export(run: SmallRun, folder: Path, *words: str, port: int) -> Finished:
     environment = {
-        "HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_TOKEN": token, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0",
+        "HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0",
         "HF_HOME": str(folder.parent / "hf"),
     }  # fmt: skip
-    command = Millrace(Path(run.config.paths.root), environment)
-    return ended(
-        command.start("checkpoints", str(run.layout.run_dir), "--export", str(folder), *words, spawned=True), None
-    )
+    words = ("checkpoints", str(run.layout.run_dir), "--export", str(folder), *words)
+    return ended(Millrace(Path(run.config.paths.root), environment).start(*words, spawned=True), None)
 
 
 def test_push_uploads_a_private_model_with_its_card(
@@ -124,7 +121,6 @@ def test_card_has_evaluations_of_the_checkpoint(
 
 @pytest.fixture
 def exported(run: SmallRun, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An export, with this process as the client of the hub."""
     use_hub(monkeypatch, tmp_path, hub.port)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
@@ -170,22 +166,29 @@ def test_interrupted_upload_is_repeated_into_its_empty_repository(hub: Hub, expo
     assert "model.safetensors" in repository.commits[repository.refs["main"]]
 
 
-@pytest.mark.parametrize("repository", ["small", "me/", "me/../../small", "me/a b", "https://hub/me/small"])
-def test_wrong_repository_ids_are_refused(exported: Path, repository: str) -> None:
-    with pytest.raises(ConfigError, match="--push: must be OWNER/NAME"):
-        require_pushable(repository)
-
-
-def test_missing_token_is_reported_before_the_export(run: SmallRun, tmp_path: Path) -> None:
-    done = export(run, tmp_path / "model", "--push", "me/small", port=CLOSED_PORT, token="")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        *(
+            (["--export", "model", "--push", name], "--push: must be OWNER/NAME")
+            for name in ("small", "me/", "me/../../small", "me/a b", "https://hub/me/small")
+        ),
+        (
+            ["--export", "model", "--push", "me/small"],
+            "--push me/small: needs a token that may write; got none.",
+        ),
+        (["--push", "me/small"], "add --"),
+        (["--public"], "add --"),
+    ],
+)
+def test_mistakes_are_reported_before_the_export(
+    run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    words: list[str], message: str,
+) -> None:  # fmt: skip
+    use_hub(monkeypatch, tmp_path, CLOSED_PORT)
+    monkeypatch.chdir(tmp_path)
+    done = in_this_process(capsys, "checkpoints", str(run.layout.run_dir), *words)
     assert done.code == 2
-    assert "--push me/small: needs a token that may write; got none. Run hf auth login, or set HF_TOKEN" in done.err
+    assert message in done.err
     assert len(done.err.strip().splitlines()) == 1
     assert not (tmp_path / "model").exists()
-
-
-@pytest.mark.parametrize("words", [("--push", "me/small"), ("--public",)])
-def test_push_without_export_is_refused(run: SmallRun, words: tuple[str, ...]) -> None:
-    done = Millrace(Path(run.config.paths.root), {})("checkpoints", str(run.layout.run_dir), *words)
-    assert done.code == 2
-    assert "add --" in done.err

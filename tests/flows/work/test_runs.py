@@ -8,15 +8,7 @@ from pathlib import Path
 import pytest
 
 from flows.work.open_run import with_absolute_paths
-from flows.work.runs import (
-    Outcome,
-    all_runs,
-    find_named_runs,
-    find_run,
-    find_runs,
-    read_settings,
-    sync,
-)
+from flows.work.runs import Outcome, all_runs, find_named_runs, find_run, find_runs, read_settings, sync
 from rlcore.config import TrackingConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import ConfigError, DataError
@@ -49,28 +41,25 @@ def test_run_is_named_by_folder_id_or_prefix(make_run: Made, tmp_path: Path) -> 
     (only / "run.json").touch()
     assert find_named_runs(["d", "div-"], tmp_path / "other") == [only, only]
     runs = tmp_path / "runs"
-    rest = "Name one of them, or another root (--root or paths.root)."
-    for name, message in (
-        ("sum", f"sum: is a prefix of several run ids; {runs} has: sum-1, sum-10, sum-2. {rest}"),
-        (
-            "div",
-            f"div: is neither the folder nor the id of a run; {runs} has: sum-1, sum-10, sum-2. {rest}",
-        ),
-        ("", f"'': is neither the folder nor the id of a run; {runs} has: sum-1, sum-10, sum-2. {rest}"),
+    for name, problem in (
+        ("sum", "sum: is a prefix of several run ids"),
+        ("div", "div: is neither the folder nor the id of a run"),
+        ("", "'': is neither the folder nor the id of a run"),
     ):
+        message = (
+            f"{problem}; {runs} has: sum-1, sum-10, sum-2. Name one of them, or another root (--root or paths.root)."
+        )
         with pytest.raises(DataError, match=f"^{re.escape(message)}$"):
             find_named_runs([name], tmp_path)
-    nothing = tmp_path / "nothing"
-    with pytest.raises(DataError, match=rf"{nothing}/runs has: none\. Name"):
-        find_named_runs(["sum"], nothing)
-
-
-def test_message_names_eight_runs(tmp_path: Path) -> None:
     for number in range(8):
-        (tmp_path / "runs" / f"run-{number}").mkdir(parents=True)
-        (tmp_path / "runs" / f"run-{number}" / "run.json").touch()
-    with pytest.raises(DataError, match=r"has: run-0, .*, run-7\. Name one of them"):
-        find_named_runs(["other"], tmp_path)
+        (runs / f"run-{number}").mkdir()
+        (runs / f"run-{number}" / "run.json").touch()
+    for root, named in (
+        (tmp_path / "nothing", r"none\. Name"),
+        (tmp_path, r"run-0, .*, run-7 and 3 more \(millrace runs lists them\)\. Name"),
+    ):
+        with pytest.raises(DataError, match=rf"{root}/runs has: {named}"):
+            find_named_runs(["other"], root)
 
 
 def test_run_is_found_by_name_or_settings(make_run: Made, tmp_path: Path) -> None:

@@ -76,6 +76,9 @@ def is_running(pid: int) -> bool:
 
 
 def test_process_serves_calls_until_closed(start: Start, heard: Heard, tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    for name in ("trainer-3.log", "trainer-1-copy.log"):
+        (tmp_path / "logs" / name).touch()
     with start("well") as client:
         assert client.pid is None
         assert client.call("train", to_step=2) == {"step": 2}
@@ -84,18 +87,9 @@ def test_process_serves_calls_until_closed(start: Start, heard: Heard, tmp_path:
         assert client.pid == first
     assert heard.steps == [1, 2, 3, 4]
     assert heard.lines == ["ready", "closed"]
-    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["trainer-1.log"]
+    assert {path.name for path in (tmp_path / "logs").iterdir()} == {f"trainer-{n}.log" for n in ("3", "4", "1-copy")}
     assert first is not None
     assert not is_running(first)
-
-
-def test_copied_log_does_not_count(start: Start, tmp_path: Path) -> None:
-    (tmp_path / "logs").mkdir()
-    for name in ("trainer-3.log", "trainer-1-copy.log"):
-        (tmp_path / "logs" / name).touch()
-    with start("well") as client:
-        client.call("train", to_step=1)
-    assert (tmp_path / "logs" / "trainer-4.log").exists()
 
 
 def test_process_has_separate_session(start: Start) -> None:
@@ -185,7 +179,6 @@ def start_caller(folder: Path, behaviour: str, stop_wait_s: float) -> "subproces
 
 
 def interrupt_a_call(behaviour: str, tmp_path: Path) -> dict[str, Any]:
-    """Interrupt a process during a call and return what it received."""
     caller = start_caller(tmp_path, behaviour, 1 if behaviour == "deaf" else 60)
     caller.send_signal(signal.SIGINT)
     out, _ = caller.communicate(timeout=WAIT_S)
@@ -195,11 +188,14 @@ def interrupt_a_call(behaviour: str, tmp_path: Path) -> dict[str, Any]:
     return message
 
 
-def test_interrupt_lets_process_save(tmp_path: Path) -> None:
-    message = interrupt_a_call("slow", tmp_path)
-    saved = int((tmp_path / "step").read_text())
+def test_interrupt_lets_process_save_or_ends_it(tmp_path: Path) -> None:
+    for name in ("slow", "deaf"):
+        (tmp_path / name).mkdir()
+    message = interrupt_a_call("slow", tmp_path / "slow")
+    saved = int((tmp_path / "slow" / "step").read_text())
     assert f"saved step {saved}" in message["notes"]
     assert message["steps"][-1] == saved
+    interrupt_a_call("deaf", tmp_path / "deaf")
 
 
 def train_and_raise(client: TrainerProcess, error: BaseException) -> None:
@@ -233,25 +229,10 @@ def test_deleted_log_does_not_end_a_run(tmp_path: Path) -> None:
         assert client.call("train", to_step=5) == {"step": 5}
 
 
-def test_process_saves_where_events_fail(tmp_path: Path) -> None:
-    def on_event(event: Event) -> None:
-        raise OSError("the disk of the log is full")
-
-    client = client_of(tmp_path, "slow", on_event)
-    with client, pytest.raises(OSError, match="the disk of the log is full"):
-        client.call("train", to_step=1_000)
-    (log,) = (tmp_path / "logs").iterdir()
-    assert "signal 15" in log.read_text()
-
-
 def test_process_is_closed_after_our_error(start: Start, heard: Heard) -> None:
     with pytest.raises(KeyError):
         train_and_raise(start("good"), KeyError())
     assert heard.lines[-1] == "closed"
-
-
-def test_interrupt_ends_unresponsive_process(tmp_path: Path) -> None:
-    interrupt_a_call("deaf", tmp_path)
 
 
 class Run:
@@ -306,16 +287,20 @@ def test_damaged_slots_file_ends_no_trainer(tmp_path: Path) -> None:
     assert low.step == 9
 
 
-def test_error_during_step_lets_process_save(tmp_path: Path) -> None:
-    def on_wait() -> None:
-        if low.step:
+@pytest.mark.parametrize("where", ["on_wait", "on_event"])
+def test_error_during_step_lets_process_save(tmp_path: Path, where: str) -> None:
+    def fail(event: Event | None = None) -> None:
+        if low.step or event:
             raise MillraceError("the flow run was cancelled")
 
     low = Run(tmp_path, "low", ())
-    low.client.on_wait = on_wait
+    setattr(low.client, where, fail)
     with low.client, pytest.raises(MillraceError, match="the flow run was cancelled"):
         low.client.call("train", to_step=1_000)
-    assert [event.text for event in low.events if isinstance(event, Note)][-1] == f"saved step {low.step}"
+    assert f"signal {int(signal.SIGTERM)}" in (low.folder / "logs" / "trainer-1.log").read_text()
+    assert low.step
+    if where == "on_wait":
+        assert [event.text for event in low.events if isinstance(event, Note)][-1] == f"saved step {low.step}"
 
 
 def test_killed_flow_keeps_slot_until_trainer_has_saved(tmp_path: Path) -> None:
@@ -353,22 +338,16 @@ def test_growing_log_is_read_by_line(tmp_path: Path) -> None:
 
 
 def test_large_log_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer, "MAX_READ_BYTES", 8)
-    log = tmp_path / "trainer-1.log"
-    log.write_bytes(b"one\ntwo\nthree\n")
-    tail = LogTail(log)
-    assert list(tail.new_lines()) == ["one", "two"]
-    assert not tail.is_at_end()
-    assert list(tail.new_lines()) == ["three"]
-    assert tail.is_at_end()
-    assert tail.last_lines(9) == ["o", "three"]
-
-
-def test_last_lines_are_not_empty(tmp_path: Path) -> None:
     log = tmp_path / "trainer-1.log"
     log.write_bytes(b"one\n\n  \ntwo\nthree\n")
-    assert LogTail(log).last_lines(2) == ["two", "three"]
-    assert LogTail(log).last_lines(9) == ["one", "two", "three"]
+    assert [LogTail(log).last_lines(number) for number in (2, 9)] == [["two", "three"], ["one", "two", "three"]]
+    monkeypatch.setattr(trainer, "MAX_READ_BYTES", 9)
+    tail = LogTail(log)
+    assert list(tail.new_lines()) == ["one", "", "  "]
+    assert not tail.is_at_end()
+    assert list(tail.new_lines()) == ["two", "three"]
+    assert tail.is_at_end()
+    assert tail.last_lines(9) == ["wo", "three"]
 
 
 def test_logs_have_numbers_of_their_processes(tmp_path: Path) -> None:

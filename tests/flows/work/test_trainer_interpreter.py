@@ -22,7 +22,6 @@ FLOWS_ALONE = ("prefect", "mlflow", "fastapi", "hydra", "optuna", "sqlalchemy", 
 
 
 def make_environment(folder: Path) -> Path:
-    """Make an environment with the packages of this one, and return its folder of packages."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     (packages,) = folder.glob("lib/*/site-packages")
     (packages / "ours.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
