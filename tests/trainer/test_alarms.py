@@ -24,7 +24,6 @@ from rlcore.workers.canary import WeightSync
 from rlcore.workers.group import LocalGroup
 from rlcore.workers.worker import Worker
 from tests.batching.rows import packed as packed_batch
-from tests.helpers.share_of_digits import LEARNING
 from tests.helpers.small_run import prepare, train
 
 
@@ -57,21 +56,12 @@ def alarm_texts(result: StepResult) -> dict[str, str]:
     return {alarm.name: alarm.text for alarm in result.alarms}
 
 
-COLD = ("rollout.sampling.temperature=0.00001", "warm_start.enabled=false")
-STEEP = "algo.policy_loss=tests.trainer.steep_loss:steep"
-
-
-def test_alarms_without_entropy_and_score_differences(root: Path) -> None:
-    (first,), _ = run_steps(root, 1, *COLD)
-    assert "entropy is" in alarm_texts(first)["entropy"]
-    assert "alarms.entropy_below is 0.001" in alarm_texts(first)["entropy"]
-    assert "nothing to learn" in alarm_texts(first)["equal_scores"]
-    assert SKIPPED not in first.metrics
-    assert {alarm.action for alarm in first.alarms} == {"tell"}
+STEEP = "algo.policy_loss=tests.trainer.broken_loss:steep"
 
 
 def test_skipped_step_keeps_weights(root: Path) -> None:
-    found, same = run_steps(root, 2, *COLD, "alarms.equal_scores=skip")
+    cold = ("rollout.sampling.temperature=0.00001", "warm_start.enabled=false")
+    found, same = run_steps(root, 2, *cold, "alarms.equal_scores=skip")
     assert same
     assert [result.metrics[SKIPPED] for result in found] == [1.0, 1.0]
     assert found[1].state.step == 2
@@ -81,7 +71,8 @@ def test_skipped_step_keeps_weights(root: Path) -> None:
 def test_exploding_gradient_is_skipped(root: Path) -> None:
     (reported,), same = run_steps(root, 1, STEEP)
     assert not same
-    assert "alarms.grad_norm_above is 1000" in alarm_texts(reported)["grad_norm"]
+    assert {alarm.name: alarm.action for alarm in reported.alarms}["grad_norm"] == "tell"
+    assert SKIPPED not in reported.metrics
     (skipped,), same = run_steps(root, 1, STEEP, "alarms.grad_norm=skip")
     assert same
     assert skipped.metrics[SKIPPED] == 1.0
@@ -136,19 +127,6 @@ def test_kl_coefficient_ignores_non_finite_kl(root: Path, monkeypatch: pytest.Mo
     assert first.metrics[SKIPPED] == 0.5
     assert "Batch saved to" in alarm_texts(first)["non_finite"]
     assert first.state.kl_coef == 0.01
-
-
-def test_kl_alarm_after_drift(root: Path) -> None:
-    drifts = (*LEARNING, "algo.kl.where=loss", "optim.lr=0.05")
-    found, _ = run_steps(root, 2, *drifts, "alarms.kl=tell", "alarms.kl_above=0.05")
-    assert "kl" not in alarm_texts(found[0])
-    assert "KL divergence from the reference is" in alarm_texts(found[1])["kl"]
-
-
-def test_length_alarm(root: Path) -> None:
-    short = ("rollout.max_response_tokens=1", "warm_start.enabled=false")
-    (first,), _ = run_steps(root, 1, *short, "alarms.length=tell", "alarms.length_share=0.9")
-    assert "100% of the responses end at rollout.max_response_tokens=1" in alarm_texts(first)["length"]
 
 
 def make_experience(totals: list[float | None], groups: list[int], reasons: str = "") -> Experience:
@@ -218,19 +196,14 @@ def test_step_alarms_beyond_bounds(root: Path) -> None:
         less = load_config(["experiment=debug", f"paths.root={root}", *own])
         found = step_alarms(less, make_update(4.03125, 0.46875, 2.015625), None, WeightSync(9.0, "doubtful"))
         assert found == tuple(alarm for alarm in beyond if alarm.name != name)
-    low = load_config(["experiment=debug", f"paths.root={root}", "alarms.grad_norm_above=0.5"])
-    assert step_alarms(low, Update(), None, WeightSync(0.0)) == (), "no norm without a step"
+    in_reward = ["alarms.grad_norm_above=0.5", "alarms.kl=tell", "alarms.kl_above=2", "algo.kl.where=reward"]
+    low = load_config(["experiment=debug", f"paths.root={root}", *in_reward])
+    assert step_alarms(low, Update(), 2.0, WeightSync(0.0)) == (), "no norm without a step"
+    (kl,) = step_alarms(low, Update(), 2.5, WeightSync(0.0))
+    assert kl == Alarm("kl", "tell", "the KL divergence from the reference is 2.5, alarms.kl_above is 2")
     failed = Update(failure=NonFiniteError("no number"))
     stopped = load_config(["experiment=debug", f"paths.root={root}", "alarms.non_finite=skip"])
     assert step_alarms(stopped, failed, None, WeightSync(0.0)) == (Alarm("non_finite", "skip", "no number"),)
-
-
-def test_kl_in_reward_alarm(root: Path) -> None:
-    words = ["alarms.kl=tell", "alarms.kl_above=2", "algo.kl.where=reward"]
-    config = load_config(["experiment=debug", f"paths.root={root}", *words])
-    assert step_alarms(config, Update(), 2.0, WeightSync(0.0)) == ()
-    text = "the KL divergence from the reference is 2.5, alarms.kl_above is 2"
-    assert step_alarms(config, Update(), 2.5, WeightSync(0.0)) == (Alarm("kl", "tell", text),)
 
 
 def test_updates_before_non_finite_one_count(root: Path) -> None:

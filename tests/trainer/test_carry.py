@@ -11,7 +11,7 @@ from rlcore.batching.pack import pack
 from rlcore.rollout.engine import TRAINING_STREAM, SamplingRequest, response_seed, turn_seed
 from rlcore.run.problems import Problems
 from rlcore.trainer.carry import Carried, GroupsInProgress, first_finished, from_text, to_text
-from rlcore.trainer.episodes import generate
+from rlcore.trainer.experience import generate
 from rlcore.types import Prompt, Rollout
 from rlcore.workers.group import LocalGroup
 from rlcore.workers.worker import Worker

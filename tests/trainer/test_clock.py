@@ -1,6 +1,5 @@
 """Seconds by phase."""
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,7 +8,7 @@ import pytest
 from rlcore.trainer.clock import PhaseClock
 
 
-def test_phase_runs_inside_context_and_counts_failures() -> None:
+def test_phases_add_up_inside_their_context() -> None:
     seen: list[str] = []
 
     @contextmanager
@@ -27,15 +26,6 @@ def test_phase_runs_inside_context_and_counts_failures() -> None:
     found = clock.seconds()
     assert [*found] == ["gen", "adv", "step"]
     assert 0 < found["gen"] + found["adv"] <= found["step"]
-
-
-def test_repeated_phases_add_up() -> None:
-    before = time.perf_counter()
-    clock = PhaseClock()
     with clock.phase("gen"):
-        pass
-    first = clock.seconds()["gen"]
-    with clock.phase("gen"):
-        again = clock.seconds()["gen"]
-    assert again == first, "a running phase does not count yet"
-    assert first < clock.seconds()["gen"] <= clock.seconds()["step"] <= time.perf_counter() - before
+        assert clock.seconds()["gen"] == found["gen"], "a running phase does not count yet"
+    assert found["gen"] < clock.seconds()["gen"] < clock.seconds()["step"]

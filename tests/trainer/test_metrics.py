@@ -24,11 +24,9 @@ from rlcore.trainer.metrics import (
     reward_metrics,
     step_metrics,
     timing_metrics,
-    weight_sync_metrics,
 )
 from rlcore.trainer.update import Update
 from rlcore.types import Score
-from rlcore.workers.canary import WeightSync
 from rlcore.workers.measure import MemoryPeak
 from rlcore.workers.trained_model import OomRetry
 from rlcore.workers.worker import WorkerInfo
@@ -207,13 +205,6 @@ def test_memory_metrics() -> None:
         "perf/num_passes_redone": 3.0,
     }
     assert memory_metrics([MemoryPeak(0.0, 0.0, 0)]) == {}
-
-
-def test_weight_sync_metrics() -> None:
-    assert weight_sync_metrics(make_config(), WeightSync(0.5)) == {}
-    assert weight_sync_metrics(make_config("rollout.engine=vllm"), WeightSync(0.5)) == {
-        "training/canary_logprob_diff": 0.5
-    }
 
 
 def test_reward_metrics() -> None:
