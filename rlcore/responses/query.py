@@ -177,16 +177,9 @@ def _missing_response(key: str) -> DataError:
     return DataError(f"{key}: no such response; perhaps the run resumed from an earlier step: search again")
 
 
-@dataclass(frozen=True, slots=True)
-class PromptResponses:
-    """The responses to a prompt in one step or validation. `visits`: its mean score in each step and validation."""
-
-    answers: list[dict[str, Any]]
-    visits: list[dict[str, Any]]
-
-
-def responses_to_same_prompt(folder: Path, key: str) -> PromptResponses:
-    """Return the responses to the prompt of response `key`. Raises DataError if a response or file cannot be read."""
+def responses_to_same_prompt(folder: Path, key: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the responses to the prompt of `key` in its step or validation, and the prompt's mean score in each step
+    and validation. Raises DataError if a response or file cannot be read."""
     chosen = read_response(folder, key)
     found = find_responses(folder, Query(prompt=chosen["prompt_id"]))
     rows = found.rows(range(len(found)), LIGHT.names)
@@ -197,13 +190,11 @@ def responses_to_same_prompt(folder: Path, key: str) -> PromptResponses:
     means = [_mean(rows[place]["score"] for place in places if not rows[place]["greedy"]) for places in visits.values()]
     if (chosen["step"], chosen["validation"]) not in visits:  # a running trainer has removed the part
         raise _missing_response(key)
-    return PromptResponses(
-        found.rows(visits[chosen["step"], chosen["validation"]], ALL_COLUMNS),
-        [
-            {"key": rows[places[0]]["key"], "step": step, "validation": validation, "score": mean}
-            for ((step, validation), places), mean in zip(visits.items(), means, strict=True)
-        ],
-    )
+    scores = [
+        {"key": rows[places[0]]["key"], "step": step, "validation": validation, "score": mean}
+        for ((step, validation), places), mean in zip(visits.items(), means, strict=True)
+    ]
+    return found.rows(visits[chosen["step"], chosen["validation"]], ALL_COLUMNS), scores
 
 
 def _mean(scores: Iterable[float | None]) -> float | None:

@@ -146,8 +146,8 @@ class Episodes(AbstractContextManager["Episodes"]):
         policy_version: int,
         clock: PhaseClock,
     ) -> list[tuple[Rollout, Score, str]]:
-        """Play an episode for each request, and return its rollout, score and text. `generate`: a function like
-        `rlcore.trainer.experience.generate`. Raises EngineError if no environment can be started."""
+        """Play an episode for each request, and return its rollout, score and text. `generate`:
+        `ResponseSampler.generate` with its settings. Raises EngineError if no environment can be started."""
         max_kept = -(-len(requests) // len(self._pools))
         playing = [self._open_episode(request, max_kept) for request in requests]
         with clock.phase("environment"):

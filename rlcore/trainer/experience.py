@@ -3,9 +3,9 @@
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
 
 import torch
 
@@ -27,40 +27,6 @@ from rlcore.workers.group import WorkerGroup
 from rlcore.workers.worker import Worker
 
 
-def generate(
-    group: WorkerGroup,
-    requests: Sequence[SamplingRequest],
-    sampling: SamplingConfig,
-    max_response_tokens: int,
-    *,
-    policy_version: int,
-    on_finished: Callable[[Sequence[tuple[int, Rollout]]], None] | None = None,
-    shares: Sequence[Sequence[int]] | None = None,
-    num_finished: int = 0,
-) -> list[Rollout]:
-    """Generate responses in the order of the requests. `on_finished` gets a few responses with the indices of their
-    requests. `shares`: the request indices of each rank. If `num_finished` is positive, unfinished responses are cut as
-    soon as `num_finished` groups are finished. Raises EngineError for a policy version other than `policy_version`."""
-    indices = split_requests(requests, group.world_size) if shares is None else shares
-    arguments = [([requests[i] for i in mine], sampling, max_response_tokens, num_finished) for mine in indices]
-    rollouts: dict[int, Rollout] = {}
-
-    def receive(rank: int, finished: Sequence[tuple[int, Rollout]]) -> None:
-        indexed = [(indices[rank][place], rollout) for place, rollout in finished]
-        for _, rollout in indexed:
-            if rollout.policy_version != policy_version:
-                raise EngineError(
-                    f"stale rollout: prompt {rollout.prompt.prompt_id} was sampled by policy version "
-                    f"{rollout.policy_version}, the trainer is at {policy_version}"
-                )
-        rollouts.update(indexed)
-        if on_finished is not None:
-            on_finished(indexed)
-
-    group.stream(Worker.generate, arguments, receive)
-    return [rollouts[index] for index in range(len(requests))]
-
-
 def split_requests(requests: Sequence[SamplingRequest], world_size: int) -> list[list[int]]:
     """Return the request indices of each rank, balanced by prompt tokens. All samples of a prompt are on one rank."""
     by_prompt = [list(same) for _, same in itertools.groupby(range(len(requests)), key=lambda i: requests[i].prompt)]
@@ -71,16 +37,18 @@ def split_requests(requests: Sequence[SamplingRequest], world_size: int) -> list
 
 
 class StreamScorer:
-    """A scorer that works while responses are generated. A thread decodes, and the processes of a pool score."""
+    """A scorer that works while responses are generated: a thread decodes, and the processes of a pool score. Without
+    processes, `collect` decodes and scores."""
 
-    def __init__(self, scoring: ScoringPool, decode: Decode) -> None:
+    def __init__(self, scoring: ScoringPool, decode: Decode, *, has_processes: bool) -> None:
         self._scoring, self._decode = scoring, decode
-        self._thread = ThreadPoolExecutor(1)
-        self._jobs: list[tuple[list[int], Future[tuple[list[str], ScoringJob]]]] = []
+        self._thread = ThreadPoolExecutor(1) if has_processes else None
+        self._jobs: list[tuple[list[int], Callable[[], tuple[list[str], ScoringJob]]]] = []
 
     def submit(self, finished: Sequence[tuple[int, Rollout]]) -> None:
-        """Start to score a few finished responses, without waiting for the scores."""
-        job = self._thread.submit(self._start, [rollout for _, rollout in finished])
+        """Add a few finished responses, without waiting for their scores."""
+        start = partial(self._start, [rollout for _, rollout in finished])
+        job = start if self._thread is None else self._thread.submit(start).result
         self._jobs.append(([index for index, _ in finished], job))
 
     def _start(self, rollouts: Sequence[Rollout]) -> tuple[list[str], ScoringJob]:
@@ -90,10 +58,11 @@ class StreamScorer:
     def collect(self) -> dict[int, tuple[Score, str]]:
         """Wait for all scores. Return the score and the text of each submitted response."""
         scored: dict[int, tuple[Score, str]] = {}
-        for indices, future in self._jobs:
-            texts, job = future.result()
+        for indices, result in self._jobs:
+            texts, job = result()
             scored.update(zip(indices, zip(self._scoring.collect(job), texts, strict=True), strict=True))
-        self._thread.shutdown()
+        if self._thread is not None:
+            self._thread.shutdown()
         return scored
 
 
@@ -131,27 +100,16 @@ class ResponseSampler:
     ) -> list[ScoredResponse]:
         """Return the scored responses in the order of the requests (see `generate`)."""
         clock = clock or PhaseClock()
-        limit = self.config.rollout.max_response_tokens
+        run = partial(self.generate, sampling=sampling, policy_version=policy_version)
         if self._episodes is not None:
-
-            def run(requests: Sequence[SamplingRequest], **more: Any) -> list[Rollout]:
-                return generate(self.group, requests, sampling, limit, policy_version=policy_version, **more)
-
             shares = split_requests(requests, self.group.world_size)
             return self._episodes.play(run, requests, shares, policy_version=policy_version, clock=clock)
-        scorer = self._stream_scorer()
-        on_finished = None if scorer is None else scorer.submit
+        scorer = self._new_scorer()
         with clock.phase("gen"):
-            rollouts = generate(
-                self.group,
-                requests,
-                sampling,
-                limit,
-                policy_version=policy_version,
-                on_finished=on_finished,
-                shares=shares,
-            )
-        return self._scored(dict(enumerate(rollouts)), scorer, clock)
+            rollouts = run(requests, on_finished=scorer.submit, shares=shares)
+        with clock.phase("reward"):
+            scored = scorer.collect()
+        return [(rollout, *scored[index]) for index, rollout in enumerate(rollouts)]
 
     def sample_and_carry(
         self,
@@ -165,43 +123,61 @@ class ResponseSampler:
         """Return the scored responses to train on, the carried responses, and the length to which these were cut."""
         config = self.config
         groups = GroupsInProgress(carried, requests, config.rollout.samples_per_prompt, policy_version)
-        scorer = self._stream_scorer()
+        scorer = self._new_scorer()
 
         def on_finished(finished: Sequence[tuple[int, Rollout]]) -> None:
-            whole = [pair for index, rollout in finished for pair in groups.add(index, rollout)]
-            if scorer is not None and whole:
-                scorer.submit(whole)
+            scorer.submit([pair for index, rollout in finished for pair in groups.add(index, rollout)])
 
         count = config.trainer.batch_size - len(carried) // config.rollout.samples_per_prompt
         with clock.phase("gen"):
-            if scorer is not None and (finished := groups.finished()):
-                scorer.submit(finished)
-            generate(
-                self.group,
+            scorer.submit(groups.finished())
+            self.generate(
                 requests,
                 config.rollout.sampling,
-                config.rollout.max_response_tokens,
                 policy_version=policy_version,
                 on_finished=on_finished,
                 shares=shares,
                 num_finished=count,
             )
             trained, after, cut_length = groups.settle(count)
-        return self._scored(trained, scorer, clock), after, cut_length
-
-    def _stream_scorer(self) -> StreamScorer | None:
-        return StreamScorer(self.scoring, self.decode) if self.config.reward.num_processes else None
-
-    def _scored(
-        self, rollouts: Mapping[int, Rollout], scorer: StreamScorer | None, clock: PhaseClock
-    ) -> list[ScoredResponse]:
         with clock.phase("reward"):
-            if scorer is not None:
-                scored = scorer.collect()
-                return [(rollout, *scored[index]) for index, rollout in rollouts.items()]
-            texts = self.decode([rollout.response_ids for rollout in rollouts.values()])
-            scores = self.scoring.score(texts, [rollout.prompt.ground_truth_json for rollout in rollouts.values()])
-            return list(zip(rollouts.values(), scores, texts, strict=True))
+            scored = scorer.collect()
+        return [(rollout, *scored[index]) for index, rollout in trained.items()], after, cut_length
+
+    def _new_scorer(self) -> StreamScorer:
+        return StreamScorer(self.scoring, self.decode, has_processes=self.config.reward.num_processes > 0)
+
+    def generate(
+        self,
+        requests: Sequence[SamplingRequest],
+        sampling: SamplingConfig,
+        *,
+        policy_version: int,
+        on_finished: Callable[[Sequence[tuple[int, Rollout]]], None] = lambda finished: None,
+        shares: Sequence[Sequence[int]] | None = None,
+        num_finished: int = 0,
+    ) -> list[Rollout]:
+        """Generate responses in the order of the requests. `on_finished` gets a few responses with the indices of their
+        requests. `shares`: the request indices of each rank. If `num_finished` is positive, unfinished responses are
+        cut as soon as `num_finished` groups are finished. Raises EngineError for another policy version."""
+        indices = split_requests(requests, self.group.world_size) if shares is None else shares
+        limit = self.config.rollout.max_response_tokens
+        arguments = [([requests[i] for i in mine], sampling, limit, num_finished) for mine in indices]
+        rollouts: dict[int, Rollout] = {}
+
+        def receive(rank: int, finished: Sequence[tuple[int, Rollout]]) -> None:
+            indexed = [(indices[rank][place], rollout) for place, rollout in finished]
+            for _, rollout in indexed:
+                if rollout.policy_version != policy_version:
+                    raise EngineError(
+                        f"stale rollout: prompt {rollout.prompt.prompt_id} was sampled by policy version "
+                        f"{rollout.policy_version}, the trainer is at {policy_version}"
+                    )
+            rollouts.update(indexed)
+            on_finished(indexed)
+
+        self.group.stream(Worker.generate, arguments, receive)
+        return [rollouts[index] for index in range(len(requests))]
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,12 +106,12 @@ def test_search_matches_naive_loop(folder: Path, query: Query) -> None:
 def test_responses_to_same_prompt(folder: Path) -> None:
     rows = [row for part in parts_of(folder) for row in pq.read_table(part).to_pylist() if row["prompt_id"] == 2]
     chosen = find_responses(folder, Query(prompt=2, step=(6, 6), kind="validation")).rows(range(1))[0]
-    found = responses_to_same_prompt(folder, chosen["key"])
-    assert [(row["validation"], row["sample_index"]) for row in found.answers] == [("after", 0), ("after", 1)]
-    assert [(visit["step"], visit["validation"]) for visit in found.visits] == list(
+    answers, visits = responses_to_same_prompt(folder, chosen["key"])
+    assert [(row["validation"], row["sample_index"]) for row in answers] == [("after", 0), ("after", 1)]
+    assert [(visit["step"], visit["validation"]) for visit in visits] == list(
         dict.fromkeys((row["step"], row["validation"]) for row in sorted(rows, key=lambda row: row["step"]))
     )
-    for visit in found.visits:
+    for visit in visits:
         scores = [row["score"] for row in rows if row["step"] == visit["step"]
                   and row["validation"] == visit["validation"] and row["score"] is not None]  # fmt: skip
         assert visit["score"] == pytest.approx(fmean(scores))

@@ -33,6 +33,7 @@ class Written(ResponseSampler):
     def __init__(self, config: RunConfig, totals: dict[int, Sequence[float | None]]) -> None:
         self.config = config
         self.totals = totals
+        self.decode = lambda ids: [" ".join(map(str, each)) for each in ids]
         self.asked: list[list[SamplingRequest]] = []
         self.temperatures: list[float] = []
 

@@ -158,12 +158,6 @@ def test_default_kl_brings_policy_to_reference(where: str) -> None:
     assert after < 0.02
 
 
-@pytest.mark.parametrize(("where", "estimator"), [("reward", "low_var_kl"), ("reward", "k2"), ("loss", "k1")])
-def test_wrong_kl_estimator_does_not_hold_policy(where: str, estimator: str) -> None:
-    before, after = divergence_after(100, KlConfig(where=where, estimator=estimator))
-    assert after > 0.8 * before
-
-
 @pytest.mark.parametrize("with_reward", [False, True])
 def test_advantage_of_teacher_token_by_token(with_reward: bool) -> None:
     packed = make_batch()

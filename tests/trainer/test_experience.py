@@ -31,7 +31,6 @@ from rlcore.trainer.experience import (
     ResponseSampler,
     StreamScorer,
     count_solved,
-    generate,
     split_requests,
 )
 from rlcore.types import Rollout
@@ -189,20 +188,21 @@ def test_streamed_scores_equal_batch_scores(run: SmallRun, group: LocalGroup) ->
     problems = Problems.read(run.config, run.inputs)
     requests = make_requests(problems.stream.take(0, 8), 4, run_seed=1, stream=1, step=1)
     group.each(Worker.sync_weights, 3)
-    sampling, limit = SamplingConfig(), run.config.rollout.max_response_tokens
-    plain = generate(group, requests, sampling, limit, policy_version=3)
     with ScoringPool(run.config.data.scorer, run.config.reward) as scoring:
-        early = StreamScorer(scoring, problems.decode)
-        streamed = generate(group, requests, sampling, limit, policy_version=3, on_finished=early.submit)
+        sampler = ResponseSampler(run.config, group, scoring, problems.decode)
+        plain = sampler.generate(requests, SamplingConfig(), policy_version=3)
+        early = StreamScorer(scoring, problems.decode, has_processes=True)
+        streamed = sampler.generate(requests, SamplingConfig(), policy_version=3, on_finished=early.submit)
         scored = early.collect()
         assert [r.response_ids.tolist() for r in streamed] == [r.response_ids.tolist() for r in plain]
         texts = problems.decode([r.response_ids for r in plain])
         scores = scoring.score(texts, [r.prompt.ground_truth_json for r in plain])
         assert scored == dict(enumerate(zip(scores, texts, strict=True)))
-        late_first = StreamScorer(scoring, problems.decode)
-        for pair in reversed(list(enumerate(plain))):
-            late_first.submit([pair])
-        assert late_first.collect() == scored
+        for has_processes in (False, True):
+            late_first = StreamScorer(scoring, problems.decode, has_processes=has_processes)
+            for pair in reversed(list(enumerate(plain))):
+                late_first.submit([pair])
+            assert late_first.collect() == scored
 
 
 def test_stale_rollout_raises_before_scoring(run: SmallRun, group: LocalGroup) -> None:
@@ -210,8 +210,10 @@ def test_stale_rollout_raises_before_scoring(run: SmallRun, group: LocalGroup) -
     requests = make_requests(problems.stream.take(0, 2), 1, run_seed=1, stream=1, step=1)
     group.each(Worker.sync_weights, 3)
     scored: list[Any] = []
-    with pytest.raises(EngineError, match=r"stale rollout.*version 3, the trainer is at 4"):
-        generate(group, requests, SamplingConfig(), 4, policy_version=4, on_finished=scored.append)
+    with ScoringPool(run.config.data.scorer, run.config.reward) as scoring:
+        sampler = ResponseSampler(run.config, group, scoring, problems.decode)
+        with pytest.raises(EngineError, match=r"stale rollout.*version 3, the trainer is at 4"):
+            sampler.generate(requests, SamplingConfig(), policy_version=4, on_finished=scored.append)
     assert scored == []
 
 

@@ -276,7 +276,7 @@ def test_entropy_weight_follows_update() -> None:
 
 def shared_batch(config: RunConfig) -> SharedBatch:
     packed = pack_experience(make_experience())
-    batch = replace(make_estimate(packed).batch, old_logprobs=torch.ones(packed.num_tokens))
+    batch = replace(make_estimate(packed).batch, old_logprobs=packed.behavior_logprobs)  # of the same memory
     return SharedBatch.split(config, batch, Balancer(num_ranks=2, max_tokens=100, shape=None).assign(packed, 2))
 
 

@@ -26,7 +26,7 @@ from rlcore.trainer.update import (
     num_optimizer_steps,
     update_models,
 )
-from rlcore.types import PackedBatch, Prompt, Rollout, Score, TrainBatch
+from rlcore.types import Prompt, Rollout, Score, TrainBatch
 from rlcore.workers.worker import Worker
 from tests.helpers.settings import settings
 from tests.models.tiny import answers
@@ -79,6 +79,9 @@ def test_observed_kl_by_place() -> None:
         ("algo.rejection.level=sequence-mean", True),
         ("algo.kl.where=reward", True),
         ("algo.kl.where=loss", False),
+        ("algo.top_entropy=0.9", True),
+        ("algo.clip_cov.share=0.1", True),
+        ("algo.policy_loss=kl_cov", True),
         ("trainer.old_logprobs=recompute", True),
         ("trainer.old_logprobs=behavior trainer.mini_batch_size=2", False),
     ],
@@ -195,10 +198,6 @@ def make_batch() -> tuple[TrainBatch, Tensor]:
     return TrainBatch(packed, old, None, None, advantages, None, weights), entropy
 
 
-def count_masked(found: TrainBatch, packed: PackedBatch) -> int:
-    return int((packed.loss_mask & (found.importance_weights == 0)).sum())
-
-
 @pytest.mark.parametrize("share", [0.2, 1 / 3, 0.5])
 def test_top_entropy_by_mini_batch(share: float) -> None:
     batch, entropy = make_batch()
@@ -237,6 +236,7 @@ def test_clip_cov_draws_by_seed_and_step() -> None:
         config = settings(f"{words} seed={seed}")
         return apply_selection(config, batch, None, num_finished=step).importance_weights
 
+    assert apply_selection(settings(TWO_HALVES), batch, None, num_finished=0) is batch
     assert torch.equal(clip_weights(3), clip_weights(3))
     assert not torch.equal(clip_weights(3), clip_weights(4))
     assert not torch.equal(clip_weights(3), clip_weights(3, seed=2))
@@ -249,18 +249,6 @@ def test_clip_cov_draws_by_seed_and_step() -> None:
         assert int(out.sum()) == math.ceil(0.1 * int(mask.sum()))
         assert covariance[out].min() > 0.05
         assert covariance[out].max() < 5.0
-
-
-@pytest.mark.parametrize("words", ["algo.top_entropy=0.9", "algo.clip_cov.share=0.1", "algo.policy_loss=kl_cov"])
-def test_selection_needs_old_logprobs(words: str) -> None:
-    batch, entropy = make_batch()
-    one_update = "trainer.batch_size=4 trainer.mini_batch_size=4"
-    assert needs_old_logprobs(settings(f"{one_update} {words}"))
-    assert not needs_old_logprobs(settings(one_update))
-    assert apply_selection(settings(one_update), batch, entropy, num_finished=0) is batch
-    found = apply_selection(settings(f"{one_update} {words}"), batch, entropy, num_finished=0)
-    assert found.packed is batch.packed
-    assert (count_masked(found, batch.packed) > 0) == ("kl_cov" not in words)
 
 
 GROUPS = [(3, (2, 5)), (4, (7, 1)), (2, (3, 3)), (5, (4, 6)), (3, (8, 2)), (2, (1, 9))]
