@@ -11,7 +11,7 @@ from rlcore.config.base import covers, expand_path
 from rlcore.config.model import SMOLLM2
 from rlcore.config.problems import mask_secrets
 from rlcore.evaluation.result import ValidationResult
-from rlcore.evaluation.stats import Interval
+from rlcore.report.document import interval
 from rlcore.report.record import RunRecord
 from rlcore.report.run_sections import defaults_of, settings_of
 
@@ -56,11 +56,11 @@ def model_card(record: RunRecord, step: int, name: str, evaluations: Sequence[Va
         "code": f"Millrace, commit {origin.git_commit or 'unknown'}{' with changes' * origin.git_dirty}",
     }
     scores = [
-        (result.data_source, statistic, _text(found), len(result.scored_only.problems))
+        (result.data_source, statistic, interval(found), len(result.scored_only.problems))
         for result in results
         for statistic, found in result.intervals.items()
     ]
-    curve = [(f"{at:,}", _text(found)) for at, found in record.held_out(record.reward_statistic) if at <= step]
+    curve = [(f"{at:,}", interval(found)) for at, found in record.held_out(record.reward_statistic) if at <= step]
     defaults = defaults_of(config)
     settings = {
         key: _public(value)
@@ -113,13 +113,9 @@ def _eval_results(result: ValidationResult) -> Iterator[EvalResult]:
             dataset_name=result.data_source,
             metric_type=statistic,
             metric_value=round(found.value, 6),
-            metric_name=f"{statistic} {_text(found)}",
+            metric_name=f"{statistic} {interval(found)}",
             metric_args={"confidence": result.settings.confidence, "low": found.low, "high": found.high},
         )
-
-
-def _text(found: Interval) -> str:
-    return f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}]"
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

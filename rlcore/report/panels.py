@@ -287,16 +287,10 @@ def _gap(record: RunRecord) -> Value:
     return last_tenth(reward) - held_out[-1][1].value
 
 
-def _wall_seconds(record: RunRecord) -> Value:
-    return record.steps[-1].time - record.steps[0].time if len(record.steps) > 1 else None
-
-
 def _gpu_seconds_a_point(record: RunRecord) -> Value:
-    return (
-        None
-        if record.gpu_seconds is None or record.reward_gain <= 0
-        else 0.01 * record.gpu_seconds / record.reward_gain
-    )
+    if record.gpu_seconds is None or record.reward_gain <= 0:
+        return None
+    return 0.01 * record.gpu_seconds / record.reward_gain
 
 
 TABLES: Mapping[str, tuple[str, Sequence[Measure]]] = {
@@ -327,7 +321,7 @@ TABLES: Mapping[str, tuple[str, Sequence[Measure]]] = {
     )),
     "performance": ("Speed", (
         Measure("From first to last line of the journal", "", _last, "seconds", note="Wall time, all included.",
-                of_run=_wall_seconds),
+                of_run=lambda run: run.steps[-1].time - run.steps[0].time if len(run.steps) > 1 else None),
         Measure("Seconds of training steps", STEP_S, pd.Series.sum, "seconds",
                 note="Sum over steps, without validation, checkpoints and start-up."),
         Measure("Seconds per step", STEP_S, lambda each: without_first_step(each).mean(), "seconds",

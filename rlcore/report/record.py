@@ -45,7 +45,6 @@ class RunRecord:
     events: tuple[EventRecord, ...]
     validations: Mapping[str, ValidationResult]
     lineage: Origin
-    checkpoints: tuple[CheckpointInfo, ...]
     missing: tuple[str, ...]
     suites: Mapping[str, Mapping[str, ValidationResult]] = field(default_factory=dict)
 
@@ -223,7 +222,6 @@ def read_run(run_dir: Path) -> RunRecord:
         journal.events,
         _read_validations(run_dir / "validation", missing),
         origin,
-        checkpoints,
         (),
         {
             each.name: _read_validations(run_dir / "suites" / each.name, missing)

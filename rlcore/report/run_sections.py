@@ -80,17 +80,14 @@ def origin(record: RunRecord) -> Iterator[Block]:
     if found.stages:
         rows = [
             (stage.name, stage.fingerprint, stage.path,
-             Cell(", ".join(f"{key} {_fact(value)}" for key, value in stage.facts.items()), dict(stage.facts)))
+             Cell(", ".join(f"{key} {compact(value) if isinstance(value, float) else value}"
+                            for key, value in stage.facts.items()), dict(stage.facts)))
             for stage in found.stages
         ]  # fmt: skip
         yield table("stages", "Stages", {"Stage": "text", "Fingerprint": "code", "Path": "code", "Facts": "text"}, rows)
     commit = found.git_commit + (" + changes" if found.git_dirty else "")
     if facts := {**({"git commit": commit} if commit else {}), **found.environment}:
         yield table("environment", "Code and packages", {"Component": "text", "Version": "code"}, list(facts.items()))
-
-
-def _fact(value: JsonValue) -> str:
-    return compact(value) if isinstance(value, float) else str(value)
 
 
 ALGORITHMS = {

@@ -103,7 +103,8 @@ class Trainer(GroupTrainer):
         experience = self._collector.collect(state, clock)
         packed = pack(experience.rollouts, experience.scores, experience.group_ids)
         assignment = self._assign(packed, config.trainer.mini_batch_size)
-        teachers = self._teachers_of(experience)
+        teacher = config.algo.teacher  # of each response, if there are teachers
+        teachers = [] if teacher is None else [teacher.index_of(r.prompt.data_source) for r in experience.rollouts]
         forward = self._forward_passes(packed, assignment.whole, clock, teachers)
         with clock.phase("adv"):
             estimated = self._estimate(packed, forward, experience, state.kl_coef)
@@ -111,7 +112,7 @@ class Trainer(GroupTrainer):
             shared = self._share_batch(batch, packed, assignment)
         if config.algo.kl.where == "loss":
             shared = self._add_ref_logprobs(shared, clock)
-        if config.algo.teacher is not None and config.algo.teacher.top_k:
+        if teacher is not None and teacher.top_k:
             self._cache_teacher_tokens(shared, clock, teachers)
         alarms = batch_alarms(config, experience)
         update = self._update(state, experience, shared, alarms, clock)
@@ -142,11 +143,6 @@ class Trainer(GroupTrainer):
         }
         peaks, shortages = collect_memory(memory)
         return StepResult(after, metrics | peaks, experience, used, update.logprobs_before, alarms, shortages)
-
-    def _teachers_of(self, experience: Experience) -> Sequence[int]:
-        """Return the index of each response's teacher, or an empty list if there is no teacher."""
-        teacher = self._config.algo.teacher
-        return [] if teacher is None else [teacher.index_of(each.prompt.data_source) for each in experience.rollouts]
 
     def _forward_passes(
         self, packed: PackedBatch, shares: RankShares, clock: PhaseClock, teachers: Sequence[int]

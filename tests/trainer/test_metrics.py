@@ -15,7 +15,6 @@ from rlcore.trainer.alarms import SKIPPED
 from rlcore.trainer.metrics import (
     balance_metrics,
     cost_metrics,
-    distribution_metrics,
     group_metrics,
     length_metrics,
     memory_metrics,
@@ -36,11 +35,6 @@ from tests.trainer.batches import HALF, QUARTER, make_estimate, make_experience,
 def make_config(*overrides: str, answer: int = 3) -> RunConfig:
     words = ["filter.max_prompt_tokens=3", f"rollout.max_response_tokens={answer}"]
     return load_config(["experiment=debug", *words, *overrides])
-
-
-def test_distribution_metrics() -> None:
-    assert distribution_metrics("x", torch.tensor([1, 2, 6])) == {"x/mean": 3.0, "x/max": 6.0, "x/min": 1.0}
-    assert distribution_metrics("x", torch.tensor([])) == {}
 
 
 def test_length_metrics() -> None:

@@ -1,54 +1,17 @@
 """Held-out problems are sampled at the configured temperature and greedily."""
 
-from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rlcore.config.compose import load_config
 from rlcore.config.data import ALL_SOURCES
-from rlcore.config.rollout import SamplingConfig
 from rlcore.evaluation.result import Response
-from rlcore.rollout.engine import VALIDATION_STREAM, SamplingRequest, response_seed
-from rlcore.rollout.scoring import ScoringPool
-from rlcore.run.problems import Problems
-from rlcore.trainer.experience import ResponseSampler, ScoredResponse
+from rlcore.rollout.engine import VALIDATION_STREAM, response_seed
 from rlcore.trainer.validate import response_results, validate
 from rlcore.types import Prompt, Rollout, Score
-from rlcore.workers.group import LocalGroup
-from rlcore.workers.worker import Worker
-from tests.helpers.small_run import prepare
 from tests.trainer.batches import Written
-
-
-def test_greedy_responses_at_temperature_0(tmp_path: Path) -> None:
-    run = prepare(tmp_path, "runtime=local", "validation.greedy=true", "validation.samples_per_problem=2")
-    config = run.config
-    problems = Problems.read(config, run.inputs)
-    prompts = problems.held_out(limited=False)[:6]
-    kept: dict[bool, list[Rollout]] = {}
-
-    def keep(answers: Sequence[ScoredResponse], greedy: bool) -> None:
-        kept[greedy] = [rollout for rollout, _, _ in answers]
-
-    with closing(LocalGroup(config, str(run.model_directory))) as group:
-        group.each(Worker.sync_weights, 0)
-        (worker,) = group.each(lambda worker: worker)
-        with ScoringPool(config.data.scorer, config.reward) as scoring:
-            answerer = ResponseSampler(config, group, scoring, problems.decode)
-            found = validate(answerer, prompts, name="before", step=0, policy_version=0, on_scored=keep)
-        assert [len(kept[greedy]) for greedy in (False, True)] == [12, 6]
-        requests = [SamplingRequest(prompt, 0, seed=99) for prompt in prompts]
-        likeliest = worker.engine.generate(
-            requests, SamplingConfig(temperature=0.0), config.rollout.max_response_tokens
-        )
-        assert [one.response_ids.tolist() for one in kept[True]] == [one.response_ids.tolist() for one in likeliest]
-        assert {one.prompt for one in kept[False]} == set(prompts)
-        assert len(found.problems) == 6
-
 
 PROMPTS = [Prompt(4, (5, 6), "countdown", "{}", 2), Prompt(9, (7,), "countdown", '{"a": 1}', 0)]
 TOTALS = {4: (0.0, 1.0, 2.0), 9: (0.0, 1.0, 2.0)}
