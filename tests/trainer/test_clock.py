@@ -1,14 +1,18 @@
 """Seconds by phase."""
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
-from rlcore.trainer.clock import PhaseClock
+from rlcore.trainer import clock as module
 
 
-def test_phases_add_up_inside_their_context() -> None:
+def test_phases_add_up_inside_their_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at the clock takes a second."""
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
     seen: list[str] = []
 
     @contextmanager
@@ -17,15 +21,13 @@ def test_phases_add_up_inside_their_context() -> None:
         yield
         seen.append(f"out of {name}")
 
-    clock = PhaseClock(enter)
+    clock = module.PhaseClock(enter)
     with clock.phase("gen"):
         seen.append("at work")
     assert seen == ["into gen", "at work", "out of gen"]
     with pytest.raises(ValueError, match="broken"), clock.phase("adv"):
         raise ValueError("broken")
-    found = clock.seconds()
-    assert [*found] == ["gen", "adv", "step"]
-    assert 0 < found["gen"] + found["adv"] <= found["step"]
+    assert clock.seconds() == {"gen": 1, "adv": 1, "step": 5}
     with clock.phase("gen"):
-        assert clock.seconds()["gen"] == found["gen"], "a running phase does not count yet"
-    assert found["gen"] < clock.seconds()["gen"] < clock.seconds()["step"]
+        assert clock.seconds() == {"gen": 1, "adv": 1, "step": 7}, "a running phase does not count yet"
+    assert clock.seconds() == {"gen": 3, "adv": 1, "step": 9}
