@@ -114,7 +114,7 @@ class Runs:
     def same_prompt(self, request: Request) -> Response:
         """Return all responses to a prompt at one step with their tokens, and the prompt's mean score per step."""
         layout = self._layout(request.query_params.get("run", ""))
-        found = responses_to_same_prompt(layout.answers, request.query_params.get("key", ""))
+        found, visits = responses_to_same_prompt(layout.answers, request.query_params.get("key", ""))
         decode = load_decoder(layout.run_json)
         responses = [
             {
@@ -124,9 +124,9 @@ class Runs:
                 "ground_truth": truth_text(row["ground_truth"]),
                 "pieces": None if decode is None else token_texts(decode, row["token_ids"]),
             }
-            for row in found.answers
+            for row in found
         ]
-        return JSONResponse(to_finite_json({"answers": responses, "visits": found.visits}))
+        return JSONResponse(to_finite_json({"answers": responses, "visits": visits}))
 
 
 def _number(name: str, text: str | None) -> int | None:

@@ -51,21 +51,15 @@ class ReportFiles:
 
 
 def build_report(run_dir: Path, *, target: Path | None = None, failure: str = "") -> ReportFiles:
-    """Write the report of a run, finished or not, into `target`, by default `report` in the run's folder.
-
-    `failure`: the reason why the run failed, or ''. The output depends only on `failure` and the run's folder. The
-    report lists missing files. Raises DataError if the folder is not a run.
-    """
+    """Write the report of a run, finished or not, into `target`, by default `report` in the run's folder. Raises
+    DataError if the folder is not a run."""
     return _write({run_dir.name: read_run(run_dir)}, target or run_dir / "report", "report", failure)
 
 
 def compare_runs(run_dirs: Sequence[Path], *, root: Path | None = None, target: Path | None = None) -> ReportFiles:
-    """Write a comparison of two or more runs, finished or not. Differences are measured from the first run.
-
-    `target`: the output folder, by default `<root>/comparisons/<fingerprint of the runs>`. `root`: the artifact folder,
-    by default the artifact folder of the first run. Raises DataError if fewer than two different runs are named, or if
-    a folder is not a run.
-    """
+    """Write a comparison of two or more runs, finished or not, into `target`, by default a folder in
+    `<root>/comparisons`, where `root` is by default the artifact folder of the first run. Raises DataError if fewer
+    than two different runs are named, or if a folder is not a run."""
     folders = list(dict.fromkeys(folder.resolve() for folder in run_dirs))
     if len(folders) < compare.MIN_RUNS:
         raise DataError(
@@ -77,8 +71,7 @@ def compare_runs(run_dirs: Sequence[Path], *, root: Path | None = None, target: 
 
 
 def summary_markdown(run_dir: Path, failure: str = "") -> str:
-    """Return the head of a run's report as Markdown, for Prefect's artifact and MLflow's description. Raises DataError
-    if the folder is not a run."""
+    """Return the head of a run's report as Markdown. Raises DataError if the folder is not a run."""
     return page.markdown_of(_run_head(read_run(run_dir), failure, ()))
 
 
@@ -209,8 +202,6 @@ def _facts_of(record: RunRecord) -> Iterator[str]:
 
 
 def _tiles_of(record: RunRecord) -> Iterator[Tile]:
-    """Yield the key metrics of a run: reward, time, tokens and speed. The reward is the held-out reward if the run has
-    one, otherwise the training reward."""
     rows = {row.statistic: row for row in record.paired}
     k = record.num_samples
     wanted = {record.reward_statistic: "Held-out reward", "reward/greedy": "Greedy response",

@@ -11,7 +11,7 @@ from rlcore.config.base import covers, expand_path
 from rlcore.config.model import SMOLLM2
 from rlcore.config.problems import mask_secrets
 from rlcore.evaluation.result import ValidationResult
-from rlcore.evaluation.stats import Interval
+from rlcore.report.document import interval
 from rlcore.report.record import RunRecord
 from rlcore.report.run_sections import defaults_of, settings_of
 
@@ -33,10 +33,8 @@ vllm serve {name}
 
 
 def model_card(record: RunRecord, step: int, name: str, evaluations: Sequence[ValidationResult] = ()) -> ModelCard:
-    """Return the card of a run's weights after `step`. `name`: a hub id, or the name of the folder.
-
-    `evaluations`: results of these weights outside the run. Absolute paths are reduced to names.
-    """
+    """Return the card of a run's weights after `step`. `name`: a hub id, or the name of the folder. `evaluations`:
+    results of these weights outside the run."""
     config, origin = record.config, record.lineage
     base_id, base, license_name = _base_model(config.model.path)
     results = [*_results_of(record, step), *evaluations]
@@ -58,12 +56,17 @@ def model_card(record: RunRecord, step: int, name: str, evaluations: Sequence[Va
         "code": f"Millrace, commit {origin.git_commit or 'unknown'}{' with changes' * origin.git_dirty}",
     }
     scores = [
-        (result.data_source, statistic, _text(found), len(result.scored_only.problems))
+        (result.data_source, statistic, interval(found), len(result.scored_only.problems))
         for result in results
         for statistic, found in result.intervals.items()
     ]
-    curve = [(f"{at:,}", _text(found)) for at, found in record.held_out(record.reward_statistic) if at <= step]
-    settings = {key: _public(value) for key, value in settings_of(config).items() if _is_shown(record, key, value)}
+    curve = [(f"{at:,}", interval(found)) for at, found in record.held_out(record.reward_statistic) if at <= step]
+    defaults = defaults_of(config)
+    settings = {
+        key: _public(value)
+        for key, value in settings_of(config).items()
+        if defaults.get(key, ...) != value and not any(covers(section, key) for section in _PRIVATE)
+    }
     confidence = f"{config.validation.confidence:.0%}"
     parts = (
         f"# {name}\n\n{base} after {step:,} steps of reinforcement learning with Millrace.",
@@ -95,8 +98,7 @@ def _base_model(path: str | None) -> tuple[str | None, str, str | None]:
 
 
 def _results_of(record: RunRecord, step: int) -> Iterator[ValidationResult]:
-    """Yield one validation result after `step` for the held-out set and one for each suite. If a set has several
-    results, the result with the most problems is chosen."""
+    """Yield the result after `step` for the held-out set and for each suite, over the most problems."""
     for results in (record.validations, *record.suites.values()):
         of_step = [result for result in results.values() if result.step == step]
         if of_step:
@@ -111,23 +113,14 @@ def _eval_results(result: ValidationResult) -> Iterator[EvalResult]:
             dataset_name=result.data_source,
             metric_type=statistic,
             metric_value=round(found.value, 6),
-            metric_name=f"{statistic} {_text(found)}",
+            metric_name=f"{statistic} {interval(found)}",
             metric_args={"confidence": result.settings.confidence, "low": found.low, "high": found.high},
         )
-
-
-def _text(found: Interval) -> str:
-    return f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}]"
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
-
-
-def _is_shown(record: RunRecord, key: str, value: Any) -> bool:
-    is_changed = defaults_of(record.config).get(key, ...) != value
-    return is_changed and not any(covers(section, key) for section in _PRIVATE)
 
 
 def _public(value: Any) -> Any:

@@ -28,14 +28,12 @@ OF_THE_SCORE = (
 )
 """The settings that a resume may change, but that the last held-out reward depends on."""
 MAX_KEYS_IN_A_LABEL = 2
-CODE = "code"
-"""The name of the run's stage (`Origin`) that holds the fingerprint of the user's code."""
+CODE = "code"  # the stage of `Origin` with the fingerprint of the user's code
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The spread of a metric over seeds. `mean` is the mean value with a 95% interval from Student's t distribution.
-    For a single seed, both ends of the interval equal the mean."""
+    """The spread of a metric over seeds. The mean of several seeds has a 95% interval of Student's t."""
 
     mean: Interval
     deviation: float
@@ -45,10 +43,8 @@ class Spread:
 
 
 def differing_settings(runs: Sequence[RunRecord]) -> dict[str, tuple[JsonValue, ...]]:
-    """Return the settings that differ between runs. The values of a setting are in the order of the runs, and None
-    stands for a run without the setting.
-
-    The fingerprint of the user's code is compared under the key `code` if all runs have a fingerprint."""
+    """Return the settings that differ between runs, each with one value per run (None without the setting). The
+    fingerprint of the user's code is the setting `code` if all runs have one."""
     codes = [next((one.fingerprint for one in run.lineage.stages if one.name == CODE), None) for run in runs]
     known = zip(runs, codes if all(codes) else [None] * len(runs), strict=True)
     found = [{**settings_of(run.config), CODE: code} for run, code in known]
@@ -62,11 +58,8 @@ def differing_settings(runs: Sequence[RunRecord]) -> dict[str, tuple[JsonValue, 
 
 
 def groups_of(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
-    """Group runs that differ only by their seed and by settings that a resume may change. The groups are in the order
-    of their first runs.
-
-    The label of a group consists of one or two settings that differ between groups. If more settings differ, the label
-    is a run's name or id."""
+    """Group runs that differ only by their seed and by settings that a resume may change. The label of a group is the
+    one or two settings that differ between groups. If more settings differ, the label is a run's name or id."""
     fixed = {CODE, *OF_THE_SCORE}.union(*(fixed_settings(run.config) for run in runs)) - {"seed"}
     differing = {key: row for key, row in differing_settings(runs).items() if any(covers(name, key) for name in fixed)}
     members: dict[str, list[int]] = {}
@@ -91,8 +84,7 @@ def label_runs(runs: Sequence[RunRecord]) -> dict[str, RunRecord]:
 
 
 def spread_of(values: Sequence[float]) -> Spread:
-    """Return the mean over seeds with its t interval, the standard deviation (n - 1), and the lowest and highest
-    value."""
+    """Return the spread of one value per seed."""
     found = np.asarray(values, dtype=float)
     count, mean = len(found), float(found.mean())
     deviation = float(found.std(ddof=1)) if count > 1 else 0.0
@@ -101,8 +93,7 @@ def spread_of(values: Sequence[float]) -> Spread:
 
 
 def _final_scores(group: Sequence[RunRecord]) -> dict[str, list[float]]:
-    """Return the held-out metrics of the last validation. Each statistic has one value for each seed, and runs of the
-    same seed are averaged."""
+    """Return the held-out metrics of the last validation, with the mean over runs for each seed."""
     found: dict[str, dict[int, list[float]]] = {}
     for run in group:
         for statistic in run.core_statistics:
@@ -112,7 +103,6 @@ def _final_scores(group: Sequence[RunRecord]) -> dict[str, list[float]]:
 
 
 def _reward_of(group: Sequence[RunRecord]) -> Spread | None:
-    """Return the spread of the last held-out reward over the group's seeds, or None without validations."""
     values = _final_scores(group).get(group[0].reward_statistic)
     return spread_of(values) if values else None
 
@@ -160,8 +150,7 @@ def _best(groups: Groups) -> Finding:
     finding = partial(Finding, "Best setting", rule=rule)
     found = {label: spread for label, group in groups.items() if (spread := _reward_of(group)) is not None}
     if len(found) < MIN_RUNS:
-        text = "Fewer than two settings have a held-out validation."
-        return finding("not known", "muted", text)
+        return finding("not known", "muted", "Fewer than two settings have a held-out validation.")
     (first, best), (second, next_best), *_ = sorted(found.items(), key=lambda pair: -pair[1].mean.value)
     means = {label: asdict(spread.mean) for label, spread in found.items()}
     text = f"{first} has {fixed(best.mean.value)}, and {second} has {fixed(next_best.mean.value)}"
@@ -184,10 +173,9 @@ def _differences_from_first(runs: Runs) -> Finding:
     }
     finding = partial(Finding, "Against the first run", rule=rule)
     if not gains:
-        text = "No other run was evaluated on the same problems as the first run."
-        return finding("not known", "muted", text)
+        return finding("not known", "muted", "No other run was evaluated on the same problems as the first run.")
     apart = sum(gain.excludes_zero for gain in gains.values())
-    text = f"From {base}: " + "; ".join(f"{name} {signed_interval(gain)}" for name, gain in gains.items()) + "."
+    text = "; ".join(f"{name} minus {base}: {signed_interval(gain)}" for name, gain in gains.items()) + "."
     values = {label: asdict(gain) for label, gain in gains.items()}
     return finding(f"{apart} of {len(gains)} differ", "" if apart else "watch", text, numbers=values)
 
@@ -199,20 +187,10 @@ def run_table(runs: Runs, groups: Groups) -> Table:
     for label, run in runs.items():
         held_out: list[Interval | None] = [found for _, found in run.held_out(run.reward_statistic)] or [None]
         steps = Cell(f"{run.last_step} of {run.config.total_steps}", run.last_step)
+        identity = label, setting[id(run)], algorithm_of(run.config), run.config.seed
         totals = (None if series is None else series.iloc[-1] for series in (run.tokens, run.seconds))
-        rows.append(
-            (
-                label,
-                setting[id(run)],
-                algorithm_of(run.config),
-                run.config.seed,
-                steps,
-                held_out[0],
-                held_out[-1],
-                *totals,
-            )
-        )
-    return table("runs", "Runs",
+        rows.append((*identity, steps, held_out[0], held_out[-1], *totals))
+    return table("runs", "Results by run",
                  {"Run": "code", "Setting": "text", "Algorithm": "text", "Seed": "number", "Steps": "number",
                   "Held-out reward, first": "number", "last": "number", "Tokens": "number",
                   "Training time": "seconds"}, rows)  # fmt: skip

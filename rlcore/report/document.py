@@ -1,5 +1,4 @@
-"""The content of a report, independent of HTML and JSON: sections of tables, pictures and text, and the format of
-values."""
+"""The content of a report, independent of HTML and JSON, and the format of values."""
 
 import itertools
 import math
@@ -33,8 +32,7 @@ Row = tuple[Value, ...]
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table. `kind`: the format of the values. A column of the kind `difference` contains intervals,
-    which are marked as good or bad."""
+    """A column of a table. Values of the kind `difference` are intervals, which are marked as good or bad."""
 
     title: str
     kind: Kind = "text"
@@ -69,12 +67,11 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Gallery:
-    """Pictures in a row. `absent`: the titles of charts without data. `flat`: the titles of charts that are 0
-    everywhere."""
+    """Pictures in a row, with the titles of charts that were not drawn."""
 
     pictures: tuple[Picture, ...]
-    absent: tuple[str, ...] = ()
-    flat: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()  # without data
+    flat: tuple[str, ...] = ()  # 0 everywhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +131,7 @@ class Report:
     findings: tuple[Finding, ...] = ()
     missing: tuple[str, ...] = ()
     facts: tuple[str, ...] = ()
-    """The device, the size of the model, the start and the duration."""
     failure: str = ""
-    """The reason why the run failed, or ''."""
 
     def tables(self) -> Sequence[Table]:
         """Return all tables, in order."""

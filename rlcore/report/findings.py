@@ -38,17 +38,10 @@ LARGEST_CUT_SHARE = 0.05  # of responses: truncated responses are scored as wron
 
 
 def findings_of(record: RunRecord) -> tuple[Finding, ...]:
-    """Return the findings about learning, convergence, stability, and the limits of learning and speed. A supervised
-    run has only the findings about learning and the limit of speed, since most findings depend on rewards."""
-    if record.config.is_supervised:
-        return (learning_finding(record), speed_limit(record))
-    return (
-        learning_finding(record),
-        convergence_finding(record),
-        stability_finding(record),
-        learning_limit(record),
-        speed_limit(record),
-    )
+    """Return the findings about a run. A supervised run has no rewards, and therefore fewer findings."""
+    of_rewards = (convergence_finding, stability_finding, learning_limit)
+    found = (learning_finding, *(() if record.config.is_supervised else of_rewards), speed_limit)
+    return tuple(find(record) for find in found)
 
 
 def learning_finding(record: RunRecord) -> Finding:

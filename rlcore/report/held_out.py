@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ValidationPair = Mapping[str, ValidationResult]
-"""Validation results by label. The labels are `before` and `after`, or the names of the runs."""
+"""Validation results by label: `before` and `after`, or the names of the runs."""
 _MEANING: Mapping[str, str] = {
     "reward/mean": "mean score of {k} sampled responses",
     "reward/pass": "at least one of {k} samples is correct (unbiased)",
@@ -29,8 +29,7 @@ _MEANING: Mapping[str, str] = {
 
 
 def section_of(runs: Runs, draw: Callable[[Iterable[Chart]], Block]) -> Section:
-    """Return the section on held-out problems. `draw`: a function that draws charts and returns them as one block of
-    the report."""
+    """Return the section on held-out problems."""
     (first, *others), lead = runs.values(), ""
     if others:
         results = {label: run.after for label, run in runs.items() if run.after is not None}
@@ -68,7 +67,6 @@ _COMPARED: dict[str, Kind] = {"Metric": "code", "Before": "number", "After": "nu
 
 
 def _rows(results: ValidationPair, paired: Sequence[Comparison]) -> list[Row]:
-    """Return one row for each statistic. If `paired` is missing, the rows have no differences."""
     if paired:
         return [
             (row.statistic, row.first, row.second, row.paired.difference, row.paired.wins, row.paired.losses)
@@ -80,11 +78,14 @@ def _rows(results: ValidationPair, paired: Sequence[Comparison]) -> list[Row]:
 
 
 def _result_table(record: RunRecord) -> Table:
-    rows = [(*row, _meaning(str(row[0]))) for row in _rows(record.before_and_after, record.paired)]
+    rows: list[Row] = []
+    for row in _rows(record.before_and_after, record.paired):
+        kind, _, k = str(row[0]).partition("_at_")
+        rows.append((*row, _MEANING.get(kind, "").format(k=k)))
     count = max(len(result.scored_only.problems) for result in record.before_and_after.values())
     note = f"{record.paired[0].num_problems if record.paired else count} held-out problems"
     note += "; paired differences have bootstrap intervals. correct: the part `correct` or the total is 1."
-    return table("held_out", "Held-out problems", {**_COMPARED, "Meaning": "text"}, rows, note)
+    return table("held_out", "Metrics before and after training", {**_COMPARED, "Meaning": "text"}, rows, note)
 
 
 def suite_table(record: RunRecord) -> Table | None:
@@ -134,25 +135,18 @@ def paired_runs(first: RunRecord, second: RunRecord) -> tuple[tuple[Comparison, 
         return (), "evaluated on other problems"
 
 
-def _meaning(statistic: str) -> str:
-    kind, _, k = statistic.partition("_at_")
-    return _MEANING.get(kind, "").format(k=k)
-
-
 def _table_by_key(
-    name: str, title: str, key: tuple[str, Kind], columns: Mapping[str, Mapping[Any, Value]], note: str = ""
-) -> Table:
-    """Build a table with a row for each key that at least one column contains. The rows are sorted by key."""
+    name: str, title: str, key: tuple[str, Kind], columns: Mapping[str, Mapping[Any, Value]], note: str
+) -> Table | None:
     keys = sorted({each for column in columns.values() for each in column})
     rows = [(each, *(column.get(each) for column in columns.values())) for each in keys]
-    return table(name, title, dict([key]) | dict.fromkeys(columns, "number"), rows, note)
+    return table(name, title, dict([key]) | dict.fromkeys(columns, "number"), rows, note) if len(rows) > 1 else None
 
 
 def _pass_table(results: ValidationPair) -> Table | None:
     curves = {f"pass_at_k, {label}": pass_curve(result) for label, result in results.items()}
     note = "If pass_at_1 rises but pass_at_k of many samples does not, training sharpened existing abilities."
-    found = _table_by_key("pass_at_k", "pass_at_k", ("k", "number"), curves, note)
-    return found if len(found.rows) > 1 else None
+    return _table_by_key("pass_at_k", "pass_at_k", ("k", "number"), curves, note)
 
 
 def _parts_table(
@@ -164,8 +158,7 @@ def _parts_table(
     parts_of: Callable[[ValidationResult], Mapping[Any, ValidationResult]],
     note: str,
 ) -> Table | None:
-    """Return a table with the number of problems and the statistics of each subset, or None for fewer than two
-    subsets."""
+    """Return a table with the statistics of each subset, or None for fewer than two subsets."""
     parts = {label: parts_of(result) for label, result in results.items()}
     columns: dict[str, dict[Any, Value]] = {
         "Problems": {each: len(part.problems) for found in parts.values() for each, part in found.items()}
@@ -174,17 +167,14 @@ def _parts_table(
         for label, found in parts.items():
             column = f"{statistic.removeprefix('reward/')}, {label}"
             columns[column] = {each: part.intervals.get(statistic) for each, part in found.items()}
-    return _table_by_key(name, title, key, columns, note) if len(columns["Problems"]) > 1 else None
+    return _table_by_key(name, title, key, columns, note)
 
 
 BEFORE_AND_AFTER = ("grey", "blue")
-"""The colours of two results. More results use the colours of `CYCLE`."""
-_BARS = 0.76
-"""The total width of the bars at one position."""
+_BARS = 0.76  # the width of all bars at one position
 
 
 def _solve_rates(results: ValidationPair, figure: "Figure") -> None:
-    """Draw the distribution of problems over the number of correct samples, with one bar per result."""
     k = max(result.num_samples for result in results.values())
     axes = figure.subplots()
     colours, width = BEFORE_AND_AFTER if len(results) <= len(BEFORE_AND_AFTER) else CYCLE, _BARS / max(2, len(results))

@@ -1,7 +1,4 @@
-"""Charts and summary tables of metrics, for one run or several.
-
-The chart of one run has all lines of its panel. The chart of several runs has only the first line of its panel, drawn
-for each group of runs."""
+"""Charts and summary tables of metrics. A chart of several runs has only the first line of its panel."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,13 +50,9 @@ STATISTIC_COLOURS = ("blue", "green", "purple", "orange")
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """The description of a chart over steps. The chart shows the metrics in `lines` and held-out statistics.
-
-    `held_out`: the number of held-out statistics in the chart, most important first. `band`: the metrics at the lower
-    and upper edge of a shaded band, and its label. `limit`: the label of a dashed line, and a function that returns its
-    height. `draw`: a function that draws the whole chart. If it is None, the chart is drawn from the other fields.
-    `when`: a function that returns whether a run has the chart. `flat`: the reason why the chart may be 0 at every
-    step."""
+    """The description of a chart over steps. `held_out`: the number of held-out statistics in it. `band`: the metrics
+    at the edges of a shaded band, and its label. `limit`: the label and the height of a dashed line. `draw`: a function
+    that draws the chart without the other fields. `flat`: the reason why the chart may be 0 at every step."""
 
     name: str
     title: str
@@ -76,8 +69,7 @@ class Panel:
     flat: str = ""
 
     def draw_run(self, record: RunRecord, figure: "Figure") -> None:
-        """Draw the curves of one run into an empty figure. A curve that is 0 at every step is omitted. If all curves
-        are 0 at every step, the first curve is drawn."""
+        """Draw the curves of one run into an empty figure, without curves that are 0 at every step."""
         if self.draw is not None:
             self.draw(record, self, figure)
             return
@@ -203,7 +195,7 @@ def charts_of(groups: Groups, panels: Sequence[Panel]) -> list[Chart]:
 def reward_charts(groups: Groups) -> list[Chart]:
     """Return charts of the held-out and training reward of several runs over steps, tokens and seconds."""
     kinds: tuple[tuple[str, str, GetSeries], ...] = (
-        ("held_out", "Held-out reward", lambda run: run.held_out_series(run.reward_statistic)),
+        ("held_out", "Held-out reward", _held_out_reward),
         ("training", "Training reward", partial(_metric, REWARD)),
     )
     return [
@@ -214,6 +206,10 @@ def reward_charts(groups: Groups) -> list[Chart]:
     ]  # fmt: skip
 
 
+def _held_out_reward(run: RunRecord) -> Series | None:
+    return series_of((step, found.value) for step, found in run.held_out(run.reward_statistic))
+
+
 def _compared(groups: Groups, panel: Panel) -> Chart:
     metric, (_, label) = next(iter(panel.lines.items()))
     title = f"{panel.title} ({label})" if len(panel.lines) > 1 else panel.title
@@ -222,7 +218,6 @@ def _compared(groups: Groups, panel: Panel) -> Chart:
 
 
 def _metric(name: str, run: RunRecord) -> Series | None:
-    """Return a metric of a run as a moving mean, because unsmoothed curves of several runs would hide each other."""
     series = run.series(name)
     return series if series is None or len(series) <= FEW_POINTS else thin(smooth(series), MAX_POINTS)
 
@@ -245,10 +240,8 @@ def num_seeds(runs: Sequence[RunRecord]) -> int:
 
 
 class Measure(NamedTuple):
-    """A row of a table, which defines how a metric's values over the steps are summarized and formatted.
-
-    `note`: a text that replaces the metric's definition. `of_run`: a function that computes the value from the whole
-    run, for values that need several metrics."""
+    """A row of a table. `note`: a text that replaces the metric's definition. `of_run`: a function of the whole run
+    that replaces `summarize`."""
 
     label: str
     metric: str
@@ -294,16 +287,10 @@ def _gap(record: RunRecord) -> Value:
     return last_tenth(reward) - held_out[-1][1].value
 
 
-def _wall_seconds(record: RunRecord) -> Value:
-    return record.steps[-1].time - record.steps[0].time if len(record.steps) > 1 else None
-
-
 def _gpu_seconds_a_point(record: RunRecord) -> Value:
-    return (
-        None
-        if record.gpu_seconds is None or record.reward_gain <= 0
-        else 0.01 * record.gpu_seconds / record.reward_gain
-    )
+    if record.gpu_seconds is None or record.reward_gain <= 0:
+        return None
+    return 0.01 * record.gpu_seconds / record.reward_gain
 
 
 TABLES: Mapping[str, tuple[str, Sequence[Measure]]] = {
@@ -334,7 +321,7 @@ TABLES: Mapping[str, tuple[str, Sequence[Measure]]] = {
     )),
     "performance": ("Speed", (
         Measure("From first to last line of the journal", "", _last, "seconds", note="Wall time, all included.",
-                of_run=_wall_seconds),
+                of_run=lambda run: run.steps[-1].time - run.steps[0].time if len(run.steps) > 1 else None),
         Measure("Seconds of training steps", STEP_S, pd.Series.sum, "seconds",
                 note="Sum over steps, without validation, checkpoints and start-up."),
         Measure("Seconds per step", STEP_S, lambda each: without_first_step(each).mean(), "seconds",
@@ -360,8 +347,7 @@ TABLES: Mapping[str, tuple[str, Sequence[Measure]]] = {
 
 
 def measure_table(name: str, runs: Runs) -> Table:
-    """Return a table with a row for each measure that has a value, and a column for each run. The table of a single run
-    also has the definitions."""
+    """Return a table with a row for each measure that has a value, and a column for each run."""
     title, measures = TABLES[name]
     rows: list[Row] = []
     for measure in measures:

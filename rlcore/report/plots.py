@@ -1,7 +1,6 @@
-"""Colours, series over steps, functions that draw charts, and the conversion of a chart into SVG for a page.
+"""Colours, series over steps, and charts. Only drawing imports matplotlib.
 
-matplotlib is imported inside functions, so that only drawing loads it. A chart is drawn once, in light colours. In a
-page each colour becomes a CSS variable, so that the dark mode changes it."""
+A chart is drawn once, in light colours. In a page each colour becomes a CSS variable, which the dark mode changes."""
 
 import html
 import io
@@ -44,15 +43,11 @@ _COLOURS: Mapping[str, tuple[str, str]] = {
     "lime": ("#6b8a12", "#b4d455"),
     "grey": ("#8b95a5", "#7d8898"),
 }
-"""The colours by role, for a light and a dark page. Light colours are unique, since the page finds a role by this
-colour."""
+"""The colours by role, for a light and a dark page. Light colours are unique, since the page finds roles by them."""
 LIGHT, DARK = ({role: pair[side] for role, pair in _COLOURS.items()} for side in (0, 1))
 CYCLE = ("blue", "orange", "green", "purple", "red", "teal", "pink", "sand")
-"""The colours of lines, in order."""
-MAX_POINTS = 400
-"""The maximum number of points on a line."""
-FEW_POINTS = 12
-"""The largest number of points for which a line shows markers."""
+MAX_POINTS = 400  # of a line
+FEW_POINTS = 12  # a line with more has no markers
 WIDTH_IN = 6.4
 _PNG_DPI = 160
 _NO_METADATA: Any = dict.fromkeys(("Date", "Creator", "Format", "Type"))
@@ -83,14 +78,10 @@ SETTINGS: Any = {
     "svg.hashsalt": "millrace",  # reproducible bytes
     "text.parse_math": False,  # a dollar in a name is no formula
 }
-_LEGEND_CHARACTERS, _KEY_CHARACTERS = 84, 6
-"""The characters in a line of the legend, and the characters that a line sample takes with its gaps."""
-SMOOTHING_SHARE = 15
-"""The divisor for smoothing. A smoothed curve is the mean over 1/15 of the run, and over at least 3 steps."""
-GRID_POINTS = 120
-"""The number of points at which curves of several seeds are averaged."""
-MIN_STEPS = 10
-"""The minimum number of steps in the last third for a trend."""
+_LEGEND_CHARACTERS, _KEY_CHARACTERS = 84, 6  # of a line of the legend, and of a line sample with its gaps
+SMOOTHING_SHARE = 15  # a smoothed curve is the mean over 1/15 of the run, and over at least 3 steps
+GRID_POINTS = 120  # at which curves of several seeds are averaged
+MIN_STEPS = 10  # in the last third, for a trend
 
 
 def series_of(points: Iterable[tuple[int, float]]) -> Series | None:
@@ -148,11 +139,8 @@ def thin(series: Series, most: int) -> Series:
 
 
 def trend_of(series: Series) -> Interval | None:
-    """Return the change of a least-squares line over the last third of the run, with a 95% interval. Return None if
-    there are too few steps.
-
-    The interval is Student's t for independent noise around the line. The noise is nearly independent, since each step
-    has different prompts."""
+    """Return the change of a least-squares line over the last third of the run, or None if there are too few steps. The
+    95% interval is Student's t for independent noise. The noise is nearly so, since each step has other prompts."""
     part = last_third(series)
     if len(part) < MIN_STEPS:
         return None
@@ -165,8 +153,7 @@ def trend_of(series: Series) -> Interval | None:
 
 
 def series_over(series: Series, totals: Series | None) -> Series:
-    """Return the series with the cumulative tokens or seconds in `totals` as its index. If `totals` is None, return the
-    series over steps."""
+    """Return the series over the cumulative tokens or seconds in `totals`, or over steps if `totals` is None."""
     return series if totals is None else series.set_axis(totals.reindex(series.index, method="ffill").fillna(0.0))
 
 
@@ -180,8 +167,7 @@ def band_of(curves: Sequence[Series]) -> pd.DataFrame:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart to be drawn. `draw`: a function that fills an empty figure. `flat`: why the chart may be 0 at every
-    step."""
+    """A chart to be drawn. `flat`: the reason why it may be 0 at every step."""
 
     name: str
     title: str
@@ -192,8 +178,7 @@ class Chart:
 
 
 def gallery_of(charts: Iterable[Chart], folder: Path) -> Gallery:
-    """Draw charts and write them into `folder`. A chart without data, or with only zeros, is not drawn. The gallery
-    then lists its title."""
+    """Draw charts into `folder`. Of charts without data or with only zeros, the gallery has the title."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

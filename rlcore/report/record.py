@@ -18,7 +18,7 @@ from rlcore.config.fingerprint import RUN_FILE
 from rlcore.errors import CheckpointError, DataError, MillraceError
 from rlcore.evaluation.result import Comparison, ValidationResult, compare
 from rlcore.evaluation.stats import Interval
-from rlcore.report.plots import Series, series_of, without_first_step
+from rlcore.report.plots import Series, without_first_step
 from rlcore.tracking.cost import gpu_seconds
 from rlcore.tracking.journal import (
     JOURNAL_FILE,
@@ -32,14 +32,12 @@ from rlcore.tracking.journal import (
 from rlcore.tracking.lineage import Origin, read_origin
 
 MAX_CACHED_VALIDATIONS = 32
-"""The number of validations kept in memory. Several sections of a report read the same validations."""
 _CORE = re.compile(r"val-core/(?P<source>.+)/reward/mean_at_(?P<k>\d+)")
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The contents of a run's folder. `missing`: one sentence for each thing that a complete run would have and this
-    run lacks."""
+    """The contents of a run's folder. `missing`: a sentence for each thing that a complete run would have."""
 
     run_dir: Path
     config: RunConfig
@@ -47,10 +45,8 @@ class RunRecord:
     events: tuple[EventRecord, ...]
     validations: Mapping[str, ValidationResult]
     lineage: Origin
-    checkpoints: tuple[CheckpointInfo, ...]
     missing: tuple[str, ...]
     suites: Mapping[str, Mapping[str, ValidationResult]] = field(default_factory=dict)
-    """The validation results of each suite, by the suite's name and then by the name of the validation."""
 
     @property
     def run_id(self) -> str:
@@ -69,8 +65,7 @@ class RunRecord:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether the journal has reached the last step of the settings. If a run ends after its supervised
-        stage, the steps of this stage are copied into the run's journal at the end."""
+        """Return whether the journal has reached the last step of the settings."""
         return self.last_step >= max(1, self.config.trainer.total_steps)
 
     @cached_property
@@ -82,19 +77,17 @@ class RunRecord:
         """Return a metric over the steps, or None if the run does not have it."""
         return self.metrics[name].dropna() if name in self.metrics else None
 
-    def _total(self, name: str) -> Series | None:
-        series = self.series(name)
-        return None if series is None else series.cumsum()
-
     @cached_property
     def tokens(self) -> Series | None:
         """Return the cumulative number of prompt and response tokens at each step."""
-        return self._total("perf/total_num_tokens")
+        found = self.series("perf/total_num_tokens")
+        return None if found is None else found.cumsum()
 
     @cached_property
     def seconds(self) -> Series | None:
         """Return the cumulative seconds of the training steps, which exclude validations and checkpoints."""
-        return self._total("timing_s/step" if "timing_s/step" in self.metrics else "perf/time_per_step")
+        found = self.series("perf/time_per_step")
+        return None if found is None else found.cumsum()
 
     @cached_property
     def gpu_seconds(self) -> float | None:
@@ -109,8 +102,7 @@ class RunRecord:
 
     @cached_property
     def step_s(self) -> float | None:
-        """Return the mean seconds of a training step. The first step is a warm-up and is left out, unless it is the
-        only step."""
+        """Return the mean seconds of a training step without the first step, which is a warm-up."""
         series = self.series("timing_s/step")
         return None if series is None else float(without_first_step(series).mean())
 
@@ -144,8 +136,7 @@ class RunRecord:
 
     @cached_property
     def _core_names(self) -> list[re.Match[str]]:
-        """Return the names of held-out reward metrics in the journal, as regex matches. Names of the newest steps come
-        first."""
+        """Return the names of held-out reward metrics in the journal, newest steps first."""
         is_of_suite = self.config.validation.is_of_suite
         names = dict.fromkeys(name for record in reversed(self.steps) for name in record.metrics)
         return [found for name in names if not is_of_suite(name) and (found := _CORE.fullmatch(name))]
@@ -157,8 +148,7 @@ class RunRecord:
 
     @cached_property
     def after(self) -> ValidationResult | None:
-        """Return the newest validation after training. If there are several at the newest step, return the validation
-        named `after`."""
+        """Return the newest validation after training. If several have the same step, `after` is preferred."""
         named = self.validations.get("after")
         later = [result for result in self.validations.values() if result.step > 0 and result is not self.before]
         newest = max(later, key=lambda result: result.step, default=named)
@@ -179,10 +169,8 @@ class RunRecord:
             return ()
 
     def held_out(self, statistic: str) -> tuple[tuple[int, Interval], ...]:
-        """Return a held-out statistic with its interval at each validated step. The values come from the journal and
-        the validation files.
-
-        `statistic`: the metric's name without the prefix `val-core/<data_source>/`, such as `reward/mean_at_4`."""
+        """Return a statistic such as `reward/mean_at_4` with its interval at each validated step. The values come from
+        the journal and the validation files."""
         name = f"val-core/{self.data_source}/{statistic}"
         found = {
             result.step: result.intervals[statistic]
@@ -195,10 +183,6 @@ class RunRecord:
             if (value := record.metrics.get(name)) is not None
         }
         return tuple(sorted(found.items()))
-
-    def held_out_series(self, statistic: str) -> Series | None:
-        """Return a held-out statistic over the steps, without its intervals."""
-        return series_of((step, found.value) for step, found in self.held_out(statistic))
 
     @property
     def reward_statistic(self) -> str:
@@ -238,7 +222,6 @@ def read_run(run_dir: Path) -> RunRecord:
         journal.events,
         _read_validations(run_dir / "validation", missing),
         origin,
-        checkpoints,
         (),
         {
             each.name: _read_validations(run_dir / "suites" / each.name, missing)
@@ -297,9 +280,8 @@ def _read_validations(folder: Path, missing: list[str]) -> dict[str, ValidationR
 
 @lru_cache(maxsize=MAX_CACHED_VALIDATIONS)
 def _read_validation(file: Path, changed_ns: int, size: int) -> ValidationResult:
-    """Read a validation and compute its intervals. The result is cached, because the computation takes 0.1 s."""
     result = ValidationResult.read(file)
-    result.metrics()
+    result.metrics()  # computes the intervals, in 0.1 s
     return result
 
 

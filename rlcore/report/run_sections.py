@@ -53,10 +53,7 @@ def settings_table(config: RunConfig) -> Table:
 
 @cache
 def describe_setting(key: str) -> str:
-    """Return the first clause of a setting's documentation, up to a period, semicolon or colon.
-
-    A colon after a single word does not end the clause, since the word may be the name of a choice. A key of a free
-    mapping, such as `tags.owner`, has the documentation of the mapping.
+    """Return the first clause of a setting's documentation. A key such as `tags.owner` has that of its mapping.
 
     >>> describe_setting("runtime.device"), describe_setting("rollout.samples_per_prompt")
     ('auto: CUDA where a GPU is present.', 'Responses to each prompt')
@@ -83,17 +80,14 @@ def origin(record: RunRecord) -> Iterator[Block]:
     if found.stages:
         rows = [
             (stage.name, stage.fingerprint, stage.path,
-             Cell(", ".join(f"{key} {_fact(value)}" for key, value in stage.facts.items()), dict(stage.facts)))
+             Cell(", ".join(f"{key} {compact(value) if isinstance(value, float) else value}"
+                            for key, value in stage.facts.items()), dict(stage.facts)))
             for stage in found.stages
         ]  # fmt: skip
         yield table("stages", "Stages", {"Stage": "text", "Fingerprint": "code", "Path": "code", "Facts": "text"}, rows)
     commit = found.git_commit + (" + changes" if found.git_dirty else "")
     if facts := {**({"git commit": commit} if commit else {}), **found.environment}:
         yield table("environment", "Code and packages", {"Component": "text", "Version": "code"}, list(facts.items()))
-
-
-def _fact(value: JsonValue) -> str:
-    return compact(value) if isinstance(value, float) else str(value)
 
 
 ALGORITHMS = {
@@ -141,13 +135,11 @@ PHASES: Mapping[str, tuple[str, str]] = {
     "update_weights": ("Weight sync", "sand"),
     "other": ("Between phases", "grey"),
 }
-"""The title and colour of each phase of a step, by the name in `timing_s/<name>`. The phase `other` is the remaining
-time."""
+"""The title and colour of each phase of a step. The phase `other` is the remaining time."""
 
 
 def phase_seconds(record: RunRecord) -> pd.DataFrame:
-    """Return a table with the seconds of each phase (columns) at each step (rows). The column `other` is the rest of
-    the step."""
+    """Return a table with the seconds of each phase (columns) at each step (rows)."""
     whole = record.series("timing_s/step")
     if whole is None:
         return pd.DataFrame()
@@ -158,8 +150,7 @@ def phase_seconds(record: RunRecord) -> pd.DataFrame:
 
 
 def mean_phases(record: RunRecord) -> dict[str, float]:
-    """Return the mean seconds of each phase. The sum over all phases is the mean time of a step. The first step is left
-    out, unless it is the only step."""
+    """Return the mean seconds of each phase without the first step. Their sum is the mean time of a step."""
     found = phase_seconds(record)
     means = found.iloc[min(1, len(found) - 1) :].mean()
     return {str(name): float(seconds) for name, seconds in means.items()}

@@ -9,8 +9,7 @@ from rlcore.responses.query import Query, find_responses
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.score import Score
 
-HALF_MARKS = 0.5
-"""The lowest score that counts as a reward. A wrong answer in the correct form may earn less."""
+HALF_MARKS = 0.5  # a wrong answer in the correct form may earn less
 _MAX_EXAMPLES = 3
 
 
@@ -61,12 +60,8 @@ _ZERO_SCORE_KINDS = (EMPTY, JUNK)
 
 
 def audit_reward(cases: Sequence[Case], pool: ScoringPool) -> tuple[AuditFinding, ...]:
-    """Score several kinds of worthless responses to each problem, and return the kinds that the scorer rewards.
-
-    The kinds are empty text, junk, a copy of the prompt, an answer form without content, and responses to another
-    problem. Empty text and junk count as rewarded if their score is above 0. The other kinds count as rewarded if their
-    score is at least `HALF_MARKS`.
-    """
+    """Score several kinds of worthless responses to each problem, and return the kinds that the scorer rewards. Empty
+    text and junk count as rewarded above 0, the other kinds from `HALF_MARKS`."""
     tried: list[tuple[str, Case, str]] = []
     for place, case in enumerate(cases):
         later = (*cases[place + 1 :], *cases[:place])

@@ -1,6 +1,4 @@
-"""Search of a run's stored responses, without torch. The light columns, which are all except texts and tokens, are
-filtered and sorted in memory. Texts and tokens are read from the files on demand.
-"""
+"""Search of a run's stored responses, without torch. Texts and tokens are read from the files on demand."""
 
 import json
 import math
@@ -26,39 +24,29 @@ EACH = ("answer", "prompt")
 SORTS = ("step", "score", "advantage", "num_tokens", "logprob", "gap", "prompt_id", "change")
 """The sort columns. `change` is the rise of a prompt's mean sample score from the first validation to the last."""
 READABLE = [*LIGHT.names, *TEXTS.names]
-"""All columns except the token columns."""
 ALL_COLUMNS = [*READABLE, *TOKENS.names]
 _PROMPT = ["data_source", "prompt_id"]
 Decode = Callable[[Sequence[int]], str]
-_REPLACEMENT = "\ufffd"
-"""The character that a decoder returns for an incomplete character."""
+_REPLACEMENT = "\ufffd"  # a decoder returns it for an incomplete character
 _MAX_TOKENS_PER_CHARACTER = 4
 MAX_PROMPT_ID = 2**63 - 1
-"""The largest prompt id in an int64 column."""
-MAX_DIGITS = 19
-"""The maximum length of a text that is parsed as a number. Python itself limits numbers to 4,300 digits."""
+MAX_DIGITS = 19  # a longer text is not parsed as a number: Python itself limits numbers to 4,300 digits
 Range = tuple[float | None, float | None]
 """The lowest and the highest value, both inclusive. None means no bound."""
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """The selection and order of responses.
-
-    `prompt`: a prompt id. `search`: a text that the response contains, regardless of case. If `in_prompts` is true, the
-    prompt may contain the text instead. `kind`: one of `KINDS`. `sort`: one of `SORTS`, with `-` for descending order.
-    If `each` is `answer`, all responses are selected, and responses with equal values are sorted by ascending step. If
-    `each` is `prompt`, only the first response to each prompt is selected, and responses with equal values are sorted
-    by descending step.
-    """
+    """The selection and order of responses. Responses with equal values are sorted by step: ascending, or descending if
+    only the first response to each prompt is selected."""
 
     step: Range = (None, None)
     score: Range = (None, None)
     prompt: int | None = None
-    search: str = ""
+    search: str = ""  # in responses, regardless of case
     kind: str = "all"
-    sort: str = "step"
-    in_prompts: bool = False
+    sort: str = "step"  # one of `SORTS`, with `-` for descending order
+    in_prompts: bool = False  # search prompts too
     each: str = "answer"
 
     @classmethod
@@ -99,7 +87,6 @@ def parse_range(name: str, text: str) -> Range:
 
 
 to_finite_json = partial(to_jsonable_python, inf_nan_mode="null")
-"""A function that converts a value for JSON, with null for NaN and infinity."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +101,8 @@ class SearchResult:
         return int(self.light.num_rows)
 
     def rows(self, numbers: Sequence[int], columns: Sequence[str] = READABLE) -> list[dict[str, Any]]:
-        """Return the `columns` of the responses at the indices `numbers`. Each row also has a `key`, by which
-        `read_response` finds the response. Raises DataError if a file cannot be read."""
+        """Return the `columns` of these responses, and the `key` of each for `read_response`. Raises DataError for an
+        unreadable file."""
         chosen = self.light.take(pa.array(numbers, pa.int64()))
         parts, places = chosen["part"].to_numpy(), chosen["place"].to_numpy()
         found: list[dict[str, Any]] = chosen.select(
@@ -190,17 +177,9 @@ def _missing_response(key: str) -> DataError:
     return DataError(f"{key}: no such response; perhaps the run resumed from an earlier step: search again")
 
 
-@dataclass(frozen=True, slots=True)
-class PromptResponses:
-    """All responses to one prompt in one step or validation. `visits`: the prompt's mean score in each step and
-    validation of the run."""
-
-    answers: list[dict[str, Any]]
-    visits: list[dict[str, Any]]
-
-
-def responses_to_same_prompt(folder: Path, key: str) -> PromptResponses:
-    """Return the responses to the prompt of response `key`. Raises DataError if a response or file cannot be read."""
+def responses_to_same_prompt(folder: Path, key: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the responses to the prompt of `key` in its step or validation, and the prompt's mean score in each step
+    and validation. Raises DataError if a response or file cannot be read."""
     chosen = read_response(folder, key)
     found = find_responses(folder, Query(prompt=chosen["prompt_id"]))
     rows = found.rows(range(len(found)), LIGHT.names)
@@ -211,13 +190,11 @@ def responses_to_same_prompt(folder: Path, key: str) -> PromptResponses:
     means = [_mean(rows[place]["score"] for place in places if not rows[place]["greedy"]) for places in visits.values()]
     if (chosen["step"], chosen["validation"]) not in visits:  # a running trainer has removed the part
         raise _missing_response(key)
-    return PromptResponses(
-        found.rows(visits[chosen["step"], chosen["validation"]], ALL_COLUMNS),
-        [
-            {"key": rows[places[0]]["key"], "step": step, "validation": validation, "score": mean}
-            for ((step, validation), places), mean in zip(visits.items(), means, strict=True)
-        ],
-    )
+    scores = [
+        {"key": rows[places[0]]["key"], "step": step, "validation": validation, "score": mean}
+        for ((step, validation), places), mean in zip(visits.items(), means, strict=True)
+    ]
+    return found.rows(visits[chosen["step"], chosen["validation"]], ALL_COLUMNS), scores
 
 
 def _mean(scores: Iterable[float | None]) -> float | None:
@@ -250,7 +227,6 @@ def _changes(light: pa.Table) -> pa.Array:
 
 
 def _match_text(path: Path, places: np.ndarray, text: str, columns: list[str]) -> np.ndarray:
-    """Return for each row index in `places` whether a column contains the text. Without indices, no file is read."""
     if not len(places):
         return np.zeros(0, dtype=bool)
     table = _read(path, columns)
@@ -259,7 +235,6 @@ def _match_text(path: Path, places: np.ndarray, text: str, columns: list[str]) -
 
 
 def _read_rows(path: Path, places: np.ndarray, columns: list[str]) -> list[dict[str, Any]]:
-    """Read columns of these rows from a file of responses. Only the row groups that contain the rows are read."""
     groups, at = np.unique(places // ROWS_PER_GROUP, return_inverse=True)
     table = _read(path, columns, groups.tolist())
     sizes = np.minimum(ROWS_PER_GROUP, _count_rows(path) - groups * ROWS_PER_GROUP)

@@ -1,10 +1,7 @@
-"""The responses of a run as parquet files (parts) in one folder.
+"""The responses of a run as parquet files (parts) in one folder, without torch.
 
-`train-000001-000020.parquet` contains the responses of training steps 1 to 20. `validation-step-000020.parquet`
-contains the responses of one validation.
-
-A training part is written before the checkpoint of its last step is published. A resume deletes the parts of later
-steps, so each response is stored once. Parts are written atomically. No torch is needed."""
+`train-000001-000020.parquet` contains training steps 1 to 20, `validation-step-000020.parquet` one validation. A
+training part is written before the checkpoint of its last step is published, and a resume deletes later parts."""
 
 import re
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,10 +33,8 @@ LIGHT = pa.schema(
         ("gap", pa.float32()),
     ]
 )
-"""The columns for selection and sorting. `validation`: the name of the validation, null for training. `score`: may be
-null. `advantage`: the mean over the trained tokens. `logprob`: the mean over the sampled tokens in nats. `gap`: the
-largest absolute difference from the trainer's log-probabilities, null if not computed.
-"""
+"""The columns for selection and sorting. `validation`: null for training. `score`: may be null. `advantage` and
+`logprob`: means over tokens. `gap`: the largest absolute difference from the trainer's log-probabilities, or null."""
 TEXTS = pa.schema(
     [
         ("prompt", pa.string()),
@@ -61,15 +56,11 @@ TOKENS = pa.schema(
         ("advantages", pa.list_(pa.float32())),
     ]
 )
-"""The columns with one entry per token. `is_sampled`: null if the model wrote all tokens. `policy_logprobs`: the
-trainer's log-probabilities before the update. `policy_logprobs` and `ref_logprobs` may be null. `advantages`: null if
-all tokens have `advantage`.
-"""
+"""The columns with one entry per token. `is_sampled`: null if the model wrote all tokens. `policy_logprobs`: of the
+trainer before the update, or null. `ref_logprobs`: may be null. `advantages`: null if all equal `advantage`."""
 SCHEMA = pa.schema([*LIGHT, *TEXTS, *TOKENS])
-PART_BYTES = 32 * 2**20
-"""The size at which responses in memory are written, even before a chunk ends."""
-ROWS_PER_GROUP = 256
-"""The number of rows in a row group. It is small, so that one response is read without many others."""
+PART_BYTES = 32 * 2**20  # larger tables are written even before a chunk ends
+ROWS_PER_GROUP = 256  # few, so that one response is read without many others
 _PART = re.compile(r"(train-(?P<first>\d{6,})-|validation-step-)(?P<last>\d{6,})\.parquet")
 _HEAVY = [name for name in TOKENS.names if name not in ("token_ids", "is_sampled")]
 
@@ -80,9 +71,7 @@ def parts_of(folder: Path) -> list[Path]:
 
 
 def write_part(path: Path, table: pa.Table) -> None:
-    """Write one file of responses atomically. No partial file remains after an error.
-
-    Raises DiskSpaceError if the disk is full, and UnwritableError if the folder cannot be written."""
+    """Write one file of responses atomically. Raises DiskSpaceError or UnwritableError."""
     # dictionaries for repeated values, byte-stream split for log-probabilities
     plain = [f"{name}.list.element" for name in _HEAVY]
     repeats = [name for name in SCHEMA.names if name not in _HEAVY and name not in ("answer", "parts", "token_ids")]
@@ -113,16 +102,13 @@ class ResponseWriter:
         return bool(every) and step % every == 0
 
     def add(self, table: pa.Table) -> None:
-        """Collect the responses of the next training step in memory. If the collected responses are large, start to
-        write them."""
+        """Collect the responses of the next training step. Start to write them if they are large."""
         self._tables.append(table)
         if sum(each.nbytes for each in self._tables) >= PART_BYTES:
             self.start_part()
 
     def start_part(self) -> None:
-        """Wait until the previous file is written, and start to write the responses collected since then. Raises
-        DiskSpaceError if the disk has no room for the previous file. After this error, the next call writes the
-        previous file again."""
+        """Start to write the collected responses, after `wait`."""
         self.wait()
         if self._tables:
             self._part, self._tables = pa.concat_tables(self._tables), []
@@ -183,7 +169,7 @@ def _training_name(table: pa.Table) -> str:
 
 
 def steps_of(path: Path) -> tuple[int, int]:
-    """Return the first and last step of a response file. For a validation that a command requested, return (-1, -1)."""
+    """Return the first and last step of a response file, or (-1, -1) for a validation that a command requested."""
     found = _PART.fullmatch(path.name)
     if found is None:
         return -1, -1

@@ -1,7 +1,4 @@
-"""Conversion of rollouts to the columns of `rlcore.responses.store`, without a loop over tokens.
-
-Legend: N responses, R tokens of all responses concatenated, without prompts.
-"""
+"""Conversion of rollouts to the columns of `rlcore.responses.store`, without a loop over tokens."""
 
 from collections.abc import Callable, Sequence
 
@@ -29,11 +26,8 @@ def response_table(
     batch: TrainBatch | None = None,
     policy_logprobs: Float[Tensor, "T"] | None = None,
 ) -> pa.Table:
-    """Return a table with a row for each of the N responses of a training step or validation.
-
-    `greedy`: whether a validation took the most likely tokens. `batch`: the training batch of the step, or None for a
-    validation. `policy_logprobs`: the trainer's log-probabilities before the update in the layout of `batch`, or None.
-    """
+    """Return a table with a row for each response of a training step or validation. `policy_logprobs`: the trainer's
+    log-probabilities before the update in the layout of `batch`, or None."""
     tokens, count = _Tokens(rollouts), len(rollouts)
     prompts = list(dict.fromkeys(rollout.prompt for rollout in rollouts))
     prompt_texts = dict(zip(prompts, decode([prompt.token_ids for prompt in prompts]), strict=True))
@@ -103,7 +97,7 @@ class _Tokens:
         self.is_sampled = _concatenate(whole, np.bool_)
 
     def packed_indices(self, cu_seqlens: np.ndarray) -> np.ndarray:
-        """Return the positions in a packed batch at which the response tokens are predicted, Int[R]."""
+        """Return the positions in a packed batch at which the R response tokens are predicted, Int[R]."""
         prompts = np.array([len(rollout.prompt.token_ids) for rollout in self.rollouts], dtype=np.int64)
         first = cu_seqlens[:-1] + prompts - 1  # the position that predicts the first response token
         return np.repeat(first - self.starts, self.lengths) + np.arange(self.lengths.sum())

@@ -1,4 +1,4 @@
-"""Alarms about a step's responses and update (settings: `alarms`), and a function that saves a non-finite batch."""
+"""Alarms about a step's responses and update, and the file of a non-finite batch."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -22,7 +22,7 @@ SKIPPED = "alarm/update_skipped"
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """An alarm about one step. `name` and `action` come from the settings. `text` states the value and the bound."""
+    """An alarm about one step. `name` and `action` come from the settings `alarms`."""
 
     name: str
     action: str
@@ -90,8 +90,8 @@ def save_failed_batch(directory: Path, step: int, experience: Experience, batch:
     """Save a non-finite batch (`.safetensors`) and its responses (`.json`). Return the path of the batch, and the
     prompt ids of its non-finite rows."""
     directory.mkdir(parents=True, exist_ok=True)
-    optional = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "packed"}
-    per_token = {name: values for name, values in optional.items() if values is not None}
+    given = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "packed"}
+    per_token = {name: values for name, values in given.items() if values is not None}
     tensors = {field.name: getattr(batch.packed, field.name) for field in fields(batch.packed)} | per_token
     file = directory / f"step-{step:06d}.safetensors"
     # Tensors are cloned, since safetensors rejects shared memory (old and behavior log-probabilities share it).
@@ -116,7 +116,6 @@ def save_failed_batch(directory: Path, step: int, experience: Experience, batch:
 
 
 def _non_finite_rows(batch: TrainBatch, per_token: dict[str, Tensor]) -> set[int]:
-    """Return the sequences that have a non-finite score or a non-finite input of the update."""
     bad = ~torch.isfinite(batch.packed.scores)
     sequence_ids = batch.packed.sequence_ids()
     for values in (batch.packed.behavior_logprobs, *per_token.values()):

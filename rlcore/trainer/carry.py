@@ -1,12 +1,8 @@
 """Groups of responses that are cut in one step and continued in the next step (`rollout.finish_share`).
 
-A step trains on P = `trainer.batch_size` groups and carries K further groups into the next step. The next step finishes
-these K groups and P - K new groups, and carries K new groups in turn. Tokens are therefore at most one policy version
-old.
-
-Let L be the (P - K)-th smallest length of a new group. Every response of the carried groups is cut to L tokens, even if
-an engine has generated more. The next step continues a response with a new request. The prompt of the request includes
-the response's tokens so far, and its seed is `turn_seed` of the first seed. Nothing here depends on time or on the
+A step trains on P = `trainer.batch_size` groups and carries K further groups. The next step finishes these K groups and
+P - K new groups, so tokens are at most one policy version old. Let L be the (P - K)-th smallest length of a new group.
+Every carried response is cut to L tokens, even if an engine has generated more. Nothing depends on time or on the
 number of ranks."""
 
 from collections import Counter
@@ -22,22 +18,19 @@ from rlcore.types import FinishReason, Prompt, Rollout
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """A response of a group that continues in the next step. The response itself may already be finished. `seed`: the
-    seed for its next tokens. `token_ids` and `logprobs`: the ids and log-probabilities of its tokens so far, as
-    little-endian int32 and float32."""
+    """A response, perhaps finished, of a group that continues in the next step."""
 
     prompt: Prompt
     sample_index: int
-    seed: int
+    seed: int  # for the next tokens
     is_cut: bool
     finish_reason: FinishReason
-    token_ids: bytes
-    logprobs: bytes
+    token_ids: bytes  # of the tokens so far, little-endian int32
+    logprobs: bytes  # little-endian float32
 
     @classmethod
     def of(cls, rollout: Rollout, seed: int, length: int) -> "Carried":
-        """Store the first `length` tokens of a response in a cut group. `seed`: the seed with which these tokens were
-        sampled."""
+        """Store the first `length` tokens of a response, which were sampled with `seed`."""
         is_cut = rollout.is_cut or len(rollout.response_ids) > length
         ids, logprobs = rollout.response_ids[:length].astype("<i4"), rollout.behavior_logprobs[:length].astype("<f4")
         reason: FinishReason = "length" if is_cut else rollout.finish_reason
@@ -50,7 +43,7 @@ class Carried:
         return np.frombuffer(self.token_ids, dtype="<i4")
 
     def rollout(self, policy_version: int) -> Rollout:
-        """Return the response so far as a rollout. `policy_version`: the version of the step that continues it."""
+        """Return the response so far as a rollout. `policy_version`: of the step that continues it."""
         logprobs = np.frombuffer(self.logprobs, dtype="<f4")
         given = (self.prompt, self.sample_index, self.ids, logprobs, self.finish_reason, policy_version)
         return Rollout(*given, is_cut=self.is_cut, num_stale=len(logprobs))
@@ -76,9 +69,8 @@ def from_text(text: str) -> tuple[Carried, ...]:
 
 
 def first_finished(groups: Sequence[Sequence[Rollout]], count: int) -> tuple[list[int], int]:
-    """Return the indices of the `count` shortest finished groups in ascending order, and the length of the longest of
-    these groups. The length of a group is the length of its longest response. If groups have the same length, the
-    earlier group comes first."""
+    """Return the ascending indices of the `count` shortest finished groups, and the length of the longest of these. A
+    group is as long as its longest response. Of equally long groups, the earlier comes first."""
     finished = [index for index, group in enumerate(groups) if not any(each.is_cut for each in group)]
     lengths = sorted((max(len(each.response_ids) for each in groups[index]), index) for index in finished)
     assert len(lengths) >= count, f"the engines finished {len(lengths)} of {count} groups"
@@ -91,8 +83,7 @@ class GroupsInProgress:
     def __init__(
         self, carried: Sequence[Carried], requests: Sequence[SamplingRequest], size: int, policy_version: int
     ) -> None:
-        """Begin with the groups carried from the previous step. `requests`: the requests that continue carried
-        responses, followed by the requests for new groups. `size`: the number of responses in a group."""
+        """Begin with carried groups of `size` responses. `requests`: first those that continue carried responses."""
         self._rollouts = {place: each.rollout(policy_version) for place, each in enumerate(carried)}
         continued = [place for place, each in enumerate(carried) if each.is_cut]
         self._places = [*continued, *range(len(carried), len(carried) + len(requests) - len(continued))]
@@ -101,14 +92,12 @@ class GroupsInProgress:
         self._missing = Counter(place // size for place in self._places)
 
     def finished(self) -> list[tuple[int, Rollout]]:
-        """Return the responses of carried groups in which every response is finished. Each response comes with its
-        position in the step."""
+        """Return the responses of finished carried groups, with their positions in the step."""
         groups = [group for group in range(self._num_carried) if group not in self._missing]
         return [pair for group in groups for pair in self._responses(group)]
 
     def add(self, index: int, rollout: Rollout) -> list[tuple[int, Rollout]]:
-        """Add the response to the request `index`. If its group is now finished, return all responses of the group,
-        otherwise an empty list."""
+        """Add the response to the request `index`. Return the responses of its group if the group is now finished."""
         place = self._places[index]
         if (before := self._rollouts.get(place)) is not None:
             rollout = replace(
@@ -124,9 +113,8 @@ class GroupsInProgress:
         return self._responses(group) if self._missing[group] == 0 else []
 
     def settle(self, count: int) -> tuple[dict[int, Rollout], tuple[Carried, ...], int]:
-        """Choose the `count` shortest new groups for training and cut the other new groups. Return the responses to
-        train on, the carried responses, and the length of the cut. The keys of the responses to train on are their
-        positions in the step."""
+        """Choose the `count` shortest new groups for training and cut the others. Return the responses to train on by
+        position, the carried responses, and the length of the cut."""
         groups = [self._responses(group) for group in range(len(self._rollouts) // self._size)]
         old, new = groups[: self._num_carried], groups[self._num_carried :]
         chosen, length = first_finished([[rollout for _, rollout in group] for group in new], count)

@@ -9,7 +9,7 @@ EnterPhase = Callable[[str], AbstractContextManager[object]]
 
 
 class PhaseClock:
-    """The wall-clock seconds of each phase of a step, measured on the driver. Times of a repeated phase are added."""
+    """The wall-clock seconds of each phase of a step. Times of a repeated phase are added."""
 
     def __init__(self, enter: EnterPhase = nullcontext) -> None:
         self._enter = enter

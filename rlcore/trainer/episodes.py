@@ -1,22 +1,16 @@
 """Episodes: multi-turn responses with an environment's messages between the turns.
 
-All open episodes generate one turn per round. A finished turn is sent to its environment while other turns are still
-generated. The next round starts when all environments have replied, failed or timed out. The engine's input thus
-depends on tokens alone, and never on time. Each request repeats all tokens so far. A prefix cache holds these tokens,
-since an episode stays on one rank.
+All open episodes generate one turn per round. The next round starts when all environments have replied, failed or timed
+out, so the engine's input never depends on time. An episode stays on one rank, whose prefix cache has its tokens.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from rlcore.batching.balance import partition
 from rlcore.config import RewardConfig, RunConfig
-from rlcore.config.rollout import SamplingConfig
-from rlcore.errors import EngineError
 from rlcore.evaluation.result import vote
 from rlcore.models.tokenizer import Decode
 from rlcore.rollout.engine import SamplingRequest, turn_seed
@@ -25,63 +19,14 @@ from rlcore.rollout.scoring import ScoringJob, ScoringPool, require_environment
 from rlcore.rollout.turns import TurnTokens
 from rlcore.trainer.clock import PhaseClock
 from rlcore.types import FinishReason, Prompt, Rollout, Score
-from rlcore.workers.group import WorkerGroup
-from rlcore.workers.worker import Worker
-
-OnFinished = Callable[[Sequence[tuple[int, Rollout]]], None]
-"""A function that receives a few finished responses, each with the index of its request."""
-
-
-def generate(
-    group: WorkerGroup,
-    requests: Sequence[SamplingRequest],
-    sampling: SamplingConfig,
-    max_response_tokens: int,
-    *,
-    policy_version: int,
-    on_finished: OnFinished | None = None,
-    shares: Sequence[Sequence[int]] | None = None,
-    num_finished: int = 0,
-) -> list[Rollout]:
-    """Generate responses in the order of the requests. `shares`: the request indices of each rank, by default from
-    `split_requests`. If `num_finished` is positive, unfinished responses are cut as soon as `num_finished` groups are
-    finished. Raises EngineError if an engine used a policy version other than `policy_version`."""
-    indices = split_requests(requests, group.world_size) if shares is None else shares
-    arguments = [([requests[i] for i in mine], sampling, max_response_tokens, num_finished) for mine in indices]
-    rollouts: dict[int, Rollout] = {}
-
-    def receive(rank: int, finished: Sequence[tuple[int, Rollout]]) -> None:
-        indexed = [(indices[rank][place], rollout) for place, rollout in finished]
-        for _, rollout in indexed:
-            if rollout.policy_version != policy_version:
-                raise EngineError(
-                    f"stale rollout: prompt {rollout.prompt.prompt_id} was sampled by policy version "
-                    f"{rollout.policy_version}, the trainer is at {policy_version}"
-                )
-        rollouts.update(indexed)
-        if on_finished is not None:
-            on_finished(indexed)
-
-    group.stream(Worker.generate, arguments, receive)
-    return [rollouts[index] for index in range(len(requests))]
-
-
-def split_requests(requests: Sequence[SamplingRequest], world_size: int) -> list[list[int]]:
-    """Return the request indices of each rank, balanced by prompt tokens. All samples of a prompt are on one rank."""
-    by_prompt = [list(same) for _, same in itertools.groupby(range(len(requests)), key=lambda i: requests[i].prompt)]
-    num_parts = min(world_size, len(by_prompt))
-    parts = partition([len(requests[same[0]].prompt.token_ids) * len(same) for same in by_prompt], num_parts)
-    parts += [[] for _ in range(world_size - num_parts)]
-    return [[i for block in part for i in by_prompt[block]] for part in parts]
-
 
 _MARK = "[environment]"
-"""The prefix of an environment's lines in the text of an episode. Reports highlight these lines."""
+"""The prefix of an environment's lines in the text of an episode."""
 
 
 @dataclass(slots=True)
 class _OpenEpisode:
-    """An unfinished episode, with its request, its tokens so far, and the record of its environment."""
+    """An episode with its tokens so far and the record of its environment."""
 
     request: SamplingRequest
     prompt: Prompt
@@ -99,14 +44,12 @@ class _OpenEpisode:
     is_open: bool = True
 
     def next_request(self, turn: int, max_turn_tokens: int) -> SamplingRequest:
-        """Return the request for the next turn, with all tokens so far as the prompt."""
         num_left = self.limit - len(self.token_ids)
         prompt = replace(self.prompt, token_ids=(*self.prompt.token_ids, *self.token_ids))
         tokens = min(num_left, max_turn_tokens) if max_turn_tokens else num_left
         return SamplingRequest(prompt, self.request.sample_index, turn_seed(self.request.seed, turn), tokens)
 
     def add_response(self, rollout: Rollout, text: str) -> None:
-        """Add the model's response of one turn. If the episode has reached its token limit, it ends."""
         self._add_tokens(rollout.response_ids.tolist(), rollout.behavior_logprobs.tolist(), sampled=True)
         self.record.texts.append(text)
         self.lines.append(text)
@@ -139,7 +82,6 @@ class _OpenEpisode:
         return turn.reply
 
     def rollout(self, version: int) -> Rollout:
-        """Return the episode as a rollout, whose response is all tokens after the prompt."""
         return Rollout(
             prompt=self.prompt,
             sample_index=self.request.sample_index,
@@ -152,8 +94,7 @@ class _OpenEpisode:
         )
 
     def score(self) -> Score:
-        """Return the score of the episode, which is the sum of its turns' rewards. The answer for majority votes is
-        read from the model's text alone."""
+        """Return the sum of the turns' rewards. The answer for majority votes is read from the model's text alone."""
         if self.failure is not None:
             return Score(0.0, {}, failure=self.failure)
         parts = {**self.parts, "turns": float(len(self.record.texts))}
@@ -172,15 +113,14 @@ class _OpenEpisode:
 
 
 class Episodes(AbstractContextManager["Episodes"]):
-    """An object that plays episodes with the environment of `data.environment`. Use it as a context manager. Raises
-    ConfigError if the environment does not exist."""
+    """The processes that play episodes. Raises ConfigError if `data.environment` does not exist."""
 
     def __init__(self, config: RunConfig, tokens: TurnTokens, decode: Decode) -> None:
         self._environment = config.data.environment
         require_environment(self._environment)
         self._config, self._tokens, self._decode = config, tokens, decode
         self._open = ExitStack()
-        # A pool per process, since all turns of an episode go to the process with its environment.
+        # One pool per process, since all turns of an episode go to the process with its environment.
         settings = RewardConfig(num_processes=1, deadline_s=config.episode.deadline_s)
         self._pools = [
             self._open.enter_context(ScoringPool(PLAY, settings, section="episode"))
@@ -199,28 +139,23 @@ class Episodes(AbstractContextManager["Episodes"]):
 
     def play(
         self,
-        group: WorkerGroup,
+        generate: Callable[..., list[Rollout]],
         requests: Sequence[SamplingRequest],
-        sampling: SamplingConfig,
+        shares_by_rank: Sequence[Sequence[int]],
         *,
         policy_version: int,
         clock: PhaseClock,
-    ) -> tuple[list[Rollout], list[Score], list[str]]:
-        """Play one episode for each request. Return the rollouts, scores and texts in the order of the requests. Raises
-        EngineError if an engine used a policy version other than `policy_version`, or if no environment can be started.
-        """
+    ) -> list[tuple[Rollout, Score, str]]:
+        """Play an episode for each request, and return its rollout, score and text. `generate`:
+        `ResponseSampler.generate` with its settings. Raises EngineError if no environment can be started."""
         max_kept = -(-len(requests) // len(self._pools))
         playing = [self._open_episode(request, max_kept) for request in requests]
         with clock.phase("environment"):
             self._reset(playing)
-        shares_by_rank = split_requests(requests, group.world_size)
         for turn in range(self._config.episode.max_turns):
             if any(episode.is_open for episode in playing):
-                self._play_turn(
-                    group, playing, turn, sampling, shares_by_rank, policy_version=policy_version, clock=clock
-                )
-        texts = ["\n".join(episode.lines) for episode in playing]
-        return [episode.rollout(policy_version) for episode in playing], [episode.score() for episode in playing], texts
+                self._play_turn(generate, playing, turn, shares_by_rank, clock)
+        return [(episode.rollout(policy_version), episode.score(), "\n".join(episode.lines)) for episode in playing]
 
     def _open_episode(self, request: SamplingRequest, max_kept: int) -> _OpenEpisode:
         self._num_played += 1
@@ -242,13 +177,10 @@ class Episodes(AbstractContextManager["Episodes"]):
 
     def _play_turn(
         self,
-        group: WorkerGroup,
+        generate: Callable[..., list[Rollout]],
         playing: Sequence[_OpenEpisode],
         turn: int,
-        sampling: SamplingConfig,
         shares_by_rank: Sequence[Sequence[int]],
-        *,
-        policy_version: int,
         clock: PhaseClock,
     ) -> None:
         settings = self._config.episode
@@ -266,16 +198,7 @@ class Episodes(AbstractContextManager["Episodes"]):
 
         with clock.phase("gen"):
             turn_requests = [playing[index].next_request(turn, settings.max_turn_tokens) for index in indices]
-            limit = self._config.rollout.max_response_tokens
-            generate(
-                group,
-                turn_requests,
-                sampling,
-                limit,
-                policy_version=policy_version,
-                on_finished=on_finished,
-                shares=shares,
-            )
+            generate(turn_requests, on_finished=on_finished, shares=shares)
         with clock.phase("environment"):
             for index in indices:
                 episode = playing[index]

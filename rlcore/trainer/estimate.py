@@ -28,8 +28,7 @@ from rlcore.types import PackedBatch, Score, TrainBatch
 
 @dataclass(frozen=True, slots=True)
 class ForwardResults:
-    """The results of the forward passes before an update. Each result is Float[T], or None if the algorithm does not
-    need it."""
+    """The results of the forward passes before an update, or None if the algorithm does not need them."""
 
     old_logprobs: Float[Tensor, "T"] | None = None
     ref_logprobs: Float[Tensor, "T"] | None = None
@@ -40,35 +39,30 @@ class ForwardResults:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The estimated advantages and returns. `batch`: the input of the updates. `rewards` Float[N]: the scores minus the
-    KL penalty in the reward. `kl_in_reward`: the mean KL divergence from the reference per response token, without its
-    coefficient. `teacher_kl`: the mean KL divergence from the teacher per response token, without its coefficient.
-
-    `returns` Float[T]: the returns for reporting. For group methods they equal the advantages. `masked_share`: the
-    share of response tokens that `algo.rejection` and `algo.mask_truncated` exclude from the update. It is None if both
-    settings are off. `response_mask`: the loss mask before this exclusion."""
+    """The estimated advantages and returns, with the input of the updates as `batch`. `kl_in_reward` and `teacher_kl`:
+    the mean KL divergence per response token from the reference and the teacher, without its coefficient.
+    `masked_share`: the share of response tokens that `algo.rejection` and `algo.mask_truncated` exclude from the
+    update, or None if both are off."""
 
     batch: TrainBatch
-    rewards: Float[Tensor, "N"]
-    returns: Float[Tensor, "T"]
+    rewards: Float[Tensor, "N"]  # the scores minus the KL penalty in the reward
+    returns: Float[Tensor, "T"]  # for group methods, the advantages
     kl_in_reward: float | None
     masked_share: float | None
-    response_mask: Bool[Tensor, "T"]
+    response_mask: Bool[Tensor, "T"]  # the loss mask before this exclusion
     teacher_kl: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreParts:
-    """The parts of the scores that `reward.weights` names. `values` Float[N, K]: the K parts of each response's score.
-    `weights` Float[K]: the weight of each part."""
+    """The K parts of each score that `reward.weights` names, with their weights."""
 
     values: Float[Tensor, "N K"]
     weights: Float[Tensor, "K"]
 
     @classmethod
     def from_scores(cls, scores: Sequence[Score], weights: Mapping[str, float]) -> "ScoreParts":
-        """Return the parts of each score in the order of `weights`. A missing part is 0. If `weights` is empty, the
-        total score is the only part."""
+        """Return the parts in the order of `weights`, or the total as the only part. A missing part is 0."""
         if not weights:
             return cls(torch.tensor([[score.total] for score in scores]), torch.ones(1))
         rows = [[score.parts.get(name, 0.0) for name in weights] for score in scores]
@@ -88,17 +82,8 @@ def estimate(
 ) -> Estimate:
     """Compute advantages and returns with the method `algo.advantage`. Responses without a score are excluded.
 
-    A teacher gives each token the advantage `coef (log p_teacher - log p_old)`. This replaces the advantage from
-    rewards, or is added to it if `algo.teacher.with_reward` is set. The mean of `log p_teacher - log p_old` is minus
-    the KL divergence from the teacher to the policy (Agarwal et al. 2024, arXiv:2306.13649). If `algo.teacher.top_k` is
-    set, the teacher gives no advantage, since the loss contains a divergence instead.
-
-    Args:
-        greedy_scores: the score of the greedy response to the same prompt, only for remax.
-        parts: the parts of the scores, for advantages that use them separately. If None, the total reward is used.
-        is_truncated: True for responses that ended at the token limit, only for `algo.mask_truncated`.
-        turn_rewards: the rewards at the ends of the turns, or None if the whole score is at the last token.
-    """
+    A teacher gives each token the advantage `coef (log p_teacher - log p_old)` (Agarwal et al. 2024, arXiv:2306.13649),
+    or none with `algo.teacher.top_k`. `turn_rewards`: if None, the whole score is at the last token."""
     old_logprobs, ref_logprobs, values = forward.old_logprobs, forward.ref_logprobs, forward.values
     mask, sequence_ids = packed.loss_mask, packed.sequence_ids()
     kl: Tensor | None = None
@@ -160,7 +145,6 @@ def _update_mask(
     is_truncated: Bool[Tensor, "N"] | None,
     algo: AlgoConfig,
 ) -> Bool[Tensor, "T"]:
-    """Return the loss mask without rejected tokens and truncated responses. Their rewards still count in the group."""
     mask, sequence_ids = packed.loss_mask, packed.sequence_ids()
     if algo.rejection.level != "off":
         assert old_logprobs is not None, "a rejection measures the distance to the old policy"
@@ -179,8 +163,7 @@ def _sequence_advantages(
     parts: ScoreParts,
     algo: AlgoConfig,
 ) -> Float[Tensor, "N"]:
-    """Return one advantage per response. It is 0 if the response has no score, or if there is no scored response to
-    compare it with."""
+    """Return one advantage per response, which is 0 without a score or without a scored response to compare with."""
     greedy = None if greedy_scores is None else torch.tensor(greedy_scores)
     if greedy is not None:
         chosen = packed.score_mask & greedy.isfinite()

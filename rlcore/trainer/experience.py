@@ -1,41 +1,54 @@
 """The collection of scored responses. Responses are scored while the engines generate further responses."""
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
 from rlcore.algos.advantages import groups_with_signal, overlong_penalty
+from rlcore.batching.balance import partition
 from rlcore.batching.loader import MixedStream, PromptStream, RowSampler
 from rlcore.checkpoint.state import LoopState
 from rlcore.config import RunConfig
 from rlcore.config.rollout import SamplingConfig
-from rlcore.errors import UnscoredError
+from rlcore.errors import EngineError, UnscoredError
 from rlcore.models.tokenizer import Decode
 from rlcore.rollout.engine import TRAINING_STREAM, SamplingRequest, make_requests
 from rlcore.rollout.scoring import ScoringJob, ScoringPool
 from rlcore.trainer.carry import Carried, GroupsInProgress, from_text
 from rlcore.trainer.clock import PhaseClock
-from rlcore.trainer.episodes import Episodes, generate, split_requests
+from rlcore.trainer.episodes import Episodes
 from rlcore.types import Prompt, Rollout, Score
 from rlcore.workers.group import WorkerGroup
+from rlcore.workers.worker import Worker
+
+
+def split_requests(requests: Sequence[SamplingRequest], world_size: int) -> list[list[int]]:
+    """Return the request indices of each rank, balanced by prompt tokens. All samples of a prompt are on one rank."""
+    by_prompt = [list(same) for _, same in itertools.groupby(range(len(requests)), key=lambda i: requests[i].prompt)]
+    num_parts = min(world_size, len(by_prompt))
+    parts = partition([len(requests[same[0]].prompt.token_ids) * len(same) for same in by_prompt], num_parts)
+    parts += [[] for _ in range(world_size - num_parts)]
+    return [[i for block in part for i in by_prompt[block]] for part in parts]
 
 
 class StreamScorer:
-    """A scorer that works while responses are generated. It decodes responses in a thread and scores them in the
-    processes of a `ScoringPool`."""
+    """A scorer that works while responses are generated: a thread decodes, and the processes of a pool score. Without
+    processes, `collect` decodes and scores."""
 
-    def __init__(self, scoring: ScoringPool, decode: Decode) -> None:
-        self._scoring = scoring
-        self._decode = decode
-        self._thread = ThreadPoolExecutor(1)
-        self._jobs: list[tuple[list[int], Future[tuple[list[str], ScoringJob]]]] = []
+    def __init__(self, scoring: ScoringPool, decode: Decode, *, has_processes: bool) -> None:
+        self._scoring, self._decode = scoring, decode
+        self._thread = ThreadPoolExecutor(1) if has_processes else None
+        self._jobs: list[tuple[list[int], Callable[[], tuple[list[str], ScoringJob]]]] = []
 
     def submit(self, finished: Sequence[tuple[int, Rollout]]) -> None:
-        """Start to score a few finished responses, without waiting for the scores."""
-        job = self._thread.submit(self._start, [rollout for _, rollout in finished])
+        """Add a few finished responses, without waiting for their scores."""
+        start = partial(self._start, [rollout for _, rollout in finished])
+        job = start if self._thread is None else self._thread.submit(start).result
         self._jobs.append(([index for index, _ in finished], job))
 
     def _start(self, rollouts: Sequence[Rollout]) -> tuple[list[str], ScoringJob]:
@@ -45,10 +58,11 @@ class StreamScorer:
     def collect(self) -> dict[int, tuple[Score, str]]:
         """Wait for all scores. Return the score and the text of each submitted response."""
         scored: dict[int, tuple[Score, str]] = {}
-        for indices, future in self._jobs:
-            texts, job = future.result()
+        for indices, result in self._jobs:
+            texts, job = result()
             scored.update(zip(indices, zip(self._scoring.collect(job), texts, strict=True), strict=True))
-        self._thread.shutdown()
+        if self._thread is not None:
+            self._thread.shutdown()
         return scored
 
 
@@ -57,8 +71,7 @@ ScoredResponse = tuple[Rollout, Score, str]
 
 
 class ResponseSampler:
-    """A sampler that generates responses with the engines of all ranks and scores them. If `episodes` is given, each
-    response is a multi-turn episode."""
+    """A sampler of scored responses. If `episodes` is given, each response is a multi-turn episode."""
 
     def __init__(
         self,
@@ -85,24 +98,18 @@ class ResponseSampler:
         clock: PhaseClock | None = None,
         shares: Sequence[Sequence[int]] | None = None,
     ) -> list[ScoredResponse]:
-        """Return the scored responses in the order of the requests. `shares`: the request indices of each rank (see
-        `generate`). Raises EngineError if an engine used a policy version other than `policy_version`."""
+        """Return the scored responses in the order of the requests (see `generate`)."""
         clock = clock or PhaseClock()
+        run = partial(self.generate, sampling=sampling, policy_version=policy_version)
         if self._episodes is not None:
-            played = self._episodes.play(self.group, requests, sampling, policy_version=policy_version, clock=clock)
-            return list(zip(*played, strict=True))
-        scorer = self._stream_scorer()
+            shares = split_requests(requests, self.group.world_size)
+            return self._episodes.play(run, requests, shares, policy_version=policy_version, clock=clock)
+        scorer = self._new_scorer()
         with clock.phase("gen"):
-            rollouts = generate(
-                self.group,
-                requests,
-                sampling,
-                self.config.rollout.max_response_tokens,
-                policy_version=policy_version,
-                on_finished=None if scorer is None else scorer.submit,
-                shares=shares,
-            )
-        return self._scored(dict(enumerate(rollouts)), scorer, clock)
+            rollouts = run(requests, on_finished=scorer.submit, shares=shares)
+        with clock.phase("reward"):
+            scored = scorer.collect()
+        return [(rollout, *scored[index]) for index, rollout in enumerate(rollouts)]
 
     def sample_and_carry(
         self,
@@ -113,71 +120,82 @@ class ResponseSampler:
         clock: PhaseClock,
         shares: Sequence[Sequence[int]] | None,
     ) -> tuple[list[ScoredResponse], tuple[Carried, ...], int]:
-        """Return the scored responses to train on, the carried responses, and the length to which the carried responses
-        were cut. A group is scored when its last response ends. See `GroupsInProgress`."""
+        """Return the scored responses to train on, the carried responses, and the length to which these were cut."""
         config = self.config
         groups = GroupsInProgress(carried, requests, config.rollout.samples_per_prompt, policy_version)
-        scorer = self._stream_scorer()
+        scorer = self._new_scorer()
 
         def on_finished(finished: Sequence[tuple[int, Rollout]]) -> None:
-            whole = [pair for index, rollout in finished for pair in groups.add(index, rollout)]
-            if scorer is not None and whole:
-                scorer.submit(whole)
+            scorer.submit([pair for index, rollout in finished for pair in groups.add(index, rollout)])
 
         count = config.trainer.batch_size - len(carried) // config.rollout.samples_per_prompt
         with clock.phase("gen"):
-            if scorer is not None and (finished := groups.finished()):
-                scorer.submit(finished)
-            generate(
-                self.group,
+            scorer.submit(groups.finished())
+            self.generate(
                 requests,
                 config.rollout.sampling,
-                config.rollout.max_response_tokens,
                 policy_version=policy_version,
                 on_finished=on_finished,
                 shares=shares,
                 num_finished=count,
             )
             trained, after, cut_length = groups.settle(count)
-        return self._scored(trained, scorer, clock), after, cut_length
-
-    def _stream_scorer(self) -> StreamScorer | None:
-        return StreamScorer(self.scoring, self.decode) if self.config.reward.num_processes else None
-
-    def _scored(
-        self, rollouts: Mapping[int, Rollout], scorer: StreamScorer | None, clock: PhaseClock
-    ) -> list[ScoredResponse]:
         with clock.phase("reward"):
-            if scorer is not None:
-                scored = scorer.collect()
-                return [(rollout, *scored[index]) for index, rollout in rollouts.items()]
-            texts = self.decode([rollout.response_ids for rollout in rollouts.values()])
-            scores = self.scoring.score(texts, [rollout.prompt.ground_truth_json for rollout in rollouts.values()])
-            return list(zip(rollouts.values(), scores, texts, strict=True))
+            scored = scorer.collect()
+        return [(rollout, *scored[index]) for index, rollout in trained.items()], after, cut_length
+
+    def _new_scorer(self) -> StreamScorer:
+        return StreamScorer(self.scoring, self.decode, has_processes=self.config.reward.num_processes > 0)
+
+    def generate(
+        self,
+        requests: Sequence[SamplingRequest],
+        sampling: SamplingConfig,
+        *,
+        policy_version: int,
+        on_finished: Callable[[Sequence[tuple[int, Rollout]]], None] = lambda finished: None,
+        shares: Sequence[Sequence[int]] | None = None,
+        num_finished: int = 0,
+    ) -> list[Rollout]:
+        """Generate responses in the order of the requests. `on_finished` gets a few responses with the indices of their
+        requests. `shares`: the request indices of each rank. If `num_finished` is positive, unfinished responses are
+        cut as soon as `num_finished` groups are finished. Raises EngineError for another policy version."""
+        indices = split_requests(requests, self.group.world_size) if shares is None else shares
+        limit = self.config.rollout.max_response_tokens
+        arguments = [([requests[i] for i in mine], sampling, limit, num_finished) for mine in indices]
+        rollouts: dict[int, Rollout] = {}
+
+        def receive(rank: int, finished: Sequence[tuple[int, Rollout]]) -> None:
+            indexed = [(indices[rank][place], rollout) for place, rollout in finished]
+            for _, rollout in indexed:
+                if rollout.policy_version != policy_version:
+                    raise EngineError(
+                        f"stale rollout: prompt {rollout.prompt.prompt_id} was sampled by policy version "
+                        f"{rollout.policy_version}, the trainer is at {policy_version}"
+                    )
+            rollouts.update(indexed)
+            on_finished(indexed)
+
+        self.group.stream(Worker.generate, arguments, receive)
+        return [rollouts[index] for index in range(len(requests))]
 
 
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """The responses of one step. `group_ids[i]`: the number of the response's prompt within the step. `texts[i]`: the
-    text that was scored. `greedy_scores[i]`: the score of the greedy response to the same prompt, or NaN if the scorer
-    failed. `greedy_scores` is None if the algorithm does not need it."""
+    """The responses of one step, and the scores of greedy responses to the same prompts (NaN if the scorer failed)."""
 
     rollouts: tuple[Rollout, ...]
     scores: tuple[Score, ...]
-    group_ids: tuple[int, ...]
+    group_ids: tuple[int, ...]  # the number of the response's prompt within the step
     texts: tuple[str, ...]
     num_prompts_drawn: int
     num_groups_dropped: int
     greedy_scores: tuple[float, ...] | None
-    num_tokens_dropped: int = 0
-    """The number of response tokens in dropped groups."""
-    pass_counts: str = ""
-    """The pass counts of all rows after this step (`PassCounts.text`), or '' if rows are not drawn by them."""
+    num_tokens_dropped: int = 0  # in dropped groups
+    pass_counts: str = ""  # `PassCounts.text` after this step
     pass_metrics: Mapping[str, float] = field(default_factory=dict)
-    carried: tuple[Carried, ...] = ()
-    """The responses of the groups that the next step continues."""
-    cut_length: int = 0
-    """The length at which these responses were cut, or 0 without a tail cut."""
+    carried: tuple[Carried, ...] = ()  # continued by the next step
+    cut_length: int = 0  # of the carried responses, 0 without a tail cut
 
     @property
     def num_response_tokens(self) -> int:
@@ -201,23 +219,17 @@ class Experience:
 
 
 class ExperienceCollector:
-    """A collector that draws prompts and samples scored responses. With dynamic sampling, it replaces groups whose
-    scores are all equal."""
+    """A collector that draws prompts and samples scored responses."""
 
     def __init__(
         self, sampler: ResponseSampler, stream: PromptStream[Prompt] | MixedStream, counted: RowSampler | None = None
     ) -> None:
-        """Create a collector. `counted`: a sampler that draws rows by their pass counts. If it is None, all rows have
-        equal weight."""
-        self._config = sampler.config
-        self._sampler = sampler
-        self._stream = stream
-        self._counted = counted
+        """Create a collector. If `counted` is None, all rows have equal weight."""
+        self._config, self._sampler, self._stream, self._counted = sampler.config, sampler, stream, counted
         self._prepared: dict[LoopState, tuple[list[SamplingRequest], list[list[int]]]] = {}
 
     def prepare(self, state: LoopState) -> None:
-        """Draw the prompts of the step after `state` and assign them to ranks. The ranks are not called, so they may
-        still be busy."""
+        """Draw the prompts of the step after `state` and assign them to ranks, which may still be busy."""
         requests = self._first_requests(state)
         self._prepared = {state: (requests, split_requests(requests, self._sampler.group.world_size))}
 
@@ -230,8 +242,6 @@ class ExperienceCollector:
         return continued + self._requests(state, 0, self._config.prompts_in_progress - num_carried)
 
     def _requests(self, state: LoopState, num_drawn: int, count: int) -> list[SamplingRequest]:
-        """Return requests for the next `count` prompts. `num_drawn`: the number of prompts already drawn in this
-        step."""
         requests = make_requests(
             self._stream.take(state.num_prompts_drawn + num_drawn, count),
             self._config.rollout.samples_per_prompt,
@@ -300,7 +310,7 @@ class ExperienceCollector:
         )
 
     def _greedy_scores(self, prompts: Sequence[Prompt], version: int, clock: PhaseClock) -> tuple[float, ...] | None:
-        """Return, for each response, the score of one greedy response to the same prompt (the baseline of ReMax)."""
+        """Return the score of a greedy response to the same prompt for each response (the baseline of ReMax)."""
         if self._config.algo.advantage != "remax":
             return None
         unique = list(dict.fromkeys(prompts))
@@ -339,8 +349,7 @@ def all_unscored_error(where: str, scorer: str, failures: Sequence[str]) -> Unsc
 
 
 def count_solved(responses: Sequence[ScoredResponse], tally: dict[int, tuple[int, int]]) -> None:
-    """Count the responses to each prompt in `tally`. A key of `tally` is a prompt id, and its value is the number of
-    solved and the number of scored responses."""
+    """Add the numbers of solved and scored responses to each prompt to `tally`, whose keys are prompt ids."""
     for rollout, score, _ in responses:
         if score.failure is None:
             num_solved, num_scored = tally.get(rollout.prompt.prompt_id, (0, 0))

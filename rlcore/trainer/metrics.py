@@ -14,20 +14,18 @@ from rlcore.batching.balance import Assignment
 from rlcore.batching.pack import split_pairs
 from rlcore.config import LoraConfig, RunConfig
 from rlcore.score import REWARD
-from rlcore.storage.disk import BYTES_PER_GB
 from rlcore.trainer.alarms import SKIPPED
 from rlcore.trainer.estimate import Estimate
 from rlcore.trainer.experience import Experience
 from rlcore.trainer.update import Update
 from rlcore.types import PackedBatch
 from rlcore.workers.canary import WeightSync
-from rlcore.workers.measure import MemoryPeak
+from rlcore.workers.measure import BYTES_PER_GB, MemoryPeak
 from rlcore.workers.worker import WorkerInfo
 
 Metrics = dict[str, float]
 
 PER_TOKEN_PHASES = ("ref", "teacher", "values", "adv", "update_critic", "update_actor", "old_log_prob", "supervise")
-"""The phases whose time is divided by all tokens. Generation time is divided by response tokens."""
 
 
 def step_metrics(config: RunConfig, experience: Experience, estimated: Estimate, update: Update) -> Metrics:
@@ -52,12 +50,6 @@ def step_metrics(config: RunConfig, experience: Experience, estimated: Estimate,
     return metrics
 
 
-def weight_sync_metrics(config: RunConfig, weight_sync: WeightSync) -> Metrics:
-    """Return the metric for the difference between the engine's and the trainer's log-probabilities after a weight
-    sync. Return {} for the engine `hf`."""
-    return {} if config.rollout.engine == "hf" else {"training/canary_logprob_diff": weight_sync.difference}
-
-
 def cost_metrics(
     config: RunConfig,
     packed: PackedBatch,
@@ -66,8 +58,7 @@ def cost_metrics(
     seconds: Mapping[str, float],
     info: WorkerInfo,
 ) -> Metrics:
-    """Return the metrics of a step's cost: the balance of the ranks, the time of each phase, and the use of the
-    devices."""
+    """Return the metrics of the balance of the ranks, the time of each phase, and the use of the devices."""
     sequences = assignment.whole.sequences
     num_devices = len(sequences)
     lengths = split_pairs(packed).sequence_lengths().tolist()
@@ -111,8 +102,7 @@ def distribution_metrics(name: str, values: Tensor) -> Metrics:
 
 
 def reward_metrics(estimated: Estimate) -> Metrics:
-    """Return the metrics of scores and rewards, and of the advantages, returns and values of response tokens. The mean
-    score is first."""
+    """Return the metrics of scores, rewards, advantages, returns and values. The mean score is first."""
     packed, values, returns = estimated.batch.packed, estimated.batch.old_values, estimated.returns
     mask = packed.loss_mask
     scores = distribution_metrics("critic/score", packed.scores[packed.score_mask])
@@ -165,8 +155,7 @@ def group_metrics(packed: PackedBatch, experience: Experience) -> Metrics:
 
 
 def carry_metrics(config: RunConfig, experience: Experience) -> Metrics:
-    """Return the metrics of the tail cut, such as the number of carried groups and the share of stale tokens. Return {}
-    if the step had no tail cut."""
+    """Return the metrics of the tail cut, or {} if the step had none."""
     if not experience.cut_length:
         return {}
     return {
@@ -178,8 +167,7 @@ def carry_metrics(config: RunConfig, experience: Experience) -> Metrics:
 
 
 def balance_metrics(packed: PackedBatch, sequences: Sequence[Sequence[int]]) -> Metrics:
-    """Return metrics of the number of tokens per rank. They compare a split in the order of the draws with the balanced
-    split."""
+    """Return the metrics of the tokens per rank, for a split in the order of the draws and for the balanced split."""
     lengths = packed.sequence_lengths()
     drawn = torch.stack([part.sum() for part in lengths.chunk(len(sequences))]).float()
     balanced = torch.stack([lengths[torch.tensor(part)].sum() for part in sequences])
@@ -242,8 +230,7 @@ def mfu_metrics(
     lora: LoraConfig | None = None,
 ) -> Metrics:
     """Return the share of the devices' peak performance that the updates reach, or {} if the peak is unknown. Only
-    necessary operations are counted: a shared prompt counts once, and frozen weights need no gradients. The output head
-    is counted for the `num_targets` tokens with a loss. The metrics `mfu_verl` count operations as veRL does."""
+    necessary operations are counted. The output head is counted for the `num_targets` tokens with a loss."""
     if info.peak_flops is None:
         return {}
     flops: dict[tuple[str, str], float] = {}

@@ -21,7 +21,7 @@ from rlcore.trainer.carry import to_text
 from rlcore.trainer.clock import EnterPhase, PhaseClock
 from rlcore.trainer.estimate import Estimate, ForwardResults, ScoreParts, estimate
 from rlcore.trainer.experience import Experience, ExperienceCollector
-from rlcore.trainer.metrics import Metrics, cost_metrics, memory_metrics, step_metrics, weight_sync_metrics
+from rlcore.trainer.metrics import Metrics, cost_metrics, memory_metrics, step_metrics
 from rlcore.trainer.update import (
     SharedBatch,
     Update,
@@ -52,8 +52,7 @@ class StepResult:
 
 
 class GroupTrainer:
-    """The base class of trainers, with settings, workers and timing. Each step gets the state of the run as a
-    `LoopState`."""
+    """The base class of trainers."""
 
     def __init__(self, config: RunConfig, group: WorkerGroup, enter_phase: EnterPhase) -> None:
         self._config = config
@@ -77,13 +76,13 @@ class GroupTrainer:
 
 
 def collect_memory(pending: Pending[MemoryPeak]) -> tuple[Metrics, tuple[OomRetry, ...]]:
-    """Return the memory metrics of all ranks, and the passes that have run out of memory since the previous call."""
+    """Return the memory metrics of all ranks, and the passes that ran out of memory since the previous call."""
     peaks = pending.result()
     return memory_metrics(peaks), tuple(retry for peak in peaks for retry in peak.shortages)
 
 
 class Trainer(GroupTrainer):
-    """A trainer that runs reinforcement learning on a group of workers."""
+    """A trainer for reinforcement learning."""
 
     def __init__(
         self,
@@ -104,7 +103,8 @@ class Trainer(GroupTrainer):
         experience = self._collector.collect(state, clock)
         packed = pack(experience.rollouts, experience.scores, experience.group_ids)
         assignment = self._assign(packed, config.trainer.mini_batch_size)
-        teachers = self._teachers_of(experience)
+        teacher = config.algo.teacher  # of each response, if there are teachers
+        teachers = [] if teacher is None else [teacher.index_of(r.prompt.data_source) for r in experience.rollouts]
         forward = self._forward_passes(packed, assignment.whole, clock, teachers)
         with clock.phase("adv"):
             estimated = self._estimate(packed, forward, experience, state.kl_coef)
@@ -112,7 +112,7 @@ class Trainer(GroupTrainer):
             shared = self._share_batch(batch, packed, assignment)
         if config.algo.kl.where == "loss":
             shared = self._add_ref_logprobs(shared, clock)
-        if config.algo.teacher is not None and config.algo.teacher.top_k:
+        if teacher is not None and teacher.top_k:
             self._cache_teacher_tokens(shared, clock, teachers)
         alarms = batch_alarms(config, experience)
         update = self._update(state, experience, shared, alarms, clock)
@@ -131,7 +131,7 @@ class Trainer(GroupTrainer):
             "training/global_step": float(after.step),
             "training/epoch": float(epoch),
             **update.metrics(config.algo),
-            **weight_sync_metrics(config, weight_sync),
+            **({} if config.rollout.engine == "hf" else {"training/canary_logprob_diff": weight_sync.difference}),
             **cost_metrics(
                 config,
                 estimated.batch.packed,
@@ -144,16 +144,9 @@ class Trainer(GroupTrainer):
         peaks, shortages = collect_memory(memory)
         return StepResult(after, metrics | peaks, experience, used, update.logprobs_before, alarms, shortages)
 
-    def _teachers_of(self, experience: Experience) -> Sequence[int]:
-        """Return the index of each response's teacher, or an empty list if there is no teacher."""
-        teacher = self._config.algo.teacher
-        return [] if teacher is None else [teacher.index_of(each.prompt.data_source) for each in experience.rollouts]
-
     def _forward_passes(
         self, packed: PackedBatch, shares: RankShares, clock: PhaseClock, teachers: Sequence[int]
     ) -> ForwardResults:
-        """Compute the log-probabilities, entropies and values that the algorithm needs before the update. `teachers`:
-        the index of each response's teacher."""
         config = self._config
         old: Tensor | None = None
         entropy: Tensor | None = None
@@ -183,8 +176,8 @@ class Trainer(GroupTrainer):
         *more: bool,
         of_sequence: Sequence[int] = (),
     ) -> Float[Tensor, "T ..."]:
-        """Call `verb` on each rank with its sequences, and return the values in batch order. `more`: further arguments.
-        If `of_sequence` has a value for each sequence, a rank gets the values of its sequences instead of `more`."""
+        """Call `verb` on each rank with its sequences, and return the values in batch order. `of_sequence`: a further
+        argument for each sequence. If it is empty, the further arguments of every rank are `more`."""
         with clock.phase(phase):
             own = [([of_sequence[i] for i in mine],) if of_sequence else more for mine in shares.sequences]
             arguments = [
@@ -208,16 +201,13 @@ class Trainer(GroupTrainer):
         )
 
     def _share_batch(self, batch: TrainBatch, packed: PackedBatch, assignment: Assignment) -> SharedBatch:
-        """Send each rank its sequences of the batch. If the loss mask has changed, first balance the sequences over the
-        ranks again."""
         if not torch.equal(batch.packed.loss_mask, packed.loss_mask):  # costs and shared prompts have changed
             assignment = self._assign(batch.packed, self._config.trainer.mini_batch_size)
         shared = SharedBatch.split(self._config, batch, assignment)
         return replace(shared, parts=self._group.send(shared.parts))
 
     def _add_ref_logprobs(self, shared: SharedBatch, clock: PhaseClock) -> SharedBatch:
-        """Add the reference log-probabilities to the batch. Each rank caches the values of its sequences for the
-        update."""
+        """Add the reference log-probabilities to the batch. Each rank caches its values for the update."""
         with clock.phase("ref"):
             arguments = [(part, shared.assignment.whole.num_micro) for part in shared.parts]
             by_rank = self._group.begin(Worker.cache_ref_logprobs, arguments).result()
@@ -225,7 +215,6 @@ class Trainer(GroupTrainer):
         return replace(shared, batch=replace(shared.batch, ref_logprobs=whole))
 
     def _cache_teacher_tokens(self, shared: SharedBatch, clock: PhaseClock, teachers: Sequence[int]) -> None:
-        """Let each rank cache its teachers' likeliest tokens for the update."""
         with clock.phase("teacher"):
             arguments = [
                 (part, shared.assignment.whole.num_micro, [teachers[i] for i in mine])
@@ -241,8 +230,8 @@ class Trainer(GroupTrainer):
         alarms: tuple[Alarm, ...],
         clock: PhaseClock,
     ) -> Update:
-        """Update the models, unless an alarm skips the update. Save the batch of a non-finite update. Raises
-        NonFiniteError if the update is not finite and `alarms.non_finite` is `stop`."""
+        """Update the models, unless an alarm skips the update. Raises NonFiniteError if the update is not finite and
+        `alarms.non_finite` is `stop`."""
         if any(alarm.action == "skip" for alarm in alarms):
             return Update(share_skipped=1.0, logprobs_before=logprobs_before_update(self._config, shared.batch))
         update = update_models(self._config, self._group, shared, state, clock)

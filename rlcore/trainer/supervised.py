@@ -5,6 +5,7 @@ import operator
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import TypeVar
 
 from rlcore.algos.objective import SupervisedStatistics
 from rlcore.algos.schedules import lr_at
@@ -20,13 +21,13 @@ from rlcore.types import PackedBatch
 from rlcore.workers.group import WorkerGroup
 from rlcore.workers.worker import Worker
 
+R = TypeVar("R")
 Draw = Callable[[int, int], Sequence[Demonstration]]
 """A function that maps the number of demonstrations drawn so far and the step number to the step's demonstrations."""
 
 
 class SupervisedTrainer(GroupTrainer):
-    """A trainer that runs supervised learning on a group of workers. In its `LoopState`, `num_prompts_drawn` counts
-    demonstrations."""
+    """A trainer for supervised learning. In its `LoopState`, `num_prompts_drawn` counts demonstrations."""
 
     def __init__(
         self, config: RunConfig, group: WorkerGroup, draw: Draw, *, enter_phase: EnterPhase = nullcontext
@@ -75,25 +76,25 @@ class SupervisedTrainer(GroupTrainer):
         """Return the loss and the accuracy on held-out demonstrations, or {} if there are none."""
         if not demonstrations:
             return {}
-        packed = self._pack_padded(demonstrations)
-        shares = self._assign(packed, packed.num_sequences).whole
-        arguments = [(select(packed, mine), shares.num_micro) for mine in shares.sequences]
-        total = functools.reduce(operator.add, self._group.begin(Worker.likelihood, arguments).result())
+        _, _, by_rank = self._run_padded(Worker.likelihood, demonstrations)
+        total: SupervisedStatistics = functools.reduce(operator.add, by_rank)
         return {f"sft/held_out_{name}": value for name, value in total.means().items()}
 
     def fill_reference(self, pairs: Sequence[Demonstration]) -> None:
         """Write the current policy's log-probabilities into the `reference` of each pair."""
-        packed = self._pack_padded(pairs)
-        shares = self._assign(packed, packed.num_sequences).whole
-        arguments = [(select(packed, mine), shares.num_micro) for mine in shares.sequences]
         with self._enter_phase("ref"):
-            found = self._group.begin(Worker.target_logprobs, arguments).result()
-        logprobs = scatter_tokens(found, packed.cu_seqlens, shares.sequences)[packed.loss_mask]
+            packed, sequences, by_rank = self._run_padded(Worker.target_logprobs, pairs)
+        logprobs = scatter_tokens(by_rank, packed.cu_seqlens, sequences)[packed.loss_mask]
         for pair, values in zip(pairs, logprobs.split(packed.loss_lengths().tolist()), strict=False):
             pair.reference[:] = values.numpy()
 
-    def _pack_padded(self, demonstrations: Sequence[Demonstration]) -> PackedBatch:
-        """Pack demonstrations. Each rank needs the same number, so copies of the last demonstration without a loss are
-        added."""
+    def _run_padded(
+        self, verb: Callable[..., R], demonstrations: Sequence[Demonstration]
+    ) -> tuple[PackedBatch, Sequence[Sequence[int]], list[R]]:
+        """Call `verb` on each rank with its demonstrations. Return the batch, the sequences of each rank, and the
+        results. Each rank needs the same number, so copies of the last demonstration without a loss are added."""
         missing = -len(demonstrations) % self._group.world_size
-        return pack_demonstrations([*demonstrations, *[demonstrations[-1].without_targets()] * missing])
+        packed = pack_demonstrations([*demonstrations, *[demonstrations[-1].without_targets()] * missing])
+        shares = self._assign(packed, packed.num_sequences).whole
+        arguments = [(select(packed, mine), shares.num_micro) for mine in shares.sequences]
+        return packed, shares.sequences, self._group.begin(verb, arguments).result()

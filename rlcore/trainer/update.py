@@ -32,12 +32,11 @@ S = TypeVar("S", bound=Statistics)
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSteps(Generic[S]):
-    """The optimizer steps of one model on one batch. The statistics are summed over steps and ranks."""
+    """The optimizer steps of one model on one batch."""
 
-    stats: S
+    stats: S  # summed over steps and ranks
     num_steps: int
-    grad_norm: float
-    """The mean gradient norm over the steps."""
+    grad_norm: float  # the mean over the steps
     largest_grad_norm: float
     lr: float
 
@@ -45,18 +44,14 @@ class OptimizerSteps(Generic[S]):
 @dataclass(frozen=True, slots=True)
 class Update:
     """The result of the updates in one training step. `policy` and `critic` are None if no optimizer step was taken.
-
-    `kl_coef` and `entropy_coef`: the coefficients in the policy's loss. `share_skipped`: the share of the policy's
-    optimizer steps that were skipped. `logprobs_before` Float[T]: the trainer's log-probabilities before the update, if
-    they were computed. `failure`: the error of a non-finite optimizer step.
-    """
+    `share_skipped`: the share of the policy's optimizer steps that were skipped."""
 
     policy: OptimizerSteps[PolicyStatistics] | None = None
     critic: OptimizerSteps[ValueStatistics] | None = None
     kl_coef: float = 0.0
     entropy_coef: float = 0.0
     share_skipped: float = 0.0
-    logprobs_before: Float[Tensor, "T"] | None = None
+    logprobs_before: Float[Tensor, "T"] | None = None  # None if they were not computed
     failure: NonFiniteError | None = None
 
     def metrics(self, algo: AlgoConfig) -> dict[str, float]:
@@ -111,10 +106,8 @@ def _needs_selection(algo: AlgoConfig) -> bool:
 def apply_selection(
     config: RunConfig, batch: TrainBatch, entropy: Float[Tensor, "T"] | None, *, num_finished: int
 ) -> TrainBatch:
-    """Return the batch with the token weights of `algo.top_entropy` and `algo.clip_cov`. For each token,
-    `covariance_rank` becomes the share of tokens whose covariance is larger than its own. Tokens are compared within
-    their mini-batch. `entropy`: required for `algo.top_entropy`. `num_finished`: the number of training steps finished
-    so far."""
+    """Return the batch with the token weights of `algo.top_entropy` and `algo.clip_cov`, and with `covariance_rank`.
+    Tokens are compared within their mini-batch. `entropy`: required for `algo.top_entropy`."""
     algo, packed = config.algo, batch.packed
     if not _needs_selection(algo):
         return batch
@@ -136,23 +129,24 @@ def apply_selection(
 
 
 def logprobs_before_update(config: RunConfig, batch: TrainBatch) -> Float[Tensor, "T"] | None:
-    """Return the trainer's log-probabilities before the update, or None if no separate pass computed them."""
+    """Return the trainer's log-probabilities of a separate pass before the update, or None without such a pass."""
     return None if config.trainer.old_logprobs == "behavior" else batch.old_logprobs
 
 
 @dataclass(frozen=True, slots=True)
 class SharedBatch:
-    """A batch that is split over the ranks. `parts[rank]`: the rank's `TrainBatch`, or a handle to it if it has been
-    sent to the rank. `mini_batches`: the mini-batches of all epochs. Mini-batches without a loss token are left out."""
+    """A batch that is split over the ranks."""
 
     batch: TrainBatch
     assignment: Assignment
     parts: Sequence[Any]
+    """The `TrainBatch` of each rank, or a handle to it if it has been sent to the rank."""
     mini_batches: Sequence[MiniBatch]
+    """The mini-batches of all epochs. Mini-batches without a loss token are left out."""
 
     @classmethod
     def split(cls, config: RunConfig, batch: TrainBatch, assignment: Assignment) -> "SharedBatch":
-        """Split a batch over the ranks. `assignment`: the sequences of each rank."""
+        """Split a batch over the ranks."""
         lengths = batch.packed.loss_lengths()
         mini_batches: list[MiniBatch] = []
         start = 0
@@ -177,26 +171,23 @@ class SharedBatch:
 def update_models(
     config: RunConfig, group: WorkerGroup, shared: SharedBatch, state: LoopState, clock: PhaseClock
 ) -> Update:
-    """Run all optimizer steps on a batch, but stop at the first non-finite step. `state`: the state of the run before
-    the step."""
+    """Run all optimizer steps on a batch, but stop at the first non-finite step."""
     total_steps, added = config.trainer.total_steps, state.entropy_added
     num_steps = num_optimizer_steps(config)
     before = logprobs_before_update(config, shared.batch)
     critic: OptimizerSteps[ValueStatistics] | None = None
     if config.critic is not None:
-        critic_lr = lr_at(state.step, optim=config.critic.optim, total_steps=total_steps)
+        lr = lr_at(state.step, optim=config.critic.optim, total_steps=total_steps)
         with clock.phase("update_critic"):
-            arguments: list[tuple[Any, ...]] = [(part, shared.mini_batches, critic_lr) for part in shared.parts]
-            critic_steps, failure = _optimizer_steps(group, Worker.update_critic, arguments)
+            critic_steps, failure = _optimizer_steps(group, Worker.update_critic, shared, lr)
         if failure is not None:
             return Update(share_skipped=1.0, logprobs_before=before, failure=failure)
-        critic = _sum_steps(critic_steps, critic_lr) if critic_steps else None
+        critic = _sum_steps(critic_steps, lr) if critic_steps else None
         if state.step < config.critic.warmup_steps:
             return Update(critic=critic, logprobs_before=before)
     lr = lr_at(state.step, optim=config.optim, total_steps=total_steps)
     with clock.phase("update_actor"):
-        arguments = [(part, shared.mini_batches, lr, state.kl_coef, added) for part in shared.parts]
-        policy_steps, failure = _optimizer_steps(group, Worker.update_policy, arguments)
+        policy_steps, failure = _optimizer_steps(group, Worker.update_policy, shared, lr, state.kl_coef, added)
     share_skipped = 1.0 - sum(by_rank[0].applied for by_rank in policy_steps) / num_steps
     if failure is not None:
         return Update(share_skipped=share_skipped, logprobs_before=before, failure=failure)
@@ -223,8 +214,8 @@ def _sum_steps(steps: Sequence[Sequence[ModelUpdate[S]]], lr: float) -> Optimize
 
 
 def _optimizer_steps(
-    group: WorkerGroup, verb: Callable[..., ModelUpdates[S]], arguments: Sequence[tuple[Any, ...]]
+    group: WorkerGroup, verb: Callable[..., ModelUpdates[S]], shared: SharedBatch, *more: float
 ) -> tuple[list[tuple[ModelUpdate[S], ...]], NonFiniteError | None]:
     """Return the results of each optimizer step on all ranks, and the error if a step was not finite."""
-    by_rank = group.begin(verb, arguments).result()
+    by_rank = group.begin(verb, [(part, shared.mini_batches, *more) for part in shared.parts]).result()
     return list(zip(*(each.steps for each in by_rank), strict=True)), by_rank[0].failure

@@ -1,7 +1,6 @@
 """Validation on held-out problems, with sampled and greedy responses of the current weights.
 
-Random numbers depend only on the run's seed and the problem, so all checkpoints are compared with the same random
-numbers. The random state of an environment depends on `data.seed` instead."""
+Random numbers depend only on the run's seed and the problem, and those of an environment on `data.seed`."""
 
 from collections.abc import Callable, Sequence
 
@@ -28,8 +27,7 @@ def validate(
     suite: str = "",
     on_scored: OnScored = lambda responses, greedy: None,
 ) -> ValidationResult:
-    """Sample and score responses to all `prompts`. `suite`: the fingerprint of the suite that contains the prompts, or
-    '' if there is none."""
+    """Sample and score responses to all `prompts`. `suite`: the fingerprint of their suite, or ''."""
     config, settings = sampler.config, sampler.config.validation
     count = settings.samples_per_problem
 

@@ -27,7 +27,7 @@ OVERRIDES = (
 COLD, SHORT = "rollout.sampling.temperature=1e-6", "warm_start.max_steps=20"
 CAUSES: dict[str, tuple[str, ...]] = {
     "non_finite": ("algo.policy_loss=tests.trainer.broken_loss:log_of_advantage",),
-    "grad_norm": ("algo.policy_loss=tests.trainer.steep_loss:steep",),
+    "grad_norm": ("algo.policy_loss=tests.trainer.broken_loss:steep",),
     "entropy": (COLD, SHORT),
     "equal_scores": (COLD, SHORT),
     "kl": ("algo.kl.where=loss", "optim.lr=0.05", "alarms.kl_above=0.5"),

@@ -86,7 +86,7 @@ def test_the_first_run(tmp_path: Path) -> None:
     reported = go_through("get-started.md", tmp_path, {"millrace run ": BRIEF}, {"--step 100": "--step 2"})
     compared = reported["millrace compare countdown_demo-s1 countdown_demo-s2"]
     assert re.search(r"Over seeds: countdown_demo: reward/mean_at_4 [\d.]+, [\d.]+ to [\d.]+\.", compared), compared
-    assert re.search(r"From countdown_demo-s1-\w+: countdown_demo-s2-\w+ \S+ \[\S+, \S+\]", compared), compared
+    assert re.search(r"countdown_demo-s2-\w+ minus countdown_demo-s1-\w+: \S+ \[\S+, \S+\]", compared), compared
     rows = [
         [(problem["prompt_text"], problem["ground_truth_json"]) for problem in json.loads(file.read_text())["problems"]]
         for file in sorted((tmp_path / "artifacts" / "runs").glob("countdown_demo-s*/validation/after.json"))

@@ -171,7 +171,7 @@ def record_of(
         for step in range(1, length + 1)
     )
     return RunRecord(
-        Path("planted"), config or RunConfig(), steps, (), validations or {}, Origin(config or RunConfig()), (), ()
+        Path("planted"), config or RunConfig(), steps, (), validations or {}, Origin(config or RunConfig()), ()
     )
 
 

@@ -5,14 +5,15 @@ import re
 import shutil
 import statistics
 from dataclasses import replace
+from itertools import pairwise
 
-import numpy as np
 import pytest
 
 from rlcore.errors import DataError
 from rlcore.evaluation.result import ValidationResult, compare
 from rlcore.report.build import build_report, compare_runs
-from rlcore.report.compare import differing_settings, groups_of, spread_of
+from rlcore.report.compare import differing_settings, groups_of
+from rlcore.report.document import signed_interval
 from rlcore.report.plots import band_of, series_of, series_over
 from rlcore.report.record import read_run
 from rlcore.report.run_sections import describe_setting
@@ -60,11 +61,15 @@ def finding(files, topic: str) -> dict:
     return next(found for found in json.loads(files.json.read_text())["findings"] if found["topic"] == topic)
 
 
-def test_comparison_is_next_to_the_runs(run_dirs, comparison):
+def test_comparison_is_next_to_the_runs(run_dirs, comparison, two_seeds, unlike):
     assert comparison.html.parent.parent == run_dirs[0].parent.parent / "comparisons"
     again = compare_runs([*run_dirs[:4], run_dirs[0]])
     assert again == comparison
     assert comparison.summary.split("\n")[2] == "4 runs, 2 settings"
+    titles = [json.loads(files.json.read_text())["title"] for files in (comparison, two_seeds, unlike)]
+    assert titles == ["countdown_demo: 2 settings", "countdown_demo: 2 seeds", "countdown_demo and 1 more"]
+    headings = re.findall(r"<(?:h2|h3|summary)>(.*?)</", comparison.html.read_text())
+    assert not [title for title, following in pairwise(headings) if title == following], "a heading stands twice"
 
 
 def test_only_differing_settings_are_shown(run_dirs, comparison):
@@ -76,25 +81,14 @@ def test_only_differing_settings_are_shown(run_dirs, comparison):
     assert ppo["algo.advantage"] == ("grpo", "gae")
     assert ppo["critic.warmup_steps"] == (None, 5)
     assert not any(key.startswith(("name", "paths", "tags", "tracking")) for key in ppo)
-
-
-def test_free_name_has_description_of_its_mapping(run_dirs, tmp_path):
-    for name, width in (("a", 0.1), ("b", 0.2)):
-        options = (f"reward.weights={{style.length: {width}}}", *STEPS)
-        write_run(tmp_path / "runs" / name, overrides=options, num_steps=2, num_problems=4, only=FEW)
-    (row,) = table(compare_runs([tmp_path / "runs" / name for name in ("a", "b")]), "settings")
-    assert (row["Setting"], row["Meaning"]) == ("reward.weights.style.length", describe_setting("reward.weights"))
-    assert describe_setting("reward.weights")
+    assert describe_setting("reward.weights.style.length") == describe_setting("reward.weights") != ""
     assert describe_setting("nothing.of.this") == ""
 
 
 def test_runs_are_grouped_by_seed(run_dirs):
     groups = groups_of([read_run(folder) for folder in run_dirs])
-    assert [[run.run_id for run in group] for group in groups.values()] == [
-        ["lr3e-4-s1", "lr3e-4-s2"],
-        ["lr1e-5-s1", "lr1e-5-s2"],
-        ["ppo"],
-    ]
+    members = [" ".join(run.run_id for run in group) for group in groups.values()]
+    assert members == ["lr3e-4-s1 lr3e-4-s2", "lr1e-5-s1 lr1e-5-s2", "ppo"]
     assert list(groups_of([read_run(folder) for folder in run_dirs[:4]])) == ["optim.lr=0.0003", "optim.lr=1e-05"]
     assert list(groups) == ["lr3e-4-s1", "lr1e-5-s1", "ppo"]  # three by too many settings
 
@@ -106,10 +100,7 @@ def test_settings_that_a_resume_may_change_do_not_group(run_dirs):
         second = replace(second, config=second.config.model_copy(update={section: changed}))
     assert {"trainer.steps_per_chunk", "runtime.stop_deadline_s"} <= differing_settings([first, second]).keys()
     assert list(groups_of([first, second, other])) == ["optim.lr=0.0003", "optim.lr=1e-05"]
-    for section, key in (
-        ("trainer", "total_steps"),
-        ("validation", "samples_per_problem"),
-    ):
+    for section, key in (("trainer", "total_steps"), ("validation", "samples_per_problem")):
         changed = getattr(second.config, section).model_copy(update={key: 9})
         longer = replace(second, config=second.config.model_copy(update={section: changed}))
         assert len(groups_of([first, longer])) == 2
@@ -164,16 +155,6 @@ def test_seed_table_and_finding(run_dirs, comparison):
     assert (row["Lowest"], row["Highest"]) == (min(last), max(last))
 
 
-def test_t_intervals_have_nominal_coverage():
-    rng = np.random.default_rng(0)
-    covered = sum(
-        found.mean.low <= 0.5 <= found.mean.high
-        for values in rng.normal(0.5, 0.1, (4_000, 3))
-        if (found := spread_of(values.tolist()))
-    )
-    assert 0.94 <= covered / 4_000 <= 0.96
-
-
 def test_runs_are_paired_with_first_run(run_dirs, comparison):
     first, other = (
         ValidationResult.read(folder / "validation" / "after.json") for folder in (run_dirs[0], run_dirs[2])
@@ -186,6 +167,7 @@ def test_runs_are_paired_with_first_run(run_dirs, comparison):
     assert (row["Better on"], row["Worse on"]) == (wanted.wins, wanted.losses)
     found = finding(comparison, "Against the first run")
     assert found["numbers"]["lr1e-5-s1"]["high"] < 0
+    assert f"lr1e-5-s1 minus lr3e-4-s1: {signed_interval(wanted.difference)}; " in found["statement"]
 
 
 def test_best_setting_needs_separated_seeds(run_dirs, comparison, two_seeds, tmp_path):
@@ -194,7 +176,6 @@ def test_best_setting_needs_separated_seeds(run_dirs, comparison, two_seeds, tmp
     assert finding(one_each, "Best setting")["verdict"] == "one seed is too few"
     assert finding(two_seeds, "Over seeds")["verdict"] == "2 seeds"
     assert "Best setting" not in two_seeds.html.read_text(), "there is one"
-    assert parse(two_seeds.html.read_text()).words.count("2 seeds") >= 1
 
 
 def test_last_values_match_journals(run_dirs, comparison):
@@ -248,11 +229,6 @@ def test_gpu_time_per_run_and_point(run_dirs, tmp_path):
     points = [rows["GPU time per point gained"][name] for name in names]
     assert points == pytest.approx([1_200 / gains[0], 2_400 / gains[1]])
     assert "20 min" in parse(build_report(copies[0], target=tmp_path / "own").html.read_text()).words
-
-
-def test_titles_are_short(comparison, two_seeds, unlike):
-    titles = [json.loads(files.json.read_text())["title"] for files in (comparison, two_seeds, unlike)]
-    assert titles == ["countdown_demo: 2 settings", "countdown_demo: 2 seeds", "countdown_demo and 1 more"]
 
 
 def test_unpaired_runs_are_compared(unlike):

@@ -21,12 +21,8 @@ def test_compact(value, text):
     assert document.compact(value) == text
 
 
-def test_nan_is_formatted_as_missing():
-    nan = float("nan")
-    assert document.fixed(nan) == document.percent(nan) == document.duration(nan) == "–"
-
-
-def test_durations_round_to_next_unit():
-    assert document.duration(59.7) == "60 s"
-    assert document.duration(3_599.8) == "60 min"
-    assert document.duration(86_399.0) == "24 h"
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(59.7, "60 s"), (3_599.8, "60 min"), (86_399.0, "24 h"), (float("nan"), "–")]
+)
+def test_durations_round_to_next_unit(seconds, text):
+    assert document.duration(seconds) == text

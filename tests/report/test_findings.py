@@ -7,6 +7,7 @@ import pytest
 from scipy.stats import t as student
 
 from rlcore.config import PassRatesConfig, RunConfig
+from rlcore.config.compose import load_config
 from rlcore.report.findings import (
     convergence_finding,
     learning_finding,
@@ -57,38 +58,33 @@ def test_learned_follows_paired_interval(first, second, verdict):
 
 def test_learned_needs_two_validations():
     assert learning_finding(record_of(CALM)).verdict == "not known"
-    assert learning_finding(record_of(CALM, validations={"before": random_result(1, 0.3)})).verdict == "not known"
+    before, after = random_result(1, 0.3), random_result(2, 0.5, num_problems=5)
+    assert learning_finding(record_of(CALM, validations={"before": before})).verdict == "not known"
+    others = replace(after, problems=tuple(replace(each, prompt_id=900 + each.prompt_id) for each in after.problems))
+    different = {"before": before, "after": others}
+    assert learning_finding(record_of({}, validations=different)).verdict == "not known"
 
 
-def test_validations_on_different_problems_are_not_compared():
-    other = random_result(2, 0.5, num_problems=5)
-    shifted = [
-        problem.__class__(**{**vars(problem), "prompt_id": 900 + problem.prompt_id}) for problem in other.problems
-    ]
-    after = other.__class__(**{**vars(other), "problems": tuple(shifted)})
-    assert (
-        learning_finding(record_of({}, validations={"before": random_result(1, 0.3), "after": after})).verdict
-        == "not known"
-    )
-
-
-@pytest.mark.parametrize(("slope", "verdict"), [(0.0, "yes"), (0.004, "still rising"), (-0.004, "falling")])
-def test_converged_follows_trend(slope, verdict):
-    rewards = 0.3 + slope * np.arange(STEPS) + NOISE
+@pytest.mark.parametrize(
+    ("slope", "noise", "verdict"),
+    [
+        (0.0, 1.0, "yes"),
+        (0.0002, 0.0, "yes"),  # certain, but 0.008 over the last third
+        (0.004, 1.0, "still rising"),
+        (-0.004, 1.0, "falling"),
+    ],
+)
+def test_converged_follows_trend(slope, noise, verdict):
+    rewards = 0.3 + slope * np.arange(STEPS) + noise * NOISE
     assert convergence_finding(record_of({"critic/score/mean": rewards, **SCORES})).verdict == verdict
-
-
-def test_small_rise_counts_as_converged():
-    rewards = 0.3 + 0.0002 * np.arange(STEPS)  # certain, but 0.008 over the last third
-    found = convergence_finding(record_of({"critic/score/mean": rewards, **SCORES}))
-    assert found.verdict == "yes"
-    assert found.numbers["change"]["low"] > 0
 
 
 def test_short_run_has_no_findings():
     assert convergence_finding(record_of({"critic/score/mean": NOISE[:28]})).verdict == "not known"
     assert convergence_finding(record_of({})).verdict == "not known"
     assert stability_finding(record_of({"critic/score/mean": [0.5]})).verdict == "not known"
+    results = [check.ok for check in stability_checks(record_of({"critic/score/mean": 0.5 + NOISE}))]
+    assert results == [True, *[None] * 5, True], "checks without data have no result"
 
 
 def test_trend_matches_least_squares():
@@ -99,17 +95,6 @@ def test_trend_matches_least_squares():
     residuals = values[80:] - slope * np.arange(80, 120) - intercept
     error = np.sqrt((residuals**2).sum() / 38 / ((np.arange(40) - 19.5) ** 2).sum())
     assert found.high - found.value == pytest.approx(student.ppf(0.975, 38) * error * 39)
-
-
-@pytest.mark.parametrize("num_steps", [30, STEPS])
-def test_trend_intervals_have_nominal_coverage(num_steps):
-    rng = np.random.default_rng(4)
-    truth, covered = 0.002 * (num_steps // 3 - 1), 0
-    for _ in range(2_000):
-        values = 0.002 * np.arange(num_steps) + rng.normal(0, 0.03, num_steps)
-        change = trend_of(series_of(enumerate(values)))
-        covered += change.low <= truth <= change.high
-    assert 0.94 <= covered / 2_000 <= 0.96
 
 
 def test_calm_run_is_stable():
@@ -142,29 +127,10 @@ def test_check_fails_alone(metric, values, check):
 
 
 def test_critic_check_needs_a_critic():
-    from rlcore.config.compose import load_config
-
     curves = {**CALM, "critic/vf_explained_var": np.full(STEPS, -0.1)}
     assert stability_finding(record_of(curves)).verdict == "yes"
     config = load_config([], experiment="countdown_ppo_demo")
     assert stability_finding(record_of(curves, config=config)).numbers["failed"] == ["Critic explains the returns"]
-
-
-def test_nonfinite_numbers_fail_check():
-    record = record_of(CALM, nonfinite={9: ("actor/pg_loss",), 12: ("actor/pg_loss",)})
-    check = stability_checks(record)[-1]
-    assert (check.ok, check.measured) == (False, "actor/pg_loss at 2 steps, first 9")
-
-
-def test_checks_without_data_have_no_result():
-    checks = stability_checks(record_of({"critic/score/mean": 0.5 + NOISE}))
-    assert {check.name for check in checks if check.ok is None} == {
-        "No gradient spikes",
-        "Small policy updates",
-        "Few clipped tokens",
-        "Entropy in range",
-        "Few truncated responses",
-    }
 
 
 @pytest.mark.parametrize(
@@ -191,9 +157,7 @@ def test_gap_to_held_out_reward_is_overfitting():
 
 def test_groups_of_one_are_ignored():
     curves = {**CALM, "reward/equal_group_share": np.ones(STEPS)}
-    config = RunConfig().model_copy(
-        update={"rollout": RunConfig().rollout.model_copy(update={"samples_per_prompt": 1})}
-    )
+    config = load_config(["rollout.samples_per_prompt=1"], experiment="countdown_ppo_demo")
     assert learning_limit(record_of(curves, config=config)).verdict == "nothing found"
 
 
@@ -206,12 +170,7 @@ def test_phases_sum_to_step_without_first():
         "timing_s/testing": [5.0],
     }
     record = record_of(curves)
-    assert list(mean_phases(record).items()) == [
-        ("gen", 2.0),
-        ("environment", 4.0),
-        ("update_actor", 1.0),
-        ("other", 0.5),
-    ]
+    assert mean_phases(record) == {"gen": 2.0, "environment": 4.0, "update_actor": 1.0, "other": 0.5}
     found = speed_limit(record)
     assert found.verdict == "environment"
     assert found.numbers == {"gen": 2 / 7.5, "environment": 4 / 7.5, "update_actor": 1 / 7.5, "other": 0.5 / 7.5}

@@ -31,8 +31,9 @@ def test_last_values_match_last_step(grpo_run, grpo_report):
 
 
 def test_measures_match_journal(grpo_run, grpo_report):
-    rows = {row["Measure"]: row["Value"] for name in ("convergence", "performance")
-            for row in table(grpo_report, name)}  # fmt: skip
+    measures = [*table(grpo_report, "convergence"), *table(grpo_report, "performance")]
+    assert all(row["Definition"] for row in measures)
+    rows = {row["Measure"]: row["Value"] for row in measures}
     rewards, entropy = series(grpo_run, "critic/score/mean"), series(grpo_run, "actor/entropy")
     assert rows["Training reward, first tenth"] == pytest.approx(np.mean(rewards[:6]))
     assert rows["Training reward, last tenth"] == pytest.approx(np.mean(rewards[-6:]))
@@ -52,14 +53,6 @@ def test_measures_match_journal(grpo_run, grpo_report):
     peaks = {row["Metric"]: row["Value"] for row in table(grpo_report, "memory_peak")}
     assert peaks
     assert all(value == max(series(grpo_run, metric)) for metric, value in peaks.items())
-
-
-def test_measures_have_definitions(grpo_report, ppo_report):
-    for files in (grpo_report, ppo_report):
-        for name in ("convergence", "performance"):
-            rows = table(files, name)
-            assert rows
-            assert all(row["Definition"] for row in rows), name
 
 
 def test_chart_of_zeros_is_named(tmp_path):
@@ -90,10 +83,5 @@ def test_supervised_stage_has_curve(tmp_path):
     next(one for one in learning_charts(read_run(run_dir)) if one.name == "supervised").draw(figure)
     drawn = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in figure.axes[0].get_lines()}
     assert drawn == {"training": ([1, 2, 3], losses), "held out": ([0, 4], [4.5, 1.5])}
-
-
-def test_run_without_supervised_stage_has_no_curve(tmp_path):
-    write_run(
-        tmp_path / "runs" / "bare", num_steps=2, num_problems=4, only=FEW, overrides=("warm_start.enabled=false",)
-    )
-    assert "supervised" not in [one.name for one in learning_charts(read_run(tmp_path / "runs" / "bare"))]
+    bare = load_config(["warm_start.enabled=false"], experiment="countdown_demo")
+    assert "supervised" not in [one.name for one in learning_charts(record_of({}, config=bare))]

@@ -20,7 +20,7 @@ from rlcore.trainer.estimate import Estimate
 from rlcore.trainer.experience import Experience, ResponseSampler, ScoredResponse
 from rlcore.trainer.update import OptimizerSteps, Update
 from rlcore.types import PackedBatch, Prompt, Rollout, Score, TrainBatch
-from rlcore.workers.group import Pending
+from rlcore.workers.group import Pending, WorkerGroup
 from rlcore.workers.trained_model import ModelUpdate, ModelUpdates
 from rlcore.workers.worker import Worker
 
@@ -33,6 +33,7 @@ class Written(ResponseSampler):
     def __init__(self, config: RunConfig, totals: dict[int, Sequence[float | None]]) -> None:
         self.config = config
         self.totals = totals
+        self.decode = lambda ids: [" ".join(map(str, each)) for each in ids]
         self.asked: list[list[SamplingRequest]] = []
         self.temperatures: list[float] = []
 
@@ -136,27 +137,16 @@ def rank_updates(
     return ModelUpdates(tuple(steps), NonFiniteError("no number") if failed else None)
 
 
-class Ranks:
+class Ranks(WorkerGroup):
     """Two ranks with fixed results of updates; records the calls."""
 
     world_size = 2
 
-    def __init__(self, policy: list[ModelUpdates[Any]], critic: list[ModelUpdates[Any]]) -> None:
-        self._answers: dict[Any, list[ModelUpdates[Any]]] = {Worker.update_policy: policy, Worker.update_critic: critic}
+    def __init__(self, policy: list[ModelUpdates[Any]] | None = None, critic: Any = None) -> None:
+        self._answers = {Worker.update_policy: policy, Worker.update_critic: critic}
         self.asked: list[tuple[Any, list[tuple[Any, ...]]]] = []
-
-    def each(self, verb: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        raise AssertionError("updates have different arguments by rank")
 
     def begin(self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Pending[Any]:
         self.asked.append((verb, list(arguments)))
+        assert self._answers[verb] is not None, "these ranks have no results"
         return Pending(lambda: self._answers[verb])
-
-    def send(self, values: Sequence[object]) -> Sequence[Any]:
-        raise AssertionError("the parts are sent before")
-
-    def stream(self, *_: Any) -> None:
-        raise AssertionError("an update writes no answer")
-
-    def close(self) -> None:
-        """Do nothing."""

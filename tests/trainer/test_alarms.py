@@ -15,16 +15,14 @@ from rlcore.checkpoint.state import LoopState
 from rlcore.config.compose import load_config
 from rlcore.errors import NonFiniteError
 from rlcore.run.problems import Problems
-from rlcore.trainer.alarms import SKIPPED, Alarm, batch_alarms, save_failed_batch, step_alarms
+from rlcore.trainer.alarms import SKIPPED, Alarm, batch_alarms, step_alarms
 from rlcore.trainer.experience import Experience, ExperienceCollector, ResponseSampler
 from rlcore.trainer.step import StepResult, Trainer
 from rlcore.trainer.update import OptimizerSteps, Update
-from rlcore.types import FinishReason, PackedBatch, Prompt, Rollout, Score, TrainBatch
+from rlcore.types import FinishReason, PackedBatch, Prompt, Rollout, Score
 from rlcore.workers.canary import WeightSync
 from rlcore.workers.group import LocalGroup
 from rlcore.workers.worker import Worker
-from tests.batching.rows import packed as packed_batch
-from tests.helpers.share_of_digits import LEARNING
 from tests.helpers.small_run import prepare, train
 
 
@@ -57,21 +55,12 @@ def alarm_texts(result: StepResult) -> dict[str, str]:
     return {alarm.name: alarm.text for alarm in result.alarms}
 
 
-COLD = ("rollout.sampling.temperature=0.00001", "warm_start.enabled=false")
-STEEP = "algo.policy_loss=tests.trainer.steep_loss:steep"
-
-
-def test_alarms_without_entropy_and_score_differences(root: Path) -> None:
-    (first,), _ = run_steps(root, 1, *COLD)
-    assert "entropy is" in alarm_texts(first)["entropy"]
-    assert "alarms.entropy_below is 0.001" in alarm_texts(first)["entropy"]
-    assert "nothing to learn" in alarm_texts(first)["equal_scores"]
-    assert SKIPPED not in first.metrics
-    assert {alarm.action for alarm in first.alarms} == {"tell"}
+STEEP = "algo.policy_loss=tests.trainer.broken_loss:steep"
 
 
 def test_skipped_step_keeps_weights(root: Path) -> None:
-    found, same = run_steps(root, 2, *COLD, "alarms.equal_scores=skip")
+    cold = ("rollout.sampling.temperature=0.00001", "warm_start.enabled=false")
+    found, same = run_steps(root, 2, *cold, "alarms.equal_scores=skip")
     assert same
     assert [result.metrics[SKIPPED] for result in found] == [1.0, 1.0]
     assert found[1].state.step == 2
@@ -81,7 +70,8 @@ def test_skipped_step_keeps_weights(root: Path) -> None:
 def test_exploding_gradient_is_skipped(root: Path) -> None:
     (reported,), same = run_steps(root, 1, STEEP)
     assert not same
-    assert "alarms.grad_norm_above is 1000" in alarm_texts(reported)["grad_norm"]
+    assert {alarm.name: alarm.action for alarm in reported.alarms}["grad_norm"] == "tell"
+    assert SKIPPED not in reported.metrics
     (skipped,), same = run_steps(root, 1, STEEP, "alarms.grad_norm=skip")
     assert same
     assert skipped.metrics[SKIPPED] == 1.0
@@ -113,14 +103,6 @@ def test_unscored_mini_batches_count_as_skipped(root: Path) -> None:
     assert "grad_norm" not in alarm_texts(first)
 
 
-def test_non_finite_loss_can_be_skipped(root: Path) -> None:
-    loss = "algo.policy_loss=tests.trainer.broken_loss:log_of_advantage"
-    (first,), same = run_steps(root, 1, loss, "alarms.non_finite=skip")
-    assert same
-    assert "Batch saved to" in alarm_texts(first)["non_finite"]
-    assert first.metrics[SKIPPED] == 1.0
-
-
 def test_kl_coefficient_ignores_non_finite_kl(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The KL is that of a skipped mini-batch after others."""
     computed = Worker.ref_logprobs
@@ -136,19 +118,6 @@ def test_kl_coefficient_ignores_non_finite_kl(root: Path, monkeypatch: pytest.Mo
     assert first.metrics[SKIPPED] == 0.5
     assert "Batch saved to" in alarm_texts(first)["non_finite"]
     assert first.state.kl_coef == 0.01
-
-
-def test_kl_alarm_after_drift(root: Path) -> None:
-    drifts = (*LEARNING, "algo.kl.where=loss", "optim.lr=0.05")
-    found, _ = run_steps(root, 2, *drifts, "alarms.kl=tell", "alarms.kl_above=0.05")
-    assert "kl" not in alarm_texts(found[0])
-    assert "KL divergence from the reference is" in alarm_texts(found[1])["kl"]
-
-
-def test_length_alarm(root: Path) -> None:
-    short = ("rollout.max_response_tokens=1", "warm_start.enabled=false")
-    (first,), _ = run_steps(root, 1, *short, "alarms.length=tell", "alarms.length_share=0.9")
-    assert "100% of the responses end at rollout.max_response_tokens=1" in alarm_texts(first)["length"]
 
 
 def make_experience(totals: list[float | None], groups: list[int], reasons: str = "") -> Experience:
@@ -218,26 +187,23 @@ def test_step_alarms_beyond_bounds(root: Path) -> None:
         less = load_config(["experiment=debug", f"paths.root={root}", *own])
         found = step_alarms(less, make_update(4.03125, 0.46875, 2.015625), None, WeightSync(9.0, "doubtful"))
         assert found == tuple(alarm for alarm in beyond if alarm.name != name)
-    low = load_config(["experiment=debug", f"paths.root={root}", "alarms.grad_norm_above=0.5"])
-    assert step_alarms(low, Update(), None, WeightSync(0.0)) == (), "no norm without a step"
+    in_reward = ["alarms.grad_norm_above=0.5", "alarms.kl=tell", "alarms.kl_above=2", "algo.kl.where=reward"]
+    low = load_config(["experiment=debug", f"paths.root={root}", *in_reward])
+    assert step_alarms(low, Update(), 2.0, WeightSync(0.0)) == (), "no norm without a step"
+    (kl,) = step_alarms(low, Update(), 2.5, WeightSync(0.0))
+    assert kl == Alarm("kl", "tell", "the KL divergence from the reference is 2.5, alarms.kl_above is 2")
     failed = Update(failure=NonFiniteError("no number"))
     stopped = load_config(["experiment=debug", f"paths.root={root}", "alarms.non_finite=skip"])
     assert step_alarms(stopped, failed, None, WeightSync(0.0)) == (Alarm("non_finite", "skip", "no number"),)
 
 
-def test_kl_in_reward_alarm(root: Path) -> None:
-    words = ["alarms.kl=tell", "alarms.kl_above=2", "algo.kl.where=reward"]
-    config = load_config(["experiment=debug", f"paths.root={root}", *words])
-    assert step_alarms(config, Update(), 2.0, WeightSync(0.0)) == ()
-    text = "the KL divergence from the reference is 2.5, alarms.kl_above is 2"
-    assert step_alarms(config, Update(), 2.5, WeightSync(0.0)) == (Alarm("kl", "tell", text),)
-
-
-def test_updates_before_non_finite_one_count(root: Path) -> None:
-    loss = "algo.policy_loss=tests.trainer.broken_loss:only_at_the_old_policy"
-    (first,), same = run_steps(root, 1, loss, "alarms.non_finite=skip", "trainer.mini_batch_size=4", "optim.lr=0.05")
-    assert not same
-    assert first.metrics[SKIPPED] == 0.5
+@pytest.mark.parametrize(("loss", "share"), [("log_of_advantage", 1.0), ("only_at_the_old_policy", 0.5)])
+def test_updates_before_non_finite_one_count(root: Path, loss: str, share: float) -> None:
+    words = ("alarms.non_finite=skip", "trainer.mini_batch_size=4", "optim.lr=0.05")
+    (first,), same = run_steps(root, 1, f"algo.policy_loss=tests.trainer.broken_loss:{loss}", *words)
+    assert same == (share == 1.0)
+    assert first.metrics[SKIPPED] == share
+    assert "Batch saved to" in alarm_texts(first)["non_finite"]
 
 
 def test_non_finite_loss_names_its_rows(tmp_path: Path) -> None:
@@ -263,18 +229,3 @@ def test_non_finite_loss_names_its_rows(tmp_path: Path) -> None:
     answers = json.loads(file.with_suffix(".json").read_text())
     assert [answer["row"] for answer in answers] == list(range(len(lengths)))
     assert [answer["score"] for answer in answers] == batch["scores"].tolist()
-
-
-def test_saved_batch_marks_non_finite_rows(tmp_path: Path) -> None:
-    """Old and behavior log-probabilities may share memory."""
-    packed, rollouts = packed_batch([(2, 3), (1, 2), (2, 2)])
-    ones = torch.ones(packed.num_tokens)
-    bad = ones.clone()
-    bad[packed.cu_seqlens[1] + 1] = float("nan")
-    batch = TrainBatch(packed, packed.behavior_logprobs, None, None, bad, None, ones)
-    scores = tuple(Score(total, {}) for total in packed.scores.tolist())
-    experience = Experience(tuple(rollouts), scores, (0, 1, 2), ("a", "b", "c"), 3, 0, None)
-    file, prompts = save_failed_batch(tmp_path, 7, experience, batch)
-    assert prompts == [1]
-    answers = json.loads(file.with_suffix(".json").read_text())
-    assert [answer["non_finite"] for answer in answers] == [False, True, False]

@@ -11,7 +11,7 @@ from rlcore.batching.pack import pack
 from rlcore.rollout.engine import TRAINING_STREAM, SamplingRequest, response_seed, turn_seed
 from rlcore.run.problems import Problems
 from rlcore.trainer.carry import Carried, GroupsInProgress, first_finished, from_text, to_text
-from rlcore.trainer.episodes import generate
+from rlcore.trainer.experience import ResponseSampler
 from rlcore.types import Prompt, Rollout
 from rlcore.workers.group import LocalGroup
 from rlcore.workers.worker import Worker
@@ -37,13 +37,14 @@ def group(run: SmallRun) -> Iterator[LocalGroup]:
 def naive_steps(run: SmallRun, group: LocalGroup) -> list[list[Any]]:
     """Return the responses of each step from whole responses, which are cut and continued one by one."""
     config, steps = run.config, list[list[Any]]()
-    stream, limit = Problems.read(config, run.inputs).stream, config.rollout.max_response_tokens
+    problems, limit = Problems.read(config, run.inputs), config.rollout.max_response_tokens
+    sampler = ResponseSampler(config, group, problems.scoring_pool(), problems.decode)
     position, waiting = 0, list[dict[str, Any]]()
 
     def whole(prompt: Prompt, seeds: list[int], tokens: list[int]) -> list[tuple[list[int], str]]:
         longer = Prompt(prompt.prompt_id, (*prompt.token_ids, *tokens), prompt.data_source, prompt.ground_truth_json)
         requests = [SamplingRequest(longer, 0, seed, limit - len(tokens)) for seed in seeds]
-        found = generate(group, requests, config.rollout.sampling, limit, policy_version=len(steps))
+        found = sampler.generate(requests, config.rollout.sampling, policy_version=len(steps))
         return [(tokens + each.response_ids.tolist(), each.finish_reason) for each in found]
 
     for step in range(STEPS):
@@ -57,7 +58,7 @@ def naive_steps(run: SmallRun, group: LocalGroup) -> list[list[Any]]:
             trained.append([one["prompt"].prompt_id, responses])
         new = []
         for number in range(8 - len(waiting)):
-            (prompt,) = stream.take(position + number, 1)
+            (prompt,) = problems.stream.take(position + number, 1)
             seeds = [response_seed(config.seed, TRAINING_STREAM, step + 1, number, sample) for sample in range(2)]
             parts = whole(prompt, seeds, [])
             new.append({"prompt": prompt, "seeds": seeds, "parts": parts, "longest": max(len(t) for t, _ in parts)})

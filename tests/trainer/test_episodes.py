@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,35 +13,29 @@ import psutil
 import pytest
 import torch
 
-from rlcore.algos.aggregation import Denominator
-from rlcore.algos.objective import policy_objective
 from rlcore.batching.pack import pack, place_turn_rewards
-from rlcore.config.algo import GROUP_ADVANTAGES, AlgoConfig, KlConfig
+from rlcore.config.algo import AlgoConfig
 from rlcore.config.rollout import SamplingConfig
-from rlcore.errors import ConfigError
 from rlcore.evaluation.result import vote
 from rlcore.rollout.engine import SamplingRequest, make_requests, turn_seed
 from rlcore.rollout.environment import Episode
 from rlcore.rollout.hf import HfEngine
-from rlcore.rollout.turns import TurnTokens
 from rlcore.run.problems import Problems
-from rlcore.trainer.clock import PhaseClock
 from rlcore.trainer.episodes import _OpenEpisode
-from rlcore.trainer.estimate import Estimate, ForwardResults, estimate
-from rlcore.trainer.metrics import Metrics
+from rlcore.trainer.estimate import ForwardResults, estimate
 from rlcore.types import Prompt, Rollout, Score
 from rlcore.workers.group import LocalGroup
 from rlcore.workers.worker import Worker
 from tests.helpers.forked import run_module
 from tests.helpers.running import small, steps_of, write_record
-from tests.helpers.small_run import SmallRun, prepare, train
+from tests.helpers.small_run import SmallRun, prepare
 from tests.rollout.odd_environments import SLEEP_S, Odd
 
 ODD = "tests.rollout.odd_environments"
 SMALL = ("trainer.batch_size=8", "trainer.mini_batch_size=8", "rollout.samples_per_prompt=2", "episode.max_turns=5",
          "rollout.max_response_tokens=24", "episode.max_turn_tokens=3", "episode.max_tool_tokens=2",
          "filter.max_prompt_tokens=8", "data.train_size=48", "data.validation_size=16")  # fmt: skip
-Found = tuple[list[Rollout], list[Score], list[str]]
+Found = list[tuple[Rollout, Score, str]]
 
 
 @pytest.fixture(scope="module")
@@ -65,21 +60,22 @@ def with_environment(run: SmallRun, environment: str, **episode: Any) -> SmallRu
 def play(
     run: SmallRun, group: LocalGroup, num_prompts: int = 8, unscored: list[tuple[int, str]] | None = None
 ) -> Found:
-    """Play the episodes. `unscored` receives `Episodes.unscored`."""
+    """Play the episodes. `unscored` receives `ResponseSampler.unscored`."""
     problems = Problems.read(run.config, run.inputs)
     requests = make_requests(problems.stream.take(0, num_prompts), 2, run_seed=1, stream=1, step=1)
-    episodes = problems.episodes(run.inputs)
-    assert episodes is not None
-    with episodes:
-        found = episodes.play(group, requests, SamplingConfig(), policy_version=0, clock=PhaseClock())
+    with ExitStack() as opened:
+        sampler = problems.build_sampler(run.inputs, opened)(group)
+        found = sampler.sample(requests, SamplingConfig(), policy_version=0)
         if unscored is not None:
-            unscored.append(episodes.unscored)
-        return found
+            unscored.append(sampler.unscored)
+    return found
 
 
 def is_same(one: Found, other: Found) -> bool:
-    tokens = [[(r.response_ids.tolist(), r.behavior_logprobs.tolist()) for r in found[0]] for found in (one, other)]
-    return tokens[0] == tokens[1] and one[1:] == other[1:]
+    plain = [
+        [(r.response_ids.tolist(), r.behavior_logprobs.tolist(), *more) for r, *more in found] for found in (one, other)
+    ]
+    return plain[0] == plain[1]
 
 
 @pytest.mark.parametrize("environment", ["Counting", "Greeting"])
@@ -95,7 +91,7 @@ def test_episode_tokens_are_the_engines(
             yield index, rollout
 
     monkeypatch.setattr(HfEngine, "stream", streaming)
-    rollouts, scores, texts = play(with_environment(run, environment), group)
+    rollouts, scores, texts = zip(*play(with_environment(run, environment), group), strict=True)
     assert len({request.seed for request, _ in turns}) == len(turns), "each turn has its own seed"
     by_seed = {request.seed: (request, rollout) for request, rollout in turns}
     problems = Problems.read(run.config, run.inputs)
@@ -151,17 +147,15 @@ def test_unrepeatable_episodes_of_killed_process_are_lost(
     plain = play(with_environment(run, "Counting", num_processes=2), group)
     monkeypatch.setenv("KILLED_ONCE", str(tmp_path / "killed"))
     found = play(with_environment(run, "KilledForGood", num_processes=2), group)
-    lost = [score.failure is not None for score in found[1]]
+    lost = [score.failure is not None for _, score, _ in found]
     assert not all(lost)
-    assert {score.failure for score in found[1]} == {
+    assert {score.failure for _, score, _ in found} == {
         None,
         "LookupError: the process of this episode was lost, and its turns are not repeated (repeatable=False)",
     }
     assert {index % 2 for index, is_lost in enumerate(lost) if is_lost} in ({0}, {1}), "those of one process"
-    for rollout, score, whole, expected, is_lost in zip(*found[:2], *plain[:2], lost, strict=True):
-        if not is_lost:
-            np.testing.assert_array_equal(rollout.response_ids, whole.response_ids)
-            assert score == expected
+    kept = [place for place, is_lost in enumerate(lost) if not is_lost]
+    assert is_same([found[place] for place in kept], [plain[place] for place in kept])
 
 
 def test_nondeterministic_environment_has_no_score(
@@ -169,7 +163,7 @@ def test_nondeterministic_environment_has_no_score(
 ) -> None:
     monkeypatch.setenv("KILLED_ONCE", str(tmp_path / "killed"))
     lost: list[tuple[int, str]] = []
-    _, scores, _ = play(with_environment(run, "Fickle", num_processes=1), group, unscored=lost)
+    scores = [score for _, score, _ in play(with_environment(run, "Fickle", num_processes=1), group, unscored=lost)]
     failures = {score.failure.partition("'")[0] for score in scores if score.failure}
     assert failures == {"ValueError: a repeated turn got the reply "}
     ((number, why),) = lost
@@ -181,11 +175,9 @@ def test_too_long_first_message_fails_episode(run: SmallRun, group: LocalGroup) 
     short = with_environment(run, "Greeting", num_processes=1)
     rollout = short.config.rollout.model_copy(update={"max_response_tokens": 1})
     short = replace(short, config=short.config.model_copy(update={"rollout": rollout}))
-    rollouts, scores, texts = play(short, group, 2)
+    found = [(len(r.response_ids), r.finish_reason, score.failure, text) for r, score, text in play(short, group, 2)]
     failure = "the first message leaves no token to the model (rollout.max_response_tokens)"
-    assert [score.failure for score in scores] == [failure] * 4
-    assert [(len(one.response_ids), one.finish_reason) for one in rollouts] == [(0, "length")] * 4
-    assert texts == [""] * 4
+    assert found == [(0, "length", failure, "")] * 4
 
 
 @pytest.fixture
@@ -199,9 +191,9 @@ def sleep(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_lost_environments_fail_only_their_episodes(run: SmallRun, group: LocalGroup, sleep: list[str]) -> None:
     odd = with_environment(run, "Odd", deadline_s=20.0)
     before = {process.pid for process in psutil.Process().children(recursive=True)}
-    rollouts, scores, _ = play(odd, group, 48)
-    plain, plain_scores, _ = play(with_environment(run, "Counting"), group, 48)
-    for rollout, score, whole, expected in zip(rollouts, scores, plain, plain_scores, strict=True):
+    rollouts, scores, _ = zip(*play(odd, group, 48), strict=True)
+    plain = play(with_environment(run, "Counting"), group, 48)
+    for rollout, score, (whole, expected, _) in zip(rollouts, scores, plain, strict=True):
         game = rollout.prompt.token_ids and int(game_of(rollout.prompt))
         if Odd.is_lost(game) and expected.parts["turns"] > 1:
             assert score.failure is not None
@@ -225,20 +217,6 @@ def game_of(prompt: Prompt) -> str:
     return prompt.ground_truth_json.strip('{}"game: ')
 
 
-def test_training_on_episodes_is_reproducible(run: SmallRun, sleep: list[str]) -> None:
-    def steps() -> Sequence[Metrics]:
-        odd = with_environment(run, "Prompt")
-        workers = LocalGroup(odd.config, str(odd.model_directory))
-        found = train(odd, workers, 2)
-        workers.close()
-        return found
-
-    first = steps()
-    assert first == steps()
-    assert all(0 < step["reward/unscored_share"] < 1 and step["environment_length/mean"] > 0 for step in first)
-    assert first[0]["actor/grad_norm"] > 0
-
-
 @pytest.mark.multiprocess
 def test_run_killed_during_episode_ends_the_same(tmp_path: Path) -> None:
     settings = (*SMALL, f"data.environment={ODD}:KillsTheRun")
@@ -255,54 +233,22 @@ def test_run_killed_during_episode_ends_the_same(tmp_path: Path) -> None:
     assert steps_of(killed) == steps_of(whole)
 
 
-def ragged_rollouts(with_environment: bool) -> tuple[list[Rollout], list[np.ndarray]]:
-    """Return twelve responses, optionally without the environment's tokens."""
-    rng = np.random.default_rng(5)
-    rollouts, values = [], []
+def ragged_rollouts() -> list[Rollout]:
+    """Return twelve responses with tokens of an environment."""
+    rng, rollouts = np.random.default_rng(5), []
     for index in range(12):
         prompt = Prompt(index // 4, (5,) * int(rng.integers(1, 4)), "a", "{}")
         length = int(rng.integers(2, 9))
         sampled = rng.random(length) < 0.6
         sampled[0] = sampled[-1] = True
-        ids, per_token = rng.integers(3, 60, size=length), rng.standard_normal((4, length))
-        if not with_environment:
-            ids, per_token = ids[sampled], per_token[:, sampled]
-        mask = sampled if with_environment else None
-        behavior = per_token[0].astype(np.float32)
-        rollouts.append(Rollout(prompt, index % 4, ids, behavior, "stop", 0, mask))
-        values.append(per_token)
-    return rollouts, values
-
-
-def run_estimate(algo: AlgoConfig, with_environment: bool) -> Estimate:
-    rollouts, values = ragged_rollouts(with_environment)
-    scores = [Score(float(index % 5), {}) for index in range(12)]
-    packed = pack(rollouts, scores, [index // 4 for index in range(12)])
-    flat = torch.zeros(3, packed.num_tokens)
-    for index, start in enumerate(packed.cu_seqlens[:-1].tolist()):
-        first = start + len(rollouts[index].prompt.token_ids) - 1
-        flat[:, first : first + len(rollouts[index].response_ids)] = torch.from_numpy(values[index][1:]).float()
-    passes = ForwardResults(flat[0], flat[1], flat[2] if algo.advantage == "gae" else None)
-    return estimate(packed, passes, None, algo=algo, kl_coef=0.1)
-
-
-@pytest.mark.parametrize("method", [*sorted(GROUP_ADVANTAGES), "gae", "reinforce_pp"])
-def test_environment_tokens_have_no_advantage(method: str) -> None:
-    gamma = 0.9 if method in ("gae", "reinforce_pp") else 1.0
-    algo = AlgoConfig(advantage=method, kl=KlConfig(where="reward"), gamma=gamma)
-    found, twin = run_estimate(algo, True), run_estimate(algo, False)
-    mask = found.batch.packed.loss_mask
-    assert (
-        int(mask.sum()) == int(twin.batch.packed.loss_mask.sum()) < int((found.batch.packed.sequence_lengths()).sum())
-    )
-    torch.testing.assert_close(found.batch.advantages[mask], twin.batch.advantages[twin.batch.packed.loss_mask])
-    torch.testing.assert_close(found.returns[mask], twin.returns[twin.batch.packed.loss_mask])
-    assert not found.batch.advantages[~mask].any()
+        behavior = rng.standard_normal(length).astype(np.float32)
+        rollouts.append(Rollout(prompt, index % 4, np.arange(length), behavior, "stop", 0, sampled))
+    return rollouts
 
 
 @pytest.mark.parametrize("method", ["gae", "reinforce_pp"])
 def test_turn_rewards_match_naive_twin(method: str) -> None:
-    rollouts, gamma = ragged_rollouts(True)[0], 0.9
+    rollouts, gamma = ragged_rollouts(), 0.9
     for index, rollout in enumerate(rollouts):
         ends = [place for place in range(len(rollout.response_ids) - 1) if rollout.is_sampled[place]][:2]
         rollouts[index] = replace(rollout, turn_rewards=tuple((place, 1.5 - place) for place in ends))
@@ -329,71 +275,6 @@ def test_turn_rewards_match_naive_twin(method: str) -> None:
             assert returned == pytest.approx(0.0 if score.failure else expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
-def test_environment_tokens_have_no_gradient(aggregation: Any) -> None:
-    algo = AlgoConfig(aggregation=aggregation, entropy_coef=0.1, kl=KlConfig(where="loss", estimator="low_var_kl"))
-    batch = run_estimate(algo.model_copy(update={"kl": KlConfig(where="off")}), True).batch
-    packed, rng = batch.packed, np.random.default_rng(1)
-    noise = [torch.from_numpy(rng.standard_normal(packed.num_tokens)).float() for _ in range(4)]
-    logprobs, entropy = (-noise[0].abs()).requires_grad_(True), noise[1].requires_grad_(True)
-    loss, _ = policy_objective(
-        logprobs, entropy,
-        replace(batch, old_logprobs=noise[2], ref_logprobs=noise[3], advantages=batch.advantages + noise[3]),
-        settings=algo, denominator=Denominator(packed.num_loss_tokens, packed.num_sequences, 24), kl_coef=0.1,
-    )  # fmt: skip
-    loss.backward()
-    for leaf in (logprobs, entropy):
-        assert leaf.grad is not None
-        assert not leaf.grad[~packed.loss_mask].any()
-        assert leaf.grad[packed.loss_mask].all()
-
-
-class Letters:
-    """A tokenizer of one token per character, with a chat template in Python."""
-
-    def __init__(self, keep: int = 99) -> None:
-        self._keep = keep
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        assert not add_special_tokens
-        return [ord(letter) for letter in text]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return "".join(map(chr, ids))
-
-    def apply_chat_template(self, messages: Any, *, tokenize: bool, add_generation_prompt: bool, **_: Any) -> str:
-        shown = [f"<{one['role'][0]}>{one['content'].strip()}$\n" for one in messages[-self._keep :]]
-        return "".join(shown) + "<a>" * add_generation_prompt
-
-
-def test_turn_tokens_are_template_suffix() -> None:
-    tokens = TurnTokens(Letters(), chat=True, max_reply_tokens=5)
-    assert tokens.reply_tokens(ord("$"), "hi") == ("hi", [*map(ord, "\n<u>hi$\n<a>")]), "the end token was sampled"
-    assert tokens.reply_tokens(ord("x"), "hi") == ("hi", [*map(ord, "$\n<u>hi$\n<a>")]), "the turn was truncated"
-    assert tokens.reply_tokens(ord("$"), "0123456789")[1] == [*map(ord, "\n<u>01234$\n<a>")]
-    prompt = [*map(ord, "<u>any$\n<a>")]
-    assert tokens.first_message_tokens(prompt, "go") == ("go", tuple(map(ord, "<u>any$\n")), [*map(ord, "<u>go$\n<a>")])
-    with pytest.raises(ConfigError, match="does not support after the prompt"):
-        tokens.first_message_tokens(prompt[:-1], "go")
-    plain = TurnTokens(Letters(), chat=False, max_reply_tokens=5)
-    assert plain.reply_tokens(ord("$"), "0123456789") == ("01234", [*map(ord, "01234")])
-
-
-def test_template_that_drops_turns_raises() -> None:
-    with pytest.raises(ConfigError, match="drops or changes earlier turns"):
-        TurnTokens(Letters(keep=3), chat=True, max_reply_tokens=5)
-
-
-@pytest.mark.parametrize("limit", [4, 5, 6])
-def test_reply_at_token_limit_ends_episode(limit: int) -> None:
-    prompt = Prompt(0, (5, 6), "countdown", "{}")
-    said = Episode("1", "", 100)
-    episode = _OpenEpisode(SamplingRequest(prompt, 0, seed=1), prompt, limit, said, token_ids=[7, 8])
-    assert episode.add_reply("no", [9, 9, 9]) == episode.is_open == (limit > 5)
-    assert episode.finish_reason == ("stop" if limit > 5 else "length")
-    assert episode.token_ids == [7, 8, 9, 9, 9][: 5 if limit > 5 else 2]
-
-
 def open_episode(limit: int, **given: Any) -> _OpenEpisode:
     prompt = Prompt(3, (5, 6), "countdown", "{}")
     return _OpenEpisode(SamplingRequest(prompt, 1, seed=7), prompt, limit, Episode("1", "", 100), **given)
@@ -402,6 +283,14 @@ def open_episode(limit: int, **given: Any) -> _OpenEpisode:
 def make_rollout(*ids: int, end: Any = "stop") -> Rollout:
     prompt = Prompt(3, (5, 6), "countdown", "{}")
     return Rollout(prompt, 1, np.array(ids), -np.arange(1, len(ids) + 1, dtype=np.float32), end, 0)
+
+
+@pytest.mark.parametrize("limit", [4, 5, 6])
+def test_reply_at_token_limit_ends_episode(limit: int) -> None:
+    episode = open_episode(limit, token_ids=[7, 8])
+    assert episode.add_reply("no", [9, 9, 9]) == episode.is_open == (limit > 5)
+    assert episode.finish_reason == ("stop" if limit > 5 else "length")
+    assert episode.token_ids == [7, 8, 9, 9, 9][: 5 if limit > 5 else 2]
 
 
 @pytest.mark.parametrize(
@@ -441,15 +330,6 @@ def test_episode_sums_its_turns() -> None:
     assert rollout.turn_rewards == ((3, 1.25),), "a reward before the first turn has no token"
     assert (rollout.policy_version, rollout.sample_index, rollout.finish_reason) == (4, 1, "stop")
     assert episode.score() == Score(1.5, {"won": 1.0, "turns": 2.0}, said=vote("first\nsecond"))
-
-
-def test_rewards_of_tenths_solve_episode() -> None:
-    """Their sum is 0.9999999999999999."""
-    episode, solved = open_episode(20), []
-    for _ in range(10):
-        episode.add_reward(Score(0.1, {}, said='["", false]'), last=False)
-        solved.append(episode.score().solved)
-    assert solved == [False] * 9 + [True]
 
 
 def test_done_or_failed_turn_ends_episode() -> None:

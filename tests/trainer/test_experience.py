@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlcore.batching.loader import PassCounts, PromptStream, RowSampler
+from rlcore.batching.loader import PassCounts, RowSampler
 from rlcore.checkpoint.state import LoopState
 from rlcore.config import PassRatesConfig, RunConfig
 from rlcore.config.compose import load_config
@@ -26,13 +26,12 @@ from rlcore.rollout.hf import HfEngine
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.run.problems import Problems
 from rlcore.trainer.clock import PhaseClock
-from rlcore.trainer.episodes import generate, split_requests
 from rlcore.trainer.experience import (
     ExperienceCollector,
     ResponseSampler,
     StreamScorer,
-    all_unscored_error,
     count_solved,
+    split_requests,
 )
 from rlcore.types import Rollout
 from rlcore.workers.group import LocalGroup
@@ -86,13 +85,6 @@ def test_groups_without_signal_are_replaced(
     assert (found.pass_counts, found.pass_metrics) == ("", {})
 
 
-def test_all_groups_kept_without_dynamic_sampling() -> None:
-    answerer = Written(make_config(), dict(enumerate([EQUAL, LOST, TEACHES])))
-    found = ExperienceCollector(answerer, InOrder(PROMPTS, seed=1)).collect(START, PhaseClock())
-    assert found.texts == ("0.0", "0.1", "1.0", "1.1", "2.0", "2.1")
-    assert (len(answerer.asked), found.num_prompts_drawn, found.num_groups_dropped) == (1, 3, 0)
-
-
 def test_all_unscored_error() -> None:
     answerer = Written(make_config(), dict.fromkeys(range(12), LOST))
     with pytest.raises(UnscoredError) as caught:
@@ -100,9 +92,6 @@ def test_all_unscored_error() -> None:
     scorer = answerer.config.data.scorer
     message = f"step 5: has no metrics, for 6 responses have no score; {scorer} failed, the last time: no scorer"
     assert str(caught.value) == message
-    assert str(all_unscored_error("x", "s", ["a"] * 1_234 + ["b"])) == (
-        "x: has no metrics, for 1,235 responses have no score; s failed, the last time: b"
-    )
 
 
 def test_remax_baseline_is_one_greedy_response() -> None:
@@ -199,20 +188,21 @@ def test_streamed_scores_equal_batch_scores(run: SmallRun, group: LocalGroup) ->
     problems = Problems.read(run.config, run.inputs)
     requests = make_requests(problems.stream.take(0, 8), 4, run_seed=1, stream=1, step=1)
     group.each(Worker.sync_weights, 3)
-    sampling, limit = SamplingConfig(), run.config.rollout.max_response_tokens
-    plain = generate(group, requests, sampling, limit, policy_version=3)
     with ScoringPool(run.config.data.scorer, run.config.reward) as scoring:
-        early = StreamScorer(scoring, problems.decode)
-        streamed = generate(group, requests, sampling, limit, policy_version=3, on_finished=early.submit)
+        sampler = ResponseSampler(run.config, group, scoring, problems.decode)
+        plain = sampler.generate(requests, SamplingConfig(), policy_version=3)
+        early = StreamScorer(scoring, problems.decode, has_processes=True)
+        streamed = sampler.generate(requests, SamplingConfig(), policy_version=3, on_finished=early.submit)
         scored = early.collect()
         assert [r.response_ids.tolist() for r in streamed] == [r.response_ids.tolist() for r in plain]
         texts = problems.decode([r.response_ids for r in plain])
         scores = scoring.score(texts, [r.prompt.ground_truth_json for r in plain])
         assert scored == dict(enumerate(zip(scores, texts, strict=True)))
-        late_first = StreamScorer(scoring, problems.decode)
-        for pair in reversed(list(enumerate(plain))):
-            late_first.submit([pair])
-        assert late_first.collect() == scored
+        for has_processes in (False, True):
+            late_first = StreamScorer(scoring, problems.decode, has_processes=has_processes)
+            for pair in reversed(list(enumerate(plain))):
+                late_first.submit([pair])
+            assert late_first.collect() == scored
 
 
 def test_stale_rollout_raises_before_scoring(run: SmallRun, group: LocalGroup) -> None:
@@ -220,15 +210,16 @@ def test_stale_rollout_raises_before_scoring(run: SmallRun, group: LocalGroup) -
     requests = make_requests(problems.stream.take(0, 2), 1, run_seed=1, stream=1, step=1)
     group.each(Worker.sync_weights, 3)
     scored: list[Any] = []
-    with pytest.raises(EngineError, match=r"stale rollout.*version 3, the trainer is at 4"):
-        generate(group, requests, SamplingConfig(), 4, policy_version=4, on_finished=scored.append)
+    with ScoringPool(run.config.data.scorer, run.config.reward) as scoring:
+        sampler = ResponseSampler(run.config, group, scoring, problems.decode)
+        with pytest.raises(EngineError, match=r"stale rollout.*version 3, the trainer is at 4"):
+            sampler.generate(requests, SamplingConfig(), policy_version=4, on_finished=scored.append)
     assert scored == []
 
 
-@pytest.mark.parametrize("max_refills", [0, 2])
-def test_dynamic_sampling_ignores_overlong_penalty(tmp_path: Path, max_refills: int) -> None:
-    """DAPO filters by score before the penalty. Without refills there is one round."""
-    overrides = ("algo=dapo", f"algo.dynamic_sampling.max_refills={max_refills}", "algo.overlong.buffer_tokens=8")
+def test_dynamic_sampling_ignores_overlong_penalty(tmp_path: Path) -> None:
+    """DAPO filters by score before the penalty."""
+    overrides = ("algo=dapo", "algo.dynamic_sampling.max_refills=1", "algo.overlong.buffer_tokens=8")
     untrained = prepare(tmp_path, "warm_start.enabled=false", *overrides)
     problems = Problems.read(untrained.config, untrained.inputs)
     workers = LocalGroup(untrained.config, str(untrained.model_directory))
@@ -240,8 +231,7 @@ def test_dynamic_sampling_ignores_overlong_penalty(tmp_path: Path, max_refills: 
         found = collector.collect(LoopState(0, 0, 0, 0, 0.0), PhaseClock())
     workers.close()
     size = untrained.config.trainer.batch_size
-    assert found.num_prompts_drawn == (1 + max_refills) * size
-    assert found.num_groups_dropped == max_refills * size
+    assert (found.num_prompts_drawn, found.num_groups_dropped) == (2 * size, size)
     assert len({score.total for score in found.scores}) > 1, "scores include the penalty"
 
 
@@ -262,22 +252,6 @@ def test_prepared_prompts_belong_to_their_step(run: SmallRun, group: LocalGroup)
             assert [one.prompt for one in found.rollouts] == [one.prompt for one in expected.rollouts]
             assert found.texts == expected.texts
     assert fresh[0].texts != fresh[1].texts
-
-
-def test_prompts_are_drawn_by_pass_rates(run: SmallRun, group: LocalGroup) -> None:
-    size, problems = run.config.trainer.batch_size, Problems.read(run.config, run.inputs)
-    prompts = problems.stream.take(0, 4 * size)
-    inside = {prompt.prompt_id for prompt in prompts[1::4]}
-    passes = np.array([2.0 if prompt.prompt_id in inside else 4.0 for prompt in prompts], dtype=np.float32)
-    start = PassCounts(passes, np.full(len(prompts), 4.0, dtype=np.float32))
-    settings = PassRatesConfig(draw="band", band=(0.2, 0.8), rest_weight=1e-9)
-    counted = RowSampler([prompt.prompt_id for prompt in prompts], start, settings)
-    group.each(Worker.sync_weights, 0)
-    with ScoringPool(run.config.data.scorer, run.config.reward) as scoring:
-        answerer = ResponseSampler(run.config, group, scoring, problems.decode)
-        collector = ExperienceCollector(answerer, PromptStream(prompts, seed=1), counted)
-        found = collector.collect(LoopState(0, 0, 0, 0, 0.0), PhaseClock())
-    assert {rollout.prompt.prompt_id for rollout in found.rollouts} == inside
 
 
 def test_stream_batches_shrink(run: SmallRun, group: LocalGroup, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,8 +106,7 @@ ALWAYS = "data.scorer=tests.rollout.odd_scorers:fails_always"
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("algo=grpo", "trainer.mini_batch_size=4", "algo.kl.where=loss"),
-        ("algo=grpo", "algo.dynamic_sampling.enabled=true"),
+        ("algo=grpo", "trainer.mini_batch_size=4", "algo.kl.where=loss", "algo.dynamic_sampling.enabled=true"),
         ("algo=remax",),
         ("algo=ppo", "algo.kl.where=reward", "algo.kl.adaptive=true", "reward.num_processes=1"),
     ],
@@ -123,17 +122,8 @@ def test_occasional_scorer_failures_keep_steps_finite(tmp_path: Path, overrides:
         assert all(np.isfinite(value) for value in step.values())
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("algo=grpo",),
-        ("algo=grpo", "algo.dynamic_sampling.enabled=true"),
-        ("algo=remax", "rollout.samples_per_prompt=1"),
-    ],
-    ids=" ".join,
-)
-def test_unscored_step_raises_and_keeps_weights(tmp_path: Path, overrides: tuple[str, ...]) -> None:
-    run = prepare(tmp_path, NO_WARM_START, ALWAYS, *overrides)
+def test_unscored_step_raises_and_keeps_weights(tmp_path: Path) -> None:
+    run = prepare(tmp_path, NO_WARM_START, ALWAYS, "algo.dynamic_sampling.enabled=true")
     with closing(LocalGroup(run.config, str(run.model_directory))) as group:
         before = {name: value.clone() for name, value in group.each(Worker.full_weights)[0].items()}
         with pytest.raises(

@@ -15,7 +15,6 @@ from rlcore.trainer.alarms import SKIPPED
 from rlcore.trainer.metrics import (
     balance_metrics,
     cost_metrics,
-    distribution_metrics,
     group_metrics,
     length_metrics,
     memory_metrics,
@@ -24,11 +23,9 @@ from rlcore.trainer.metrics import (
     reward_metrics,
     step_metrics,
     timing_metrics,
-    weight_sync_metrics,
 )
 from rlcore.trainer.update import Update
 from rlcore.types import Score
-from rlcore.workers.canary import WeightSync
 from rlcore.workers.measure import MemoryPeak
 from rlcore.workers.trained_model import OomRetry
 from rlcore.workers.worker import WorkerInfo
@@ -40,21 +37,16 @@ def make_config(*overrides: str, answer: int = 3) -> RunConfig:
     return load_config(["experiment=debug", *words, *overrides])
 
 
-def test_distribution_metrics() -> None:
-    assert distribution_metrics("x", torch.tensor([1, 2, 6])) == {"x/mean": 3.0, "x/max": 6.0, "x/min": 1.0}
-    assert distribution_metrics("x", torch.tensor([])) == {}
+def spread(name: str, *values: float) -> dict[str, float]:
+    return {f"{name}/{end}": value for end, value in zip(("mean", "max", "min"), values, strict=True)}
 
 
 def test_length_metrics() -> None:
     found = length_metrics(make_config(), make_experience())
     assert found == {
-        "prompt_length/mean": 2.5,
-        "prompt_length/max": 3.0,
-        "prompt_length/min": 2.0,
+        **spread("prompt_length", 2.5, 3.0, 2.0),
         "prompt_length/clip_ratio": 0.5,
-        "response_length/mean": 2.25,
-        "response_length/max": 3.0,
-        "response_length/min": 1.0,
+        **spread("response_length", 2.25, 3.0, 1.0),
         "response_length/clip_ratio": 0.25,
     }
     shorter = length_metrics(make_config(answer=2), make_experience())
@@ -62,11 +54,7 @@ def test_length_metrics() -> None:
     rollouts = make_experience().rollouts
     sampled = (replace(rollouts[0], is_sampled=np.array([True, False, False])), *rollouts[1:])
     read = length_metrics(make_config(), replace(make_experience(), rollouts=sampled))
-    assert {name: value for name, value in read.items() if name not in found} == {
-        "environment_length/mean": 2.0,
-        "environment_length/max": 2.0,
-        "environment_length/min": 2.0,
-    }
+    assert read.items() - found.items() == spread("environment_length", 2.0, 2.0, 2.0).items()
 
 
 def test_group_metrics() -> None:
@@ -113,11 +101,7 @@ def test_mismatch_metrics() -> None:
     weights = torch.zeros(packed.num_tokens)
     weights[places] = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 9.0])
     with_weights = mismatch_metrics(packed, old, weights)
-    assert {name: value for name, value in with_weights.items() if name not in found} == {
-        "rollout_corr/weight/mean": 4.0,
-        "rollout_corr/weight/max": 9.0,
-        "rollout_corr/weight/min": 1.0,
-    }
+    assert with_weights.items() - found.items() == spread("rollout_corr/weight", 4.0, 9.0, 1.0).items()
     none = replace(packed, loss_mask=torch.zeros_like(packed.loss_mask))
     assert mismatch_metrics(none, old, weights) == {}
 
@@ -167,13 +151,8 @@ def test_mfu_metrics() -> None:
         "perf/mfu/actor": SHAPE.update_flops([5, 7], num_targets=8, lora=lora) / (2.0 * peak),
         "perf/mfu_verl/actor": SHAPE.verl_flops([5, 7]) / (2.0 * peak),
     }
-    assert mfu_metrics(seconds, [5], replace(INFO, peak_flops=None), num_targets=8, num_epochs=1, num_devices=1) == {}
-    assert (
-        mfu_metrics(
-            seconds, [5], replace(INFO, shape=None, critic_shape=None), num_targets=8, num_epochs=1, num_devices=1
-        )
-        == {}
-    )
+    for unknown in (replace(INFO, peak_flops=None), replace(INFO, shape=None, critic_shape=None)):
+        assert mfu_metrics(seconds, [5], unknown, num_targets=8, num_epochs=1, num_devices=1) == {}
 
 
 def test_cost_metrics() -> None:
@@ -181,18 +160,11 @@ def test_cost_metrics() -> None:
     shares = RankShares(((0, 3), (1, 2)), 1)
     seconds = {"update_actor": 2.0, "gen": 6.0, "step": 38.0}
     config = make_config("trainer.epochs_per_batch=3")
+    counts = {"num_targets": int(packed.loss_mask.sum()), "num_epochs": 3, "num_devices": 2, "num_shared": 4}
     found = cost_metrics(config, packed, 12, Assignment((shares,), shares, 4), seconds, INFO)
     expected = {
         **balance_metrics(packed, shares.sequences),
-        **mfu_metrics(
-            seconds,
-            [5, 3, 6, 5],
-            INFO,
-            num_targets=int(packed.loss_mask.sum()),
-            num_epochs=3,
-            num_devices=2,
-            num_shared=4,
-        ),
+        **mfu_metrics(seconds, [5, 3, 6, 5], INFO, **counts),
         **timing_metrics(seconds, packed, num_response_tokens=12, num_devices=2),
     }
     assert found == {**expected, "perf/cpu_memory_used_gb": found["perf/cpu_memory_used_gb"]}
@@ -209,31 +181,22 @@ def test_memory_metrics() -> None:
     assert memory_metrics([MemoryPeak(0.0, 0.0, 0)]) == {}
 
 
-def test_weight_sync_metrics() -> None:
-    assert weight_sync_metrics(make_config(), WeightSync(0.5)) == {}
-    assert weight_sync_metrics(make_config("rollout.engine=vllm"), WeightSync(0.5)) == {
-        "training/canary_logprob_diff": 0.5
-    }
-
-
 def test_reward_metrics() -> None:
     packed = pack_experience(make_experience())
     found = make_estimate(packed)
     assert packed.loss_mask.nonzero()[:, 0].tolist() == [1, 2, 3, 6, 16, 17]
     expected = {
-        "reward": 0.5, "critic/score/mean": 0.5, "critic/score/max": 1.0, "critic/score/min": 0.0,
-        "critic/rewards/mean": 0.0, "critic/rewards/max": 0.5, "critic/rewards/min": -0.5,
-        "critic/advantages/mean": 7.5, "critic/advantages/max": 17.0, "critic/advantages/min": 1.0,
-        "critic/returns/mean": 15.0, "critic/returns/max": 34.0, "critic/returns/min": 2.0,
-    }  # fmt: skip
+        "reward": 0.5,
+        **spread("critic/score", 0.5, 1.0, 0.0),
+        **spread("critic/rewards", 0.0, 0.5, -0.5),
+        **spread("critic/advantages", 7.5, 17.0, 1.0),
+        **spread("critic/returns", 15.0, 34.0, 2.0),
+    }
     assert reward_metrics(found) == expected
     values = 2.0 * torch.arange(packed.num_tokens)
     by_critic = replace(found, batch=replace(found.batch, old_values=values))
-    assert reward_metrics(by_critic) == {
-        **expected,
-        "critic/values/mean": 15.0, "critic/values/max": 34.0, "critic/values/min": 2.0,
-        "critic/vf_explained_var": 1.0,
-    }  # fmt: skip
+    of_values = {**spread("critic/values", 15.0, 34.0, 2.0), "critic/vf_explained_var": 1.0}
+    assert reward_metrics(by_critic) == expected | of_values
     none = replace(by_critic.batch, packed=replace(packed, loss_mask=torch.zeros_like(packed.loss_mask)))
     assert [*reward_metrics(replace(by_critic, batch=none))] == [*expected][:7]
 

@@ -13,7 +13,7 @@ from rlcore.config.compose import load_config
 from rlcore.errors import NonFiniteError
 from rlcore.trainer.supervised import SupervisedTrainer
 from rlcore.types import PackedBatch
-from rlcore.workers.group import Pending
+from rlcore.workers.group import Pending, WorkerGroup
 from rlcore.workers.measure import MemoryPeak
 from rlcore.workers.trained_model import ModelUpdate, OomRetry
 from rlcore.workers.worker import Worker, WorkerInfo
@@ -24,7 +24,7 @@ DEMONSTRATIONS = [
 AGAIN = OomRetry("a pass", 1, 2, 2, "no room")
 
 
-class Ranks:
+class Ranks(WorkerGroup):
     """Ranks that count tokens with a loss instead of training."""
 
     def __init__(self, *, fails: bool = False, world_size: int = 2) -> None:
@@ -45,15 +45,6 @@ class Ranks:
         counts = [torch.tensor(float(packed.num_loss_tokens), dtype=torch.float64) for packed, *_ in arguments]
         found = [SupervisedStatistics(count, 3 * count, count / 4) for count in counts]
         return Pending(lambda: [ModelUpdate(each, 0.5) for each in found] if verb == Worker.supervise else found)
-
-    def send(self, values: Sequence[object]) -> Sequence[Any]:
-        return values
-
-    def stream(self, *_: Any) -> None:
-        raise AssertionError("nothing is written")
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 def trainer(group: Ranks, drawn: list[tuple[int, int]] | None = None) -> SupervisedTrainer:
@@ -94,12 +85,9 @@ def test_held_out_padding_does_not_count() -> None:
     assert [packed.num_sequences for packed, _ in group.asked] == [2, 2]
     assert sum(packed.num_loss_tokens for packed, _ in group.asked) == 2 + 3 + 1
     assert sum(packed.num_tokens for packed, _ in group.asked) == 4 + 5 + 3 + 3
-    three = Ranks(world_size=3)
-    trainer(three).held_out(DEMONSTRATIONS)
-    assert [packed.num_sequences for packed, _ in three.asked] == [2, 2, 2]
-    assert sum(packed.num_loss_tokens for packed, _ in three.asked) == 10
-    even = Ranks()
-    trainer(even).held_out(DEMONSTRATIONS)
-    assert sum(packed.num_loss_tokens for packed, _ in even.asked) == 10
-    assert sum(packed.num_sequences for packed, _ in even.asked) == 4
+    for world_size in (2, 3):
+        ranks = Ranks(world_size=world_size)
+        trainer(ranks).held_out(DEMONSTRATIONS)
+        assert [packed.num_sequences for packed, _ in ranks.asked] == [2] * world_size
+        assert sum(packed.num_loss_tokens for packed, _ in ranks.asked) == 10
     assert trainer(group).held_out([]) == {}

@@ -1,86 +1,20 @@
 """Held-out problems are sampled at the configured temperature and greedily."""
 
-from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.config.data import ALL_SOURCES
-from rlcore.config.rollout import SamplingConfig
 from rlcore.evaluation.result import Response
-from rlcore.rollout.engine import VALIDATION_STREAM, SamplingRequest, response_seed
-from rlcore.rollout.scoring import ScoringPool
-from rlcore.run.problems import Problems
-from rlcore.trainer.clock import PhaseClock
-from rlcore.trainer.experience import ResponseSampler, ScoredResponse
+from rlcore.rollout.engine import VALIDATION_STREAM, response_seed
 from rlcore.trainer.validate import response_results, validate
 from rlcore.types import Prompt, Rollout, Score
-from rlcore.workers.group import LocalGroup
-from rlcore.workers.worker import Worker
-from tests.helpers.small_run import prepare
-
-
-def test_greedy_responses_at_temperature_0(tmp_path: Path) -> None:
-    run = prepare(tmp_path, "runtime=local", "validation.greedy=true", "validation.samples_per_problem=2")
-    config = run.config
-    problems = Problems.read(config, run.inputs)
-    prompts = problems.held_out(limited=False)[:6]
-    kept: dict[bool, list[Rollout]] = {}
-
-    def keep(answers: Sequence[ScoredResponse], greedy: bool) -> None:
-        kept[greedy] = [rollout for rollout, _, _ in answers]
-
-    with closing(LocalGroup(config, str(run.model_directory))) as group:
-        group.each(Worker.sync_weights, 0)
-        (worker,) = group.each(lambda worker: worker)
-        with ScoringPool(config.data.scorer, config.reward) as scoring:
-            answerer = ResponseSampler(config, group, scoring, problems.decode)
-            found = validate(answerer, prompts, name="before", step=0, policy_version=0, on_scored=keep)
-        assert [len(kept[greedy]) for greedy in (False, True)] == [12, 6]
-        requests = [SamplingRequest(prompt, 0, seed=99) for prompt in prompts]
-        likeliest = worker.engine.generate(
-            requests, SamplingConfig(temperature=0.0), config.rollout.max_response_tokens
-        )
-        assert [one.response_ids.tolist() for one in kept[True]] == [one.response_ids.tolist() for one in likeliest]
-        assert {one.prompt for one in kept[False]} == set(prompts)
-        assert len(found.problems) == 6
-
-
-class Written(ResponseSampler):
-    """Returns texts with prompt, sample and temperature."""
-
-    def __init__(self, config: RunConfig) -> None:
-        self.config = config
-        self.asked: list[SamplingRequest] = []
-        self.decode = lambda ids: [" ".join(map(str, each)) for each in ids]
-
-    def sample(
-        self,
-        requests: Sequence[SamplingRequest],
-        sampling: SamplingConfig,
-        *,
-        policy_version: int,
-        clock: PhaseClock | None = None,
-        shares: Sequence[Sequence[int]] | None = None,
-    ) -> list[ScoredResponse]:
-        assert policy_version == 6
-        self.asked += requests
-        return [
-            (
-                Rollout(one.prompt, one.sample_index, np.array([7]), np.zeros(1, np.float32), "stop", 6),
-                Score(float(one.sample_index), {}),
-                f"{one.prompt.prompt_id}.{one.sample_index} at {sampling.temperature:g}",
-            )
-            for one in requests
-        ]
-
+from tests.trainer.batches import Written
 
 PROMPTS = [Prompt(4, (5, 6), "countdown", "{}", 2), Prompt(9, (7,), "countdown", '{"a": 1}', 0)]
+TOTALS = {4: (0.0, 1.0, 2.0), 9: (0.0, 1.0, 2.0)}
 
 
 @pytest.mark.parametrize("greedy", [False, True])
@@ -89,21 +23,20 @@ def test_validate_collects_responses_by_problem(greedy: bool) -> None:
         ["experiment=debug", "validation.samples_per_problem=3", f"validation.greedy={greedy}",
          "validation.sampling.temperature=0.5", "seed=8"]
     )  # fmt: skip
-    answerer, kept = Written(config), []
-
-    def keep(answers: Sequence[ScoredResponse], is_greedy: bool) -> None:
-        kept.append((len(answers), is_greedy))
-
-    found = validate(answerer, PROMPTS, name="after", step=5, policy_version=6, suite="abc", on_scored=keep)
-    assert (found.name, found.step, found.policy_version, found.suite) == ("after", 5, 6, "abc")
+    answerer, kept = Written(config, TOTALS), []
+    found = validate(
+        answerer, PROMPTS, name="after", step=5, policy_version=4, suite="abc",
+        on_scored=lambda answers, is_greedy: kept.append((len(answers), is_greedy)),
+    )  # fmt: skip
+    assert (found.name, found.step, found.policy_version, found.suite) == ("after", 5, 4, "abc")
     assert (found.data_source, found.settings) == ("countdown", config.validation.evaluation)
     first, second = found.problems
-    assert [answer.text for answer in first.samples] == ["4.0 at 0.5", "4.1 at 0.5", "4.2 at 0.5"]
-    assert [answer.text for answer in second.samples] == ["9.0 at 0.5", "9.1 at 0.5", "9.2 at 0.5"]
-    assert [one.greedy and one.greedy.text for one in found.problems] == (
-        ["4.0 at 0", "9.0 at 0"] if greedy else [None, None]
-    )
-    episodes = {one.environment_seed for one in answerer.asked}
+    assert [answer.text for answer in first.samples] == ["4.0", "4.1", "4.2"]
+    assert [answer.text for answer in second.samples] == ["9.0", "9.1", "9.2"]
+    assert [one.greedy and one.greedy.text for one in found.problems] == (["4.0", "9.0"] if greedy else [None, None])
+    assert answerer.temperatures == [0.5, 0.0][: 1 + greedy]
+    asked = [request for requests in answerer.asked for request in requests]
+    episodes = {one.environment_seed for one in asked}
     assert episodes == {response_seed(1, VALIDATION_STREAM, 0, group, 2**32 - 1) for group in (0, 1)}, "by data.seed"
     assert kept == [(6, False), (2, True)][: 1 + greedy]
     assert (second.prompt_id, second.difficulty, second.prompt_text, second.ground_truth_json, second.data_source) == (
@@ -111,14 +44,10 @@ def test_validate_collects_responses_by_problem(greedy: bool) -> None:
     )  # fmt: skip
     assert (first.difficulty, first.prompt_text) == (2, "5 6")
     seeds = [response_seed(8, VALIDATION_STREAM, 0, group, sample) for group in (0, 1) for sample in (0, 1, 2)]
-    assert [request.seed for request in answerer.asked[:6]] == seeds, "independent of the step"
-
-
-def test_validate_several_sources() -> None:
-    config = load_config(["experiment=debug"])
+    assert [request.seed for request in asked[:6]] == seeds, "independent of the step"
     several = [PROMPTS[0], replace(PROMPTS[1], data_source="other")]
-    found = validate(Written(config), several, name="x", step=0, policy_version=6)
-    assert (found.data_source, found.suite) == (ALL_SOURCES, "")
+    mixed = validate(answerer, several, name="x", step=0, policy_version=4)
+    assert (mixed.data_source, mixed.suite) == (ALL_SOURCES, "")
 
 
 def test_response_results() -> None:
