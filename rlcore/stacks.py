@@ -11,6 +11,8 @@ import time
 from io import TextIOWrapper
 from pathlib import Path
 
+import psutil
+
 FOLDER_VARIABLE = "MILLRACE_STACKS"
 """The environment variable with the folder of the stack files. Without this variable no process registers."""
 DUMP_SIGNAL = signal.SIGUSR2
@@ -51,8 +53,6 @@ def close_folder(folder: Path) -> None:
 
 def report(folder: Path) -> str:
     """Return the stacks and states of this process and of registered processes, and the states of other descendants."""
-    import psutil
-
     registered = {int(path.stem.rpartition("-")[2]): path for path in sorted(folder.glob("*.txt"))}
     sections = [f"=== trainer, process {os.getpid()} ({_state(os.getpid())})\n{_own_stacks()}"]
     for pid, path in registered.items():
@@ -103,8 +103,6 @@ def _stack(pid: int, path: Path) -> str:
 
 def _holds_open(pid: int, path: Path) -> bool:
     """Return whether the process has the file open. An earlier process with the same id may have registered."""
-    import psutil
-
     try:
         return any(path.samefile(file.path) for file in psutil.Process(pid).open_files())
     except (psutil.Error, OSError):
@@ -113,8 +111,6 @@ def _holds_open(pid: int, path: Path) -> bool:
 
 def _state(pid: int) -> str:
     """Return the state of the process and the kernel function that it waits in."""
-    import psutil
-
     try:
         state = str(psutil.Process(pid).status())
     except psutil.Error:

@@ -54,7 +54,8 @@ def validate_settings(settings: dict[str, Any], values: Sequence[ValueOverride],
     """
     for written in values:
         _apply_override(settings, written, findings)
-    resolve_suites(settings, findings)
+    if any(isinstance(entry, str) for entry in suites_in(settings)):
+        settings["validation"]["suites"] = read_suites(suites_in(settings), findings)
     texts = {
         name: written.text if isinstance(written.value, int | float) else ""
         for written in values
@@ -267,13 +268,6 @@ def read_yaml(file: Path) -> dict[str, Any] | str:
     if not content or not isinstance(content, dict):
         return "its file must hold keys and values"
     return {str(name): value for name, value in content.items()}
-
-
-def resolve_suites(settings: dict[str, Any], findings: Findings) -> None:
-    """Replace the file names in `validation.suites` of nested plain settings by the content of the files."""
-    named = suites_in(settings)
-    if any(isinstance(entry, str) for entry in named):
-        settings["validation"]["suites"] = read_suites(named, findings)
 
 
 def suites_in(settings: Mapping[str, Any]) -> list[Any]:

@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
@@ -173,25 +173,21 @@ def holder_of(path: Path) -> Holder | None:
     return None
 
 
+@dataclass(eq=False)
 class HeldLock:
-    """A lock whose file names its current or last holder. Use it as a context manager. A crash releases the lock."""
+    """A lock whose file names its current or last holder. Use it as a context manager. A crash releases the lock.
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        what: str,
-        wait_s: float = 0.0,
-        error: type[MillraceError] = RunInUseError,
-        is_named: bool = True,
-    ) -> None:
-        """Prepare the lock. If `is_named` is true, acquiring it writes this process as the holder into the file."""
-        self.path = path
-        self._is_named = is_named
-        self._lock = FileLock(path)
-        self._what = what
-        self._wait_s = wait_s
-        self._error = error
+    If `is_named` is false, the content of the file is kept. `what`: the locked thing in messages."""
+
+    path: Path
+    _: KW_ONLY
+    what: str
+    wait_s: float = 0.0
+    error: type[MillraceError] = RunInUseError
+    is_named: bool = True
+
+    def __post_init__(self) -> None:
+        self._lock = FileLock(self.path)
 
     def __enter__(self) -> Self:
         """Acquire the lock within `wait_s` seconds, at least `POLL_S`, because `holder_of` may hold the lock briefly.
@@ -202,15 +198,15 @@ class HeldLock:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as reason:
             raise unwritable(self.path.parent, reason) from reason
-        deadline = time.monotonic() + max(self._wait_s, POLL_S)
+        deadline = time.monotonic() + max(self.wait_s, POLL_S)
         while not self._try():
             if time.monotonic() >= deadline:
                 holder = read_holder(self.path) or UNKNOWN_HOLDER.command
-                raise self._error(
-                    f"{self._what} is in use by {holder}. Wait for it to end, or stop it; lock file: {self.path}"
+                raise self.error(
+                    f"{self.what} is in use by {holder}. Wait for it to end, or stop it; lock file: {self.path}"
                 )
             time.sleep(POLL_S)
-        if self._is_named:
+        if self.is_named:
             self._write_holder()
         return self
 
@@ -226,8 +222,8 @@ class HeldLock:
                 raise unwritable(self.path.parent, reason) from reason
             if is_out_of_room(reason):
                 raise out_of_room(self.path, reason) from reason
-            raise self._error(
-                f"{self.path}: cannot be locked ({reason}), so it is unknown whether {self._what} is in use. Put "
+            raise self.error(
+                f"{self.path}: cannot be locked ({reason}), so it is unknown whether {self.what} is in use. Put "
                 "paths.root on a file system with locks."
             ) from reason
 

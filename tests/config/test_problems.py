@@ -6,7 +6,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from rlcore.config.base import sections_of
 from rlcore.config.compose import compose, load_config
 from rlcore.config.data import TASKS
-from rlcore.config.problems import Problem, format_value, nearest, override_value, settings_error
+from rlcore.config.problems import Problem, did_you_mean, format_value, nearest, override_value, settings_error
 from rlcore.config.run import all_keys, free_mappings, is_key, section_names
 from rlcore.errors import ConfigError
 
@@ -35,6 +35,7 @@ def test_nearest_finds_key_without_one_letter(key):
 
 def test_nearest_prefers_first_of_equals():
     assert nearest("zzz.qqq", KEYS) is None
+    assert did_you_mean("zzz", ["abc"]) == ""
     assert nearest("a.nume", ["a.nums", "a.numb", "a.numz"]) == "a.numb"
     assert nearest("abcde", ["abcxy"]) is None, "just 0.6 alike, which is not enough"
     assert nearest("abcd", ["abcx"]) == "abcx"
