@@ -110,6 +110,7 @@ def test_abandoned_save_leaves_nothing(tmp_path, monkeypatch, fail):
             patched.setattr("rlcore.checkpoint.shards.write_parts", refuse)
             with pytest.raises(CheckpointError, match="no writing here"):
                 saver.begin(1, lambda: state_at(1), {}, ranks)
+        saver.abandon()
     else:
         begin(saver, 1, ranks)
         ranks.saver.is_written(wait=True)

@@ -161,7 +161,8 @@ def steps_of(run: SmallRun) -> list[dict[str, float]]:
 @pytest.mark.timeout(WAIT_S + 40)
 @WHOLE_AND_LORA
 def test_killed_run_resumes_to_the_same_model(finished: Finished, tmp_path: Path, more: tuple[str, ...]) -> None:
-    again = restarted(finished(more), tmp_path, *more)
+    whole, again = (restarted(finished(more), tmp_path / name, *more) for name in ("whole", "again"))
+    finish(write_record(whole), tmp_path / "out.log")
 
     def at(moment: str, signal: str, nth: int) -> dict[str, Any]:
         return {"at": moment, "nth": nth, "signals": [signal]}
@@ -170,7 +171,7 @@ def test_killed_run_resumes_to_the_same_model(finished: Finished, tmp_path: Path
         again, at("warm-start", "SIGKILL", 6), at("warm-start", "SIGTERM", 2), at("testing", "SIGKILL", 2), None
     )
     assert [one["code"] for one in ends] == [-9, 75, -9, 0], output_of(again)
-    assert (steps_of(again), weights_of(again)) == (steps_of(finished(more)), weights_of(finished(more)))
+    assert (steps_of(again), weights_of(again)) == (steps_of(whole), weights_of(whole))
 
 
 @pytest.mark.multiprocess

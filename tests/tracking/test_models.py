@@ -97,12 +97,13 @@ def test_weights_are_copied_without_torch_and_load(
 
 
 def test_large_model_is_not_copied(store: MlflowStore, run_id: str, tmp_path: Path):
+    (big := tmp_path / "big").mkdir()
     with pytest.raises(TrackingError, match=r"has no config\.json"):
-        log_weights(store, run_id, tmp_path, "last", 3)
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(b"0" * 1000)
-    model = store.client.get_logged_model(log_weights(store, run_id, tmp_path, "last", 3, max_bytes=999))
-    assert (model.tags["path"], model.tags["size_bytes"]) == (str(tmp_path), "1002")
+        log_weights(store, run_id, big, "last", 3)
+    (big / "config.json").write_text("{}")
+    (big / "model.safetensors").write_bytes(b"0" * 1000)
+    model = store.client.get_logged_model(log_weights(store, run_id, big, "last", 3, max_bytes=999))
+    assert (model.tags["path"], model.tags["size_bytes"]) == (str(big), "1002")
     assert store.client.list_logged_model_artifacts(model.model_id) == []
 
 
