@@ -26,3 +26,7 @@ def test_compact(value, text):
 )
 def test_durations_round_to_next_unit(seconds, text):
     assert document.duration(seconds) == text
+
+
+def test_unknown_share_is_a_dash():
+    assert document.percent(float("nan")) == document.fixed(float("nan")) == "–"
