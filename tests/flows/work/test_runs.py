@@ -51,13 +51,14 @@ def test_run_is_named_by_folder_id_or_prefix(make_run: Made, tmp_path: Path) -> 
         )
         with pytest.raises(DataError, match=f"^{re.escape(message)}$"):
             find_named_runs([name], tmp_path)
-    for number in range(8):
-        (runs / f"run-{number}").mkdir()
-        (runs / f"run-{number}" / "run.json").touch()
-    for root, named in (
-        (tmp_path / "nothing", r"none\. Name"),
-        (tmp_path, r"run-0, .*, run-7 and 3 more \(millrace runs lists them\)\. Name"),
+    for root, count, named in (
+        (tmp_path / "nothing", 0, r"none\. Name"),
+        (tmp_path, 5, r"run-0, .*, run-4, .*, sum-2\. Name"),
+        (tmp_path, 8, r"run-0, .*, run-7 and 3 more \(millrace runs lists them\)\. Name"),
     ):
+        for number in range(count):
+            (runs / f"run-{number}").mkdir(exist_ok=True)
+            (runs / f"run-{number}" / "run.json").touch()
         with pytest.raises(DataError, match=rf"{root}/runs has: {named}"):
             find_named_runs(["other"], root)
 
