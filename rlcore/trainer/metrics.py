@@ -14,13 +14,14 @@ from rlcore.batching.balance import Assignment
 from rlcore.batching.pack import split_pairs
 from rlcore.config import LoraConfig, RunConfig
 from rlcore.score import REWARD
+from rlcore.storage.disk import BYTES_PER_GB
 from rlcore.trainer.alarms import SKIPPED
 from rlcore.trainer.estimate import Estimate
 from rlcore.trainer.experience import Experience
 from rlcore.trainer.update import Update
 from rlcore.types import PackedBatch
 from rlcore.workers.canary import WeightSync
-from rlcore.workers.measure import BYTES_PER_GB, MemoryPeak
+from rlcore.workers.measure import MemoryPeak
 from rlcore.workers.worker import WorkerInfo
 
 Metrics = dict[str, float]
