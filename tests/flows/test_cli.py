@@ -215,6 +215,27 @@ def test_the_composed_settings_are_printed(capsys: pytest.CaptureFixture[str]) -
     assert (code, yaml.safe_load(printed)["buffer_tokens"], problem[:1]) == (2, 128, ";")
 
 
+@pytest.mark.parametrize(
+    ("shell", "asked"),
+    [
+        ("bash", {"COMP_WORDS": "millrace sto", "COMP_CWORD": "1"}),
+        ("zsh", {"_TYPER_COMPLETE_ARGS": "millrace sto"}),
+        ("fish", {"_TYPER_COMPLETE_ARGS": "millrace sto", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}),
+    ],
+)
+def test_a_shell_completes_commands(
+    shell: str, asked: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("_MILLRACE_COMPLETE", f"complete_{shell}")
+    with pytest.raises(SystemExit):
+        app(prog_name="millrace")
+    found = capsys.readouterr().out
+    assert "stop" in found
+    assert "status" not in found
+
+
 COMPLETE = """
 import json, os, sys
 from flows.cli import app
