@@ -29,6 +29,8 @@ __all__ = ["config", "root", "run_dir"]
 
 
 class Trainer:
+    """A process in a new session that logs, saves every 10 steps and reports its saves."""
+
     def __init__(self, run_dir: Path, root: Path, checkpoint: tuple[int, int], last: int) -> None:
         words = [str(run_dir), str(root), *map(str, (*checkpoint, last))]
         self.process = ForkedCommand("tests.helpers.logging_trainer", words, os.environ)
@@ -36,6 +38,7 @@ class Trainer:
         self.checkpoint = checkpoint
 
     def run_until(self, step: int) -> None:
+        """Read the output until a checkpoint at this step or later."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.checkpoint = (int(line.split()[0]), int(line.split()[1]))
@@ -43,6 +46,7 @@ class Trainer:
                 return
 
     def kill(self, *, whole_group: bool) -> tuple[int, int]:
+        """Kill the trainer and wait for its end. Return the last checkpoint that it published."""
         if whole_group:
             os.killpg(self.process.pid, signal.SIGKILL)
         else:
@@ -81,10 +85,6 @@ def test_killed_twice_with_all_that_it_started(config: RunConfig, root: Path, ru
             wait_for_delivery(run_dir)
         trainer.run_until(trainer.checkpoint[0] + 10)
         checkpoint = trainer.kill(whole_group=True)
-    assert sync_run(run_dir).status == "KILLED", "a run whose machine went down"
-    client = client_of(root)
-    assert main_run(client).info.status == "KILLED"
-    assert points(client, main_run(client), "test/m0") == journal_points(run_dir / "metrics.jsonl", "test/m0")
     last = checkpoint[0] + 30
     trainer = Trainer(run_dir, root, checkpoint, last)
     trainer.run_until(10**9)
@@ -152,6 +152,16 @@ def test_a_killed_companion_is_replaced_at_the_next_checkpoint(config: RunConfig
     trainer.process.communicate()
     assert_every_step(root, run_dir, 60)
     assert not unfinished.exists()
+
+
+def test_sync_finds_a_run_whose_machine_went_down(config: RunConfig, root: Path, run_dir: Path):
+    trainer = Trainer(run_dir, root, (0, 0), 100_000)
+    trainer.run_until(30)
+    trainer.kill(whole_group=True)
+    assert sync_run(run_dir).status == "KILLED"
+    client = client_of(root)
+    assert main_run(client).info.status == "KILLED"
+    assert points(client, main_run(client), "test/m0") == journal_points(run_dir / "metrics.jsonl", "test/m0")
 
 
 def test_a_signal_to_the_whole_group_cuts_nothing_off(config: RunConfig, root: Path, run_dir: Path):

@@ -80,7 +80,7 @@ def test_rows_are_selected_by_their_rate(measured: SmallRun, tmp_path: Path) -> 
         kept = [prompt.prompt_id for prompt in problems.selected[0]]
     assert kept == [row for row, rate in enumerate(rates) if 0.2 <= rate <= 0.8]
     assert 2 <= len(kept) < 48
-    plan = make_plan(run.config).stage("pass-rates")
+    (plan,) = [stage for stage in make_plan(run.config).stages if stage.name == "pass-rates"]
     assert (plan.cached, plan.detail) == (True, f"kept {len(kept)} of 48 rows")
     few = prepare(root, *BASE, "pass_rates.keep=[0.99,1]")
     with session_of(few) as session, pytest.raises(DataError, match=r"keep: must leave trainer\.batch_size=8 rows"):
