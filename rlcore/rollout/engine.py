@@ -13,9 +13,6 @@ from torch import Tensor
 from rlcore.config import RunConfig
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import EngineError
-from rlcore.models.load import load_policy
-from rlcore.models.policy import round_weights
-from rlcore.models.tokenizer import end_of_text_ids
 from rlcore.types import FastPickle, Prompt, Rollout
 
 TRAINING_STREAM, VALIDATION_STREAM, WARM_START_STREAM, PASS_RATE_STREAM = 1, 2, 3, 4
@@ -190,28 +187,6 @@ def require_all_weights(
         yield name, tensor
     if missing:
         raise EngineError(f"weight sync: {len(missing)} parameters were not sent, first {min(missing)!r}")
-
-
-def build_engine(config: RunConfig, model_directory: str, *, device: torch.device, dtype: torch.dtype) -> RolloutEngine:
-    """Return the engine without weights. Raises EngineError if vLLM is missing or cannot run this model."""
-    if config.rollout.engine == "none":
-        return NoEngine()
-    end_of_text = end_of_text_ids(model_directory)
-    if config.rollout.engine == "vllm":
-        from rlcore.rollout.vllm.engine import VllmEngine
-        from rlcore.rollout.vllm.start import EngineShape
-
-        max_model_len = config.filter.max_prompt_tokens + config.rollout.max_response_tokens
-        shape = EngineShape(model_directory, max_model_len, config.concurrent_responses, device, dtype)
-        return VllmEngine(shape, config.rollout, eos_token_ids=end_of_text)
-
-    from rlcore.rollout.hf import HfEngine
-
-    # The engine computes in its own type, and without a 4-bit base, since it gets merged weights.
-    lora = config.model.lora and config.model.lora.model_copy(update={"base": "native"})
-    computing = config.model.model_copy(update={"dtype": str(dtype).removeprefix("torch."), "lora": lora})
-    policy = round_weights(load_policy(model_directory, model=computing, device=device), dtype)
-    return HfEngine(policy, eos_token_ids=end_of_text, max_num_seqs=config.rollout.max_num_seqs)
 
 
 def engine_dtype(config: RunConfig, computing: torch.dtype) -> torch.dtype:

@@ -16,6 +16,11 @@ from rlcore.report.record import RunRecord
 from rlcore.tracking.journal import JOURNAL_FILE, Journal, StepRecord, load_journal
 from rlcore.tracking.lineage import Origin, Stage, read_origin
 
+HOSTILE = (
+    "</td></table></script><script>alert(1)</script><img src=http://evil.example/x onerror=alert(1)>",
+    '"><svg onload=alert(1)> ![x](http://evil.example/y) | a | `b` \n# head\n<!-- {{ 7*7 }} {% raw %} $x$ \x00',
+)
+
 
 def write_run(
     run_dir: Path,

@@ -16,8 +16,7 @@ from rlcore.report.document import Gallery
 from rlcore.report.record import read_run
 from rlcore.tracking.journal import JOURNAL_FILE, WORKERS, Journal, load_journal
 from rlcore.tracking.lineage import Origin
-from tests.helpers.reports import FEW, page_of, parse, table, validation, write_run
-from tests.report.test_page import HOSTILE
+from tests.helpers.reports import FEW, HOSTILE, page_of, parse, table, validation, write_run
 
 pytestmark = pytest.mark.slow
 SECTIONS = ["learned", "curves", "held_out", "answers", "convergence", "performance", "configuration", "origin",

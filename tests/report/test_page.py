@@ -11,12 +11,7 @@ from rlcore.report.document import Finding, Report, Tile
 from rlcore.report.page import escape, markdown_of, sample_table
 from rlcore.report.record import read_run
 from tests.helpers.chromium import open_tab
-from tests.helpers.reports import parse, write_run
-
-HOSTILE = (
-    "</td></table></script><script>alert(1)</script><img src=http://evil.example/x onerror=alert(1)>",
-    '"><svg onload=alert(1)> ![x](http://evil.example/y) | a | `b` \n# head\n<!-- {{ 7*7 }} {% raw %} $x$ \x00',
-)
+from tests.helpers.reports import HOSTILE, parse, write_run
 
 
 def test_hostile_text_stays_text_in_markdown():

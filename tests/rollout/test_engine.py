@@ -9,12 +9,12 @@ from torch import Tensor
 
 from rlcore.config import RunConfig, SamplingConfig
 from rlcore.errors import EngineError
+from rlcore.rollout.build import build_engine
 from rlcore.rollout.engine import (
     NoEngine,
     RolloutEngine,
     SamplingRequest,
     WeightSyncResult,
-    build_engine,
     engine_dtype,
     make_requests,
     require_all_weights,
