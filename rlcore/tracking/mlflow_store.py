@@ -43,14 +43,14 @@ VIEW_TAG = f"mlflow.sharedViewState.{VIEW}"  # stores the view for MLflow's page
 COLUMN_WIDTHS = {
     "attributes.`Run Name`": 250,
     f"metrics.`{REWARD}`": 80,
-    "params.`seed`": 60,
     f"metrics.`{HELD_OUT_REWARD}`": 90,
+    "params.`seed`": 60,
     "metrics.`response_length/mean`": 140,
     "params.`optim.lr`": 80,
     "tags.`algorithm`": 100,
     "tags.`task`": 120,
 }
-"""The columns of the saved view and their widths in pixels. Reward and seed fit next to the name of the run."""
+"""The columns of the saved view and their widths in pixels. The rewards and the seed fit next to the name of the run."""
 
 
 class MlflowStore:

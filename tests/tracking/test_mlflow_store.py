@@ -112,7 +112,7 @@ def test_table_and_view_are_as_mlflow_pages_read_them(root: Path, server: Server
     view = json.loads(tags[VIEW_TAG])
     assert (view["name"], view["createdAt"]) == ("Reward first", 0)
     state = json.loads(view["state"])
-    assert state["selectedColumns"][:3] == ["metrics.`reward`", "params.`seed`", "metrics.`val/reward`"]
+    assert state["selectedColumns"][:3] == ["metrics.`reward`", "metrics.`val/reward`", "params.`seed`"]
     assert state["columnOrder"] == list(state["columnWidths"]) == ["attributes.`Run Name`", *state["selectedColumns"]]
     assert [chart["metricKey"] for chart in state["compareRunCharts"]] == ["reward", "val/reward"]
     store.client.set_experiment_tag(store.experiment_id, VIEW_TAG, "a user's")

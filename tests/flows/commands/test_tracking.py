@@ -317,7 +317,7 @@ def test_mlflows_pages_show_the_run_and_the_comparison(synced: Path, reference: 
             tab.call("Page.navigate", url=reported[0])
             # the GenAI view has "Training runs" and traces
             wait_for(tab, "Runs", "Models", reference.run_dir.name, "Reward first", "val/reward")
-            tab.wait(f"{HEADERS}.slice(0, 2).join() === 'reward,val/reward'")
+            tab.wait(f"{HEADERS}.slice(0, 3).join() === 'reward,val/reward,seed'")
             tab.call("Page.navigate", url=f"{reported[0]}&compareRunsMode=CHART")
             shown = wait_for(tab, "Reward\n(2)", "val-core/countdown")
             assert shown.index("Reward\n(2)") < shown.index("val-core/countdown")
