@@ -60,7 +60,7 @@ class Record:
         return found
 
     def text_or_json(self, column: str) -> str:
-        """Return a list or an object as JSON text, and the value of any other column as by `text`."""
+        """Return a list or an object as JSON text, and any other column in the form of `text`."""
         found = self._at(column)
         return json.dumps(found) if isinstance(found, list | Mapping) else self.text(column)
 

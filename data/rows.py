@@ -40,7 +40,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class TaskRows:
-    """All rows of a task by split, which may be generators. `ground_truth_type`: an Arrow type, or None to infer it."""
+    """All rows of a task by split, as lists or generators. `ground_truth_type`: an Arrow type, or None to infer it."""
 
     data_source: str
     ability: str

@@ -41,7 +41,7 @@ class Task(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StageResult:
-    """The published directory of a stage. `cached`: it existed before. `warning`: a remark about the rows, or ''.
+    """The published directory of a stage. `cached`: it was reused. `warning`: a remark about the rows, or ''.
 
     `counts` has the rows of each split, and the omitted rows by reason.
     """
@@ -94,7 +94,7 @@ def _by_part(inputs: Sequence[Mapping[str, str]]) -> dict[str, str]:
 
 
 def dataset_fingerprint(config: DataConfig, seed: int, splits: Sequence[str] = SPLITS) -> str:
-    """Return the fingerprint of a dataset, before it is built. A mixture combines those of its parts."""
+    """Return the fingerprint of a dataset, before it is built. For a mixture, combine the fingerprints of its parts."""
     if isinstance(config, MixtureData):
         return fingerprint("dataset-mixture", [dataset_fingerprint(part.data, seed) for part in config.parts])
     return fingerprint("dataset", {**_origin(config, seed), "splits": splits})
@@ -106,7 +106,7 @@ def dataset_directory(fingerprint: str, root: Path) -> Path:
 
 
 def build_dataset(config: DataConfig, *, seed: int, root: Path, splits: Sequence[str] = SPLITS) -> StageResult:
-    """Build and publish a dataset unless it exists, with only `validation` for a suite (`splits`).
+    """Build and publish a dataset unless it exists. `splits`: the splits to build (for a suite only `validation`).
 
     Raises DataError if the settings or source files give no valid dataset, and DiskSpaceError if the disk is full.
     """
@@ -128,7 +128,7 @@ def build_dataset(config: DataConfig, *, seed: int, root: Path, splits: Sequence
 
 
 def publish_mixture(kind: str, directory: Path, parts: Sequence[StageResult]) -> StageResult:
-    """Publish the folder of a mixture unless it exists. `kind`: `dataset` or `filtered`. The counts are sums."""
+    """Publish the folder of a mixture unless it exists. `kind`: `dataset` or `filtered`. Counts are summed."""
     counts = dict(sorted(sum((Counter(part.counts) for part in parts), Counter()).items()))
     if read_finished_or_set_aside(directory) is not None:
         return StageResult(directory, directory.name, cached=all(part.cached for part in parts), counts=counts)
