@@ -121,9 +121,7 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
 
 
 def tagged_answer(response: str, *, first: bool = False) -> str | None:
-    """Return the text inside the last (or first) complete `<answer>` pair, or None. The time is linear.
-        
-    """
+    """Return the text inside the last (or first) complete `<answer>` pair, or None. The time is linear."""
     close = response.find(_CLOSE, max(response.find(_OPEN), 0)) if first else response.rfind(_CLOSE)
     start = response.rfind(_OPEN, 0, max(close, 0))
     if start < 0:

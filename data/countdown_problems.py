@@ -286,8 +286,7 @@ def _whole_values(values: Fraction, settings: CountdownData) -> tuple[np.ndarray
 def _distractors(
     rng: np.random.Generator, numbers: np.ndarray, target: np.ndarray, settings: CountdownData
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Draw an equation for another target in each row. Return the merges, the values, and a mask of unsuccessful rows.
-    """
+    """Draw an equation for another target in each row. Return merges, values, and a mask of unsuccessful rows."""
     rows, n = numbers.shape
     plan, found = np.zeros((rows, n - 1, 3), dtype=np.int8), np.zeros_like(target)
     still = np.arange(rows)

@@ -89,7 +89,7 @@ def _reference(answer: str) -> Reading:
 
 
 def _boxed(text: str) -> str | None:
-    """Return the contents of the last box and of the boxes that `,`, `and` or `or` joins to it. None: it is not closed.
+    """Return the contents of the last box and of the boxes joined to it by `,`, `and` or `or`. None: it is not closed.
     """
     opened: list[tuple[int, int] | None] = []
     closed: list[tuple[int, int, str]] = []  # outermost boxes: start, end, content
