@@ -72,7 +72,7 @@ class Generation:
 
 
 def timed(step: Callable[[], Any], count: Callable[[], int], found: dict[int, list[float]]) -> Callable[[], Any]:
-    """Return a `step` that appends its milliseconds to `found[n]` for n responses unfinished after it."""
+    """Return a `step` that appends its milliseconds to `found[n]`. After the step, n responses are unfinished."""
 
     def measured() -> Any:
         started = time.perf_counter()

@@ -160,7 +160,8 @@ def _tests_of(folder: str) -> str:
 
 @cache
 def tests_by_line(lines: Path) -> dict[str, dict[int, list[str]]]:
-    """Return the tests that execute each line of each file, those of few lines first, from data with contexts."""
+    """Return the tests that execute each line of each file, from coverage data with contexts. Tests that execute few
+    lines come first."""
     from coverage import CoverageData
 
     data: Any = CoverageData(str(lines))

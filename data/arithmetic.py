@@ -92,8 +92,7 @@ def calculate(expression: str) -> str:
 def apply(left: tuple[Any, Any], operator: str, right: tuple[Any, Any]) -> tuple[Any, Any]:
     """Apply an operation to fractions of integers or of arrays. The result is not reduced.
 
-    A division by zero gives the denominator 0. Later operations on this fraction also give the denominator 0.
-    """
+    A division by zero gives the denominator 0. Later operations on this fraction also give the denominator 0."""
     (a, b), (c, d) = left, right
     if operator == "+":
         return a * d + c * b, b * d

@@ -210,8 +210,7 @@ def _random_equations(
     rng: np.random.Generator, numbers: np.ndarray, operations: tuple[str, ...]
 ) -> tuple[Fraction, NDArray[np.int8]]:
     """Draw an equation over all numbers of each row [M, n]. Return the values of the equations and their steps. A step
-    merges two numbers (merges [M, n-1, 3]: two positions and an operation).
-    """
+    merges two numbers (merges [M, n-1, 3]: two positions and an operation)."""
     rows, n = numbers.shape
     every = np.arange(rows)
     top, bottom = numbers.copy(), np.ones_like(numbers)

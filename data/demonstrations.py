@@ -95,8 +95,7 @@ def tokenize_demonstrations(
     The result counts the rows of `train` and `validation`, and the omitted rows: `overlong`, `empty` (a turn without
     text), `duplicate` and `identical` (two equal responses). Raises DataError if a row has an invalid form, the
     template changes a response, or fewer than two rows remain. Raises DiskSpaceError if the disk is full. No partial
-    result remains after an error.
-    """
+    result remains after an error."""
     digest = demonstrations_fingerprint(config, tokenizer_dir, seed=seed, chat_template_kwargs=chat_template_kwargs)
     directory = tokenized_directory(digest, root)
     if (manifest := read_finished_or_set_aside(directory)) is not None:

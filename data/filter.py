@@ -86,8 +86,7 @@ def filter_dataset(
 
     The result counts the rows of `train` and `validation`, and the omitted rows, such as `train/overlong` and
     `train/duplicate`. Raises DataError if a row breaks the schema or the settings, no row is left, or the splits
-    overlap. Raises DiskSpaceError if the disk is full. No partial result remains after an error.
-    """
+    overlap. Raises DiskSpaceError if the disk is full. No partial result remains after an error."""
     dataset = read_finished(dataset_dir)
     if dataset is None:
         raise DataError(f"{dataset_dir}: is no finished dataset (no manifest.json); make it with `millrace run`")

@@ -89,8 +89,7 @@ def _reference(answer: str) -> Reading:
 
 
 def _boxed(text: str) -> str | None:
-    """Return the contents of the last box and of the boxes joined to it by `,`, `and` or `or`. None: it is not closed.
-    """
+    """Return the contents of the last box and of the boxes that `,`, `and` or `or` joins to it. None: it is open."""
     opened: list[tuple[int, int] | None] = []
     closed: list[tuple[int, int, str]] = []  # outermost boxes: start, end, content
     for found in _BRACE.finditer(text):
@@ -150,8 +149,7 @@ def _equal(gold: Reading, answer: Reading) -> bool:
 
 def _same_entries(gold: Reading, answer: Reading) -> bool:
     """Return whether two lists have equal entries. The entries are paired by name if all have names, otherwise by
-    position if the list is ordered, otherwise in any order.
-    """
+    position if the list is ordered, otherwise in any order."""
     open_or_round = {"", "()"}
     if len(gold.entries) != len(answer.entries) or (gold.name and answer.name and gold.name != answer.name):
         return False

@@ -98,8 +98,7 @@ class Mismatch:
 @dataclass(frozen=True, slots=True)
 class ReferenceReport:
     """The result of a check. `rows`: the number of checked rows by split. `unmet`: the number of rows without a full
-    score by split. `total`: the number of all rows. `shown`: the first rows without a full score.
-    """
+    score by split. `total`: the number of all rows. `shown`: the first rows without a full score."""
 
     rows: Mapping[str, int]
     unmet: Mapping[str, int]
@@ -166,8 +165,7 @@ def check_references(
 
     `is_taught`: whether a warm start trains on the solutions. Raises DataError if more than
     `reward.max_unmet_references` of a split's rows miss the full score. Raises ConfigError if `reward.weights` names a
-    part that the scorer does not return.
-    """
+    part that the scorer does not return."""
     if not is_checked(data):
         return ""
     dataset = dataset_fingerprint(data, seed, splits)

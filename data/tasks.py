@@ -43,8 +43,7 @@ class Task(Protocol):
 class StageResult:
     """The published directory of a stage. `cached`: it was reused. `warning`: a remark about the rows, or ''.
 
-    `counts` has the rows of each split, and the omitted rows by reason.
-    """
+    `counts` has the rows of each split, and the omitted rows by reason."""
 
     directory: Path
     fingerprint: str
@@ -108,8 +107,7 @@ def dataset_directory(fingerprint: str, root: Path) -> Path:
 def build_dataset(config: DataConfig, *, seed: int, root: Path, splits: Sequence[str] = SPLITS) -> StageResult:
     """Build and publish a dataset unless it exists. `splits`: the splits to build (for a suite only `validation`).
 
-    Raises DataError if the settings or source files give no valid dataset, and DiskSpaceError if the disk is full.
-    """
+    Raises DataError if the settings or source files give no valid dataset, and DiskSpaceError if the disk is full."""
     if isinstance(config, MixtureData):
         parts = [build_dataset(part.data, seed=seed, root=root) for part in config.parts]
         return publish_mixture("dataset", dataset_directory(dataset_fingerprint(config, seed), root), parts)

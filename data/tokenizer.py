@@ -87,8 +87,7 @@ class PromptTokenizer:
     """A tokenizer that renders and tokenizes prompts and responses. It checks `PieceEncoder` on a sample.
 
     Raises DataError if the tokenizer cannot be loaded, a chat prompt has no chat template, or the template ignores the
-    `tools` (JSON schemas) or a variable of `chat_template_kwargs`.
-    """
+    `tools` (JSON schemas) or a variable of `chat_template_kwargs`."""
 
     def __init__(
         self,
@@ -172,8 +171,7 @@ class PromptTokenizer:
         """Return the token ids of each response after its prompt (`texts`), with the end token.
 
         An empty response has no ids. The second result gives the reason for each other response without ids. Raises
-        DataError if a response has a word without a token.
-        """
+        DataError if a response has a word without a token."""
         found, unwritten, wholes = [b""] * len(responses), dict[int, str](), dict[int, str]()
         for place, response in enumerate(responses):
             if response.strip():
@@ -215,8 +213,7 @@ class PromptTokenizer:
         """Return the ids of a response with its end token.
 
         `before`: the ids of the prompt. `joint`: the ids of prompt and response. `written`: the text after the prompt.
-        This text is tokenized alone if a token spans the end of the prompt.
-        """
+        This text is tokenized alone if a token spans the end of the prompt."""
         found = joint[len(before) :] if joint.startswith(before) else self._from_boundary(before, joint, written)
         if not self.chat:
             return found + self._end
@@ -246,8 +243,7 @@ class PromptTokenizer:
     ) -> str:
         """Render messages as text. `opened`: the text ends with the beginning of the assistant's turn.
 
-        `continued`: the text ends with the last message. `tools` replaces the schemas of the constructor.
-        """
+        `continued`: the text ends with the last message. `tools` replaces the schemas of the constructor."""
         if not self.chat:
             return "".join(message["content"] for message in messages)
         try:

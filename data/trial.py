@@ -70,8 +70,7 @@ def validate_rows(
     """Build the rows of local files to check them, unless the dataset exists. For parquet, check only the scorers.
 
     A prompt in both splits is an error. With `each_once`, a repeated prompt in a split is also an error. Return the
-    number of rows in the first split, or None if no rows are built.
-    """
+    number of rows in the first split, or None if no rows are built."""
     if isinstance(config, ParquetData):
         require_scorers(config, splits)
     is_code = isinstance(config, CustomData) and config.build == "data.code:build"

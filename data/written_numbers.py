@@ -111,8 +111,7 @@ _MAKES_ANOTHER = re.compile(
 
 def typeset(text: str) -> str:
     """Remove the typesetting of a text: spaces, fonts, sizes, currencies, `$`, outer braces and boxes. Put words in
-    quotes.
-    """
+    quotes."""
     if _PLAIN.fullmatch(text):
         return text
     found = _BLANK.sub(" ", _NOTHING.sub("", text.translate(_UNICODE))).replace("{,}", ",")
@@ -165,8 +164,7 @@ class Number(NamedTuple):
         """Return whether two numbers are equal, to six decimal places if only one is a finite decimal.
 
         A percentage of 1% or more equals its number (50% equals 50). A percentage also equals a hundredth of its number
-        (50% equals 0.5), unless the hundredth is a whole number.
-        """
+        (50% equals 0.5), unless the hundredth is a whole number."""
         is_same = _same(self.value, other.value)
         if self.percent == other.percent or (is_same and not 0 < abs(self.value) < 1):
             return is_same

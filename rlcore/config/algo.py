@@ -43,7 +43,7 @@ class KlConfig(Section):
     """The KL divergence between the policy and a frozen reference policy."""
 
     where: Literal["off", "loss", "reward"] = "off"
-    """The place of the KL term. With `off`, no reference model is loaded."""
+    """Place of the KL term. Off: no reference model is loaded."""
     estimator: Annotated[
         Literal["auto", "k1", "k2", "k3", "low_var_kl"],
         EffectiveWhen(".where", unless="loss", of="k1", remedy="Set algo.kl.estimator=low_var_kl or k2",
@@ -97,14 +97,12 @@ class RejectionConfig(Section):
 
     level: Annotated[Literal["off", "token", "sequence-sum", "sequence-mean", "sequence-max"], _TWO_SIDES] = "off"
     """The unit that is skipped: a token, or a response. A response is skipped by the sum, mean or maximum of the
-    differences of its tokens.
-    """
+    differences of its tokens."""
     estimator: Annotated[Literal["k1", "k2", "k3"], _REJECTED] = "k1"
     """The estimator of a token's divergence KL(behavior || old). The estimators are those of `algo.kl.estimator`."""
     cap: Annotated[float, _REJECTED] = Field(default=2.0, gt=0)
     """The largest accepted difference. With k1 it is the ratio of the two probabilities, above 1. With k2 or k3 it is
-    in nats.
-    """
+    in nats."""
     checks = (
         rule(".cap", ".estimator", "must be over 1 with k1",
              lambda own, _: own.level == "off" or own.estimator != "k1" or own.cap > 1,
@@ -237,8 +235,7 @@ class AlgoConfig(Section):
     """The way in which the per-token losses are aggregated to one number."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """The weight of the entropy bonus. If `algo.entropy_control.target` is set, it is the initial weight. 0: the
-    entropy is only measured.
-    """
+    entropy is only measured."""
     entropy_control: EntropyControlConfig = EntropyControlConfig()
     """The controller that keeps the entropy near a target."""
     value_clip: Annotated[float, EffectiveWhen("critic", remedy="Choose algo=ppo, which has a critic")] = Field(
@@ -258,8 +255,7 @@ class AlgoConfig(Section):
     larger fall and a negative advantage has no policy loss. Null: no limit."""
     top_entropy: float = Field(default=1.0, gt=0, le=1)
     """The share of a mini-batch's response tokens that have a policy loss. They are the tokens with the highest
-    entropy.
-    """
+    entropy."""
     clip_cov: ClipCovConfig = ClipCovConfig()
     """Clip-Cov, which excludes tokens from the policy loss so that the entropy falls more slowly."""
     mask_truncated: bool = False

@@ -50,8 +50,7 @@ class ValueOverride:
 def validate_settings(settings: dict[str, Any], values: Sequence[ValueOverride], findings: Findings) -> RunConfig:
     """Apply overrides to nested plain settings. Report wrong values. Return a typed config without the wrong values.
 
-    Raises ConfigError if a wrong value cannot be removed.
-    """
+    Raises ConfigError if a wrong value cannot be removed."""
     for written in values:
         _apply_override(settings, written, findings)
     if any(isinstance(entry, str) for entry in suites_in(settings)):

@@ -79,8 +79,7 @@ class Composition:
 
     def unused_settings(self, swept: Collection[str] = ()) -> list[str]:
         """Return warnings about given settings without an effect. `swept`: keys that differ between the runs of a
-        sweep.
-        """
+        sweep."""
         return unused_settings(self.config, self.override_keys, self.file_keys, swept)
 
     def require_valid(self) -> "Composition":

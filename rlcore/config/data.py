@@ -35,8 +35,7 @@ JUDGE = "data.judge:score"
 PROGRAMS = "data.code:score"
 BY_ROW = "rlcore.rollout.by_part:score"
 """The scorer that calls another scorer for each row: the scorer of the row's dataset in a mixture, otherwise the scorer
-of the row's data source.
-"""
+of the row's data source."""
 
 _SCORERS = {
     "data.gsm8k:score": re.compile(r"(?:openai/)?gsm8k"),
@@ -126,8 +125,7 @@ class CountdownData(Conversation):
     ] = Field(default=None, ge=0, le=64)
     """The largest number of wrong equations that a warm-start solution tries before the right equation. Each row has a
     random number of tries. If null, the solution has only the right equation and the value. Only templates with
-    `<think>` show this work.
-    """
+    `<think>` show this work."""
     scorer: Scorer = "data.countdown:score"
     checks = (
         rule(".operations", "", "must name one operation or more, each once",
@@ -222,8 +220,7 @@ class CustomData(Conversation):
     """The number of rows in the validation split."""
     options: tuple[str, ...] = ()
     """Further arguments of the function. Include each file or folder that the function reads. After a change in one of
-    them, a new dataset is built.
-    """
+    them, a new dataset is built."""
     scorer: Scorer = "data.multiplication:score"
 
 

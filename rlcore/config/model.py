@@ -269,8 +269,7 @@ class ModelConfig(Section):
     zero_stage: Annotated[Literal[1, 3], MayChange, EffectiveWhen("runtime.num_workers", unless="1")] = 3
     """The way in which ranks share the model in an update. `3` gathers weights layer by layer and reduces gradients
     after each micro-batch. `1` does each only once per optimizer step. It takes less network time, and 6 more bytes of
-    memory per weight. Both shard the float32 weights and the optimizer's state.
-    """
+    memory per weight. Both shard the float32 weights and the optimizer's state."""
     compile: Annotated[bool, MayChange] = False
     """Compile each decoder layer and the head with torch.compile (only on CUDA)."""
     share_prompts: bool = False
@@ -311,8 +310,7 @@ class ModelConfig(Section):
 
 class WarmStartConfig(Section):
     """Supervised steps on demonstrations. They train all weights. In a run without reinforcement learning, they train
-    only the adapters if `model.lora` is set.
-    """
+    only the adapters if `model.lora` is set."""
 
     enabled: bool = False
     """Run the warm start. If false, training starts from `model.path`."""
@@ -341,15 +339,13 @@ class WarmStartConfig(Section):
     """The number of steps between two measurements of the held-out loss, and of the reward with `stop_at_reward`."""
     held_out_rows: int = Field(default=256, ge=0)
     """The number of held-out demonstrations. They are at most a tenth of the file, or the solutions of validation rows.
-    0: no held-out loss.
-    """
+    0: no held-out loss."""
     patience: Annotated[int | None, EffectiveWhen(".held_out_rows")] = Field(default=None, ge=1)
     """The number of consecutive measurements without a lower held-out loss after which the stage ends. Null: no limit.
     The result is the checkpoint with the lowest held-out loss, unless `stop_at_reward` is set."""
     stop_at_reward: float | None = Field(default=None, gt=0, le=1)
     """The sampled reward on training problems at which the stage ends. The result is then the last weights. Null: no
-    responses are sampled.
-    """
+    responses are sampled."""
     check_problems: Annotated[int, EffectiveWhen(".stop_at_reward")] = Field(default=256, ge=1)
     """The number of training problems that are sampled in a measurement, at least 16."""
     misdirected_share: Annotated[

@@ -35,8 +35,7 @@ class SamplingConfig(Section):
 
     temperature: float = Field(default=1.0, ge=0)
     """The sampling temperature. The log-probabilities of responses have the same temperature. 0 selects the likeliest
-    token.
-    """
+    token."""
     top_p: Annotated[float, _SAMPLED] = Field(default=1.0, gt=0, le=1)
     """The probability mass of the likeliest tokens that sampling may choose from."""
 
@@ -53,8 +52,7 @@ class RolloutConfig(Section):
     finish_share: float = Field(default=1.0, gt=0.5, le=1)
     """The share of groups (all responses to a prompt) that a step finishes. A step starts trainer.batch_size /
     finish_share groups and trains on the first batch_size groups that finish. The other groups continue in the next
-    step.
-    """
+    step."""
     sampling: SamplingConfig = SamplingConfig()
     """The sampling of training responses. A temperature of 1 and a top_p of 1 keep the policy gradient unbiased."""
     skip_special_tokens: bool = True
@@ -73,8 +71,7 @@ class RolloutConfig(Section):
     """The share of the GPU's memory that vLLM may use for weights and cache."""
     sleep_level: Annotated[Literal[0, 1, 2], MayChange, _OF_VLLM, _ON_GPUS] = 2
     """The GPU memory that vLLM frees during training. 0: none. 1: the cache and the weights, which move to host memory.
-    2: the cache and the weights, which the next weight sync sends again.
-    """
+    2: the cache and the weights, which the next weight sync sends again."""
     enforce_eager: Annotated[bool, MayChange, _OF_VLLM, _ON_GPUS] = False
     """Run vLLM without CUDA graphs."""
     max_batched_tokens: Annotated[
@@ -129,8 +126,7 @@ class JudgeConfig(Section):
 
     url: Annotated[str, MayChange] = ""
     """The address without `/chat/completions`, such as `http://127.0.0.1:8000/v1`. No proxy is used, and no redirection
-    is followed.
-    """
+    is followed."""
     model: str = ""
     """The name of the model at the endpoint."""
     key_variable: Annotated[str, MayChange] = Field(default="", pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")
@@ -143,8 +139,7 @@ class JudgeConfig(Section):
     with `{"score": X}` or `<score>X</score>`, and must write only one score."""
     highest: float = Field(default=1.0, gt=0)
     """The best score of the judge. A verdict is from 0 to this score. The part `judge` is the verdict divided by this
-    score.
-    """
+    score."""
     levels: int | None = Field(default=None, ge=2)
     """The number of evenly spaced scores from 0 to `highest` that the judge may give. A JSON schema (`response_format`)
     then restricts its text to `{"score": X}`. If null, the judge writes free text."""
@@ -180,13 +175,11 @@ class RewardConfig(Section):
 
     weights: dict[str, float] = Field(default_factory=dict)
     """The weight of each part of a score (`total` is the scorer's total). The reward is the sum of weight x part. If
-    {}, the reward is the total. A response whose score lacks a weighted part has no score.
-    """
+    {}, the reward is the total. A response whose score lacks a weighted part has no score."""
 
     num_processes: Annotated[int, MayChange] = Field(default=0, ge=0)
     """The number of scoring processes. With 0, the trainer scores. This is safe only for a trusted scorer that always
-    ends.
-    """
+    ends."""
     deadline_s: Annotated[float, MayChange, EffectiveWhen(".num_processes")] = Field(default=5.0, gt=0)
     """The time limit for one response, in seconds. After it, the process is replaced, and the response has no score."""
     judge: JudgeConfig = JudgeConfig()
@@ -195,8 +188,7 @@ class RewardConfig(Section):
     """Score some worthless responses before the first step. If some of them get a reward, an event reports them."""
     max_unmet_references: Annotated[float, MayChange] = Field(default=0.01, ge=0, le=1)
     """The largest share of rows whose reference or solution may miss the full score in the check before a run. If the
-    share is larger, the dataset is refused. Otherwise the rows are reported.
-    """
+    share is larger, the dataset is refused. Otherwise the rows are reported."""
     checks = (
         rule(".num_processes", "data.scorer",
              "must be 1 or more with data.scorer=data.math:score, which some responses keep busy forever, and with "
@@ -255,8 +247,7 @@ class EpisodeConfig(Section):
     """Responses with several turns. An environment replies after each turn (`data.environment`).
 
     `rollout.max_response_tokens` limits a whole episode with its replies. The episode ends with a turn that reaches
-    this limit. A reply that leaves no room for another token is omitted, and the episode ends.
-    """
+    this limit. A reply that leaves no room for another token is omitted, and the episode ends."""
 
     tools: tuple[str, ...] = ()
     """The functions that the model may call, each as `module:function`, for
@@ -272,8 +263,7 @@ class EpisodeConfig(Section):
     """The largest number of tokens in a turn of the model. The turn ends at this number. 0: no limit."""
     max_tool_tokens: int = Field(default=256, ge=1)
     """The largest number of tokens in a reply. The largest number of characters is 16 times this number. The rest of a
-    longer reply is dropped.
-    """
+    longer reply is dropped."""
     deadline_s: Annotated[float, MayChange] = Field(default=10.0, gt=0)
     """The time limit for one reply, in seconds. After it, the environment's process is replaced, and the episode has no
     score and is not used for training. Other episodes of the process are repeated."""
@@ -281,8 +271,7 @@ class EpisodeConfig(Section):
     """The number of environment processes. Each process computes one turn at a time."""
     reward_per_turn: Annotated[bool, EffectiveWhen("algo.advantage", "gae reinforce_pp")] = False
     """Assign the reward of each turn to the last token of the turn. If false, the last token of the episode gets the
-    sum of all rewards.
-    """
+    sum of all rewards."""
     effective = EffectiveWhen("data.environment")
     checks = (
         rule(".tools", "", "must be a list of `module:function`, each name once",
@@ -307,8 +296,7 @@ class EvaluationConfig(Section):
 
     every_steps: int = Field(default=20, ge=0)
     """The number of steps between two validations in training. With 0, the model is validated only before and after
-    training.
-    """
+    training."""
     max_problems: int = Field(default=0, ge=0)
     """The largest number of held-out problems in a validation, and of a suite. 0: all problems."""
     samples_per_problem: int = Field(default=4, ge=1)

@@ -45,8 +45,7 @@ class Bound:
     """A limit computed from the settings in `others`: their sum, or their product for `divide`.
 
     The limit is not checked if one of these settings is null or the setting in `only_with` is off. `remedy` may contain
-    `{bound}` and `{divisors}`.
-    """
+    `{bound}` and `{divisors}`."""
 
     words: Literal["divide", "be at most", "be at least", "be under"]
     others: str
@@ -179,8 +178,7 @@ def unused_settings(
 
     `given`: the keys and groups that overrides set. `in_file`: the keys in an experiment's file. A key has no warning
     if an override changes the setting that the key depends on. `swept`: the keys and groups that differ between the
-    points of a sweep. `config` has the shared settings.
-    """
+    points of a sweep. `config` has the shared settings."""
     values = leaves(config.model_dump(mode="json"))
     left = [key for key in values if key in given or key in in_file or key in swept]
     lines = []

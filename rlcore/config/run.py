@@ -49,8 +49,7 @@ class RunConfig(Section):
     """The name of the run's folder. If null, it consists of the name, the seed and the settings' fingerprint."""
     seed: int = Field(default=1, ge=0, lt=2**31)
     """The seed of the initial weights, of the order of prompts, and of sampled tokens. `data.seed` is the seed of the
-    rows.
-    """
+    rows."""
     tags: Annotated[dict[str, str], MayChange] = Field(default_factory=dict)
     """The tags of the MLflow run."""
     paths: Annotated[PathsConfig, MayChange] = PathsConfig()
@@ -95,8 +94,7 @@ class RunConfig(Section):
     @property
     def prompts_in_progress(self) -> int:
         """The number of prompts that a step samples. The step trains on fewer prompts if `rollout.finish_share` is
-        below 1.
-        """
+        below 1."""
         return int(self.trainer.batch_size / Fraction(str(self.rollout.finish_share)))
 
     @property

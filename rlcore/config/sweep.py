@@ -83,8 +83,7 @@ class Pruning(Section):
 
     A point is dropped if the best point is better according to the confidence interval of their paired difference. The
     difference is measured on the same held-out problems. After the k-th comparison, the best n / (k + 1) of n points
-    continue.
-    """
+    continue."""
 
     every_steps: int = Field(ge=1)
     """The number of steps between two comparisons, a multiple of trainer.steps_per_chunk and validation.every_steps."""
@@ -94,8 +93,7 @@ class Pruning(Section):
 
 class Budget(Section):
     """The limits of one call of a sweep. Runs that were finished before do not count. The next call continues the
-    sweep.
-    """
+    sweep."""
 
     runs: int | None = Field(default=None, ge=1)
     """The largest number of runs."""
@@ -268,8 +266,7 @@ def load_sweep(
 ) -> Sweep:
     """Read a sweep from a name in `conf/sweep`, a .yaml file or its content, and check the settings of every point.
 
-    `overrides` and `budget` replace the values in the file. Raises ConfigError with all mistakes of one kind.
-    """
+    `overrides` and `budget` replace the values in the file. Raises ConfigError with all mistakes of one kind."""
     spec = _parse(_content(source) if isinstance(source, str) else source)
     if budget is not None:
         changed = spec.budget.model_copy(update=budget.model_dump(exclude_none=True))

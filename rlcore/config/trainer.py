@@ -18,9 +18,7 @@ class TrainerConfig(Section):
     """The training loop."""
 
     total_steps: int = Field(default=100, ge=0, le=10_000_000)
-    """The number of steps, each on one batch of prompts. With 0, the run ends after its supervised stage
-    (`warm_start`).
-    """
+    """Steps of the run, each on one batch of prompts. With 0, it ends after its supervised stage (`warm_start`)."""
     steps_per_chunk: Annotated[int, MayChange, _IN_STEPS] = Field(default=20, ge=1)
     """The number of steps between two checkpoints. These steps are a chunk, which Prefect retries as a unit."""
     batch_size: Annotated[int, _IN_STEPS] = Field(default=256, ge=1, le=10_000_000)
@@ -67,8 +65,7 @@ class AlarmConfig(Section):
     """The action if a loss or gradient is not finite. The batch is always saved, and the update is never applied."""
     grad_norm: StepAction = "tell"
     """The action if a mini-batch's gradient norm before clipping is above `grad_norm_above`. `skip` skips only the
-    update of this mini-batch.
-    """
+    update of this mini-batch."""
     grad_norm_above: Annotated[float, EffectiveWhen(".grad_norm")] = Field(default=1_000.0, gt=0)
     """The limit of the gradient norm of one mini-batch. The norm is over all parameters."""
     entropy: StateAction = "tell"
@@ -77,8 +74,7 @@ class AlarmConfig(Section):
     """The limit of the mean entropy over response tokens, in nats."""
     equal_scores: Annotated[StepAction, EffectiveWhen("rollout.samples_per_prompt", unless="1")] = "tell"
     """The action if all responses of each group have the same score. With one response to each prompt, the alarm is
-    off.
-    """
+    off."""
     kl: StateAction = "off"
     """The action if the KL divergence from the reference policy is above `kl_above`. It requires algo.kl.where."""
     kl_above: Annotated[float, EffectiveWhen(".kl")] = Field(default=10.0, gt=0)
@@ -178,8 +174,7 @@ class RuntimeConfig(Section):
     """The device of the workers. `auto` is CUDA if there is a GPU, otherwise the CPU."""
     python: str | None = None
     """The Python interpreter of the trainer and its workers, such as `bin/python` of another environment. Null: the
-    interpreter that runs the command.
-    """
+    interpreter that runs the command."""
     threads_per_worker: int = Field(default=1, ge=1)
     """The number of CPU threads that torch uses in each worker. Another number may change the last digits of a sum."""
     ray_address: Annotated[str | None, _UNDER_RAY] = None
@@ -200,8 +195,7 @@ class RuntimeConfig(Section):
     """The time limit of each phase. A phase that takes longer counts as hung."""
     stop_deadline_s: float = Field(default=60.0, gt=0)
     """The seconds in which a run ends after a request to stop. The current step has half of this time to finish.
-    Otherwise the step is cancelled, the state before the step is saved, and the next start repeats the step.
-    """
+    Otherwise the step is cancelled, the state before the step is saved, and the next start repeats the step."""
     max_chunk_retries: int = Field(default=2, ge=0)
     """The largest number of retries of a failed chunk. A retry starts from the last checkpoint."""
     priority: int = Field(default=0, ge=-1000, le=1000)
