@@ -44,7 +44,7 @@ ON_RAY = (
 )  # fmt: skip
 MADE_BEFORE = ("datasets", "filtered", "models", "tokenizers")
 MARKS = {"trainer": "rlcore.run.process", "scorer": "scoring_worker", "delivery": "rlcore.tracking"}
-"""For each kind of process, the end of a word in the command line of this process."""
+"""The end of a word that each kind of process has in its command line."""
 NAMES = {"ray::RankProcess": "rank", "raylet": "raylet", "gcs_server": "gcs_server"}
 PARTS = ("flow", *MARKS, *NAMES.values())
 

@@ -71,8 +71,7 @@ def _is_test(test: object) -> bool:
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score a program by the share of tests that pass within `sandbox.time_s`. The part `compiles` is 0 after a syntax
-    error."""
+    """Score a program by the share of tests that pass within `sandbox.time_s`. `compiles` is 0 after a syntax error."""
     if "entry_point" in ground_truth:
         program = _completed(str(ground_truth["prompt"]), response, str(ground_truth["entry_point"]))
         tests = [f"{ground_truth['test']}\ncheck({ground_truth['entry_point']})"]
@@ -132,8 +131,7 @@ def run_python(program: str) -> str:
     """Run a Python program without network or files, and read what it prints.
 
     Args:
-        program: The whole program. It has to print its result.
-    """
+        program: The whole program. It has to print its result."""
     ran = run_in_sandbox(program)
     if ran.stop_reason == "time":
         return f"{ran.stdout}\nerror: the program was ended after its time"

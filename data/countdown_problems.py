@@ -235,8 +235,7 @@ def equations_for(
     """Search for an equation for each of the `targets` [M, T] of each row of `numbers` [M, n].
 
     All equations are tried (3,888 for 4 numbers). Return the merges [M, T, n-1, 3] of the first equation for each
-    target, and which targets are solved (bool [M, T]).
-    """
+    target, and which targets are solved (bool [M, T])."""
     rows, n = numbers.shape
     plan, solved = np.zeros((*targets.shape, n - 1, 3), dtype=np.int8), np.zeros(targets.shape, dtype=bool)
     farthest = np.abs(targets).max()

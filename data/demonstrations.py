@@ -170,8 +170,7 @@ def _rows_that_fit(file: Path, encoder: Encoder, max_tokens: int, counts: Counte
 class _Conversation:
     """The messages of a row. The targets are the assistant's turns from message `first` on.
 
-    `begun`: the beginning of message `first`, if this text belongs to the prompt and is not a target.
-    """
+    `begun`: the beginning of message `first`, if this text belongs to the prompt and is not a target."""
 
     messages: list[dict[str, Any]]
     tools: tuple[dict[str, Any], ...] = ()

@@ -25,8 +25,7 @@ class Row:
     """One problem of a task.
 
     `solution` is a response with a full score. `distractor` is a response of the same form with another result.
-    `data_source` and `ability` default to the values of the task. `where` is the file and line for messages.
-    """
+    `data_source` and `ability` default to the values of the task. `where` is the file and line for messages."""
 
     prompt: tuple[Message, ...]
     ground_truth: GroundTruth

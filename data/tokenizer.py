@@ -199,8 +199,7 @@ class PromptTokenizer:
     def require_response(self, prompt: str, whole: str, response: str) -> None:
         """Check that the template writes a response after the prompt unchanged, except in white space.
 
-        `whole`: the text up to the end of the turn. The response may repeat an opening tag at the end of the prompt.
-        """
+        `whole`: the text up to the end of the turn. The response may repeat an opening tag at the end of the prompt."""
         if not whole.startswith(prompt):
             raise ResponseChangedError(f"does not write it behind {prompt[-40:]!r}, the end of the prompt")
         written = whole[len(prompt) :]
@@ -293,7 +292,6 @@ class PromptTokenizer:
         return whole
 
     def _from_boundary(self, before: bytes, joint: bytes, written: str) -> bytes:
-        """Return the ids of the text `written` after the tokens `before`."""
         alone, line_end, behind = encode_whole(self.backend, [written, "\n", f"\n{written}"])
         ways = [alone, *([behind[len(line_end) :]] if behind.startswith(line_end) else [])]
         text = self._decode(joint)

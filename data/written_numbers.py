@@ -110,7 +110,7 @@ _MAKES_ANOTHER = re.compile(
 
 
 def typeset(text: str) -> str:
-    """Remove the typesetting of a text: spaces, fonts, sizes, currencies, `$`, outer braces and boxes. Put words in
+    """Remove the typesetting of a text: spaces, fonts, sizes, currencies, `$`, outer braces, boxes. Put words in
     quotes."""
     if _PLAIN.fullmatch(text):
         return text

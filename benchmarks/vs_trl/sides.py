@@ -95,8 +95,7 @@ def supervised_steps(trainer: Any, count: int) -> list[Mapping[str, float]]:
 
 def measuring(trainer: type[Any], found: dict[str, list[float]]) -> tuple[type[Any], Any]:
     """Return a subclass of a trainer of TRL and a callback. They add the summed losses of the micro-batches, without
-    rounding, and the seconds of each step to `found`.
-    """
+    rounding, and the seconds of each step to `found`."""
     from transformers import TrainerCallback
 
     class Measured(trainer):  # type: ignore[misc, valid-type]

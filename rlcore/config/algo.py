@@ -35,8 +35,7 @@ class EntropyControlConfig(Section):
     target: float | None = Field(default=None, gt=0)
     """The target entropy in nats per token. If null, the weight stays at `algo.entropy_coef`."""
     step: Annotated[float, EffectiveWhen(".target")] = Field(default=0.005, gt=0)
-    """The change of the weight per step: a rise if the entropy is below the target, otherwise a fall, but not below 0.
-    """
+    """The change of the weight per step: up if the entropy is below the target, otherwise down, but not below 0."""
 
 
 class KlConfig(Section):
@@ -101,8 +100,7 @@ class RejectionConfig(Section):
     estimator: Annotated[Literal["k1", "k2", "k3"], _REJECTED] = "k1"
     """The estimator of a token's divergence KL(behavior || old). The estimators are those of `algo.kl.estimator`."""
     cap: Annotated[float, _REJECTED] = Field(default=2.0, gt=0)
-    """The largest accepted difference. With k1 it is the ratio of the two probabilities, above 1. With k2 or k3 it is
-    in nats."""
+    """The largest accepted difference: with k1 a ratio of probabilities above 1, with k2 or k3 a number of nats."""
     checks = (
         rule(".cap", ".estimator", "must be over 1 with k1",
              lambda own, _: own.level == "off" or own.estimator != "k1" or own.cap > 1,
@@ -254,8 +252,7 @@ class AlgoConfig(Section):
     """The largest fall of a response's mean log-probability since it was sampled, in nats per token. A response with a
     larger fall and a negative advantage has no policy loss. Null: no limit."""
     top_entropy: float = Field(default=1.0, gt=0, le=1)
-    """The share of a mini-batch's response tokens that have a policy loss. They are the tokens with the highest
-    entropy."""
+    """The share of a mini-batch's response tokens with a policy loss: the tokens with the highest entropy."""
     clip_cov: ClipCovConfig = ClipCovConfig()
     """Clip-Cov, which excludes tokens from the policy loss so that the entropy falls more slowly."""
     mask_truncated: bool = False

@@ -50,7 +50,7 @@ GROUPS = {
 }
 """The groups of settings, each with the option that is chosen by default."""
 EXCLUSIVE_GROUPS = ("data", "critic")
-"""Groups whose options have different keys. An override of the option drops the keys of the group in the file."""
+"""Groups with different keys in each option. If an override changes the option, the file's keys are dropped."""
 EXPERIMENT_HINT = "Did you mean experiment="
 _ROOT = "millrace"
 # Hydra's state is global and not safe between threads.
@@ -67,8 +67,7 @@ class Composition:
     """Composed settings without wrong values, the problems, and the sources of the settings.
 
     `members`: the chosen option of each group. `override_keys`: the keys and groups that overrides set. `file_keys`:
-    the keys that the experiment's own file sets and no override sets.
-    """
+    the keys that the experiment's own file sets and no override sets."""
 
     config: RunConfig
     problems: Sequence[Problem]
@@ -78,8 +77,7 @@ class Composition:
     file_keys: Collection[str]
 
     def unused_settings(self, swept: Collection[str] = ()) -> list[str]:
-        """Return warnings about given settings without an effect. `swept`: keys that differ between the runs of a
-        sweep."""
+        """Return warnings about given settings without an effect. `swept`: keys that differ between a sweep's runs."""
         return unused_settings(self.config, self.override_keys, self.file_keys, swept)
 
     def require_valid(self) -> "Composition":

@@ -45,8 +45,7 @@ _SCORERS = {
         r"|numina_(?:aops_forum|synthetic_math|amc_aime|synthetic_amc|cn_k12|olympiads)"
     ),
 }
-"""The scorers, each with a pattern of its data sources. The names of the data sources are those in verl and TinyZero.
-"""
+"""The scorers, each with a pattern of its data sources. verl and TinyZero use the same names for data sources."""
 
 
 RENDERING_NAMES = frozenset((
@@ -171,8 +170,7 @@ class ParquetData(Conversation):
     template: Literal["auto", "chat", "text"] = "auto"
     """The form of the prompt: the chat template, the only message, or the form in the file's metadata (else `chat`)."""
     scorer: str = BY_ROW
-    """A `module:function` that scores a response text. By default, the row's `data_source` selects it (docs/data.md).
-    """
+    """A `module:function` that scores a response. By default, the row's `data_source` selects it (docs/data.md)."""
     checks = (_is_a_file("train_file"), _is_a_file("validation_file"))
 
 

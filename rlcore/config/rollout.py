@@ -34,8 +34,7 @@ class SamplingConfig(Section):
     """The sampling of responses."""
 
     temperature: float = Field(default=1.0, ge=0)
-    """The sampling temperature. The log-probabilities of responses have the same temperature. 0 selects the likeliest
-    token."""
+    """The sampling temperature, at which log-probabilities are also computed. 0 selects the likeliest token."""
     top_p: Annotated[float, _SAMPLED] = Field(default=1.0, gt=0, le=1)
     """The probability mass of the likeliest tokens that sampling may choose from."""
 
@@ -125,8 +124,8 @@ class JudgeConfig(Section):
     """A model that scores responses, behind an OpenAI-compatible endpoint (`data.scorer=data.judge:score`)."""
 
     url: Annotated[str, MayChange] = ""
-    """The address without `/chat/completions`, such as `http://127.0.0.1:8000/v1`. No proxy is used, and no redirection
-    is followed."""
+    """The address without `/chat/completions`, such as `http://127.0.0.1:8000/v1`. Proxies and redirects are not used.
+    """
     model: str = ""
     """The name of the model at the endpoint."""
     key_variable: Annotated[str, MayChange] = Field(default="", pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")
@@ -138,8 +137,8 @@ class JudgeConfig(Section):
     """The prompt of the judge with the places `{response}` and `{ground_truth}` (JSON). The judge must end its text
     with `{"score": X}` or `<score>X</score>`, and must write only one score."""
     highest: float = Field(default=1.0, gt=0)
-    """The best score of the judge. A verdict is from 0 to this score. The part `judge` is the verdict divided by this
-    score."""
+    """The judge's best score. Verdicts are from 0 to this score. The part `judge` is a verdict divided by this score.
+    """
     levels: int | None = Field(default=None, ge=2)
     """The number of evenly spaced scores from 0 to `highest` that the judge may give. A JSON schema (`response_format`)
     then restricts its text to `{"score": X}`. If null, the judge writes free text."""
@@ -178,8 +177,7 @@ class RewardConfig(Section):
     {}, the reward is the total. A response whose score lacks a weighted part has no score."""
 
     num_processes: Annotated[int, MayChange] = Field(default=0, ge=0)
-    """The number of scoring processes. With 0, the trainer scores. This is safe only for a trusted scorer that always
-    ends."""
+    """The number of scoring processes. With 0, the trainer scores, which needs a trusted scorer that always ends."""
     deadline_s: Annotated[float, MayChange, EffectiveWhen(".num_processes")] = Field(default=5.0, gt=0)
     """The time limit for one response, in seconds. After it, the process is replaced, and the response has no score."""
     judge: JudgeConfig = JudgeConfig()
@@ -295,8 +293,7 @@ class EvaluationConfig(Section):
     """The evaluation of a model on held-out problems."""
 
     every_steps: int = Field(default=20, ge=0)
-    """The number of steps between two validations in training. With 0, the model is validated only before and after
-    training."""
+    """The number of steps between two validations. With 0, validations run only before and after training."""
     max_problems: int = Field(default=0, ge=0)
     """The largest number of held-out problems in a validation, and of a suite. 0: all problems."""
     samples_per_problem: int = Field(default=4, ge=1)

@@ -48,8 +48,8 @@ class RunConfig(Section):
     run_id: Annotated[str | None, MayChange] = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.\-]{0,127}$")
     """The name of the run's folder. If null, it consists of the name, the seed and the settings' fingerprint."""
     seed: int = Field(default=1, ge=0, lt=2**31)
-    """The seed of the initial weights, of the order of prompts, and of sampled tokens. `data.seed` is the seed of the
-    rows."""
+    """The seed of the initial weights, the order of prompts, and the sampled tokens. `data.seed` determines the rows.
+    """
     tags: Annotated[dict[str, str], MayChange] = Field(default_factory=dict)
     """The tags of the MLflow run."""
     paths: Annotated[PathsConfig, MayChange] = PathsConfig()
@@ -93,8 +93,7 @@ class RunConfig(Section):
 
     @property
     def prompts_in_progress(self) -> int:
-        """The number of prompts that a step samples. The step trains on fewer prompts if `rollout.finish_share` is
-        below 1."""
+        """The number of prompts that a step samples. It trains on fewer if `rollout.finish_share` is below 1."""
         return int(self.trainer.batch_size / Fraction(str(self.rollout.finish_share)))
 
     @property

@@ -92,8 +92,7 @@ class Pruning(Section):
 
 
 class Budget(Section):
-    """The limits of one call of a sweep. Runs that were finished before do not count. The next call continues the
-    sweep."""
+    """The limits of one call of a sweep. Runs that finished before do not count. The next call continues the sweep."""
 
     runs: int | None = Field(default=None, ge=1)
     """The largest number of runs."""

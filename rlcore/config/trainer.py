@@ -64,8 +64,8 @@ class AlarmConfig(Section):
     non_finite: Literal["skip", "stop"] = "stop"
     """The action if a loss or gradient is not finite. The batch is always saved, and the update is never applied."""
     grad_norm: StepAction = "tell"
-    """The action if a mini-batch's gradient norm before clipping is above `grad_norm_above`. `skip` skips only the
-    update of this mini-batch."""
+    """The action if a mini-batch's gradient norm before clipping is above `grad_norm_above`. `skip` skips only this
+    mini-batch."""
     grad_norm_above: Annotated[float, EffectiveWhen(".grad_norm")] = Field(default=1_000.0, gt=0)
     """The limit of the gradient norm of one mini-batch. The norm is over all parameters."""
     entropy: StateAction = "tell"
@@ -73,8 +73,7 @@ class AlarmConfig(Section):
     entropy_below: Annotated[float, EffectiveWhen(".entropy")] = Field(default=0.001, ge=0)
     """The limit of the mean entropy over response tokens, in nats."""
     equal_scores: Annotated[StepAction, EffectiveWhen("rollout.samples_per_prompt", unless="1")] = "tell"
-    """The action if all responses of each group have the same score. With one response to each prompt, the alarm is
-    off."""
+    """The action if all responses of each group have the same score. The alarm is off with groups of one response."""
     kl: StateAction = "off"
     """The action if the KL divergence from the reference policy is above `kl_above`. It requires algo.kl.where."""
     kl_above: Annotated[float, EffectiveWhen(".kl")] = Field(default=10.0, gt=0)

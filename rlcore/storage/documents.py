@@ -23,7 +23,7 @@ _URI_QUERY = "file:"
 
 
 def open_ordinary(path: Path) -> BinaryIO:
-    """Open an ordinary file for reading. Raises OSError for any other file, such as a FIFO without a writer."""
+    """Open an ordinary file for reading. Raises OSError for any other file, such as a FIFO."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -38,8 +38,7 @@ def read_ordinary(path: Path) -> bytes:
 
 
 def files_of(folder: Path, pattern: str) -> list[Path]:
-    """Return the files in a folder, or [] if there is no folder. Raises OSError if the folder is unreadable, unlike
-    `Path.glob`."""
+    """Return the files in a folder, or [] if it does not exist. Raises OSError if the folder is unreadable."""
     if folder.is_dir():
         os.close(os.open(folder, os.O_RDONLY))
     return list(folder.glob(pattern))
@@ -84,8 +83,7 @@ def parse_json(content: str | bytes) -> Any:
 
 
 def read_document(path: Path, kind: TypeAdapter[T], remedy: str = "") -> T | None:
-    """Return a JSON file as a typed value, or None if there is no file. Raises DataError with `remedy` if it is
-    damaged."""
+    """Return a JSON file as a typed value, or None if it is missing. Raises DataError with `remedy` if damaged."""
     try:
         return kind.validate_json(read_ordinary(path))
     except FileNotFoundError:

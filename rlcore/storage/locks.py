@@ -28,8 +28,7 @@ RUN_LOCK = "run.lock"
 
 
 class FileLock:
-    """One lock by `flock` on one file. The file stays on disk: otherwise two processes could lock the deleted file and
-    a new file.
+    """One lock by `flock` on one file. The file is kept, because two processes could lock a deleted and a new file.
 
     A forked child closes its copy of the descriptor immediately. A child started by exec gets no copy."""
 
@@ -191,8 +190,7 @@ class HeldLock:
         self._lock = FileLock(self.path)
 
     def __enter__(self) -> Self:
-        """Acquire the lock within `wait_s` seconds. The wait is at least `POLL_S`, because `holder_of` holds a lock
-        briefly.
+        """Acquire the lock within `wait_s` seconds. The minimum is `POLL_S`, because `holder_of` holds a lock briefly.
 
         Raises `error` if another process holds the lock, or if the file system has no locks. Raises UnwritableError if
         the folder cannot be written, and DiskSpaceError if the disk has no room for an empty file."""

@@ -268,8 +268,7 @@ def size_bytes(directory: Path) -> int:
 
 
 def remove_stale_temporaries(parent: Path, *, of: str | None = None) -> tuple[Path, ...]:
-    """Remove temporary files and folders of dead processes. Return their paths. `of`: only the temporaries of this
-    name."""
+    """Remove the temporaries of dead processes, and return their paths. `of`: remove only temporaries of this name."""
     if not parent.is_dir():
         return ()
     prefix = ".tmp-" if of is None else f".tmp-{of}-"
