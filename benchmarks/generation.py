@@ -4,7 +4,8 @@
     python -m benchmarks.generation --shape=tiny --prompts=8 --mean=12 --longest=32   # rehearsal on a CPU
 
 Prompts have five responses each. The weights are random, and the lengths are drawn once from a geometric distribution.
-The GPU's time comes from one more generation, in which torch's profiler records the steps of some ranges.
+The GPU's time comes from one more generation. Torch's profiler records the steps for some numbers of unfinished
+responses.
 """
 
 import argparse

@@ -19,7 +19,7 @@ _Operation = tuple[Rational, str, Rational, Rational]  # left, operator, right, 
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """A well-formed expression. `numbers` are its integers as written. `value` is None after a division by zero."""
+    """A well-formed expression. `numbers`: its integers in order. `value`: None after a division by zero."""
 
     numbers: tuple[int, ...]
     value: Fraction | None

@@ -142,7 +142,8 @@ def filter_dataset(
 
 
 class _Filter:
-    """A filter for the splits of one dataset. The held-out split is first. Each prompt is stored as a 64-bit hash."""
+    """A filter for the splits of one dataset. The held-out split is filtered first. Each prompt is stored as a 64-bit
+    hash."""
 
     def __init__(
         self, config: FilterConfig, tokenizer: Callable[..., PromptTokenizer], on_progress: Progress | None

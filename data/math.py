@@ -113,7 +113,7 @@ def _boxed(text: str) -> str | None:
 
 
 def _statement(text: str) -> str | None:
-    r"""Return the statement after "answer is", or in the last line. Return None if mathematics follows it.
+    r"""Return the statement after "answer is", or in the last line. Return None if mathematics follows.
 
     >>> _statement("Twice nine. The answer is $18$."), _statement("The answer is 18. No, 19."), _statement("Hm.\n18")
     ('18', None, '18')

@@ -98,7 +98,7 @@ class Mismatch:
 @dataclass(frozen=True, slots=True)
 class ReferenceReport:
     """The result of a check. `rows`: the number of checked rows by split. `unmet`: the number of rows without a full
-    score by split. `total`: the number of all rows. `shown`: the first rows without a full score."""
+    score in each split. `total`: the number of all rows. `shown`: the first rows without a full score."""
 
     rows: Mapping[str, int]
     unmet: Mapping[str, int]

@@ -165,7 +165,7 @@ def open_parquet(path: Path) -> pq.ParquetFile:
 def read_batches(
     file: pq.ParquetFile, path: Path, num_rows: int, columns: Sequence[str] | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """Read the rows in batches of at most `num_rows`. Raises DataError with the row at a damaged page."""
+    """Read the rows in batches of at most `num_rows`. Raises DataError if a page is damaged."""
     done = 0
     batches = file.iter_batches(batch_size=num_rows, columns=columns)
     while True:

@@ -404,7 +404,7 @@ class PieceEncoder:
 
 
 def _last_piece(text: str) -> int:
-    r"""Return the index of the last space, where the last piece begins, or 0 if none may begin there.
+    r"""Return the index of the last space if the last piece may begin there, otherwise 0.
 
     >>> _last_piece("add 1 and 2?\n"), _last_piece("add: ")
     (9, 0)

@@ -338,7 +338,7 @@ def find_problems(run: RunConfig, unsound: Collection[str] = ()) -> list[Problem
 
 
 def _single_datasets(run: RunConfig) -> Iterator[tuple[str, str, RunConfig]]:
-    """Yield the key, the name and the settings with each dataset of a mixture and each suite as the only dataset."""
+    """Yield the key and name of each dataset in a mixture and of each suite, with settings for only this dataset."""
     for index, part in enumerate(run.data.parts if isinstance(run.data, MixtureData) else ()):
         yield "data.parts", f"entry {index} ({part.data.task})", run.model_copy(update={"data": part.data})
     for suite in run.validation.suites:  # the warm start learns from the run's own data

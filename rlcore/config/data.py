@@ -289,7 +289,8 @@ def _is_of_all_parts(name: str) -> Rule:
 
 
 class MixtureData(Conversation):
-    """Several datasets. Each prompt is drawn from one of them by weight. Each has its own scorer and evaluation."""
+    """Several datasets. Each prompt is drawn from one of them by weight. Each dataset has its own scorer and
+    evaluation."""
 
     task: Literal["mixture"] = "mixture"
     """The task that combines the rows of several tasks."""

@@ -108,7 +108,7 @@ def _foreign_keys() -> dict[str, str]:
 
 
 def foreign_key_hint(key: str) -> str:
-    """Return a hint for a key of verl or TRL, whose first sections may be missing, or '' for any other key.
+    """Return a hint for a key of verl or TRL, or '' for any other key. The first sections of the key may be missing.
 
     >>> foreign_key_hint("num_generations")
     'From verl or TRL: rollout.samples_per_prompt (docs/from-verl-and-trl.md)'

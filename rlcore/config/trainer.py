@@ -198,8 +198,8 @@ class RuntimeConfig(Section):
     max_chunk_retries: int = Field(default=2, ge=0)
     """The largest number of retries of a failed chunk. A retry starts from the last checkpoint."""
     priority: int = Field(default=0, ge=-1000, le=1000)
-    """The priority in the queue for the slots of the root (`millrace slots`), highest first. A run with a lower
-    priority returns its slots at the end of a chunk, and waits."""
+    """The priority in the queue for the slots of the root (`millrace slots`). The highest priority is served first. A
+    run returns its slots at the end of a chunk if a run with a higher priority waits."""
     _expanded = field_validator("python")(expand_home)
     checks = (
         rule(".num_workers", ".backend", "must be 1 with runtime.backend=local",
