@@ -220,9 +220,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a case. `verdict` is one of `PASSED` or describes the failure. `output` has the lines with the
-    name.
-    """
+    """The outcome of a case. `verdict`: one of `PASSED`, or the failure. `output`: the console lines with the name."""
 
     name: str
     verdict: str

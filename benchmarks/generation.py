@@ -4,7 +4,8 @@
     python -m benchmarks.generation --shape=tiny --prompts=8 --mean=12 --longest=32   # rehearsal on a CPU
 
 Prompts have five responses each. The weights are random, and the lengths are drawn once from a geometric distribution.
-The GPU's time comes from one more generation, in which torch's profiler records the steps of some ranges.
+The GPU's time comes from one more generation. Torch's profiler records the steps for some numbers of unfinished
+responses.
 """
 
 import argparse
@@ -72,7 +73,7 @@ class Generation:
 
 
 def timed(step: Callable[[], Any], count: Callable[[], int], found: dict[int, list[float]]) -> Callable[[], Any]:
-    """Return a `step` that appends its milliseconds to `found[n]` for n responses unfinished after it."""
+    """Return a `step` that appends its milliseconds to `found[n]`. After the step, n responses are unfinished."""
 
     def measured() -> Any:
         started = time.perf_counter()

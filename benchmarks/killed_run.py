@@ -44,7 +44,7 @@ ON_RAY = (
 )  # fmt: skip
 MADE_BEFORE = ("datasets", "filtered", "models", "tokenizers")
 MARKS = {"trainer": "rlcore.run.process", "scorer": "scoring_worker", "delivery": "rlcore.tracking"}
-"""The end of a word in the command line of each kind of process."""
+"""The end of a word that each kind of process has in its command line."""
 NAMES = {"ray::RankProcess": "rank", "raylet": "raylet", "gcs_server": "gcs_server"}
 PARTS = ("flow", *MARKS, *NAMES.values())
 
@@ -147,7 +147,7 @@ def _processes_by_part(flow: int) -> Mapping[str, psutil.Process]:
 
 
 class PartKiller:
-    """A killer of one process at a time, of a kind with the fewest kills."""
+    """A killer of one process at a time. It chooses among the kinds of processes with the fewest kills."""
 
     def __init__(self, num_kills: int, window_s: float, rng: random.Random, found: Findings) -> None:
         self.left = num_kills
@@ -188,9 +188,8 @@ class PartKiller:
             time.sleep(0.05)
 
     def _next_target(self) -> tuple[str, float, float]:
-        """Return the kind of process to kill next, the present time, and a delay since then or since the process
-        starts.
-        """
+        """Return the kind of process to kill next, the present time, and a delay. The delay begins at the present time,
+        or at the start of the process if the process starts later."""
         fewest = min(self._hits[part] for part in PARTS)
         part = self._rng.choice([part for part in PARTS if self._hits[part] == fewest])
         return part, time.time(), self._rng.uniform(0, self._window_s)
@@ -207,7 +206,7 @@ def _wait_for_orphans(found: Findings) -> None:
 
 
 def _alive_descendants() -> list[psutil.Process]:
-    """Return the living descendants, with orphans, of this subreaper, and reap the dead ones."""
+    """Return the living descendants of this process, including orphans. Reap the dead descendants."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):

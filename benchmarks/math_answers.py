@@ -175,7 +175,7 @@ def _naive_number(answer: str) -> Fraction | None:
 
 
 def compared(count: int, seed: int) -> tuple[dict[str, Any], list[str]]:
-    """Score `count` answers by both. Return the statistics, and the differences that no rule explains."""
+    """Score `count` answers by both scorers. Return the statistics, and the differences that no rule explains."""
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     figures: Counter[str] = Counter()
     rules: Counter[str] = Counter()

@@ -61,8 +61,7 @@ class Mutation:
     """The replacement of the text from `start` to `end`, pairs of a line (from 1) and a column, by `new`.
 
     `tried` is the number of tests that execute `statement`, or 0 if the folder's tests ran. `noticed_by` is a test or
-    "limit". `equivalent` is a reader's reason why the mutation changes no behavior.
-    """
+    "limit". `equivalent` is a reader's reason why the mutation changes no behavior."""
 
     folder: str
     file: str
@@ -160,7 +159,7 @@ def _tests_of(folder: str) -> str:
 
 @cache
 def tests_by_line(lines: Path) -> dict[str, dict[int, list[str]]]:
-    """Return the tests that execute each line of each file, those of few lines first, from data with contexts."""
+    """Return the tests that execute each line of each file (coverage contexts). Tests of few lines come first."""
     from coverage import CoverageData
 
     data: Any = CoverageData(str(lines))

@@ -1,6 +1,7 @@
 """Exact arithmetic on equations that a model has written, and the tool `calculate` for `episode.tools`.
 
-An expression has integers, `+ - * /`, parentheses and ASCII white space: no unary sign, decimal, power, `//` or `%`.
+An expression has integers, `+ - * /`, parentheses and ASCII white space. It has no unary sign, decimal, power, `//` or
+`%`.
 """
 
 import re
@@ -18,7 +19,7 @@ _Operation = tuple[Rational, str, Rational, Rational]  # left, operator, right, 
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """A well-formed expression. `numbers` are its integers as written. `value` is None after a division by zero."""
+    """A well-formed expression. `numbers`: its integers in order. `value`: None after a division by zero."""
 
     numbers: tuple[int, ...]
     value: Fraction | None
@@ -91,8 +92,7 @@ def calculate(expression: str) -> str:
 def apply(left: tuple[Any, Any], operator: str, right: tuple[Any, Any]) -> tuple[Any, Any]:
     """Apply an operation to fractions of integers or of arrays. The result is not reduced.
 
-    A division by zero gives a denominator of 0, which all later operations keep.
-    """
+    A division by zero gives the denominator 0. Later operations on this fraction also give the denominator 0."""
     (a, b), (c, d) = left, right
     if operator == "+":
         return a * d + c * b, b * d
@@ -110,7 +110,7 @@ class Term:
 
 
 def join(left: Term, operator: str, right: Term) -> Term:
-    """Join two terms by an operator, with only the brackets that exact arithmetic needs."""
+    """Join two terms by an operator. Parentheses are added only if exact arithmetic needs them."""
     precedence = _PRECEDENCE[operator]
     a = f"({left.text})" if left.precedence < precedence else left.text
     needs_brackets = right.precedence < precedence or (right.precedence == precedence and operator in "-/")

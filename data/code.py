@@ -1,8 +1,8 @@
 """Programming problems with tests, read from jsonl files. The program of a response runs in the sandbox.
 
 Each line of `train.jsonl` and `test.jsonl` has a `question`, `tests`, and optionally a `solution`. A test is the input
-and output of the program, `{"stdin": "3 4", "stdout": "7"}`, or Python code that runs after the program, which can read
-it. Problems of HumanEval's form have `prompt`, `test` and `entry_point` instead.
+and output of the program, `{"stdin": "3 4", "stdout": "7"}`, or Python code that runs after the program in the same
+process. Problems of HumanEval's form have `prompt`, `test` and `entry_point` instead.
 """
 
 import json
@@ -71,7 +71,7 @@ def _is_test(test: object) -> bool:
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score a program by the share of tests that pass within `sandbox.time_s`. `compiles`: 0 after a syntax error."""
+    """Score a program by the share of tests that pass within `sandbox.time_s`. `compiles` is 0 after a syntax error."""
     if "entry_point" in ground_truth:
         program = _completed(str(ground_truth["prompt"]), response, str(ground_truth["entry_point"]))
         tests = [f"{ground_truth['test']}\ncheck({ground_truth['entry_point']})"]
@@ -98,7 +98,7 @@ def program_of(response: str) -> str:
 
 
 def _completed(prompt: str, response: str, entry_point: str) -> str:
-    """Join the prompt of a function and a response that continues it (indented) or defines it again."""
+    """Join the prompt of a function and a response. The response continues the function (indented) or repeats it."""
     if not _CONTINUES.match(response):
         definition = re.compile(rf"^(?:async )?def {re.escape(entry_point)}\b", re.MULTILINE)
         blocks = _BLOCK.findall(response) or [response]
@@ -131,8 +131,7 @@ def run_python(program: str) -> str:
     """Run a Python program without network or files, and read what it prints.
 
     Args:
-        program: The whole program. It has to print its result.
-    """
+        program: The whole program. It has to print its result."""
     ran = run_in_sandbox(program)
     if ran.stop_reason == "time":
         return f"{ran.stdout}\nerror: the program was ended after its time"

@@ -1,7 +1,7 @@
 """The countdown task: reach a target by an equation that uses each number exactly once.
 
-In the `bare` template the whole response is the equation. Otherwise the last pair `<answer>...</answer>` counts, or the
-first one after a few-shot prompt, because a base model continues with further problems.
+In the `bare` template the whole response is the equation. Otherwise the last pair `<answer>...</answer>` counts. After
+a few-shot prompt the first pair counts, because a base model continues with further problems.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -93,7 +93,7 @@ def _rows(settings: "CountdownData", problems: "Iterable[Problem]", seed: int) -
 
 
 def _solution(settings: "CountdownData", problem: "Problem", equation: str, seed: int) -> str:
-    """Return a response with the answer `equation`, in some templates after its value or a search for it."""
+    """Return a response with the answer `equation`. Some templates first show the equation's value, or a search."""
     last = evaluate(equation)
     assert last is not None
     if settings.search_tries is None:

@@ -51,7 +51,7 @@ class Problem:
         return len(self.numbers) - 1
 
     def wrong_tries(self, most: int, operations: Sequence[str], seed: int) -> list[str]:
-        """Return at most `most` equations over all numbers that miss the target, the nearest one last."""
+        """Return at most `most` equations over all numbers that miss the target. The last one misses by the least."""
         rng = random.Random(f"{seed} {self.numbers} {self.target}")
         wanted = rng.randint(0, most)
         found: dict[int, str] = {}
@@ -209,7 +209,8 @@ def _apply(left: Rational, operation: str, right: Rational) -> Rational | None:
 def _random_equations(
     rng: np.random.Generator, numbers: np.ndarray, operations: tuple[str, ...]
 ) -> tuple[Fraction, NDArray[np.int8]]:
-    """Draw an equation over all numbers of each row [M, n]. Return their values and merges [M, n-1, 3]."""
+    """Draw an equation over all numbers of each row [M, n]. Return the values of the equations and their steps. A step
+    merges two numbers (merges [M, n-1, 3]: two positions and an operation)."""
     rows, n = numbers.shape
     every = np.arange(rows)
     top, bottom = numbers.copy(), np.ones_like(numbers)
@@ -234,8 +235,7 @@ def equations_for(
     """Search for an equation for each of the `targets` [M, T] of each row of `numbers` [M, n].
 
     All equations are tried (3,888 for 4 numbers). Return the merges [M, T, n-1, 3] of the first equation for each
-    target, and which targets are solved (bool [M, T]).
-    """
+    target, and which targets are solved (bool [M, T])."""
     rows, n = numbers.shape
     plan, solved = np.zeros((*targets.shape, n - 1, 3), dtype=np.int8), np.zeros(targets.shape, dtype=bool)
     farthest = np.abs(targets).max()
@@ -284,7 +284,7 @@ def _whole_values(values: Fraction, settings: CountdownData) -> tuple[np.ndarray
 def _distractors(
     rng: np.random.Generator, numbers: np.ndarray, target: np.ndarray, settings: CountdownData
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Draw an equation for another target in each row. Return merges, values, and a mask of rows without one."""
+    """Draw an equation for another target in each row. Return merges, values, and a mask of unsuccessful rows."""
     rows, n = numbers.shape
     plan, found = np.zeros((rows, n - 1, 3), dtype=np.int8), np.zeros_like(target)
     still = np.arange(rows)

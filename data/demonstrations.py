@@ -90,12 +90,12 @@ def tokenize_demonstrations(
     root: Path,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> StageResult:
-    """Tokenize a file of demonstrations and hold out some rows, or reuse the result.
+    """Tokenize a file of demonstrations and hold out some rows, or reuse a stored result.
 
-    The counts are of `train`, `validation` and the omitted rows: `overlong`, `empty` (a turn without text), `duplicate`
-    and `identical` (two equal responses). Raises DataError if a row has an invalid form, the template changes a
-    response, or fewer than two rows remain, and DiskSpaceError if the disk is full. Nothing remains after an error.
-    """
+    The result counts the rows of `train` and `validation`, and the omitted rows: `overlong`, `empty` (a turn without
+    text), `duplicate` and `identical` (two equal responses). Raises DataError if a row has an invalid form, the
+    template changes a response, or fewer than two rows remain. Raises DiskSpaceError if the disk is full. No partial
+    result remains after an error."""
     digest = demonstrations_fingerprint(config, tokenizer_dir, seed=seed, chat_template_kwargs=chat_template_kwargs)
     directory = tokenized_directory(digest, root)
     if (manifest := read_finished_or_set_aside(directory)) is not None:
@@ -170,8 +170,7 @@ def _rows_that_fit(file: Path, encoder: Encoder, max_tokens: int, counts: Counte
 class _Conversation:
     """The messages of a row. The targets are the assistant's turns from message `first` on.
 
-    `begun`: the beginning of message `first`, if this text belongs to the prompt and is not a target.
-    """
+    `begun`: the beginning of message `first`, if this text belongs to the prompt and is not a target."""
 
     messages: list[dict[str, Any]]
     tools: tuple[dict[str, Any], ...] = ()

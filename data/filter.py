@@ -1,7 +1,7 @@
 """The tokenization filter. It tokenizes each prompt once, and drops, truncates or refuses overlong prompts.
 
-The result has the further columns `prompt_ids` (chat template included), `solution_ids` (after the prompt, with the end
-token, or [] if the chat template does not write the solution), `distractor_ids` and `ground_truth_json`.
+The result adds the columns `prompt_ids` (chat template included), `solution_ids` (after the prompt, with the end token,
+or [] if the chat template does not write the solution), `distractor_ids` and `ground_truth_json`.
 """
 
 import logging
@@ -82,12 +82,11 @@ def filter_dataset(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     on_progress: Progress | None = None,
 ) -> StageResult:
-    """Tokenize and filter a published dataset, or reuse the result. Each part of a mixture is filtered alone.
+    """Tokenize and filter a published dataset, or reuse a stored result. Each part of a mixture is filtered alone.
 
-    The counts are of `train`, `validation` and the omitted rows, such as `train/overlong` and `train/duplicate`. Raises
-    DataError if a row breaks the schema or the settings, no row is left, or the splits overlap. Raises DiskSpaceError
-    if the disk is full. No partial result remains after an error.
-    """
+    The result counts the rows of `train` and `validation`, and the omitted rows, such as `train/overlong` and
+    `train/duplicate`. Raises DataError if a row breaks the schema or the settings, no row is left, or the splits
+    overlap. Raises DiskSpaceError if the disk is full. No partial result remains after an error."""
     dataset = read_finished(dataset_dir)
     if dataset is None:
         raise DataError(f"{dataset_dir}: is no finished dataset (no manifest.json); make it with `millrace run`")
@@ -143,7 +142,8 @@ def filter_dataset(
 
 
 class _Filter:
-    """A filter for the splits of one dataset, the held-out split first. It stores each prompt as a 64-bit hash."""
+    """A filter for the splits of one dataset. The held-out split is filtered first. Each prompt is stored as a 64-bit
+    hash."""
 
     def __init__(
         self, config: FilterConfig, tokenizer: Callable[..., PromptTokenizer], on_progress: Progress | None

@@ -101,7 +101,7 @@ def _score(response: str, ground_truth: Mapping[str, object], reading: str) -> S
 
 @lru_cache(maxsize=16_384)
 def _reference_value(reference: str) -> tuple[Fraction | None, tuple[str, ...]]:
-    """Return the value of a reference or whole solution, and the digits that the rule `strict` accepts."""
+    """Return the value of a reference or a whole solution, and the digits that the rule `strict` accepts."""
     stated = reference.rpartition("####")[2].strip()
     number = only_number(stated)
     if number is None:

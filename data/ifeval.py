@@ -24,7 +24,7 @@ _END_OF_WORD = re.compile("[.,?!'\"]")
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """Score by the share of followed instructions. The part `correct` is 1 if all are followed."""
+    """Score by the share of followed instructions. The part `correct` is 1 if all instructions are followed."""
     names, settings = (json.loads(str(ground_truth[name])) for name in ("instruction_id_list", "kwargs"))
     followed = [_follows(response, *pair) for pair in zip(names, settings, strict=True)]
     parts = {"correct": all(followed), "num_followed": sum(followed), "num_instructions": len(followed)}
@@ -51,7 +51,7 @@ def _occurrences(keyword: str, text: str) -> int:
 
 
 def _separated(text: str, mark: str) -> list[str]:
-    """Return the parts between marks, without empty ones at both ends. Return [] if another part is empty."""
+    """Split a text at a mark. An empty first or last part is dropped. Return [] if any other part is empty."""
     parts = [part.strip() for part in text.split(mark)]
     return [part for part in parts if part] if all(parts[1:-1]) else []
 

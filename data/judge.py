@@ -1,4 +1,4 @@
-"""A judge model behind an OpenAI-compatible endpoint, alone or in addition to a rule-based scorer.
+"""A judge model behind an OpenAI-compatible endpoint. It scores alone or in addition to a rule-based scorer.
 
 No message contains the key or the output of the endpoint.
 """

@@ -89,7 +89,7 @@ def _reference(answer: str) -> Reading:
 
 
 def _boxed(text: str) -> str | None:
-    """Return the content of the last box and the boxes that `,`, `and` or `or` joins to it. None: it is not closed."""
+    """Return the contents of the last box and of the boxes that `,`, `and` or `or` joins to it. None: it is open."""
     opened: list[tuple[int, int] | None] = []
     closed: list[tuple[int, int, str]] = []  # outermost boxes: start, end, content
     for found in _BRACE.finditer(text):
@@ -113,7 +113,7 @@ def _boxed(text: str) -> str | None:
 
 
 def _statement(text: str) -> str | None:
-    r"""Return the statement after "answer is", or in the last line. Return None if mathematics follows it.
+    r"""Return the statement after "answer is", or in the last line. Return None if mathematics follows.
 
     >>> _statement("Twice nine. The answer is $18$."), _statement("The answer is 18. No, 19."), _statement("Hm.\n18")
     ('18', None, '18')
@@ -148,7 +148,8 @@ def _equal(gold: Reading, answer: Reading) -> bool:
 
 
 def _same_entries(gold: Reading, answer: Reading) -> bool:
-    """Return whether two lists have equal entries, by name, by position if ordered, or in any order."""
+    """Return whether two lists have equal entries. The entries are paired by name if all have names, otherwise by
+    position if the list is ordered, otherwise in any order."""
     open_or_round = {"", "()"}
     if len(gold.entries) != len(answer.entries) or (gold.name and answer.name and gold.name != answer.name):
         return False
@@ -201,7 +202,7 @@ def _has_letters(side: str) -> bool:
 
 
 def _same_words(wanted: tuple[str, ...], stated: tuple[str, ...] | None) -> bool:
-    """Return whether the words are equal. Either may give only the letter of a multiple-choice answer."""
+    """Return whether the words are equal. Either text may give only the letter of a multiple-choice answer."""
     if stated is None or not wanted[0].startswith("("):
         return wanted == stated
     return wanted[0] == stated[0] and (wanted[1] == stated[1] or not (wanted[1] and stated[1]))

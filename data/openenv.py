@@ -33,7 +33,7 @@ _CAPACITY = "Start it with a session for each open episode: trainer.batch_size x
 
 
 def build(settings: CustomData, seed: int) -> TaskRows:
-    """Return numbered games, each with a separate seed. `data.options` has the prompt and optionally its form."""
+    """Return numbered games, each with a separate seed. `data.options`: the prompt, and optionally `text` or `chat`."""
     prompt, form = (*settings.options, "chat", "chat")[:2] if settings.options else ("", "chat")
     if GAME not in prompt or form not in ("chat", "text"):
         raise DataError(
@@ -105,7 +105,7 @@ class OpenEnv:
         return Turn(self.reply(found["observation"]), found["done"], float(found["reward"] or 0), parts)
 
     def action(self, text: str) -> Mapping[str, Any] | None:
-        """Convert a text to an action: the value of the only field, otherwise a JSON object (None: other JSON)."""
+        """Convert a text to an action: the value of the only field, or a JSON object. Return None for other JSON."""
         fields = _fields[self.server]["action"]
         if len(fields) == 1:
             return {name: text for name in fields}
@@ -113,7 +113,7 @@ class OpenEnv:
         return found if isinstance(found, dict) else None
 
     def reply(self, observation: Mapping[str, Any]) -> str:
-        """Convert an observation to text: the only field that is a text, otherwise all fields as JSON."""
+        """Convert an observation to text: its only text field, or JSON if it has no or several text fields."""
         fields = _fields[self.server]["observation"]
         if missing := fields.keys() - observation.keys():
             raise self._error(f"an observation without {', '.join(sorted(missing))}", _CHANGED)

@@ -44,10 +44,9 @@ def chosen_and_rejected(row: Record) -> tuple[Record, Record]:
 
 
 def recorded_pairs(found: SearchResult, files: Sequence[Path], run: str) -> list[dict[str, Any]]:
-    """Return the best and the worst recorded response of each group as a pair. `files`: rows with the prompts.
+    """Return the best and the worst recorded response of each group as a pair. `files` contain the prompts.
 
-    Responses that end at the length limit or have no score are left out, and so are groups with equal scores.
-    """
+    Responses that end at the length limit or have no score are left out, and so are groups with equal scores."""
     light = found.light.select([*_GROUP, "score", "finish_reason"]).to_pandas()
     groups = light[light.score.notna() & (light.finish_reason == "stop")].groupby(_GROUP, sort=False).score
     differ = groups.max() > groups.min()

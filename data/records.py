@@ -37,8 +37,7 @@ class Record:
     def text(self, column: str) -> str:
         """Return a column as text. `a.b` is field b of a, `a.0` is the first entry of a list, and `a.-1` is the last.
 
-        Numbers have no exponent (0.00001), and whole numbers no point (76). Raises DataError for any other value.
-        """
+        Numbers have no exponent (0.00001), and whole numbers no point (76). Raises DataError for any other value."""
         found = self._at(column)
         if isinstance(found, float) and math.isfinite(found):
             found = f"{Decimal(repr(found)):f}".removesuffix(".0")
@@ -60,7 +59,7 @@ class Record:
         return found
 
     def text_or_json(self, column: str) -> str:
-        """Return a list or an object as JSON text, and the value of any other column as by `text`."""
+        """Return a list or an object as JSON text, and any other column in the form of `text`."""
         found = self._at(column)
         return json.dumps(found) if isinstance(found, list | Mapping) else self.text(column)
 

@@ -2,7 +2,8 @@
 
 Each row is scored on two responses that must be correct: its solution, and its reference in a form that the scorer
 reads, such as `#### 18`. A row without either must be scored without an error. A solution in another form is accepted
-if no warm start trains on it. The result is stored next to the datasets, under the dataset and the scorer's code.
+if no warm start trains on it. The result is stored next to the datasets. Its name depends on the dataset and the
+scorer's code.
 """
 
 import json
@@ -61,7 +62,7 @@ FORMS: Mapping[str, Form | None] = {
     "data.countdown:score": None,
     PROGRAMS: None,
 }
-"""The form that each of Millrace's scorers reads, or None if it reads no reference. Others: see `USUAL_FORMS`."""
+"""The form that each of Millrace's scorers reads. None: it reads no reference. Other scorers: see `USUAL_FORMS`."""
 USUAL_FORMS: tuple[Form, ...] = (("", ""), ("\\boxed{", "}"), ("#### ", ""), ("<answer>", "</answer>"))
 
 
@@ -96,7 +97,8 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceReport:
-    """The numbers of checked (`rows`) and unmet rows by split, and of all rows. `shown`: the first unmet rows."""
+    """The result of a check. `rows`: the number of checked rows by split. `unmet`: the number of rows without a full
+    score in each split. `total`: the number of all rows. `shown`: the first rows without a full score."""
 
     rows: Mapping[str, int]
     unmet: Mapping[str, int]
@@ -105,7 +107,7 @@ class ReferenceReport:
 
     @property
     def share(self) -> float:
-        """Return the share of checked rows without a full score, in the split where it is largest."""
+        """Return the share of checked rows without a full score, in the split where this share is largest."""
         return max((self.unmet[split] / self.rows[split] for split in self.unmet), default=0.0)
 
     def text(self, scorer: str) -> str:
@@ -162,9 +164,8 @@ def check_references(
     """Check that the scorer of a task gives its references the full score. Return a warning, or ''.
 
     `is_taught`: whether a warm start trains on the solutions. Raises DataError if more than
-    `reward.max_unmet_references` of a split's rows miss it, and ConfigError if `reward.weights` names a part that the
-    scorer does not return.
-    """
+    `reward.max_unmet_references` of a split's rows miss the full score. Raises ConfigError if `reward.weights` names a
+    part that the scorer does not return."""
     if not is_checked(data):
         return ""
     dataset = dataset_fingerprint(data, seed, splits)

@@ -25,8 +25,7 @@ class Row:
     """One problem of a task.
 
     `solution` is a response with a full score. `distractor` is a response of the same form with another result.
-    `data_source` and `ability` default to the values of the task. `where` is the file and line for messages.
-    """
+    `data_source` and `ability` default to the values of the task. `where` is the file and line for messages."""
 
     prompt: tuple[Message, ...]
     ground_truth: GroundTruth
@@ -40,7 +39,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class TaskRows:
-    """All rows of a task by split, which may be generators. `ground_truth_type`: an Arrow type, or None to infer it."""
+    """All rows of a task by split, as lists or generators. `ground_truth_type`: an Arrow type, or None to infer it."""
 
     data_source: str
     ability: str

@@ -128,7 +128,7 @@ def find_type(schema: pa.Schema, name: str) -> pa.DataType | None:
 
 
 def has_non_finite(ground_truth: object) -> bool:
-    """Return whether a ground truth contains NaN or an infinity, or is a text for a missing value."""
+    """Return whether a ground truth contains NaN or an infinity, or is a text such as `null`."""
     if isinstance(ground_truth, str):
         return _NO_VALUE.fullmatch(ground_truth.strip()) is not None
     return _has_non_finite(ground_truth)
@@ -165,7 +165,7 @@ def open_parquet(path: Path) -> pq.ParquetFile:
 def read_batches(
     file: pq.ParquetFile, path: Path, num_rows: int, columns: Sequence[str] | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """Read the rows in batches of at most `num_rows`. Raises DataError at a damaged page, with the rows before."""
+    """Read the rows in batches of at most `num_rows`. Raises DataError if a page is damaged."""
     done = 0
     batches = file.iter_batches(batch_size=num_rows, columns=columns)
     while True:
@@ -265,7 +265,7 @@ def _record_batch(
 
 
 def _extra_fields(value: object, example: object) -> Iterator[str]:
-    """Yield the fields of a ground truth that `example`, or the first entry of a list in it, lacks."""
+    """Yield the fields of a ground truth that `example` lacks. In a list of `example`, only the first entry counts."""
     if isinstance(value, Mapping) and isinstance(example, Mapping):
         for name, inner in value.items():
             yield from _extra_fields(inner, example[name]) if name in example else (name,)

@@ -41,10 +41,9 @@ class Task(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StageResult:
-    """The published directory of a stage. `cached`: it existed before. `warning`: a remark about the rows, or ''.
+    """The published directory of a stage. `cached`: it was reused. `warning`: a remark about the rows, or ''.
 
-    `counts` has the rows of each split, and the omitted rows by reason.
-    """
+    `counts` has the rows of each split, and the omitted rows by reason."""
 
     directory: Path
     fingerprint: str
@@ -94,7 +93,7 @@ def _by_part(inputs: Sequence[Mapping[str, str]]) -> dict[str, str]:
 
 
 def dataset_fingerprint(config: DataConfig, seed: int, splits: Sequence[str] = SPLITS) -> str:
-    """Return the fingerprint of a dataset, before it is built. A mixture combines those of its parts."""
+    """Return the fingerprint of a dataset, before it is built. For a mixture, combine the fingerprints of its parts."""
     if isinstance(config, MixtureData):
         return fingerprint("dataset-mixture", [dataset_fingerprint(part.data, seed) for part in config.parts])
     return fingerprint("dataset", {**_origin(config, seed), "splits": splits})
@@ -106,10 +105,9 @@ def dataset_directory(fingerprint: str, root: Path) -> Path:
 
 
 def build_dataset(config: DataConfig, *, seed: int, root: Path, splits: Sequence[str] = SPLITS) -> StageResult:
-    """Build and publish a dataset unless it exists, with only `validation` for a suite (`splits`).
+    """Build and publish a dataset unless it exists. `splits`: the splits to build (for a suite only `validation`).
 
-    Raises DataError if the settings or source files give no valid dataset, and DiskSpaceError if the disk is full.
-    """
+    Raises DataError if the settings or source files give no valid dataset, and DiskSpaceError if the disk is full."""
     if isinstance(config, MixtureData):
         parts = [build_dataset(part.data, seed=seed, root=root) for part in config.parts]
         return publish_mixture("dataset", dataset_directory(dataset_fingerprint(config, seed), root), parts)
@@ -128,7 +126,8 @@ def build_dataset(config: DataConfig, *, seed: int, root: Path, splits: Sequence
 
 
 def publish_mixture(kind: str, directory: Path, parts: Sequence[StageResult]) -> StageResult:
-    """Publish the folder of a mixture unless it exists. `kind`: `dataset` or `filtered`. The counts are sums."""
+    """Publish the folder of a mixture unless it exists. `kind`: `dataset` or `filtered`. The counts are the sums of all
+    parts."""
     counts = dict(sorted(sum((Counter(part.counts) for part in parts), Counter()).items()))
     if read_finished_or_set_aside(directory) is not None:
         return StageResult(directory, directory.name, cached=all(part.cached for part in parts), counts=counts)

@@ -64,7 +64,7 @@ def tokenizer_fingerprint(directory: Path) -> str:
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """Load the transformers tokenizer of a directory. Raises DataError if this fails or it is not fast."""
+    """Load the transformers tokenizer of a directory. Raises DataError if this fails or the tokenizer is not fast."""
     # AutoTokenizer ignores the tokenizer's own class for some config.json files.
     from rlcore.models.tokenizer import load_tokenizer as load_as_its_file_says
 
@@ -84,11 +84,10 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 class PromptTokenizer:
-    """A tokenizer that renders and tokenizes prompts and responses. A sample checks `PieceEncoder`.
+    """A tokenizer that renders and tokenizes prompts and responses. It checks `PieceEncoder` on a sample.
 
-    Raises DataError if the tokenizer cannot be loaded, chats have no chat template, or the template ignores the `tools`
-    (JSON schemas) or a variable of `chat_template_kwargs`.
-    """
+    Raises DataError if the tokenizer cannot be loaded, a chat prompt has no chat template, or the template ignores the
+    `tools` (JSON schemas) or a variable of `chat_template_kwargs`."""
 
     def __init__(
         self,
@@ -130,7 +129,7 @@ class PromptTokenizer:
         self._around = (b"", b"") if chat else self._find_special_tokens()
 
     def texts(self, prompts: Sequence[Messages], where: Callable[[int], str] = lambda place: "") -> list[str]:
-        """Return the text of each prompt. `where`: the beginning of an error message for a prompt's index."""
+        """Return the text of each prompt. `where` returns the beginning of an error message for an index."""
         if not self.chat:
             return [self.render(prompt) for prompt in prompts]
         found = []
@@ -171,9 +170,8 @@ class PromptTokenizer:
     ) -> tuple[list[bytes], dict[int, str]]:
         """Return the token ids of each response after its prompt (`texts`), with the end token.
 
-        An empty response has no ids. The second result maps other responses without ids to the reason. Raises DataError
-        if a response has a word without a token.
-        """
+        An empty response has no ids. The second result gives the reason for each other response without ids. Raises
+        DataError if a response has a word without a token."""
         found, unwritten, wholes = [b""] * len(responses), dict[int, str](), dict[int, str]()
         for place, response in enumerate(responses):
             if response.strip():
@@ -201,8 +199,7 @@ class PromptTokenizer:
     def require_response(self, prompt: str, whole: str, response: str) -> None:
         """Check that the template writes a response after the prompt unchanged, except in white space.
 
-        `whole`: the text up to the end of the turn. The response may repeat an opening tag at the end of the prompt.
-        """
+        `whole`: the text up to the end of the turn. The response may repeat an opening tag at the end of the prompt."""
         if not whole.startswith(prompt):
             raise ResponseChangedError(f"does not write it behind {prompt[-40:]!r}, the end of the prompt")
         written = whole[len(prompt) :]
@@ -212,10 +209,10 @@ class PromptTokenizer:
             raise ResponseChangedError("does not write it as it is")
 
     def response_ids(self, before: bytes, joint: bytes, written: str) -> bytes:
-        """Return the ids of a response with its end token, from the ids `before` it and up to its end.
+        """Return the ids of a response with its end token.
 
-        `written`: the text that `joint` adds to `before`. It is tokenized alone if a token spans the end of the prompt.
-        """
+        `before`: the ids of the prompt. `joint`: the ids of prompt and response. `written`: the text after the prompt.
+        This text is tokenized alone if a token spans the end of the prompt."""
         found = joint[len(before) :] if joint.startswith(before) else self._from_boundary(before, joint, written)
         if not self.chat:
             return found + self._end
@@ -245,8 +242,7 @@ class PromptTokenizer:
     ) -> str:
         """Render messages as text. `opened`: the text ends with the beginning of the assistant's turn.
 
-        `continued`: the text ends with the last message. `tools`: schemas instead of those from the constructor.
-        """
+        `continued`: the text ends with the last message. `tools` replaces the schemas of the constructor."""
         if not self.chat:
             return "".join(message["content"] for message in messages)
         try:
@@ -296,7 +292,6 @@ class PromptTokenizer:
         return whole
 
     def _from_boundary(self, before: bytes, joint: bytes, written: str) -> bytes:
-        """Return the ids of the text `written` after the tokens `before`."""
         alone, line_end, behind = encode_whole(self.backend, [written, "\n", f"\n{written}"])
         ways = [alone, *([behind[len(line_end) :]] if behind.startswith(line_end) else [])]
         text = self._decode(joint)
@@ -409,7 +404,7 @@ class PieceEncoder:
 
 
 def _last_piece(text: str) -> int:
-    r"""Return the index of the last space, where the last piece begins, or 0 if none may begin there.
+    r"""Return the index of the last space if the last piece may begin there, otherwise 0.
 
     >>> _last_piece("add 1 and 2?\n"), _last_piece("add: ")
     (9, 0)

@@ -1,7 +1,7 @@
 """Rows of a task before its dataset is built, to detect errors early.
 
 A user's build function runs in a process with a deadline: `python -m data.trial` reads settings and seed as JSON, and
-writes its first row as JSON.
+writes the first row of the function as JSON.
 """
 
 import json
@@ -67,11 +67,10 @@ def first_row(config: TaskData, seed: int, root: Path) -> FirstRow | None:
 def validate_rows(
     config: TaskData, seed: int, root: Path, splits: Sequence[str] = SPLITS, *, each_once: bool
 ) -> int | None:
-    """Check the rows of local files by building them, unless the dataset exists. Parquet: their scorers alone.
+    """Build the rows of local files to check them, unless the dataset exists. For parquet, check only the scorers.
 
-    A prompt in both splits is an error, and with `each_once` a repeated prompt in a split. Return the number of rows in
-    the first split, or None if no rows are built.
-    """
+    A prompt in both splits is an error. With `each_once`, a repeated prompt in a split is also an error. Return the
+    number of rows in the first split, or None if no rows are built."""
     if isinstance(config, ParquetData):
         require_scorers(config, splits)
     is_code = isinstance(config, CustomData) and config.build == "data.code:build"

@@ -110,7 +110,8 @@ _MAKES_ANOTHER = re.compile(
 
 
 def typeset(text: str) -> str:
-    """Remove the typesetting of a text: spaces, fonts, sizes, currencies, `$`, outer braces and boxes. Quote words."""
+    """Remove the typesetting of a text: spaces, fonts, sizes, currencies, `$`, outer braces, boxes. Put words in
+    quotes."""
     if _PLAIN.fullmatch(text):
         return text
     found = _BLANK.sub(" ", _NOTHING.sub("", text.translate(_UNICODE))).replace("{,}", ",")
@@ -162,9 +163,8 @@ class Number(NamedTuple):
     def matches(self, other: "Number") -> bool:
         """Return whether two numbers are equal, to six decimal places if only one is a finite decimal.
 
-        A percentage equals its number (50% is 50) unless below 1%, and the hundredth (0.5) unless that is a whole
-        number.
-        """
+        A percentage of 1% or more equals its number (50% equals 50). A percentage also equals a hundredth of its number
+        (50% equals 0.5), unless the hundredth is a whole number."""
         is_same = _same(self.value, other.value)
         if self.percent == other.percent or (is_same and not 0 < abs(self.value) < 1):
             return is_same

@@ -46,7 +46,7 @@ class NotFoundError(DataError, ConfigError):
 
 
 class UnscoredError(DataError):
-    """The scorer or the environment failed on every response of a step or every problem of a validation."""
+    """The scorer or the environment failed on every response of a step, or on every problem of a validation."""
 
 
 class UnwritableError(DataError, OSError):

@@ -8,7 +8,7 @@ ROWS_PER_SOURCE = 1_000_000_000
 
 
 class FastPickle:
-    """A base class for dataclasses with slots. It halves the time of pickling a frozen dataclass."""
+    """A base class for dataclasses with slots. It halves the time that pickling a frozen dataclass takes."""
 
     __slots__: tuple[str, ...] = ()
 
@@ -18,7 +18,7 @@ class FastPickle:
 
 @dataclass(frozen=True, slots=True)
 class Prompt(FastPickle):
-    """One tokenized row. `ground_truth_json`: the scorer's ground truth. `difficulty`: the task's measure, or 0."""
+    """One tokenized row. `ground_truth_json`: the ground truth for the scorer. `difficulty`: set by the task, or 0."""
 
     prompt_id: int
     token_ids: tuple[int, ...]

@@ -15,8 +15,8 @@ _ROUNDING = 1e-9
 class Score:
     """The score of one response. `total` is the reward, and `parts` are its named components (format, correct, ...).
 
-    `said`: the extracted answer in a canonical form (`1000` for `1,000`), for `maj_at_k`. `failure`: the reason of the
-    scoring pool for a missing score, which no statistic uses."""
+    `said`: the extracted answer in a canonical form (`1000` for `1,000`), for `maj_at_k`. `failure`: the reason why the
+    scoring pool has no score. Statistics do not use such a score."""
 
     total: float
     parts: Mapping[str, float]

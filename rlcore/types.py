@@ -32,9 +32,10 @@ class Rollout(FastPickle):
 
     `response_ids` Int[R] includes the end-of-sequence token if the response ended by itself. `behavior_logprobs`
     Float[R]: the log-probability of each token when it was sampled. `is_sampled` Bool[R]: False for tokens that an
-    environment or a template wrote, which have no loss or advantage. None: all were sampled. `turn_rewards`: the index
-    of a turn's last token in `response_ids`, and its reward. `is_cut`: `rollout.finish_share` ended the step early.
-    `num_stale`: the number of leading tokens that the previous step sampled, with `policy_version - 1`."""
+    environment or a template wrote, which have no loss or advantage. None: all were sampled. `turn_rewards`: for each
+    turn, the index of its last token in `response_ids`, and the reward. `is_cut`: `rollout.finish_share` ended the step
+    early. `num_stale`: the number of leading tokens that the previous step sampled. Their policy version is
+    `policy_version - 1`."""
 
     prompt: Prompt
     sample_index: int
@@ -51,7 +52,8 @@ class Rollout(FastPickle):
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
     """N concatenated sequences. `group_ids[i]` is the same for all responses to one prompt. `score_mask` is False for a
-    response without a score, whose `loss_mask` is False. A preference pair is one sequence with two responses."""
+    response without a score. The `loss_mask` of all its tokens is then False. A preference pair is one sequence with
+    two responses."""
 
     token_ids: Int[Tensor, "T"]
     position_ids: Int[Tensor, "T"]
@@ -75,7 +77,7 @@ class PackedBatch:
 
     @property
     def num_loss_tokens(self) -> int:
-        """The number of tokens with a loss, by which a token mean over this batch is divided."""
+        """The number of tokens with a loss. A token mean over this batch divides by this number."""
         return int(self.loss_mask.sum())
 
     def sequence_lengths(self) -> Int[Tensor, "N"]:

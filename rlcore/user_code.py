@@ -1,9 +1,10 @@
 """The code that settings name as `module:function`: its source files, a copy for each run, and imports from this copy.
 
 The code of a function is its module's file, the files of the same import folder that it imports, and the data files
-whose relative paths are strings in these. Installed packages and Millrace count only for functions in them. No code is
-executed, so computed imports are not followed. A scoring process imports this module, so pydantic, settings and storage
-are imported inside functions."""
+whose relative paths are strings in these files. The files of an installed package or of Millrace count only for
+functions of this package. No code is executed, so computed imports are not followed. A scoring process imports this
+module, so pydantic, settings and storage are imported inside functions.
+"""
 
 import ast
 import hashlib
@@ -109,7 +110,7 @@ class Code:
                 shutil.copyfile(path, written / name)
 
     def _other_sources(self) -> Iterator[tuple[str, Path]]:
-        """Yield the packages' files that no source file imports, so that computed imports work in the copy."""
+        """Yield the files of the packages that no source file imports. The copy needs them for computed imports."""
         for name, source in self.sources.items():
             top, _, file = name.partition("/")
             if file == "__init__.py" and top not in MILLRACE_PACKAGES:
@@ -269,7 +270,8 @@ def run_code(folder: Path) -> Iterator[None]:
 
 
 def import_from(folder: Path | None) -> None:
-    """Import user modules from the copy in `folder`, or from the original files if it is None, also in child processes.
+    """Import user modules from the copy in `folder`, or from the original files if `folder` is None. Child processes do
+    the same.
 
     Imported modules that a copy contains are removed from `sys.modules`, so that their next import reads the right
     file."""

@@ -55,7 +55,8 @@ def check(rig: Rig) -> Verdict:
 
 
 def _measured(rig: Rig) -> dict[str, dict[str, float]]:
-    """Return each phase's peaks in GB: of tensors and reserved, without a sleeping engine, and of all processes."""
+    """Return three peaks in GB for each phase: of tensors and of reserved memory, both without a sleeping engine, and
+    of all processes."""
     found: dict[str, dict[str, float]] = {}
     engine = engine_pool_bytes()
 

@@ -24,7 +24,7 @@ M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
 
 
 def prepare() -> None:
-    """Make the CPU allocator return freed memory, which a memory limit would count."""
+    """Make the CPU allocator return freed memory to the system. A memory limit would count it otherwise."""
     if not torch.cuda.is_available():
         allocator = ctypes.CDLL(None)
         allocator.mallopt(M_MMAP_THRESHOLD, 1 << 16)

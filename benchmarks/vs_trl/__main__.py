@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def measure(arguments: argparse.Namespace, out: Path, scratch: Path) -> None:
-    """Run each chosen trainer `--repeats` times. Each run writes a report and a folder of that name in `out`."""
+    """Run each chosen trainer `--repeats` times. Each run writes a report and a folder of the same name to `out`."""
     learning = arguments.experiment or (arguments.device == "cpu" and not arguments.random)
     prepare = prepare_experiment if learning else prepare_random
     for seed in range(arguments.seed, arguments.seed + arguments.repeats):

@@ -16,9 +16,9 @@ class Job:
     """The work of one trainer. `folder` has the prompts in the order of the steps and, with `evaluated_steps`, the
     held-out problems and the weights.
 
-    `precision` is fp32 (products in bfloat16 on a GPU) or bf16 (TRL only). `lengths` has the tokens of each response of
-    a step, or nothing if the model ends them. `micro_batch` counts responses in one forward pass of TRL.
-    """
+    `precision` is fp32 (products in bfloat16 on a GPU) or bf16 (TRL only). `lengths` has the number of tokens of each
+    response in a step. It is empty if the model ends the responses. `micro_batch` counts responses in one forward pass
+    of TRL."""
 
     name: str
     device: str

@@ -63,7 +63,7 @@ def run_both(
     module: str, arguments: argparse.Namespace, folder: Path, job: Mapping[str, Any], rows: Sequence[Any],
     tokens: Sequence[int],
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """Run both sides on the same rows, and return their measurements. `tokens` are those of each step."""
+    """Run both sides on the same rows, and return their measurements. `tokens`: the number of tokens in each step."""
     (folder / "job.json").write_text(json.dumps(job))
     (folder / "rows.json").write_text(json.dumps(rows))
     found = {}
@@ -82,7 +82,7 @@ def largest_difference(sides: Mapping[str, Mapping[str, Any]], name: str) -> flo
 
 
 def supervised_steps(trainer: Any, count: int) -> list[Mapping[str, float]]:
-    """Run steps of our supervised trainer, and return the metrics of each."""
+    """Run steps of our supervised trainer, and return the metrics of each step."""
     from rlcore.checkpoint.state import LoopState
 
     state, metrics = LoopState(0, 0, 0, 0, 0.0), []
@@ -95,8 +95,7 @@ def supervised_steps(trainer: Any, count: int) -> list[Mapping[str, float]]:
 
 def measuring(trainer: type[Any], found: dict[str, list[float]]) -> tuple[type[Any], Any]:
     """Return a subclass of a trainer of TRL and a callback. They add the summed losses of the micro-batches, without
-    rounding, and the seconds of each step to `found`.
-    """
+    rounding, and the seconds of each step to `found`."""
     from transformers import TrainerCallback
 
     class Measured(trainer):  # type: ignore[misc, valid-type]

@@ -9,7 +9,7 @@ MEMORY_BAR = 0.5  # largest ratio of our peak memory to TRL's on a GPU
 
 
 def summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return a row of medians for each trainer, and the ratios of ours to every other one."""
+    """Return a row of medians for each trainer, and the ratios of our trainer to every other trainer."""
     if not reports:
         raise SystemExit("no side was measured")
     sides = {name: _row([one for one in reports if one["side"] == name]) for name in _in_order(reports)}
@@ -49,7 +49,7 @@ def _row(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _rate(run: dict[str, Any], counts: Sequence[int]) -> float:
-    """Return the median rate over the batches, on which slowed batches have little effect."""
+    """Return the median rate over the batches. Slowed batches have little effect on the median."""
     return statistics.median(count / seconds for count, seconds in zip(counts, run["step_s"], strict=True))
 
 

@@ -35,7 +35,7 @@ class EntropyControlConfig(Section):
     target: float | None = Field(default=None, gt=0)
     """The target entropy in nats per token. If null, the weight stays at `algo.entropy_coef`."""
     step: Annotated[float, EffectiveWhen(".target")] = Field(default=0.005, gt=0)
-    """The rise of the weight after a step with an entropy below the target, otherwise the fall, at most to 0."""
+    """The change of the weight per step: up if the entropy is below the target, otherwise down, but not below 0."""
 
 
 class KlConfig(Section):
@@ -95,11 +95,12 @@ class RejectionConfig(Section):
     """The tokens or responses that an update skips because trainer and sampler differ too much."""
 
     level: Annotated[Literal["off", "token", "sequence-sum", "sequence-mean", "sequence-max"], _TWO_SIDES] = "off"
-    """The unit that is skipped: a token, or a response by the sum, mean or maximum of its tokens' differences."""
+    """The unit that is skipped: a token, or a response. A response is skipped by the sum, mean or maximum of the
+    differences of its tokens."""
     estimator: Annotated[Literal["k1", "k2", "k3"], _REJECTED] = "k1"
     """The estimator of a token's divergence KL(behavior || old). The estimators are those of `algo.kl.estimator`."""
     cap: Annotated[float, _REJECTED] = Field(default=2.0, gt=0)
-    """The largest accepted difference: with k1 the ratio of the two probabilities, over 1; with k2 or k3 nats."""
+    """The largest accepted difference: with k1 a ratio of probabilities above 1, with k2 or k3 a number of nats."""
     checks = (
         rule(".cap", ".estimator", "must be over 1 with k1",
              lambda own, _: own.level == "off" or own.estimator != "k1" or own.cap > 1,
@@ -231,7 +232,8 @@ class AlgoConfig(Section):
     aggregation: Aggregation = "token-mean"
     """The way in which the per-token losses are aggregated to one number."""
     entropy_coef: float = Field(default=0.0, ge=0)
-    """The weight of the entropy bonus, at the start if `algo.entropy_control.target` is set. 0: only measured."""
+    """The weight of the entropy bonus. If `algo.entropy_control.target` is set, it is the initial weight. 0: the
+    entropy is only measured."""
     entropy_control: EntropyControlConfig = EntropyControlConfig()
     """The controller that keeps the entropy near a target."""
     value_clip: Annotated[float, EffectiveWhen("critic", remedy="Choose algo=ppo, which has a critic")] = Field(
@@ -250,7 +252,7 @@ class AlgoConfig(Section):
     """The largest fall of a response's mean log-probability since it was sampled, in nats per token. A response with a
     larger fall and a negative advantage has no policy loss. Null: no limit."""
     top_entropy: float = Field(default=1.0, gt=0, le=1)
-    """The share of a mini-batch's response tokens with a policy loss, those of the highest entropy."""
+    """The share of a mini-batch's response tokens with a policy loss: the tokens with the highest entropy."""
     clip_cov: ClipCovConfig = ClipCovConfig()
     """Clip-Cov, which excludes tokens from the policy loss so that the entropy falls more slowly."""
     mask_truncated: bool = False

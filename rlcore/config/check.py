@@ -48,10 +48,9 @@ class ValueOverride:
 
 
 def validate_settings(settings: dict[str, Any], values: Sequence[ValueOverride], findings: Findings) -> RunConfig:
-    """Apply overrides to nested plain settings. Return a typed config without wrong values, and report these.
+    """Apply overrides to nested plain settings. Report wrong values. Return a typed config without the wrong values.
 
-    Raises ConfigError if a wrong value cannot be removed.
-    """
+    Raises ConfigError if a wrong value cannot be removed."""
     for written in values:
         _apply_override(settings, written, findings)
     if any(isinstance(entry, str) for entry in suites_in(settings)):
@@ -137,7 +136,7 @@ def as_plain(tree: Any, *, resolve: bool = False) -> dict[str, Any]:
 
 
 def _validate_types(settings: dict[str, Any], findings: Findings, texts: Mapping[str, str]) -> RunConfig:
-    """Remove wrong values until the rest is valid. `texts` has the text of each overridden key with a number, or ''."""
+    """Remove wrong values until all values are valid. `texts` has the text of each override of a number."""
     while True:
         text = json.dumps(settings)
         try:
@@ -163,7 +162,7 @@ def error_path(detail: ErrorDetails, content: Any) -> tuple[int | str, ...]:
 def _report_error(
     detail: ErrorDetails, given: Any, settings: dict[str, Any], findings: Findings, texts: Mapping[str, str]
 ) -> None:
-    """Report a validation error of the settings `given`, and remove the wrong value. A number may become a text."""
+    """Report an error in the settings `given`, and remove the value. A number becomes a text where one is required."""
     path = error_path(detail, given)
     at = next((number for number, part in enumerate(path) if isinstance(part, int)), len(path))
     key, inside = ".".join(map(str, path[:at])), path[at:]
@@ -339,7 +338,7 @@ def find_problems(run: RunConfig, unsound: Collection[str] = ()) -> list[Problem
 
 
 def _single_datasets(run: RunConfig) -> Iterator[tuple[str, str, RunConfig]]:
-    """Yield the key, the name and the settings with each dataset of a mixture and each suite as the only dataset."""
+    """Yield the key and name of each dataset in a mixture and of each suite, with settings for only this dataset."""
     for index, part in enumerate(run.data.parts if isinstance(run.data, MixtureData) else ()):
         yield "data.parts", f"entry {index} ({part.data.task})", run.model_copy(update={"data": part.data})
     for suite in run.validation.suites:  # the warm start learns from the run's own data

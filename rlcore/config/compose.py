@@ -50,7 +50,7 @@ GROUPS = {
 }
 """The groups of settings, each with the option that is chosen by default."""
 EXCLUSIVE_GROUPS = ("data", "critic")
-"""Groups with options of different keys. Another option than a file's replaces the file's section of the group."""
+"""Groups with different keys in each option. If an override changes the option, the file's keys are dropped."""
 EXPERIMENT_HINT = "Did you mean experiment="
 _ROOT = "millrace"
 # Hydra's state is global and not safe between threads.
@@ -67,8 +67,7 @@ class Composition:
     """Composed settings without wrong values, the problems, and the sources of the settings.
 
     `members`: the chosen option of each group. `override_keys`: the keys and groups that overrides set. `file_keys`:
-    the keys that the experiment's own file sets and no override sets.
-    """
+    the keys that the experiment's own file sets and no override sets."""
 
     config: RunConfig
     problems: Sequence[Problem]
@@ -78,7 +77,7 @@ class Composition:
     file_keys: Collection[str]
 
     def unused_settings(self, swept: Collection[str] = ()) -> list[str]:
-        """Return warnings about set values without an effect. `swept`: keys that differ between the runs of a sweep."""
+        """Return warnings about given settings without an effect. `swept`: keys that differ between a sweep's runs."""
         return unused_settings(self.config, self.override_keys, self.file_keys, swept)
 
     def require_valid(self) -> "Composition":
@@ -89,7 +88,7 @@ class Composition:
 
 
 def load_config(overrides: Sequence[str], *, experiment: str | None = None) -> RunConfig:
-    """Compose the settings of an experiment's name or file, or the defaults. Raises ConfigError with all mistakes."""
+    """Compose the settings of an experiment (name or file) or the defaults. Raises ConfigError with all mistakes."""
     return compose(overrides, experiment=experiment).require_valid().config
 
 
@@ -151,7 +150,7 @@ class _Request:
 
 
 def _read_overrides(overrides: Sequence[str], experiment: str | None, findings: Findings) -> _Request:
-    """Sort overrides into choices and values. Report those that cannot be parsed or that contradict each other."""
+    """Sort overrides into choices and values. Report overrides that are invalid or contradict each other."""
     request, parser = _Request(), OverridesParser.create()
     given: dict[str, Any] = {}
     if experiment is not None:

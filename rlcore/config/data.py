@@ -34,7 +34,8 @@ ALL_SOURCES = "all"
 JUDGE = "data.judge:score"
 PROGRAMS = "data.code:score"
 BY_ROW = "rlcore.rollout.by_part:score"
-"""The scorer that selects the scorer of the row's dataset in a mixture, otherwise that of the row's data source."""
+"""The scorer that calls another scorer for each row: the scorer of the row's dataset in a mixture, otherwise the scorer
+of the row's data source."""
 
 _SCORERS = {
     "data.gsm8k:score": re.compile(r"(?:openai/)?gsm8k"),
@@ -44,7 +45,7 @@ _SCORERS = {
         r"|numina_(?:aops_forum|synthetic_math|amc_aime|synthetic_amc|cn_k12|olympiads)"
     ),
 }
-"""The scorers with the names of the data sources whose rows they score. The names are those of verl and TinyZero."""
+"""The scorers, each with a pattern of its data sources. verl and TinyZero use the same names for data sources."""
 
 
 RENDERING_NAMES = frozenset((
@@ -113,7 +114,7 @@ class CountdownData(Conversation):
     operations: tuple[Operation, ...] = ("+", "-", "*", "/")
     """The operations that the solution of a generated problem may use."""
     balance_difficulty: bool = False
-    """Put equally many rows of each number of operations in the solution into each split."""
+    """Balance the numbers of operations in the solutions: each split has equally many rows of each number."""
     template: Literal["bare", "base", "qwen-instruct", "chat", "few-shot"] = "base"
     """The wording of the prompt. `bare` has only the numbers and the target, for randomly initialized models."""
     search_tries: Annotated[
@@ -121,8 +122,9 @@ class CountdownData(Conversation):
         EffectiveWhen("warm_start.enabled"),
         EffectiveWhen(".template", "base qwen-instruct chat"),
     ] = Field(default=None, ge=0, le=64)
-    """The most wrong equations, a random number in each row, that a warm-start solution tries before the right one. If
-    null, it has only the right equation and its value. Only templates with `<think>` show either."""
+    """The largest number of wrong equations that a warm-start solution tries before the right equation. Each row has a
+    random number of tries. If null, the solution has only the right equation and the value. Only templates with
+    `<think>` show this work."""
     scorer: Scorer = "data.countdown:score"
     checks = (
         rule(".operations", "", "must name one operation or more, each once",
@@ -168,7 +170,7 @@ class ParquetData(Conversation):
     template: Literal["auto", "chat", "text"] = "auto"
     """The form of the prompt: the chat template, the only message, or the form in the file's metadata (else `chat`)."""
     scorer: str = BY_ROW
-    """A `module:function` that scores a response text. Default: by the row's `data_source` (docs/data.md)."""
+    """A `module:function` that scores a response. By default, the row's `data_source` selects it (docs/data.md)."""
     checks = (_is_a_file("train_file"), _is_a_file("validation_file"))
 
 
@@ -215,7 +217,8 @@ class CustomData(Conversation):
     validation_size: int = Field(default=100, ge=1)
     """The number of rows in the validation split."""
     options: tuple[str, ...] = ()
-    """Further arguments of the function. Name each file or folder that it reads: a change builds a new dataset."""
+    """Further arguments of the function. Include each file or folder that the function reads. After a change in one of
+    them, a new dataset is built."""
     scorer: Scorer = "data.multiplication:score"
 
 
@@ -286,7 +289,8 @@ def _is_of_all_parts(name: str) -> Rule:
 
 
 class MixtureData(Conversation):
-    """Several datasets. Each prompt is drawn from one of them by weight. Each has its own scorer and evaluation."""
+    """Several datasets. Each prompt is drawn from one of them by weight. Each dataset has its own scorer and
+    evaluation."""
 
     task: Literal["mixture"] = "mixture"
     """The task that combines the rows of several tasks."""
@@ -327,7 +331,7 @@ def has_default_scorer(data: TaskData) -> bool:
 
 
 def scorer_of_row(data: TaskData, data_source: str) -> str | None:
-    """Return the scorer of a row, which follows from the data source if the settings name none. None: unknown.
+    """Return the scorer that the settings name, otherwise the scorer of the data source, or None if it is unknown.
 
     >>> scorer_of_row(ParquetData(), "openai/gsm8k"), scorer_of_row(ParquetData(), "codecontests")
     ('data.gsm8k:score', None)

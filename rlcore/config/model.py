@@ -86,7 +86,7 @@ def _heads_fit_vllm(model: "ModelConfig", run: Run) -> Problem | None:
 
 
 def _has_tokenizer_for_prompts(model: "ModelConfig", run: Run) -> Problem | None:
-    """Check that the tokenizer of a scratch model covers the prompts. It has only integers and operators."""
+    """Check that a scratch model's tokenizer covers the prompts. This tokenizer has only integers and operators."""
     data, largest = run.data, model.scratch.max_integer
     # The prompts of a user's task are not known here; the filter refuses words without a token.
     if model.path is not None or isinstance(data, CustomData | VerifiersData | MixtureData):
@@ -268,8 +268,8 @@ class ModelConfig(Section):
     """Keep the inputs of recomputed layers in host memory until the backward pass, for very long responses."""
     zero_stage: Annotated[Literal[1, 3], MayChange, EffectiveWhen("runtime.num_workers", unless="1")] = 3
     """The way in which ranks share the model in an update. `3` gathers weights layer by layer and reduces gradients
-    after each micro-batch. `1` does each once, with less network time and 6 more bytes of memory per weight. Both shard
-    the float32 weights and the optimizer's state."""
+    after each micro-batch. `1` does each only once per optimizer step. It takes less network time, and 6 more bytes of
+    memory per weight. Both shard the float32 weights and the optimizer's state."""
     compile: Annotated[bool, MayChange] = False
     """Compile each decoder layer and the head with torch.compile (only on CUDA)."""
     share_prompts: bool = False
@@ -309,7 +309,8 @@ class ModelConfig(Section):
 
 
 class WarmStartConfig(Section):
-    """Supervised steps on demonstrations. They train all weights, or without reinforcement learning the adapters."""
+    """Supervised steps on demonstrations. They train all weights. In a run without reinforcement learning, they train
+    only the adapters if `model.lora` is set."""
 
     enabled: bool = False
     """Run the warm start. If false, training starts from `model.path`."""
@@ -337,13 +338,14 @@ class WarmStartConfig(Section):
     )
     """The number of steps between two measurements of the held-out loss, and of the reward with `stop_at_reward`."""
     held_out_rows: int = Field(default=256, ge=0)
-    """The number of held-out demonstrations: at most a tenth of a file, or solutions of validation rows. 0: no held-out
-    loss."""
+    """The number of held-out demonstrations. They are at most a tenth of the file, or the solutions of validation rows.
+    0: no held-out loss."""
     patience: Annotated[int | None, EffectiveWhen(".held_out_rows")] = Field(default=None, ge=1)
     """The number of consecutive measurements without a lower held-out loss after which the stage ends. Null: no limit.
     The result is the checkpoint with the lowest held-out loss, unless `stop_at_reward` is set."""
     stop_at_reward: float | None = Field(default=None, gt=0, le=1)
-    """Sampled reward on training problems at which the stage ends, with the last weights. None: none is sampled."""
+    """The sampled reward on training problems at which the stage ends. The result is then the last weights. Null: no
+    responses are sampled."""
     check_problems: Annotated[int, EffectiveWhen(".stop_at_reward")] = Field(default=256, ge=1)
     """The number of training problems that are sampled in a measurement, at least 16."""
     misdirected_share: Annotated[

@@ -41,7 +41,7 @@ class Findings:
     """The file that sets each dotted key, and the file of the chosen option of each group."""
 
     def add(self, problem: Problem, *unsound: str) -> None:
-        """Add a problem unless it is already there. `unsound`: the keys that become unreliable, otherwise its key."""
+        """Add a problem unless it is already there. `unsound`: the keys that become unreliable, by default its key."""
         if problem not in self.problems:
             self.problems.append(problem)
         self.unreliable.update(unsound or (problem.key,))
@@ -96,7 +96,7 @@ def nearest(wrong: str, candidates: Iterable[str]) -> str | None:
 
 @cache
 def _foreign_keys() -> dict[str, str]:
-    """Return the Millrace settings for keys of verl and TRL from `FOREIGN_PAGE`, or {} without the documentation."""
+    """Return the Millrace settings for keys of verl and TRL from `FOREIGN_PAGE`, or {} if the page is missing."""
     page, found = SOURCE_FOLDER / FOREIGN_PAGE, dict[str, str]()
     rows = re.findall(r"^\| (`.*?) \| (.*?) \| (.*?) ?\|$", page.read_text("utf-8") if page.is_file() else "", re.M)
     for keys, settings, note in rows:
@@ -108,7 +108,7 @@ def _foreign_keys() -> dict[str, str]:
 
 
 def foreign_key_hint(key: str) -> str:
-    """Return a hint for a key of verl or TRL, whose first sections may be missing, or '' for any other key.
+    """Return a hint for a key of verl or TRL, or '' for any other key. The first sections of the key may be missing.
 
     >>> foreign_key_hint("num_generations")
     'From verl or TRL: rollout.samples_per_prompt (docs/from-verl-and-trl.md)'

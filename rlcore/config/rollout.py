@@ -34,7 +34,7 @@ class SamplingConfig(Section):
     """The sampling of responses."""
 
     temperature: float = Field(default=1.0, ge=0)
-    """The sampling temperature, also of the responses' log-probabilities. 0 selects the likeliest token."""
+    """The sampling temperature, at which log-probabilities are also computed. 0 selects the likeliest token."""
     top_p: Annotated[float, _SAMPLED] = Field(default=1.0, gt=0, le=1)
     """The probability mass of the likeliest tokens that sampling may choose from."""
 
@@ -45,12 +45,13 @@ class RolloutConfig(Section):
     engine: Literal["hf", "vllm", "none"] = "hf"
     """The kind of engine: transformers (slow, simple), vLLM in the worker's process, or none for a warm start."""
     samples_per_prompt: int = Field(default=8, ge=1)
-    """Responses to each prompt: the group size of GRPO."""
+    """The number of responses to each prompt, which is the group size of GRPO."""
     max_response_tokens: int = Field(default=1_024, ge=1)
     """The length of the longest response, in tokens."""
     finish_share: float = Field(default=1.0, gt=0.5, le=1)
     """The share of groups (all responses to a prompt) that a step finishes. A step starts trainer.batch_size /
-    finish_share groups and trains on the first batch_size finished ones. The others continue in the next step."""
+    finish_share groups and trains on the first batch_size groups that finish. The other groups continue in the next
+    step."""
     sampling: SamplingConfig = SamplingConfig()
     """The sampling of training responses. A temperature of 1 and a top_p of 1 keep the policy gradient unbiased."""
     skip_special_tokens: bool = True
@@ -68,8 +69,8 @@ class RolloutConfig(Section):
     memory_share: Annotated[float, MayChange, _OF_VLLM] = Field(default=0.5, gt=0, lt=1)
     """The share of the GPU's memory that vLLM may use for weights and cache."""
     sleep_level: Annotated[Literal[0, 1, 2], MayChange, _OF_VLLM, _ON_GPUS] = 2
-    """The GPU memory that vLLM frees during training: 0 none, 1 the cache and, to host memory, the weights, 2 the cache
-    and the weights, which the next weight sync sends again."""
+    """The GPU memory that vLLM frees during training. 0: none. 1: the cache and the weights, which move to host memory.
+    2: the cache and the weights, which the next weight sync sends again."""
     enforce_eager: Annotated[bool, MayChange, _OF_VLLM, _ON_GPUS] = False
     """Run vLLM without CUDA graphs."""
     max_batched_tokens: Annotated[
@@ -123,7 +124,8 @@ class JudgeConfig(Section):
     """A model that scores responses, behind an OpenAI-compatible endpoint (`data.scorer=data.judge:score`)."""
 
     url: Annotated[str, MayChange] = ""
-    """The address without `/chat/completions`, such as `http://127.0.0.1:8000/v1`, without proxy or redirection."""
+    """The address without `/chat/completions`, such as `http://127.0.0.1:8000/v1`. Proxies and redirects are not used.
+    """
     model: str = ""
     """The name of the model at the endpoint."""
     key_variable: Annotated[str, MayChange] = Field(default="", pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")
@@ -135,7 +137,8 @@ class JudgeConfig(Section):
     """The prompt of the judge with the places `{response}` and `{ground_truth}` (JSON). The judge must end its text
     with `{"score": X}` or `<score>X</score>`, and must write only one score."""
     highest: float = Field(default=1.0, gt=0)
-    """The best score of the judge, by which the part `judge` is divided. No verdict is below 0 or above it."""
+    """The judge's best score. Verdicts are from 0 to this score. The part `judge` is a verdict divided by this score.
+    """
     levels: int | None = Field(default=None, ge=2)
     """The number of evenly spaced scores from 0 to `highest` that the judge may give. A JSON schema (`response_format`)
     then restricts its text to `{"score": X}`. If null, the judge writes free text."""
@@ -171,19 +174,19 @@ class RewardConfig(Section):
 
     weights: dict[str, float] = Field(default_factory=dict)
     """The weight of each part of a score (`total` is the scorer's total). The reward is the sum of weight x part. If
-    {}, it is the total. A response whose score lacks a weighted part has no score."""
+    {}, the reward is the total. A response whose score lacks a weighted part has no score."""
 
     num_processes: Annotated[int, MayChange] = Field(default=0, ge=0)
-    """The number of scoring processes. With 0, the trainer scores; only for a trusted scorer that always ends."""
+    """The number of scoring processes. With 0, the trainer scores, which needs a trusted scorer that always ends."""
     deadline_s: Annotated[float, MayChange, EffectiveWhen(".num_processes")] = Field(default=5.0, gt=0)
     """The time limit for one response, in seconds. After it, the process is replaced, and the response has no score."""
     judge: JudgeConfig = JudgeConfig()
     """The settings of a model that scores responses."""
     audit: Annotated[bool, MayChange, EffectiveWhen("data.environment", "''")] = True
-    """Score some worthless responses before the first step, and report those with a reward in an event."""
+    """Score some worthless responses before the first step. If some of them get a reward, an event reports them."""
     max_unmet_references: Annotated[float, MayChange] = Field(default=0.01, ge=0, le=1)
-    """The largest share of rows whose reference or solution gets less than the full score before the run. A larger
-    share refuses the dataset. Otherwise the rows are reported."""
+    """The largest share of rows whose reference or solution may miss the full score in the check before a run. If the
+    share is larger, the dataset is refused. Otherwise the rows are reported."""
     checks = (
         rule(".num_processes", "data.scorer",
              "must be 1 or more with data.scorer=data.math:score, which some responses keep busy forever, and with "
@@ -219,7 +222,7 @@ class SandboxConfig(Section):
     """The limits of programs in a model's responses (`data.code:score`) and tool calls (`data.code:run_python`)."""
 
     time_s: float = Field(default=3.0, gt=0, le=600)
-    """The time limit of a program with all its tests, in seconds of wall time. Remaining tests fail."""
+    """The time limit of a program with all its tests, in seconds of wall time. After it, the remaining tests fail."""
     memory_mb: int = Field(default=512, ge=64)
     """The largest address space of the program, in MB of 2**20 bytes. The program may have only one process."""
     file_mb: int = Field(default=16, ge=1)
@@ -242,7 +245,7 @@ class EpisodeConfig(Section):
     """Responses with several turns. An environment replies after each turn (`data.environment`).
 
     `rollout.max_response_tokens` limits a whole episode with its replies. The episode ends with a turn that reaches
-    this limit, or without a reply that leaves no room for another token."""
+    this limit. A reply that leaves no room for another token is omitted, and the episode ends."""
 
     tools: tuple[str, ...] = ()
     """The functions that the model may call, each as `module:function`, for
@@ -255,16 +258,18 @@ class EpisodeConfig(Section):
     max_turns: int = Field(default=8, ge=1)
     """The largest number of turns of the model. The reply to the last turn is dropped."""
     max_turn_tokens: int = Field(default=0, ge=0)
-    """The largest number of tokens in a turn of the model, which then ends. 0: no limit."""
+    """The largest number of tokens in a turn of the model. The turn ends at this number. 0: no limit."""
     max_tool_tokens: int = Field(default=256, ge=1)
-    """The largest number of tokens in a reply, which has at most 16 times as many characters. The rest is dropped."""
+    """The largest number of tokens in a reply. The largest number of characters is 16 times this number. The rest of a
+    longer reply is dropped."""
     deadline_s: Annotated[float, MayChange] = Field(default=10.0, gt=0)
     """The time limit for one reply, in seconds. After it, the environment's process is replaced, and the episode has no
     score and is not used for training. Other episodes of the process are repeated."""
     num_processes: Annotated[int, MayChange] = Field(default=2, ge=1)
     """The number of environment processes. Each process computes one turn at a time."""
     reward_per_turn: Annotated[bool, EffectiveWhen("algo.advantage", "gae reinforce_pp")] = False
-    """Assign the reward of each turn to the turn's last token, instead of the sum to the episode's last token."""
+    """Assign the reward of each turn to the last token of the turn. If false, the last token of the episode gets the
+    sum of all rewards."""
     effective = EffectiveWhen("data.environment")
     checks = (
         rule(".tools", "", "must be a list of `module:function`, each name once",
@@ -288,7 +293,7 @@ class EvaluationConfig(Section):
     """The evaluation of a model on held-out problems."""
 
     every_steps: int = Field(default=20, ge=0)
-    """The number of steps between two validations in training. With 0, only before and after training."""
+    """The number of steps between two validations. With 0, validations run only before and after training."""
     max_problems: int = Field(default=0, ge=0)
     """The largest number of held-out problems in a validation, and of a suite. 0: all problems."""
     samples_per_problem: int = Field(default=4, ge=1)
@@ -368,6 +373,6 @@ class ValidationConfig(EvaluationConfig):
     )  # fmt: skip
 
     def is_of_suite(self, metric: str) -> bool:
-        """Return whether a metric belongs to a suite. One of a data source `<suite>/hard` does not."""
+        """Return whether a metric belongs to a suite. A metric of a data source `<suite>/hard` does not."""
         kinds = ("reward", "acc")
         return metric.startswith(tuple(f"val-core/{suite.name}/{kind}/" for suite in self.suites for kind in kinds))

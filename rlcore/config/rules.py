@@ -44,8 +44,8 @@ def rule(key: str, others: str, says: str, holds: Callable[[Any, Run], bool], re
 class Bound:
     """A limit computed from the settings in `others`: their sum, or their product for `divide`.
 
-    It is not checked if one of them is null or the setting in `only_with` is off. `remedy` may contain `{bound}` and
-    `{divisors}`."""
+    The limit is not checked if one of these settings is null or the setting in `only_with` is off. `remedy` may contain
+    `{bound}` and `{divisors}`."""
 
     words: Literal["divide", "be at most", "be at least", "be under"]
     others: str
@@ -176,9 +176,9 @@ def unused_settings(
 ) -> list[str]:
     """Return a warning for each condition that is not met. A setting has only one warning.
 
-    `given`: the keys and groups that overrides set. `in_file`: the keys in an experiment's file, without a warning if
-    an override changes the setting that they depend on. `swept`: the keys and groups that differ between the points of
-    a sweep, whose shared settings are `config`."""
+    `given`: the keys and groups that overrides set. `in_file`: the keys in an experiment's file. A key has no warning
+    if an override changes the setting that the key depends on. `swept`: the keys and groups that differ between the
+    points of a sweep. `config` has the shared settings."""
     values = leaves(config.model_dump(mode="json"))
     left = [key for key in values if key in given or key in in_file or key in swept]
     lines = []

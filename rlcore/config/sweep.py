@@ -54,7 +54,7 @@ class Range(Section):
 
 
 VALUES, RANGE = "of a list", "of a range"
-"""The tags by which pydantic distinguishes a list from a range. The location of an error in a space contains one."""
+"""The tags by which pydantic distinguishes a list from a range. The location of an error contains one tag."""
 Values = Annotated[
     Annotated[tuple[JsonValue, ...], Tag(VALUES)] | Annotated[Range, Tag(RANGE)],
     Discriminator(lambda said: RANGE if isinstance(said, dict | Range) else VALUES),
@@ -81,8 +81,9 @@ class OptunaSearch(Section):
 class Pruning(Section):
     """The early stopping of poor points, each compared with the points that have already reached the same step.
 
-    A point is dropped if the best point is better by the confidence interval of the paired difference on the same
-    held-out problems. After the k-th comparison, the best n / (k + 1) of n points continue."""
+    A point is dropped if the best point is better according to the confidence interval of their paired difference. The
+    difference is measured on the same held-out problems. After the k-th comparison, the best n / (k + 1) of n points
+    continue."""
 
     every_steps: int = Field(ge=1)
     """The number of steps between two comparisons, a multiple of trainer.steps_per_chunk and validation.every_steps."""
@@ -91,7 +92,7 @@ class Pruning(Section):
 
 
 class Budget(Section):
-    """The limits of one call of a sweep, without runs that were already finished. The next call continues the sweep."""
+    """The limits of one call of a sweep. Runs that finished before do not count. The next call continues the sweep."""
 
     runs: int | None = Field(default=None, ge=1)
     """The largest number of runs."""
@@ -150,7 +151,7 @@ def points_of(spec: SweepSpec) -> list[Point]:
 
 
 def multirun_content(overrides: Sequence[str]) -> dict[str, JsonValue]:
-    """Return the sweep of overrides with several values, as in `seed=1,2,3`. Raises ConfigError if there are none."""
+    """Return the sweep of overrides with several values, as in `seed=1,2,3`. Raises ConfigError if none has several."""
     several = {_key(text): values for text in overrides if (values := swept_values(text))}
     if not several:
         remedy = "Give one, as in seed=1,2,3 or optim.lr=1e-4,1e-3"
@@ -211,7 +212,7 @@ NOT_SWEPT = {
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """A sweep with checked settings. `base`: the settings that all points share. `points`: of a grid or list."""
+    """A sweep with checked settings. `base`: the settings that all points share. `points`: [] for a search."""
 
     spec: SweepSpec
     overrides: tuple[str, ...]
@@ -264,7 +265,7 @@ def load_sweep(
 ) -> Sweep:
     """Read a sweep from a name in `conf/sweep`, a .yaml file or its content, and check the settings of every point.
 
-    `overrides` and `budget` replace those of the file. Raises ConfigError with all mistakes of one kind."""
+    `overrides` and `budget` replace the values in the file. Raises ConfigError with all mistakes of one kind."""
     spec = _parse(_content(source) if isinstance(source, str) else source)
     if budget is not None:
         changed = spec.budget.model_copy(update=budget.model_dump(exclude_none=True))

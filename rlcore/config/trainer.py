@@ -64,15 +64,16 @@ class AlarmConfig(Section):
     non_finite: Literal["skip", "stop"] = "stop"
     """The action if a loss or gradient is not finite. The batch is always saved, and the update is never applied."""
     grad_norm: StepAction = "tell"
-    """The action if a mini-batch's gradient norm before clipping is above `grad_norm_above`. `skip` skips only it."""
+    """The action if a mini-batch's gradient norm before clipping is above `grad_norm_above`. `skip` skips only this
+    mini-batch."""
     grad_norm_above: Annotated[float, EffectiveWhen(".grad_norm")] = Field(default=1_000.0, gt=0)
     """The limit of the gradient norm of one mini-batch. The norm is over all parameters."""
     entropy: StateAction = "tell"
-    """The action if the entropy is below `entropy_below`, with nearly the same response for every seed."""
+    """The action if the entropy is below `entropy_below`. Then nearly all responses to a prompt are equal."""
     entropy_below: Annotated[float, EffectiveWhen(".entropy")] = Field(default=0.001, ge=0)
     """The limit of the mean entropy over response tokens, in nats."""
     equal_scores: Annotated[StepAction, EffectiveWhen("rollout.samples_per_prompt", unless="1")] = "tell"
-    """The action if all responses of each group have the same score. Off with one response to each prompt."""
+    """The action if all responses of each group have the same score. The alarm is off with groups of one response."""
     kl: StateAction = "off"
     """The action if the KL divergence from the reference policy is above `kl_above`. It requires algo.kl.where."""
     kl_above: Annotated[float, EffectiveWhen(".kl")] = Field(default=10.0, gt=0)
@@ -107,7 +108,7 @@ class AnswersConfig(Section):
     """The record of the responses, with tokens, log-probabilities, scores and advantages. Training does not use it."""
 
     every_steps: int = Field(default=1, ge=0)
-    """Record the responses of every validation and of each step that is a multiple of this. 0: no record."""
+    """Record the responses of every validation and of each step that is a multiple of this number. 0: no record."""
     max_gb: Annotated[float, EffectiveWhen(".every_steps")] = Field(default=10.0, gt=0)
     """The largest size of the record, in GB of 1e9 bytes. The oldest training steps are deleted first."""
 
@@ -141,7 +142,7 @@ class DeadlineConfig(Section):
     forward_s: float = Field(default=3_600.0, gt=0)
     """The time limit for one forward pass over the batch, which gives old or reference log-probabilities, or values."""
     update_s: float = Field(default=3_600.0, gt=0)
-    """The time limit for all updates of the policy in one step, and also for all updates of the critic."""
+    """The time limit for all updates of the policy in one step. The updates of the critic have the same limit."""
     hand_over_s: float = Field(default=900.0, gt=0)
     """The time limit for a weight sync to the engine."""
     validate_s: float = Field(default=7_200.0, gt=0)
@@ -169,9 +170,10 @@ class RuntimeConfig(Section):
     ] = Field(default=1, ge=1)
     """The number of workers, which are the ranks of data parallelism. On a GPU machine, each rank has one GPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA where a GPU is present. Otherwise `auto` is the CPU."""
+    """The device of the workers. `auto` is CUDA if there is a GPU, otherwise the CPU."""
     python: str | None = None
-    """The interpreter of the trainer and its workers, such as `bin/python` of another environment. Null: the same."""
+    """The Python interpreter of the trainer and its workers, such as `bin/python` of another environment. Null: the
+    interpreter that runs the command."""
     threads_per_worker: int = Field(default=1, ge=1)
     """The number of CPU threads that torch uses in each worker. Another number may change the last digits of a sum."""
     ray_address: Annotated[str | None, _UNDER_RAY] = None
@@ -187,17 +189,17 @@ class RuntimeConfig(Section):
     """The peak speed of a device in the compute type, in 1e12 dense operations per second, for `perf/mfu`. Null: the
     bfloat16 speed of a GPU by its name, and no `perf/mfu` on a CPU."""
     profile: ProfileConfig = ProfileConfig()
-    """The steps that torch's profiler records. They are slower, with the same results."""
+    """The steps that torch's profiler records. A recorded step is slower, but its results are the same."""
     deadlines: DeadlineConfig = DeadlineConfig()
     """The time limit of each phase. A phase that takes longer counts as hung."""
     stop_deadline_s: float = Field(default=60.0, gt=0)
-    """The seconds in which a run ends after a request to stop. The current step has half of them to finish. Otherwise
-    it is cancelled, the state before it is saved, and the next start repeats it."""
+    """The seconds in which a run ends after a request to stop. The current step has half of this time to finish.
+    Otherwise the step is cancelled, the state before the step is saved, and the next start repeats the step."""
     max_chunk_retries: int = Field(default=2, ge=0)
     """The largest number of retries of a failed chunk. A retry starts from the last checkpoint."""
     priority: int = Field(default=0, ge=-1000, le=1000)
-    """The priority in the queue for the slots of the root (`millrace slots`), highest first. A run with a lower
-    priority returns its slots at the end of a chunk, and waits."""
+    """The priority in the queue for the slots of the root (`millrace slots`). The highest priority is served first. A
+    run returns its slots at the end of a chunk if a run with a higher priority waits."""
     _expanded = field_validator("python")(expand_home)
     checks = (
         rule(".num_workers", ".backend", "must be 1 with runtime.backend=local",

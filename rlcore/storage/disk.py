@@ -19,7 +19,7 @@ CHECKPOINT_SLACK_SHARE = 0.01
 NO_FILES = "that file system can hold no further file, whatever its free bytes: its inodes are used up (df -i)"
 NO_ROOM_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 NO_ROOM_TEXTS = ("no space left on device", "disk quota exceeded", "os error 28)", "os error 122)")
-"""The messages about a full disk of writers in Rust and C++ (safetensors, torch), which pass no errno."""
+"""The messages of writers in Rust and C++ (safetensors, torch) about a full disk. They pass no errno."""
 UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
@@ -163,13 +163,13 @@ def check_needs(needs: Sequence[DiskNeed], reserve_bytes: int = 0) -> tuple[Room
 
 
 def checkpoint_bytes(num_trained_parameters: int) -> int:
-    """Estimate the bytes of a checkpoint by the parameters of policy and critic. Frozen parameters are not saved."""
+    """Estimate the bytes of a checkpoint from the number of trained parameters. Frozen parameters are not saved."""
     tensors = num_trained_parameters * BYTES_PER_TRAINED_PARAMETER
     return int(tensors * (1 + CHECKPOINT_SLACK_SHARE)) + CHECKPOINT_SLACK_BYTES
 
 
 def max_num_checkpoints(config: CheckpointConfig, *, total_steps: int, steps_per_chunk: int) -> int:
-    """Return the largest number of checkpoints on disk: those that are retained, and one that is being written."""
+    """Return the largest number of checkpoints on disk: the retained checkpoints, and one that is being written."""
     total = -(-total_steps // steps_per_chunk)
     kept = config.keep_last + config.keep_best
     if config.keep_every_steps:

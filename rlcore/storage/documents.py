@@ -23,7 +23,7 @@ _URI_QUERY = "file:"
 
 
 def open_ordinary(path: Path) -> BinaryIO:
-    """Open an ordinary file for reading. Raises OSError for others, such as a FIFO, which would wait for a writer."""
+    """Open an ordinary file for reading. Raises OSError for any other file, such as a FIFO."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -38,14 +38,14 @@ def read_ordinary(path: Path) -> bytes:
 
 
 def files_of(folder: Path, pattern: str) -> list[Path]:
-    """Return the files in a folder, or [] if there is none. Raises OSError, unlike `Path.glob`, if it is unreadable."""
+    """Return the files in a folder, or [] if it does not exist. Raises OSError if the folder is unreadable."""
     if folder.is_dir():
         os.close(os.open(folder, os.O_RDONLY))
     return list(folder.glob(pattern))
 
 
 def find_obstacle(folder: Path) -> Path | None:
-    """Return the file or broken link that occupies the path of a folder or of one of its parents, otherwise None."""
+    """Return the file or broken link at the path of a folder or of one of its parents, or None."""
     folder = folder.absolute()
     nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     return None if nearest.is_dir() else nearest
@@ -83,7 +83,7 @@ def parse_json(content: str | bytes) -> Any:
 
 
 def read_document(path: Path, kind: TypeAdapter[T], remedy: str = "") -> T | None:
-    """Return a JSON file as a typed value, or None if there is no file. Raises DataError, which ends with `remedy`."""
+    """Return a JSON file as a typed value, or None if it is missing. Raises DataError with `remedy` if damaged."""
     try:
         return kind.validate_json(read_ordinary(path))
     except FileNotFoundError:
@@ -104,7 +104,8 @@ def first_problem(error: Exception) -> str:
 def sqlite_address(file: Path, scheme: str = SQLITE) -> str:
     """Return the SQLAlchemy address of an sqlite file at an absolute path. `scheme` may name a driver.
 
-    SQLAlchemy ends a path at a `?`, so such a path is written in sqlite's URI form, with slashes escaped for MLflow.
+    SQLAlchemy ends a path at a `?`, so a path that contains `?` is written in sqlite's URI form, with slashes escaped
+    for MLflow.
 
     >>> sqlite_address(Path("/why?/mlflow.db"))
     'sqlite:///file:%2Fwhy%3F%2Fmlflow.db?uri=true'

@@ -104,8 +104,8 @@ class LineFile:
         self.close()
 
     def truncate(self, to_bytes: int) -> Path | None:
-        """Truncate the file, and drop the lines in memory. Return the file `<name>.abandoned-<k>.jsonl` with the
-        removed lines.
+        """Truncate the file, and drop the lines in memory. Return a file `<name>.abandoned-<k>.jsonl` with the removed
+        lines, or None if no lines are removed.
 
         A rename replaces the file, so a process that has opened the old file can still read it. Raises TrackingError if
         no line ends at byte `to_bytes`, and DiskSpaceError if there is no room. An error leaves the file unchanged."""

@@ -28,7 +28,7 @@ RUN_LOCK = "run.lock"
 
 
 class FileLock:
-    """One lock by `flock` on one file, which stays on disk, because two processes could lock a deleted and a new file.
+    """One lock by `flock` on one file. The file is kept, because two processes could lock a deleted and a new file.
 
     A forked child closes its copy of the descriptor immediately. A child started by exec gets no copy."""
 
@@ -83,7 +83,7 @@ class FileLock:
 
 
 _held: set[FileLock] = set()
-"""Strong references to the acquired locks, so that a lock outlives its last other reference."""
+"""References to the acquired locks. They keep each lock alive after all other references to it are gone."""
 
 
 def _drop_inherited() -> None:
@@ -97,8 +97,8 @@ os.register_at_fork(after_in_child=_drop_inherited)  # a copy would keep the loc
 def start_time_of(process: psutil.Process) -> float:
     """Return a number that distinguishes a process from a later process with the same id.
 
-    On Linux it is the seconds from the boot to the start, plus a number from the boot's id, otherwise the time of
-    day."""
+    On Linux it is the number of seconds from the boot to the start, plus a number from the boot's id. On other systems
+    it is the start time in seconds since 1970."""
     try:
         boot = int(BOOT_ID.read_text()[:8], 16)
         ticks = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
@@ -136,7 +136,7 @@ class Holder:
         return cls(os.getpid(), socket.gethostname(), command, since, start_time_of(psutil.Process()))
 
     def process(self) -> psutil.Process | None:
-        """Return the process of the holder if it runs on this host, otherwise None."""
+        """Return the process of the holder if the process runs on this host, otherwise None."""
         return process_of(self.pid, self.born) if self.host == socket.gethostname() else None
 
     def __str__(self) -> str:
@@ -177,7 +177,7 @@ def holder_of(path: Path) -> Holder | None:
 class HeldLock:
     """A lock whose file names its current or last holder. Use it as a context manager. A crash releases the lock.
 
-    If `is_named` is false, the content of the file is kept. `what`: the locked thing in messages."""
+    If `is_named` is false, the content of the file is kept. `what`: the name of the locked object in messages."""
 
     path: Path
     _: KW_ONLY
@@ -190,7 +190,7 @@ class HeldLock:
         self._lock = FileLock(self.path)
 
     def __enter__(self) -> Self:
-        """Acquire the lock within `wait_s` seconds, at least `POLL_S`, because `holder_of` may hold the lock briefly.
+        """Acquire the lock within `wait_s` seconds. The minimum is `POLL_S`, because `holder_of` holds a lock briefly.
 
         Raises `error` if another process holds the lock, or if the file system has no locks. Raises UnwritableError if
         the folder cannot be written, and DiskSpaceError if the disk has no room for an empty file."""

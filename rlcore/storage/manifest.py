@@ -36,9 +36,9 @@ FILE_SHA256 = "file_sha256"
 RESERVED = frozenset({"format_version", "files", "manifest_sha256"})
 MAX_HASH_THREADS = 8
 SETTLED_NS = 1_000_000_000
-"""The minimum age of a file whose hash is remembered. It may change twice within one tick of the file system."""
+"""The minimum age of a file whose hash is remembered. The file may change twice within one tick of the file system."""
 DAMAGED, LEFT = "damaged", "left"
-"""The labels of folders that were set aside: damaged ones, and ones later than the step of a resumed run."""
+"""The labels of folders that were set aside: damaged folders, and folders later than the step of a resumed run."""
 
 log = logging.getLogger(__name__)
 _hashed: dict[Path, list[Stamp]] = {}
@@ -123,7 +123,7 @@ def newer_format(directory: Path, name: str = MANIFEST, known: int = FORMAT_VERS
 
 
 def verify_directory(directory: Path, *, hashes: bool = True, error: type[MillraceError] = DataError) -> Manifest:
-    """Check that every listed file exists and has its size and, with `hashes`, its sha256. Raises `error` otherwise."""
+    """Raise `error` unless every listed file exists with the listed size and, with `hashes`, the listed sha256."""
     manifest = read_manifest(directory, error=error)
     if manifest is None:
         raise error(f"{directory}: missing: {MANIFEST}, so it was never finished. Delete the folder and make it again.")
@@ -201,7 +201,7 @@ def read_finished_or_reason(directory: Path, *, error: type[MillraceError] = Dat
 
 def read_finished_or_set_aside(directory: Path, *, error: type[MillraceError] = DataError) -> Manifest | None:
     """Return the manifest of an intact directory, otherwise None. A damaged directory is renamed. Raises `error` for a
-    newer format, or if it cannot be renamed."""
+    newer format, or if the renaming fails."""
     manifest, damage = read_finished_or_reason(directory, error=error)
     if damage:
         set_aside(directory, DAMAGED, f"{damage} It is made again now", error=error)

@@ -28,7 +28,7 @@ from rlcore.storage.manifest import MANIFEST, FileEntry, in_threads, manifest_te
 OWNER = ".owner.lock"
 TEMPORARY = re.compile(r"^\.tmp-.+-(?P<pid>\d+)-[0-9a-f]{8}$")
 YOUNG_S = 60.0
-"""The minimum age in seconds of a stale temporary folder. A new folder is locked microseconds after its creation."""
+"""A younger temporary folder (in seconds) is never stale. Its creator locks it within microseconds."""
 YOUNG_FILE_S = 3_600.0
 CHECK_INTERVAL_S = 0.001
 _AT_FDCWD = -100
@@ -51,7 +51,7 @@ def published_directory(
     A kill leaves at most a `.tmp-` folder, which `remove_stale_temporaries` removes. If another process publishes
     `target` during the block, that directory stays, unless `replace` is true. `manifest`: values for `manifest.json`,
     which the block may change. `at`: a function that receives the name of each stage. Raises DiskSpaceError if there is
-    no room, and `error` if `target` cannot be written, or if it exists and is not a finished directory."""
+    no room. Raises `error` if `target` cannot be written, or if it exists and is not a finished directory."""
     if not replace:
         _require_free_or_finished(target, error)
     temporary, owner = _make_temporary(target, error)
@@ -88,7 +88,7 @@ def _make_temporary(target: Path, error: type[MillraceError]) -> tuple[Path, Fil
 
 
 def _take(owner: FileLock) -> None:
-    """Lock the temporary folder. On a file system without locks, only its name shows that it is in use."""
+    """Lock the temporary folder. Without locks in the file system, only the folder's name shows that it is in use."""
     try:
         while not owner.try_acquire():  # another process checks whether it is stale
             time.sleep(CHECK_INTERVAL_S)
@@ -188,8 +188,8 @@ def _has_content(directory: Path) -> bool:
 def replaced_file(path: Path, needed_bytes: int | None = None) -> Iterator[BinaryIO]:
     """Yield a new file, which is flushed at the end of the block and then replaces `path` by one rename.
 
-    An error leaves the old file unchanged. Raises DiskSpaceError, with `needed_bytes` in its message, if there is no
-    room, and UnwritableError if the folder cannot be written."""
+    An error leaves the old file unchanged. Raises DiskSpaceError if there is no room (its message contains
+    `needed_bytes`). Raises UnwritableError if the folder cannot be written."""
     temporary = temporary_sibling(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -268,7 +268,7 @@ def size_bytes(directory: Path) -> int:
 
 
 def remove_stale_temporaries(parent: Path, *, of: str | None = None) -> tuple[Path, ...]:
-    """Remove temporaries that dead processes have left, all or those of the name `of`. Return their paths."""
+    """Remove the temporaries of dead processes, and return their paths. `of`: remove only temporaries of this name."""
     if not parent.is_dir():
         return ()
     prefix = ".tmp-" if of is None else f".tmp-{of}-"
@@ -280,7 +280,7 @@ def remove_stale_temporaries(parent: Path, *, of: str | None = None) -> tuple[Pa
 
 
 def _is_stale(path: Path) -> bool:
-    """Return whether a path is unlocked, and old or of an ended process. Process ids are reused."""
+    """Return whether a path is unlocked and is either old or of a process that has ended."""
     match = TEMPORARY.match(path.name)
     if match is None:
         return False
@@ -302,7 +302,7 @@ def _is_stale(path: Path) -> bool:
 
 
 def exchange(a: Path, b: Path) -> bool:
-    """Swap two paths of one file system atomically (Linux renameat2). Return False where that is impossible."""
+    """Swap two paths of one file system atomically (Linux renameat2). Return False if the system cannot do this."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
