@@ -99,8 +99,8 @@ def gdpo(scores: Scores, group_ids: Counts, *, parts: Float[Tensor, "N K"], part
 def pass_at_k(
     scores: Scores | Counts, group_ids: Counts, *, k: Annotated[int, Field(ge=1)] = 4, threshold: float = 0.5
 ) -> Scores:
-    """Return the advantages for the reward 1 if at least one of k responses is correct, which has a score of
-    `threshold` or more.
+    """Return the advantages if a set of k responses gets the reward 1 for at least one correct response, otherwise 0. A
+    correct response has a score of `threshold` or more.
 
         p = 1 - C(n - c, k) / C(n, k)              sigma = sqrt(p (1 - p))
         A = (1 - p) / sigma                        for a correct response: every set that contains it passes
@@ -174,8 +174,8 @@ def gae(
         R_t     = A_t + V_t
 
     t' is the next response token of the same sequence, so tokens of a tool's output are skipped. V and A are 0 after
-    the last one. Nothing is whitened. Source: Schulman et al. 2016, arXiv:1506.02438. Computed in float64, rounded
-    once."""
+    the last response token. Nothing is whitened. Source: Schulman et al. 2016, arXiv:1506.02438. The results are
+    computed in float64 and rounded once."""
     wide_values = masked(values.double(), mask)
     follows = pad(sequence_ids[:-1] == sequence_ids[1:], (0, 1)).double()  # 1 before a token of the same sequence
     # value of the nearest response token at or after t

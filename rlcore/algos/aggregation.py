@@ -34,7 +34,8 @@ class Denominator:
 
 
 def segment_sum(values: Floats, sequence_ids: Ids, num_sequences: int) -> Float[Tensor, "{num_sequences}"]:
-    """Return the sum of each sequence's values, in float64 and rounded once, whatever a GPU's order."""
+    """Return the sum of each sequence's values. A float64 sum, rounded once, does not depend on a GPU's order of
+    addition."""
     sums = torch.zeros(num_sequences, dtype=torch.float64, device=values.device)
     return sums.index_add(0, sequence_ids, values.double()).to(values.dtype)
 
@@ -67,7 +68,8 @@ def aggregate(
         seq-mean-token-sum-norm   sum_t l_t / (N C)                Dr.GRPO, Liu et al. 2025, arXiv:2503.20783
 
     `|n|` is the number of response tokens of sequence n, which must be whole in one micro-batch. M, N and C are
-    `num_tokens`, `num_sequences` and `norm_tokens` of the denominator. `num_sequences` counts this micro-batch."""
+    `num_tokens`, `num_sequences` and `norm_tokens` of `denominator`. The argument `num_sequences` is the micro-batch's.
+    """
     match mode:
         case "token-mean":
             return masked_sum(loss, mask) / denominator.num_tokens

@@ -21,7 +21,7 @@ from rlcore.models.shape import ModelShape
 from rlcore.types import PackedBatch
 
 _Part: TypeAlias = tuple[int, int, Any]
-"""The indices of one part as nested pairs, which join faster than lists, after the part's negated sum and one index."""
+"""A part: its negated sum, one index, and all its indices as nested pairs. Nested pairs join faster than lists."""
 BALANCE_TOLERANCE = 1e-3
 """The accepted relative excess of the heaviest part over the mean. Above it, indices are exchanged between parts."""
 
@@ -118,7 +118,8 @@ def _best_exchange(heavy: list[int], light: list[int], lengths: Sequence[int], g
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The token counts of n sequences: all, those with a loss, and leading ones computed for an earlier sequence."""
+    """The token counts of n sequences. `lengths`: all tokens. `targets`: tokens with a loss. `shared`: leading tokens
+    that are computed for an earlier sequence."""
 
     lengths: Int[Tensor, "n"]
     targets: Int[Tensor, "n"]
@@ -149,7 +150,8 @@ class Sizes:
         return int((self.lengths - self.shared).sum())
 
     def costs(self, shape: ModelShape | None) -> list[int]:
-        """Return each sequence's computed tokens, or with a shape a sixth of its `ModelShape.update_flops`."""
+        """Return each sequence's cost: its computed tokens, or a sixth of `ModelShape.update_flops` if `shape` is
+        given."""
         found = self.lengths - self.shared
         if shape is not None:
             layers, width = shape.layers * shape.layer_weights, shape.layers * shape.query_width
@@ -179,7 +181,7 @@ def _cut(sizes: Sizes, num_micro: int, shape: ModelShape | None) -> tuple[list[l
 
 
 def _blocks(lengths: list[int], shared: list[int], num_micro: int) -> tuple[list[list[int]], list[int]]:
-    """Group neighbours that share a prompt, at most to the mean micro-batch. Return the blocks and their tokens."""
+    """Group neighbours with one prompt into blocks up to the mean micro-batch size. Return blocks and token counts."""
     most = -(-(sum(lengths) - sum(shared)) // num_micro)
     blocks: list[list[int]] = []
     tokens: list[int] = []
@@ -195,7 +197,7 @@ def _blocks(lengths: list[int], shared: list[int], num_micro: int) -> tuple[list
 
 @dataclass(frozen=True, slots=True)
 class RankShares:
-    """The sequences of each rank, and the number of micro-batches, equal on all ranks because they gather together."""
+    """The sequences of each rank, and the number of micro-batches of every rank (ranks gather weights together)."""
 
     sequences: tuple[tuple[int, ...], ...]
     num_micro: int
@@ -203,7 +205,7 @@ class RankShares:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The sequences of each rank, by optimizer step and for a pass over the whole batch, in the same order.
+    """The sequences of each rank: for each optimizer step, and in the same order for a pass over the whole batch.
     `num_shared`: the prompt tokens that are not computed again."""
 
     mini_batches: tuple[RankShares, ...]
@@ -256,7 +258,8 @@ class Balancer:
         return max(self._num_cut(sizes.select(batch, mine)) for mine in of_ranks)
 
     def _num_cut(self, sizes: Sizes) -> int:
-        """Return the fewest micro-batches within `max_tokens`, cut by cost or by tokens. Longer sequences are alone."""
+        """Return the smallest number of micro-batches that stay within `max_tokens`, cut by cost and by tokens. A
+        micro-batch may exceed this limit with a single sequence."""
         num_sequences = len(sizes.lengths)
         fewest = _fewest_bins((sizes.lengths - sizes.shared).tolist(), self.max_tokens)
         count = max(fewest, -(-sizes.num_computed() // self.max_tokens))
@@ -270,8 +273,8 @@ class Balancer:
 
 
 def _fewest_bins(lengths: Sequence[int], budget: int) -> int:
-    """Return a lower bound on the bins of size `budget` that hold these lengths. A longer one is alone. The bound is L2
-    of Martello and Toth ("Lower bounds and reduction procedures for the bin packing problem", 1990)."""
+    """Return a lower bound on the number of bins of size `budget` for these lengths. A longer one has its own bin. The
+    bound is L2 of Martello and Toth ("Lower bounds and reduction procedures for the bin packing problem", 1990)."""
     ordered = sorted(min(length, budget) for length in lengths)
     sums, half = [0, *accumulate(ordered)], bisect.bisect_right(ordered, budget // 2)
     found = 1

@@ -100,7 +100,7 @@ def _read_demonstrations(parquet: Path, ids: str, lengths: str) -> list[Demonstr
 
 
 def _alternating_mask(lengths: list[int]) -> list[bool]:
-    """Return runs of these lengths of False and True, in turn."""
+    """Return a mask of alternating runs of False and True with these lengths."""
     return [bool(place % 2) for place, length in enumerate(lengths) for _ in range(length)]
 
 

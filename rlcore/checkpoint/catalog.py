@@ -188,8 +188,8 @@ def prunable(checkpoints: Sequence[CheckpointInfo], config: CheckpointConfig) ->
 
 
 def kept_steps(checkpoints: Sequence[CheckpointInfo], config: CheckpointConfig) -> frozenset[int]:
-    """Return the steps to keep: the newest `keep_last`, the `keep_best` with the highest scores, of which the later one
-    is better, and multiples of `keep_every_steps`."""
+    """Return the steps to keep: the newest `keep_last`, the `keep_best` with the highest scores, and multiples of
+    `keep_every_steps`. Of equal scores, the later step's is better."""
     newest_first = sorted(checkpoints, key=lambda info: info.step, reverse=True)
     kept = {info.step for info in newest_first[: config.keep_last]}
     best_first = reversed(by_score(checkpoints))

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FoundCheckpoint:
-    """The newest usable checkpoint, newer ones that were refused, and why the journal does not fit it, or ''."""
+    """The newest usable checkpoint and newer refused checkpoints. `journal_problem`: as in the module `state`."""
 
     checkpoint: CheckpointInfo | None
     refusals: tuple[CheckpointInfo, ...]
@@ -62,7 +62,8 @@ class CheckpointStore:
     ) -> Iterator[Path]:
         """Publish a checkpoint: yield a folder for the ranks' shards and rename it into place at the end of the block.
         Metrics that are not finite are left out. `at` is called with a description of each stage. Raises DiskSpaceError
-        without room, and CheckpointError if the folder cannot be written. Older checkpoints are then unchanged."""
+        without room, and CheckpointError if the folder cannot be written. After an error, older checkpoints are
+        unchanged."""
         target = self.path_of(state.step)
         created = datetime.now(UTC).isoformat("T", "microseconds")
         manifest: dict[str, Any] = {
@@ -93,8 +94,8 @@ class CheckpointStore:
             ) from reason
 
     def prune(self) -> tuple[Path, ...]:
-        """Delete checkpoints by the retention rule, and return their paths. Every byte of one that remains is verified
-        first."""
+        """Delete checkpoints by the retention rule, and return their paths. First verify every byte of the newest
+        intact checkpoint, which is kept. Delete nothing if no checkpoint is intact."""
         remove_stale_temporaries(self.directory)
         checkpoints = scan(self.directory).checkpoints
         candidates = prunable(checkpoints, self._config)
@@ -104,7 +105,7 @@ class CheckpointStore:
         return tuple(info.path for info in candidates if info.step != good.step and self._delete(info.path))
 
     def set_aside_later(self, step: int) -> None:
-        """Rename the intact checkpoints after `step`, from which the run continues. Pruning would keep them as the
+        """Rename intact checkpoints after `step` when the run continues from `step`. Pruning would keep them as the
         newest."""
         for info in scan(self.directory).checkpoints:
             if info.step > step and self._search([info], hashes=True).checkpoint is not None:
@@ -175,7 +176,7 @@ class CheckpointStore:
         return found
 
     def best(self) -> CheckpointInfo | None:
-        """Return the intact checkpoint with the highest score, of equal ones the latest, or None."""
+        """Return the intact checkpoint with the highest score, or None. Of equal scores, the latest one wins."""
         found = self._search(by_score(self.list()), hashes=True)
         for refusal in found.refusals:
             log.warning("checkpoint refused: %s", refusal.reason)
@@ -237,7 +238,7 @@ def _warn_once(text: str) -> None:
 
 
 def require_same_settings(info: CheckpointInfo, settings: Mapping[str, Any], fingerprint: str) -> None:
-    """Raise CheckpointError with the old and new values of `settings` that differ from those of a checkpoint."""
+    """Raise CheckpointError with the differences if a checkpoint has other settings than `settings`."""
     if info.settings_fingerprint == fingerprint:
         return
     theirs = _read_settings(info.path / SETTINGS)

@@ -1,6 +1,7 @@
 """Statistics of repeated responses to the same problems, with confidence intervals.
 
-P: problems, n: responses to each, c: correct ones, M: statistics, B: resamples. Metrics are means over problems."""
+P: problems, n: responses per problem, c: correct responses, M: statistics, B: resamples. Metrics are means over
+problems."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -99,7 +100,7 @@ def majority(votes: Sequence[Hashable], values: Sequence[float]) -> float:
 
 
 def mean_intervals(values: ArrayLike, *, confidence: float = 0.95, num_resamples: int = 1_000) -> list[Interval]:
-    """Return the mean and interval of each of M statistics, with the arguments of `bootstrap_intervals`. A statistic
+    """Return the mean and interval of each of M statistics. For the arguments, see `bootstrap_intervals`. A statistic
     with only the values 0 and 1 gets Wilson's interval, since the bootstrap is too narrow for rare successes."""
     table = _table(values)
     found = bootstrap_intervals(table, confidence=confidence, num_resamples=num_resamples)

@@ -265,7 +265,8 @@ def _repeat_heads(tensor: Tensor, num_heads: int) -> Tensor:
 
 
 def causal_band(num_new: int, num_seen: int, window: int | None, device: torch.device) -> Bool[Tensor, "L S"]:
-    """Return the causal mask of the last `num_new` of `num_seen` tokens, with a sliding window or None."""
+    """Return the causal mask of the last `num_new` of `num_seen` tokens. `window`: the size of a sliding window or
+    None."""
     at = torch.arange(num_seen - num_new, num_seen, device=device)[:, None]
     seen = torch.arange(num_seen, device=device)[None, :]
     causal = seen <= at

@@ -23,8 +23,8 @@ _GPU_BLOCK_ELEMENTS = 1 << 25
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The results for n tokens, 0 if not computed. `logprobs`: of the target, in nats. `entropy`: in nats. `is_top`: 1
-    where no token is likelier. `candidates`: the log-probabilities of further tokens."""
+    """The results for n tokens. A result that is not computed is 0. `logprobs`: of the target, in nats. `entropy`: in
+    nats. `is_top`: 1 where no token is likelier. `candidates`: the log-probabilities of further tokens."""
 
     logprobs: Float[Tensor, "n"]
     entropy: Float[Tensor, "n"]

@@ -48,7 +48,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def release_cached_memory() -> None:
     """Wait for the GPU, then release torch's cached CUDA memory, if CUDA is in use. With expandable segments, torch
-    waits only for the stream that allocated a block, and FSDP's gradients are read on another."""
+    waits only for the stream that allocated a block, but FSDP reads gradients on another stream."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

@@ -42,8 +42,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class OffloadedAdamW(torch.optim.AdamW):
-    """AdamW with moments in host memory, pinned for a GPU, equal to AdamW bit by bit. Parameters are updated in pieces
-    whose moments take at most `piece_bytes` of device memory. The moments of a DTensor are DTensors."""
+    """AdamW with moments in host memory, which is pinned for a GPU. Results are bit-identical to AdamW's. Parameters
+    are updated in pieces whose moments take at most `piece_bytes` of device memory. The moments of a DTensor are
+    DTensors."""
 
     piece_bytes = OFFLOAD_PIECE_BYTES
 
@@ -126,7 +127,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def copy_like(parameter: Tensor, local: Tensor) -> Tensor:
-    """Return `local`, for a DTensor the shard of this rank, as a tensor like `parameter` on its device."""
+    """Return a copy of `local` as a tensor like `parameter`. If that is a DTensor, `local` is this rank's shard."""
     copy = torch.empty_like(parameter, dtype=local.dtype, requires_grad=False)
     local_tensor(copy).copy_(local, non_blocking=True)
     return copy

@@ -28,7 +28,8 @@ from rlcore.workers.group import WorkerGroup
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutProblems:
-    """The held-out prompts of a run or a suite with its fingerprint, with the decoder and scorer of responses."""
+    """The held-out prompts of a run or a suite, and the decoder and scorer of responses. `suite`: the suite's
+    fingerprint."""
 
     config: RunConfig
     validation: tuple[Prompt, ...]
@@ -45,7 +46,7 @@ class HeldOutProblems:
 
     @classmethod
     def for_suite(cls, config: RunConfig, inputs: RunInputs, suite: SuiteConfig) -> "HeldOutProblems":
-        """Read the held-out problems of a suite, which have its name as data source. Raises DataError."""
+        """Read the held-out problems of a suite. Their data source is the suite's name. Raises DataError."""
         rows = inputs.for_suite(suite.name)
         found = cls.of_run(suite_settings(config, suite), rows)
         named = tuple(replace(prompt, data_source=suite.name) for prompt in found.validation)
@@ -57,8 +58,8 @@ class HeldOutProblems:
         return self.validation[:limit] if limited and limit else self.validation
 
     def episodes(self, inputs: RunInputs) -> Episodes | None:
-        """Return the player of episodes with `data.environment`, or None without one. Raises ConfigError if it cannot
-        play."""
+        """Return the player of episodes in `data.environment`, or None if it is not set. Raises ConfigError if the
+        environment is unusable."""
         if not self.config.data.environment:
             return None
         forms = {is_chat(file) for file in inputs.validation_parquets}
@@ -75,8 +76,8 @@ class HeldOutProblems:
         return Episodes(self.config, turns, self.decode)
 
     def build_sampler(self, inputs: RunInputs, opened: ExitStack) -> Callable[[WorkerGroup], ResponseSampler]:
-        """Start the scoring processes, which `opened` ends. Return a function that creates the `ResponseSampler` of a
-        worker group. Raises ConfigError if the scorer or the environment cannot be used."""
+        """Start the scoring processes, which end when `opened` is closed. Return a function that creates the
+        `ResponseSampler` of a worker group. Raises ConfigError if the scorer or the environment cannot be used."""
         scoring, episodes = opened.enter_context(self.scoring_pool()), self.episodes(inputs)
         if episodes is not None:
             opened.enter_context(episodes)
@@ -99,7 +100,8 @@ class Problems(HeldOutProblems):
 
     @classmethod
     def read(cls, config: RunConfig, inputs: RunInputs) -> "Problems":
-        """Read the filtered rows of a run. Raises DataError if they do not fit the mixture, suites or teachers."""
+        """Read the filtered rows of a run. Raises DataError if their data sources do not fit the settings of the
+        mixture, the suites or the teachers."""
         held_out = HeldOutProblems.of_run(config, inputs)
         own = {prompt.data_source for prompt in held_out.validation}
         if clash := [suite.name for suite in config.validation.suites if suite.name in own]:
@@ -116,7 +118,8 @@ class Problems(HeldOutProblems):
 
     @cached_property
     def pass_rates(self) -> PassRates | None:
-        """The pass rates of the training rows, or None if the run uses none. Raises DataError."""
+        """The pass rates of the training rows, or None if the run uses none. Raises DataError if they are not measured
+        yet."""
         if not self.config.pass_rates.is_enabled:
             return None
         found = find_pass_rates(self.config, self.inputs)

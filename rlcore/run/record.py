@@ -95,8 +95,8 @@ class RunRecord:
 
     def restore(self, info: CheckpointInfo | None) -> LoopState:
         """Return the state at a checkpoint, or at step 0 if `info` is None, and truncate the journal to it. The current
-        save is abandoned. Intact checkpoints of later steps are renamed. Other later results are renamed only at step
-        0, because repeated steps are identical."""
+        save is abandoned. Intact checkpoints of later steps are renamed. Later validation results are renamed only at
+        step 0. After other steps, the repeated steps give the same results."""
         step = 0 if info is None else info.step
         self.saves.abandon()
         self.store.set_aside_later(step)
@@ -131,8 +131,8 @@ class RunRecord:
         return replace(state, best_metric=score, best_step=result.step)
 
     def finish(self, *, failed: bool, is_over: bool = False) -> None:
-        """Commit the current save and record the end of the run. `is_over`: the run is complete before its last step,
-        so this does not wait for the delivery to MLflow."""
+        """Commit the current save and record the end of the run. `is_over`: the run is complete before its last step.
+        In this case, do not wait for the delivery to MLflow."""
         try:
             self.saves.settle()
         except Exception as reason:
@@ -154,7 +154,8 @@ class RunRecord:
 
 
 class Pace:
-    """The mean seconds per step over the latest steps, without the first one of a process, which compiles code."""
+    """The mean seconds per step over the latest steps. The first step of a process does not count, because it compiles
+    code."""
 
     WINDOW_STEPS = 20
 
@@ -234,7 +235,7 @@ class RunEvents:
             self._record.record_event("out_of_memory", step, data)
 
     def failures(self, step: int) -> None:
-        """Record the failures again that the journal lost when it was truncated."""
+        """Write the failures again that were cut off when the journal was truncated."""
         failures = read_failures(self._record.layout.run_dir)
         events = load_journal(self._record.layout.journal).events
         known = {event.data.get("time") for event in events if event.name == "fault"}

@@ -73,7 +73,7 @@ class TrainingWorkers:
 
     @property
     def unscored(self) -> tuple[int, str]:
-        """The number of responses without a score and the last error. Supervised training has none."""
+        """The number of responses without a score, and the last error. Supervised training has no such responses."""
         return 0, ""
 
     def gpu_uses(self) -> list[GpuUse]:
