@@ -99,8 +99,8 @@ def gdpo(scores: Scores, group_ids: Counts, *, parts: Float[Tensor, "N K"], part
 def pass_at_k(
     scores: Scores | Counts, group_ids: Counts, *, k: Annotated[int, Field(ge=1)] = 4, threshold: float = 0.5
 ) -> Scores:
-    """Return the advantages if a set of k responses gets the reward 1 for at least one correct response, otherwise 0. A
-    correct response has a score of `threshold` or more.
+    """Return advantages for a reward of response sets. A set of k responses gets 1 if at least one of them is correct,
+    otherwise 0. A correct response has a score of at least `threshold`.
 
         p = 1 - C(n - c, k) / C(n, k)              sigma = sqrt(p (1 - p))
         A = (1 - p) / sigma                        for a correct response: every set that contains it passes

@@ -25,8 +25,7 @@ Options = Mapping[str, bool | int | float | str]
 
 
 def find_function(key: str, name: str, known: Mapping[str, str]) -> Callable[..., Any]:
-    """Return the function of `name`, which is in `known` or a `module:function`. Raises ConfigError if it is missing.
-    """
+    """Return the function of `name`, a key of `known` or a `module:function`. Raises ConfigError if it is missing."""
     module_name, colon, attribute = known.get(name, name).partition(":")
     rule = f"{key}: must name a function as module:function, got {name!r}"
     remedy = f"Use one of {', '.join(sorted(known))}, or a custom `module:function`"
@@ -101,8 +100,8 @@ def has_argument(name: str, argument: str) -> bool:
 
 
 def bind_policy_loss(settings: AlgoConfig, given: Mapping[str, Tensor | None]) -> Callable[..., PolicyLoss]:
-    """Return the policy loss of the settings, with its options and `given` bound. Raises ConfigError if one is wrong.
-    """
+    """Return the policy loss of the settings with options and `given` bound. Raises ConfigError for a wrong name or
+    option."""
     function, options = resolve_policy_loss(settings.policy_loss), settings.policy_loss_options
     return bind(function, "algo.policy_loss", options, {"settings": settings, **given}, always=("settings",))
 

@@ -200,7 +200,7 @@ def kl_cov(
 
 
 def value_loss(values: Floats, old_values: Floats, returns: Floats, mask: Mask, *, clip: float) -> tuple[Floats, Mask]:
-    """Return (loss, clipped), each [T], of the critic's clipped squared error. `clipped`: where v' has the larger
+    """Return (loss, clipped), each [T], of the critic's clipped squared error. `clipped`: True where v' has the larger
     error.
 
         v' = clamp(v, v_old - clip, v_old + clip)

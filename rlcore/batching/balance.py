@@ -162,8 +162,8 @@ class Sizes:
 def micro_batches(
     batch: PackedBatch, num_micro: int, shape: ModelShape | None = None, *, share_prompts: bool = False
 ) -> list[list[int]]:
-    """Return the sequences of micro-batches of nearly equal cost, counted in tokens if `shape` is None. With
-    `share_prompts`, responses to one prompt stay together if they fit."""
+    """Split a batch into micro-batches of nearly equal cost, counted in tokens if `shape` is None. Return the sequences
+    of each micro-batch. With `share_prompts`, responses to one prompt stay together if they fit."""
     return _cut(Sizes.from_batch(batch, share_prompts=share_prompts), num_micro, shape)[0]
 
 
@@ -215,9 +215,9 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Balancer:
-    """A balancer that assigns equally many sequences of nearly equal cost to each rank. `max_tokens`: the limit of a
-    micro-batch. With `share_prompts`, responses to a prompt go to one rank, if prompts have equally many responses and
-    the number of prompts is divisible by the number of ranks."""
+    """A balancer that assigns equally many sequences of nearly equal cost to each rank. `max_tokens`: the token limit
+    of a micro-batch. With `share_prompts`, responses to a prompt go to one rank, if prompts have equally many responses
+    and the number of prompts is divisible by the number of ranks."""
 
     num_ranks: int
     max_tokens: int

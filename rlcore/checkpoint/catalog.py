@@ -119,7 +119,7 @@ def _info(path: Path, step: int) -> CheckpointInfo:
 
 
 def move_out_of_the_way(path: Path) -> None:
-    """Rename what a new checkpoint cannot replace: a file, an unreadable folder, or a newer format."""
+    """Rename what a new checkpoint cannot replace: a file, an unreadable folder, or a folder of a newer format."""
     if not os.path.lexists(path):
         return
     version = newer_format(path) or newer_format(path, STATE, STATE_VERSION)

@@ -207,7 +207,7 @@ class StoredTensor:
 
 
 class ShardReader:
-    """The verified shard files of a folder, memory-mapped in a `with` block. Reading a truncated file is fatal."""
+    """The verified shard files of a folder, memory-mapped in a `with` block. A truncated file would crash Python."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -236,8 +236,7 @@ class ShardReader:
         self._files.close()
 
     def fill(self, part: LocalPart) -> None:
-        """Copy the stored values of a part into its memory. Raises CheckpointError if they are missing or do not fit.
-        """
+        """Copy the stored values of a part into its memory. Raises CheckpointError if some are missing or unfit."""
         stored = self.tensors.get(part.name)
         if stored is None:
             raise CheckpointError(f"{self._directory}: has no tensor {part.name}. Was it saved from another model?")

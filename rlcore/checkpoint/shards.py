@@ -176,7 +176,7 @@ def optimizer_record(model: nn.Module, optimizer: torch.optim.Optimizer) -> Opti
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numeric options of a parameter group. The running code sets switches such as `fused`."""
+    """Return the numeric options of a parameter group. Switches such as `fused` are left out."""
 
     def is_number(value: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool)

@@ -30,7 +30,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FoundCheckpoint:
-    """The newest usable checkpoint and newer refused checkpoints. `journal_problem`: as in the module `state`."""
+    """The newest usable checkpoint and newer refused checkpoints. `journal_problem`: a mismatch with the journal, or
+    ''."""
 
     checkpoint: CheckpointInfo | None
     refusals: tuple[CheckpointInfo, ...]
@@ -154,9 +155,9 @@ class CheckpointStore:
         return 0 if found is None else found.step
 
     def find_latest(self, *, verify: bool = True) -> FoundCheckpoint:
-        """Find the newest checkpoint that is intact and fits the journal, or else the newest intact one. Refused ones
-        are logged. If `verify` is false, only the sizes of files are checked. Raises CheckpointError if all checkpoints
-        are broken, or if the settings differ."""
+        """Find the newest checkpoint that is intact and fits the journal, or else the newest intact one. Refused
+        checkpoints are logged. If `verify` is false, only the sizes of files are checked. Raises CheckpointError if all
+        checkpoints are broken, or if the settings differ."""
         found = self._find(verify=verify)
         while not all(os.path.lexists(refusal.path) for refusal in found.refusals):  # pruned meanwhile
             found = self._find(verify=verify)

@@ -79,7 +79,7 @@ class ProblemResult:
 
     @property
     def is_scored(self) -> bool:
-        """True if a sample and the greedy response have a score. A kind that the problem lacks is not required."""
+        """False if the problem has samples but none with a score, or a greedy response without a score."""
         return (bool(self.scored_samples) or not self.samples) and (self.greedy is None or self.greedy.failure is None)
 
     @property

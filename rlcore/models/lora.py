@@ -139,7 +139,7 @@ def without_adapters(policy: CausalPolicy) -> Iterator[None]:
 
 
 def merged_parameters(model: nn.Module, gather: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters with adapters merged, under their plain names. `gather` returns a whole parameter."""
+    """Yield the parameters with adapters merged, under their plain names. `gather`: returns a whole parameter."""
     for name, parameter in model.named_parameters():
         owner, is_adapted, rest = name.partition(_BASE)
         layer = model.get_submodule(owner) if is_adapted and rest == "weight" else None

@@ -116,7 +116,7 @@ def compact(tensors: Iterable[Tensor]) -> None:
 def digest(tensor: Tensor) -> Int[Tensor, ""]:
     """Return a 64-bit checksum of a tensor, without synchronization.
 
-    Each element's bits are multiplied by an odd random number of its position and added modulo 2^64. One changed
+    Each element's bits are multiplied by an odd random number for its position and added modulo 2^64. One changed
     element always changes the sum. On a CPU, 0 and -0 count as equal, because vLLM's unpacking of matrices loses the
     sign of 0."""
     flat = tensor.detach().reshape(-1)

@@ -103,8 +103,8 @@ BUCKET_BYTES = 1 << 28
 
 
 class _Buckets:
-    """A callable that returns whole parameters. The first request of a bucket gathers all of it in one collective. The
-    order of requests must be the same on all ranks."""
+    """A callable that returns whole parameters. The first request for a bucket gathers the whole bucket in one
+    collective. The order of requests must be the same on all ranks."""
 
     def __init__(self, model: nn.Module, value: Callable[[Tensor], Tensor], dtype: torch.dtype | None) -> None:
         self._value = value

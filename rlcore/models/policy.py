@@ -63,8 +63,8 @@ class PackedTrunk(nn.Module):
         return choose_attention(self._attention_request, self.device, self.compute_dtype, head_dim)
 
     def compile_layers(self) -> None:
-        """Compile each decoder layer without its hooks. Call this before `shard`. torch's limit of 8 graphs is raised.
-        """
+        """Compile each decoder layer without its hooks, before `shard`. Allow more compiled graphs than torch by
+        default."""
         compiler_settings.recompile_limit = max(compiler_settings.recompile_limit, _MAX_COMPILED_GRAPHS)
         for layer in self.layers:
             layer.forward = torch.compile(layer.forward)

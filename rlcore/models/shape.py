@@ -73,7 +73,7 @@ def require_embeddings(key: str, path: str, tokens: Mapping[str, int]) -> None:
 
 
 def require_same_tokens(key: str, path: str, tokens: Mapping[str, int]) -> None:
-    """Raise ModelError if the policy's tokens have other ids in the model. Checks only local files."""
+    """Raise ModelError if a token has another id in this model than in the policy. Only local files are checked."""
     require_embeddings(key, path, tokens)
     own = token_counts(path)
     if differing := [token for token, number in tokens.items() if own.get(token, number) != number]:
@@ -96,7 +96,7 @@ def token_counts(path: str) -> dict[str, int]:
 
 
 def require_base(lora: LoraConfig | None, has: Callable[[str], object] = find_spec) -> None:
-    """Raise ModelError if a 4-bit base needs the missing bitsandbytes. `has`: whether a package is installed."""
+    """Raise ModelError if a 4-bit base lacks the package bitsandbytes. `has`: whether a package is installed."""
     if lora is not None and lora.base == "nf4" and not has("bitsandbytes"):
         raise ModelError(
             "model.lora.base: nf4 needs the package bitsandbytes, which is not installed here. In the checkout: "

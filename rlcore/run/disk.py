@@ -1,4 +1,4 @@
-"""Upper bounds of the disk space that a run still needs, and waits until the disk has room. Imports no torch."""
+"""Upper bounds of the disk space that a run still needs, and a guard that waits for free space. Imports no torch."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ PAUSED, RESUMED = "paused_for_disk", "disk_room"  # the events at the start and 
 POLL_S = 1.0
 BYTES_PER_WEIGHT = 4  # the size of one exported weight, which is a float32 master weight
 BYTES_PER_TOKEN = 20
-"""The compressed size of one stored token of a response: id, text, three log-probabilities and advantage."""
+"""The compressed bytes of one stored token of a response: id, text, three log-probabilities and advantage."""
 BYTES_PER_RESPONSE = 500  # the size of a stored response without its tokens
 EventSink = Callable[[str, int, Mapping[str, object]], None]
 """A function that takes an event's name, step and data. The user sees the entry `text` of the event's data."""
@@ -34,7 +34,7 @@ EventSink = Callable[[str, int, Mapping[str, object]], None]
 
 @dataclass(frozen=True, slots=True)
 class DiskRoom:
-    """A guard that waits until the disk of `path` has room for the next writes. `prune` deletes old checkpoints."""
+    """A guard that waits until the disk of `path` has room for the next writes. `prune`: deletes old checkpoints."""
 
     path: Path
     config: CheckpointConfig

@@ -25,7 +25,7 @@ REFERENCE = "reference"
 
 @dataclass(frozen=True, slots=True)
 class InitialPolicy:
-    """The initial policy, its metrics and the number of supervised steps. `cached`: an earlier run created it."""
+    """The initial policy, its metrics and the number of supervised steps. `cached`: the policy already existed."""
 
     directory: Path
     cached: bool
@@ -67,7 +67,7 @@ def remove_leftovers(config: RunConfig, inputs: RunInputs) -> None:
 
 
 def remove_checkpoints(stage: RunLayout) -> None:
-    """Remove the folders that a warm start needs only until its model is published. The journal is kept."""
+    """Remove a warm start's checkpoints and stored DPO reference, but keep its journal."""
     for folder in _temporary_folders(stage):
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -84,7 +84,7 @@ def stage_layout(config: RunConfig, filtered_directory: Path) -> RunLayout:
 
 
 def stage_settings(config: RunConfig, num_demonstrations: int | None = None) -> RunConfig:
-    """Return the settings of the warm start. All other settings get defaults, so that runs can share it."""
+    """Return the settings of the warm start. All other settings get defaults, so runs can share a warm start."""
     usual, warm, data = RunConfig(), config.warm_start, config.data
     samples, is_dpo = warm.stop_at_reward is not None, warm.loss == "dpo"
     total, most_tokens = warm.max_steps, warm.max_tokens * (2 if is_dpo else 1)  # a pair is in one micro-batch

@@ -30,7 +30,8 @@ from rlcore.tracking.lineage import Origin, read_origin, stage_of
 from rlcore.user_code import code_for
 
 MODEL_FORMAT = 4
-"""Version in the fingerprints of models and tokenizers. Increase it if the same settings now give another result."""
+"""The version in fingerprints of models and tokenizers. Increase it when equal settings give another result than
+before."""
 MODEL_SUFFIXES = frozenset({".safetensors", ".bin", ".json", ".jinja", ".model", ".txt"})
 """The files that a model's digests include."""
 _SUITE = "suite "  # prefix of a suite's stage in the run's record
@@ -147,7 +148,7 @@ def code_payload(function: str) -> dict[str, object]:
 
 
 def configured_model(config: RunConfig) -> Path:
-    """Return the folder of the model at `model.path`, which must be set. SmolLM2 has the folder of its conversion."""
+    """Return the folder of `model.path`, which must be set. For SmolLM2, it is the folder of the converted model."""
     assert config.model.path is not None
     if config.model.path != SMOLLM2:
         return Path(config.model.path)
@@ -155,7 +156,7 @@ def configured_model(config: RunConfig) -> Path:
 
 
 def require_smollm2(folder: Path, has: Callable[[str], object] = find_spec) -> None:
-    """Raise ModelError if SmolLM2 neither is nor can be converted. `has`: whether a package is installed."""
+    """Raise ModelError if SmolLM2 is missing and cannot be converted. `has`: whether a package is installed."""
     if folder.is_dir():
         return
     file = smollm2_file()

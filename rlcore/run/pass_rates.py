@@ -1,7 +1,7 @@
 """The pass rates of the initial policy on the training rows. Runs can select training rows by pass rate.
 
     pass-rates/<fingerprint>/pass_rates.parquet      a line for each training row, in the order of the filtered rows
-    pass-rates/measuring-<fingerprint>/              its parts while it is measured (`rlcore.run.measuring`)
+    pass-rates/measuring-<fingerprint>/              the parts of the table during its measurement
 
 The fingerprint covers the initial policy, the filtered rows, the sampling, and the scorer with its code and settings.
 This module does not import torch."""
@@ -45,7 +45,7 @@ SCHEMA = pa.schema(
 )
 """The columns of the table. `samples`: the number of responses with a score. `passes`: the number of correct responses.
 `unscored`: the number of responses without a score. `mean_score` and `mean_parts` cover scored responses. Token counts
-cover all. `digest`: see `row_digests`."""
+and `truncated` cover all responses. `digest`: see `row_digests`."""
 
 
 def planned_pass_rates(config: RunConfig, filtered_directory: Path) -> Path:

@@ -46,7 +46,8 @@ class HeldOutProblems:
 
     @classmethod
     def for_suite(cls, config: RunConfig, inputs: RunInputs, suite: SuiteConfig) -> "HeldOutProblems":
-        """Read the held-out problems of a suite. Their data source is the suite's name. Raises DataError."""
+        """Read the held-out problems of a suite. Their data source is the suite's name. Raises DataError if rows are
+        missing."""
         rows = inputs.for_suite(suite.name)
         found = cls.of_run(suite_settings(config, suite), rows)
         named = tuple(replace(prompt, data_source=suite.name) for prompt in found.validation)

@@ -46,7 +46,7 @@ class RunRecord:
     def __init__(
         self, config: RunConfig, layout: RunLayout, guard: Watchdog, *, tags: Mapping[str, str] | None = None
     ) -> None:
-        """Open the journal and the checkpoints. `tags`: MLflow tags in addition to those of the settings."""
+        """Open the journal and the checkpoints. `tags`: MLflow tags in addition to the tags in the settings."""
         self.config, self.layout, self.guard, self.report = config, layout, guard, guard.report
         self.store = CheckpointStore(layout.checkpoints, config.checkpoint, config, journal=layout.journal)
         self.journal = RunJournal(layout.run_dir, config, tags={**config.tags, **(tags or {})})
@@ -78,7 +78,7 @@ class RunRecord:
         return self.saves.begin(state.step, record, metrics, ranks)
 
     def set_num_trained_parameters(self, num_trained_parameters: int) -> None:
-        """Set the number from which the size of the first checkpoint is estimated."""
+        """Set the number of trained parameters, from which the size of the first checkpoint is estimated."""
         self._first_save_bytes = checkpoint_bytes(num_trained_parameters)
 
     @property
@@ -124,7 +124,7 @@ class RunRecord:
         self.report({"event": name, "step": step, **data})
 
     def with_score(self, state: LoopState, result: ValidationResult) -> LoopState:
-        """Return the state with the score of a validation if it is the best so far."""
+        """Return the state, with the score of a validation if this score is the best so far."""
         score = result.metrics().get(HELD_OUT_REWARD)
         if score is None or score <= state.best_metric:
             return state

@@ -119,7 +119,7 @@ class Training(Generic[W]):
         return self._meter.metrics(self.workers.gpu_uses())
 
     def _check_responses(self) -> None:
-        """Audit the reward after the evaluation of step 0."""
+        """Check, after the evaluation of step 0, whether the scorer rewards worthless responses."""
 
     def _train_step(self, state: LoopState, to_step: int, pace: Pace) -> tuple[LoopState, tuple[Alarm, ...]]:
         try:

@@ -192,7 +192,7 @@ class RunWorkers(TrainingWorkers):
             self._config = record.config.model_copy(update={"model": model, "algo": AlgoConfig(), "critic": None})
 
     def use(self, model: Path) -> None:
-        """Set the model that the ranks start with. They must not hold another one."""
+        """Set the model that the ranks start with. Running ranks must not hold another model."""
         assert model == self.initial_policy or not self._is_started, "the ranks hold another model"
         self.initial_policy = model
 

@@ -58,8 +58,7 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """An attempt at a run, which begins after `from_step`. `journal_bytes`: the journal's size then. `owner`: the
-    trainer."""
+    """An attempt at a run, which begins after step `from_step`. `journal_bytes`: the journal's size at this step."""
 
     from_step: int
     journal_bytes: int

@@ -126,7 +126,7 @@ class Delivery(MlflowRun):
     """The delivery of one run to MLflow, for the holder of `delivery_lock`. `sent_bytes`: the bytes sent so far."""
 
     def __init__(self, run_dir: Path, uri: str | None = None) -> None:
-        """Read the attempts and the state. `uri`: replaces the run's store. Raises TrackingError."""
+        """Read the attempts and the state. `uri`: another store than the run's. Raises TrackingError."""
         attempts = read_attempts(run_dir)
         if not attempts:
             raise TrackingError(f"{run_dir / ATTEMPTS_FILE}: no attempt, so there is nothing to deliver.")
@@ -241,7 +241,7 @@ class SyncResult:
 
 def sync_run(run_dir: Path, uri: str | None = None) -> SyncResult:
     """Deliver the rest of a run to MLflow and to the trackers of `tracking.report_to`. See `Delivery.catch_up`. Raises
-    RunInUseError if another process delivers the run, and TrackingError if MLflow rejects it."""
+    RunInUseError if another process delivers the run, and TrackingError if MLflow rejects the run."""
     with delivery_lock(run_dir):
         delivery = Delivery(run_dir, uri)
         try:

@@ -154,8 +154,9 @@ class MlflowStore:
         counts: Mapping[str, int],
         context: str,
     ) -> None:
-        """Log a dataset as an input of a run, found by `dataset.digest = '<fingerprint>'`. `schema`: the type of each
-        column. `counts`: numbers of rows, for example by split. `context`: "training" or "validation"."""
+        """Log a dataset as an input of a run. A search for `dataset.digest = '<fingerprint>'` finds the run. `schema`:
+        the type of each column. `counts`: numbers of rows, for example by split. `context`: "training" or "validation".
+        """
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         dataset = Dataset(
