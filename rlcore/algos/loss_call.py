@@ -100,8 +100,7 @@ def has_argument(name: str, argument: str) -> bool:
 
 
 def bind_policy_loss(settings: AlgoConfig, given: Mapping[str, Tensor | None]) -> Callable[..., PolicyLoss]:
-    """Return the policy loss of the settings with options and `given` bound. Raises ConfigError for a wrong name or
-    option."""
+    """Return the policy loss of the settings with options and `given` bound. Raises ConfigError for wrong settings."""
     function, options = resolve_policy_loss(settings.policy_loss), settings.policy_loss_options
     return bind(function, "algo.policy_loss", options, {"settings": settings, **given}, always=("settings",))
 
@@ -110,9 +109,9 @@ def bind_advantage(
     settings: AlgoConfig, *, lengths: Int[Tensor, "N"], parts: Float[Tensor, "N K"], part_weights: Float[Tensor, "K"]
 ) -> Callable[..., Tensor]:
     """Return the advantage function that the settings name, with its options bound. Call it with `scores` and
-    `group_ids`. `lengths`, `parts` and `part_weights` are bound if the function declares them. `lengths`: the tokens of
-    each response. `parts`: the components of the scores in the order of `reward.weights`. Raises ConfigError if the
-    name or an option is wrong."""
+    `group_ids`. `lengths`, `parts` and `part_weights` are bound if the function declares them. `lengths`: tokens per
+    response. `parts`: the components of the scores in the order of `reward.weights`. Raises ConfigError if the name or
+    an option is wrong."""
     function = find_function("algo.advantage", settings.advantage, ADVANTAGE_FUNCTIONS)
     given = {"lengths": lengths, "parts": parts, "part_weights": part_weights}
     return bind(function, "algo.advantage", settings.advantage_options, given)

@@ -150,8 +150,7 @@ class Sizes:
         return int((self.lengths - self.shared).sum())
 
     def costs(self, shape: ModelShape | None) -> list[int]:
-        """Return each sequence's cost: its computed tokens, or a sixth of `ModelShape.update_flops` if `shape` is
-        given."""
+        """Return each sequence's cost: its computed tokens, or with a `shape` a sixth of `ModelShape.update_flops`."""
         found = self.lengths - self.shared
         if shape is not None:
             layers, width = shape.layers * shape.layer_weights, shape.layers * shape.query_width

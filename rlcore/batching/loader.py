@@ -136,8 +136,7 @@ class PassCounts:
     """The pass counts of R training rows: s scored responses, of which c are correct.
 
     A step with n scored and k correct responses changes s to `fade s + n` and c to `fade c + k`. A row has the weight 1
-    if s = 0 or c / s is inside the settings' band, and otherwise `rest_weight`. A group of equal scores has no
-    gradient."""
+    if s = 0 or c / s is inside the settings' band, otherwise `rest_weight`. Groups of equal scores give no gradient."""
 
     passes: Float[Array, "R"]
     samples: Float[Array, "R"]

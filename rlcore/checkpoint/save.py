@@ -71,8 +71,8 @@ class CheckpointSaver:
     def begin(
         self, step: int, record: Callable[[], TrainerState], metrics: Mapping[str, float], ranks: SavingRanks
     ) -> Saved | None:
-        """Wait for room, copy the state of every rank and begin to write the copy. Training may continue on return. If
-        a rank has no memory for its copy, complete the checkpoint before returning, and return it. `record`: a function
+        """Wait for room, copy the state of every rank and begin to write the copy. Training may then continue. If a
+        rank has no memory for its copy, complete the checkpoint before returning, and return it. `record`: a function
         that returns the trainer's state. Raises CheckpointError if the folder cannot be written, and the errors of
         `wait_for_room`."""
         assert self._save is None, "settle or abandon the save before this one first"

@@ -75,9 +75,8 @@ class LocalPart:
 
 
 def local_part(name: str, tensor: Tensor, *, rank: int) -> LocalPart:
-    """Return this rank's part of a tensor. If several ranks have equal copies, only the copy of rank 0, or of
-    coordinate 0 in each replicated mesh dimension, is written. Raises CheckpointError if a placement is neither Shard
-    nor Replicate."""
+    """Return this rank's part of a tensor. Of equal copies, only the copy of rank 0, or of coordinate 0 in a replicated
+    mesh dimension, is written. Raises CheckpointError if a placement is neither Shard nor Replicate."""
     if not isinstance(tensor, DTensor):
         shape = tuple(tensor.shape)
         return LocalPart(name, shape, Box((0,) * len(shape), shape), tensor.detach(), rank == 0)

@@ -30,8 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FoundCheckpoint:
-    """The newest usable checkpoint and newer refused checkpoints. `journal_problem`: a mismatch with the journal, or
-    ''."""
+    """The newest usable checkpoint, its mismatch with the journal or '', and newer checkpoints that were refused."""
 
     checkpoint: CheckpointInfo | None
     refusals: tuple[CheckpointInfo, ...]
@@ -62,9 +61,8 @@ class CheckpointStore:
         self, state: TrainerState, metrics: Mapping[str, float], at: Callable[[str], None] = lambda what: None
     ) -> Iterator[Path]:
         """Publish a checkpoint: yield a folder for the ranks' shards and rename it into place at the end of the block.
-        Metrics that are not finite are left out. `at` is called with a description of each stage. Raises DiskSpaceError
-        without room, and CheckpointError if the folder cannot be written. After an error, older checkpoints are
-        unchanged."""
+        Metrics that are not finite are left out. `at` is called with the name of each stage. Raises DiskSpaceError
+        without room, and CheckpointError if the folder cannot be written. Errors leave older checkpoints unchanged."""
         target = self.path_of(state.step)
         created = datetime.now(UTC).isoformat("T", "microseconds")
         manifest: dict[str, Any] = {
@@ -106,8 +104,7 @@ class CheckpointStore:
         return tuple(info.path for info in candidates if info.step != good.step and self._delete(info.path))
 
     def set_aside_later(self, step: int) -> None:
-        """Rename intact checkpoints after `step` when the run continues from `step`. Pruning would keep them as the
-        newest."""
+        """Rename intact checkpoints after `step`, since the run continues there and pruning would keep the newest."""
         for info in scan(self.directory).checkpoints:
             if info.step > step and self._search([info], hashes=True).checkpoint is not None:
                 set_aside(info.path, LEFT, f"{info.path}: the run continues from step {step}", error=CheckpointError)
@@ -131,8 +128,8 @@ class CheckpointStore:
         return self.find_latest(verify=verify).checkpoint
 
     def find(self, name: str, *, verify: bool = True) -> CheckpointInfo | None:
-        """Find a checkpoint by `last`, `best` or its folder's name, or None for `start`. Raises CheckpointError for
-        other names."""
+        """Find a checkpoint by `last`, `best` or folder name, or None for `start`. Raises CheckpointError for other
+        names."""
         if name == "start":
             return None
         if name in ("last", "best"):

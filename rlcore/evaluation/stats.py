@@ -1,7 +1,6 @@
 """Statistics of repeated responses to the same problems, with confidence intervals.
 
-P: problems, n: responses per problem, c: correct responses, M: statistics, B: resamples. Metrics are means over
-problems."""
+P: problems, n: responses per problem, c: correct ones, M: statistics, B: resamples. Metrics are means over problems."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass

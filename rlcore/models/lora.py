@@ -62,8 +62,7 @@ def stochastic_round(exact: Float[Tensor, "M N"], dtype: torch.dtype) -> Float[T
     """Cast a float32 tensor to `dtype`, to bfloat16 by stochastic rounding. `exact` is overwritten.
 
     Most adapter updates are below half a bfloat16 step, and rounding to nearest would lose them. Instead, a fixed
-    random number below one step is added, and the sum is truncated. A weight that the adapter does not change stays
-    bit-identical."""
+    random number below one step is added, and the sum is truncated. A weight without an update stays bit-identical."""
     if dtype != torch.bfloat16:
         return exact.to(dtype)
     bits = exact.view(torch.int32).view(-1)

@@ -24,7 +24,7 @@ _CODES = tuple(range(0x01, 0x100, 0x22))  # 0 and 1, 2 and 3, ... 14 and 15, two
 
 
 class Nf4Linear(nn.Module):
-    """A linear layer with a frozen 4-bit weight: two codes per byte and a scale per block. Computes in the input's
+    """A linear layer with a frozen 4-bit weight: two codes per byte, a scale per block. The output has the input's
     type."""
 
     packed: UInt8[Tensor, "bytes"]

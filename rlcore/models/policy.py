@@ -63,8 +63,7 @@ class PackedTrunk(nn.Module):
         return choose_attention(self._attention_request, self.device, self.compute_dtype, head_dim)
 
     def compile_layers(self) -> None:
-        """Compile each decoder layer without its hooks, before `shard`. Allow more compiled graphs than torch by
-        default."""
+        """Compile each decoder layer without its hooks, before `shard`. torch's limit of 8 graphs is too low."""
         compiler_settings.recompile_limit = max(compiler_settings.recompile_limit, _MAX_COMPILED_GRAPHS)
         for layer in self.layers:
             layer.forward = torch.compile(layer.forward)
@@ -196,8 +195,7 @@ class CausalPolicy(PackedTrunk):
         k: int,
         temperature: float,
     ) -> tuple[Int[Tensor, "T k"], Float[Tensor, "T k"]]:
-        """Return the `k` likeliest next tokens and their log-probabilities, 0 outside `loss_mask`. Not for sharded
-        models."""
+        """Return an unsharded model's `k` likeliest next tokens and their log-probabilities, 0 outside `loss_mask`."""
         positions, hidden, weight = self._head_inputs(token_ids, position_ids, cu_seqlens, loss_mask, shared)
         ids, logprobs = likeliest_tokens(
             hidden, weight, k=k, temperature=temperature or 1.0, chunk_tokens=self.head_chunk_tokens
@@ -220,8 +218,7 @@ class CausalPolicy(PackedTrunk):
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
-        """Set evaluation mode in the `with` block. In training mode, gradient checkpointing discards the key-value
-        cache."""
+        """Set evaluation mode in the `with` block: in training mode, gradient checkpointing discards the cache."""
         if not self.training:
             yield
             return

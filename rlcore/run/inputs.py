@@ -30,8 +30,7 @@ from rlcore.tracking.lineage import Origin, read_origin, stage_of
 from rlcore.user_code import code_for
 
 MODEL_FORMAT = 4
-"""The version in fingerprints of models and tokenizers. Increase it when equal settings give another result than
-before."""
+"""The version in fingerprints of models and tokenizers. Increase it when the same settings give a new result."""
 MODEL_SUFFIXES = frozenset({".safetensors", ".bin", ".json", ".jinja", ".model", ".txt"})
 """The files that a model's digests include."""
 _SUITE = "suite "  # prefix of a suite's stage in the run's record

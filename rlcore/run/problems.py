@@ -28,8 +28,7 @@ from rlcore.workers.group import WorkerGroup
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutProblems:
-    """The held-out prompts of a run or a suite, and the decoder and scorer of responses. `suite`: the suite's
-    fingerprint."""
+    """The held-out prompts of a run or suite, and a decoder and scorer of responses. `suite`: a fingerprint or ''."""
 
     config: RunConfig
     validation: tuple[Prompt, ...]
@@ -46,8 +45,7 @@ class HeldOutProblems:
 
     @classmethod
     def for_suite(cls, config: RunConfig, inputs: RunInputs, suite: SuiteConfig) -> "HeldOutProblems":
-        """Read the held-out problems of a suite. Their data source is the suite's name. Raises DataError if rows are
-        missing."""
+        """Read a suite's held-out problems, with its name as data source. Raises DataError if rows are missing."""
         rows = inputs.for_suite(suite.name)
         found = cls.of_run(suite_settings(config, suite), rows)
         named = tuple(replace(prompt, data_source=suite.name) for prompt in found.validation)
@@ -59,8 +57,8 @@ class HeldOutProblems:
         return self.validation[:limit] if limited and limit else self.validation
 
     def episodes(self, inputs: RunInputs) -> Episodes | None:
-        """Return the player of episodes in `data.environment`, or None if it is not set. Raises ConfigError if the
-        environment is unusable."""
+        """Return the player of episodes in `data.environment`, or None if it is unset. Raises ConfigError if it is
+        unusable."""
         if not self.config.data.environment:
             return None
         forms = {is_chat(file) for file in inputs.validation_parquets}
@@ -119,8 +117,7 @@ class Problems(HeldOutProblems):
 
     @cached_property
     def pass_rates(self) -> PassRates | None:
-        """The pass rates of the training rows, or None if the run uses none. Raises DataError if they are not measured
-        yet."""
+        """The pass rates of the training rows, or None if the run uses none. Raises DataError if they are missing."""
         if not self.config.pass_rates.is_enabled:
             return None
         found = find_pass_rates(self.config, self.inputs)

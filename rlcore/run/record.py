@@ -154,8 +154,7 @@ class RunRecord:
 
 
 class Pace:
-    """The mean seconds per step over the latest steps. The first step of a process does not count, because it compiles
-    code."""
+    """The mean seconds per step over the latest steps. A process's first step, which compiles code, does not count."""
 
     WINDOW_STEPS = 20
 

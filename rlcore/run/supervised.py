@@ -1,6 +1,6 @@
 """The warm start, a supervised training that creates the initial policy. A warm start resumes from the journal and
-checkpoints in `warm-starts/warm-start-<fingerprint>`. All runs with the same settings of the warm start use the same
-model, `models/<fingerprint>`."""
+checkpoints in `warm-starts/warm-start-<fingerprint>`. Runs with the same warm-start settings share its model
+`models/<fingerprint>`."""
 
 import gc
 import math
@@ -88,8 +88,8 @@ class Demonstrations:
         return cls(stream, tuple(kept), warm.misdirected_share, config.seed, len(rows) - len(fitting))
 
     def draw(self, position: int, step: int, count: int) -> list[Demonstration]:
-        """Return the demonstrations of a training step. A random share of them, `misdirected_share`, shows a response
-        to another problem."""
+        """Return the demonstrations of a training step. A random `misdirected_share` of them has a response to another
+        problem."""
         rng = np.random.default_rng((self.seed, WARM_START_STREAM, step))
         misdirected = (rng.random(count) < self.misdirected_share).tolist()
         rows = self.shown.take(position, count)

@@ -103,8 +103,7 @@ class AttemptLog(LineFile):
 
 
 def read_attempts(run_dir: Path) -> list[tuple[Attempt, End | None]]:
-    """Return all attempts at a run, oldest first. An active or lost attempt has the end None. Unreadable lines are
-    skipped."""
+    """Return all attempts at a run, oldest first. The end of an active or lost one is None. Skips unreadable lines."""
     found: list[tuple[Attempt, End | None]] = []
     path = run_dir / ATTEMPTS_FILE
     if not path.exists():

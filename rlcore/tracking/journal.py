@@ -185,8 +185,7 @@ def missing_steps(contents: JournalContents, up_to: int) -> str:
 
 
 def iter_lines(fd: int, start: int) -> Iterator[tuple[Record | None, int]]:
-    """Yield the record and the end byte of each complete line from byte `start` on. Unreadable lines yield None as
-    record."""
+    """Yield the record and the end byte of each complete line from byte `start` on. Unreadable records are None."""
     return ((parse_record(value), end) for value, end in iter_json(fd, start))
 
 

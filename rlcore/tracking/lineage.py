@@ -89,8 +89,8 @@ def stage_of(name: str, folder: Path) -> Stage:
 
 
 def code_revision(folder: Path = SOURCE_FOLDER) -> tuple[str, bool]:
-    """Return the git commit of the source, and whether files differ from it. The commit is '' if git is missing or no
-    repository tracks the source."""
+    """Return the git commit of the source, and whether files differ from it. The commit is '' without git or a
+    repository of the source."""
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None or not _is_tracked(folder):
         return "", False
@@ -112,8 +112,7 @@ def environment_facts(versions: Mapping[str, str]) -> dict[str, str]:
 def lineage_tags(
     config: RunConfig, *, stage: str, run_id: str, prefect: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Return the tags of a run in MLflow. `prefect`: values such as `flow_run_id`. Tags in the settings take
-    precedence."""
+    """Return the tags of a run in MLflow. `prefect`: values such as `flow_run_id`. Settings can override tags."""
     model = config.model.path or f"scratch-{config.model.scratch.num_layers}x{config.model.scratch.hidden_size}"
     tags = {
         RUN_ID_TAG: run_id,
