@@ -263,8 +263,8 @@ def score_range(scores: Scores, score_mask: Flags, group_ids: Counts) -> tuple[F
 
 
 def groups_with_signal(scores: Scores, score_mask: Flags, group_ids: Counts) -> Flags:
-    """Return True for each response whose group has at least two different scores, or that is scored and alone in its
-    group. This is the filter of DAPO's dynamic sampling (Yu et al. 2025, arXiv:2503.14476)."""
+    """Return True for each response of a group with at least two different scores, and for a scored response that is
+    alone in its group. This is the filter of DAPO's dynamic sampling (Yu et al. 2025, arXiv:2503.14476)."""
     members, sizes = group_members(group_ids)
     highest, lowest = score_range(scores, score_mask, group_ids)
     return ((highest > lowest) | ((sizes == 1) & (highest == lowest)))[members]

@@ -221,7 +221,7 @@ def top_k_forward_kl(teacher_logprobs: Float[Tensor, "T k"], policy_logprobs: Fl
 
         sum_i p_i (log p_i - log q_i) + p_rest (log p_rest - log q_rest)
 
-    It is at most the divergence over the whole vocabulary (log-sum inequality)."""
+    The result is at most the divergence over the whole vocabulary (log-sum inequality)."""
     teacher = teacher_logprobs.exp()
     teacher_rest, policy_rest = (
         (1 - probabilities.sum(dim=1)).clamp(min=MIN_REST) for probabilities in (teacher, policy_logprobs.exp())

@@ -180,7 +180,8 @@ def _cut(sizes: Sizes, num_micro: int, shape: ModelShape | None) -> tuple[list[l
 
 
 def _blocks(lengths: list[int], shared: list[int], num_micro: int) -> tuple[list[list[int]], list[int]]:
-    """Group neighbours with one prompt into blocks up to the mean micro-batch size. Return blocks and token counts."""
+    """Group neighbouring sequences of one prompt into blocks of at most the mean micro-batch size. Return the blocks
+    and their token counts."""
     most = -(-(sum(lengths) - sum(shared)) // num_micro)
     blocks: list[list[int]] = []
     tokens: list[int] = []
@@ -272,8 +273,8 @@ class Balancer:
 
 
 def _fewest_bins(lengths: Sequence[int], budget: int) -> int:
-    """Return a lower bound on the number of bins of size `budget` for these lengths. A longer one has its own bin. The
-    bound is L2 of Martello and Toth ("Lower bounds and reduction procedures for the bin packing problem", 1990)."""
+    """Return a lower bound on the number of bins of size `budget` for these lengths. A longer length has its own bin.
+    The bound is L2 of Martello and Toth ("Lower bounds and reduction procedures for the bin packing problem", 1990)."""
     ordered = sorted(min(length, budget) for length in lengths)
     sums, half = [0, *accumulate(ordered)], bisect.bisect_right(ordered, budget // 2)
     found = 1

@@ -98,7 +98,7 @@ class CheckpointSaver:
         return self._advance(wait=False)
 
     def settle(self) -> Saved | None:
-        """Wait until the current save is complete, and return it. Raises DiskSpaceError or CheckpointError."""
+        """Wait until the current save is complete. Return its checkpoint. Raises DiskSpaceError or CheckpointError."""
         return self._advance(wait=True)
 
     def abandon(self) -> None:

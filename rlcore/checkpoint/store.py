@@ -152,9 +152,9 @@ class CheckpointStore:
         return 0 if found is None else found.step
 
     def find_latest(self, *, verify: bool = True) -> FoundCheckpoint:
-        """Find the newest checkpoint that is intact and fits the journal, or else the newest intact one. Refused
-        checkpoints are logged. If `verify` is false, only the sizes of files are checked. Raises CheckpointError if all
-        checkpoints are broken, or if the settings differ."""
+        """Find the newest checkpoint that is intact and fits the journal, otherwise the newest intact checkpoint.
+        Refused checkpoints are logged. If `verify` is false, only the sizes of files are checked. Raises
+        CheckpointError if all checkpoints are broken, or if the settings differ."""
         found = self._find(verify=verify)
         while not all(os.path.lexists(refusal.path) for refusal in found.refusals):  # pruned meanwhile
             found = self._find(verify=verify)
@@ -181,7 +181,8 @@ class CheckpointStore:
         return found.checkpoint
 
     def verify(self, info: CheckpointInfo, *, hashes: bool = True) -> None:
-        """Check the size of each file of a checkpoint and, with `hashes`, every byte once. Raises CheckpointError."""
+        """Check the size of each file of a checkpoint and, with `hashes`, every byte once. Raises CheckpointError on
+        damage."""
         known = (info.path, info.created)
         verify_directory(info.path, hashes=hashes and known not in self._verified, error=CheckpointError)
         if hashes:

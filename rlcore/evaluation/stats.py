@@ -72,7 +72,7 @@ def _counts(num_responses: ArrayLike, num_correct: ArrayLike, k: ArrayLike) -> t
 
 
 def _all_of_k(total: Array, chosen: Array, k: Array) -> Array:
-    """Return the chance that k of `total` items all come from `chosen` ones. The product cannot overflow or cancel."""
+    """Return the chance that k of `total` items are all among `chosen` marked items. It cannot overflow or cancel."""
     before = np.arange(k.max(initial=0))  # responses drawn before the response of this factor
     left = np.maximum(total[:, None] - before, 1.0)
     factors = np.where(before < k[:, None], np.clip(chosen[:, None] - before, 0.0, None) / left, 1.0)
@@ -128,8 +128,8 @@ def wilson_interval(num_correct: int, num_problems: int, *, confidence: float = 
 def bootstrap_intervals(
     values: ArrayLike, *, confidence: float = 0.95, num_resamples: int = 1_000, seed: int = 0
 ) -> list[Interval]:
-    """Return the mean over problems of M statistics, `values` [P, M], with percentile-bootstrap intervals (Efron 1979).
-    Responses to one problem are dependent, so problems are resampled, B = `num_resamples` times for all M."""
+    """Return the mean over problems and a percentile-bootstrap interval (Efron 1979) for each of M statistics.
+    `values`: [P, M]. Responses to one problem are dependent, so problems are resampled, B = `num_resamples` times."""
     table = _table(values)
     means = _resampled_means(table, num_resamples, np.random.default_rng(seed))
     tail = (1.0 - confidence) / 2.0

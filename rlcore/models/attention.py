@@ -44,7 +44,7 @@ def choose_attention(
     requested: Literal["auto", "flash_attn", "varlen", "sdpa"], device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> AttentionChoice:
     """Return the requested attention backend, or for "auto" the first of flash_attn, varlen and sdpa that runs here.
-    Raises ModelError if the requested one does not support this device, compute type or head size."""
+    Raises ModelError if the requested backend does not support this device, compute type or head size."""
     if requested == "sdpa":
         return AttentionChoice("sdpa", "requested by model.attention")
     refused: list[str] = []

@@ -19,7 +19,7 @@ from rlcore.models.memory import to_device
 
 Backend = Literal["flash_attn", "varlen", "sdpa"]
 Array: TypeAlias = Tensor | np.ndarray[Any, Any]
-"""A tensor or a numpy array. FSDP moves tensors to the device, and reading their values there waits for the device."""
+"""A tensor, or a numpy array, which FSDP does not move to the device. Its values can be read without waiting."""
 
 # With more distinct lengths, kernel launches cost more than padding.
 _MAX_EXACT_LENGTHS = 48

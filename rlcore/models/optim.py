@@ -31,7 +31,7 @@ def build_optimizer(model: nn.Module, optim: OptimConfig, *, device: torch.devic
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Float[Tensor, ""]:
-    """Scale gradients to a global 2-norm of at most `max_norm`. Return the norm before, over all ranks."""
+    """Scale gradients to a global 2-norm of at most `max_norm`. Return the norm over all ranks before scaling."""
     norm = nn.utils.clip_grad_norm_(list(parameters), max_norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 

@@ -262,7 +262,7 @@ def critic_shape(config: RunConfig, shape: ModelShape) -> ModelShape:
 
 
 def teacher_shapes(config: RunConfig, shape: ModelShape) -> list[ModelShape]:
-    """Return the shape of each teacher, or `shape` for an unavailable one."""
+    """Return the shape of each teacher, or `shape` if the teacher's shape is unavailable."""
     teacher = config.algo.teacher
     return [shape_from_config(_read_config(path)) or shape for path in teacher.paths] if teacher else []
 

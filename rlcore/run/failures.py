@@ -85,7 +85,7 @@ def append_failure(run_dir: Path, failure: Failure) -> None:
 
 
 def read_failures(run_dir: Path) -> list[Failure]:
-    """Return all failures of a run, oldest first. Damaged lines are logged and skipped. Raises OSError."""
+    """Return all failures of a run, oldest first. Log and skip damaged lines. Raises OSError for an unreadable file."""
     try:
         lines = read_ordinary(run_dir / FAILURES_FILE).split(b"\n")
     except FileNotFoundError:

@@ -129,8 +129,8 @@ class Session:
 
     def validate(self, checkpoint: str, name: str) -> Mapping[str, object]:
         """Evaluate a checkpoint (`start`, `last`, `best` or a name) on all held-out problems and suites. In a run
-        without reinforcement learning, `start` is the model before its supervised stage, and any other name the model
-        after it."""
+        without reinforcement learning, `start` is the model before its supervised stage, and any other name is the
+        model after the stage."""
         self._training.settle_save()
         step, summary = None, dict[str, float]()
         if self._config.is_supervised:

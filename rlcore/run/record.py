@@ -95,8 +95,8 @@ class RunRecord:
 
     def restore(self, info: CheckpointInfo | None) -> LoopState:
         """Return the state at a checkpoint, or at step 0 if `info` is None, and truncate the journal to it. The current
-        save is abandoned. Intact checkpoints of later steps are renamed. Later validation results are renamed only at
-        step 0. After other steps, the repeated steps give the same results."""
+        save is abandoned. Intact checkpoints of later steps are renamed. Validations and exports of later steps are
+        renamed only at step 0. Otherwise the repeated steps give the same results."""
         step = 0 if info is None else info.step
         self.saves.abandon()
         self.store.set_aside_later(step)
