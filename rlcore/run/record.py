@@ -212,7 +212,7 @@ class RunEvents:
         self._alarms_on = {alarm.name for alarm in alarms}
 
     def unscored(self, step: int, num_responses: int, reason: str) -> None:
-        """Record the number of responses without a score, at the first one and each time the number has doubled."""
+        """Record the number of responses without a score when the first occurs and each time the number has doubled."""
         if num_responses < self._next_unscored_report:
             return
         self._next_unscored_report = 2 * num_responses
@@ -234,7 +234,7 @@ class RunEvents:
             self._record.record_event("out_of_memory", step, data)
 
     def failures(self, step: int) -> None:
-        """Write the failures again that were cut off when the journal was truncated."""
+        """Record again the failures that were removed when the journal was truncated."""
         failures = read_failures(self._record.layout.run_dir)
         events = load_journal(self._record.layout.journal).events
         known = {event.data.get("time") for event in events if event.name == "fault"}
