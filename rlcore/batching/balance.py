@@ -180,8 +180,7 @@ def _cut(sizes: Sizes, num_micro: int, shape: ModelShape | None) -> tuple[list[l
 
 
 def _blocks(lengths: list[int], shared: list[int], num_micro: int) -> tuple[list[list[int]], list[int]]:
-    """Group neighbouring sequences of one prompt into blocks of at most the mean micro-batch size. Return the blocks
-    and their token counts."""
+    """Group neighbours with the same prompt, up to the mean micro-batch size. Return the groups and their tokens."""
     most = -(-(sum(lengths) - sum(shared)) // num_micro)
     blocks: list[list[int]] = []
     tokens: list[int] = []

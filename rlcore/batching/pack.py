@@ -124,8 +124,7 @@ def token_indices(cu_seqlens: Tensor, sequences: Sequence[int]) -> Tensor:
 
 
 def shared_prompts(batch: PackedBatch, sequences: Sequence[int] | None = None) -> npt.NDArray[np.int64]:
-    """Return the number of leading tokens that each sequence shares with the nearest earlier sequence whose number is
-    0.
+    """Return the number of leading tokens that each sequence shares with the nearest earlier one with number 0.
 
     Neighbours with the same prompt share the tokens before the first token with a loss. `sequences`: the sequences to
     compare, or None for all. The batch must be on the host.

@@ -29,8 +29,7 @@ ADAPTER = "adapter"
 
 
 def export_checkpoint(info: CheckpointInfo, config: RunConfig, initial_policy: str | Path, target: Path) -> Path:
-    """Write a checkpoint's weights as a transformers directory, in one CPU process. Raises CheckpointError if this
-    fails."""
+    """Write a checkpoint's weights as a transformers directory, in one CPU process. Raises CheckpointError."""
     verify_directory(info.path, error=CheckpointError)
     model, lora = config.model, config.model.lora
     if lora is not None:

@@ -4,8 +4,7 @@
     thread of a rank                      | write files |
     thread of the driver                                | hash, flush, rename, delete old ones |
 
-If a thread fails, the next `poll` or `settle` raises the error, and the incomplete checkpoint is removed.
-"""
+If a thread fails, the next `poll` or `settle` raises the error. The incomplete checkpoint is removed."""
 
 import logging
 from collections.abc import Callable, Mapping

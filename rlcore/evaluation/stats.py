@@ -163,8 +163,7 @@ def paired_difference(
     a: ArrayLike, b: ArrayLike, *, confidence: float = 0.95, num_resamples: int = 1_000
 ) -> PairedDifference:
     """Return the mean of `b - a` over the same problems with its bootstrap interval, and the numbers of wins and
-    losses. `a` and `b` have the shape [P]. Pairing removes the difficulty of the problems, so the interval is narrower.
-    """
+    losses. `a` and `b` have the shape [P]. Pairing removes the difficulty of problems and so narrows the interval."""
     first, second = np.asarray(a, dtype=float), np.asarray(b, dtype=float)
     if first.shape != second.shape:
         raise ValueError(f"a and b must be values of the same problems, got {first.shape} and {second.shape}")

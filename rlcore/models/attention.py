@@ -1,8 +1,7 @@
 """Packed attention, where a token attends only to earlier tokens of the same sequence, without a [T, T] mask.
 
 transformers calls the registered `packed_attention`, with a `PackedLayout` for packed tokens and with a mask for
-decoding. The `sdpa` backend runs on every device, with one dense causal attention for each length group of the layout.
-"""
+decoding. The `sdpa` backend runs on every device, with one dense causal attention for each length group."""
 
 import importlib
 import inspect
@@ -166,8 +165,7 @@ def _kernel_attention(
 ATTENTION_NAME = "millrace_packed"
 """The name under which the packed attention is registered in transformers.
 
-No mask function is registered under this name, so transformers builds no mask.
-"""
+No mask function has this name, so transformers builds no mask."""
 
 
 def packed_attention(

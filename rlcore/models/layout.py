@@ -78,9 +78,9 @@ class _Expand(torch.autograd.Function):
 
 
 def shared_order(bounds: IntArray, shared: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Return four arrays: the computed tokens of a batch, Int[c]; the index of each batch token among the computed
-    tokens, Int[T]; the tokens that are not computed, Int[d]; and the columns of these tokens in
-    `SharedPrompts.duplicates`, Int[d]. For `shared` Int[N], see `build_layout`.
+    """Return four arrays: the computed tokens of a batch, Int[c]; each token's index among them, Int[T]; the tokens
+    that are not computed, Int[d]; and their columns in `SharedPrompts.duplicates`, Int[d]. For `shared` Int[N], see
+    `build_layout`.
 
     >>> computed, places, *_ = shared_order(np.array([0, 4, 7, 9]), np.array([0, 2, 0]))
     >>> computed.tolist(), places.tolist()
@@ -134,8 +134,7 @@ def build_layout(
     cu_seqlens: Int[Array, "N_plus_1"], *, backend: Backend, device: torch.device, shared: IntArray | None = None
 ) -> PackedLayout:
     """Return the layout of the sequences with the bounds `cu_seqlens`. Bounds on the host avoid waiting for the device.
-    `shared` Int[N]: the number of leading tokens that a sequence has in common with the nearest earlier sequence whose
-    own entry is 0.
+    `shared` Int[N]: the number of leading tokens shared with the nearest earlier sequence whose entry is 0.
 
     >>> layout = build_layout(torch.tensor([0, 3, 5, 8]), backend="sdpa", device=torch.device("cpu"))
     >>> layout.token_order.tolist()

@@ -156,8 +156,7 @@ class Problems(HeldOutProblems):
 
 def read_parts(config: RunConfig, files: Sequence[Path]) -> list[list[Prompt]]:
     """Read the prompts of each data source. The `prompt_id` in data source k is the row's index plus k x
-    `ROWS_PER_SOURCE`. Raises DataError if a file is invalid or empty, or if two data sources share a name in metrics.
-    """
+    `ROWS_PER_SOURCE`. Raises DataError if a file is invalid or empty, or if data sources share a name."""
     parts = parts_of(config.data)
     found = [read_prompts(file) for file in files]
     if empty := [file for file, prompts in zip(files, found, strict=True) if not prompts]:

@@ -88,8 +88,7 @@ class Demonstrations:
         return cls(stream, tuple(kept), warm.misdirected_share, config.seed, len(rows) - len(fitting))
 
     def draw(self, position: int, step: int, count: int) -> list[Demonstration]:
-        """Return the demonstrations of a training step. A random `misdirected_share` of them has a response to another
-        problem."""
+        """Return a training step's demonstrations. A random `misdirected_share` of responses answers other problems."""
         rng = np.random.default_rng((self.seed, WARM_START_STREAM, step))
         misdirected = (rng.random(count) < self.misdirected_share).tolist()
         rows = self.shown.take(position, count)
@@ -208,8 +207,8 @@ class WarmStart:
         self.training: SupervisedTraining | None = None
 
     def make(self) -> InitialPolicy:
-        """Return the initial policy. If needed, create it first, and resume from the newest checkpoint of an earlier
-        attempt. After a stop request, save the last finished step and raise StopRequestedError."""
+        """Return the initial policy. If needed, create it or continue an earlier attempt from its newest checkpoint.
+        After a stop request, save the last finished step and raise StopRequestedError."""
         config, guard = self._config, self._guard
         if config.model.path is not None:
             ensure_configured_model(config)

@@ -66,8 +66,7 @@ class _Running:
 class Watchdog:
     """A context manager around the workers, which enforces deadlines and records failures. A run must end within
     `runtime.stop_deadline_s` after a stop request. After half of this time, the current step is abandoned if it has not
-    changed the weights yet. `abandon`: a function that reports an error and ends the process, called in another thread.
-    """
+    changed the weights yet. `abandon`: reports an error and ends the process, called in another thread."""
 
     def __init__(
         self,

@@ -4,8 +4,7 @@
     {"event": "out_of_memory", "step": 3, "time": 1763.31, "data": {"max_tokens_per_micro_batch": 8192, ...}}
 
 MLflow, the report and the progress line are derived from the journal. Times are seconds since the epoch, rounded to
-MLflow's milliseconds, so that a replay gives the same points. NaN and infinity are null and listed under `nonfinite`.
-"""
+MLflow's milliseconds, so that a replay gives the same points. NaN and infinity are null and named in `nonfinite`."""
 
 import logging
 import math
