@@ -99,8 +99,8 @@ def gdpo(scores: Scores, group_ids: Counts, *, parts: Float[Tensor, "N K"], part
 def pass_at_k(
     scores: Scores | Counts, group_ids: Counts, *, k: Annotated[int, Field(ge=1)] = 4, threshold: float = 0.5
 ) -> Scores:
-    """Return the advantages for the reward 1 if at least one of k responses is correct, which has a score of
-    `threshold` or more.
+    """Return advantages for a reward of response sets. A set of k responses gets 1 if at least one of them is correct,
+    otherwise 0. A correct response has a score of at least `threshold`.
 
         p = 1 - C(n - c, k) / C(n, k)              sigma = sqrt(p (1 - p))
         A = (1 - p) / sigma                        for a correct response: every set that contains it passes
@@ -174,8 +174,8 @@ def gae(
         R_t     = A_t + V_t
 
     t' is the next response token of the same sequence, so tokens of a tool's output are skipped. V and A are 0 after
-    the last one. Nothing is whitened. Source: Schulman et al. 2016, arXiv:1506.02438. Computed in float64, rounded
-    once."""
+    the last response token. Nothing is whitened. Source: Schulman et al. 2016, arXiv:1506.02438. The results are
+    computed in float64 and rounded once."""
     wide_values = masked(values.double(), mask)
     follows = pad(sequence_ids[:-1] == sequence_ids[1:], (0, 1)).double()  # 1 before a token of the same sequence
     # value of the nearest response token at or after t
@@ -263,8 +263,8 @@ def score_range(scores: Scores, score_mask: Flags, group_ids: Counts) -> tuple[F
 
 
 def groups_with_signal(scores: Scores, score_mask: Flags, group_ids: Counts) -> Flags:
-    """Return True for each response whose group has at least two different scores, or that is scored and alone in its
-    group. This is the filter of DAPO's dynamic sampling (Yu et al. 2025, arXiv:2503.14476)."""
+    """Return True for each response of a group with at least two different scores, and for a scored response that is
+    alone in its group. This is the filter of DAPO's dynamic sampling (Yu et al. 2025, arXiv:2503.14476)."""
     members, sizes = group_members(group_ids)
     highest, lowest = score_range(scores, score_mask, group_ids)
     return ((highest > lowest) | ((sizes == 1) & (highest == lowest)))[members]

@@ -1,4 +1,4 @@
-"""Functions of the settings: lookup, binding of options, calls, and trials before a model is loaded.
+"""The functions that the settings name: lookup, options, checks of results, and trial calls before a model is loaded.
 
 `python -m rlcore.algos.loss_call` reads the settings of the algorithm as JSON and prints the error of the trial."""
 
@@ -25,7 +25,7 @@ Options = Mapping[str, bool | int | float | str]
 
 
 def find_function(key: str, name: str, known: Mapping[str, str]) -> Callable[..., Any]:
-    """Return the function of a name in `known` or of `module:function`. Raises ConfigError if it does not exist."""
+    """Return the function of `name`, a key of `known` or a `module:function`. Raises ConfigError if it is missing."""
     module_name, colon, attribute = known.get(name, name).partition(":")
     rule = f"{key}: must name a function as module:function, got {name!r}"
     remedy = f"Use one of {', '.join(sorted(known))}, or a custom `module:function`"
@@ -44,9 +44,9 @@ def find_function(key: str, name: str, known: Mapping[str, str]) -> Callable[...
 def bind(
     function: Callable[..., R], key: str, options: Options, given: Mapping[str, Any], *, always: tuple[str, ...] = ()
 ) -> Callable[..., R]:
-    """Return `function` with `options` and its declared keyword arguments in `given` bound. Names in `always` are bound
-    even if the signature does not show them. Raises ConfigError if an option is unknown, missing, or of a wrong type.
-    """
+    """Return `function` with `options` bound, and each keyword argument in `given` that its signature declares.
+    Arguments in `always` are bound even if the signature does not declare them. Raises ConfigError if an option is
+    unknown, missing, or of a wrong type."""
     asked, values = _own_arguments(function, key, tuple(options.items()), (*given,))
     return partial(function, **values, **{word: given[word] for word in given if word in asked or word in always})
 
@@ -100,8 +100,7 @@ def has_argument(name: str, argument: str) -> bool:
 
 
 def bind_policy_loss(settings: AlgoConfig, given: Mapping[str, Tensor | None]) -> Callable[..., PolicyLoss]:
-    """Return the policy loss of the settings with options and `given` bound. Raises ConfigError for a wrong name or
-    option."""
+    """Return the policy loss of the settings with options and `given` bound. Raises ConfigError for wrong settings."""
     function, options = resolve_policy_loss(settings.policy_loss), settings.policy_loss_options
     return bind(function, "algo.policy_loss", options, {"settings": settings, **given}, always=("settings",))
 
@@ -109,9 +108,10 @@ def bind_policy_loss(settings: AlgoConfig, given: Mapping[str, Tensor | None]) -
 def bind_advantage(
     settings: AlgoConfig, *, lengths: Int[Tensor, "N"], parts: Float[Tensor, "N K"], part_weights: Float[Tensor, "K"]
 ) -> Callable[..., Tensor]:
-    """Return the advantage function of `scores` and `group_ids` that the settings name, with its options bound. The
-    other arguments are bound if the function declares them. `lengths`: the tokens of each response. `parts`: the
-    components of the scores in the order of `reward.weights`. Raises ConfigError if the name or an option is wrong."""
+    """Return the advantage function that the settings name, with its options bound. Call it with `scores` and
+    `group_ids`. `lengths`, `parts` and `part_weights` are bound if the function declares them. `lengths`: tokens per
+    response. `parts`: the components of the scores in the order of `reward.weights`. Raises ConfigError if the name or
+    an option is wrong."""
     function = find_function("algo.advantage", settings.advantage, ADVANTAGE_FUNCTIONS)
     given = {"lengths": lengths, "parts": parts, "part_weights": part_weights}
     return bind(function, "algo.advantage", settings.advantage_options, given)
@@ -120,9 +120,9 @@ def bind_advantage(
 def check_results(
     function: Callable[..., R], key: str, name: str, problem_of_shape: Callable[[object, Tensor], str]
 ) -> Callable[..., R]:
-    """Return `function`, wrapped if `name` is a custom function (`module:function`), so that each result is checked.
-    `problem_of_shape` receives a result and the first argument and returns an error message or '', without waiting for
-    a device. The wrapper raises UserCodeError for an error or a message."""
+    """Return `function`. If `name` is a custom `module:function`, return a wrapper that checks each result.
+    `problem_of_shape` receives a result and the function's first argument. It returns an error message or '', without
+    waiting for a device. The wrapper raises UserCodeError if the function or the check fails."""
     if ":" not in name:
         return function
 
@@ -176,7 +176,7 @@ def require_advantage(settings: AlgoConfig) -> None:
 
 
 def _require(rule: str, name: str, problem: Callable[[], str], data: str) -> None:
-    """Raise TrialError if `problem` returns a message or raises any error but ConfigError, which is raised as it is."""
+    """Raise TrialError if `problem` returns a message or raises an error. A ConfigError is raised unchanged."""
     try:
         text = problem()
     except ConfigError:

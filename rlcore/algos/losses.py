@@ -64,7 +64,7 @@ def clipped_surrogate(log_ratio: Floats, advantages: Floats, *, settings: AlgoCo
 
 
 def _sequence_mean(log_ratio: Floats, mask: Mask, sequence_ids: Ids, num_sequences: int) -> Floats:
-    """Return the mean log-ratio of each token's sequence. The gradient reaches only the log-ratio of this token."""
+    """Return the mean log-ratio of each token's sequence. Its gradient reaches only the token's own log-ratio."""
     counts = token_counts(mask, sequence_ids, num_sequences).clamp(min=1)
     sequence_log_ratio = (segment_sum(log_ratio.detach(), sequence_ids, num_sequences) / counts)[sequence_ids]
     # the added difference is exactly 0 in value and carries the token's gradient
@@ -200,8 +200,8 @@ def kl_cov(
 
 
 def value_loss(values: Floats, old_values: Floats, returns: Floats, mask: Mask, *, clip: float) -> tuple[Floats, Mask]:
-    """Return (loss, clipped), each [T], of the critic's clipped squared error. `clipped`: True where the second error
-    is larger.
+    """Return (loss, clipped), each [T], of the critic's clipped squared error. `clipped`: True where v' has the larger
+    error.
 
         v' = clamp(v, v_old - clip, v_old + clip)
         l  = max((v - R)^2, (v' - R)^2) / 2
@@ -221,7 +221,7 @@ def top_k_forward_kl(teacher_logprobs: Float[Tensor, "T k"], policy_logprobs: Fl
 
         sum_i p_i (log p_i - log q_i) + p_rest (log p_rest - log q_rest)
 
-    It is at most the divergence over the whole vocabulary (log-sum inequality)."""
+    The result is at most the divergence over the whole vocabulary (log-sum inequality)."""
     teacher = teacher_logprobs.exp()
     teacher_rest, policy_rest = (
         (1 - probabilities.sum(dim=1)).clamp(min=MIN_REST) for probabilities in (teacher, policy_logprobs.exp())

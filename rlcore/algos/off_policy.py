@@ -20,8 +20,8 @@ def importance_weights(
         truncate   min(r, cap)                           truncated importance sampling, Ionides 2008; Yao et al. 2025
         mask       r where 1 / cap <= r <= cap, else 0   IcePop, Ling Team 2025, arXiv:2510.18855
 
-    `r = exp(d_t)` with `d_t = clamp(log pi_old - log pi_behavior, -20, 20)`. At the level `sequence`, all tokens of n
-    have `r = exp(clamp(sum_{t in n} d_t, -20, 20))`."""
+    `r = exp(d_t)` with `d_t = clamp(log pi_old - log pi_behavior, -20, 20)`. At the level `sequence`, all tokens of
+    sequence n have `r = exp(clamp(sum_{t in n} d_t, -20, 20))`."""
     log_ratio = token_log_ratio(old_logprobs, behavior_logprobs, mask).detach()
     if settings.level == "sequence":
         summed = segment_sum(log_ratio, sequence_ids, num_sequences)

@@ -21,7 +21,7 @@ from rlcore.models.shape import ModelShape
 from rlcore.types import PackedBatch
 
 _Part: TypeAlias = tuple[int, int, Any]
-"""The indices of one part as nested pairs, which join faster than lists, after the part's negated sum and one index."""
+"""A part: its negated sum, one index, and all its indices as nested pairs. Nested pairs join faster than lists."""
 BALANCE_TOLERANCE = 1e-3
 """The accepted relative excess of the heaviest part over the mean. Above it, indices are exchanged between parts."""
 
@@ -118,7 +118,8 @@ def _best_exchange(heavy: list[int], light: list[int], lengths: Sequence[int], g
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The token counts of n sequences: all, those with a loss, and leading ones computed for an earlier sequence."""
+    """The token counts of n sequences. `lengths`: all tokens. `targets`: tokens with a loss. `shared`: leading tokens
+    that are computed for an earlier sequence."""
 
     lengths: Int[Tensor, "n"]
     targets: Int[Tensor, "n"]
@@ -149,7 +150,7 @@ class Sizes:
         return int((self.lengths - self.shared).sum())
 
     def costs(self, shape: ModelShape | None) -> list[int]:
-        """Return each sequence's computed tokens, or with a shape a sixth of its `ModelShape.update_flops`."""
+        """Return each sequence's cost: its computed tokens, or with a `shape` a sixth of `ModelShape.update_flops`."""
         found = self.lengths - self.shared
         if shape is not None:
             layers, width = shape.layers * shape.layer_weights, shape.layers * shape.query_width
@@ -160,8 +161,8 @@ class Sizes:
 def micro_batches(
     batch: PackedBatch, num_micro: int, shape: ModelShape | None = None, *, share_prompts: bool = False
 ) -> list[list[int]]:
-    """Return the sequences of micro-batches of nearly equal cost, counted in tokens if `shape` is None. With
-    `share_prompts`, responses to one prompt stay together if they fit."""
+    """Split a batch into micro-batches of nearly equal cost, counted in tokens if `shape` is None. Return the sequences
+    of each micro-batch. With `share_prompts`, responses to one prompt stay together if they fit."""
     return _cut(Sizes.from_batch(batch, share_prompts=share_prompts), num_micro, shape)[0]
 
 
@@ -179,7 +180,7 @@ def _cut(sizes: Sizes, num_micro: int, shape: ModelShape | None) -> tuple[list[l
 
 
 def _blocks(lengths: list[int], shared: list[int], num_micro: int) -> tuple[list[list[int]], list[int]]:
-    """Group neighbours that share a prompt, at most to the mean micro-batch. Return the blocks and their tokens."""
+    """Group neighbours with the same prompt, up to the mean micro-batch size. Return the groups and their tokens."""
     most = -(-(sum(lengths) - sum(shared)) // num_micro)
     blocks: list[list[int]] = []
     tokens: list[int] = []
@@ -195,7 +196,7 @@ def _blocks(lengths: list[int], shared: list[int], num_micro: int) -> tuple[list
 
 @dataclass(frozen=True, slots=True)
 class RankShares:
-    """The sequences of each rank, and the number of micro-batches, equal on all ranks because they gather together."""
+    """The sequences of each rank, and the number of micro-batches of every rank (ranks gather weights together)."""
 
     sequences: tuple[tuple[int, ...], ...]
     num_micro: int
@@ -203,7 +204,7 @@ class RankShares:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The sequences of each rank, by optimizer step and for a pass over the whole batch, in the same order.
+    """The sequences of each rank: for each optimizer step, and in the same order for a pass over the whole batch.
     `num_shared`: the prompt tokens that are not computed again."""
 
     mini_batches: tuple[RankShares, ...]
@@ -213,9 +214,9 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Balancer:
-    """A balancer that assigns equally many sequences of nearly equal cost to each rank. `max_tokens`: the limit of a
-    micro-batch. With `share_prompts`, responses to a prompt go to one rank, if prompts have equally many responses and
-    the number of prompts is divisible by the number of ranks."""
+    """A balancer that assigns equally many sequences of nearly equal cost to each rank. `max_tokens`: the token limit
+    of a micro-batch. With `share_prompts`, responses to a prompt go to one rank, if prompts have equally many responses
+    and the number of prompts is divisible by the number of ranks."""
 
     num_ranks: int
     max_tokens: int
@@ -256,7 +257,8 @@ class Balancer:
         return max(self._num_cut(sizes.select(batch, mine)) for mine in of_ranks)
 
     def _num_cut(self, sizes: Sizes) -> int:
-        """Return the fewest micro-batches within `max_tokens`, cut by cost or by tokens. Longer sequences are alone."""
+        """Return the smallest number of micro-batches that stay within `max_tokens`, cut by cost and by tokens. A
+        micro-batch may exceed this limit with a single sequence."""
         num_sequences = len(sizes.lengths)
         fewest = _fewest_bins((sizes.lengths - sizes.shared).tolist(), self.max_tokens)
         count = max(fewest, -(-sizes.num_computed() // self.max_tokens))
@@ -270,8 +272,8 @@ class Balancer:
 
 
 def _fewest_bins(lengths: Sequence[int], budget: int) -> int:
-    """Return a lower bound on the bins of size `budget` that hold these lengths. A longer one is alone. The bound is L2
-    of Martello and Toth ("Lower bounds and reduction procedures for the bin packing problem", 1990)."""
+    """Return a lower bound on the number of bins of size `budget` for these lengths. A longer length has its own bin.
+    The bound is L2 of Martello and Toth ("Lower bounds and reduction procedures for the bin packing problem", 1990)."""
     ordered = sorted(min(length, budget) for length in lengths)
     sums, half = [0, *accumulate(ordered)], bisect.bisect_right(ordered, budget // 2)
     found = 1

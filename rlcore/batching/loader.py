@@ -1,8 +1,9 @@
 """The order of prompts: an endless stream that is fixed by the seed and addressed by one integer.
 
 Each epoch is a new permutation of all prompts. The position, which is the number of prompts drawn so far, is the whole
-state. Row weights change the order, which then also depends on the first position after they were set. A mixture draws
-from one stream per data source. After a block of 1,024 positions that ends at n, data source i has contributed exactly
+state. After row weights are set, the order also depends on the weights and the position at which they were set. A
+mixture draws from one stream per data source. After a block of 1,024 positions that ends at n, data source i has
+contributed exactly
 
     floor(n * W[i]) - floor(n * W[i - 1])
 
@@ -135,8 +136,7 @@ class PassCounts:
     """The pass counts of R training rows: s scored responses, of which c are correct.
 
     A step with n scored and k correct responses changes s to `fade s + n` and c to `fade c + k`. A row has the weight 1
-    if s = 0 or c / s is inside the settings' band, and otherwise `rest_weight`. Equal scores of a group have no
-    gradient."""
+    if s = 0 or c / s is inside the settings' band, otherwise `rest_weight`. Groups of equal scores give no gradient."""
 
     passes: Float[Array, "R"]
     samples: Float[Array, "R"]
@@ -191,7 +191,7 @@ class PassCounts:
 
 
 class RowSampler:
-    """The weights of training rows in a draw. `text` is always the encoded counts before a step, or '' at the start."""
+    """The weights of training rows in a draw. `text`: the encoded counts before a step, or '' before the first step."""
 
     def __init__(self, row_ids: Sequence[int], start: PassCounts, settings: PassRatesConfig) -> None:
         self._place = {row_id: place for place, row_id in enumerate(row_ids)}

@@ -124,7 +124,7 @@ def token_indices(cu_seqlens: Tensor, sequences: Sequence[int]) -> Tensor:
 
 
 def shared_prompts(batch: PackedBatch, sequences: Sequence[int] | None = None) -> npt.NDArray[np.int64]:
-    """Return how many leading tokens each sequence shares with the nearest earlier sequence of value 0: Int[n].
+    """Return the number of leading tokens that each sequence shares with the nearest earlier one with number 0.
 
     Neighbours with the same prompt share the tokens before the first token with a loss. `sequences`: the sequences to
     compare, or None for all. The batch must be on the host.
@@ -155,7 +155,7 @@ def shared_prompts(batch: PackedBatch, sequences: Sequence[int] | None = None) -
 
 
 def _gather_indices(batch: PackedBatch, sequences: Sequence[int]) -> tuple[Tensor | slice, Tensor | slice] | None:
-    """Return the indices of these sequences and of their tokens, or None for the whole batch. Slices need no copy."""
+    """Return the indices of these sequences and their tokens, as slices if possible, or None for the whole batch."""
     first, stop = (sequences[0], sequences[-1] + 1) if len(sequences) else (0, 0)
     if list(sequences) != list(range(first, stop)):
         return torch.tensor(list(sequences), dtype=torch.int64), token_indices(batch.cu_seqlens, sequences)

@@ -100,7 +100,7 @@ def _read_demonstrations(parquet: Path, ids: str, lengths: str) -> list[Demonstr
 
 
 def _alternating_mask(lengths: list[int]) -> list[bool]:
-    """Return runs of these lengths of False and True, in turn."""
+    """Return a mask of alternating runs of False and True with these lengths."""
     return [bool(place % 2) for place, length in enumerate(lengths) for _ in range(length)]
 
 
@@ -132,7 +132,7 @@ def _matches_type(found: pa.DataType, kind: str) -> bool:
 
 
 def _field(extra: pa.StructArray, name: str, parquet: Path) -> list[Any]:
-    """Return a field of `extra_info` for each row, or None where it has no value."""
+    """Return a field of `extra_info` for each row, or None for a row without this field."""
     if extra.type.get_field_index(name) < 0:
         raise DataError(f"{parquet}: column extra_info.{name}: expected integer, got nothing. {_REMEDY}")
     return list(extra.field(name).to_pylist())

@@ -119,7 +119,7 @@ def _info(path: Path, step: int) -> CheckpointInfo:
 
 
 def move_out_of_the_way(path: Path) -> None:
-    """Rename what a new checkpoint cannot replace: a file, an unreadable folder, or a newer format."""
+    """Rename what a new checkpoint cannot replace: a file, an unreadable folder, or a folder of a newer format."""
     if not os.path.lexists(path):
         return
     version = newer_format(path) or newer_format(path, STATE, STATE_VERSION)
@@ -188,8 +188,8 @@ def prunable(checkpoints: Sequence[CheckpointInfo], config: CheckpointConfig) ->
 
 
 def kept_steps(checkpoints: Sequence[CheckpointInfo], config: CheckpointConfig) -> frozenset[int]:
-    """Return the steps to keep: the newest `keep_last`, the `keep_best` with the highest scores, of which the later one
-    is better, and multiples of `keep_every_steps`."""
+    """Return the steps to keep: the newest `keep_last`, the `keep_best` with the highest scores, and multiples of
+    `keep_every_steps`. Of equal scores, the later step's is better."""
     newest_first = sorted(checkpoints, key=lambda info: info.step, reverse=True)
     kept = {info.step for info in newest_first[: config.keep_last]}
     best_first = reversed(by_score(checkpoints))

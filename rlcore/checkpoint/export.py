@@ -54,7 +54,7 @@ def export_transformers(
     """Write weights under transformers' names, with the configuration and tokenizer of the initial policy. An earlier
     export is replaced by one rename. `facts`: entries for the manifest. With `lora`, `policy_state` has the merged
     weights, and `adapters` go to the subfolder `adapter` in PEFT's format. Raises DiskSpaceError, CheckpointError if
-    `target` cannot be written or is no export, and ModelError if the tokenizer cannot be read."""
+    `target` cannot be written or is not an export, and ModelError if the tokenizer cannot be read."""
     source = str(model_dir_for_config)
     earlier = (target / MANIFEST).is_file()
     with published_directory(target, {"kind": "model", **facts}, replace=earlier, error=CheckpointError) as folder:

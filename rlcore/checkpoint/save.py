@@ -4,8 +4,7 @@
     thread of a rank                      | write files |
     thread of the driver                                | hash, flush, rename, delete old ones |
 
-If a thread fails, the next `poll` or `settle` raises the error, and the incomplete checkpoint is removed.
-"""
+If a thread fails, the next `poll` or `settle` raises the error. The incomplete checkpoint is removed."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -71,9 +70,10 @@ class CheckpointSaver:
     def begin(
         self, step: int, record: Callable[[], TrainerState], metrics: Mapping[str, float], ranks: SavingRanks
     ) -> Saved | None:
-        """Wait for room, copy the state of every rank and begin to write the copy. Training may continue on return. If
-        a rank has no memory for its copy, complete the checkpoint first, and return it. `record`: returns the trainer's
-        state. Raises CheckpointError if the folder cannot be written, and the errors of `wait_for_room`."""
+        """Wait for room, copy the state of every rank and begin to write the copy. Training may then continue. If a
+        rank has no memory for its copy, complete the checkpoint before returning, and return it. `record`: a function
+        that returns the trainer's state. Raises CheckpointError if the folder cannot be written, and the errors of
+        `wait_for_room`."""
         assert self._save is None, "settle or abandon the save before this one first"
         sizes = ranks.each(RankSaver.copy)
         num_bytes = sum(size.num_bytes for size in sizes)
@@ -97,7 +97,7 @@ class CheckpointSaver:
         return self._advance(wait=False)
 
     def settle(self) -> Saved | None:
-        """Wait until the current save is complete, and return it. Raises DiskSpaceError or CheckpointError."""
+        """Wait until the current save is complete. Return its checkpoint. Raises DiskSpaceError or CheckpointError."""
         return self._advance(wait=True)
 
     def abandon(self) -> None:

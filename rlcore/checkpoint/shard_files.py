@@ -75,8 +75,8 @@ class LocalPart:
 
 
 def local_part(name: str, tensor: Tensor, *, rank: int) -> LocalPart:
-    """Return this rank's part of a tensor. Of equal copies, that of rank 0, or of coordinate 0 in a replicated mesh
-    dimension, is written. Raises CheckpointError if a placement is neither Shard nor Replicate."""
+    """Return this rank's part of a tensor. Of equal copies, only the copy of rank 0, or of coordinate 0 in a replicated
+    mesh dimension, is written. Raises CheckpointError if a placement is neither Shard nor Replicate."""
     if not isinstance(tensor, DTensor):
         shape = tuple(tensor.shape)
         return LocalPart(name, shape, Box((0,) * len(shape), shape), tensor.detach(), rank == 0)
@@ -116,7 +116,7 @@ def local_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, ra
 
 
 def model_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield trained parameters and persistent buffers with their names. A tied weight has its first name."""
+    """Yield trained parameters and persistent buffers with their names. A tied weight is yielded once."""
     for name, parameter in named_parameters(model):
         if parameter.requires_grad:
             yield name, parameter
@@ -127,7 +127,7 @@ def model_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield each parameter once with its name, as this rank stores it."""
+    """Yield each parameter once with its name. Parameters that FSDP2 has gathered are sharded again first."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # after a forward pass without backward the root still has gathered parameters
@@ -206,7 +206,7 @@ class StoredTensor:
 
 
 class ShardReader:
-    """All verified shard files of a folder, mapped in a `with` block. A file that ends early would kill the process."""
+    """The verified shard files of a folder, memory-mapped in a `with` block. A truncated file would crash Python."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -235,7 +235,7 @@ class ShardReader:
         self._files.close()
 
     def fill(self, part: LocalPart) -> None:
-        """Copy the stored values of a part into its memory. Raises CheckpointError if they do not fit or cover it."""
+        """Copy the stored values of a part into its memory. Raises CheckpointError if some are missing or unfit."""
         stored = self.tensors.get(part.name)
         if stored is None:
             raise CheckpointError(f"{self._directory}: has no tensor {part.name}. Was it saved from another model?")

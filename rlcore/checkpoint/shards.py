@@ -5,7 +5,7 @@ The layout follows torch.distributed.checkpoint, which is not used for these rea
 - its `.metadata` and its byte items are pickles, which can run code when they are read;
 - its `get_optimizer_state_dict` steps an optimizer that has taken no step (torch 2.13), which changes Adam's bias
   correction after a resume from the first checkpoint;
-- its writer reports a full disk as `unexpected pos 576 vs 534`, which is a DiskSpaceError here;
+- its writer reports a full disk as `unexpected pos 576 vs 534`; Millrace raises DiskSpaceError;
 - it is collective, so a rank that fails leaves the others waiting.
 
 `CheckpointStore` verifies hashes by the manifest before a rank opens the files. An attacker who can write the folder
@@ -69,7 +69,7 @@ class GroupRecord:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRecord:
-    """The state of an optimizer except for its tensors, of which it has the names by parameter."""
+    """The state of an optimizer: its groups, its numeric values, and the names of its tensors by parameter."""
 
     groups: tuple[GroupRecord, ...]
     state_tensors: Mapping[str, tuple[str, ...]]
@@ -176,7 +176,7 @@ def optimizer_record(model: nn.Module, optimizer: torch.optim.Optimizer) -> Opti
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numeric options of a parameter group. The running code sets switches such as `fused`."""
+    """Return the numeric options of a parameter group. Switches such as `fused` are left out."""
 
     def is_number(value: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool)
@@ -295,8 +295,8 @@ def _copy_part(part: LocalPart, buffers: dict[str, Tensor]) -> Tensor:
 
 @torch.no_grad()
 def load_shards(directory: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Load saved tensors, from any number of ranks, into `model` and `optimizer` if it is not None. Raises
-    CheckpointError if files are missing, damaged or of another model. The model is then unusable."""
+    """Load the saved tensors of any number of ranks into `model`, and into `optimizer` unless it is None. Raises
+    CheckpointError if files are missing, damaged or of another model. After this error, the model is unusable."""
     rank, _ = rank_and_world_size()
     with ShardReader(directory) as reader:
         parts = [local_part(f"model.{name}", tensor, rank=rank) for name, tensor in model_tensors(model)]

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FoundCheckpoint:
-    """The newest usable checkpoint, newer ones that were refused, and why the journal does not fit it, or ''."""
+    """The newest usable checkpoint, its mismatch with the journal or '', and newer checkpoints that were refused."""
 
     checkpoint: CheckpointInfo | None
     refusals: tuple[CheckpointInfo, ...]
@@ -61,8 +61,8 @@ class CheckpointStore:
         self, state: TrainerState, metrics: Mapping[str, float], at: Callable[[str], None] = lambda what: None
     ) -> Iterator[Path]:
         """Publish a checkpoint: yield a folder for the ranks' shards and rename it into place at the end of the block.
-        Metrics that are not finite are left out. `at` is called with a description of each stage. Raises DiskSpaceError
-        without room, and CheckpointError if the folder cannot be written. Older checkpoints are then unchanged."""
+        Metrics that are not finite are left out. `at` is called with the name of each stage. Raises DiskSpaceError
+        without room, and CheckpointError if the folder cannot be written. Errors leave older checkpoints unchanged."""
         target = self.path_of(state.step)
         created = datetime.now(UTC).isoformat("T", "microseconds")
         manifest: dict[str, Any] = {
@@ -93,8 +93,8 @@ class CheckpointStore:
             ) from reason
 
     def prune(self) -> tuple[Path, ...]:
-        """Delete checkpoints by the retention rule, and return their paths. Every byte of one that remains is verified
-        first."""
+        """Delete checkpoints by the retention rule, and return their paths. First verify every byte of the newest
+        intact checkpoint, which is kept. Delete nothing if no checkpoint is intact."""
         remove_stale_temporaries(self.directory)
         checkpoints = scan(self.directory).checkpoints
         candidates = prunable(checkpoints, self._config)
@@ -104,8 +104,7 @@ class CheckpointStore:
         return tuple(info.path for info in candidates if info.step != good.step and self._delete(info.path))
 
     def set_aside_later(self, step: int) -> None:
-        """Rename the intact checkpoints after `step`, from which the run continues. Pruning would keep them as the
-        newest."""
+        """Rename intact checkpoints after `step`, since the run continues there and pruning would keep the newest."""
         for info in scan(self.directory).checkpoints:
             if info.step > step and self._search([info], hashes=True).checkpoint is not None:
                 set_aside(info.path, LEFT, f"{info.path}: the run continues from step {step}", error=CheckpointError)
@@ -129,8 +128,8 @@ class CheckpointStore:
         return self.find_latest(verify=verify).checkpoint
 
     def find(self, name: str, *, verify: bool = True) -> CheckpointInfo | None:
-        """Find a checkpoint by `last`, `best` or its folder's name, or None for `start`. Raises CheckpointError for
-        other names."""
+        """Find a checkpoint by `last`, `best` or folder name, or None for `start`. Raises CheckpointError for other
+        names."""
         if name == "start":
             return None
         if name in ("last", "best"):
@@ -153,9 +152,9 @@ class CheckpointStore:
         return 0 if found is None else found.step
 
     def find_latest(self, *, verify: bool = True) -> FoundCheckpoint:
-        """Find the newest checkpoint that is intact and fits the journal, or else the newest intact one. Refused ones
-        are logged. If `verify` is false, only the sizes of files are checked. Raises CheckpointError if all checkpoints
-        are broken, or if the settings differ."""
+        """Find the newest checkpoint that is intact and fits the journal, otherwise the newest intact checkpoint.
+        Refused checkpoints are logged. If `verify` is false, only the sizes of files are checked. Raises
+        CheckpointError if all checkpoints are broken, or if the settings differ."""
         found = self._find(verify=verify)
         while not all(os.path.lexists(refusal.path) for refusal in found.refusals):  # pruned meanwhile
             found = self._find(verify=verify)
@@ -175,14 +174,15 @@ class CheckpointStore:
         return found
 
     def best(self) -> CheckpointInfo | None:
-        """Return the intact checkpoint with the highest score, of equal ones the latest, or None."""
+        """Return the intact checkpoint with the highest score, or None. Of equal scores, the latest one wins."""
         found = self._search(by_score(self.list()), hashes=True)
         for refusal in found.refusals:
             log.warning("checkpoint refused: %s", refusal.reason)
         return found.checkpoint
 
     def verify(self, info: CheckpointInfo, *, hashes: bool = True) -> None:
-        """Check the size of each file of a checkpoint and, with `hashes`, every byte once. Raises CheckpointError."""
+        """Check the size of each file of a checkpoint and, with `hashes`, every byte once. Raises CheckpointError on
+        damage."""
         known = (info.path, info.created)
         verify_directory(info.path, hashes=hashes and known not in self._verified, error=CheckpointError)
         if hashes:
@@ -237,7 +237,7 @@ def _warn_once(text: str) -> None:
 
 
 def require_same_settings(info: CheckpointInfo, settings: Mapping[str, Any], fingerprint: str) -> None:
-    """Raise CheckpointError with the old and new values of `settings` that differ from those of a checkpoint."""
+    """Raise CheckpointError with the differences if a checkpoint has other settings than `settings`."""
     if info.settings_fingerprint == fingerprint:
         return
     theirs = _read_settings(info.path / SETTINGS)

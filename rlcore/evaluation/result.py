@@ -38,7 +38,7 @@ _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 class Response:
     """One response to a problem. `parts`: the components of its score. `num_tokens` includes the end token. `logprob`:
     the sum over the sampled tokens in nats. `said`: the answer that the scorer extracted. `failure`: why there is no
-    score, in which case metrics ignore the response."""
+    score. Metrics ignore a response without a score."""
 
     text: str
     score: float
@@ -79,7 +79,7 @@ class ProblemResult:
 
     @property
     def is_scored(self) -> bool:
-        """True if the greedy response and a sample have a score, as far as the problem has them."""
+        """False if the problem has samples but none with a score, or a greedy response without a score."""
         return (bool(self.scored_samples) or not self.samples) and (self.greedy is None or self.greedy.failure is None)
 
     @property
@@ -209,8 +209,8 @@ class ValidationResult:
 
     def metrics(self) -> Mapping[str, float]:
         """Return the metrics (see `rlcore/tracking/metrics.md`), each with the ends `/ci_low` and `/ci_high` of its
-        interval. The first is the held-out reward, which a suite does not have. Several data sources have their own
-        metrics, and `val-core/all/...` covers all."""
+        interval. The first metric is the held-out reward. It is left out for a suite. Several data sources have their
+        own metrics, and `val-core/all/...` covers all."""
         reward = self.intervals.get(self.reward_statistic) if not self.suite else None
         summary = {} if reward is None else {HELD_OUT_REWARD: reward.value}
         parts = [part.metrics() for part in self.by_source().values()]

@@ -1,6 +1,6 @@
 """Statistics of repeated responses to the same problems, with confidence intervals.
 
-P: problems, n: responses to each, c: correct ones, M: statistics, B: resamples. Metrics are means over problems."""
+P: problems, n: responses per problem, c: correct ones, M: statistics, B: resamples. Metrics are means over problems."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -72,7 +72,7 @@ def _counts(num_responses: ArrayLike, num_correct: ArrayLike, k: ArrayLike) -> t
 
 
 def _all_of_k(total: Array, chosen: Array, k: Array) -> Array:
-    """Return the chance that k of `total` items all come from `chosen` ones. The product cannot overflow or cancel."""
+    """Return the chance that k of `total` items are all among `chosen` marked items. It cannot overflow or cancel."""
     before = np.arange(k.max(initial=0))  # responses drawn before the response of this factor
     left = np.maximum(total[:, None] - before, 1.0)
     factors = np.where(before < k[:, None], np.clip(chosen[:, None] - before, 0.0, None) / left, 1.0)
@@ -99,7 +99,7 @@ def majority(votes: Sequence[Hashable], values: Sequence[float]) -> float:
 
 
 def mean_intervals(values: ArrayLike, *, confidence: float = 0.95, num_resamples: int = 1_000) -> list[Interval]:
-    """Return the mean and interval of each of M statistics, with the arguments of `bootstrap_intervals`. A statistic
+    """Return the mean and interval of each of M statistics. For the arguments, see `bootstrap_intervals`. A statistic
     with only the values 0 and 1 gets Wilson's interval, since the bootstrap is too narrow for rare successes."""
     table = _table(values)
     found = bootstrap_intervals(table, confidence=confidence, num_resamples=num_resamples)
@@ -128,8 +128,8 @@ def wilson_interval(num_correct: int, num_problems: int, *, confidence: float = 
 def bootstrap_intervals(
     values: ArrayLike, *, confidence: float = 0.95, num_resamples: int = 1_000, seed: int = 0
 ) -> list[Interval]:
-    """Return the mean over problems of M statistics, `values` [P, M], with percentile-bootstrap intervals (Efron 1979).
-    Responses to one problem are dependent, so problems are resampled, B = `num_resamples` times for all M."""
+    """Return the mean over problems and a percentile-bootstrap interval (Efron 1979) for each of M statistics.
+    `values`: [P, M]. Responses to one problem are dependent, so problems are resampled, B = `num_resamples` times."""
     table = _table(values)
     means = _resampled_means(table, num_resamples, np.random.default_rng(seed))
     tail = (1.0 - confidence) / 2.0
@@ -163,8 +163,7 @@ def paired_difference(
     a: ArrayLike, b: ArrayLike, *, confidence: float = 0.95, num_resamples: int = 1_000
 ) -> PairedDifference:
     """Return the mean of `b - a` over the same problems with its bootstrap interval, and the numbers of wins and
-    losses. `a` and `b` have the shape [P]. Pairing removes the difficulty of the problems, so the interval is narrower.
-    """
+    losses. `a` and `b` have the shape [P]. Pairing removes the difficulty of problems and so narrows the interval."""
     first, second = np.asarray(a, dtype=float), np.asarray(b, dtype=float)
     if first.shape != second.shape:
         raise ValueError(f"a and b must be values of the same problems, got {first.shape} and {second.shape}")

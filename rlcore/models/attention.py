@@ -1,8 +1,7 @@
 """Packed attention, where a token attends only to earlier tokens of the same sequence, without a [T, T] mask.
 
 transformers calls the registered `packed_attention`, with a `PackedLayout` for packed tokens and with a mask for
-decoding. The `sdpa` backend runs on every device, with one dense causal attention for each length group of the layout.
-"""
+decoding. The `sdpa` backend runs on every device, with one dense causal attention for each length group."""
 
 import importlib
 import inspect
@@ -44,7 +43,7 @@ def choose_attention(
     requested: Literal["auto", "flash_attn", "varlen", "sdpa"], device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> AttentionChoice:
     """Return the requested attention backend, or for "auto" the first of flash_attn, varlen and sdpa that runs here.
-    Raises ModelError if the requested one does not support this device, compute type or head size."""
+    Raises ModelError if the requested backend does not support this device, compute type or head size."""
     if requested == "sdpa":
         return AttentionChoice("sdpa", "requested by model.attention")
     refused: list[str] = []
@@ -166,8 +165,7 @@ def _kernel_attention(
 ATTENTION_NAME = "millrace_packed"
 """The name under which the packed attention is registered in transformers.
 
-No mask function is registered under this name, so transformers builds no mask.
-"""
+No mask function has this name, so transformers builds no mask."""
 
 
 def packed_attention(
@@ -265,7 +263,7 @@ def _repeat_heads(tensor: Tensor, num_heads: int) -> Tensor:
 
 
 def causal_band(num_new: int, num_seen: int, window: int | None, device: torch.device) -> Bool[Tensor, "L S"]:
-    """Return the causal mask of the last `num_new` of `num_seen` tokens, with a sliding window or None."""
+    """Return the causal mask of the last `num_new` of `num_seen` tokens. `window`: a sliding window's size or None."""
     at = torch.arange(num_seen - num_new, num_seen, device=device)[:, None]
     seen = torch.arange(num_seen, device=device)[None, :]
     causal = seen <= at

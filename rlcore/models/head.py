@@ -23,8 +23,8 @@ _GPU_BLOCK_ELEMENTS = 1 << 25
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The results for n tokens, 0 if not computed. `logprobs`: of the target, in nats. `entropy`: in nats. `is_top`: 1
-    where no token is likelier. `candidates`: the log-probabilities of further tokens."""
+    """The results for n tokens. A result that is not computed is 0. `logprobs`: of the target, in nats. `entropy`: in
+    nats. `is_top`: 1 where no token is likelier. `candidates`: the log-probabilities of further tokens."""
 
     logprobs: Float[Tensor, "n"]
     entropy: Float[Tensor, "n"]
@@ -50,8 +50,7 @@ def token_logprobs_and_entropy(
 
     At most `chunk_tokens` rows of logits exist at a time. The gradient of `weight` is summed in float32 over chunks.
     With `entropy="value"`, the entropy has no gradient. `compiled` fuses the operations after the matrix products
-    (CUDA). `candidates`: further tokens whose log-probabilities are needed.
-    """
+    (CUDA). `candidates`: further tokens that need log-probabilities."""
     if temperature <= 0:
         raise ValueError(f"temperature: must be above 0 for log-probabilities, got {temperature}")
     apply = cast(Callable[..., tuple[Tensor, Tensor, Tensor]], _ChunkedHead.apply)

@@ -19,7 +19,7 @@ _HUB_TIMEOUT_S = 10.0
 
 @cache
 def is_hub_reachable() -> bool:
-    """Return whether the hub responds, asked once per process. If not, models come only from the local cache."""
+    """Return whether the hub responds, tested once per process. Without the hub, models come from the local cache."""
     from huggingface_hub import constants, get_session
 
     try:
@@ -114,7 +114,7 @@ def read_stop_ids(files: Iterable[Path]) -> frozenset[int] | None:
 
 
 def read_pretrained(path: str, what: str, read: Callable[..., T]) -> T:
-    """Load a `what` by `read`, a function of transformers. Raises ModelError if this fails."""
+    """Call `read`, a function of transformers that loads `what`. Raises ModelError if loading fails."""
     try:
         return read(local_files_only=Path(path).is_dir() or not is_hub_reachable(), trust_remote_code=False)
     except SafetensorError as error:

@@ -1,8 +1,8 @@
 """The order in which a model computes packed tokens. Each shared prompt is computed once.
 
-For sdpa, sequences are sorted by length. The first response to a prompt in a micro-batch keeps the whole prompt. Others
-begin with the last token of the prompt, whose output predicts their first token. Attention uses whole sequences, so the
-keys and values of the prompt are copied to each response."""
+For sdpa, sequences are sorted by length. The first response to a prompt in a micro-batch keeps the whole prompt. Each
+further response begins with the last token of the prompt, whose output predicts the first token of the response.
+Attention uses whole sequences, so the keys and values of the prompt are copied to each response."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from rlcore.models.memory import to_device
 
 Backend = Literal["flash_attn", "varlen", "sdpa"]
 Array: TypeAlias = Tensor | np.ndarray[Any, Any]
-"""A tensor or a numpy array. FSDP moves tensors to the device, and reading their values there waits for the device."""
+"""A tensor, or a numpy array, which FSDP does not move to the device. Its values can be read without waiting."""
 
 # With more distinct lengths, kernel launches cost more than padding.
 _MAX_EXACT_LENGTHS = 48
@@ -78,8 +78,9 @@ class _Expand(torch.autograd.Function):
 
 
 def shared_order(bounds: IntArray, shared: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Return the computed tokens of a batch, Int[c], the index among them for each token, Int[T], the other tokens,
-    Int[d], and their columns in `SharedPrompts.duplicates`, Int[d]. For `shared` Int[N], see `build_layout`.
+    """Return four arrays: the computed tokens of a batch, Int[c]; each token's index among them, Int[T]; the tokens
+    that are not computed, Int[d]; and their columns in `SharedPrompts.duplicates`, Int[d]. For `shared` Int[N], see
+    `build_layout`.
 
     >>> computed, places, *_ = shared_order(np.array([0, 4, 7, 9]), np.array([0, 2, 0]))
     >>> computed.tolist(), places.tolist()
@@ -133,7 +134,7 @@ def build_layout(
     cu_seqlens: Int[Array, "N_plus_1"], *, backend: Backend, device: torch.device, shared: IntArray | None = None
 ) -> PackedLayout:
     """Return the layout of the sequences with the bounds `cu_seqlens`. Bounds on the host avoid waiting for the device.
-    `shared` Int[N]: the number of leading tokens in common with the nearest earlier sequence whose entry is 0.
+    `shared` Int[N]: the number of leading tokens shared with the nearest earlier sequence whose entry is 0.
 
     >>> layout = build_layout(torch.tensor([0, 3, 5, 8]), backend="sdpa", device=torch.device("cpu"))
     >>> layout.token_order.tolist()
@@ -192,7 +193,7 @@ def build_layout(
 
 
 def _length_groups(lengths: Sequence[int], device: torch.device) -> tuple[LengthGroup, ...]:
-    """Group sequences of equal length, rounded up if there are too many. `lengths` is sorted."""
+    """Group sequences of equal length, or of equal rounded length if there are too many. `lengths` is sorted."""
     exact = len(set(lengths)) <= _MAX_EXACT_LENGTHS
     groups: list[LengthGroup] = []
     start = 0

@@ -25,9 +25,9 @@ _HEAD_CHANGES = {"final_logit_softcapping": (None,), "logits_scaling": (None, 1.
 
 
 def load_policy(path: str | Path, *, model: ModelConfig, device: torch.device) -> CausalPolicy:
-    """Load a policy in training mode and float32, or with `model.lora` in the compute type or 4 bits. Code in its
-    directory is not run. Raises ModelError if the path, weights, architecture, attention backend or 4-bit package is
-    unusable."""
+    """Load a policy in training mode. Its weights are float32, or with `model.lora` have the compute type or 4 bits.
+    Code in the model's directory is not run. Raises ModelError if the path, weights, architecture, attention backend or
+    4-bit package is unusable."""
     lora = model.lora
     require_base(lora)
     dtype = torch.float32 if lora is None else compute_dtype(model, device)
@@ -41,7 +41,8 @@ def load_policy(path: str | Path, *, model: ModelConfig, device: torch.device) -
 
 
 def load_value_model(path: str | Path, *, model: ModelConfig, device: torch.device) -> ValueModel:
-    """Load a float32 value model in training mode, with a policy's decoder and a zero head. Raises ModelError."""
+    """Load a float32 value model in training mode, with a policy's decoder and a zero head. Raises ModelError if
+    unusable."""
     causal = _load_causal(path, device, torch.float32)
     trunk = cast(PreTrainedModel, getattr(causal, causal.base_model_prefix))
     value_model = ValueModel(trunk, attention=model.attention, compute_dtype=compute_dtype(model, device))
@@ -144,7 +145,7 @@ _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
 def require_faithful(model: PreTrainedModel, path: str) -> None:
-    """Check that an untested architecture computes the same packed and alone. Raises ModelError if not."""
+    """Raise ModelError if an untested architecture gives other results for packed sequences than for single ones."""
     kind = model.config.model_type
     if kind in TESTED:
         return

@@ -42,7 +42,7 @@ class AdaptedLinear(nn.Module):
         self.is_on = True
 
     def forward(self, x: Float[Tensor, "*batch N"]) -> Float[Tensor, "*batch M"]:
-        """Compute the output of the layer, plus that of the adapter if it is enabled."""
+        """Compute the layer's output, plus the adapter's output if the adapter is enabled."""
         output: Tensor = self.base_layer(x)
         if not self.is_on:
             return output
@@ -61,9 +61,8 @@ class AdaptedLinear(nn.Module):
 def stochastic_round(exact: Float[Tensor, "M N"], dtype: torch.dtype) -> Float[Tensor, "M N"]:
     """Cast a float32 tensor to `dtype`, to bfloat16 by stochastic rounding. `exact` is overwritten.
 
-    Rounding to nearest would lose changes below half a bfloat16 step, as most adapter updates are. A fixed random
-    number below one step is added instead, and the sum truncated. An unchanged weight is a bfloat16 number and stays
-    equal."""
+    Most adapter updates are below half a bfloat16 step, and rounding to nearest would lose them. Instead, a fixed
+    random number below one step is added, and the sum is truncated. A weight without an update stays bit-identical."""
     if dtype != torch.bfloat16:
         return exact.to(dtype)
     bits = exact.view(torch.int32).view(-1)
@@ -117,7 +116,7 @@ def frozen_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def base_digest(model: nn.Module) -> str:
-    """Return 16 hex digits of the names and values of all frozen tensors, the same on every device."""
+    """Return a hash (16 hex digits) of the names and values of all frozen tensors, the same on every device."""
     found = hashlib.sha256()
     for name, tensor in frozen_tensors(model):
         value = tensor.detach() + 0  # -0 as 0: `digest` takes them as one on a CPU
@@ -139,7 +138,7 @@ def without_adapters(policy: CausalPolicy) -> Iterator[None]:
 
 
 def merged_parameters(model: nn.Module, gather: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters with adapters merged, under their plain names. `gather` returns a sharded one as a whole."""
+    """Yield the parameters with adapters merged, under their plain names. `gather`: returns a whole parameter."""
     for name, parameter in model.named_parameters():
         owner, is_adapted, rest = name.partition(_BASE)
         layer = model.get_submodule(owner) if is_adapted and rest == "weight" else None

@@ -48,7 +48,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def release_cached_memory() -> None:
     """Wait for the GPU, then release torch's cached CUDA memory, if CUDA is in use. With expandable segments, torch
-    waits only for the stream that allocated a block, and FSDP's gradients are read on another."""
+    waits only for the stream that allocated a block, but FSDP reads gradients on another stream."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -116,7 +116,7 @@ def compact(tensors: Iterable[Tensor]) -> None:
 def digest(tensor: Tensor) -> Int[Tensor, ""]:
     """Return a 64-bit checksum of a tensor, without synchronization.
 
-    Each element's bits are multiplied by an odd random number of its position and added modulo 2^64. One changed
+    Each element's bits are multiplied by an odd random number for its position and added modulo 2^64. One changed
     element always changes the sum. On a CPU, 0 and -0 count as equal, because vLLM's unpacking of matrices loses the
     sign of 0."""
     flat = tensor.detach().reshape(-1)

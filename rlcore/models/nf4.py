@@ -1,8 +1,8 @@
-"""Frozen linear layers in 4 bits (NF4, Dettmers et al. 2023): one of 16 levels times the largest absolute weight of a
-block of 64.
+"""Frozen linear layers in 4 bits (NF4, Dettmers et al. 2023). A weight is one of 16 levels times the scale of its
+block.
 
-Format and dequantization kernel are those of bitsandbytes. Its quantizer divides approximately on a GPU, so it is not
-used. Quantized weights, digests and exports are therefore the same on every device."""
+The format and the dequantization kernel are those of bitsandbytes. The quantizer of bitsandbytes is not used, because
+it divides approximately on a GPU. Quantized weights, digests and exports are therefore the same on every device."""
 
 import importlib
 import logging
@@ -24,8 +24,8 @@ _CODES = tuple(range(0x01, 0x100, 0x22))  # 0 and 1, 2 and 3, ... 14 and 15, two
 
 
 class Nf4Linear(nn.Module):
-    """A linear layer that computes in the input's type with a frozen weight of two codes per byte and a scale per
-    block."""
+    """A linear layer with a frozen 4-bit weight: two codes per byte, a scale per block. The output has the input's
+    type."""
 
     packed: UInt8[Tensor, "bytes"]
     scales: Float[Tensor, "blocks"]
@@ -139,7 +139,7 @@ nf4_linear.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _have_bitsandbytes() -> None:
-    """Import bitsandbytes, after `require_base` has checked that it is installed."""
+    """Import bitsandbytes. `require_base` has already checked that bitsandbytes is installed."""
     if "bitsandbytes" in sys.modules:
         return
     # With the package `kernels` it would download and run code from the hub for some CPUs; without, it logs an error.

@@ -31,7 +31,7 @@ def build_optimizer(model: nn.Module, optim: OptimConfig, *, device: torch.devic
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Float[Tensor, ""]:
-    """Scale gradients to a global 2-norm of at most `max_norm`. Return the norm before, over all ranks."""
+    """Scale gradients to a global 2-norm of at most `max_norm`. Return the norm over all ranks before scaling."""
     norm = nn.utils.clip_grad_norm_(list(parameters), max_norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -42,8 +42,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class OffloadedAdamW(torch.optim.AdamW):
-    """AdamW with moments in host memory, pinned for a GPU, equal to AdamW bit by bit. Parameters are updated in pieces
-    whose moments take at most `piece_bytes` of device memory. The moments of a DTensor are DTensors."""
+    """AdamW with moments in host memory, which is pinned for a GPU. Results are bit-identical to AdamW's. Parameters
+    are updated in pieces whose moments take at most `piece_bytes` of device memory. The moments of a DTensor are
+    DTensors."""
 
     piece_bytes = OFFLOAD_PIECE_BYTES
 
@@ -126,7 +127,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def copy_like(parameter: Tensor, local: Tensor) -> Tensor:
-    """Return `local`, for a DTensor the shard of this rank, as a tensor like `parameter` on its device."""
+    """Return a copy of `local` as a tensor like `parameter`. If that is a DTensor, `local` is this rank's shard."""
     copy = torch.empty_like(parameter, dtype=local.dtype, requires_grad=False)
     local_tensor(copy).copy_(local, non_blocking=True)
     return copy

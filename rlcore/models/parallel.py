@@ -45,7 +45,7 @@ def full_state(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield all parameters unsharded under the names of transformers, with adapters merged. This is a collective, so
     all ranks must iterate to the end. One bucket of gathered tensors exists at a time. `value` returns a parameter,
-    even if it is offloaded. `dtype`: the type in which matrices are sent, or None to keep theirs."""
+    even if it is offloaded. `dtype`: the type in which matrices are sent, or None to keep their type."""
     root = model.model if isinstance(model, CausalPolicy) else model
     yield from merged_parameters(root, _Buckets(root, value, dtype))
 
@@ -65,8 +65,8 @@ def reshard(model: nn.Module) -> None:
 
 def gather(model: nn.Module, *, once: bool, is_last: bool = True) -> None:
     """Set when FSDP2 gathers weights in the next micro-batch of an update. With `once` (ZeRO-1), weights stay gathered
-    until the last micro-batch (`is_last`), which reduces the accumulated gradients. Otherwise each pass gathers and
-    reduces."""
+    until the last micro-batch (`is_last`), which reduces the accumulated gradients. Without `once`, each pass gathers
+    and reduces."""
     assert isinstance(model, FSDPModule), "only a sharded model gathers"
     model.set_reshard_after_forward(not once)
     model.set_reshard_after_backward(is_last)
@@ -75,7 +75,7 @@ def gather(model: nn.Module, *, once: bool, is_last: bool = True) -> None:
 
 def reset_after_failed_pass(model: PackedTrunk) -> None:
     """Reset FSDP2 on one rank after an error in a forward or backward pass, and drop the gradients. FSDP2 has no public
-    function for this, so this calls private ones as the end of a backward pass does."""
+    function for this. The private functions called here are those that end a backward pass."""
     if not isinstance(model, FSDPModule):
         return
     state = model._get_fsdp_state()
@@ -103,8 +103,8 @@ BUCKET_BYTES = 1 << 28
 
 
 class _Buckets:
-    """A callable that returns whole parameters. The first request of a bucket gathers all of it in one collective. The
-    order of requests must be the same on all ranks."""
+    """A callable that returns whole parameters. The first request for a bucket gathers the whole bucket in one
+    collective. The order of requests must be the same on all ranks."""
 
     def __init__(self, model: nn.Module, value: Callable[[Tensor], Tensor], dtype: torch.dtype | None) -> None:
         self._value = value

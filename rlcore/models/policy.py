@@ -63,7 +63,7 @@ class PackedTrunk(nn.Module):
         return choose_attention(self._attention_request, self.device, self.compute_dtype, head_dim)
 
     def compile_layers(self) -> None:
-        """Compile each decoder layer, without hooks, before `shard`. torch's limit of 8 graphs would be too low."""
+        """Compile each decoder layer without its hooks, before `shard`. torch's limit of 8 graphs is too low."""
         compiler_settings.recompile_limit = max(compiler_settings.recompile_limit, _MAX_COMPILED_GRAPHS)
         for layer in self.layers:
             layer.forward = torch.compile(layer.forward)
@@ -93,7 +93,7 @@ class PackedTrunk(nn.Module):
         return cast(Tensor, output.last_hidden_state)[0]
 
     def precision(self) -> AbstractContextManager[object]:
-        """Return an autocast context, or none if the weights have the compute type or FSDP casts them."""
+        """Return an autocast context, or an empty context if the weights have the compute type or FSDP casts them."""
         stored = next(self.parameters()).dtype
         if self.sharded or stored == self.compute_dtype:
             return nullcontext()
@@ -195,8 +195,7 @@ class CausalPolicy(PackedTrunk):
         k: int,
         temperature: float,
     ) -> tuple[Int[Tensor, "T k"], Float[Tensor, "T k"]]:
-        """Return the `k` likeliest next tokens and their log-probabilities of an unsharded model, 0 outside
-        `loss_mask`."""
+        """Return an unsharded model's `k` likeliest next tokens and their log-probabilities, 0 outside `loss_mask`."""
         positions, hidden, weight = self._head_inputs(token_ids, position_ids, cu_seqlens, loss_mask, shared)
         ids, logprobs = likeliest_tokens(
             hidden, weight, k=k, temperature=temperature or 1.0, chunk_tokens=self.head_chunk_tokens
@@ -219,7 +218,7 @@ class CausalPolicy(PackedTrunk):
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
-        """Use evaluation mode, since gradient checkpointing discards the cache in training mode."""
+        """Set evaluation mode in the `with` block: in training mode, gradient checkpointing discards the cache."""
         if not self.training:
             yield
             return

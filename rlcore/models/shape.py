@@ -54,7 +54,7 @@ def untrainable(config: Mapping[str, Any]) -> str | None:
 
 
 def require_trainable(key: str, path: str) -> None:
-    """Check that a model can be trained, if its `config.json` is here. Raises ModelError if it cannot."""
+    """Raise ModelError if a model cannot be trained. Skip the check if the model has no local `config.json`."""
     config = _read_config(path)
     reason = untrainable(config) if isinstance(config, Mapping) else None
     if reason is not None:
@@ -62,7 +62,7 @@ def require_trainable(key: str, path: str) -> None:
 
 
 def require_embeddings(key: str, path: str, tokens: Mapping[str, int]) -> None:
-    """Check that the model embeds each token, if its `config.json` is here. Raises ModelError if not."""
+    """Raise ModelError if the model does not embed each token. Skip the check without a local `config.json`."""
     config, highest = _read_config(path), max(tokens.values(), default=-1)
     size = config.get("vocab_size") if isinstance(config, Mapping) else None
     if isinstance(size, int) and size <= highest:
@@ -73,7 +73,7 @@ def require_embeddings(key: str, path: str, tokens: Mapping[str, int]) -> None:
 
 
 def require_same_tokens(key: str, path: str, tokens: Mapping[str, int]) -> None:
-    """Check that the model embeds the policy's tokens under the same ids, as far as its files are here."""
+    """Raise ModelError if a token has another id in this model than in the policy. Only local files are checked."""
     require_embeddings(key, path, tokens)
     own = token_counts(path)
     if differing := [token for token, number in tokens.items() if own.get(token, number) != number]:
@@ -96,7 +96,7 @@ def token_counts(path: str) -> dict[str, int]:
 
 
 def require_base(lora: LoraConfig | None, has: Callable[[str], object] = find_spec) -> None:
-    """Check that bitsandbytes is installed for a base in 4 bits. Raises ModelError. `has` looks for a package."""
+    """Raise ModelError if a 4-bit base lacks the package bitsandbytes. `has`: whether a package is installed."""
     if lora is not None and lora.base == "nf4" and not has("bitsandbytes"):
         raise ModelError(
             "model.lora.base: nf4 needs the package bitsandbytes, which is not installed here. In the checkout: "
@@ -262,7 +262,7 @@ def critic_shape(config: RunConfig, shape: ModelShape) -> ModelShape:
 
 
 def teacher_shapes(config: RunConfig, shape: ModelShape) -> list[ModelShape]:
-    """Return the shape of each teacher, or `shape` for an unavailable one."""
+    """Return the shape of each teacher, or `shape` if the teacher's shape is unavailable."""
     teacher = config.algo.teacher
     return [shape_from_config(_read_config(path)) or shape for path in teacher.paths] if teacher else []
 

@@ -1,5 +1,5 @@
-"""Tokenizers of model directories and the hub, and an arithmetic tokenizer for scratch models, mostly without torch.
-The latter has a token per operator and integer, so half a million parameters can learn countdown on two CPU cores."""
+"""Tokenizers of model directories and the hub, and an arithmetic tokenizer for scratch models. The arithmetic tokenizer
+has a token per operator and integer, so a model of half a million parameters can learn countdown on two CPU cores."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from rlcore.models.hub import MODEL_FILES, is_hub_reachable, read_pretrained, re
 from rlcore.models.shape import is_plain_tokenizer
 
 Decode = Callable[[Sequence[Sequence[int] | np.ndarray]], list[str]]
-"""A function that decodes the token ids of many responses to their texts."""
+"""A function that decodes the token ids of many responses into texts."""
 
 PAD_TOKEN = "<pad>"
 EOS_TOKEN = "<eos>"
@@ -97,7 +97,7 @@ def response_tags(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 
 def text_decoder(tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = True) -> Decode:
-    """Return a decoder of responses, by tokenizers if transformers, which is slower, gives the same texts."""
+    """Return a decoder of responses. It uses `tokenizers`, or the slower `transformers` if their texts differ."""
 
     tags = response_tags(tokenizer) if skip_special_tokens else frozenset[int]()
     special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}

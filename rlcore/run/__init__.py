@@ -1,1 +1,1 @@
-"""The trainer process of a run, with its commands, inputs, workers, training loop, journal and failures."""
+"""The code of a run's trainer process: commands, inputs, workers, training loop, journal and failures."""

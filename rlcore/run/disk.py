@@ -1,4 +1,4 @@
-"""Disk space of a run: upper bounds of future writes, and waits for space before chunks and checkpoints. No torch."""
+"""Upper bounds of the disk space that a run still needs, and a guard that waits for free space. Imports no torch."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -26,15 +26,15 @@ PAUSED, RESUMED = "paused_for_disk", "disk_room"  # the events at the start and 
 POLL_S = 1.0
 BYTES_PER_WEIGHT = 4  # the size of one exported weight, which is a float32 master weight
 BYTES_PER_TOKEN = 20
-"""The compressed size of one stored token of a response: id, text, three log-probabilities and advantage."""
+"""The compressed bytes of one stored token of a response: id, text, three log-probabilities and advantage."""
 BYTES_PER_RESPONSE = 500  # the size of a stored response without its tokens
 EventSink = Callable[[str, int, Mapping[str, object]], None]
-"""A function that takes the name, the step and the data of an event. The user sees the entry `text` of the data."""
+"""A function that takes an event's name, step and data. The user sees the entry `text` of the event's data."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiskRoom:
-    """A guard that waits for disk space at `path` before each chunk and checkpoint. `prune` deletes old checkpoints."""
+    """A guard that waits until the disk of `path` has room for the next writes. `prune`: deletes old checkpoints."""
 
     path: Path
     config: CheckpointConfig
@@ -91,8 +91,8 @@ def disk_needs(
     steps_left: int,
     has_initial_policy: bool,
 ) -> tuple[DiskNeed, ...]:
-    """Return the disk space that the run's outputs still need, except for what `checkpoint.reserve_gb` covers.
-    `checkpoints_bytes`: the growth of the folder of checkpoints."""
+    """Return the disk space that each large output of the run still needs. `checkpoint.reserve_gb` covers small
+    outputs. `checkpoints_bytes`: the bytes that future checkpoints add."""
     weights = BYTES_PER_WEIGHT * num_weights
     needs = [
         DiskNeed("checkpoints", layout.checkpoints, checkpoints_bytes),

@@ -1,4 +1,4 @@
-"""The failures of a run, which are lines of `faults.jsonl` in its folder. A resume does not truncate this file."""
+"""The failures of a run, in the file `faults.jsonl` of the run's folder. A resume does not truncate the file."""
 
 import json
 import logging
@@ -74,7 +74,7 @@ def failure_from(error: Exception, phase: str, step: int) -> Failure:
 
 
 def append_failure(run_dir: Path, failure: Failure) -> None:
-    """Append the failure to `faults.jsonl`, after the end of an incomplete line. If this is impossible, only log it."""
+    """Append the failure to `faults.jsonl` as a new line. If the file cannot be written, only log a warning."""
     try:
         with (run_dir / FAILURES_FILE).open("a+b") as file:
             file.seek(max(0, file.tell() - 1))
@@ -85,7 +85,7 @@ def append_failure(run_dir: Path, failure: Failure) -> None:
 
 
 def read_failures(run_dir: Path) -> list[Failure]:
-    """Return all failures of a run, oldest first. Damaged lines are logged and skipped. Raises OSError."""
+    """Return all failures of a run, oldest first. Log and skip damaged lines. Raises OSError for an unreadable file."""
     try:
         lines = read_ordinary(run_dir / FAILURES_FILE).split(b"\n")
     except FileNotFoundError:

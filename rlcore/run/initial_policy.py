@@ -1,4 +1,4 @@
-"""The initial policy, which is the model of step 0, and the folder and settings of its warm start. No torch."""
+"""The initial policy (the model of step 0), and the folder and settings of its warm start. Imports no torch."""
 
 import math
 import shutil
@@ -25,7 +25,7 @@ REFERENCE = "reference"
 
 @dataclass(frozen=True, slots=True)
 class InitialPolicy:
-    """The initial policy after `steps` supervised steps, with its metrics. `cached`: it existed before."""
+    """The initial policy, its metrics and the number of supervised steps. `cached`: the policy already existed."""
 
     directory: Path
     cached: bool
@@ -34,7 +34,7 @@ class InitialPolicy:
 
     @classmethod
     def of(cls, directory: Path, manifest: Manifest | None, *, cached: bool) -> "InitialPolicy":
-        """Return the initial policy with the metrics from its manifest, if it has one."""
+        """Return the initial policy in a folder. The folder's manifest, if there is one, has the metrics."""
         values = {} if manifest is None else manifest.values
         names = [name.partition("/")[2] for name in METRICS]
         found = {name: float(values[name]) for name in names if isinstance(values.get(name), int | float)}
@@ -67,7 +67,7 @@ def remove_leftovers(config: RunConfig, inputs: RunInputs) -> None:
 
 
 def remove_checkpoints(stage: RunLayout) -> None:
-    """Remove the folders that a warm start needs only until its model is published. The journal is kept."""
+    """Remove a warm start's checkpoints and stored DPO reference, but keep its journal."""
     for folder in _temporary_folders(stage):
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -84,7 +84,7 @@ def stage_layout(config: RunConfig, filtered_directory: Path) -> RunLayout:
 
 
 def stage_settings(config: RunConfig, num_demonstrations: int | None = None) -> RunConfig:
-    """Return the settings of the warm start. Others have defaults, so that runs can share it."""
+    """Return the settings of the warm start. All other settings get defaults, so runs can share a warm start."""
     usual, warm, data = RunConfig(), config.warm_start, config.data
     samples, is_dpo = warm.stop_at_reward is not None, warm.loss == "dpo"
     total, most_tokens = warm.max_steps, warm.max_tokens * (2 if is_dpo else 1)  # a pair is in one micro-batch

@@ -30,7 +30,7 @@ from rlcore.tracking.lineage import Origin, read_origin, stage_of
 from rlcore.user_code import code_for
 
 MODEL_FORMAT = 4
-"""Version in the fingerprints of models and tokenizers. Increase it if the same settings now give another result."""
+"""The version in fingerprints of models and tokenizers. Increase it when the same settings give a new result."""
 MODEL_SUFFIXES = frozenset({".safetensors", ".bin", ".json", ".jinja", ".model", ".txt"})
 """The files that a model's digests include."""
 _SUITE = "suite "  # prefix of a suite's stage in the run's record
@@ -48,7 +48,7 @@ class RunInputs:
 
     @property
     def folders(self) -> dict[str, Path]:
-        """The folders by the names of their stages in the run's record, without those that are None."""
+        """The folder of each stage by the stage's name in the run's record. Stages without a folder are left out."""
         named = {"dataset": self.dataset_directory, "filtered": self.filtered_directory}
         named |= {"tokenizer": self.tokenizer_directory, "demonstrations": self.demonstrations_directory}
         named |= {f"{_SUITE}{name}": path for name, path in self.suites.items()}
@@ -124,7 +124,7 @@ def suite_fingerprint(config: RunConfig, suite: SuiteConfig, filtered_directory:
 
 
 def generation_payload(config: RunConfig) -> dict[str, object]:
-    """Return the settings that determine sampling and scoring, with the code of the scorers, for a fingerprint."""
+    """Return the part of a fingerprint that covers sampling, scoring and the code of the scorers."""
     return {
         "max_response_tokens": config.rollout.max_response_tokens,
         "sampling": config.rollout.sampling.model_dump(mode="json"),
@@ -142,7 +142,7 @@ def _scoring_payload(config: RunConfig) -> dict[str, object]:
 
 
 def code_payload(function: str) -> dict[str, object]:
-    """Return the name and the source digests of the function `module:function`, as an input of a fingerprint."""
+    """Return the part of a fingerprint that covers the name and the source code of a function `module:function`."""
     return {"name": function, "code": {source.name: source.sha256 for source in code_for(function)}}
 
 
@@ -155,7 +155,7 @@ def configured_model(config: RunConfig) -> Path:
 
 
 def require_smollm2(folder: Path, has: Callable[[str], object] = find_spec) -> None:
-    """Raise ModelError unless SmolLM2 is converted or can be. `has`: whether a package is installed."""
+    """Raise ModelError if SmolLM2 is missing and cannot be converted. `has`: whether a package is installed."""
     if folder.is_dir():
         return
     file = smollm2_file()
@@ -170,7 +170,7 @@ def require_smollm2(folder: Path, has: Callable[[str], object] = find_spec) -> N
 
 
 def ensure_configured_model(config: RunConfig) -> Path:
-    """Return the folder of `model.path`. SmolLM2 is converted first. Raises ModelError if that is impossible."""
+    """Return the folder of the model at `model.path`. Convert SmolLM2 first. Raises ModelError if this fails."""
     folder = configured_model(config)
     if config.model.path != SMOLLM2 or read_finished_or_set_aside(folder, error=ModelError) is not None:
         return folder
@@ -191,7 +191,7 @@ def ensure_configured_model(config: RunConfig) -> Path:
 
 
 def planned_tokenizer(config: RunConfig) -> Path:
-    """Return the tokenizer's folder, which is a local model's folder or the one that `ensure_tokenizer` writes."""
+    """Return the tokenizer's folder: a local model's folder, otherwise the folder that `ensure_tokenizer` writes."""
     path = config.model.path
     if path == SMOLLM2 or (path is not None and Path(path).is_dir()):
         return configured_model(config)
@@ -205,7 +205,7 @@ def planned_tokenizer(config: RunConfig) -> Path:
 
 
 def ensure_tokenizer(config: RunConfig) -> Path:
-    """Return the tokenizer's folder. Build or download it if needed. Raises ModelError."""
+    """Return the tokenizer's folder. Build or download the tokenizer if needed. Raises ModelError if this fails."""
     path = config.model.path
     if path == SMOLLM2:
         return ensure_configured_model(config)
@@ -272,7 +272,7 @@ def has_configured_model(config: RunConfig) -> bool:
 
 def require_whole_model(key: str, path: str | None) -> Manifest | None:
     """Return the manifest of the model at `path`, or None if Millrace has not written this model. `key`: the setting
-    that names it. Raises ModelError if it is damaged."""
+    that names the model. Raises ModelError if the model is damaged."""
     try:
         return None if path is None else read_finished(Path(path), error=ModelError)
     except ModelError as damage:
@@ -280,7 +280,7 @@ def require_whole_model(key: str, path: str | None) -> Manifest | None:
 
 
 def model_paths(config: RunConfig) -> dict[str, str | None]:
-    """Return the path or hub id of each model by its settings key. A key that is not set has None."""
+    """Return the path or hub id of each model by the model's settings key. The value is None if the key is not set."""
     critic, teacher = config.critic, config.algo.teacher
     others = teacher.by_source if teacher else {}
     return {

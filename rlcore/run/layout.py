@@ -47,7 +47,7 @@ class RunLayout:
         return cls(Path(config.paths.root).resolve(), run_directory(config).resolve())
 
     def require_kinds(self) -> None:
-        """Raise DataError if a path of the run is of another type. For example, opening a FIFO would block forever."""
+        """Raise DataError if a path is not the required folder or ordinary file. Opening a FIFO would block."""
         folders = [self.run_dir, self.checkpoints, self.answers, self.validation, self.suites, self.failures]
         folders += [self.profile, self.logs, self.exported_model, self.exported_best, self.run_dir / "report"]
         problems = [f"{path}: must be a folder" for path in folders if os.path.lexists(path) and not path.is_dir()]

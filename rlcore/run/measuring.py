@@ -1,6 +1,6 @@
 """The measurement of pass rates, in which the initial policy samples responses to each training row. The rows are
-measured in parts, and each part is published as a folder. A resumed measurement gives the same bytes, because random
-numbers depend on the run's seed and the row's index."""
+measured in parts, and each part is published as a folder. A resumed measurement gives the same results as an
+uninterrupted one, because random numbers depend only on the run's seed and the row's index."""
 
 import math
 import shutil
@@ -52,8 +52,8 @@ class PassRateMeasurement:
         return self._directory.with_name(f"measuring-{self._directory.name}")
 
     def make(self) -> PassRates:
-        """Return the table of pass rates, and measure it first if needed. Raises DataError if the scorer always failed
-        or `pass_rates.keep` leaves too few rows. Raises StopRequestedError, with finished parts saved."""
+        """Return the table of pass rates. Measure them first if needed. Raises DataError if the scorer always failed or
+        `pass_rates.keep` leaves too few rows, and StopRequestedError after a stop request."""
         found = find_pass_rates(self._config, self._inputs)
         if found is None:
             with locked_run(self._parts_folder, self._guard.report, self._guard.stop, math.inf):
@@ -133,7 +133,7 @@ class PassRateMeasurement:
 
 
 def count_row(prompt: Prompt, responses: Sequence[Response]) -> dict[str, object]:
-    """Return one prompt's row of the pass-rate table, without the column `digest`."""
+    """Return one prompt's row of the pass-rate table. The column `digest` is left out."""
     scored = [response for response in responses if response.failure is None]
     names = sorted({name for response in scored for name in response.parts})
     by_part = {name: [response.parts[name] for response in scored if name in response.parts] for name in names}

@@ -1,7 +1,7 @@
-"""The pass rates of the initial policy on each training row, which also select the training rows.
+"""The pass rates of the initial policy on the training rows. Runs can select training rows by pass rate.
 
     pass-rates/<fingerprint>/pass_rates.parquet      a line for each training row, in the order of the filtered rows
-    pass-rates/measuring-<fingerprint>/              its parts while it is measured (`rlcore.run.measuring`)
+    pass-rates/measuring-<fingerprint>/              the parts of the table during its measurement
 
 The fingerprint covers the initial policy, the filtered rows, the sampling, and the scorer with its code and settings.
 This module does not import torch."""
@@ -43,9 +43,9 @@ SCHEMA = pa.schema(
         ("truncated", pa.int64()),
     ]
 )
-"""The columns of the table. `samples`, `passes`, `unscored`: the numbers of responses with a score, correct, and
-without a score. `mean_score` and `mean_parts` cover scored responses. The others cover all. `digest`: see
-`row_digests`."""
+"""The columns of the table. `samples`: the number of responses with a score. `passes`: the number of correct responses.
+`unscored`: the number of responses without a score. `mean_score` and `mean_parts` cover scored responses. Token counts
+and `truncated` cover all responses. `digest`: see `row_digests`."""
 
 
 def planned_pass_rates(config: RunConfig, filtered_directory: Path) -> Path:
@@ -83,8 +83,8 @@ class PassRates:
 
     @property
     def selected(self) -> tuple[np.ndarray, ...]:
-        """A mask for each data source, which is true where the pass rate is known and in `pass_rates.keep`, or
-        everywhere if that is [0, 1]."""
+        """A mask of the selected rows of each data source, whose pass rates are known and inside `pass_rates.keep`. If
+        `pass_rates.keep` is [0, 1], all rows are selected."""
         low, high = self.settings.keep
         rates = self.counts.rates()
         inside = np.ones(len(rates), dtype=bool) if (low, high) == (0, 1) else (rates >= low) & (rates <= high)

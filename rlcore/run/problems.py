@@ -28,7 +28,7 @@ from rlcore.workers.group import WorkerGroup
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutProblems:
-    """The held-out prompts of a run or a suite with its fingerprint, with the decoder and scorer of responses."""
+    """The held-out prompts of a run or suite, and a decoder and scorer of responses. `suite`: a fingerprint or ''."""
 
     config: RunConfig
     validation: tuple[Prompt, ...]
@@ -45,7 +45,7 @@ class HeldOutProblems:
 
     @classmethod
     def for_suite(cls, config: RunConfig, inputs: RunInputs, suite: SuiteConfig) -> "HeldOutProblems":
-        """Read the held-out problems of a suite, which have its name as data source. Raises DataError."""
+        """Read a suite's held-out problems, with its name as data source. Raises DataError if rows are missing."""
         rows = inputs.for_suite(suite.name)
         found = cls.of_run(suite_settings(config, suite), rows)
         named = tuple(replace(prompt, data_source=suite.name) for prompt in found.validation)
@@ -57,8 +57,8 @@ class HeldOutProblems:
         return self.validation[:limit] if limited and limit else self.validation
 
     def episodes(self, inputs: RunInputs) -> Episodes | None:
-        """Return the player of episodes with `data.environment`, or None without one. Raises ConfigError if it cannot
-        play."""
+        """Return the player of episodes in `data.environment`, or None if it is unset. Raises ConfigError if it is
+        unusable."""
         if not self.config.data.environment:
             return None
         forms = {is_chat(file) for file in inputs.validation_parquets}
@@ -75,8 +75,8 @@ class HeldOutProblems:
         return Episodes(self.config, turns, self.decode)
 
     def build_sampler(self, inputs: RunInputs, opened: ExitStack) -> Callable[[WorkerGroup], ResponseSampler]:
-        """Start the scoring processes, which `opened` ends. Return a function that creates the `ResponseSampler` of a
-        worker group. Raises ConfigError if the scorer or the environment cannot be used."""
+        """Start the scoring processes, which end when `opened` is closed. Return a function that creates the
+        `ResponseSampler` of a worker group. Raises ConfigError if the scorer or the environment cannot be used."""
         scoring, episodes = opened.enter_context(self.scoring_pool()), self.episodes(inputs)
         if episodes is not None:
             opened.enter_context(episodes)
@@ -99,7 +99,8 @@ class Problems(HeldOutProblems):
 
     @classmethod
     def read(cls, config: RunConfig, inputs: RunInputs) -> "Problems":
-        """Read the filtered rows of a run. Raises DataError if they do not fit the mixture, suites or teachers."""
+        """Read the filtered rows of a run. Raises DataError if their data sources do not fit the settings of the
+        mixture, the suites or the teachers."""
         held_out = HeldOutProblems.of_run(config, inputs)
         own = {prompt.data_source for prompt in held_out.validation}
         if clash := [suite.name for suite in config.validation.suites if suite.name in own]:
@@ -116,7 +117,7 @@ class Problems(HeldOutProblems):
 
     @cached_property
     def pass_rates(self) -> PassRates | None:
-        """The pass rates of the training rows, or None if the run uses none. Raises DataError."""
+        """The pass rates of the training rows, or None if the run uses none. Raises DataError if they are missing."""
         if not self.config.pass_rates.is_enabled:
             return None
         found = find_pass_rates(self.config, self.inputs)
@@ -155,8 +156,7 @@ class Problems(HeldOutProblems):
 
 def read_parts(config: RunConfig, files: Sequence[Path]) -> list[list[Prompt]]:
     """Read the prompts of each data source. The `prompt_id` in data source k is the row's index plus k x
-    `ROWS_PER_SOURCE`. Raises DataError if a file is invalid or empty, or if two data sources share a name in metrics.
-    """
+    `ROWS_PER_SOURCE`. Raises DataError if a file is invalid or empty, or if data sources share a name."""
     parts = parts_of(config.data)
     found = [read_prompts(file) for file in files]
     if empty := [file for file, prompts in zip(files, found, strict=True) if not prompts]:

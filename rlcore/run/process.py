@@ -118,8 +118,8 @@ class Session:
         return {"directory": str(self._measuring.make().directory)}
 
     def train(self, to_step: int, *, settle: bool = True) -> Mapping[str, object]:
-        """Train from the newest checkpoint to a step and save there. Raises StopRequestedError with the last finished
-        step saved."""
+        """Train from the newest checkpoint to a step and save a checkpoint. After a stop request, save the last
+        finished step and raise StopRequestedError."""
         committed = self._record.store.latest()
         if committed is not None and committed.step >= to_step:
             return {"step": committed.step, "checkpoint": str(committed.path), "metrics": {}, "skipped": True}
@@ -129,8 +129,8 @@ class Session:
 
     def validate(self, checkpoint: str, name: str) -> Mapping[str, object]:
         """Evaluate a checkpoint (`start`, `last`, `best` or a name) on all held-out problems and suites. In a run
-        without reinforcement learning, `start` is the model before its supervised stage, and any other name the model
-        after it."""
+        without reinforcement learning, `start` is the model before its supervised stage, and any other name is the
+        model after the stage."""
         self._training.settle_save()
         step, summary = None, dict[str, float]()
         if self._config.is_supervised:
@@ -168,7 +168,7 @@ class Session:
         return self._current.save_finished()
 
     def record_failure(self, error: Exception, *, fails: bool = True) -> Exception:
-        """Record an error that ends this process, and the run if it `fails`. See `Watchdog.record_failure`."""
+        """Record an error that ends this process. `fails`: the run has failed. See `Watchdog.record_failure`."""
         self._has_failed = fails
         return self._guard.record_failure(error)
 

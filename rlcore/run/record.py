@@ -46,7 +46,7 @@ class RunRecord:
     def __init__(
         self, config: RunConfig, layout: RunLayout, guard: Watchdog, *, tags: Mapping[str, str] | None = None
     ) -> None:
-        """Open the journal and the checkpoints. `tags`: MLflow tags in addition to those of the settings."""
+        """Open the journal and the checkpoints. `tags`: MLflow tags in addition to the tags in the settings."""
         self.config, self.layout, self.guard, self.report = config, layout, guard, guard.report
         self.store = CheckpointStore(layout.checkpoints, config.checkpoint, config, journal=layout.journal)
         self.journal = RunJournal(layout.run_dir, config, tags={**config.tags, **(tags or {})})
@@ -78,7 +78,7 @@ class RunRecord:
         return self.saves.begin(state.step, record, metrics, ranks)
 
     def set_num_trained_parameters(self, num_trained_parameters: int) -> None:
-        """Set the number from which the size of the first checkpoint is estimated."""
+        """Set the number of trained parameters, from which the size of the first checkpoint is estimated."""
         self._first_save_bytes = checkpoint_bytes(num_trained_parameters)
 
     @property
@@ -95,8 +95,8 @@ class RunRecord:
 
     def restore(self, info: CheckpointInfo | None) -> LoopState:
         """Return the state at a checkpoint, or at step 0 if `info` is None, and truncate the journal to it. The current
-        save is abandoned. Intact checkpoints of later steps are renamed. Other later results are renamed only at step
-        0, because repeated steps are identical."""
+        save is abandoned. Intact checkpoints of later steps are renamed. Validations and exports of later steps are
+        renamed only at step 0. Otherwise the repeated steps give the same results."""
         step = 0 if info is None else info.step
         self.saves.abandon()
         self.store.set_aside_later(step)
@@ -124,15 +124,15 @@ class RunRecord:
         self.report({"event": name, "step": step, **data})
 
     def with_score(self, state: LoopState, result: ValidationResult) -> LoopState:
-        """Return the state with the score of a validation if it is the best so far."""
+        """Return the state, with the score of a validation if this score is the best so far."""
         score = result.metrics().get(HELD_OUT_REWARD)
         if score is None or score <= state.best_metric:
             return state
         return replace(state, best_metric=score, best_step=result.step)
 
     def finish(self, *, failed: bool, is_over: bool = False) -> None:
-        """Commit the current save and record the end of the run. `is_over`: the run is complete before its last step,
-        so this does not wait for the delivery to MLflow."""
+        """Commit the current save and record the end of the run. `is_over`: the run is complete before its last step.
+        In this case, do not wait for the delivery to MLflow."""
         try:
             self.saves.settle()
         except Exception as reason:
@@ -154,7 +154,7 @@ class RunRecord:
 
 
 class Pace:
-    """The mean seconds per step over the latest steps, without the first one of a process, which compiles code."""
+    """The mean seconds per step over the latest steps. A process's first step, which compiles code, does not count."""
 
     WINDOW_STEPS = 20
 
@@ -212,7 +212,7 @@ class RunEvents:
         self._alarms_on = {alarm.name for alarm in alarms}
 
     def unscored(self, step: int, num_responses: int, reason: str) -> None:
-        """Record the number of responses without a score, at the first one and each time the number has doubled."""
+        """Record the number of responses without a score when the first occurs and each time the number has doubled."""
         if num_responses < self._next_unscored_report:
             return
         self._next_unscored_report = 2 * num_responses
@@ -234,7 +234,7 @@ class RunEvents:
             self._record.record_event("out_of_memory", step, data)
 
     def failures(self, step: int) -> None:
-        """Record the failures again that the journal lost when it was truncated."""
+        """Record again the failures that were removed when the journal was truncated."""
         failures = read_failures(self._record.layout.run_dir)
         events = load_journal(self._record.layout.journal).events
         known = {event.data.get("time") for event in events if event.name == "fault"}

@@ -73,8 +73,8 @@ def locked_run(
     waits_for_holder: bool = True,
 ) -> "Iterator[RunLock]":
     """Hold the run's lock inside the `with` block, and remove temporary files of killed processes. If another process
-    holds the lock, report this and wait, but for a living process only if `waits_for_holder` is true. Raises
-    RunInUseError after `wait_s`, and StopRequestedError if a stop is requested."""
+    holds the lock, report this and wait. Raises RunInUseError after `wait_s`, or immediately if that process is alive
+    and `waits_for_holder` is false. Raises StopRequestedError if a stop is requested."""
     # The command line imports this module before it reads settings.
     from rlcore.storage.locks import RUN_LOCK, RunLock, read_holder
     from rlcore.storage.publish import remove_stale_temporaries

@@ -1,5 +1,6 @@
-"""The warm start, a supervised training that creates the initial policy. It resumes from the journal and checkpoints in
-`warm-starts/warm-start-<fingerprint>`. All runs with its settings use its result, `models/<fingerprint>`."""
+"""The warm start, a supervised training that creates the initial policy. A warm start resumes from the journal and
+checkpoints in `warm-starts/warm-start-<fingerprint>`. Runs with the same warm-start settings share its model
+`models/<fingerprint>`."""
 
 import gc
 import math
@@ -87,7 +88,7 @@ class Demonstrations:
         return cls(stream, tuple(kept), warm.misdirected_share, config.seed, len(rows) - len(fitting))
 
     def draw(self, position: int, step: int, count: int) -> list[Demonstration]:
-        """Return the demonstrations of a training step. A random `misdirected_share` of them misses the target."""
+        """Return a training step's demonstrations. A random `misdirected_share` of responses answers other problems."""
         rng = np.random.default_rng((self.seed, WARM_START_STREAM, step))
         misdirected = (rng.random(count) < self.misdirected_share).tolist()
         rows = self.shown.take(position, count)
@@ -206,8 +207,8 @@ class WarmStart:
         self.training: SupervisedTraining | None = None
 
     def make(self) -> InitialPolicy:
-        """Return the initial policy. Create it first if needed, from the newest checkpoint of an earlier attempt.
-        Raises StopRequestedError with the last finished step saved."""
+        """Return the initial policy. If needed, create it or continue an earlier attempt from its newest checkpoint.
+        After a stop request, save the last finished step and raise StopRequestedError."""
         config, guard = self._config, self._guard
         if config.model.path is not None:
             ensure_configured_model(config)

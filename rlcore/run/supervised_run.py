@@ -20,14 +20,14 @@ from rlcore.tracking.journal import load_journal
 
 
 class SupervisedRun:
-    """The models and the export of a run without reinforcement learning. Runs can share its stage, a `WarmStart`."""
+    """The models and the export of a run without reinforcement learning. Runs can share one supervised stage."""
 
     def __init__(self, record: RunRecord, inputs: RunInputs, warm_start: WarmStart) -> None:
         self._record, self._inputs, self._warm_start = record, inputs, warm_start
         self._config, self._layout = record.config, record.layout
 
     def base(self) -> InitialPolicy:
-        """Return the model before the stage, and create it first if needed. Raises DataError without demonstrations."""
+        """Return the model before the stage. Create it if needed. Raises DataError if there are no demonstrations."""
         Demonstrations.read(self._config, self._inputs)
         return self._warm_start.base()
 

@@ -1,4 +1,4 @@
-"""The training loop of a run: steps, journal lines, checkpoints at the ends of chunks, and resumes from the newest."""
+"""The training loop of a run. A chunk is the training from one checkpoint to the next."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -92,7 +92,7 @@ class Training(Generic[W]):
         return f"stopped after step {self._state.step}, which is saved; start again to resume"
 
     def _begin(self) -> LoopState:
-        """Return the state in memory if the workers hold its weights, otherwise that of the newest checkpoint."""
+        """Return the state in memory if the workers hold its weights, otherwise the state of the newest checkpoint."""
         self.workers.start()
         if self._state is not None and self.workers.holds == name_of(self._state.step):
             return self._state  # possibly ahead of its newest checkpoint
@@ -113,13 +113,13 @@ class Training(Generic[W]):
         return state
 
     def _cost(self) -> dict[str, float]:
-        """Return the cost metrics of the run. The journal, from which they are read, must be truncated before."""
+        """Return the run's cost metrics, with earlier attempts. After a resume, the journal must be truncated first."""
         if self._meter is None:
             self._meter = CostMeter(self.record.layout.journal)
         return self._meter.metrics(self.workers.gpu_uses())
 
     def _check_responses(self) -> None:
-        """Audit the reward after the evaluation of step 0."""
+        """Check, after the evaluation of step 0, whether the scorer rewards worthless responses."""
 
     def _train_step(self, state: LoopState, to_step: int, pace: Pace) -> tuple[LoopState, tuple[Alarm, ...]]:
         try:
@@ -205,7 +205,7 @@ class Training(Generic[W]):
         return step % trainer.steps_per_chunk == 0 or step == trainer.total_steps
 
     def _saving(self, advance: Callable[[], Saved | None]) -> None:
-        """Continue the save in progress by `advance`, and add the duration to a metric of the next step."""
+        """Call `advance`, which continues the current save. Add the call's duration to a metric of the next step."""
         begun = time.perf_counter()
         try:
             saved = advance()
@@ -249,8 +249,8 @@ class RunTraining(Training[RunWorkers]):
             self.record.record_event("reward_audit", 0, {"text": text, "kinds": [finding.kind for finding in findings]})
 
     def evaluate(self, name: str, step: int, suite: SuiteConfig | None = None) -> ValidationResult:
-        """Evaluate the weights on the held-out problems or a suite, and store the result. Raises UnscoredError without
-        scores."""
+        """Evaluate the weights on held-out problems or a suite. Store the result. Raises UnscoredError if nothing is
+        scored."""
         if suite is None:
             result, responses = self.workers.validate(name, step)
             self._require_metrics(result, None)
@@ -295,8 +295,8 @@ class RunTraining(Training[RunWorkers]):
         return folder / f"{name}.json"
 
     def _known_result(self, step: int, suite: SuiteConfig | None, name: str | None = None) -> ValidationResult | None:
-        """Return the stored result with the present settings, or None. If `name` is None, it is the result that
-        training has stored for the step, unless training evaluates only `max_problems`."""
+        """Return the stored result if it has the present settings, otherwise None. If `name` is None, look for the
+        result that training stored for the step. A result of only `max_problems` problems is not used."""
         settings = self._config.validation if suite is None else suite
         file = self.file_of(name or name_of(step), suite)
         if (name is None and settings.max_problems) or not file.is_file():

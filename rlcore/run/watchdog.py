@@ -66,8 +66,7 @@ class _Running:
 class Watchdog:
     """A context manager around the workers, which enforces deadlines and records failures. A run must end within
     `runtime.stop_deadline_s` after a stop request. After half of this time, the current step is abandoned if it has not
-    changed the weights yet. `abandon`: a function that reports an error and ends the process, called in another thread.
-    """
+    changed the weights yet. `abandon`: reports an error and ends the process, called in another thread."""
 
     def __init__(
         self,
@@ -95,7 +94,7 @@ class Watchdog:
         self._folder = layout.logs / "stacks"
 
     def __enter__(self) -> Self:
-        """Start the thread. Only processes that start later can dump their stacks."""
+        """Start the watchdog's thread. Only processes that start after this call can write their stacks."""
         stacks.open_folder(self._folder)
         self._thread.start()
         return self
@@ -148,7 +147,7 @@ class Watchdog:
         return sum(failure.kind == kind for failure in read_failures(self._layout.run_dir))
 
     def record_failure(self, error: Exception) -> Exception:
-        """Record an error that ends this process. Return it, or the `MillraceError` that it is known as."""
+        """Record an error that ends this process. Return the error as converted by `as_known_error`."""
         known = as_known_error(error, self._last_phase)
         failure = failure_from(known, self._last_phase, self._step())
         if not self._has_hung:  # errors after a hang are its consequences
@@ -223,7 +222,7 @@ def exit_immediately(code: int) -> NoReturn:
 
 
 def _run_with_timeout(seconds: float, do: Callable[[], None]) -> None:
-    """Wait at most `seconds` for `do` in a thread. Without `threading`, this is safe in signal handlers."""
+    """Call `do` in a thread and wait at most `seconds`. Signal handlers may call this: it does not use `threading`."""
     is_done = _thread.allocate_lock()
     is_done.acquire()
 

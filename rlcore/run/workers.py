@@ -73,7 +73,7 @@ class TrainingWorkers:
 
     @property
     def unscored(self) -> tuple[int, str]:
-        """The number of responses without a score and the last error. Supervised training has none."""
+        """The number of responses without a score, and the last error. Supervised training has no such responses."""
         return 0, ""
 
     def gpu_uses(self) -> list[GpuUse]:
@@ -192,7 +192,7 @@ class RunWorkers(TrainingWorkers):
             self._config = record.config.model_copy(update={"model": model, "algo": AlgoConfig(), "critic": None})
 
     def use(self, model: Path) -> None:
-        """Set the model that the ranks start with. They must not hold another one."""
+        """Set the model that the ranks start with. Running ranks must not hold another model."""
         assert model == self.initial_policy or not self._is_started, "the ranks hold another model"
         self.initial_policy = model
 

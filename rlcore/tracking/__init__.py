@@ -1,1 +1,1 @@
-"""The tracking of a run: metrics go to the local journal first, and later to MLflow. Training does not wait for it."""
+"""The tracking of a run. Metrics go to the local journal and later to MLflow. Training never waits for MLflow."""

@@ -33,7 +33,7 @@ ATTEMPTS_FILE = "attempts.jsonl"
 CLOSE_TIMEOUT_S = 30.0  # the seconds to wait for the delivery of the last values at the end of a run
 PREFIX = "tracking: "  # marks lines for the trainer's log, since MLflow's libraries write to the same stream
 DELIVERY_VARIABLE = "MILLRACE_DELIVERY"
-"""Environment variable with the interpreter that delivers to MLflow and its `PYTHONPATH`, as one list."""
+"""Environment variable: the path of the interpreter that delivers to MLflow, then the entries of its `PYTHONPATH`."""
 MAX_STARTS = 3
 REQUEST_LIMITS = {
     # The process retries by itself; a retry inside the client could create a run twice.
@@ -58,7 +58,7 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """An attempt at a run, from `from_step` to the next one, with its trainer and the size of the journal before."""
+    """An attempt at a run, which begins after step `from_step`. `journal_bytes`: the journal's size at this step."""
 
     from_step: int
     journal_bytes: int
@@ -103,8 +103,7 @@ class AttemptLog(LineFile):
 
 
 def read_attempts(run_dir: Path) -> list[tuple[Attempt, End | None]]:
-    """Return all attempts at a run with their ends, or None if active or lost, oldest first. Unreadable lines are
-    skipped."""
+    """Return all attempts at a run, oldest first. The end of an active or lost one is None. Skips unreadable lines."""
     found: list[tuple[Attempt, End | None]] = []
     path = run_dir / ATTEMPTS_FILE
     if not path.exists():

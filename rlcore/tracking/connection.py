@@ -151,7 +151,7 @@ def mlflow_name(name: str) -> str:
 
 
 def accepted_values(values: Mapping[str, Value]) -> dict[str, Value]:
-    """Return the values under their MLflow names. For an invalid one, MLflow would reject the whole request."""
+    """Return the values under their MLflow names. Leave out invalid names, since MLflow would reject all values."""
     return {taken: value for name, value in values.items() if (taken := _is_accepted(name)) is not None}
 
 

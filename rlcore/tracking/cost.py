@@ -1,6 +1,6 @@
-"""The GPU-seconds of a run over all its attempts. Each journal line has those of the run so far, and a resume moves
-lines to another file, so the cost is the largest number in these files. Repeated steps count twice. The time of a
-killed process after its last line does not count."""
+"""The GPU-seconds of a run over all its attempts. Each journal line has the GPU-seconds of the run so far. A resume
+moves journal lines to another file. The cost is therefore the largest number in all these files. Repeated steps count
+twice. The time of a killed process after its last line does not count."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ class GpuUse(NamedTuple):
 
 
 def gpu_seconds(journal: Path) -> float | None:
-    """Return the GPU-seconds of a run so far, or None if no journal line has them."""
+    """Return the GPU-seconds of a run so far, or None if no journal line has the metric."""
     files = [journal, *journal.parent.glob(f"{journal.stem}.abandoned-*{journal.suffix}")]
     lines = [record.metrics for file in files if file.is_file() for record in load_journal(file).steps]
     return max((line[GPU_SECONDS] for line in lines if GPU_SECONDS in line), default=None)
@@ -31,7 +31,7 @@ class CostMeter:
     def __init__(self, journal: Path) -> None:
         self._before = gpu_seconds(journal) or 0.0
         self._seconds: dict[tuple[int, float], float] = {}
-        """The seconds of each rank, by its number and the time at which it began."""
+        """The seconds of each rank, by the rank's number and start time."""
 
     def metrics(self, uses: Sequence[GpuUse]) -> dict[str, float]:
         """Return the run's GPU-seconds so far as a metric, or {} without GPUs. `uses`: the GPU use of each rank."""

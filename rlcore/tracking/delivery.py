@@ -1,6 +1,6 @@
-"""The delivery of a run's journal to MLflow, with a cursor in `tracking.json` that moves after each batch. A batch that
-a kill sends twice is stored once, since its time stamps come from the journal. A resume moves the cursor back. The
-repeated steps have new times, and MLflow shows the last value of a step."""
+"""The delivery of a run's journal to MLflow. The file `tracking.json` records how many bytes were delivered. If the
+process is killed, it may send a batch twice. MLflow stores the batch once, since the time stamps come from the journal.
+After a resume, the repeated steps are delivered again with new times, and MLflow shows their last values."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -44,8 +44,8 @@ NONFINITE_METRIC = "training/num_nonfinite"  # number of NaN or infinite values 
 @dataclass(frozen=True, slots=True)
 class TrackingState:
     """The state of the delivery to MLflow. `key`: a tag by which the run is found if its id was not stored.
-    `attempt_time`: the newest attempt that MLflow knows, and `status` its delivered end. `journal_bytes`: the cursor.
-    """
+    `attempt_time`: the start of the newest attempt that MLflow knows. `status`: the final status of that attempt in
+    MLflow. `journal_bytes`: the delivered bytes of the journal."""
 
     format_version: int = FORMAT_VERSION
     uri: str = ""
@@ -126,7 +126,7 @@ class Delivery(MlflowRun):
     """The delivery of one run to MLflow, for the holder of `delivery_lock`. `sent_bytes`: the bytes sent so far."""
 
     def __init__(self, run_dir: Path, uri: str | None = None) -> None:
-        """Read the attempts and the state. `uri`: replaces the run's store. Raises TrackingError."""
+        """Read the attempts and the state. `uri`: another store than the run's. Raises TrackingError if this fails."""
         attempts = read_attempts(run_dir)
         if not attempts:
             raise TrackingError(f"{run_dir / ATTEMPTS_FILE}: no attempt, so there is nothing to deliver.")
@@ -142,8 +142,8 @@ class Delivery(MlflowRun):
 
     def catch_up(self) -> FinalStatus | None:
         """Send all new values and the final status of the newest attempt. Return this status, or None while the attempt
-        is active. KILLED means that the trainer is gone without an end. Raises MLflow's errors, with all sent values
-        recorded."""
+        is active. KILLED can also mean that the trainer disappeared without recording an end. Raises MLflow's errors.
+        The values sent before an error are recorded."""
         self._attempts_bytes = (self._run_dir / ATTEMPTS_FILE).stat().st_size
         attempts = read_attempts(self._run_dir)
         try:
@@ -241,7 +241,7 @@ class SyncResult:
 
 def sync_run(run_dir: Path, uri: str | None = None) -> SyncResult:
     """Deliver the rest of a run to MLflow and to the trackers of `tracking.report_to`. See `Delivery.catch_up`. Raises
-    RunInUseError if another process delivers the run, and TrackingError if MLflow rejects it."""
+    RunInUseError if another process delivers the run, and TrackingError if MLflow rejects the run."""
     with delivery_lock(run_dir):
         delivery = Delivery(run_dir, uri)
         try:

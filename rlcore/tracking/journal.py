@@ -4,8 +4,7 @@
     {"event": "out_of_memory", "step": 3, "time": 1763.31, "data": {"max_tokens_per_micro_batch": 8192, ...}}
 
 MLflow, the report and the progress line are derived from the journal. Times are seconds since the epoch, rounded to
-MLflow's milliseconds, so that a replay gives the same points. NaN and infinity are null and listed under `nonfinite`.
-"""
+MLflow's milliseconds, so that a replay gives the same points. NaN and infinity are null and named in `nonfinite`."""
 
 import logging
 import math
@@ -62,7 +61,7 @@ Record = StepRecord | EventRecord
 
 @dataclass(frozen=True, slots=True)
 class JournalContents:
-    """A journal with one record for each step. `torn_bytes`: those after the last newline, left by a killed process."""
+    """A journal with one record for each step. `torn_bytes`: the length of an incomplete last line."""
 
     steps: tuple[StepRecord, ...]
     events: tuple[EventRecord, ...]
@@ -101,8 +100,8 @@ class RunJournal(Journal):
         self._has_begun = False
 
     def resume_at(self, step: int, journal_bytes: int) -> None:
-        """Resume from a checkpoint. Later lines are moved to a separate file, and a new attempt starts. A journal that
-        is shorter than at the checkpoint is only logged."""
+        """Resume from a checkpoint. Later lines are moved to a separate file, and a new attempt starts. If the journal
+        is shorter than at the checkpoint, this is only logged."""
         try:
             if self.truncate(journal_bytes) is not None:
                 self._has_begun = False
@@ -185,7 +184,7 @@ def missing_steps(contents: JournalContents, up_to: int) -> str:
 
 
 def iter_lines(fd: int, start: int) -> Iterator[tuple[Record | None, int]]:
-    """Yield the record and the end byte of each complete line from byte `start` on. An unreadable line has None."""
+    """Yield the record and the end byte of each complete line from byte `start` on. Unreadable records are None."""
     return ((parse_record(value), end) for value, end in iter_json(fd, start))
 
 

@@ -47,7 +47,7 @@ class Stage:
 @dataclass(frozen=True, slots=True)
 class Origin:
     """The origin of a run. `models`: the SHA-256 digests of model files by settings key and file name. `command`: empty
-    if it is unknown. `version`: of the file format."""
+    if unknown. `version`: the version of the file format."""
 
     settings: RunConfig
     models: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -74,7 +74,7 @@ def read_origin(run_dir: Path) -> Origin | None:
 
 
 def stage_of(name: str, folder: Path) -> Stage:
-    """Return a stage with the facts in the manifest of its folder, if there is one."""
+    """Return a stage. Its facts are the plain values in the folder's manifest, if there is one."""
     try:
         manifest = read_manifest(folder)
     except MillraceError:
@@ -89,8 +89,8 @@ def stage_of(name: str, folder: Path) -> Stage:
 
 
 def code_revision(folder: Path = SOURCE_FOLDER) -> tuple[str, bool]:
-    """Return the git commit of the source, and whether files differ from it. The commit is '' without git or if no
-    repository tracks the source, for example of an installation inside another project."""
+    """Return the git commit of the source, and whether files differ from it. The commit is '' without git or a
+    repository of the source."""
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None or not _is_tracked(folder):
         return "", False
@@ -112,8 +112,7 @@ def environment_facts(versions: Mapping[str, str]) -> dict[str, str]:
 def lineage_tags(
     config: RunConfig, *, stage: str, run_id: str, prefect: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Return the tags of a run in MLflow. `prefect`: values such as `flow_run_id`. Tags in the settings take
-    precedence."""
+    """Return the tags of a run in MLflow. `prefect`: values such as `flow_run_id`. Settings can override tags."""
     model = config.model.path or f"scratch-{config.model.scratch.num_layers}x{config.model.scratch.hidden_size}"
     tags = {
         RUN_ID_TAG: run_id,

@@ -110,8 +110,8 @@ class MlflowStore:
         return str(self.client.create_run(self.experiment_id, start_ms, short, run_name).info.run_id)
 
     def set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
-        """Set tags of a run. Long values are truncated and marked. Invalid names are left out, and so is the parent of
-        a nested run, which a later sweep must not move."""
+        """Set tags of a run. Long values are truncated and marked. Invalid names are left out. The parent of a nested
+        run is not changed, even by a later sweep."""
         from mlflow.entities import RunTag
 
         values = {key: value for key, value in accepted_values(tags).items() if key != PARENT_TAG}
@@ -154,8 +154,9 @@ class MlflowStore:
         counts: Mapping[str, int],
         context: str,
     ) -> None:
-        """Log a dataset as an input of a run, found by `dataset.digest = '<fingerprint>'`. `schema`: the type of each
-        column. `counts`: numbers of rows, for example by split. `context`: "training" or "validation"."""
+        """Log a dataset as an input of a run. A search for `dataset.digest = '<fingerprint>'` finds the run. `schema`:
+        the type of each column. `counts`: numbers of rows, for example by split. `context`: "training" or "validation".
+        """
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         dataset = Dataset(
@@ -170,7 +171,7 @@ class MlflowStore:
         self.client.log_inputs(run_id, [DatasetInput(dataset, tags)])
 
     def log_table(self, run_id: str, file: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """Log a table for MLflow's evaluation view. MLflow's own `log_table` would append to an earlier one."""
+        """Log a table for MLflow's evaluation view, in place of an earlier one. MLflow's `log_table` would append."""
         self.client.log_dict(run_id, {"columns": columns, "data": rows}, file)
         self.set_tags(run_id, {TABLES_TAG: json.dumps([{"path": file, "type": "table"}])})
 
@@ -249,7 +250,7 @@ def milliseconds(time_s: float) -> int:
 
 
 def _truncate(value: str, limit: int) -> str:
-    """Truncate a long value, and mark it, which MLflow would not do."""
+    """Truncate a long value and mark it as truncated. MLflow itself would not mark the value."""
     if len(value) <= limit:
         return value
     mark = f" ... [cut: {len(value)} characters]"

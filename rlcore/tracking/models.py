@@ -48,9 +48,9 @@ def log_model(
 ) -> str:
     """Log a checkpoint or a transformers directory as an output of the run at a step, and return the model's id. A
     model with this name and step is reused. Only a transformers directory of at most `max_bytes` is copied.
-    `mlflow.transformers.load_model` can load `models:/<id>`, and `AutoModelForCausalLM` its folder `model`. `time_s`:
-    the time of the journal line with `metrics`. `versions`: of the packages that wrote the weights. Raises
-    TrackingError without a config.json."""
+    `mlflow.transformers.load_model` loads `models:/<id>`. `AutoModelForCausalLM` loads the subfolder `model` of the
+    copy. `time_s`: the time of the journal line with `metrics`. `versions`: the versions of the packages that wrote the
+    weights. Raises TrackingError if a transformers directory has no config.json."""
     from mlflow.entities import LoggedModelOutput
 
     tags = {**tags, "path": str(path.absolute()), "step": str(step)}
@@ -157,7 +157,7 @@ def models_of(client: "MlflowClient", experiment_id: str, run_id: str) -> "list[
 
 def name_models(store: MlflowStore, run_id: str, by_alias: Mapping[Alias, str], registered: str | None) -> None:
     """Tag the `best` and the `last` model of the run. MLflow has aliases only in its registry. If `registered` is set,
-    both also become versions of that model, such as `models:/<registered>@best`."""
+    both also become versions of the registered model `registered`, such as `models:/<registered>@best`."""
     for model in models_of(store.client, store.experiment_id, run_id):
         for alias in ALIASES:
             if alias in model.tags and by_alias.get(alias) not in (None, model.model_id):
@@ -169,7 +169,7 @@ def name_models(store: MlflowStore, run_id: str, by_alias: Mapping[Alias, str], 
 
 
 def model_of(version: "ModelVersion") -> str:
-    """Return the id of the logged model behind a version. A search returns it only in `source`."""
+    """Return the id of the logged model behind a version. In a search result, only `source` contains the id."""
     return str(version.model_id or str(version.source).removeprefix("models:/"))
 
 

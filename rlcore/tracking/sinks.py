@@ -133,8 +133,8 @@ class Sinks:
         self._cursor = 0
 
     def catch_up(self, attempt: Attempt) -> None:
-        """Send the new complete lines of the journal, or the whole journal for a new attempt. Raises OSError if it
-        cannot be read, but no error of a tracker."""
+        """Send the new complete lines of the journal, or the whole journal for a new attempt. Raises OSError if the
+        journal cannot be read. Errors of trackers are not raised."""
         if attempt != self._attempt:
             self.close(failed=False)
             self._attempt, self._cursor = attempt, 0
