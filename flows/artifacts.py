@@ -53,7 +53,8 @@ def artifact_key(subject: str, content: str) -> str:
 
 
 def show_artifact(of: str, what: str, description: str, data: Content, kind: str = "markdown") -> None:
-    """Create an artifact with the key `of`-`what`. `data` returns Markdown text, or the rows of a `table` as JSON."""
+    """Create an artifact with the key `of`-`what`. `data` returns its content: Markdown text, or rows as JSON if `kind`
+    is `table`."""
     log_failure(lambda: _create(of, what, description, data, kind))
 
 

@@ -183,7 +183,7 @@ def compose_arguments(
 ) -> "RunSettings":
     """Compose the settings of a command, by default without a fork. Warn of each setting that has no effect.
 
-    With `dry_run`, no weights are written for the fork. Raises ConfigError with every wrong setting.
+    With `dry_run`, no weights are written for the fork. If settings are wrong, one ConfigError lists all of them.
     """
     from flows.parameters import all_overrides, compose_settings
 

@@ -73,7 +73,7 @@ def metrics(
         typer.Option(metavar="FILE", help="Replace this file, for node_exporter's textfile collector."),
     ] = None,
 ) -> None:
-    """Print runs by state, steps, speed, slots, services and free disk space of a root in Prometheus's text format.
+    """Print the metrics of a root in Prometheus's text format: runs, steps, speed, slots, services, disk space.
 
     Examples:
       millrace metrics

@@ -1,7 +1,8 @@
 """Detection of a cancellation or suspension of this process's flow run that was requested at the Prefect server.
 
-The flow polls its state. The event of a suspension may come before the state is in the database. A worker of Prefect
-3.7 cancels a flow run only once, and not after a retry. A run without a living worker is never cancelled.
+The flow polls its state, because events and workers are not enough. The event of a suspension may come before the state
+is in the database. A worker of Prefect 3.7 cancels a flow run only once, and not after a retry. A dead worker cancels
+none.
 """
 
 import logging
@@ -85,7 +86,7 @@ _watch: _FlowRunWatch | None = None
 
 @contextmanager
 def watch_flow_run() -> Iterator[None]:
-    """Watch this process's flow run inside the block. A lock acquired inside is free before the state is Cancelled."""
+    """Watch this process's flow run inside the block. Locks of the block are released before the state is Cancelled."""
     global _watch
     run_id = UUID(str(flow_run.id))
     watch = _watch = _FlowRunWatch(run_id, is_deployed=bool(deployment.id))

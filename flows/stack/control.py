@@ -231,7 +231,7 @@ def _apply_deployments(root: Path, state: StackState, notify_block: str | None) 
 
 def keep_profile(url: str, login: str) -> tuple[bool, str]:
     """Write the Prefect profile of a stack, and activate it unless the user has activated another one. Return whether
-    Prefect's commands find this stack in a shell like this one, and a line about the profile.
+    Prefect's commands find this stack in a shell with this environment, and a line about the profile.
 
     Nothing changes if the profile belongs to another running stack or cannot be written.
     """

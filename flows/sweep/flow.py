@@ -75,7 +75,7 @@ class SweepWorker:
     def run(self, *, whole: bool = True) -> str:
         """Train points until all have ended or the budget is used up. Return the last error or ''.
 
-        If `whole` is false, train one point. Wait for points of other processes, and continue those of a killed one.
+        If `whole` is false, train one point. Wait for other processes, and continue the points of killed processes.
         """
         error = ""
         while not self.spending.read()["ended_by"] and self.study.num_left():
@@ -153,7 +153,7 @@ class SweepWorker:
         return True
 
     def _problem_scores(self, members: list[Member], metric: str, step: int) -> dict[str, float]:
-        """Return the mean over seeds for each held-out problem that all runs have, or {} without pruning."""
+        """Return the mean score over seeds of each held-out problem that all runs have, or {} without pruning."""
         if self._sweep.spec.pruning is None:
             return {}
         found = [problem_scores_of(member.config, metric, step) for member in members]

@@ -24,8 +24,8 @@ def checkpoint_store(config: RunConfig) -> CheckpointStore:
 
 
 def committed_step(config: RunConfig) -> int:
-    """Return the step of the newest complete checkpoint, or 0 without one. Raises CheckpointError if all are broken, or
-    if the newest one was written with other settings.
+    """Return the step of the newest complete checkpoint, or 0 if there is none. Raises CheckpointError if all are
+    broken, or if the newest one was written with other settings.
     """
     found = checkpoint_store(config).latest(verify=False)
     return 0 if found is None else found.step

@@ -98,7 +98,8 @@ def _base_model(path: str | None) -> tuple[str | None, str, str | None]:
 
 
 def _results_of(record: RunRecord, step: int) -> Iterator[ValidationResult]:
-    """Yield the result after `step` for the held-out set and for each suite, over the most problems."""
+    """Yield the result after `step` of the held-out set and of each suite. Of several results, yield the one with the
+    most problems."""
     for results in (record.validations, *record.suites.values()):
         of_step = [result for result in results.values() if result.step == step]
         if of_step:

@@ -140,7 +140,8 @@ def thin(series: Series, most: int) -> Series:
 
 def trend_of(series: Series) -> Interval | None:
     """Return the change of a least-squares line over the last third of the run, or None if there are too few steps. The
-    95% interval is Student's t for independent noise. The noise is nearly so, since each step has other prompts."""
+    95% interval is Student's t for independent noise. The noise is nearly independent, since steps have different
+    prompts."""
     part = last_third(series)
     if len(part) < MIN_STEPS:
         return None
@@ -178,7 +179,7 @@ class Chart:
 
 
 def gallery_of(charts: Iterable[Chart], folder: Path) -> Gallery:
-    """Draw charts into `folder`. Of charts without data or with only zeros, the gallery has the title."""
+    """Draw charts into `folder`. For a chart without data or with only zeros, the gallery has only the title."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

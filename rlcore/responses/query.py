@@ -91,7 +91,8 @@ to_finite_json = partial(to_jsonable_python, inf_nan_mode="null")
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The responses that match a search, sorted. `light`: the light columns with each row's file and row number."""
+    """The responses that match a search, sorted. `light`: the columns for sorting (`LIGHT`), with each row's file and
+    row number."""
 
     parts: tuple[Path, ...]
     light: pa.Table
@@ -178,8 +179,8 @@ def _missing_response(key: str) -> DataError:
 
 
 def responses_to_same_prompt(folder: Path, key: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the responses to the prompt of `key` in its step or validation, and the prompt's mean score in each step
-    and validation. Raises DataError if a response or file cannot be read."""
+    """Return the responses to the same prompt in the same step or validation as the response `key`. Also return the
+    prompt's mean score in each step and validation. Raises DataError if a response or file cannot be read."""
     chosen = read_response(folder, key)
     found = find_responses(folder, Query(prompt=chosen["prompt_id"]))
     rows = found.rows(range(len(found)), LIGHT.names)
@@ -204,7 +205,8 @@ def _mean(scores: Iterable[float | None]) -> float | None:
 
 @lru_cache(maxsize=8)
 def _read_light(parts: tuple[tuple[Path, int, int], ...]) -> pa.Table:
-    """Return the light columns and the location of each row. `parts`: path, change time in ns and size of each file."""
+    """Return the columns `LIGHT` and the location of each row. `parts`: path, change time in ns and size of each
+    file."""
     places = pa.schema([*LIGHT, ("part", pa.int32()), ("place", pa.int64())])
     tables = [places.empty_table()]
     for number, (path, _, _) in enumerate(parts):

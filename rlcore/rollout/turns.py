@@ -1,5 +1,6 @@
 """The tokens between two turns of the model: end of turn, message of the environment, and start of the next turn.
-Earlier tokens are never tokenized again, so a chat template must render a conversation as a prefix of longer ones."""
+Earlier tokens are never tokenized again, so a chat template must render a conversation as a prefix of longer
+conversations."""
 
 from collections.abc import Mapping, Sequence
 from datetime import date

@@ -28,7 +28,7 @@ from rlcore.types import PackedBatch, Score, TrainBatch
 
 @dataclass(frozen=True, slots=True)
 class ForwardResults:
-    """The results of the forward passes before an update, or None if the algorithm does not need them."""
+    """The results of the forward passes before an update. A result is None if the algorithm does not need it."""
 
     old_logprobs: Float[Tensor, "T"] | None = None
     ref_logprobs: Float[Tensor, "T"] | None = None

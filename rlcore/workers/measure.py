@@ -12,7 +12,7 @@ from rlcore.workers.trained_model import OomRetry
 @dataclass(frozen=True, slots=True)
 class MemoryPeak:
     """The peak GPU memory since the process started, in GB of 1e9 bytes, without memory that a sleeping engine has
-    released. `num_retries`: the passes repeated for lack of memory. `shortages`: those since the last report."""
+    released. `num_retries`: the passes repeated for lack of memory. `shortages`: such passes since the last report."""
 
     allocated_gb: float
     reserved_gb: float

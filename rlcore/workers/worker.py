@@ -211,7 +211,7 @@ class Worker:
         return self.reference.logprobs(batch, num_micro)
 
     def teacher_logprobs(self, batch: PackedBatch, num_micro: int, chosen: Sequence[int]) -> Float[Tensor, "T"]:
-        """Return the log-probability of each response token under the teacher with the response's index in `chosen`."""
+        """Return the log-probability of each response token under a teacher: `chosen[i]` for response i."""
         self._sleep_engine()
         return run_teachers(FrozenPolicy.logprobs, self.teachers, batch, num_micro, chosen)
 
@@ -280,7 +280,8 @@ class Worker:
         self._probe = tuple(prompts)
 
     def sync_weights(self, version: int) -> WeightSync:
-        """Send the policy's weights to the engine. Raises EngineError on all ranks if vLLM computes with others."""
+        """Send the policy's weights to the engine. Raises EngineError on all ranks if vLLM computes with wrong
+        weights."""
         config = self._config
         self._wake_engine()
         weights = self.actor.weights(engine_dtype(config, self._placement.dtype))
@@ -301,7 +302,7 @@ class Worker:
         return self.actor.logprobs(batch, num_micro)
 
     def save(self, verb: Callable[Concatenate[RankSaver, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the method `verb` of this rank's `RankSaver`, one step of a save."""
+        """Call the method `verb` of this rank's `RankSaver`. It does one step of a save."""
         return verb(self._saver, *args, **kwargs)
 
     def _saved_models(self) -> dict[str, tuple[nn.Module, torch.optim.Optimizer]]:
