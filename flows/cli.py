@@ -103,8 +103,7 @@ def open_standard_streams() -> None:
 
 
 def extend_module_path() -> None:
-    """Append the source folder of Millrace, then the working folder, whose files must not replace the package
-    `data`."""
+    """Append the source folder, then the working folder, whose files must not replace the package `data`."""
     sys.path.append(str(SOURCE_FOLDER))
     with suppress(FileNotFoundError):  # a deleted folder; each command reports it
         sys.path.append(str(Path.cwd()))

@@ -166,8 +166,7 @@ def _recorded_responses(run: Sequence[str], root: Path | None) -> "tuple[RunConf
 
 @contextmanager
 def _scoring_pool(config: "RunConfig", layout: "RunLayout", scorer: str | None) -> "Iterator[ScoringPool]":
-    """Yield processes that run `scorer` (default: the run's scorer). `reward.weights` apply only to the run's
-    scorer."""
+    """Yield processes that run `scorer` or, by default, the scorer of the run. Only the latter has `reward.weights`."""
     from rlcore import sandbox
     from rlcore.rollout.scoring import ScoringPool, require_scorer
     from rlcore.user_code import run_code

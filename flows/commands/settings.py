@@ -102,8 +102,7 @@ def _usage_error(error: Any) -> ConfigError:
 def command_group(
     sections: Mapping[str, Mapping[str, Callable[..., None]]], description: str, **more: Any
 ) -> typer.Typer:
-    """Return a typer group. `sections` has the commands of each section of its help. The help's examples are not
-    wrapped."""
+    """Return a typer group. `sections` has the commands of each section of its help. Examples are not wrapped."""
     group = typer.Typer(cls=CommandGroup, help=description, rich_markup_mode=None, **more)
     for section, name, command in ((section, *one) for section, each in sections.items() for one in each.items()):
         short, _, examples = inspect.cleandoc(command.__doc__ or "").partition("\n\nExamples:\n")

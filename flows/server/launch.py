@@ -37,8 +37,7 @@ def start_process(
     tether: bool = True,
 ) -> "subprocess.Popen[bytes]":
     """Start a command in a new session, without input, and append its output to `log`. The command inherits
-    `descriptors`, works in `folder` (default: the folder of this process), and ends with this process if `tether` is
-    true.
+    `descriptors` and works in `folder` (default: the current folder). With `tether`, it ends with this process.
     """
     import subprocess
 

@@ -1,8 +1,7 @@
 """Detection of a cancellation or suspension of this process's flow run that was requested at the Prefect server.
 
-The flow polls its state, because events and workers are not enough. The event of a suspension may come before the state
-is in the database. A worker of Prefect 3.7 cancels a flow run only once, and not after a retry. A dead worker cancels
-none.
+The flow polls its state. The event of a suspension may come before the state is in the database. A worker of Prefect
+3.7 cancels a flow run only once, and not after a retry. A dead worker cancels nothing.
 """
 
 import logging
@@ -207,7 +206,8 @@ def limit_retries(number: int = MAX_RETRIES) -> AbstractContextManager[object]:
 def shorten_known_errors(record: logging.LogRecord) -> bool:
     """Reduce an error of Millrace in a log record to its message. Return False to drop the record.
 
-    A cancellation gets the level INFO. Records of Prefect's engine that repeat or contradict another are dropped.
+    A cancellation gets the level INFO. Records of Prefect's engine that repeat or contradict another record are
+    dropped.
     """
     if any(isinstance(argument, FlowCancelledError) for argument in record.args or ()):
         record.levelno, record.levelname = logging.INFO, "INFO"

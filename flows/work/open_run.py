@@ -89,9 +89,8 @@ class OpenRun:
 
     @cached_property
     def committed(self) -> int:
-        """The step of the newest complete checkpoint at the first access, or 0. Raises CheckpointError like the
-        function `committed_step`.
-        """
+        """The step of the newest complete checkpoint at the first access, or 0. Raises the errors of
+        `committed_step`."""
         return committed_step(self.config)
 
     @cached_property
@@ -193,8 +192,7 @@ def _keep_code(config: RunConfig, layout: RunLayout) -> None:
 
 
 def record_stop_request(run_dir: Path, worker: Holder) -> None:
-    """Record a stop request for the process `worker`. If a Prefect worker started this process, record its flow run
-    too."""
+    """Record a stop request for the process `worker`, with the flow run if a Prefect worker started the process."""
     request: dict[str, Any] = {"process": [worker.pid, worker.born], "time": round(time.time(), 3)}
     with suppress(psutil.Error):
         if (process := worker.process()) is not None and (flow_run := process.environ().get(FLOW_RUN_ID)):

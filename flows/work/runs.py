@@ -180,8 +180,7 @@ class Outcome:
 
 
 def sync(folder: Path, uri: str | None) -> Outcome:
-    """Deliver the missing part of a run's journal to `uri`, by default the MLflow store of the run's settings or
-    root."""
+    """Deliver the missing part of a run's journal to `uri` (default: the run's MLflow store)."""
     try:
         if not (attempts := read_attempts(folder)):
             return Outcome(folder.name, "has not begun", ok=True)
@@ -199,8 +198,8 @@ def sync(folder: Path, uri: str | None) -> Outcome:
 
 
 def _store_of_root(folder: Path, begun_with: Destination) -> str | None:
-    """Return the MLflow store of the root that now contains the run's folder, or None if the metrics still belong in
-    the store that the run began with."""
+    """Return the MLflow store of the root that now contains the run's folder, or None if the run's store is
+    unchanged."""
     root = folder.parents[1]
     try:
         if read_settings(folder).tracking.uri is not None:

@@ -204,7 +204,7 @@ class HeldSlots:
             return False
 
     def release(self) -> None:
-        """Return the slots. A living trainer keeps them until it ends. Repeated calls have no effect."""
+        """Release the slots. A living trainer keeps them until it ends. Repeated calls have no effect."""
         while self._locks:
             self._locks.pop().release()
 

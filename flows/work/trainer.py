@@ -381,8 +381,7 @@ def trainer_variables(python: str | None) -> dict[str, str]:
     """Return this process's environment with a `PYTHONPATH` by which the trainer runs the same code.
 
     The current folder, which may contain a scorer, is last so that its files replace no module. If `python` is set, the
-    path has that interpreter's packages, and a variable names this process's interpreter, which delivers metrics to
-    MLflow.
+    path has that interpreter's packages, and a variable names our interpreter, which delivers to MLflow.
     """
     here = str(Path.cwd())
     if python is None:

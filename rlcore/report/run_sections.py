@@ -53,8 +53,7 @@ def settings_table(config: RunConfig) -> Table:
 
 @cache
 def describe_setting(key: str) -> str:
-    """Return the first clause of a setting's documentation. For a key such as `tags.owner`, the mapping `tags` is
-    described.
+    """Return the first clause of a setting's documentation. `tags.owner` has the documentation of the mapping `tags`.
 
     >>> describe_setting("runtime.device"), describe_setting("rollout.samples_per_prompt")
     ('auto: CUDA where a GPU is present.', 'Responses to each prompt')

@@ -91,8 +91,7 @@ to_finite_json = partial(to_jsonable_python, inf_nan_mode="null")
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The responses that match a search, sorted. `light`: the columns for sorting (`LIGHT`), with each row's file and
-    row number."""
+    """The responses that match a search, sorted. `light`: the columns `LIGHT` and the location of each row."""
 
     parts: tuple[Path, ...]
     light: pa.Table
@@ -102,8 +101,7 @@ class SearchResult:
         return int(self.light.num_rows)
 
     def rows(self, numbers: Sequence[int], columns: Sequence[str] = READABLE) -> list[dict[str, Any]]:
-        """Return the `columns` of these responses, and the `key` of each for `read_response`. Raises DataError for an
-        unreadable file."""
+        """Return the `columns` and the `key` of these responses. Raises DataError if a file is unreadable."""
         chosen = self.light.take(pa.array(numbers, pa.int64()))
         parts, places = chosen["part"].to_numpy(), chosen["place"].to_numpy()
         found: list[dict[str, Any]] = chosen.select(
@@ -290,7 +288,7 @@ def _decoder(file: Path) -> Decode:
 def token_texts(decode: Decode, ids: Sequence[int]) -> list[str]:
     """Return the text of each token, or '' if the token continues the character of the previous token.
 
-    Tokens are decoded after the previous token, because many decoders drop leading white space.
+    Each token is decoded together with the previous token, because many decoders drop leading white space.
 
     >>> words = {1: "a", 2: " b", 3: " c"}
     >>> token_texts(lambda ids: "".join(words[each] for each in ids).lstrip(), [1, 2, 3])

@@ -57,8 +57,8 @@ TOKENS = pa.schema(
     ]
 )
 """The columns with one entry per token. `is_sampled`: null if the model wrote all tokens. `policy_logprobs`: the
-trainer's values before the update, or null. `ref_logprobs`: may be null. `advantages`: null if all are equal to
-`advantage`."""
+trainer's values before the update, or null. `ref_logprobs`: may be null. `advantages`: null if all equal `advantage`.
+"""
 SCHEMA = pa.schema([*LIGHT, *TEXTS, *TOKENS])
 PART_BYTES = 32 * 2**20  # larger tables are written even before a chunk ends
 ROWS_PER_GROUP = 256  # few, so that one response is read without many others

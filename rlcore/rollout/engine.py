@@ -100,7 +100,7 @@ class TailCut:
     """The tail cut on one rank. A group is all responses to one prompt. A group is as long as its longest response. L
     is the `wanted`-th smallest length of a group. `rlcore.trainer.carry` cuts longer groups to L, so the cut depends
     only on seeds and weights. Unfinished responses end at an upper bound of L, which the finished groups of all ranks
-    give. `groups`: the group of each request of this rank, or -1 for no cut. `longest`: the token limit of a response.
+    give. `groups`: the group of each request of this rank, or -1 for no cut. `longest`: the limit of a response.
     """
 
     def __init__(self, groups: Iterable[int], wanted: int, longest: int, world_size: int, device: torch.device) -> None:

@@ -30,8 +30,7 @@ SCORER_KEY = "scorer"
 
 
 def resolve_scorer(name: str) -> Scorer:
-    """Return the function named `module:function`. Raises ImportError, AttributeError or ValueError if it does not
-    exist."""
+    """Return the function `module:function`. Raises ImportError, AttributeError or ValueError if it is missing."""
     found: Any = resolve_name(name)
     if not callable(found):
         raise ValueError(f"{name} is {type(found).__name__}, not a function")

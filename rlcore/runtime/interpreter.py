@@ -66,8 +66,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """The GPUs and the build of torch. `cuda`: CUDA's version, or ''. `architectures`: the supported GPU
-    architectures."""
+    """The GPUs and the build of torch. `cuda`: the version or ''. `architectures`: the supported GPU architectures."""
 
     torch: str
     cuda: str

@@ -159,7 +159,7 @@ class ResponseSampler:
     ) -> list[Rollout]:
         """Generate responses in the order of the requests. `on_finished` gets a few responses with the indices of their
         requests. `shares`: the request indices of each rank. If `num_finished` is positive, unfinished responses are
-        cut as soon as `num_finished` groups are finished. Raises EngineError if a response has another policy version.
+        cut as soon as `num_finished` groups are finished. Raises EngineError for responses of another policy version.
         """
         indices = split_requests(requests, self.group.world_size) if shares is None else shares
         limit = self.config.rollout.max_response_tokens
@@ -350,7 +350,7 @@ def all_unscored_error(where: str, scorer: str, failures: Sequence[str]) -> Unsc
 
 
 def count_solved(responses: Sequence[ScoredResponse], tally: dict[int, tuple[int, int]]) -> None:
-    """Add the numbers of solved and scored responses to each prompt to `tally`, whose keys are prompt ids."""
+    """Count the solved and the scored responses to each prompt in `tally`, whose keys are prompt ids."""
     for rollout, score, _ in responses:
         if score.failure is None:
             num_solved, num_scored = tally.get(rollout.prompt.prompt_id, (0, 0))

@@ -1,7 +1,6 @@
 """Validation on held-out problems, with sampled and greedy responses of the current weights.
 
-The random numbers of the engine depend only on the run's seed and the problem. Those of an environment depend on
-`data.seed`."""
+Sampling depends only on the run's seed and the problem. Environments get random numbers from `data.seed`."""
 
 from collections.abc import Callable, Sequence
 

@@ -139,7 +139,7 @@ class Actor(TrainedModel[CausalPolicy]):
 
     @torch.no_grad()
     def _non_finite_groups(self, batch: TrainBatch, objective: Callable[..., tuple[Any, ...]]) -> list[int]:
-        """Return the prompts whose responses have a non-finite loss on any rank, as numbers within the step."""
+        """Return the numbers, within the step, of prompts with a non-finite loss of a response on any rank."""
         groups: set[int] = set()
         for index in range(batch.packed.num_sequences):
             if not torch.isfinite(objective(to_device(batch, [index], self._placement.device))[0]):

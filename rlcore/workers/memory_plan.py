@@ -136,8 +136,8 @@ def head_bytes(
     shape: ModelShape, itemsize: int, chunk_tokens: int, tokens: int, *, gradient: Literal["none", "hidden", "all"]
 ) -> int:
     """Return the bytes of the output head, which computes one chunk of float32 logits at a time. `gradient`: `none`
-    counts logits and hidden states, `hidden` also the gradients of both, and `all` two float32 matrices: the gradient
-    of the head's weight so far and the current product."""
+    counts logits and hidden states, `hidden` also the gradients of both, and `all` also two float32 matrices: the
+    gradient of the head's weight so far and the current product."""
     rows = min(chunk_tokens, tokens)
     logits = rows * shape.vocab * FULL
     hidden = tokens * shape.hidden * itemsize

@@ -280,8 +280,7 @@ class Worker:
         self._probe = tuple(prompts)
 
     def sync_weights(self, version: int) -> WeightSync:
-        """Send the policy's weights to the engine. Raises EngineError on all ranks if vLLM computes with wrong
-        weights."""
+        """Send the policy's weights to the engine. Raises EngineError on all ranks if vLLM has wrong weights."""
         config = self._config
         self._wake_engine()
         weights = self.actor.weights(engine_dtype(config, self._placement.dtype))
@@ -320,7 +319,7 @@ class Worker:
         return self._to_host(self.actor.weights())
 
     def adapters(self) -> dict[str, Tensor]:
-        """Return the adapters under PEFT's names on the CPU, or {} on ranks other than 0 and without `model.lora`."""
+        """Return the adapters under PEFT's names on the CPU, or {} on ranks other than 0 or without `model.lora`."""
         return self._to_host(adapter_state(self.actor.model))
 
     def _to_host(self, gathered: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -134,7 +134,7 @@ class VllmEngine(RolloutEngine):
     def _prepare_requests(
         self, requests: Requests, sampling: SamplingConfig, max_response_tokens: int
     ) -> Iterator[Any]:
-        """Yield vLLM's request objects. vLLM prepares and checks only the first one and the rest are copies of it."""
+        """Yield vLLM's request objects. vLLM prepares and checks only the first, and the rest are copies."""
         from msgspec.structs import replace
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind

@@ -117,8 +117,7 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         return len(self.requests) > len(self.running) and len(self.running) <= limit // 2
 
     def _full_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a full step of vLLM. If each request got one token in this step, the step is the template of short
-        steps."""
+        """Run a full step of vLLM. A step with one token per request becomes the template of short steps."""
         self._end_short_steps()
         if self._hashes_behind:  # vLLM adds them per token, and reads them per block
             for request in self.running:
@@ -165,8 +164,7 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         )
 
     def _one_token_each(self) -> Any:
-        """Schedule one token for each running request. Return vLLM's scheduler output, or None if the step cannot be
-        short."""
+        """Schedule one token for each running request. Return vLLM's schedule, or None if the step cannot be short."""
         if self._rows is not None and self._rows.num_ordered == _MAX_SHORT_STEPS:
             self._end_short_steps()
         rows = self._rows
