@@ -63,7 +63,7 @@ class PlainDisplay(Display):
 
 
 class LabelledDisplay(Display):
-    """A display that labels each line. `later_s` is the time of the runs after this one, if it is known."""
+    """A display that labels each line. `later_s`: the expected time of all later runs, or None."""
 
     def __init__(self, shown: Display, label: str, later_s: float | None = None) -> None:
         self._shown, self._label, self._later_s = shown, label, later_s

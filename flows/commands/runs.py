@@ -148,8 +148,7 @@ def _print_line(line: str) -> None:
 
 
 def stop(run: Run, root: OptionalRoot = None) -> None:
-    """Request a run to stop, and wait until it stops. The run finishes its step and saves. Repeat its command to
-    resume.
+    """Request a run to stop, and wait for its end. The run finishes its step and saves. Repeat its command to resume.
 
     Examples:
       millrace stop countdown_demo-s1

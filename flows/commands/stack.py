@@ -89,7 +89,7 @@ def metrics(
 
 
 def prometheus_text(root: Path) -> str:
-    """Return the current metrics of a root. Only runs with a living process have metrics of their own."""
+    """Return the current metrics of a root. Only runs with a living process have individual metrics."""
     from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
     from flows.stack.control import service_states

@@ -57,9 +57,9 @@ class DiskBudget:
 class RunPlan:
     """The stages of a run with their status, and the run's requirements.
 
-    The memory plans are for one rank's GPU. A plan is None if the model's shape is unknown, or for a run without a warm
-    start. `published_model` is `model.path` if the model is not on this machine but its published shape is known. In
-    `versions`, `flow.<package>` is this process's version of a package if the trainer has another version.
+    The memory plans are for one rank's GPU, and None if the model's shape is unknown. Without a warm start,
+    `warm_start_memory` is None. `published_model` is `model.path` if the model is absent but its published shape is
+    known. In `versions`, `flow.<package>` is this process's version of a package if the trainer has another version.
     """
 
     run_id: str

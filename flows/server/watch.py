@@ -206,8 +206,7 @@ def limit_retries(number: int = MAX_RETRIES) -> AbstractContextManager[object]:
 def shorten_known_errors(record: logging.LogRecord) -> bool:
     """Reduce an error of Millrace in a log record to its message. Return False to drop the record.
 
-    A cancellation gets the level INFO. Records of Prefect's engine that repeat or contradict another record are
-    dropped.
+    A cancellation gets the level INFO. Prefect's records that repeat or contradict other records are dropped.
     """
     if any(isinstance(argument, FlowCancelledError) for argument in record.args or ()):
         record.levelno, record.levelname = logging.INFO, "INFO"

@@ -143,8 +143,8 @@ STACK_ROOT = "MILLRACE_STACK"  # the root of a stack, which is the default root 
 
 
 def stack_tracking_uri(root: Path) -> str | None:
-    """Return the address of the stack's MLflow server, and set its login in the environment. Return None if runs use
-    the file under the root.
+    """Return the address of the stack's MLflow server, and set its login in the environment. Return None if runs use a
+    file.
     """
     root = Path(os.environ.get(STACK_ROOT, root)).resolve()
     stack = read_stack(root)
@@ -232,7 +232,7 @@ def root_login(root: Path) -> str:
 
 
 def login_hint(root: Path) -> str:
-    """Return the last part of a sentence, which explains how to log in to the web pages."""
+    """Return the end of a sentence that explains how to log in to the web pages."""
     return f"the line in {root / SECRET_FILE}: Prefect takes it whole, MLflow as user and password around the colon"
 
 

@@ -198,8 +198,7 @@ def sweep(
     on_workers: bool = False,
     root: Root = None,
 ) -> State[None]:
-    """Run a sweep, which trains many points of settings with several seeds and compares them. Finished runs are
-    skipped.
+    """Train many points of settings with several seeds, and compare the points. Finished runs are skipped.
 
     Args:
         spec: A name in conf/sweep, or the path of a file.
@@ -284,7 +283,7 @@ def sweep_child(
 
 
 def work_on_workers(drive: SweepWorker, sweep: Sweep, parameters: dict[str, Any]) -> None:
-    """Start child flow runs, and replace lost ones, until all points have ended or the budget is used up.
+    """Start child flow runs and replace lost runs, until all points have ended or the budget is used up.
 
     Raises MillraceError if the deployment is missing, or if too many child flow runs are lost.
     """

@@ -104,9 +104,8 @@ def log_run_page(
     rows: tuple[StageResult, StageResult] | None = None,
     outcome: tuple[ReportPage | None, ExportedWeights, ExportedWeights] | None = None,
 ) -> MlflowContents:
-    """Write the MLflow page of a run, and return the record of what MLflow has. With `rows` (dataset and filtered
-    dataset), the contents at the start are written. With `outcome` (report, last and best weights), the results are
-    written.
+    """Write a run's inputs to its MLflow page if `rows` (dataset and filtered dataset) is given, and its results if
+    `outcome` (report, last and best weights) is given. Return the record of what MLflow has.
     """
     tags = lineage_tags(run.config, stage="train", run_id=run.run_id, prefect=prefect)
     page = ensure_mlflow_run(run.layout.run_dir, run.config, tags)
@@ -249,8 +248,7 @@ class MlflowRecord:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Cancel pending requests. Report an end before the first attempt or after the last step, as no journal
-        does."""
+        """Cancel pending requests. Report an end before the first attempt or after the last step to MLflow."""
         run, begun = self._run, bool(read_attempts(self._run.layout.run_dir))
         is_trained = begun and not has_untrained_steps(run.layout.run_dir)
         if error is not None and run.config.tracking.enabled and (is_trained or not begun):

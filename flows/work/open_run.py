@@ -89,8 +89,7 @@ class OpenRun:
 
     @cached_property
     def committed(self) -> int:
-        """The step of the newest complete checkpoint at the first access, or 0. Raises the errors of
-        `committed_step`."""
+        """The step of the newest complete checkpoint, or 0. It is read once. Raises the errors of `committed_step`."""
         return committed_step(self.config)
 
     @cached_property

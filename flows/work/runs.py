@@ -198,8 +198,7 @@ def sync(folder: Path, uri: str | None) -> Outcome:
 
 
 def _store_of_root(folder: Path, begun_with: Destination) -> str | None:
-    """Return the MLflow store of the root that now contains the run's folder, or None if the run's store is
-    unchanged."""
+    """Return the MLflow store of the root that now contains the run's folder, or None if the store has not changed."""
     root = folder.parents[1]
     try:
         if read_settings(folder).tracking.uri is not None:

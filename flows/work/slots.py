@@ -210,7 +210,7 @@ class HeldSlots:
 
 
 def _holder(file: Path) -> SlotRequest | None:
-    """Return the request in a locked file, a placeholder if it is not written yet, or None without a lock."""
+    """Return the request in a locked file, a placeholder if it is not written yet, or None if the file is free."""
     lock = FileLock(file)
     try:
         if lock.try_acquire(create=False):

@@ -203,8 +203,7 @@ def _mean(scores: Iterable[float | None]) -> float | None:
 
 @lru_cache(maxsize=8)
 def _read_light(parts: tuple[tuple[Path, int, int], ...]) -> pa.Table:
-    """Return the columns `LIGHT` and the location of each row. `parts`: path, change time in ns and size of each
-    file."""
+    """Return the columns `LIGHT` and the location of each row. `parts`: each file's path, change time (ns), size."""
     places = pa.schema([*LIGHT, ("part", pa.int32()), ("place", pa.int64())])
     tables = [places.empty_table()]
     for number, (path, _, _) in enumerate(parts):

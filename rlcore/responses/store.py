@@ -116,8 +116,8 @@ class ResponseWriter:
             self._written = self._thread.submit(self._write, self._part)
 
     def wait(self) -> None:
-        """Wait until the current file is written. Raises DiskSpaceError if the disk is full. The next call writes the
-        file again."""
+        """Wait until the current file is written. Raises DiskSpaceError if the disk is full. The next call tries
+        again."""
         if self._part is None:
             return
         written, self._written = self._written, None

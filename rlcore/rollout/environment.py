@@ -112,8 +112,7 @@ _event_loop = cache(asyncio.new_event_loop)  # event loop of all episodes, so th
 
 def play(response: str, ground_truth: Mapping[str, object]) -> Score:
     """Play the last turn of the `Episode` in `response`. The score's `said` is JSON with the reply and whether the
-    episode has ended. An empty `response` only creates an environment, so that the first deadline includes no
-    imports."""
+    episode has ended. An empty `response` only creates an environment, so that no deadline includes imports."""
     kind = resolve_environment(str(ground_truth["environment"]))
     options = cast(Mapping[str, Any], ground_truth["options"])
     if not response:

@@ -167,7 +167,7 @@ class HfEngine(RolloutEngine):
 
 
 def _agree(cut: TailCut, requests: Requests, answers: Sequence[_Response]) -> None:
-    """Exchange the lengths of finished responses with the other ranks, and lower the limits of the unfinished ones."""
+    """Exchange the lengths of finished responses with the other ranks, and lower the limits of unfinished responses."""
     for request, answer in zip(requests, answers, strict=True):
         if answer.is_finished:
             cut.end(request.group, request.sample_index, len(answer.token_ids))

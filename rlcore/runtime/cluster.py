@@ -1,4 +1,4 @@
-"""Functions about Ray clusters for the checks before a run, without Ray, which would try a closed port for minutes."""
+"""Functions about Ray clusters, for checks before a run. They avoid Ray, which would try a closed port for minutes."""
 
 import os
 import secrets

@@ -46,8 +46,7 @@ class RankProcess(Worker):
         super().__init__(config, model_directory, rank=rank, world_size=world_size)
 
     def rendezvous(self) -> str:
-        """Return the address on rank 0 at which the ranks meet. A node's name is not used: it may resolve to
-        loopback."""
+        """Return the address on rank 0 at which the ranks meet. The address is numeric, as names may be loopback."""
         is_private = self._config.runtime.ray_address is None
         return free_address() if is_private else free_address(ray.util.get_node_ip_address())
 

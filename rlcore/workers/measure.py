@@ -38,7 +38,7 @@ def gpu_peak() -> Bytes:
 
 
 class MemoryMeter:
-    """A meter of peak GPU memory without the bytes that a sleeping vLLM has unmapped, which torch counts as allocated.
+    """A meter of peak GPU memory. Bytes that a sleeping vLLM has unmapped are excluded, though torch counts them.
     `peak`: returns the peak since its last call. `unmapped`: returns the unmapped bytes."""
 
     def __init__(self, peak: Callable[[], Bytes] = gpu_peak, unmapped: Callable[[], int] = engine_pool_bytes) -> None:

@@ -320,7 +320,7 @@ def detect_device(config: RunConfig) -> Device:
 
 def fit_settings(config: RunConfig, shape: ModelShape, device: Device) -> tuple[RunConfig, MemoryPlan]:
     """Return the settings to run with, and their memory plan. `runtime.fit_memory=auto` chooses memory share, largest
-    pass and sleep level of the engine, token budget, offloading, and recomputation, if the size of the device is
+    pass and sleep level of the engine, token budget, offloading and recomputation. The size of the device must be
     known."""
     if config.runtime.fit_memory == "auto" and device.total_bytes is not None:
         config = _choose_settings(config, shape, device)
@@ -388,8 +388,8 @@ def _choose_settings(config: RunConfig, shape: ModelShape, device: Device) -> Ru
 
 
 def variants(config: RunConfig) -> Iterator[tuple[RunConfig, int]]:
-    """Yield variants of the settings, each with its smallest acceptable token budget. The first, and fastest, offloads
-    and recomputes nothing, and vLLM stays awake. Each later variant adds one saving: vLLM sleeps, frozen models are
+    """Yield variants of the settings, each with its smallest acceptable token budget. The first is the fastest: nothing
+    is offloaded or recomputed, and vLLM stays awake. Each later variant adds one saving: vLLM sleeps, frozen models are
     offloaded, moments are offloaded, layers are recomputed, inputs of layers are offloaded."""
     several = max(4 * max_sequence_tokens(config), TOKENS_STEP)
     has_lora, has_vllm = config.model.lora is not None, config.rollout.engine == "vllm"
