@@ -40,7 +40,7 @@ from rlcore.workers.memory_plan import MemoryPlan, detect_device, fit_settings
 
 @dataclass(frozen=True, slots=True)
 class DiskBudget:
-    """The disk space of a run in bytes. `needed_bytes`: for the checkpoints to be written, and the reserve.
+    """The disk space of a run in bytes. `needed_bytes`: for checkpoints still to be written, and the reserve.
 
     `checkpoint_bytes`: None if the size is unknown.
     """

@@ -81,8 +81,7 @@ def up(
 
 
 def down(root: Path) -> None:
-    """Stop the services of `up` and its workers' flow runs, after the flow runs have saved. The next `up` resumes
-    them."""
+    """Stop the services of `up` and its workers' flow runs, which save first. The next `up` resumes the flow runs."""
     root = root.resolve()
     with _stack_lock(root):
         running = read_stack(root).running()

@@ -143,8 +143,8 @@ STACK_ROOT = "MILLRACE_STACK"  # the root of a stack, which is the default root 
 
 
 def stack_tracking_uri(root: Path) -> str | None:
-    """Return the address of the stack's MLflow server, and set its login in the environment. Return None if runs use a
-    file.
+    """Return the address of the stack's MLflow server, and set its login in the environment. Return None if runs use
+    the file under the root.
     """
     root = Path(os.environ.get(STACK_ROOT, root)).resolve()
     stack = read_stack(root)

@@ -208,7 +208,7 @@ def has_untrained_steps(run_dir: Path) -> bool:
 
 @contextmanager
 def _record_early_end(run_dir: Path) -> Iterator[None]:
-    """Record an end that the trainer cannot record: before its first attempt, or a stop after the last step."""
+    """Record an end that the trainer cannot record: an end before the first attempt, or a stop after the last step."""
     began = time.time()
     try:
         yield

@@ -33,7 +33,8 @@ def all_runs(root: Path) -> list[Path]:
 
 
 def find_named_runs(names: Sequence[str], root: Path) -> list[Path]:
-    """Return the folders of the runs that have these paths, ids or unique prefixes of ids. Raises NotFoundError."""
+    """Return the folders of the runs with these paths, ids or id prefixes. Raises NotFoundError if a name fits no
+    single run."""
     return [_find_folder(name, root) for name in names]
 
 

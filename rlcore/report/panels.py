@@ -240,8 +240,8 @@ def num_seeds(runs: Sequence[RunRecord]) -> int:
 
 
 class Measure(NamedTuple):
-    """A row of a table. `note`: a text that replaces the metric's definition. `of_run`: a function of the run that
-    replaces `summarize`."""
+    """A row of a table. `note`: a text instead of the metric's definition. `of_run`: a function instead of
+    `summarize`."""
 
     label: str
     metric: str

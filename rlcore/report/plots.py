@@ -43,7 +43,7 @@ _COLOURS: Mapping[str, tuple[str, str]] = {
     "lime": ("#6b8a12", "#b4d455"),
     "grey": ("#8b95a5", "#7d8898"),
 }
-"""The colours by role, for a light and a dark page. Each light colour has one role, which the page finds by it."""
+"""The colours by role, for a light and a dark page. In a page, a light colour identifies its role."""
 LIGHT, DARK = ({role: pair[side] for role, pair in _COLOURS.items()} for side in (0, 1))
 CYCLE = ("blue", "orange", "green", "purple", "red", "teal", "pink", "sand")
 MAX_POINTS = 400  # of a line

@@ -27,7 +27,7 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Turn:
     """The reply of an environment to one turn of the model. `reply`: the text that the model reads next. `reward`: a
-    part of the episode's score. `parts`: named metrics of the episode, of which later turns replace earlier values."""
+    part of the episode's score. `parts`: named metrics of the episode. Values of later turns replace earlier values."""
 
     reply: str = ""
     done: bool = False

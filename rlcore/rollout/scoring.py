@@ -349,7 +349,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
 
     def _replace_ended(self, worker: ScoringProcess, why: str) -> None:
         """Replace a process that has ended. Its current response is tried a second time, since the process may have
-        been killed, and then counts as an error. An end during a first call disables first calls."""
+        been killed, and then counts as an error. An end during a first call (empty response) disables first calls."""
         if worker.responses:
             answer = worker.responses[0]
             answer.num_deaths += 1

@@ -60,7 +60,7 @@ class Canary:
     def check(self, version: int, observed: Sequence[tuple[WeightSyncResult, float]]) -> WeightSync:
         """Check a weight sync by the results and probe differences of all ranks. All ranks get the same outcome. Raises
         EngineError if a tensor differs or the difference is not finite. A difference above the bound sets `warning` if
-        all tensors are equal, and raises EngineError if some cannot be compared."""
+        all tensors are equal, and raises EngineError if some tensors cannot be compared."""
         bound, difference = self.bound, max(one for _, one in observed)
         differing = list(dict.fromkeys(name for result, _ in observed for name in result.differing))
         uncompared = list(dict.fromkeys(name for result, _ in observed for name in result.uncompared))
