@@ -53,7 +53,7 @@ def artifact_key(subject: str, content: str) -> str:
 
 
 def show_artifact(of: str, what: str, description: str, data: Content, kind: str = "markdown") -> None:
-    """Create an artifact with the key `of`-`what`. `data` returns Markdown text, or the rows of a `table` as JSON."""
+    """Create an artifact with the key `of`-`what`. `data` returns Markdown, or JSON rows if `kind` is `table`."""
     log_failure(lambda: _create(of, what, description, data, kind))
 
 
@@ -243,7 +243,7 @@ class RunReporter:
         self._log.log(level, "%s", line)
 
     def end(self) -> None:
-        """Update the checkpoints, summary and MLflow link, if the last step of the run is done."""
+        """Update the artifacts (checkpoints, summary, MLflow link) if the last step of the run is done."""
         last = self._progress_now
         if last is not None and last.to_step == last.total_steps:
             self._show_summary(now=True)

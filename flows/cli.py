@@ -93,7 +93,7 @@ def main() -> NoReturn:
 def open_standard_streams() -> None:
     """Open the null device in place of each closed standard stream. Escape characters that an encoding lacks.
 
-    Otherwise the next file that this process opens would become that stream.
+    Without the null device, the next file that this process opens would become the closed stream.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -103,7 +103,7 @@ def open_standard_streams() -> None:
 
 
 def extend_module_path() -> None:
-    """Append Millrace's source folder and then the working folder, so that no file there replaces `data`."""
+    """Append the source folder, then the working folder, whose files must not replace the package `data`."""
     sys.path.append(str(SOURCE_FOLDER))
     with suppress(FileNotFoundError):  # a deleted folder; each command reports it
         sys.path.append(str(Path.cwd()))
@@ -146,7 +146,7 @@ def _flush_stdout() -> bool:
 
 
 def _sigterm_handler() -> Callable[[int, FrameType | None], None]:
-    """Return a handler that interrupts, except for a second SIGTERM within `SAME_REQUEST_S`."""
+    """Return a SIGTERM handler that raises KeyboardInterrupt. It ignores a second SIGTERM within `SAME_REQUEST_S`."""
     requested_at = float("-inf")
 
     def interrupt(number: int, frame: FrameType | None) -> None:

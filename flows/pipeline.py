@@ -114,7 +114,7 @@ def open_flow_run(settings: RunSettings, verb: str) -> Iterator[OpenRun]:
 
 
 def log_settings(settings: RunSettings, verb: str) -> None:
-    """Name and tag the flow run. Log the command without Prefect, and the settings without effect."""
+    """Name and tag the flow run. Log the equivalent command without Prefect, and the settings that have no effect."""
     name, what = run_id(settings.config), _flow_or_stage()
     label_flow_run(name if what == "pipeline" else f"{what} {name}", settings.config.name, settings.config.data.task)
     artifacts.log_command(join(settings.command(verb)))
@@ -185,9 +185,9 @@ def run_task(
     assets: Sequence[Asset] = (),
     made_from: Sequence[str] = (),
 ) -> R:
-    """Run a function as a Prefect task, print the line of `describe` unless it is '', and return the result.
+    """Run a function as a Prefect task, print the line that `describe` returns, and return the result.
 
-    `made_from` has the keys of the assets behind `assets`. Raises Pause if the flow run was suspended before the task.
+    `made_from`: the keys of the assets from which `assets` are made. Raises Pause if the flow run was suspended.
     """
     watch.end_if_suspended()
     signals = watch.DeferredSignals()

@@ -63,7 +63,7 @@ class PlainDisplay(Display):
 
 
 class LabelledDisplay(Display):
-    """A display that labels each line. `later_s` is the time of the runs after this one, if it is known."""
+    """A display that labels each line. `later_s`: the expected time of all later runs, or None."""
 
     def __init__(self, shown: Display, label: str, later_s: float | None = None) -> None:
         self._shown, self._label, self._later_s = shown, label, later_s
@@ -291,7 +291,7 @@ def with_interval(summary: Mapping[str, float], metric: str) -> str:
 
 
 def _metrics_by_kind(values: Mapping[str, str]) -> str:
-    """Return held-out metrics as text. A weighted reward may exceed 1, so shares of solved problems are separate."""
+    """Return held-out metrics as text. Shares of solved problems are labelled, since weighted rewards may exceed 1."""
     labels = _labels(list(values))
     kinds = {"reward": [name for name in values if "/pass_at_" not in name]}
     kinds["share solved"] = [name for name in values if name not in kinds["reward"]]

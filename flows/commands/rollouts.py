@@ -147,7 +147,7 @@ def audit(
 def ground_truth_converter(config: "RunConfig", scorer: str | None) -> Callable[[str], str]:
     """Return a function that converts a recorded ground truth (JSON) to the form that `scorer` expects.
 
-    In a mixture, a ground truth also names its row's scorer. Another scorer gets it without this name.
+    In a mixture, a ground truth also names its row's scorer. Any other scorer gets the ground truth without this name.
     """
     from rlcore.config.data import BY_ROW
     from rlcore.rollout.by_part import without_scorer
@@ -166,7 +166,7 @@ def _recorded_responses(run: Sequence[str], root: Path | None) -> "tuple[RunConf
 
 @contextmanager
 def _scoring_pool(config: "RunConfig", layout: "RunLayout", scorer: str | None) -> "Iterator[ScoringPool]":
-    """Yield processes that run `scorer`, or the scorer stored with the run, which alone has `reward.weights`."""
+    """Yield processes that run `scorer` or, by default, the scorer of the run. Only the latter has `reward.weights`."""
     from rlcore import sandbox
     from rlcore.rollout.scoring import ScoringPool, require_scorer
     from rlcore.user_code import run_code

@@ -154,7 +154,7 @@ def _compose_and_plan(
     package: str | None,
     info: str | None,
 ) -> "tuple[RunSettings, RunPlan] | None":
-    """Compose, check and plan a run. Return None after `--cfg`, `--info` or `--dry-run`, which only print."""
+    """Compose, check and plan a run. The options `--cfg`, `--info` and `--dry-run` only print, and return None."""
     require_dry_run(as_json=as_json, dry_run=dry_run)
     if package is not None and cfg is None:
         raise ConfigError(f"--package: goes with --cfg job alone; got {package}. Add --cfg job")
@@ -183,7 +183,7 @@ def compose_arguments(
 ) -> "RunSettings":
     """Compose the settings of a command, by default without a fork. Warn of each setting that has no effect.
 
-    With `dry_run`, no weights are written for the fork. Raises ConfigError with every wrong setting.
+    With `dry_run`, no weights are written for the fork. If settings are wrong, one ConfigError lists all of them.
     """
     from flows.parameters import all_overrides, compose_settings
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 POLL_S = 0.2
 MAX_SLOTS = 1_024  # each slot of a root is a lock on a file
 STATES = ("running", "waiting", "stopping", "finished", "stopped", "failed", "lost", "not begun")
-"""The values of `flows.work.status.State`, whose module would take longer to import than most commands."""
+"""The values of `flows.work.status.State`, whose module takes longer to import than most commands take to run."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 AGES = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min"), (1.0, "s"))  # seconds and names of units, largest first
 
@@ -148,8 +148,7 @@ def _print_line(line: str) -> None:
 
 
 def stop(run: Run, root: OptionalRoot = None) -> None:
-    """Request a run to stop, and wait until it stops. The run finishes its step and saves. Repeat its command to
-    resume.
+    """Request a run to stop, and wait for its end. The run finishes its step and saves. Repeat its command to resume.
 
     Examples:
       millrace stop countdown_demo-s1

@@ -34,11 +34,11 @@ _HYDRA = {
     "--experimental-rerun": "The command of a run is in its run.json and its report; it resumes the run",
     **dict.fromkeys(("-sc", "--shell-completion"), "Write millrace --install-completion"),
 }
-"""The remedies for options and values of Hydra that a command does not have."""
+"""The advice in error messages about options and values of Hydra that a command does not have."""
 
 
 class CommandGroup(TyperGroup):
-    """A group of commands that accepts Hydra's options and `paths.root=DIR`. All errors have one form."""
+    """A group of commands that accepts Hydra's options and `paths.root=DIR`. All error messages have the same form."""
 
     def main(self, *args: Any, **more: Any) -> NoReturn:
         """Run a command and exit with its code. Raises ConfigError for a mistake in the arguments."""
@@ -111,7 +111,7 @@ def command_group(
 
 
 def _require_text(words: Sequence[str]) -> None:
-    """Refuse words and a working folder that are not UTF-8, because settings, records and MLflow cannot store them."""
+    """Refuse arguments and a working folder that are not UTF-8, because settings and MLflow cannot store them."""
     try:
         folder = str(Path.cwd())
     except FileNotFoundError:
@@ -215,7 +215,7 @@ def require_dry_run(*, as_json: bool, dry_run: bool) -> None:
 
 
 def require_only_settings(words: Sequence[str] | None) -> None:
-    """Refuse an argument that is not a setting, such as a step. The option `--checkpoint` names the checkpoint."""
+    """Refuse an argument that is not a setting, such as a step. The message recommends `--checkpoint`."""
     from rlcore.config.problems import Problem, settings_error
 
     if bare := [word for word in words or () if "=" not in word]:

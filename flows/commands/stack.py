@@ -73,7 +73,7 @@ def metrics(
         typer.Option(metavar="FILE", help="Replace this file, for node_exporter's textfile collector."),
     ] = None,
 ) -> None:
-    """Print runs by state, steps, speed, slots, services and free disk space of a root in Prometheus's text format.
+    """Print the metrics of a root in Prometheus's text format: runs, steps, speed, slots, services, disk space.
 
     Examples:
       millrace metrics
@@ -89,7 +89,7 @@ def metrics(
 
 
 def prometheus_text(root: Path) -> str:
-    """Return the current metrics of a root. Only runs with a living process have separate metrics."""
+    """Return the current metrics of a root. Only runs with a living process have individual metrics."""
     from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
     from flows.stack.control import service_states

@@ -114,7 +114,7 @@ def report(run: Run, root: OptionalRoot = None) -> None:
 
 
 def reachable_urls(root: Path, *pages: str) -> list[str]:
-    """Return the addresses of MLflow pages at the running server. If none runs, add the command that starts one."""
+    """Return the addresses of served MLflow pages. If no server runs, add the command that starts a server."""
     from flows.stack.services import free_port, is_free_port
     from rlcore.tracking.mlflow_store import LOCAL_UI
 

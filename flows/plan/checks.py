@@ -78,7 +78,7 @@ def _tokens(config: RunConfig) -> dict[str, int]:
 
 
 def require_root(root: Path) -> None:
-    """Check that files can be created under a root, or where it will be created. Raises DataError with the reason."""
+    """Check that files can be created under a root, which may not exist yet. Raises DataError with the reason."""
     there = nearest_existing(root)
     try:
         with TemporaryFile(dir=there):  # permissions are not enough: no user can create a file in /proc

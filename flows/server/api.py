@@ -1,7 +1,7 @@
 """The choice and start of a command's Prefect server. Call these functions before Prefect is imported.
 
 The server is the one of `PREFECT_API_URL`, otherwise the running server of `millrace up` under the same root. Without
-both, a new server ends with the command. Its database is in `<root>/prefect`.
+either, the command starts a server that ends with the command. The database of this server is in `<root>/prefect`.
 """
 
 import atexit
@@ -57,7 +57,7 @@ COMMAND_ENVIRONMENT = {"PREFECT_CLIENT_MAX_RETRIES": "3"}  # a command can finis
 
 @dataclass(frozen=True, slots=True)
 class PrefectApi:
-    """The address of a Prefect server. `home` is its folder if it ends with this command, otherwise None."""
+    """The address of a Prefect server. `home` is the server's folder, or None if the server outlives this command."""
 
     url: str
     home: Path | None
@@ -67,7 +67,7 @@ class LocalServer:
     """A Prefect server that ends with this process. Only this process and its children know the login.
 
     Prefect's own ephemeral server would outlive a killed process and accept any Host header. Another user could take
-    its port, and its start could not overlap the import of Prefect.
+    the port of the ephemeral server. Its start could not overlap the import of Prefect.
     """
 
     def __init__(self, home: Path) -> None:

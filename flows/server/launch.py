@@ -2,8 +2,8 @@
 
     python -S -E flows/server/launch.py PARENT_PID COMMAND...
 
-The launcher asks the kernel for a SIGTERM at the death of the parent's thread that starts it, and becomes the command.
-A `preexec_fn` may deadlock in a process with threads. The launcher takes 20 ms, as it needs only the standard library.
+The launcher asks the kernel to send SIGTERM when the parent's thread that started the launcher ends. The launcher then
+replaces itself by the command. It takes 20 ms. A `preexec_fn` may deadlock in a process with threads.
 """
 
 import ctypes
@@ -37,7 +37,7 @@ def start_process(
     tether: bool = True,
 ) -> "subprocess.Popen[bytes]":
     """Start a command in a new session, without input, and append its output to `log`. The command inherits
-    `descriptors`, works in `folder` (default: the folder of this process), and ends with this process if `tether`.
+    `descriptors` and works in `folder` (default: the current folder). With `tether`, it ends with this process.
     """
     import subprocess
 

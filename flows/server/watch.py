@@ -1,7 +1,7 @@
 """Detection of a cancellation or suspension of this process's flow run that was requested at the Prefect server.
 
 The flow polls its state. The event of a suspension may come before the state is in the database. A worker of Prefect
-3.7 cancels a flow run only once, and not after a retry. A run without a living worker is never cancelled.
+3.7 cancels a flow run only once, and not after a retry. A dead worker cancels nothing.
 """
 
 import logging
@@ -85,7 +85,7 @@ _watch: _FlowRunWatch | None = None
 
 @contextmanager
 def watch_flow_run() -> Iterator[None]:
-    """Watch this process's flow run inside the block. A lock acquired inside is free before the state is Cancelled."""
+    """Watch this process's flow run inside the block. Locks of the block are released before the state is Cancelled."""
     global _watch
     run_id = UUID(str(flow_run.id))
     watch = _watch = _FlowRunWatch(run_id, is_deployed=bool(deployment.id))
@@ -206,7 +206,7 @@ def limit_retries(number: int = MAX_RETRIES) -> AbstractContextManager[object]:
 def shorten_known_errors(record: logging.LogRecord) -> bool:
     """Reduce an error of Millrace in a log record to its message. Return False to drop the record.
 
-    A cancellation gets the level INFO. Records of Prefect's engine that repeat or contradict another are dropped.
+    A cancellation gets the level INFO. Prefect's records that repeat or contradict other records are dropped.
     """
     if any(isinstance(argument, FlowCancelledError) for argument in record.args or ()):
         record.levelno, record.levelname = logging.INFO, "INFO"

@@ -81,7 +81,7 @@ def up(
 
 
 def down(root: Path) -> None:
-    """Stop the services of `up` and all flow runs of its workers, which save first. The next `up` resumes them."""
+    """Stop the services of `up` and its workers' flow runs, which save first. The next `up` resumes the flow runs."""
     root = root.resolve()
     with _stack_lock(root):
         running = read_stack(root).running()
@@ -230,8 +230,8 @@ def _apply_deployments(root: Path, state: StackState, notify_block: str | None) 
 
 
 def keep_profile(url: str, login: str) -> tuple[bool, str]:
-    """Write the Prefect profile of a stack, and activate it unless the user has activated another one. Return whether
-    Prefect's commands find this stack in a shell like this one, and a line about the profile.
+    """Write the Prefect profile of a stack, and activate it unless the user has activated another profile. Return
+    whether Prefect's commands find this stack in a shell with this environment, and a line about the profile.
 
     Nothing changes if the profile belongs to another running stack or cannot be written.
     """

@@ -68,8 +68,8 @@ def main() -> None:
 
 
 def ensure_pool(client: SyncPrefectClient, *, has_slots: bool = False) -> None:
-    """Create the work pool and its queues. Limits of users are kept. If the root has slots, for which each run waits,
-    our default limit is removed.
+    """Create the work pool and its queues. Limits that users have set are kept. Our default limit is removed if the
+    root has slots, because runs then wait for slots.
     """
     try:
         client.update_work_pool(POOL, WorkPoolUpdate(base_job_template=JOB_TEMPLATE))
@@ -157,7 +157,7 @@ CANCELLED_RUNS = AutomationCore(
     ),
     actions=[ChangeFlowRunState(state=StateType.CANCELLED, name="Cancelled", message=CANCELLED, force=False)],
 )
-"""The automation that restores the message of a cancelled run. Prefect's worker replaces it by a fixed message."""
+"""The automation that restores a cancelled run's message, which Prefect's worker replaces by a fixed text."""
 
 
 def set_up_notifications(client: SyncPrefectClient, block: str) -> None:

@@ -38,8 +38,7 @@ class Guard:
     """An ASGI application that passes the requests of our own clients and pages to `app`.
 
     It refuses a Host header that does not name the loopback interface (DNS rebinding), pages of another origin, and
-    requests without `login` (`user:password` of basic authentication) except for `/health`. If it is None, `app` checks
-    logins.
+    requests without `login` (`user:password`) except for `/health`. If `login` is None, `app` checks logins.
     """
 
     def __init__(self, app: ASGIApp, login: str | None = None) -> None:
@@ -166,8 +165,8 @@ def hide_address(record: logging.LogRecord) -> bool:
 
 
 def guarded_mlflow() -> Guard:
-    """Return MLflow's application and the page of responses, both behind a login. MLflow's own logins need a second
-    database and hash a password for each request.
+    """Return MLflow's application and the page of responses, both behind a login. MLflow's own logins are not used:
+    they need a second database and hash a password for each request.
     """
     from flows.stack.responses import with_responses
     from rlcore.tracking.connection import mlflow_app

@@ -150,7 +150,7 @@ def _start(
     ready_url: str = "",
     tether: bool = False,
 ) -> Service:
-    """Start a service with a log file under the root. Only the server of a database gets its secret address."""
+    """Start a service with a log file under the root. The secret address of a database goes only to its server."""
     log = log_of(root, name)
     secret = (PREFECT_DATABASE, PREFECT_SERVER_DATABASE, MLFLOW_DATABASE)
     inherited = {key: value for key, value in os.environ.items() if key not in secret}

@@ -27,8 +27,8 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A process of the stack. `born` is `start_time_of` it, and `version` that of a server at its start. `ready_url`
-    answers once the service is up. An address is '' if there is none.
+    """A process of the stack. `born`: the start time of the process. `version`: the version of a server at its start.
+    `ready_url`: a page that answers once the service is up. A missing address is ''.
     """
 
     name: str
@@ -84,7 +84,7 @@ _STATE = TypeAdapter(StackState)
 
 
 def read_stack(root: Path) -> StackState:
-    """Return the record of a root's stack, or an empty one without a file or in a folder that was copied or moved.
+    """Return the record of a root's stack, or an empty record if there is no file or if the folder was copied or moved.
     Raises MillraceError if the file is damaged or has another format.
     """
     path = root / STATE_FILE
@@ -159,8 +159,8 @@ _user_login: dict[str, str | None] = {}  # the user's own, while the environment
 def set_mlflow_login(uri: str, root: Path) -> str:
     """Set the login for this address in the environment of MLflow's clients, and return the address.
 
-    The address of the stack's running server gets the stack's login. Any other address gets the user's, because another
-    user may have the port of a stopped stack.
+    The address of the stack's running server gets the stack's login. Any other address gets the user's login, because
+    another user may have the port of a stopped stack.
     """
     root = Path(os.environ.get(STACK_ROOT, root)).resolve()
     stack = read_stack(root)
@@ -179,13 +179,13 @@ def set_mlflow_login(uri: str, root: Path) -> str:
 
 
 def with_stack_store(tracking: TrackingConfig, root: Path) -> TrackingConfig:
-    """Return the tracking settings, with the store of the stack if they name none."""
+    """Return the tracking settings, with the store of the stack if the settings name no store."""
     uri = stack_tracking_uri(root) if tracking.uri is None else set_mlflow_login(tracking.uri, root)
     return tracking if uri == tracking.uri else tracking.model_copy(update={"uri": uri})
 
 
 def with_stack_tracking(config: RunConfig) -> RunConfig:
-    """Return the settings of a run, with the store of the stack if they name none."""
+    """Return the settings of a run, with the store of the stack if the settings name no store."""
     tracking = with_stack_store(config.tracking, Path(config.paths.root))
     return config if tracking is config.tracking else config.model_copy(update={"tracking": tracking})
 
@@ -232,7 +232,7 @@ def root_login(root: Path) -> str:
 
 
 def login_hint(root: Path) -> str:
-    """Return the last part of a sentence, which explains how to log in to the web pages."""
+    """Return the end of a sentence that explains how to log in to the web pages."""
     return f"the line in {root / SECRET_FILE}: Prefect takes it whole, MLflow as user and password around the colon"
 
 

@@ -38,7 +38,7 @@ def deploy(
     """Check the settings from a worker's working folder, create or update the deployment, and print how to run it.
 
     Raises ConfigError if the name, settings or schedule are invalid. Raises MillraceError if the run could not start,
-    the stack is not up or not that of `PREFECT_API_URL`, or the name belongs to one of Millrace's deployments.
+    the stack is not up, `PREFECT_API_URL` names another stack, or the name belongs to one of Millrace's deployments.
     """
     if name is not None and (refused := set(name) & set("/%&<>")):
         raise ConfigError(f"--name: must have none of / % & < >, which Prefect refuses; got {name} with {min(refused)}")

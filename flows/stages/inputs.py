@@ -26,7 +26,7 @@ def root_of(config: RunConfig) -> Path:
 
 
 def make_dataset(config: RunConfig, splits: Sequence[str] = SPLITS) -> StageResult:
-    """Build the dataset of a run or suite, or return the existing one, with a warning of doubtful references."""
+    """Build the dataset of a run or suite, or return the existing one. The result warns of doubtful references."""
     made = build_dataset(config.data, seed=config.data.seed, root=root_of(config), splits=splits)
     return replace(made, warning=check_parts(config, splits))
 

@@ -23,7 +23,7 @@ class StageStatus:
 
 
 class Stage(ABC, Generic[R]):
-    """A stage of a run. A kind of stage is a frozen dataclass, whose fields distinguish its instances."""
+    """A stage of a run. Each kind of stage is a frozen dataclass, and its instances differ in their fields."""
 
     name: ClassVar[str]  # kind of stage, which is shown in plans and task names
     label: ClassVar[str] = ""  # first words of a result's description, by default `name`

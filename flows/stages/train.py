@@ -154,7 +154,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Train(Stage[Chunk]):
-    """The stage that trains to the checkpoint of step `stop`. Only the last chunk waits until its own is written."""
+    """The stage that trains to the checkpoint of step `stop`. Only the last chunk waits for its checkpoint."""
 
     name = "train"
     in_trainer = True
@@ -213,7 +213,7 @@ def call_trainer(run: OpenRun, command: str, **arguments: str | int) -> Mapping[
 
 
 def record_inputs(run: OpenRun) -> None:
-    """Record the earlier results, which the trainer process reads. Raises CheckpointError if the rows have changed."""
+    """Record the results of earlier stages for the trainer process. Raises CheckpointError if the rows have changed."""
     inputs = inputs_of(run)
     folders = inputs.folders | {"start model": planned_initial_policy(run.config, inputs.filtered_directory)}
     if run.config.pass_rates.is_enabled:

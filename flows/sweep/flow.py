@@ -75,7 +75,7 @@ class SweepWorker:
     def run(self, *, whole: bool = True) -> str:
         """Train points until all have ended or the budget is used up. Return the last error or ''.
 
-        If `whole` is false, train one point. Wait for points of other processes, and continue those of a killed one.
+        If `whole` is false, train one point. Wait for other processes, and continue the points of killed processes.
         """
         error = ""
         while not self.spending.read()["ended_by"] and self.study.num_left():
@@ -153,7 +153,7 @@ class SweepWorker:
         return True
 
     def _problem_scores(self, members: list[Member], metric: str, step: int) -> dict[str, float]:
-        """Return the mean over seeds for each held-out problem that all runs have, or {} without pruning."""
+        """Return the mean score over seeds of each held-out problem that all runs have, or {} without pruning."""
         if self._sweep.spec.pruning is None:
             return {}
         found = [problem_scores_of(member.config, metric, step) for member in members]
@@ -198,8 +198,7 @@ def sweep(
     on_workers: bool = False,
     root: Root = None,
 ) -> State[None]:
-    """Run a sweep, which trains many points of settings with several seeds and compares them. Finished runs are
-    skipped.
+    """Train many points of settings with several seeds, and compare the points. Finished runs are skipped.
 
     Args:
         spec: A name in conf/sweep, or the path of a file.
@@ -284,7 +283,7 @@ def sweep_child(
 
 
 def work_on_workers(drive: SweepWorker, sweep: Sweep, parameters: dict[str, Any]) -> None:
-    """Start child flow runs, and replace lost ones, until all points have ended or the budget is used up.
+    """Start child flow runs and replace lost runs, until all points have ended or the budget is used up.
 
     Raises MillraceError if the deployment is missing, or if too many child flow runs are lost.
     """

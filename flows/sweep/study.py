@@ -24,7 +24,7 @@ from rlcore.storage.locks import FileLock, HeldLock
 
 STUDY_FILE = "optuna.log"
 POINT, SETTINGS, RUNS, ERROR = "point", "settings", "runs", "error"
-"""The attributes of a point's trial. A process was killed while it created a trial without settings."""
+"""The attributes of a point's trial. If a trial has no settings, its process was killed while it created the trial."""
 SEED_STRIDE = 100_003  # distance between the sampler seeds of two search seeds; each point has its own
 LOCK_WAIT_S = 600.0  # seconds to wait for another process of the same sweep, which holds the lock for seconds at most
 
@@ -188,7 +188,7 @@ class BudgetTracker:
         return (time.time() - known["begun"]) / done * steps if done > 0 else None
 
     def refund(self, steps: int) -> None:
-        """Subtract the reserved steps that a run has not done from the used budget."""
+        """Give back to the budget the reserved steps that a run has not done."""
         with sweep_lock(self._sweep):
             known = self.read()
             self._write(known | {"steps": known["steps"] - steps})

@@ -104,8 +104,8 @@ def log_run_page(
     rows: tuple[StageResult, StageResult] | None = None,
     outcome: tuple[ReportPage | None, ExportedWeights, ExportedWeights] | None = None,
 ) -> MlflowContents:
-    """Write the MLflow page of a run, and return the record of what MLflow has. `rows` are the dataset and the filtered
-    dataset, for the contents at the start. `outcome` has the report and the last and best weights, for the rest.
+    """Write a run's inputs to its MLflow page if `rows` (dataset and filtered dataset) is given, and its results if
+    `outcome` (report, last and best weights) is given. Return the record of what MLflow has.
     """
     tags = lineage_tags(run.config, stage="train", run_id=run.run_id, prefect=prefect)
     page = ensure_mlflow_run(run.layout.run_dir, run.config, tags)
@@ -124,7 +124,7 @@ def log_run_page(
 
 
 def with_page_address(known: MlflowContents, page: MlflowRun, root: Path) -> MlflowContents:
-    """Return the record with the current address of the MLflow page, or '' if no server serves the page's store."""
+    """Return the record with the current address of the MLflow page, or with '' if no server serves its store."""
     ui_command, stack = page.store.ui_command() or "", served_mlflow(page.store.uri, root)
     url = page.store.run_url(page.id, stack) if stack or not ui_command else ""
     return replace(known, mlflow_run_id=page.id, url=url, ui_command="" if url else ui_command)
@@ -248,7 +248,7 @@ class MlflowRecord:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Cancel pending requests. Report an end before the first step or after the last, which no journal reports."""
+        """Cancel pending requests. Report an end before the first attempt or after the last step to MLflow."""
         run, begun = self._run, bool(read_attempts(self._run.layout.run_dir))
         is_trained = begun and not has_untrained_steps(run.layout.run_dir)
         if error is not None and run.config.tracking.enabled and (is_trained or not begun):

@@ -38,14 +38,14 @@ log = logging.getLogger(__name__)
 
 EVALUATION = "eval"  # `name` of an evaluation, which is a run without steps
 STOP_FILE = "stop.json"
-"""The file with the last stop request and its process. A second signal would end the process before it saves."""
+"""The file with the last stop request. It prevents a second signal, which would end the process before it saves."""
 END_WAIT_S = 60.0  # seconds after `runtime.stop_deadline_s` for the last metrics of a stopping trainer
 
 
 @dataclass(slots=True)
 class PrefectView:
-    """The state of the run's artifacts in Prefect. `assets` are keys of finished stages. `validations` are by step.
-    `retry_at` is the time of the next request after a failure.
+    """The state of the run's artifacts in Prefect. `assets`: the asset keys of finished stages. `validations`: the
+    metrics by step. `retry_at`: the earliest time of the next request after a failure.
     """
 
     artifacts: dict[str, UUID] = field(default_factory=dict)
@@ -89,9 +89,7 @@ class OpenRun:
 
     @cached_property
     def committed(self) -> int:
-        """The step of the newest complete checkpoint at the first access, or 0. Raises CheckpointError as
-        `committed_step`.
-        """
+        """The step of the newest complete checkpoint, or 0. It is read once. Raises the errors of `committed_step`."""
         return committed_step(self.config)
 
     @cached_property
@@ -129,7 +127,7 @@ class OpenRun:
         on_wait: Callable[[], None] = lambda: None,
     ) -> Iterator[None]:
         """Send the trainer's events and log lines to these functions inside the block. `on_wait` is called often during
-        a call of the trainer, and an exception in it ends the call.
+        a call of the trainer, and an exception in `on_wait` ends the call.
         """
         trainer = self.trainer
         before = trainer.on_event, trainer.on_line, trainer.on_wait
@@ -159,8 +157,8 @@ def open_run(
 ) -> Iterator[OpenRun]:
     """Open a run inside the block. While the trainer of an earlier command still runs, `report` it and wait.
 
-    Raises RunInUseError if another command uses the run or the earlier trainer does not end, CheckpointError as
-    `require_same_inputs`, and DataError if the run's folder cannot be written or read.
+    Raises RunInUseError if another command uses the run or the earlier trainer does not end, CheckpointError if the
+    recorded inputs have changed (`require_same_inputs`), and DataError if the run's folder cannot be written or read.
     """
     layout = RunLayout.of(config)
     if config.tracking.uri is not None:  # other settings may have been composed since
@@ -193,7 +191,7 @@ def _keep_code(config: RunConfig, layout: RunLayout) -> None:
 
 
 def record_stop_request(run_dir: Path, worker: Holder) -> None:
-    """Record a stop request for the process `worker`, and the flow run for which a Prefect worker started it."""
+    """Record a stop request for the process `worker`, with the flow run if a Prefect worker started the process."""
     request: dict[str, Any] = {"process": [worker.pid, worker.born], "time": round(time.time(), 3)}
     with suppress(psutil.Error):
         if (process := worker.process()) is not None and (flow_run := process.environ().get(FLOW_RUN_ID)):
@@ -210,7 +208,7 @@ def has_untrained_steps(run_dir: Path) -> bool:
 
 @contextmanager
 def _record_early_end(run_dir: Path) -> Iterator[None]:
-    """Record an end that the trainer cannot record: before its first attempt, or a stop after the last step."""
+    """Record an end that the trainer cannot record: an end before the first attempt, or a stop after the last step."""
     began = time.time()
     try:
         yield

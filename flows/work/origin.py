@@ -24,8 +24,8 @@ def checkpoint_store(config: RunConfig) -> CheckpointStore:
 
 
 def committed_step(config: RunConfig) -> int:
-    """Return the step of the newest complete checkpoint, or 0 without one. Raises CheckpointError if all are broken, or
-    if the newest one was written with other settings.
+    """Return the step of the newest complete checkpoint, or 0 if there is none. Raises CheckpointError if all are
+    broken, or if the newest one was written with other settings.
     """
     found = checkpoint_store(config).latest(verify=False)
     return 0 if found is None else found.step
@@ -45,8 +45,8 @@ SHOWN_DIGITS = 16  # hex digits of a digest in a message
 
 
 def require_same_inputs(config: RunConfig, layout: RunLayout, inputs: RunInputs | None = None) -> None:
-    """Raise CheckpointError, with the changes, if the code, data or models of a run are not the recorded ones, or if
-    the run has more steps than `trainer.total_steps`. Filtered rows are compared only if `inputs` is passed.
+    """Raise CheckpointError, with the changes, if the code, data or models of a run differ from its record, or if the
+    run has more steps than `trainer.total_steps`. Filtered rows are compared only if `inputs` is passed.
     """
     steps = [info.step for info in scan(layout.checkpoints).checkpoints]
     if not steps and not any(layout.validation.glob("*.json")):  # the run has not begun

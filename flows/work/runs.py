@@ -33,7 +33,8 @@ def all_runs(root: Path) -> list[Path]:
 
 
 def find_named_runs(names: Sequence[str], root: Path) -> list[Path]:
-    """Return the folders of the runs that have these paths, ids or unique prefixes of ids. Raises NotFoundError."""
+    """Return the folders of the runs with these paths, ids or id prefixes. Raises NotFoundError if a name fits no
+    single run."""
     return [_find_folder(name, root) for name in names]
 
 
@@ -57,8 +58,9 @@ def _find_folder(name: str, root: Path) -> Path:
 
 
 def find_run(words: Sequence[str], root: Path | None) -> tuple[RunConfig, RunLayout]:
-    """Return the settings and layout of the run that a folder, id, prefix, or settings as KEY=VALUE name. Raises
-    ConfigError for invalid words or settings, NotFoundError without a run, DataError if its settings cannot be read.
+    """Return the settings and layout of the run that the words name: by a folder, an id, a prefix of an id, or settings
+    KEY=VALUE. Raises ConfigError for invalid words or settings, NotFoundError if no run matches, and DataError if the
+    run's settings cannot be read.
     """
     named = [word for word in words if "=" not in word or (Path(word) / RUN_FILE).is_file()]
     if named and len(words) > 1:
@@ -93,7 +95,7 @@ def read_settings(folder: Path) -> RunConfig:
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """The comparison of runs. `statements` are its conclusions, and `summary` is Markdown. `mlflow_page` and
-    `mlflow_table` are addresses in MLflow, or '' if it has fewer than two of the runs.
+    `mlflow_table` are addresses in MLflow, or '' if MLflow has fewer than two of the runs.
     """
 
     runs: tuple[Path, ...]
@@ -106,8 +108,8 @@ class Comparison:
 
 
 def find_runs(names: Sequence[str], search: str, root: Path, tracking: TrackingConfig) -> list[Path]:
-    """Return the folders of the named runs and of the runs that a search in MLflow returns. Raises DataError if there
-    is none or one is not on this machine. Raises TrackingError if MLflow rejects the search.
+    """Return the folders of the named runs and of the runs that a search in MLflow returns. Raises DataError if no run
+    is found or if a run is not on this machine. Raises TrackingError if MLflow rejects the search.
     """
     folders = find_named_runs(names, root)
     if search:
@@ -179,7 +181,7 @@ class Outcome:
 
 
 def sync(folder: Path, uri: str | None) -> Outcome:
-    """Deliver the missing part of a run's journal to `uri` or the MLflow store of its settings or root."""
+    """Deliver the missing part of a run's journal to `uri` (default: the run's MLflow store)."""
     try:
         if not (attempts := read_attempts(folder)):
             return Outcome(folder.name, "has not begun", ok=True)
@@ -197,7 +199,7 @@ def sync(folder: Path, uri: str | None) -> Outcome:
 
 
 def _store_of_root(folder: Path, begun_with: Destination) -> str | None:
-    """Return the MLflow store of the root that now contains the run's folder, or None if the run keeps its store."""
+    """Return the MLflow store of the root that now contains the run's folder, or None if the store has not changed."""
     root = folder.parents[1]
     try:
         if read_settings(folder).tracking.uri is not None:

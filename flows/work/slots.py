@@ -204,13 +204,13 @@ class HeldSlots:
             return False
 
     def release(self) -> None:
-        """Return the slots. A living trainer keeps them until it ends. Repeated calls have no effect."""
+        """Release the slots. A living trainer keeps them until it ends. Repeated calls have no effect."""
         while self._locks:
             self._locks.pop().release()
 
 
 def _holder(file: Path) -> SlotRequest | None:
-    """Return the request in a locked file, a placeholder if it is not written yet, or None without a lock."""
+    """Return the request in a locked file, a placeholder if it is not written yet, or None if the file is free."""
     lock = FileLock(file)
     try:
         if lock.try_acquire(create=False):

@@ -37,8 +37,8 @@ SAME_COMMAND = "the same command resumes it"
 class RunStatus:
     """The status of one run. `score` is the mean held-out reward of the newest checkpoint that has one.
 
-    `reward` is that of the last step. `changed` is in seconds since the epoch. `note` explains the state. `gpu_seconds`
-    is None without a GPU. `tokens_per_s` is the speed of each device in the last step.
+    `reward` is the training reward of the last step. `changed` is in seconds since the epoch. `note` explains the
+    state. `gpu_seconds` is None without a GPU. `tokens_per_s` is the speed of each device in the last step.
     """
 
     run_id: str

@@ -53,7 +53,7 @@ class LogTail:
         self._rest = b""
 
     def new_lines(self) -> Iterator[str]:
-        """Yield the lines completed since the last call, from at most `MAX_READ_BYTES`. A deleted file gives none."""
+        """Yield the lines completed since the last call, from at most `MAX_READ_BYTES`. A deleted file has no lines."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
@@ -138,7 +138,7 @@ class TrainerProcess:
         return None if self._child is None else self._child.process.pid
 
     def call(self, command: str, **arguments: str | int) -> Mapping[str, Any]:
-        """Send a command to the process and wait for its result, or first for slots to start the process.
+        """Send a command to the process and wait for its result. If there is no process, wait for slots and start one.
 
         Raises the trainer's error, StopRequestedError after a stop and a save, or WorkerLostError if the process died.
         The next call then resumes from the last checkpoint.
@@ -380,8 +380,8 @@ def interpreter_of(python: str | None) -> str:
 def trainer_variables(python: str | None) -> dict[str, str]:
     """Return this process's environment with a `PYTHONPATH` by which the trainer runs the same code.
 
-    The current folder, which may contain a scorer, is last so that its files replace no module. If `python` is set,
-    the path has that interpreter's packages, and a variable names our interpreter for the delivery to MLflow.
+    The current folder, which may contain a scorer, is last so that its files replace no module. If `python` is set, the
+    path has that interpreter's packages, and a variable names our interpreter, which delivers to MLflow.
     """
     here = str(Path.cwd())
     if python is None:

@@ -74,8 +74,8 @@ class CheckpointWeights:
 
 
 def find_weights(source: str, root: Path | None) -> CheckpointWeights:
-    """Return the weights of `RUN[@CHECKPOINT]`: `last` (default), `best`, a step, or `start` for the initial policy.
-    Raises DataError if no run matches, and CheckpointError if no checkpoint matches.
+    """Return the weights of `RUN[@CHECKPOINT]`. CHECKPOINT is `last` (default), `best`, a step, or `start` (initial
+    policy). Raises DataError if no run matches, and CheckpointError if no checkpoint matches.
     """
     name, at, checkpoint = source.rpartition("@")
     if not at or (Path(source) / RUN_FILE).is_file():  # the name of a folder may have an @
@@ -93,8 +93,8 @@ def find_weights(source: str, root: Path | None) -> CheckpointWeights:
 def compose_fork(settings: list[str], source: str, root: Path | None = None, *, dry_run: bool = False) -> RunSettings:
     """Compose settings whose initial policy has the weights of `source`, exported to `<root>/models/fork-<digest>`.
 
-    A dry run writes nothing. If the export is missing, it plans with the initial policy of the source. Raises
-    ConfigError for invalid settings, otherwise as `find_weights`.
+    A dry run writes nothing. If the export is missing, a dry run plans with the initial policy of the source. Raises
+    ConfigError for invalid settings, and the errors of `find_weights`.
     """
     weights = find_weights(source, root)
     is_missing = dry_run and read_finished_or_reason(weights.folder, error=CheckpointError)[0] is None

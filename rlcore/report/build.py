@@ -58,8 +58,8 @@ def build_report(run_dir: Path, *, target: Path | None = None, failure: str = ""
 
 def compare_runs(run_dirs: Sequence[Path], *, root: Path | None = None, target: Path | None = None) -> ReportFiles:
     """Write a comparison of two or more runs, finished or not, into `target`, by default a folder in
-    `<root>/comparisons`, where `root` is by default the artifact folder of the first run. Raises DataError if fewer
-    than two different runs are named, or if a folder is not a run."""
+    `<root>/comparisons`. The default of `root` is the artifact folder of the first run. Raises DataError if fewer than
+    two different runs are named, or if a folder is not a run."""
     folders = list(dict.fromkeys(folder.resolve() for folder in run_dirs))
     if len(folders) < compare.MIN_RUNS:
         raise DataError(

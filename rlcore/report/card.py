@@ -18,7 +18,7 @@ from rlcore.report.run_sections import defaults_of, settings_of
 _PUBLISHED = {SMOLLM2: ("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0")}
 """The hub id and the license of models that come as a package."""
 _PRIVATE = ("paths", "tracking", "runtime", "reward.judge", "tags")
-"""The settings of a machine, an account or a service, which a card leaves out."""
+"""The settings that a card leaves out, because they belong to a machine, an account or a service."""
 _USE = """\
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -98,7 +98,7 @@ def _base_model(path: str | None) -> tuple[str | None, str, str | None]:
 
 
 def _results_of(record: RunRecord, step: int) -> Iterator[ValidationResult]:
-    """Yield the result after `step` for the held-out set and for each suite, over the most problems."""
+    """Yield, for the held-out set and each suite, the result after `step` that has the most problems."""
     for results in (record.validations, *record.suites.values()):
         of_step = [result for result in results.values() if result.step == step]
         if of_step:

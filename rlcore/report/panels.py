@@ -52,7 +52,7 @@ STATISTIC_COLOURS = ("blue", "green", "purple", "orange")
 class Panel:
     """The description of a chart over steps. `held_out`: the number of held-out statistics in it. `band`: the metrics
     at the edges of a shaded band, and its label. `limit`: the label and the height of a dashed line. `draw`: a function
-    that draws the chart without the other fields. `flat`: the reason why the chart may be 0 at every step."""
+    that draws the chart instead of the other fields. `flat`: the reason why the chart may be 0 at every step."""
 
     name: str
     title: str
@@ -240,8 +240,8 @@ def num_seeds(runs: Sequence[RunRecord]) -> int:
 
 
 class Measure(NamedTuple):
-    """A row of a table. `note`: a text that replaces the metric's definition. `of_run`: a function of the whole run
-    that replaces `summarize`."""
+    """A row of a table. `note`: a text instead of the metric's definition. `of_run`: a function instead of
+    `summarize`."""
 
     label: str
     metric: str
@@ -365,7 +365,7 @@ def _value_columns(runs: Runs) -> dict[str, Kind]:
 
 
 def last_values(runs: Runs) -> Table:
-    """Return a table with the last value of every metric, as in MLflow."""
+    """Return a table with the last value of every metric."""
     newest = [run.metrics.ffill().reindex([run.metrics.index.max()]).T for run in runs.values()]  # NaN without a step
     last = pd.concat(newest, axis="columns").sort_index()
     rows = [

@@ -43,7 +43,7 @@ _COLOURS: Mapping[str, tuple[str, str]] = {
     "lime": ("#6b8a12", "#b4d455"),
     "grey": ("#8b95a5", "#7d8898"),
 }
-"""The colours by role, for a light and a dark page. Light colours are unique, since the page finds roles by them."""
+"""The colours by role, for a light and a dark page. In a page, a light colour identifies its role."""
 LIGHT, DARK = ({role: pair[side] for role, pair in _COLOURS.items()} for side in (0, 1))
 CYCLE = ("blue", "orange", "green", "purple", "red", "teal", "pink", "sand")
 MAX_POINTS = 400  # of a line
@@ -140,7 +140,8 @@ def thin(series: Series, most: int) -> Series:
 
 def trend_of(series: Series) -> Interval | None:
     """Return the change of a least-squares line over the last third of the run, or None if there are too few steps. The
-    95% interval is Student's t for independent noise. The noise is nearly so, since each step has other prompts."""
+    95% interval is Student's t for independent noise. The noise is nearly independent, since steps have different
+    prompts."""
     part = last_third(series)
     if len(part) < MIN_STEPS:
         return None
@@ -178,7 +179,7 @@ class Chart:
 
 
 def gallery_of(charts: Iterable[Chart], folder: Path) -> Gallery:
-    """Draw charts into `folder`. Of charts without data or with only zeros, the gallery has the title."""
+    """Draw charts into `folder`. For a chart without data or with only zeros, the gallery has only the title."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

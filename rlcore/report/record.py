@@ -37,7 +37,7 @@ _CORE = re.compile(r"val-core/(?P<source>.+)/reward/mean_at_(?P<k>\d+)")
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The contents of a run's folder. `missing`: a sentence for each thing that a complete run would have."""
+    """The contents of a run's folder. `missing`: a sentence for each missing part of a complete run."""
 
     run_dir: Path
     config: RunConfig

@@ -53,7 +53,7 @@ def settings_table(config: RunConfig) -> Table:
 
 @cache
 def describe_setting(key: str) -> str:
-    """Return the first clause of a setting's documentation. A key such as `tags.owner` has that of its mapping.
+    """Return the first clause of a setting's documentation. `tags.owner` has the documentation of the mapping `tags`.
 
     >>> describe_setting("runtime.device"), describe_setting("rollout.samples_per_prompt")
     ('auto: CUDA where a GPU is present.', 'Responses to each prompt')

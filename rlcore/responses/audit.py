@@ -61,7 +61,7 @@ _ZERO_SCORE_KINDS = (EMPTY, JUNK)
 
 def audit_reward(cases: Sequence[Case], pool: ScoringPool) -> tuple[AuditFinding, ...]:
     """Score several kinds of worthless responses to each problem, and return the kinds that the scorer rewards. Empty
-    text and junk count as rewarded above 0, the other kinds from `HALF_MARKS`."""
+    text and junk are rewarded if they score above 0, and the other kinds if they score at least `HALF_MARKS`."""
     tried: list[tuple[str, Case, str]] = []
     for place, case in enumerate(cases):
         later = (*cases[place + 1 :], *cases[:place])

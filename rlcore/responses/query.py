@@ -91,7 +91,7 @@ to_finite_json = partial(to_jsonable_python, inf_nan_mode="null")
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The responses that match a search, sorted. `light`: the light columns with each row's file and row number."""
+    """The responses that match a search, sorted. `light`: the columns `LIGHT` and the location of each row."""
 
     parts: tuple[Path, ...]
     light: pa.Table
@@ -101,8 +101,7 @@ class SearchResult:
         return int(self.light.num_rows)
 
     def rows(self, numbers: Sequence[int], columns: Sequence[str] = READABLE) -> list[dict[str, Any]]:
-        """Return the `columns` of these responses, and the `key` of each for `read_response`. Raises DataError for an
-        unreadable file."""
+        """Return the `columns` and the `key` of these responses. Raises DataError if a file is unreadable."""
         chosen = self.light.take(pa.array(numbers, pa.int64()))
         parts, places = chosen["part"].to_numpy(), chosen["place"].to_numpy()
         found: list[dict[str, Any]] = chosen.select(
@@ -178,8 +177,8 @@ def _missing_response(key: str) -> DataError:
 
 
 def responses_to_same_prompt(folder: Path, key: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the responses to the prompt of `key` in its step or validation, and the prompt's mean score in each step
-    and validation. Raises DataError if a response or file cannot be read."""
+    """Return the responses to the same prompt in the same step or validation as the response `key`. Also return the
+    prompt's mean score in each step and validation. Raises DataError if a response or file cannot be read."""
     chosen = read_response(folder, key)
     found = find_responses(folder, Query(prompt=chosen["prompt_id"]))
     rows = found.rows(range(len(found)), LIGHT.names)
@@ -204,7 +203,7 @@ def _mean(scores: Iterable[float | None]) -> float | None:
 
 @lru_cache(maxsize=8)
 def _read_light(parts: tuple[tuple[Path, int, int], ...]) -> pa.Table:
-    """Return the light columns and the location of each row. `parts`: path, change time in ns and size of each file."""
+    """Return the columns `LIGHT` and the location of each row. `parts`: each file's path, change time (ns), size."""
     places = pa.schema([*LIGHT, ("part", pa.int32()), ("place", pa.int64())])
     tables = [places.empty_table()]
     for number, (path, _, _) in enumerate(parts):
@@ -288,7 +287,7 @@ def _decoder(file: Path) -> Decode:
 def token_texts(decode: Decode, ids: Sequence[int]) -> list[str]:
     """Return the text of each token, or '' if the token continues the character of the previous token.
 
-    Tokens are decoded after the previous token, because many decoders drop leading white space.
+    Each token is decoded together with the previous token, because many decoders drop leading white space.
 
     >>> words = {1: "a", 2: " b", 3: " c"}
     >>> token_texts(lambda ids: "".join(words[each] for each in ids).lstrip(), [1, 2, 3])

@@ -56,8 +56,9 @@ TOKENS = pa.schema(
         ("advantages", pa.list_(pa.float32())),
     ]
 )
-"""The columns with one entry per token. `is_sampled`: null if the model wrote all tokens. `policy_logprobs`: of the
-trainer before the update, or null. `ref_logprobs`: may be null. `advantages`: null if all equal `advantage`."""
+"""The columns with one entry per token. `is_sampled`: null if the model wrote all tokens. `policy_logprobs`: the
+trainer's values before the update, or null. `ref_logprobs`: may be null. `advantages`: null if all equal `advantage`.
+"""
 SCHEMA = pa.schema([*LIGHT, *TEXTS, *TOKENS])
 PART_BYTES = 32 * 2**20  # larger tables are written even before a chunk ends
 ROWS_PER_GROUP = 256  # few, so that one response is read without many others
@@ -108,14 +109,14 @@ class ResponseWriter:
             self.start_part()
 
     def start_part(self) -> None:
-        """Start to write the collected responses, after `wait`."""
+        """Wait for the previous file (`wait`), then start to write the collected responses."""
         self.wait()
         if self._tables:
             self._part, self._tables = pa.concat_tables(self._tables), []
             self._written = self._thread.submit(self._write, self._part)
 
     def wait(self) -> None:
-        """Wait until the current file is written. Raises DiskSpaceError if the disk is full. The next call writes it
+        """Wait until the current file is written. Raises DiskSpaceError if the disk is full. The next call tries
         again."""
         if self._part is None:
             return
@@ -132,7 +133,7 @@ class ResponseWriter:
             write_part(self._folder / f"validation-{name}.parquet", table)
 
     def truncate(self, step: int) -> None:
-        """Discard all responses of steps after this one, in memory and on disk."""
+        """Discard all responses of steps after `step`, in memory and on disk."""
         self._tables = []
         if self._written is not None:
             self._written.exception()

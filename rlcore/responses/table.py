@@ -11,7 +11,7 @@ from rlcore.responses.store import SCHEMA
 from rlcore.types import Rollout, Score, TrainBatch
 
 Decode = Callable[[Sequence[Sequence[int] | np.ndarray]], list[str]]
-"""A function that decodes many sequences of token ids into texts, as scorers get them."""
+"""A function that decodes many sequences of token ids into the texts that scorers get."""
 
 
 def response_table(

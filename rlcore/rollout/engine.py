@@ -72,7 +72,7 @@ def make_requests(
     first_group: int = 0,
     episode_seed: int | None = None,
 ) -> list[SamplingRequest]:
-    """Return `num_samples` requests for each prompt, grouped by prompt. `episode_seed`: by default the run's."""
+    """Return `num_samples` requests for each prompt, grouped by prompt. `episode_seed`: by default the run's seed."""
     episodes = run_seed if episode_seed is None else episode_seed
     return [
         SamplingRequest(prompt, sample, response_seed(run_seed, stream, step, group, sample), environment_seed=shared)
@@ -84,7 +84,7 @@ def make_requests(
 
 @dataclass(frozen=True, slots=True)
 class WeightSyncResult:
-    """Tensors of the engine that differ after a weight sync, and those stored in another form."""
+    """The names of the engine's tensors that differ after a weight sync, and of tensors that could not be compared."""
 
     differing: tuple[str, ...] = ()
     uncompared: tuple[str, ...] = ()
@@ -94,10 +94,11 @@ ROUND_TOKENS = 16  # number of tokens per response between two exchanges of leng
 
 
 class TailCut:
-    """The tail cut on one rank. A group is all responses to one prompt. L is the `wanted`-th smallest length of a
-    group, that is of its longest response. `rlcore.trainer.carry` cuts longer groups to L, so the cut depends only on
-    seeds and weights. Unfinished responses end at an upper bound of L, which follows from the finished groups of all
-    ranks. `groups`: those of this rank's requests, or -1 for no cut. `longest`: a response's limit."""
+    """The tail cut on one rank. A group is all responses to one prompt. A group is as long as its longest response. L
+    is the `wanted`-th smallest length of a group. `rlcore.trainer.carry` cuts longer groups to L, so the cut depends
+    only on seeds and weights. Unfinished responses end at an upper bound of L, which the finished groups of all ranks
+    give. `groups`: the group of each request of this rank, or -1 for no cut. `longest`: the limit of a response.
+    """
 
     def __init__(self, groups: Iterable[int], wanted: int, longest: int, world_size: int, device: torch.device) -> None:
         self._sizes = Counter(groups)
@@ -106,7 +107,7 @@ class TailCut:
         self.bound = longest  # length in tokens at which unfinished responses end. It never rises
 
     def end(self, group: int, sample_index: int, length: int) -> None:
-        """Record the length of a finished response, possibly again."""
+        """Record the length of a finished response. A repeated call is harmless."""
         self._ended[group][sample_index] = length
 
     def agree(self, *, busy: bool = True) -> bool:
@@ -147,7 +148,7 @@ class RolloutEngine(Protocol):
         longer. The caller calls `cut.end` for each finished response."""
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> WeightSyncResult:
-        """Load all weights, whole tensors under the names of transformers, and compare the engine's copies."""
+        """Load all weights, named as in transformers and not sharded. Compare the engine's copies with them."""
 
     def sleep(self) -> None:
         """Release memory for training, until the next `update_weights` or `generate`. Repeated calls must be cheap."""

@@ -27,7 +27,7 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Turn:
     """The reply of an environment to one turn of the model. `reply`: the text that the model reads next. `reward`: a
-    part of the episode's score. `parts`: named metrics of the episode, of which later turns replace earlier values."""
+    part of the episode's score. `parts`: named metrics of the episode. Values of later turns replace earlier values."""
 
     reply: str = ""
     done: bool = False
@@ -36,9 +36,9 @@ class Turn:
 
 
 class Environment(Protocol):
-    """The environment of one episode, whose methods may be `async`. The class gets the arguments `tools` and `scorer`
-    with `episode.tools`, and `server`, `key_variable` and `deadline_s` with `episode.server`. An optional method
-    `close` is called at the end."""
+    """The environment of one episode, whose methods may be `async`. If `episode.tools` is set, the class gets the
+    arguments `tools` and `scorer`. If `episode.server` is set, it gets `server`, `key_variable` and `deadline_s`. An
+    optional method `close` is called at the end."""
 
     # A class attribute `repeatable = False` declares that replies depend on more than the row, its seed and the texts.
 
@@ -54,8 +54,8 @@ class Environment(Protocol):
 class Episode:
     """The state of an episode. `texts[i]` is the model's text in turn i. `replies[0]` opens the episode, and
     `replies[i]` answers `texts[i - 1]`. `truth`: JSON with the name of the environment, the arguments of its class
-    (`options`) and the `row`. `max_kept`: the environments that a process stores between turns. Others repeat their
-    turns."""
+    (`options`) and the `row`. `max_kept`: the most environments that a process stores between turns. Any other
+    environment is created again and repeats its turns."""
 
     name: str
     truth: str
@@ -112,8 +112,7 @@ _event_loop = cache(asyncio.new_event_loop)  # event loop of all episodes, so th
 
 def play(response: str, ground_truth: Mapping[str, object]) -> Score:
     """Play the last turn of the `Episode` in `response`. The score's `said` is JSON with the reply and whether the
-    episode has ended. An empty `response` only creates an environment, so that the first deadline includes no
-    imports."""
+    episode has ended. An empty `response` only creates an environment, so that no deadline includes imports."""
     kind = resolve_environment(str(ground_truth["environment"]))
     options = cast(Mapping[str, Any], ground_truth["options"])
     if not response:

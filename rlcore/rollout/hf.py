@@ -167,7 +167,7 @@ class HfEngine(RolloutEngine):
 
 
 def _agree(cut: TailCut, requests: Requests, answers: Sequence[_Response]) -> None:
-    """Exchange the lengths of finished responses with the other ranks, and lower the limits of the unfinished ones."""
+    """Exchange the lengths of finished responses with the other ranks, and lower the limits of unfinished responses."""
     for request, answer in zip(requests, answers, strict=True):
         if answer.is_finished:
             cut.end(request.group, request.sample_index, len(answer.token_ids))
@@ -205,5 +205,5 @@ def _left_padded(prompts: Sequence[tuple[int, ...]]) -> tuple[Int[Tensor, "P L"]
 
 
 def _uniforms(requests: Requests, count: int) -> np.ndarray:
-    """Return uniform random numbers in [0, 1), Float64[B, count], row i by the seed of request i."""
+    """Return uniform random numbers in [0, 1), Float64[B, count], row i from the seed of request i."""
     return np.stack([np.random.Generator(np.random.Philox(request.seed)).random(count) for request in requests])

@@ -160,8 +160,8 @@ def _require(resolve: Callable[[str], R], name: str, rule: str) -> R:
 class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
     """Processes that score responses with `scorer`, a function `rlcore.score.Scorer` named `module:function`. If
     `num_processes` is 0, the calling process scores without a deadline. `section`: the settings that error messages
-    name. `num_logged`: the maximum number of logged errors, and of logged timeouts. Raises ConfigError if the scorer
-    does not exist."""
+    name. `num_logged`: the maximum number of logged errors and timeouts each. Raises ConfigError if the scorer does not
+    exist."""
 
     def __init__(
         self, scorer: str, config: RewardConfig, *, section: str = "reward", num_logged: int = _MAX_LOGGED
@@ -349,8 +349,7 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
 
     def _replace_ended(self, worker: ScoringProcess, why: str) -> None:
         """Replace a process that has ended. Its current response is tried a second time, since the process may have
-        been killed, and then counts as an error. An end during a first call, on an empty response, disables first
-        calls."""
+        been killed, and then counts as an error. An end during a first call (empty response) disables first calls."""
         if worker.responses:
             answer = worker.responses[0]
             answer.num_deaths += 1

@@ -30,7 +30,7 @@ SCORER_KEY = "scorer"
 
 
 def resolve_scorer(name: str) -> Scorer:
-    """Return the function named `module:function`. Raises ImportError, AttributeError or ValueError otherwise."""
+    """Return the function `module:function`. Raises ImportError, AttributeError or ValueError if it is missing."""
     found: Any = resolve_name(name)
     if not callable(found):
         raise ValueError(f"{name} is {type(found).__name__}, not a function")
@@ -42,8 +42,8 @@ def score_one(
     scorer: Scorer, response: str, ground_truth_json: str, weights: Mapping[str, float] | None = None
 ) -> Score:
     """Return the checked score of one response. Raises the scorer's exceptions, and TypeError or ValueError for an
-    invalid score. With `weights`, the total is the weighted sum of the parts, to which the scorer's own total is added
-    as `total`. The part `correct`, if missing, is then added: 1 for a full score, otherwise 0."""
+    invalid score. With `weights`, the scorer's total becomes a part named `total`, and the new total is the weighted
+    sum of the parts. A missing part `correct` is 1 for a full score, otherwise 0."""
     truth = json.loads(ground_truth_json)
     found = scorer(response, truth if isinstance(truth, Mapping) else {"answer": truth})
     if isinstance(found, Real):

@@ -1,5 +1,6 @@
 """The tokens between two turns of the model: end of turn, message of the environment, and start of the next turn.
-Earlier tokens are never tokenized again, so a chat template must render a conversation as a prefix of longer ones."""
+Earlier tokens are never tokenized again, so a chat template must render longer conversations with the same beginning.
+"""
 
 from collections.abc import Mapping, Sequence
 from datetime import date
@@ -14,7 +15,7 @@ _RESPONSES, _REPLIES = ("MillraceFirst", "MillraceSecond"), ("MillraceOne", "Mil
 
 
 class TurnTokens:
-    """The token ids of an environment's messages, by the chat template or, without `chat`, as plain text. Raises
+    """The token ids of an environment's messages. `chat`: by the chat template instead of as plain text. Raises
     ConfigError if the template cannot render later turns, or drops or changes earlier turns."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Functions about Ray clusters for the checks before a run, without Ray, which would try a closed port for minutes."""
+"""Functions about Ray clusters, for checks before a run. They avoid Ray, which would try a closed port for minutes."""
 
 import os
 import secrets
@@ -34,12 +34,13 @@ def private_folder() -> Path:
 
 
 def ray_folder() -> Path:
-    """Return the folder of sockets, logs and spilled objects, of mode 0777 in a parent of mode 0700."""
+    """Return the folder of sockets, logs and spilled objects. Its mode is 0777, and its parent's mode is 0700."""
     return private_folder() / "ray"
 
 
 def store_bytes(config: RunConfig) -> int:
-    """Return the size of a private object store: the largest batch, within shared memory and 30% of the memory."""
+    """Return the size of a private object store: the largest batch, but at most the shared memory and 30% of the
+    memory."""
     shared = Path("/dev/shm")
     free = shutil.disk_usage(shared).free if shared.is_dir() else LEAST_STORE_BYTES
     most = min(free, psutil.virtual_memory().total * 3 // 10)
@@ -137,7 +138,7 @@ def address_of(given: str) -> str:
 
 
 def own_head() -> str | None:
-    """Return the address of the cluster that `millrace up --ray` has started, if it has."""
+    """Return the address of the cluster that `millrace up --ray` has started, or None."""
     try:
         return (ray_folder() / "ray_current_cluster").read_text().strip()
     except OSError:
@@ -181,7 +182,7 @@ _ANSWER_TIMEOUT_S = 10.0
 
 
 def unreachable(address: str) -> str | None:
-    """Return the reason why no process listens at `address`, or None. Any process may listen for `auto`.
+    """Return the reason why no process listens at `address`, or None. The address `auto` is not checked.
 
     >>> unreachable("auto") is None
     True

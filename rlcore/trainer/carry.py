@@ -43,7 +43,7 @@ class Carried:
         return np.frombuffer(self.token_ids, dtype="<i4")
 
     def rollout(self, policy_version: int) -> Rollout:
-        """Return the response so far as a rollout. `policy_version`: of the step that continues it."""
+        """Return the response so far as a rollout. `policy_version`: the version in the step that continues it."""
         logprobs = np.frombuffer(self.logprobs, dtype="<f4")
         given = (self.prompt, self.sample_index, self.ids, logprobs, self.finish_reason, policy_version)
         return Rollout(*given, is_cut=self.is_cut, num_stale=len(logprobs))
@@ -83,7 +83,7 @@ class GroupsInProgress:
     def __init__(
         self, carried: Sequence[Carried], requests: Sequence[SamplingRequest], size: int, policy_version: int
     ) -> None:
-        """Begin with carried groups of `size` responses. `requests`: first those that continue carried responses."""
+        """Begin with carried groups of `size` responses. Requests that continue carried responses come first."""
         self._rollouts = {place: each.rollout(policy_version) for place, each in enumerate(carried)}
         continued = [place for place, each in enumerate(carried) if each.is_cut]
         self._places = [*continued, *range(len(carried), len(carried) + len(requests) - len(continued))]

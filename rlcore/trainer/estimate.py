@@ -28,7 +28,7 @@ from rlcore.types import PackedBatch, Score, TrainBatch
 
 @dataclass(frozen=True, slots=True)
 class ForwardResults:
-    """The results of the forward passes before an update, or None if the algorithm does not need them."""
+    """The results of the forward passes before an update. A result is None if the algorithm does not need it."""
 
     old_logprobs: Float[Tensor, "T"] | None = None
     ref_logprobs: Float[Tensor, "T"] | None = None
@@ -163,7 +163,7 @@ def _sequence_advantages(
     parts: ScoreParts,
     algo: AlgoConfig,
 ) -> Float[Tensor, "N"]:
-    """Return one advantage per response, which is 0 without a score or without a scored response to compare with."""
+    """Return one advantage per response. It is 0 if the response has no score or no scored response to compare with."""
     greedy = None if greedy_scores is None else torch.tensor(greedy_scores)
     if greedy is not None:
         chosen = packed.score_mask & greedy.isfinite()

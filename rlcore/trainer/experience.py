@@ -159,7 +159,8 @@ class ResponseSampler:
     ) -> list[Rollout]:
         """Generate responses in the order of the requests. `on_finished` gets a few responses with the indices of their
         requests. `shares`: the request indices of each rank. If `num_finished` is positive, unfinished responses are
-        cut as soon as `num_finished` groups are finished. Raises EngineError for another policy version."""
+        cut as soon as `num_finished` groups are finished. Raises EngineError for responses of another policy version.
+        """
         indices = split_requests(requests, self.group.world_size) if shares is None else shares
         limit = self.config.rollout.max_response_tokens
         arguments = [([requests[i] for i in mine], sampling, limit, num_finished) for mine in indices]
@@ -224,7 +225,7 @@ class ExperienceCollector:
     def __init__(
         self, sampler: ResponseSampler, stream: PromptStream[Prompt] | MixedStream, counted: RowSampler | None = None
     ) -> None:
-        """Create a collector. If `counted` is None, all rows have equal weight."""
+        """Create a collector. `counted` weights rows by their pass counts. Without it, weights are equal."""
         self._config, self._sampler, self._stream, self._counted = sampler.config, sampler, stream, counted
         self._prepared: dict[LoopState, tuple[list[SamplingRequest], list[list[int]]]] = {}
 
@@ -310,7 +311,7 @@ class ExperienceCollector:
         )
 
     def _greedy_scores(self, prompts: Sequence[Prompt], version: int, clock: PhaseClock) -> tuple[float, ...] | None:
-        """Return the score of a greedy response to the same prompt for each response (the baseline of ReMax)."""
+        """Return one score per response: that of a greedy response to the same prompt (the baseline of ReMax)."""
         if self._config.algo.advantage != "remax":
             return None
         unique = list(dict.fromkeys(prompts))
@@ -349,7 +350,7 @@ def all_unscored_error(where: str, scorer: str, failures: Sequence[str]) -> Unsc
 
 
 def count_solved(responses: Sequence[ScoredResponse], tally: dict[int, tuple[int, int]]) -> None:
-    """Add the numbers of solved and scored responses to each prompt to `tally`, whose keys are prompt ids."""
+    """Count the solved and the scored responses to each prompt in `tally`, whose keys are prompt ids."""
     for rollout, score, _ in responses:
         if score.failure is None:
             num_solved, num_scored = tally.get(rollout.prompt.prompt_id, (0, 0))

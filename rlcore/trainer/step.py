@@ -176,8 +176,8 @@ class Trainer(GroupTrainer):
         *more: bool,
         of_sequence: Sequence[int] = (),
     ) -> Float[Tensor, "T ..."]:
-        """Call `verb` on each rank with its sequences, and return the values in batch order. `of_sequence`: a further
-        argument for each sequence. If it is empty, the further arguments of every rank are `more`."""
+        """Call `verb` on each rank with its sequences, and return the values in batch order. `of_sequence`: a value for
+        each sequence, which `verb` gets as a list. If it is empty, `verb` gets `more` instead."""
         with clock.phase(phase):
             own = [([of_sequence[i] for i in mine],) if of_sequence else more for mine in shares.sequences]
             arguments = [

@@ -92,7 +92,7 @@ class SupervisedTrainer(GroupTrainer):
         self, verb: Callable[..., R], demonstrations: Sequence[Demonstration]
     ) -> tuple[PackedBatch, Sequence[Sequence[int]], list[R]]:
         """Call `verb` on each rank with its demonstrations. Return the batch, the sequences of each rank, and the
-        results. Each rank needs the same number, so copies of the last demonstration without a loss are added."""
+        results. Each rank needs the same number, so copies of the last demonstration are added. They have no loss."""
         missing = -len(demonstrations) % self._group.world_size
         packed = pack_demonstrations([*demonstrations, *[demonstrations[-1].without_targets()] * missing])
         shares = self._assign(packed, packed.num_sequences).whole

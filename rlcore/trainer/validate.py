@@ -1,6 +1,6 @@
 """Validation on held-out problems, with sampled and greedy responses of the current weights.
 
-Random numbers depend only on the run's seed and the problem, and those of an environment on `data.seed`."""
+Sampling depends only on the run's seed and the problem. Environments get random numbers from `data.seed`."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,7 +14,7 @@ from rlcore.trainer.experience import ResponseSampler, ScoredResponse
 from rlcore.types import Prompt
 
 OnScored = Callable[[Sequence[ScoredResponse], bool], None]
-"""A function that receives scored responses, and True if the responses are greedy."""
+"""A function that receives scored responses, and whether these responses are greedy."""
 
 
 def validate(

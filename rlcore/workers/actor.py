@@ -103,7 +103,7 @@ class Actor(TrainedModel[CausalPolicy]):
         entropy_added: float = 0.0,
         with_logprobs: bool = True,
     ) -> ModelUpdate[PolicyStatistics]:
-        """Take one optimizer step on this rank's share. Raises NonFiniteError, with unchanged weights."""
+        """Take one optimizer step. A non-finite loss or gradient raises NonFiniteError and changes no weight."""
         objective = partial(self._objective, denominator=denominator, kl_coef=kl_coef, entropy_added=entropy_added)
 
         def work(parts: Parts) -> tuple[PolicyStatistics, Tensor | None]:
@@ -139,7 +139,7 @@ class Actor(TrainedModel[CausalPolicy]):
 
     @torch.no_grad()
     def _non_finite_groups(self, batch: TrainBatch, objective: Callable[..., tuple[Any, ...]]) -> list[int]:
-        """Return the prompts whose responses have a non-finite loss on any rank, as numbers within the step."""
+        """Return the numbers, within the step, of prompts with a non-finite loss of a response on any rank."""
         groups: set[int] = set()
         for index in range(batch.packed.num_sequences):
             if not torch.isfinite(objective(to_device(batch, [index], self._placement.device))[0]):
@@ -176,7 +176,7 @@ class Actor(TrainedModel[CausalPolicy]):
         self, batch: PackedBatch, num_micro: int, total: int, *, lr: float
     ) -> ModelUpdate[SupervisedStatistics]:
         """Take one optimizer step on the loss `warm_start.loss`, divided by `total`, the number of targets or pairs on
-        all ranks. Raises NonFiniteError, with unchanged weights."""
+        all ranks. A non-finite step raises NonFiniteError and changes no weight."""
 
         objective = partial(self._supervised_objective, total=total)
         summed = self.update_pass.run(lambda parts: self.accumulate(batch, parts, objective), batch, num_micro)
@@ -205,7 +205,7 @@ class Actor(TrainedModel[CausalPolicy]):
         return supervised_objective(output.logprobs, output.is_top, micro.device.loss_mask, num_tokens=total)
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield all weights under their names in transformers, matrices in `dtype` unless there are adapters."""
+        """Yield all weights under their names in transformers. Without adapters, matrices are in `dtype`."""
         yield from full_state(self.model, self.base.value, None if self._config.model.lora is not None else dtype)
 
 
@@ -282,7 +282,7 @@ class Critic(TrainedModel[ValueModel]):
     def update(
         self, batch: TrainBatch, num_micro: int, denominator: Denominator, *, lr: float
     ) -> ModelUpdate[ValueStatistics]:
-        """Take one optimizer step on this rank's share. Raises NonFiniteError, with unchanged weights."""
+        """Take one optimizer step. A non-finite loss or gradient raises NonFiniteError and changes no weight."""
 
         def objective(micro: MicroBatch[TrainBatch]) -> tuple[Tensor, ValueStatistics]:
             values = self._values(MicroBatch(micro.host.packed, micro.device.packed))

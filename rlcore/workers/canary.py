@@ -24,7 +24,7 @@ _RESPONSES_PER_PROMPT = 4
 _RESPONSE_TOKENS = 8
 
 FIRST_BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Upper bounds of the rounding difference at the first sync. Random tensors show differences of 1 to 10."""
+"""Upper bounds of the rounding difference at the first sync. With random tensors, the difference is 1 to 10."""
 NOISE_FACTOR = 4.0  # factor by which a later difference may exceed the difference of the first sync
 MIN_BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.02}
 """The smallest bound of each type, since training may increase the rounding difference."""
@@ -58,9 +58,9 @@ class Canary:
         return max(MIN_BOUNDS[self._dtype], NOISE_FACTOR * self._noise)
 
     def check(self, version: int, observed: Sequence[tuple[WeightSyncResult, float]]) -> WeightSync:
-        """Check a weight sync by the result and the probe difference of every rank, equally on all ranks. Raises
+        """Check a weight sync by the results and probe differences of all ranks. All ranks get the same outcome. Raises
         EngineError if a tensor differs or the difference is not finite. A difference above the bound sets `warning` if
-        all tensors are equal, and raises EngineError if some cannot be compared."""
+        all tensors are equal, and raises EngineError if some tensors cannot be compared."""
         bound, difference = self.bound, max(one for _, one in observed)
         differing = list(dict.fromkeys(name for result, _ in observed for name in result.differing))
         uncompared = list(dict.fromkeys(name for result, _ in observed for name in result.uncompared))
@@ -107,8 +107,8 @@ def probe_difference(
     logprobs: Callable[[PackedBatch, int], Float[Tensor, "T"]],
 ) -> float:
     """Return the mean absolute difference between the engine's and the trainer's log-probabilities, or inf if it is not
-    finite. The engine samples at the training temperature with fixed seeds. `logprobs`: the trainer's forward pass of a
-    batch in a number of micro-batches, which is the same on all ranks."""
+    finite. The engine samples at the training temperature with fixed seeds. `logprobs`: the trainer's forward pass,
+    which gets a batch and the number of micro-batches. This number is the same on all ranks."""
     assert prompts, "set_probe must precede a weight sync to vLLM"
     requests = [SamplingRequest(prompt, i, seed=i) for prompt in prompts for i in range(_RESPONSES_PER_PROMPT)]
     sampling = SamplingConfig(temperature=config.rollout.sampling.temperature)

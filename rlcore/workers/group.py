@@ -21,8 +21,8 @@ class Pending(Generic[R]):
 @runtime_checkable
 class WorkerGroup(Protocol):
     """All ranks of a run. Each call reaches all ranks, and ends when all have returned. `verb` is an unbound method of
-    `Worker`, such as `Worker.values`. If one rank fails or is lost, the call raises an error, and the group is
-    unusable."""
+    `Worker`, such as `Worker.values`. If a rank fails or is lost, the call raises an error and the group is unusable.
+    """
 
     world_size: int
 

@@ -12,7 +12,7 @@ from rlcore.workers.trained_model import OomRetry
 @dataclass(frozen=True, slots=True)
 class MemoryPeak:
     """The peak GPU memory since the process started, in GB of 1e9 bytes, without memory that a sleeping engine has
-    released. `num_retries`: the passes repeated for lack of memory. `shortages`: those since the last report."""
+    released. `num_retries`: the passes repeated for lack of memory. `shortages`: such passes since the last report."""
 
     allocated_gb: float
     reserved_gb: float
@@ -38,7 +38,7 @@ def gpu_peak() -> Bytes:
 
 
 class MemoryMeter:
-    """A meter of peak GPU memory without the bytes that a sleeping vLLM has unmapped, which torch counts as allocated.
+    """A meter of peak GPU memory. Bytes that a sleeping vLLM has unmapped are excluded, though torch counts them.
     `peak`: returns the peak since its last call. `unmapped`: returns the unmapped bytes."""
 
     def __init__(self, peak: Callable[[], Bytes] = gpu_peak, unmapped: Callable[[], int] = engine_pool_bytes) -> None:

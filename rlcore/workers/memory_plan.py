@@ -19,11 +19,12 @@ from rlcore.tracking.lineage import first_gpu
 CONTEXT_BYTES = 1_000_000_000  # memory of a CUDA context, its libraries and NCCL
 ENGINE_ASLEEP_BYTES = 600_000_000  # memory of vLLM at sleep levels 1 and 2
 ACTIVATION_FACTOR = 1.05
-"""The factor to planned activations. 14,744 tokens of Llama-3.2-1B in bfloat16 took 26.2 GB of 25.9 GB counted, and
-24,711 tokens with `model.compile` 29.7 to 31.2 GB of 30.4 GB (`benchmarks/baselines/NVIDIA_H200.json`)."""
+"""The factor by which planned activations are multiplied. Llama-3.2-1B in bfloat16 took 26.2 GB for 14,744 tokens (25.9
+GB counted). With `model.compile` it took 29.7 to 31.2 GB for 24,711 tokens (30.4 GB counted;
+`benchmarks/baselines/NVIDIA_H200.json`)."""
 PREFETCHED_LAYERS = 2  # number of layers with gathered weights under FSDP2: the current layer and the prefetched one
 SAMPLING_BYTES = 24
-"""The bytes per vocabulary token of sampling in the hf engine: two float32 and two float64 numbers."""
+"""The bytes that the hf engine needs to sample, per entry of the vocabulary: two float32 and two float64 numbers."""
 FULL, MOMENTS = 4, 8  # bytes of a float32 weight or gradient, and of the two AdamW moments of a weight
 NF4 = 0.5 + 4 / 64  # bytes of a 4-bit weight, with its share of one float32 scale per block of 64
 
@@ -34,7 +35,7 @@ SHORT_PASS_TOKENS = 8_192
 """The largest vLLM pass if the cache cannot hold all responses, since a pass takes memory from the cache. A 7B model in
 24 GB took 17.9 s for 512 responses, and 77 s with passes of 32,768 tokens."""
 FREE_SHARE = 0.08
-"""The share of the device that chosen settings leave free for fragmentation (7 to 9% on an H200) and errors."""
+"""The share of the device that chosen settings leave free for fragmentation (7 to 9% on an H200) and plan errors."""
 GB = 1e9
 
 S = TypeVar("S", bound=Section)
@@ -55,7 +56,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The planned bytes of one rank by phase and tensor. `floor_bytes`: the most with one sequence per micro-batch."""
+    """The planned bytes of one rank by phase and tensor. `floor_bytes`: the peak with one sequence per micro-batch."""
 
     device: Device
     phases: Mapping[str, Mapping[str, int]]
@@ -116,8 +117,8 @@ def update_activation_bytes(
     shape: ModelShape, itemsize: int, *, recompute: bool, offload: bool = False, compiled: bool = False
 ) -> int:
     """Return the bytes per token that a forward pass keeps for the backward pass. With `recompute`, it keeps the inputs
-    of all layers (with `offload` of one), and for one layer its activations and feed-forward gradients. 131,040 tokens
-    of a 1.5B model with `recompute` took 50.2 GB on an H200, and the plan says 49.2 GB."""
+    of all layers (of one layer with `offload`), and the activations and feed-forward gradients of one layer. 131,040
+    tokens of a 1.5B model with `recompute` took 50.2 GB on an H200, and the plan says 49.2 GB."""
     layer = layer_activation_bytes(shape, itemsize, compiled=compiled)
     ends = (FULL + 2 * itemsize) * shape.hidden  # embedding's output, last norm
     inputs = (1 if offload else shape.layers) * itemsize * shape.hidden
@@ -127,7 +128,7 @@ def update_activation_bytes(
 
 
 def forward_activation_bytes(shape: ModelShape, itemsize: int) -> int:
-    """Return the peak bytes per token of a forward pass without gradient, in a feed-forward layer."""
+    """Return the peak bytes per token of a forward pass without gradient. The peak is in a feed-forward layer."""
     return round(ACTIVATION_FACTOR * ((FULL + 2 * itemsize) * shape.hidden + 3 * itemsize * shape.intermediate))
 
 
@@ -135,8 +136,8 @@ def head_bytes(
     shape: ModelShape, itemsize: int, chunk_tokens: int, tokens: int, *, gradient: Literal["none", "hidden", "all"]
 ) -> int:
     """Return the bytes of the output head, which computes one chunk of float32 logits at a time. `gradient`: `none`
-    counts logits and hidden states, `hidden` also the gradients of both, and `all` two float32 matrices: the gradient
-    of the head's weight so far and the current product."""
+    counts logits and hidden states, `hidden` also the gradients of both, and `all` also two float32 matrices: the
+    gradient of the head's weight so far and the current product."""
     rows = min(chunk_tokens, tokens)
     logits = rows * shape.vocab * FULL
     hidden = tokens * shape.hidden * itemsize
@@ -182,7 +183,7 @@ def full_engine_bytes(config: RunConfig, shape: ModelShape, itemsize: int, respo
 
 
 def plan_memory(config: RunConfig, shape: ModelShape, device: Device, *, tokens: int | None = None) -> MemoryPlan:
-    """Plan all phases of a step on one rank. `tokens`: the largest micro-batch, by default by the settings."""
+    """Plan all phases of a step on one rank. `tokens`: the largest micro-batch (default: from the settings)."""
     tokens = tokens or micro_batch_tokens(config)
     phases = _phases(config, shape, device, tokens)
     finest = _phases(config, shape, device, min(tokens, max_sequence_tokens(config)))
@@ -319,7 +320,7 @@ def detect_device(config: RunConfig) -> Device:
 
 def fit_settings(config: RunConfig, shape: ModelShape, device: Device) -> tuple[RunConfig, MemoryPlan]:
     """Return the settings to run with, and their memory plan. `runtime.fit_memory=auto` chooses memory share, largest
-    pass and sleep level of the engine, token budget, offloading, and recomputation, if the size of the device is
+    pass and sleep level of the engine, token budget, offloading and recomputation. The size of the device must be
     known."""
     if config.runtime.fit_memory == "auto" and device.total_bytes is not None:
         config = _choose_settings(config, shape, device)
@@ -376,7 +377,8 @@ def chosen_settings(before: RunConfig, after: RunConfig) -> str:
 
 
 def _choose_settings(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:
-    """Return the first variant that fits several sequences per micro-batch, otherwise the last variant with one."""
+    """Return the first variant that fits several sequences per micro-batch. If none fits, return the last variant with
+    the token budget of the longest sequence."""
     for variant, least in variants(config):
         found = with_token_budget(with_memory_share(variant, shape, device), shape, device, least=least)
         if found is not None:
@@ -386,8 +388,8 @@ def _choose_settings(config: RunConfig, shape: ModelShape, device: Device) -> Ru
 
 
 def variants(config: RunConfig) -> Iterator[tuple[RunConfig, int]]:
-    """Yield variants of the settings, each with its smallest acceptable token budget. The first, and fastest, offloads
-    and recomputes nothing, and vLLM stays awake. Each later variant adds one saving: vLLM sleeps, frozen models are
+    """Yield variants of the settings, each with its smallest acceptable token budget. The first is the fastest: nothing
+    is offloaded or recomputed, and vLLM stays awake. Each later variant adds one saving: vLLM sleeps, frozen models are
     offloaded, moments are offloaded, layers are recomputed, inputs of layers are offloaded."""
     several = max(4 * max_sequence_tokens(config), TOKENS_STEP)
     has_lora, has_vllm = config.model.lora is not None, config.rollout.engine == "vllm"

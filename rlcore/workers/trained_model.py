@@ -86,8 +86,8 @@ def sum_statistics(statistics: Sequence[S]) -> S:
 
 @dataclass(frozen=True, slots=True)
 class OomRetry:
-    """A pass that ran out of memory in `num_micro` micro-batches and was repeated in `num_again`. `factor`: that of the
-    `MicroBatchRunner` after the retry. `refusal`: the allocator's error message."""
+    """A pass that ran out of memory in `num_micro` micro-batches and was repeated in `num_again`. `factor`: the
+    `MicroBatchRunner`'s factor after the retry. `refusal`: the allocator's error message."""
 
     name: str
     num_micro: int
@@ -103,11 +103,11 @@ class OomRetry:
 
 
 class MicroBatchRunner:
-    """An object that runs one kind of pass in as many micro-batches as the memory requires: the number by the token
-    budget, multiplied by `factor`. On a single rank, the factor doubles when memory runs out, and halves after many
-    successful passes. Several ranks, which wait for each other in collectives, raise an error instead, and only
-    `Worker.split_micro_batches` changes their factor. `recover`: resets the model after a failed pass. `shape`: the
-    model's shape to balance the computing cost over ranks, or None to balance tokens."""
+    """An object that runs one kind of pass in as many micro-batches as the memory requires. The token budget gives a
+    number of micro-batches, which is multiplied by `factor`. On a single rank, the factor doubles when memory runs out,
+    and halves after many successful passes. Several ranks, which wait for each other in collectives, raise an error
+    instead, and only `Worker.split_micro_batches` changes their factor. `recover`: resets the model after a failed
+    pass. `shape`: the model's shape to balance the computing cost over ranks, or None to balance tokens."""
 
     def __init__(
         self,
@@ -135,7 +135,8 @@ class MicroBatchRunner:
 
     def run(self, work: Callable[[Parts], R], batch: PackedBatch, num_micro: int) -> R:
         """Call `work` with the sequence indices of each micro-batch, again with more micro-batches if memory runs out.
-        Raises DeviceMemoryError with one sequence per micro-batch, and RankMemoryError on one of several ranks."""
+        Raises DeviceMemoryError if memory runs out with one sequence per micro-batch. Several ranks raise
+        RankMemoryError instead of a repetition."""
         while True:
             number = min(num_micro * self.factor, batch.num_sequences)
             parts = micro_batches(batch, number, self._shape, share_prompts=self._share_prompts)
@@ -196,7 +197,8 @@ class MiniBatch:
 
 @dataclass(frozen=True, slots=True)
 class ModelUpdates(Generic[S]):
-    """The optimizer steps before the first non-finite step, and its error. Their number is the same on all ranks."""
+    """The optimizer steps before the first non-finite step, whose error is `failure`. All ranks have the same number of
+    steps."""
 
     steps: tuple[ModelUpdate[S], ...]
     failure: NonFiniteError | None = None
@@ -216,8 +218,8 @@ def run_mini_batches(
 
 
 class TrainedModel(Generic[Model]):
-    """A model with float32 master weights, sharded if there is a mesh, its optimizer, and a `MicroBatchRunner` for each
-    kind of pass. `passes`: the names of the update pass and of the forward pass in messages."""
+    """A model with its optimizer and a `MicroBatchRunner` for each kind of pass. The master weights are float32, and
+    are sharded if there is a mesh. `passes`: the names of the update pass and of the forward pass in messages."""
 
     def __init__(
         self,

@@ -212,7 +212,7 @@ class Worker:
         return self.reference.logprobs(batch, num_micro)
 
     def teacher_logprobs(self, batch: PackedBatch, num_micro: int, chosen: Sequence[int]) -> Float[Tensor, "T"]:
-        """Return the log-probability of each response token under the teacher with the response's index in `chosen`."""
+        """Return the log-probability of each response token under a teacher: `chosen[i]` for response i."""
         self._sleep_engine()
         return run_teachers(FrozenPolicy.logprobs, self.teachers, batch, num_micro, chosen)
 
@@ -281,7 +281,7 @@ class Worker:
         self._probe = tuple(prompts)
 
     def sync_weights(self, version: int) -> WeightSync:
-        """Send the policy's weights to the engine. Raises EngineError on all ranks if vLLM computes with others."""
+        """Send the policy's weights to the engine. Raises EngineError on all ranks if vLLM has wrong weights."""
         config = self._config
         self._wake_engine()
         weights = self.actor.weights(engine_dtype(config, self._placement.dtype))
@@ -302,7 +302,7 @@ class Worker:
         return self.actor.logprobs(batch, num_micro)
 
     def save(self, verb: Callable[Concatenate[RankSaver, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the method `verb` of this rank's `RankSaver`, one step of a save."""
+        """Call the method `verb` of this rank's `RankSaver`. It does one step of a save."""
         return verb(self._saver, *args, **kwargs)
 
     def _saved_models(self) -> dict[str, tuple[nn.Module, torch.optim.Optimizer]]:
@@ -320,7 +320,7 @@ class Worker:
         return self._to_host(self.actor.weights())
 
     def adapters(self) -> dict[str, Tensor]:
-        """Return the adapters under PEFT's names on the CPU, or {} on ranks other than 0 and without `model.lora`."""
+        """Return the adapters under PEFT's names on the CPU, or {} on ranks other than 0 or without `model.lora`."""
         return self._to_host(adapter_state(self.actor.model))
 
     def _to_host(self, gathered: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
 """The `RolloutEngine` with vLLM in the worker's process. Responses to one prompt share the prefill through the prefix
 cache. Neighbouring ranks may share an engine (`rollout.tensor_parallel_size`), each with a part of every matrix. Every
-rank then runs vLLM's scheduler with the same requests, order and seeds, so all decisions are equal."""
+rank then runs vLLM's scheduler with the same requests, order and seeds, so all ranks take the same decisions."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -134,7 +134,7 @@ class VllmEngine(RolloutEngine):
     def _prepare_requests(
         self, requests: Requests, sampling: SamplingConfig, max_response_tokens: int
     ) -> Iterator[Any]:
-        """Yield vLLM's request objects. vLLM prepares and checks only the first, of which the others are copies."""
+        """Yield vLLM's request objects. vLLM prepares and checks only the first, and the rest are copies."""
         from msgspec.structs import replace
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind

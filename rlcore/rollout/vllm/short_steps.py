@@ -112,12 +112,12 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
 
     def _admits_waiting(self) -> bool:
         """Return whether half of the slots are free for waiting requests. A step that processes a prompt takes several
-        times longer than others, so requests start together."""
+        times longer than other steps, so requests start together."""
         limit = min(self.max_num_running_reqs, getattr(self, "max_num_active_reqs", self.max_num_running_reqs))
         return len(self.requests) > len(self.running) and len(self.running) <= limit // 2
 
     def _full_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a full step of vLLM. If each request got one token in it, use it as the template of short steps."""
+        """Run a full step of vLLM. A step with one token per request becomes the template of short steps."""
         self._end_short_steps()
         if self._hashes_behind:  # vLLM adds them per token, and reads them per block
             for request in self.running:
@@ -164,7 +164,7 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         )
 
     def _one_token_each(self) -> Any:
-        """Return vLLM's order with one token for each running request, or None if the next step cannot be short."""
+        """Schedule one token for each running request. Return vLLM's schedule, or None if the step cannot be short."""
         if self._rows is not None and self._rows.num_ordered == _MAX_SHORT_STEPS:
             self._end_short_steps()
         rows = self._rows
@@ -238,7 +238,7 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         return self._prepend_buffered(outputs)
 
     def _update_requests(self, rows: _Rows, which: Any) -> None:
-        """Append the tokens of short steps to vLLM's requests in the rows `which`, and buffer them for their output."""
+        """Append the tokens of short steps to vLLM's requests in the rows `which`, and buffer them for output."""
         taken = rows.num_taken
         token_ids, logprobs = rows.token_ids[which, :taken].tolist(), rows.logprobs[which, :taken].tolist()
         num_ordered = np.minimum(rows.num_ordered, rows.to_come[which]).tolist()

@@ -165,8 +165,8 @@ def unsupported_dtype(name: str, capability: tuple[int, int], dtype: torch.dtype
 
 
 def logprobs_mode(settings: RolloutConfig) -> str:
-    """Return the vLLM mode with the trainer's log-probabilities, tempered but not truncated by top_p. The settings
-    reject a temperature together with top_p, so `raw` (before both) or `processed` (after both) fits."""
+    """Return the vLLM mode whose log-probabilities are those of the trainer: with temperature, without top_p. The
+    settings reject a temperature together with top_p, so `raw` (before both) or `processed` (after both) fits."""
     return "raw_logprobs" if settings.sampling.top_p < 1 else "processed_logprobs"
 
 

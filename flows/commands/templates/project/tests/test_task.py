@@ -1,4 +1,4 @@
-"""A test of the scorer: a reference must earn the full score, and any other text less."""
+"""A test of the scorer: a reference earns the full score, and another text earns less."""
 
 from NAME import build, score
 
