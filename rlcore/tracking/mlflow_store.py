@@ -50,7 +50,7 @@ COLUMN_WIDTHS = {
     "tags.`algorithm`": 100,
     "tags.`task`": 120,
 }
-"""The columns of the saved view and their widths in pixels. The rewards and the seed fit next to the name of the run."""
+"""The columns of the saved view and their widths in pixels. The rewards and the seed fit next to the run name."""
 
 
 class MlflowStore:
