@@ -205,7 +205,7 @@ def _unit_of(entry: str) -> str:
 
 
 def read_words(plain: str) -> tuple[str, ...] | None:
-    """Read a text of words and numbers, or a multiple-choice answer as its letter and text."""
+    """Read a text of words and numbers. A multiple-choice answer is read as its letter and its text."""
     bare = plain.replace('"', " ").strip()
     if (choice := _CHOICE.fullmatch(bare)) and not _AND.search(choice[3]):
         return (f"({choice[1] or choice[2]})".lower(), closed_up(choice[3]))

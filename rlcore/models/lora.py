@@ -59,7 +59,7 @@ class AdaptedLinear(nn.Module):
 
 
 def stochastic_round(exact: Float[Tensor, "M N"], dtype: torch.dtype) -> Float[Tensor, "M N"]:
-    """Cast a float32 tensor to `dtype`, to bfloat16 by stochastic rounding. `exact` is overwritten.
+    """Cast the float32 tensor `exact` to `dtype`. If `dtype` is bfloat16, round stochastically. `exact` is overwritten.
 
     Most adapter updates are below half a bfloat16 step, and rounding to nearest would lose them. Instead, a fixed
     random number below one step is added, and the sum is truncated. A weight without an update stays bit-identical."""
