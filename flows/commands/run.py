@@ -181,7 +181,7 @@ def _compose_and_plan(
 def compose_arguments(
     settings: Sequence[str] | None, root: Path | None, *, fork: str | None = None, dry_run: bool = False
 ) -> "RunSettings":
-    """Compose the settings of a command, by default without a fork. Warn of each setting that has no effect.
+    """Compose the settings of a command. `fork` names a run to branch from. Warn of each setting that has no effect.
 
     With `dry_run`, no weights are written for the fork. If settings are wrong, one ConfigError lists all of them.
     """

@@ -100,8 +100,8 @@ class RunJournal(Journal):
         self._has_begun = False
 
     def resume_at(self, step: int, journal_bytes: int) -> None:
-        """Resume from a checkpoint. Later lines are moved to a separate file, and a new attempt starts. If the journal
-        is shorter than at the checkpoint, this is only logged."""
+        """Resume from a checkpoint. Later lines are moved to a separate file, and a new attempt starts. A journal
+        that is shorter than at the checkpoint causes a warning."""
         try:
             if self.truncate(journal_bytes) is not None:
                 self._has_begun = False

@@ -58,7 +58,8 @@ class FrozenPolicy:
     @torch.no_grad()
     def likeliest(self, batch: PackedBatch, num_micro: int, k: int) -> Float[Tensor, "T two_k"]:
         """Return k columns with the ids of the likeliest tokens at each response token, then k with their
-        log-probabilities. Both are 0 elsewhere and on the CPU. Float32 represents ids below 2^24 exactly."""
+        log-probabilities. Rows of other tokens are 0. The result is a float32 tensor on the CPU, exact for ids below
+        2^24."""
         temperature = self._config.rollout.sampling.temperature
 
         def work(parts: Parts) -> Tensor:
