@@ -168,7 +168,7 @@ class PromptTokenizer:
     def encode_responses(
         self, prompts: Sequence[Messages], texts: Sequence[str], responses: Sequence[str]
     ) -> tuple[list[bytes], dict[int, str]]:
-        """Return the token ids of each response after its prompt (`texts`), with the end token.
+        """Return the token ids of each response, with the end token. `texts`: the prompts as the template writes them.
 
         An empty response has no ids. The second result gives the reason for each other response without ids. Raises
         DataError if a response has a word without a token."""

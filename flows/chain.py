@@ -92,7 +92,7 @@ def stages_until(config: RunConfig, last: str, to_step: int | None = None) -> li
 
 
 def run_stages(run: OpenRun, run_stage: StageRunner, last: str, to_step: int | None = None) -> StageResults:
-    """Run the stages up to and including the last stage named `last`, and return their results."""
+    """Run the stages up to and including the stage `last`, and return their results."""
     return StageResults((stage, run_stage(stage, run)) for stage in stages_until(run.config, last, to_step))
 
 

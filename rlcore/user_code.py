@@ -110,7 +110,7 @@ class Code:
                 shutil.copyfile(path, written / name)
 
     def _other_sources(self) -> Iterator[tuple[str, Path]]:
-        """Yield the files of the packages that no source file imports. The copy needs them for computed imports."""
+        """Yield package files that no source file imports by name. Code may import them by a computed name."""
         for name, source in self.sources.items():
             top, _, file = name.partition("/")
             if file == "__init__.py" and top not in MILLRACE_PACKAGES:

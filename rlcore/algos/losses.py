@@ -166,7 +166,7 @@ def dppo(
     policy_logprobs: Floats, old_logprobs: Floats, advantages: Floats, mask: Mask, sequence_ids: Ids,
     num_sequences: int, *, settings: AlgoConfig, delta: Annotated[float, Field(gt=0, lt=1)] = 0.1,
 ) -> PolicyLoss:  # fmt: skip
-    """Return a loss with a trust region for the probability. Rare tokens may change by large factors.
+    """Return a loss that bounds the change of a token's probability, not its ratio. A rare token's ratio may be large.
 
         l_t = 0                   where |pi(t) - pi_old(t)| > delta, and A_t > 0 and r_t > 1, or A_t < 0 and r_t < 1
         l_t = -A_t r_t            elsewhere

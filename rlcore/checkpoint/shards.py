@@ -98,7 +98,7 @@ class RankShards:
         return copy
 
     def write(self, directory: Path) -> None:
-        """Write the shards into `directory`. Raises DiskSpaceError without room, and CheckpointError."""
+        """Write the shards into `directory`. Raises DiskSpaceError, and CheckpointError if the disk refuses a write."""
         try:
             directory.mkdir(exist_ok=True)
         except OSError as reason:

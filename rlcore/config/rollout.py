@@ -124,8 +124,7 @@ class JudgeConfig(Section):
     """A model that scores responses, behind an OpenAI-compatible endpoint (`data.scorer=data.judge:score`)."""
 
     url: Annotated[str, MayChange] = ""
-    """The address without `/chat/completions`, such as `http://127.0.0.1:8000/v1`. Proxies and redirects are not used.
-    """
+    """The address without `/chat/completions`, such as `http://127.0.0.1:8000/v1`. No proxy or redirect is used."""
     model: str = ""
     """The name of the model at the endpoint."""
     key_variable: Annotated[str, MayChange] = Field(default="", pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")
@@ -137,8 +136,7 @@ class JudgeConfig(Section):
     """The prompt of the judge with the places `{response}` and `{ground_truth}` (JSON). The judge must end its text
     with `{"score": X}` or `<score>X</score>`, and must write only one score."""
     highest: float = Field(default=1.0, gt=0)
-    """The judge's best score. Verdicts are from 0 to this score. The part `judge` is a verdict divided by this score.
-    """
+    """The judge's best score. Verdicts are from 0 to this score. The part `judge` is a verdict / this score."""
     levels: int | None = Field(default=None, ge=2)
     """The number of evenly spaced scores from 0 to `highest` that the judge may give. A JSON schema (`response_format`)
     then restricts its text to `{"score": X}`. If null, the judge writes free text."""

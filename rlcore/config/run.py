@@ -48,8 +48,7 @@ class RunConfig(Section):
     run_id: Annotated[str | None, MayChange] = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.\-]{0,127}$")
     """The name of the run's folder. If null, it consists of the name, the seed and the settings' fingerprint."""
     seed: int = Field(default=1, ge=0, lt=2**31)
-    """The seed of the initial weights, the order of prompts, and the sampled tokens. `data.seed` determines the rows.
-    """
+    """The seed of the initial weights, the order of prompts, and the sampled tokens. `data.seed` sets the rows."""
     tags: Annotated[dict[str, str], MayChange] = Field(default_factory=dict)
     """The tags of the MLflow run."""
     paths: Annotated[PathsConfig, MayChange] = PathsConfig()

@@ -144,7 +144,7 @@ class Problems(HeldOutProblems):
             return MixedStream(self.selected, weights, seed=self.config.seed)
         return PromptStream(self.selected[0], seed=self.config.seed)
 
-    def metrics(self) -> RowSampler | None:
+    def row_sampler(self) -> RowSampler | None:
         """Return a sampler that draws training rows by their pass counts, or None if `pass_rates.draw` is `uniform`."""
         settings = self.config.pass_rates
         if settings.draw == "uniform":

@@ -280,7 +280,7 @@ class RunWorkers(TrainingWorkers):
     @cached_property
     def _trainer(self) -> Trainer:
         """The trainer, created at the first step because it needs the pass rates."""
-        collector = ExperienceCollector(self._sampler, self.problems.stream, self.problems.metrics())
+        collector = ExperienceCollector(self._sampler, self.problems.stream, self.problems.row_sampler())
         failures = self._layout.failures
         return Trainer(self.config, self.group, collector, failures=failures, enter_phase=self._guard.phase)
 

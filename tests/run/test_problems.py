@@ -89,10 +89,10 @@ def problems(settings: PassRatesConfig) -> Problems:
 
 
 def test_rows_without_a_table_start_with_zero_counts() -> None:
-    assert problems(PassRatesConfig()).metrics() is None
+    assert problems(PassRatesConfig()).row_sampler() is None
     drawn = problems(PassRatesConfig(draw="band"))
     assert drawn.pass_rates is None
     assert drawn.selected == (prompts(4, 7), prompts(9))
-    counted = drawn.metrics()
+    counted = drawn.row_sampler()
     assert counted._place == {4: 0, 7: 1, 9: 2}
     assert (counted._start.passes.tolist(), counted._start.samples.tolist()) == ([0, 0, 0], [0, 0, 0])
