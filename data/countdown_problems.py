@@ -209,8 +209,8 @@ def _apply(left: Rational, operation: str, right: Rational) -> Rational | None:
 def _random_equations(
     rng: np.random.Generator, numbers: np.ndarray, operations: tuple[str, ...]
 ) -> tuple[Fraction, NDArray[np.int8]]:
-    """Draw an equation over all numbers of each row [M, n]. Return the values of the equations and their steps. A step
-    merges two numbers (merges [M, n-1, 3]: two positions and an operation)."""
+    """Draw an equation over all numbers of each row [M, n]. Return the values of the equations and their steps
+    [M, n-1, 3]. A step combines two numbers, and has their positions and the operation."""
     rows, n = numbers.shape
     every = np.arange(rows)
     top, bottom = numbers.copy(), np.ones_like(numbers)

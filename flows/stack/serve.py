@@ -140,7 +140,7 @@ class SlotsLimit:
 
 
 def main() -> None:
-    """Serve Prefect until SIGTERM. The server of a single command has no pages, but it records runs and events."""
+    """Serve Prefect until SIGTERM. A server for one command has no web pages, but records runs and events."""
     import uvicorn
     from prefect.server.api.server import create_app
 

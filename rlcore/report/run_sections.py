@@ -55,8 +55,8 @@ def settings_table(config: RunConfig) -> Table:
 def describe_setting(key: str) -> str:
     """Return the first clause of a setting's documentation. `tags.owner` has the documentation of the mapping `tags`.
 
-    >>> describe_setting("runtime.device"), describe_setting("rollout.samples_per_prompt")
-    ('auto: CUDA where a GPU is present.', 'Responses to each prompt')
+    >>> describe_setting("runtime.device"), describe_setting("tags.owner") == describe_setting("tags")
+    ('The device of the workers.', True)
     """
     while key not in all_keys() and "." in key:
         key = key.rpartition(".")[0]

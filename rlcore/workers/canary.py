@@ -50,7 +50,7 @@ class Canary:
 
     @property
     def bound(self) -> float:
-        """The difference of log-probabilities above which the next weight sync is doubtful."""
+        """The largest accepted difference between log-probabilities of trainer and engine at the next sync."""
         if self._configured is not None:
             return self._configured
         if self._noise is None:
