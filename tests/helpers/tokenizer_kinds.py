@@ -8,8 +8,6 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rlcore.config.model import ScratchModel
-from rlcore.models.tokenizer import build_scratch_tokenizer
 from tests.data.conftest import CHAT_TEMPLATE, WORDS
 
 _LEARNED = [
@@ -156,7 +154,3 @@ KINDS = {
         lambda: byte_level(["<|bos|>", "<|eos|>", "<|User|>", "<|Assistant|>"]), R1, "<|eos|>", "<|bos|>", (), False
     ),
 }  # fmt: skip
-
-
-def scratch(folder: Path) -> Path:
-    return build_scratch_tokenizer(ScratchModel(), folder)
