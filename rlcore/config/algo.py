@@ -5,9 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from rlcore.config.base import MayChange, Run, Section, expand_home, is_function_name
+from rlcore.config.base import Bound, EffectiveWhen, MayChange, Rule, Run, Section, expand_home, is_function_name, rule
 from rlcore.config.problems import Problem, did_you_mean
-from rlcore.config.rules import Bound, EffectiveWhen, Rule, rule
 
 ADVANTAGE_FUNCTIONS: Mapping[str, str] = {name: f"rlcore.algos.advantages:{name}" for name in ("pass_at_k", "gdpo")}
 """The `module:function` of each built-in advantage that takes options."""

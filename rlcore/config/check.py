@@ -13,7 +13,17 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from yaml import YAMLError
 
-from rlcore.config.base import FILE_ENDINGS, covers, expand_path, group_members, keys_of, leaves, member_file, value_at
+from rlcore.config.base import (
+    FILE_ENDINGS,
+    broken_rules,
+    covers,
+    expand_path,
+    group_members,
+    keys_of,
+    leaves,
+    member_file,
+    value_at,
+)
 from rlcore.config.data import TASKS, CountdownData, FilterConfig, MappedData, MixtureData, ParquetData, TaskData
 from rlcore.config.model import WarmStartConfig
 from rlcore.config.problems import (
@@ -26,7 +36,6 @@ from rlcore.config.problems import (
     settings_error,
 )
 from rlcore.config.rollout import EpisodeConfig, SuiteConfig, ValidationConfig
-from rlcore.config.rules import broken_rules
 from rlcore.config.run import RunConfig, all_keys, free_mappings, section_names
 
 SUITES = "validation.suites"

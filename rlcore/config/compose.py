@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from rlcore.config.algo import CriticConfig
-from rlcore.config.base import FILE_ENDINGS, conf_dirs, group_members, leaves, member_file
+from rlcore.config.base import FILE_ENDINGS, conf_dirs, group_members, leaves, member_file, unused_settings
 from rlcore.config.check import ValueOverride, as_plain, read_yaml, validate_settings
 from rlcore.config.data import TASKS
 from rlcore.config.problems import (
@@ -37,7 +37,6 @@ from rlcore.config.problems import (
     nearest,
     settings_error,
 )
-from rlcore.config.rules import unused_settings
 from rlcore.config.run import RunConfig, all_keys
 
 GROUPS = {

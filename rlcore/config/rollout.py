@@ -6,10 +6,9 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from rlcore.config.algo import GROUP_ADVANTAGES
-from rlcore.config.base import MayChange, Run, Section, is_function_name
+from rlcore.config.base import Bound, EffectiveWhen, MayChange, Rule, Run, Section, is_function_name, rule
 from rlcore.config.data import ALL_SOURCES, BY_ROW, JUDGE, PROGRAMS, MixtureData, TaskData, reserved
 from rlcore.config.problems import Problem
-from rlcore.config.rules import Bound, EffectiveWhen, Rule, rule
 
 _OF_VLLM = EffectiveWhen(".engine", "vllm")
 _ON_GPUS = EffectiveWhen("runtime.device", unless="cpu")

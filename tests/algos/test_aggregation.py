@@ -17,8 +17,19 @@ from rlcore.algos.aggregation import (
 )
 from rlcore.config.algo import Aggregation, ClipCovConfig
 from tests.algos import naive
-from tests.algos.compare import assert_flags, assert_floats, assert_tokens
-from tests.algos.ragged import GAPPED, RAGGED, Rows, denominator, floats, grad_of, leaf, partitions
+from tests.algos.ragged import (
+    GAPPED,
+    RAGGED,
+    Rows,
+    assert_flags,
+    assert_floats,
+    assert_tokens,
+    denominator,
+    floats,
+    grad_of,
+    leaf,
+    partitions,
+)
 
 MODES = get_args(Aggregation)
 

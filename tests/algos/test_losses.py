@@ -15,8 +15,20 @@ from rlcore.algos.objective import policy_objective
 from rlcore.config.algo import POLICY_LOSSES, Aggregation, AlgoConfig
 from rlcore.errors import ConfigError
 from tests.algos import naive
-from tests.algos.compare import assert_flags, assert_tokens
-from tests.algos.ragged import GAPPED, RAGGED, Rows, denominator, floats, grad_of, leaf, row, spoiled, train_batch
+from tests.algos.ragged import (
+    GAPPED,
+    RAGGED,
+    Rows,
+    assert_flags,
+    assert_tokens,
+    denominator,
+    floats,
+    grad_of,
+    leaf,
+    row,
+    spoiled,
+    train_batch,
+)
 
 LOSSES = {name: (resolve_policy_loss(name), getattr(naive, name)) for name in POLICY_LOSSES}
 CLIPS = [(0.2, 0.2, 3.0), (0.2, 0.28, None), (0.1, 0.4, 1.5), (0.9, 5.0, 1.1)]

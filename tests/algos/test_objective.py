@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlcore.algos.advantages import broadcast_to_tokens, gae, reinforce_pp, token_rewards, whiten
 from rlcore.algos.aggregation import Denominator, aggregate, rank_share, token_covariance
-from rlcore.algos.losses import top_k_forward_kl
+from rlcore.algos.losses import importance_weights, off_policy_mask, rejection_mask, top_k_forward_kl
 from rlcore.algos.objective import (
     PolicyStatistics,
     ValueStatistics,
@@ -20,7 +20,6 @@ from rlcore.algos.objective import (
     policy_objective,
     value_objective,
 )
-from rlcore.algos.off_policy import importance_weights, off_policy_mask, rejection_mask
 from rlcore.config.algo import (
     POLICY_LOSSES,
     Aggregation,
@@ -31,11 +30,11 @@ from rlcore.config.algo import (
     TeacherConfig,
 )
 from tests.algos import naive
-from tests.algos.compare import assert_tokens
 from tests.algos.ragged import (
     GAPPED,
     RAGGED,
     Rows,
+    assert_tokens,
     denominator,
     floats,
     grad_of,
