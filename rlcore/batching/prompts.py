@@ -244,7 +244,6 @@ class MixedStream(PromptStream[Prompt]):
         return self._streams[source].take(int(self._places[offset]), 1)[0]
 
     def _lay_out(self, block: int) -> None:
-        """Choose a data source, and a position in its stream, for each position of a block of prompts."""
         before, after = self._counts_before(block * BLOCK), self._counts_before((block + 1) * BLOCK)
         quotas = [end - start for start, end in zip(before, after, strict=True)]
         rng = np.random.default_rng((self._mixture_seed, block, len(quotas)))
@@ -297,17 +296,6 @@ class PassCounts:
             rates: Array = self.passes.astype(np.float64) / self.samples
         return rates
 
-    def update(self, rows: Int[Array, "M"], passes: Array, samples: Array, fade: float) -> "PassCounts":
-        """Return the counts after a step with M groups. `rows`: the row of each group, all different. `passes`,
-        `samples`: the numbers of correct and of scored responses. A group without a scored response changes nothing."""
-        rows, passes, samples = (np.asarray(each) for each in (rows, passes, samples))
-        scored = samples > 0
-        rows, passes, samples = rows[scored], passes[scored], samples[scored]
-        after = self.passes.copy(), self.samples.copy()
-        for counts, new in zip(after, (passes, samples), strict=True):
-            counts[rows] = np.float32(fade) * counts[rows] + new.astype(np.float32)
-        return PassCounts(*after)
-
     def in_band(self, settings: PassRatesConfig) -> Bool[Array, "R"]:
         """Return True for each row whose pass rate is unknown or inside the band."""
         low, high = settings.band
@@ -336,11 +324,15 @@ class RowSampler:
         return self._counts(text).weights(self._settings)
 
     def update(self, text: str, groups: Mapping[int, tuple[int, int]]) -> tuple[str, dict[str, float]]:
-        """Return the encoded counts after a step, and metrics. `groups`: correct and scored responses by prompt id."""
-        rows = np.array([self._place[row_id] for row_id in groups], dtype=np.int64)
-        passes, samples = np.array(list(groups.values()), dtype=np.int64).reshape(-1, 2).T
-        before = self._counts(text)
-        after = before.update(rows, passes, samples, self._settings.fade)
+        """Return the encoded counts after a step, and metrics. `groups`: correct and scored responses by prompt id. A
+        group without a scored response changes nothing."""
+        before, fade = self._counts(text), np.float32(self._settings.fade)
+        after = PassCounts(before.passes.copy(), before.samples.copy())
+        for row_id, (correct, scored) in groups.items():
+            if scored > 0:
+                row = self._place[row_id]
+                after.passes[row] = fade * after.passes[row] + np.float32(correct)
+                after.samples[row] = fade * after.samples[row] + np.float32(scored)
         rates = after.rates()
         known = rates[~np.isnan(rates)]
         metrics = {"pass_rates/mean": float(known.mean())} if len(known) else {}

@@ -242,7 +242,6 @@ def _values_text(section: Section, run: Run, key: str, *others: str) -> str:
 
 
 def _value_text(value: object) -> str:
-    """Return the value of a setting as text, or the length of a list of sections."""
     if isinstance(value, Section):
         return "its settings"
     if isinstance(value, tuple) and value and all(isinstance(one, Section) for one in value):

@@ -149,7 +149,6 @@ class _Request:
 
 
 def _read_overrides(overrides: Sequence[str], experiment: str | None, findings: Findings) -> _Request:
-    """Sort overrides into choices and values. Report overrides that are invalid or contradict each other."""
     request, parser = _Request(), OverridesParser.create()
     given: dict[str, Any] = {}
     if experiment is not None:

@@ -178,7 +178,6 @@ class RewardConfig(Section):
     deadline_s: Annotated[float, MayChange, EffectiveWhen(".num_processes")] = Field(default=5.0, gt=0)
     """The time limit for one response, in seconds. After it, the process is replaced, and the response has no score."""
     judge: JudgeConfig = JudgeConfig()
-    """The settings of a model that scores responses."""
     audit: Annotated[bool, MayChange, EffectiveWhen("data.environment", "''")] = True
     """Score some worthless responses before the first step. If some of them get a reward, an event reports them."""
     max_unmet_references: Annotated[float, MayChange] = Field(default=0.01, ge=0, le=1)
@@ -296,7 +295,6 @@ class EvaluationConfig(Section):
     samples_per_problem: int = Field(default=4, ge=1)
     """The number of sampled responses to each problem, for mean_at_k and pass_at_k."""
     sampling: SamplingConfig = SamplingConfig()
-    """The sampling of validation responses."""
     greedy: bool = True
     """Also evaluate one greedy response to each problem."""
     confidence: float = Field(default=0.95, gt=0, lt=1)

@@ -196,9 +196,7 @@ class RuntimeConfig(Section):
     """The peak speed of a device in the compute type, in 1e12 dense operations per second, for `perf/mfu`. Null: the
     bfloat16 speed of a GPU by its name, and no `perf/mfu` on a CPU."""
     profile: ProfileConfig = ProfileConfig()
-    """The steps that torch's profiler records. A recorded step is slower, but its results are the same."""
     deadlines: DeadlineConfig = DeadlineConfig()
-    """The time limit of each phase. A phase that takes longer counts as hung."""
     stop_deadline_s: float = Field(default=60.0, gt=0)
     """The seconds in which a run ends after a request to stop. The current step has half of this time to finish.
     Otherwise the step is cancelled, the state before the step is saved, and the next start repeats the step."""
@@ -244,8 +242,6 @@ class TrackingConfig(Section):
 
 
 def _warmup_fits(optim: str, total: str) -> Rule:
-    """Return the rule that `warmup_steps` in the section `optim` must be less than the setting `total`."""
-
     def holds(run: "RunConfig", _: "RunConfig") -> bool:
         steps, total_steps = value_at(run, f"{optim}.warmup_steps"), value_at(run, total)
         if steps is None or not total_steps or (optim.startswith("warm_start") and not run.warm_start.enabled):

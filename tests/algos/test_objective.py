@@ -168,8 +168,10 @@ def test_policy_objective_is_independent_of_split(name: str, aggregation: Aggreg
             found.append(micro_statistics)
         total = functools.reduce(operator.add, found)
         assert sum(shares) == pytest.approx(loss.item(), rel=rel, abs=rel)
-        torch.testing.assert_close(grad_of(parts.policy), grad_of(whole.policy), rtol=rel, atol=0)
-        torch.testing.assert_close(grad_of(parts.entropy), grad_of(whole.entropy), rtol=rel, atol=0)
+        # It depends on the token's own sequence alone; only sigmoid's last digit depends on a place in memory.
+        exact = rel if name == "sapo" else 0.0
+        torch.testing.assert_close(grad_of(parts.policy), grad_of(whole.policy), rtol=exact, atol=0)
+        assert torch.equal(grad_of(parts.entropy), grad_of(whole.entropy))
         assert total.metrics() == pytest.approx(statistics.metrics(), rel=rel, abs=rel)
 
 

@@ -255,7 +255,7 @@ def test_retired_row_is_revived() -> None:
 
 
 def test_counts_round_trip_bit_for_bit() -> None:
-    counts = COUNTS.update(np.arange(7), np.arange(7), np.full(7, 9), 0.3)
+    counts = PassCounts.of(np.linspace(0, 5, 7), np.linspace(1, 9, 7))
     read = PassCounts.read(counts.text(), 7)
     assert read.passes.tobytes() == counts.passes.tobytes()
     assert read.samples.tobytes() == counts.samples.tobytes()
