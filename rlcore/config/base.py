@@ -28,6 +28,18 @@ CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 CONFIG_DIR_VARIABLE = "MILLRACE_CONFIG_DIR"
 """The environment variable with the user's folder in the form of `conf/`. The option `--config-dir` sets it."""
 
+GROUPS = {
+    "data": "countdown",
+    "model": "scratch",
+    "critic": "none",
+    "algo": "grpo",  # after critic, since Hydra goes from last to first and algo=ppo chooses the critic
+    "rollout": "hf",
+    "runtime": "local",
+}
+"""The groups of settings, each with the option that is chosen by default."""
+EXCLUSIVE_GROUPS = ("data", "critic")
+"""Groups with different keys in each option. If an override changes the option, the file's keys are dropped."""
+
 
 def conf_dirs() -> list[Path]:
     """Return the user's folder of groups, experiments, suites and sweeps if there is one, and then `CONF_DIR`."""

@@ -7,9 +7,9 @@ import yaml
 from omegaconf import OmegaConf
 
 from rlcore.config import RunConfig
-from rlcore.config.base import CONF_DIR, group_members, value_at
+from rlcore.config.base import CONF_DIR, GROUPS, group_members, value_at
 from rlcore.config.check import read_suites, suite_settings
-from rlcore.config.compose import GROUPS, compose, experiment_names, load_config
+from rlcore.config.compose import compose, load_config
 from rlcore.config.data import TASKS, MappedData, ParquetData
 from rlcore.config.documents import to_yaml
 from rlcore.config.model import PUBLISHED
@@ -17,7 +17,7 @@ from rlcore.config.problems import Findings
 from rlcore.models.shape import ModelShape
 
 
-@pytest.mark.parametrize("name", experiment_names())
+@pytest.mark.parametrize("name", group_members("experiment"))
 def test_experiment_composes_under_its_name(name):
     first = (CONF_DIR / "experiment" / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
     assert first == f"# millrace run experiment={name}"

@@ -8,8 +8,7 @@ import pytest
 
 from rlcore.config import RunConfig
 from rlcore.config.algo import CriticConfig
-from rlcore.config.base import expand_path, value_at
-from rlcore.config.compose import GROUPS
+from rlcore.config.base import GROUPS, expand_path, value_at
 from rlcore.config.data import parts_of
 from rlcore.config.documents import REFERENCE_FILE, reference
 from rlcore.config.model import ModelConfig
