@@ -9,15 +9,7 @@ import yaml
 from annotated_types import Ge, Gt, Le, Len, Lt
 from pydantic.fields import FieldInfo
 
-from rlcore.config.base import (
-    CONF_DIR,
-    EXCLUSIVE_GROUPS,
-    GROUPS,
-    Bound,
-    Section,
-    group_members,
-    sections_of,
-)
+from rlcore.config.base import CONF_DIR, EXCLUSIVE_GROUPS, GROUPS, Bound, Section, group_members, sections_of
 from rlcore.config.problems import format_value
 from rlcore.config.run import RunConfig
 

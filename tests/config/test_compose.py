@@ -52,6 +52,7 @@ def test_override_changes_only_its_key():
     ("algo.dual_clip=null", "algo.dual_clip", None),
     ("algo.kl.where=off", "algo.kl.where", "off"),
     ("algo.kl={where:loss,coef:0.01}", "algo.kl.coef", 0.01),
+    ("trainer={total_steps:5}", "trainer.batch_size", 64),
     ("trainer.mini_batch_size=${trainer.batch_size}", "trainer.mini_batch_size", 64),
     ("model.lora.rank=4", "model.lora.rank", 4),
     ("model.lora=null", "model.lora", None),
