@@ -96,24 +96,20 @@ def read_solutions(parquet: Path) -> list[Demonstration]:
     return [Demonstration.of(*row) for row in zip(*columns, strict=True) if row[1]]
 
 
-def read_demonstrations(parquet: Path) -> list[Demonstration]:
+def read_demonstrations(parquet: Path, ids: str = "token_ids", lengths: str = "answer_lengths") -> list[Demonstration]:
     """Read all rows of a file of tokenized demonstrations. Raises DataError if the file is missing or invalid."""
-    return _read_demonstrations(parquet, "token_ids", "answer_lengths")
+    table = _read(parquet, {ids: _INTEGERS, lengths: _INTEGERS})
+    rows = zip(table.column(ids).to_pylist(), table.column(lengths).to_pylist(), strict=True)
+    return [Demonstration(ids, _alternating_mask(lengths)) for ids, lengths in rows]
 
 
 def read_pairs(parquet: Path) -> list[Demonstration]:
     """Read all rows of a file of tokenized preference pairs. Raises DataError if the file is missing or invalid."""
-    rejected = _read_demonstrations(parquet, "rejected_ids", "rejected_lengths")
+    rejected = read_demonstrations(parquet, "rejected_ids", "rejected_lengths")
     return [
         replace(one, rejected=other, reference=np.full(sum(one.is_target) + sum(other.is_target), np.nan, np.float32))
         for one, other in zip(read_demonstrations(parquet), rejected, strict=True)
     ]
-
-
-def _read_demonstrations(parquet: Path, ids: str, lengths: str) -> list[Demonstration]:
-    table = _read(parquet, {ids: _INTEGERS, lengths: _INTEGERS})
-    rows = zip(table.column(ids).to_pylist(), table.column(lengths).to_pylist(), strict=True)
-    return [Demonstration(ids, _alternating_mask(lengths)) for ids, lengths in rows]
 
 
 def _alternating_mask(lengths: list[int]) -> list[bool]:

@@ -251,7 +251,7 @@ def _warmup_fits(optim: str, total: str) -> Rule:
     return rule(f"{optim}.warmup_steps", total, f"must be under {total}", holds, "Warm up for fewer steps")
 
 
-_IN_STEPS = EffectiveWhen("trainer.total_steps")
+_WITH_STEPS = EffectiveWhen("trainer.total_steps")
 
 
 class RunConfig(Section):
@@ -271,9 +271,9 @@ class RunConfig(Section):
     model: ModelConfig = ModelConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
     pass_rates: PassRatesConfig = PassRatesConfig()
-    algo: Annotated[AlgoConfig, _IN_STEPS] = AlgoConfig()
+    algo: Annotated[AlgoConfig, _WITH_STEPS] = AlgoConfig()
     optim: Annotated[OptimConfig, EffectiveWhen("trainer.total_steps", remedy="Set warm_start.optim")] = OptimConfig()
-    critic: Annotated[CriticConfig | None, _IN_STEPS] = None
+    critic: Annotated[CriticConfig | None, _WITH_STEPS] = None
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     episode: EpisodeConfig = EpisodeConfig()
