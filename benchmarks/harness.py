@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlcore.batching.loader import PromptStream
+from rlcore.batching.prompts import PromptStream
 from rlcore.checkpoint.state import LoopState
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config

@@ -14,14 +14,14 @@ from pydantic import Field, WithJsonSchema
 
 from flows.stack.state import STACK_ROOT, with_stack_tracking
 from rlcore.config import RunConfig
-from rlcore.config.base import FILE_ENDINGS
-from rlcore.config.compose import Composition, compose, experiment_names
+from rlcore.config.base import FILE_ENDINGS, group_members
+from rlcore.config.compose import Composition, compose
 from rlcore.config.fingerprint import run_id
 from rlcore.config.problems import override_value
 from rlcore.errors import ConfigError
 from rlcore.storage.documents import find_obstacle
 
-_NAMES = experiment_names()
+_NAMES = group_members("experiment")
 _EXPERIMENT_SCHEMA = {
     "type": "string",
     "anyOf": [

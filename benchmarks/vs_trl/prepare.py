@@ -15,8 +15,7 @@ from benchmarks.shapes import SHAPES
 from benchmarks.vs_trl.job import HELD_OUT, PROMPTS, Job, Row, write_rows
 from flows import chain
 from flows.work.open_run import OpenRun
-from rlcore.batching.loader import PromptStream
-from rlcore.batching.prompts import read_prompts
+from rlcore.batching.prompts import PromptStream, read_prompts
 from rlcore.config.compose import load_config
 from rlcore.models.tokenizer import load_tokenizer
 from rlcore.run.layout import RunLayout

@@ -187,7 +187,7 @@ def _refuse_unknown_options(command: str, words: Sequence[str], taken: Mapping[s
     if not unknown:
         return
     from flows.parameters import FIELDS
-    from rlcore.config.compose import GROUPS
+    from rlcore.config.base import GROUPS
     from rlcore.config.problems import Problem, nearest, settings_error
     from rlcore.config.run import all_keys
 

@@ -17,19 +17,12 @@ Ids = Int[Tensor, "T"]
 @dataclass(frozen=True, slots=True)
 class Denominator:
     """The divisor of a loss, counted once over the whole mini-batch and all ranks. `num_tokens`, `num_sequences`: the
-    numbers of response tokens and of responses. `norm_tokens`: `rollout.max_response_tokens`, C in `aggregate`."""
+    numbers of response tokens and of responses. `norm_tokens`: `rollout.max_response_tokens`, C in `aggregate`. All are
+    at least 1, since a mini-batch without response tokens has no update."""
 
     num_tokens: int
     num_sequences: int
     norm_tokens: int
-
-    def __post_init__(self) -> None:
-        for name in ("num_tokens", "num_sequences", "norm_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"Denominator.{name}: must be at least 1, got {getattr(self, name)}; "
-                    "a mini-batch without response tokens has no loss, skip it"
-                )
 
 
 def segment_sum(values: Floats, sequence_ids: Ids, num_sequences: int) -> Float[Tensor, "{num_sequences}"]:

@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from jaxtyping import Int
@@ -20,8 +20,8 @@ from rlcore.batching.pack import shared_prompts
 from rlcore.models.shape import ModelShape
 from rlcore.types import PackedBatch
 
-_Part: TypeAlias = tuple[int, int, Any]
-"""A part: its negated sum, one index, and all its indices as nested pairs. Nested pairs join faster than lists."""
+_Part: TypeAlias = tuple[int, list[int]]
+"""The negated sum of a part, and its indices."""
 BALANCE_TOLERANCE = 1e-3
 """The accepted relative excess of the heaviest part over the mean. Above it, indices are exchanged between parts."""
 
@@ -51,7 +51,7 @@ def _partition(lengths: tuple[int, ...], num_parts: int, equal_counts: bool) -> 
     # Each heap entry is a partial solution: the parts that are not empty, by falling sum. The key is the spread.
     heap: list[tuple[int, int, list[_Part]]] = []
     for serial, start in enumerate(range(0, len(order), step)):
-        parts: list[_Part] = [(-lengths[i], i, i) for i in order[start : start + step]]
+        parts: list[_Part] = [(-lengths[i], [i]) for i in order[start : start + step]]
         heapq.heappush(heap, (_spread(parts, num_parts), serial, parts))
     serial = len(order)
     while len(heap) > 1:
@@ -59,28 +59,17 @@ def _partition(lengths: tuple[int, ...], num_parts: int, equal_counts: bool) -> 
         alone, rest = num_parts - len(second), num_parts - len(first)  # heaviest parts, joined to empty ones
         merged = first[:alone] + second[:rest]
         pairs = zip(first[alone:], reversed(second[rest:]), strict=True)
-        merged += [(a + b, i, (left, right)) for (a, i, left), (b, _, right) in pairs]
+        merged += [(a + b, left + right) for (a, left), (b, right) in pairs]
         merged.sort()
         heapq.heappush(heap, (_spread(merged, num_parts), serial, merged))
         serial += 1
-    found = [_indices(tree) for _, _, tree in heap[0][2]]
+    found = [indices for _, indices in heap[0][2]]
     return [sorted(indices) for indices in (_exchange(found, lengths) if equal_counts else found)]
 
 
 def _spread(parts: Sequence[_Part], num_parts: int) -> int:
     """Return the smallest sum of a part minus the largest. `parts` does not contain empty parts, whose sum is 0."""
     return parts[0][0] - (parts[-1][0] if len(parts) == num_parts else 0)
-
-
-def _indices(tree: Any) -> list[int]:
-    found, rest = [], [tree]
-    while rest:
-        node = rest.pop()
-        if isinstance(node, tuple):
-            rest += node
-        else:
-            found.append(node)
-    return found
 
 
 def _exchange(parts: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
@@ -244,7 +233,6 @@ class Balancer:
         return RankShares(of_ranks, self._num_micro(batch, sizes, of_ranks))
 
     def _parts(self, group_ids: Int[Tensor, "n"], sizes: Sizes) -> list[list[int]]:
-        """Return the sequences of each rank, as indices into `sizes`."""
         prompts = mini_batches(group_ids, 1) if self.share_prompts else []
         if len({len(rows) for rows in prompts}) != 1 or len(prompts) % self.num_ranks:
             return partition(sizes.without_sharing().costs(self._shape), self.num_ranks, equal_counts=True)

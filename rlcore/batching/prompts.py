@@ -1,18 +1,35 @@
-"""Readers of filtered rows, whose text the filter has already converted to token ids."""
+"""Filtered rows as prompts and demonstrations, and the order in which training draws them.
 
+The filter has already converted all texts to token ids. The order is an endless stream that is fixed by the seed and
+addressed by one integer. Each epoch is a new permutation of all prompts. The position, which is the number of prompts
+drawn so far, is the whole state. After row weights are set, the order also depends on the weights and the position at
+which they were set. A mixture draws from one stream per data source. After a block of 1,024 positions that ends at n,
+data source i has contributed exactly
+
+    floor(n * W[i]) - floor(n * W[i - 1])
+
+prompts. W holds the running sums of the weights, divided by their total, as exact fractions. Each block is shuffled."""
+
+import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from jaxtyping import Bool, Float, Int
 
-from rlcore.errors import DataError
+from rlcore.config.data import PassRatesConfig
+from rlcore.errors import CheckpointError, DataError
 from rlcore.prompt import Prompt
 
+T = TypeVar("T")
+Array = np.ndarray
 _INTEGERS = "list of integers"
 _REMEDY = "Give a file that the filter has written (filtered/<fingerprint>/<split>.parquet), or run the filter again."
 
@@ -79,24 +96,20 @@ def read_solutions(parquet: Path) -> list[Demonstration]:
     return [Demonstration.of(*row) for row in zip(*columns, strict=True) if row[1]]
 
 
-def read_demonstrations(parquet: Path) -> list[Demonstration]:
+def read_demonstrations(parquet: Path, ids: str = "token_ids", lengths: str = "answer_lengths") -> list[Demonstration]:
     """Read all rows of a file of tokenized demonstrations. Raises DataError if the file is missing or invalid."""
-    return _read_demonstrations(parquet, "token_ids", "answer_lengths")
+    table = _read(parquet, {ids: _INTEGERS, lengths: _INTEGERS})
+    rows = zip(table.column(ids).to_pylist(), table.column(lengths).to_pylist(), strict=True)
+    return [Demonstration(ids, _alternating_mask(lengths)) for ids, lengths in rows]
 
 
 def read_pairs(parquet: Path) -> list[Demonstration]:
     """Read all rows of a file of tokenized preference pairs. Raises DataError if the file is missing or invalid."""
-    rejected = _read_demonstrations(parquet, "rejected_ids", "rejected_lengths")
+    rejected = read_demonstrations(parquet, "rejected_ids", "rejected_lengths")
     return [
         replace(one, rejected=other, reference=np.full(sum(one.is_target) + sum(other.is_target), np.nan, np.float32))
         for one, other in zip(read_demonstrations(parquet), rejected, strict=True)
     ]
-
-
-def _read_demonstrations(parquet: Path, ids: str, lengths: str) -> list[Demonstration]:
-    table = _read(parquet, {ids: _INTEGERS, lengths: _INTEGERS})
-    rows = zip(table.column(ids).to_pylist(), table.column(lengths).to_pylist(), strict=True)
-    return [Demonstration(ids, _alternating_mask(lengths)) for ids, lengths in rows]
 
 
 def _alternating_mask(lengths: list[int]) -> list[bool]:
@@ -136,3 +149,199 @@ def _field(extra: pa.StructArray, name: str, parquet: Path) -> list[Any]:
     if extra.type.get_field_index(name) < 0:
         raise DataError(f"{parquet}: column extra_info.{name}: expected integer, got nothing. {_REMEDY}")
     return list(extra.field(name).to_pylist())
+
+
+WEIGHTED_SEED = 2**31
+"""The first word in the random seed of a weighted order. It is larger than every run's seed."""
+
+
+class PromptStream(Generic[T]):
+    """An endless stream of prompts or demonstrations. `part`: the index of a data source, which changes the order."""
+
+    def __init__(self, prompts: Sequence[T], *, seed: int, part: int | None = None) -> None:
+        if not prompts:
+            raise DataError("The training set has no prompt left; loosen the filter or make a larger dataset.")
+        self._prompts = tuple(prompts)
+        # A stream without a mixture has no index in its seed.
+        self._seed = (seed,) if part is None else (seed, part + 1)
+        self._epoch = -1
+        self._order = np.empty(0, dtype=np.int64)
+        self._weights: np.ndarray | None = None
+        self._begin: int | None = None
+
+    def set_weights(self, weights: np.ndarray) -> None:
+        """Set positive weights for the draws from the next position on. Each prompt is drawn once per epoch."""
+        self._weights, self._begin, self._epoch = weights, None, -1
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def epoch_at(self, position: int) -> int:
+        """Return the epoch of the prompt at `position`, counted from 0."""
+        return position // len(self)
+
+    def take(self, position: int, count: int) -> tuple[T, ...]:
+        """Return `count` consecutive prompts from `position` on."""
+        return tuple(self._at(index) for index in range(position, position + count))
+
+    def _at(self, position: int) -> T:
+        if self._weights is not None and self._begin is None:
+            self._begin = position
+        epoch, offset = divmod(position - (self._begin or 0), len(self._prompts))
+        if epoch != self._epoch:
+            self._order = self._epoch_order(epoch)
+            self._epoch = epoch
+        return self._prompts[int(self._order[offset])]
+
+    def _epoch_order(self, epoch: int) -> np.ndarray:
+        if self._weights is None:
+            return np.random.default_rng((*self._seed, epoch)).permutation(len(self._prompts))
+        assert self._begin is not None, "an order needs a position"
+        return weighted_order(self._weights, np.random.default_rng((WEIGHTED_SEED, *self._seed, self._begin, epoch)))
+
+
+BLOCK = 1_024
+"""The number of positions in a block. The share of each data source must be at least one position of a block."""
+
+
+class MixedStream(PromptStream[Prompt]):
+    """An endless stream of prompts that draws from several data sources by their weights."""
+
+    def __init__(self, parts: Sequence[Sequence[Prompt]], weights: Sequence[float], *, seed: int) -> None:
+        exact = [Fraction(str(weight)) for weight in weights]
+        total = sum(exact)
+        if too_small := [index for index, weight in enumerate(exact) if weight * BLOCK < total]:
+            least = float(total / BLOCK)
+            raise DataError(
+                f"data.parts: entry {too_small[0]}: weight must be at least a {BLOCK}th of the sum of all weights "
+                f"({least:g}), got {weights[too_small[0]]:g}; raise it, or leave the dataset out"
+            )
+        self._streams = [PromptStream(prompts, seed=seed, part=index) for index, prompts in enumerate(parts)]
+        self._shares = [share / total for share in accumulate(exact)]
+        self._mixture_seed = seed
+        self._block = -1
+        self._sources = np.empty(0, dtype=np.int64)
+        self._places = np.empty(0, dtype=np.int64)
+
+    def set_weights(self, weights: np.ndarray) -> None:
+        """Set one row weight per prompt, data source after data source."""
+        ends = np.cumsum([len(stream) for stream in self._streams])[:-1]
+        for stream, mine in zip(self._streams, np.split(weights, ends), strict=True):
+            stream.set_weights(mine)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._streams))
+
+    def _at(self, position: int) -> Prompt:
+        block, offset = divmod(position, BLOCK)
+        if block != self._block:
+            self._lay_out(block)
+        source = int(self._sources[offset])
+        return self._streams[source].take(int(self._places[offset]), 1)[0]
+
+    def _lay_out(self, block: int) -> None:
+        before, after = self._counts_before(block * BLOCK), self._counts_before((block + 1) * BLOCK)
+        quotas = [end - start for start, end in zip(before, after, strict=True)]
+        rng = np.random.default_rng((self._mixture_seed, block, len(quotas)))
+        self._sources = rng.permutation(np.repeat(np.arange(len(quotas)), quotas))
+        self._places = np.empty(BLOCK, dtype=np.int64)
+        for source, start in enumerate(before):
+            mine = self._sources == source
+            self._places[mine] = start + np.arange(int(mine.sum()))
+        self._block = block
+
+    def _counts_before(self, position: int) -> list[int]:
+        """Return the number of prompts drawn from each data source before the start `position` of a block."""
+        ends = [int(position * share) for share in self._shares]  # int of a positive Fraction is its floor
+        return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PassCounts:
+    """The pass counts of R training rows: s scored responses, of which c are correct.
+
+    A step with n scored and k correct responses changes s to `fade s + n` and c to `fade c + k`. A row has the weight 1
+    if s = 0 or c / s is inside the settings' band, otherwise `rest_weight`. Groups of equal scores give no gradient."""
+
+    passes: Float[Array, "R"]
+    samples: Float[Array, "R"]
+
+    @classmethod
+    def of(cls, passes: Sequence[int] | Array, samples: Sequence[int] | Array) -> "PassCounts":
+        """Create pass counts from whole numbers."""
+        return cls(np.asarray(passes, dtype=np.float32), np.asarray(samples, dtype=np.float32))
+
+    @classmethod
+    def read(cls, text: str, num_rows: int) -> "PassCounts":
+        """Decode a string of `text`. Raises CheckpointError if it does not have `num_rows` rows."""
+        found = np.frombuffer(base64.b64decode(text), dtype="<f4")
+        if found.size != 2 * num_rows:
+            raise CheckpointError(
+                f"the checkpoint counts the passes of {found.size // 2:,} training rows, and there are {num_rows:,}: "
+                "it is of other data or another table of pass rates. Put them back, or start another run (--fork)"
+            )
+        return cls(found[:num_rows].astype(np.float32), found[num_rows:].astype(np.float32))
+
+    def text(self) -> str:
+        """Encode all counts losslessly as a string of about 11 characters per row."""
+        return base64.b64encode(np.concatenate([self.passes, self.samples]).astype("<f4").tobytes()).decode()
+
+    def rates(self) -> Float[Array, "R"]:
+        """Return the pass rate c / s of each row, or NaN for a row without a scored response."""
+        with np.errstate(invalid="ignore"):
+            rates: Array = self.passes.astype(np.float64) / self.samples
+        return rates
+
+    def in_band(self, settings: PassRatesConfig) -> Bool[Array, "R"]:
+        """Return True for each row whose pass rate is unknown or inside the band."""
+        low, high = settings.band
+        rates = self.rates()
+        inside: Array = np.isnan(rates) | ((rates >= low) & (rates <= high))
+        return inside
+
+    def weights(self, settings: PassRatesConfig) -> Float[Array, "R"]:
+        """Return the weight of each row in the next draw, above 0 and at most 1."""
+        return np.where(self.in_band(settings), 1.0, settings.rest_weight)
+
+
+class RowSampler:
+    """The weights of training rows in a draw. `text`: the encoded counts before a step, or '' before the first step."""
+
+    def __init__(self, row_ids: Sequence[int], start: PassCounts, settings: PassRatesConfig) -> None:
+        self._place = {row_id: place for place, row_id in enumerate(row_ids)}
+        self._start = start
+        self._settings = settings
+
+    def _counts(self, text: str) -> PassCounts:
+        return PassCounts.read(text, len(self._place)) if text else self._start
+
+    def weights(self, text: str) -> Float[Array, "R"]:
+        """Return the weight of each row in a draw."""
+        return self._counts(text).weights(self._settings)
+
+    def update(self, text: str, groups: Mapping[int, tuple[int, int]]) -> tuple[str, dict[str, float]]:
+        """Return the encoded counts after a step, and metrics. `groups`: correct and scored responses by prompt id. A
+        group without a scored response changes nothing."""
+        before, fade = self._counts(text), np.float32(self._settings.fade)
+        after = PassCounts(before.passes.copy(), before.samples.copy())
+        for row_id, (correct, scored) in groups.items():
+            if scored > 0:
+                row = self._place[row_id]
+                after.passes[row] = fade * after.passes[row] + np.float32(correct)
+                after.samples[row] = fade * after.samples[row] + np.float32(scored)
+        rates = after.rates()
+        known = rates[~np.isnan(rates)]
+        metrics = {"pass_rates/mean": float(known.mean())} if len(known) else {}
+        was, now = before.in_band(self._settings), after.in_band(self._settings)
+        metrics["pass_rates/retired_share"] = float((~now).mean())
+        metrics["pass_rates/rows_retired"] = float((was & ~now).sum())
+        metrics["pass_rates/rows_revived"] = float((~was & now).sum())
+        return after.text(), metrics
+
+
+def weighted_order(weights: Float[Array, "R"], rng: np.random.Generator) -> Int[Array, "R"]:
+    """Return all rows in a random order by weight, without replacement. The keys are log(u) / w with uniform u
+    (Efraimidis and Spirakis 2006, Information Processing Letters 97).
+    """
+    keys = np.log1p(-rng.random(len(weights))) / weights  # 1 - u is never 0
+    return np.argsort(-keys, kind="stable")

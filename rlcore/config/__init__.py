@@ -26,11 +26,11 @@ from rlcore.config.rollout import (
     SuiteConfig,
     ValidationConfig,
 )
-from rlcore.config.run import RunConfig
-from rlcore.config.trainer import (
+from rlcore.config.run import (
     AnswersConfig,
     CheckpointConfig,
     PathsConfig,
+    RunConfig,
     RuntimeConfig,
     TrackingConfig,
     TrainerConfig,

@@ -5,9 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from rlcore.config.base import MayChange, Run, Section, expand_home, is_function_name
+from rlcore.config.base import Bound, EffectiveWhen, MayChange, Rule, Run, Section, expand_home, is_function_name, rule
 from rlcore.config.problems import Problem, did_you_mean
-from rlcore.config.rules import Bound, EffectiveWhen, Rule, rule
 
 ADVANTAGE_FUNCTIONS: Mapping[str, str] = {name: f"rlcore.algos.advantages:{name}" for name in ("pass_at_k", "gdpo")}
 """The `module:function` of each built-in advantage that takes options."""
@@ -235,32 +234,24 @@ class AlgoConfig(Section):
     """The weight of the entropy bonus. If `algo.entropy_control.target` is set, it is the initial weight. 0: the
     entropy is only measured."""
     entropy_control: EntropyControlConfig = EntropyControlConfig()
-    """The controller that keeps the entropy near a target."""
     value_clip: Annotated[float, EffectiveWhen("critic", remedy="Choose algo=ppo, which has a critic")] = Field(
         default=0.5, gt=0
     )
     """The largest difference between a new value and the old value in the clipped value loss."""
     kl: KlConfig = KlConfig()
-    """The KL divergence from the reference policy."""
     teacher: TeacherConfig | None = None
-    """The teacher of on-policy distillation. If null, there is no teacher."""
     importance: ImportanceConfig = ImportanceConfig()
-    """The correction of differences between the sampler and the trainer."""
     rejection: RejectionConfig = RejectionConfig()
-    """The rejection of tokens or responses for which trainer and sampler differ too much."""
     off_policy_mask: float | None = Field(default=None, gt=0)
     """The largest fall of a response's mean log-probability since it was sampled, in nats per token. A response with a
     larger fall and a negative advantage has no policy loss. Null: no limit."""
     top_entropy: float = Field(default=1.0, gt=0, le=1)
     """The share of a mini-batch's response tokens with a policy loss: the tokens with the highest entropy."""
     clip_cov: ClipCovConfig = ClipCovConfig()
-    """Clip-Cov, which excludes tokens from the policy loss so that the entropy falls more slowly."""
     mask_truncated: bool = False
     """Exclude responses that reach the length limit from the update, but not from the advantages of their group."""
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
-    """The replacement of groups whose responses all have the same score."""
     overlong: OverlongConfig = OverlongConfig()
-    """The soft penalty on responses near the length limit."""
     checks = (
         _is_known("policy_loss", tuple(POLICY_LOSSES)),
         _is_known("advantage", ADVANTAGES),
@@ -338,7 +329,6 @@ class CriticConfig(Section):
     path: str | None = None
     """The path of the initial weights. If null, the initial weights are those of the policy."""
     optim: OptimConfig = OptimConfig(lr=1e-5)
-    """The optimizer of the critic."""
     warmup_steps: Annotated[
         int,
         Bound("be under", "trainer.total_steps", "Lower it, or train for longer", only_with="trainer.total_steps"),

@@ -1,14 +1,21 @@
-"""The base class of all sections of settings, and functions for dotted keys and paths."""
+"""The base class of all sections of settings, dotted keys, and rules between settings.
+
+A setting's annotation contains its `Bound` and its `EffectiveWhen`. A section lists its further rules in `checks`, and
+an `EffectiveWhen` of the whole section in `effective`. The key `.name` means a setting of the same section."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from math import isqrt, prod
 from pathlib import Path
 from types import UnionType
-from typing import Any, ClassVar, Union, get_args, get_origin
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 
+from rlcore.config.problems import Problem, format_value, plain_text
 from rlcore.errors import ConfigError
 
 Run = Any
@@ -20,6 +27,18 @@ CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 """The folder of the groups, experiments, suites and sweeps that come with Millrace."""
 CONFIG_DIR_VARIABLE = "MILLRACE_CONFIG_DIR"
 """The environment variable with the user's folder in the form of `conf/`. The option `--config-dir` sets it."""
+
+GROUPS = {
+    "data": "countdown",
+    "model": "scratch",
+    "critic": "none",
+    "algo": "grpo",  # after critic, since Hydra goes from last to first and algo=ppo chooses the critic
+    "rollout": "hf",
+    "runtime": "local",
+}
+"""The groups of settings, each with the option that is chosen by default."""
+EXCLUSIVE_GROUPS = ("data", "critic")
+"""Groups with different keys in each option. If an override changes the option, the file's keys are dropped."""
 
 
 def conf_dirs() -> list[Path]:
@@ -123,3 +142,208 @@ def value_at(section: Section, name: str, absent: Any = None) -> Any:
     for part in name.split("."):
         found = getattr(found, part, absent)
     return found
+
+
+_ALLOWS: dict[str, Callable[[Any, Any], bool]] = {
+    "divide": lambda value, bound: bound % value == 0,
+    "be at most": lambda value, bound: value <= bound,
+    "be at least": lambda value, bound: value >= bound,
+    "be under": lambda value, bound: value < bound,
+}
+_MAX_DIVISORS = 12
+_ABSENT = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A check of a section of settings that reads the settings in `reads`."""
+
+    reads: tuple[str, ...]
+    check: Callable[[Any, Run], Problem | None]
+
+
+def rule(key: str, others: str, says: str, holds: Callable[[Any, Run], bool], remedy: str) -> Rule:
+    """Return a rule about the setting `key`, which also reads the settings in `others` and shows all their values."""
+
+    def check(section: Any, run: Run) -> Problem | None:
+        return None if holds(section, run) else Problem(key, says, _values_text(section, run, key, *names), remedy)
+
+    names = tuple(others.split())
+    return Rule((key, *names), check)
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A limit computed from the settings in `others`: their sum, or their product for `divide`.
+
+    The limit is not checked if one of these settings is null or the setting in `only_with` is off. `remedy` may contain
+    `{bound}` and `{divisors}`."""
+
+    words: Literal["divide", "be at most", "be at least", "be under"]
+    others: str
+    remedy: str = "Use one of {divisors}"
+    only_with: str = ""
+
+    def rule(self, key: str) -> Rule:
+        """Return the rule that checks the value of the setting `key`."""
+        names = tuple(self.others.replace(" x ", " + ").split(" + "))
+
+        def check(section: Any, run: Run) -> Problem | None:
+            value, *others = (_value(section, run, name) for name in (key, *names))
+            if value is None or None in others or (self.only_with and not _value(section, run, self.only_with)):
+                return None
+            number = prod(others) if self.words == "divide" else sum(others)
+            if _ALLOWS[self.words](value, number):
+                return None
+            whole = divisors(number) if self.words == "divide" else ""  # another kind of bound may be no whole number
+            remedy = self.remedy.format(bound=number, divisors=whole)
+            return Problem(key, f"must {self.words} {self.others}", _values_text(section, run, key, *names), remedy)
+
+        return Rule((key, *names, *([self.only_with] if self.only_with else [])), check)
+
+
+@cache
+def rules_of(section: type[Section]) -> tuple[Rule, ...]:
+    """Return the rules of a section: the bounds of its fields, and the rules in its `checks`."""
+    fields = section.model_fields.items()
+    bounds = (each.rule(f".{name}") for name, field in fields for each in field.metadata if isinstance(each, Bound))
+    return (*bounds, *(each for kind in section.__mro__ for each in vars(kind).get("checks", ())))
+
+
+def broken_rules(config: Run, unsound: Collection[str] = ()) -> list[Problem]:
+    """Return a problem for each broken rule. A rule that reads a key or section in `unsound` is not checked."""
+    found = []
+    for prefix, section in sections_in(config):
+        for each in rules_of(type(section)):
+            reads = [_full_key(name, prefix) for name in each.reads]
+            if any(covers(key, read) or covers(read, key) for read in reads for key in unsound):
+                continue
+            if problem := each.check(section, config):
+                found.append(replace(problem, key=_full_key(problem.key, prefix)))
+    return found
+
+
+def sections_in(section: Section, prefix: str = "") -> Iterator[tuple[str, Section]]:
+    """Yield pairs of a key prefix and a section: the section itself, and all its subsections that are not null."""
+    yield prefix, section
+    for name in type(section).model_fields:
+        inner = getattr(section, name)
+        if isinstance(inner, Section):
+            yield from sections_in(inner, f"{prefix}{name}.")
+
+
+def divisors(number: int) -> str:
+    """Return the largest divisors of a number as text, in ascending order."""
+    low = [each for each in range(1, isqrt(number) + 1) if number % each == 0]
+    found = sorted({*low, *(number // each for each in low)})
+    return ", ".join(map(str, found[-_MAX_DIVISORS:]))
+
+
+def _full_key(name: str, prefix: str) -> str:
+    return prefix + name[1:] if name.startswith(".") else name
+
+
+def _value(section: Section, run: Run, name: str) -> Any:
+    return value_at(section, name[1:]) if name.startswith(".") else value_at(run, name)
+
+
+def _values_text(section: Section, run: Run, key: str, *others: str) -> str:
+    first, *rest = (_value_text(_value(section, run, name)) for name in (key, *others))
+    values = [f"{name.rpartition('.')[2]} {value}" for name, value in zip(others, rest, strict=True)]
+    return f"{first} with {', '.join(values)}" if values else first
+
+
+def _value_text(value: object) -> str:
+    if isinstance(value, Section):
+        return "its settings"
+    if isinstance(value, tuple) and value and all(isinstance(one, Section) for one in value):
+        return str(len(value))
+    return format_value(value)
+
+
+@dataclass(frozen=True, slots=True)
+class EffectiveWhen:
+    """A condition under which the declaring setting has an effect: one setting in `by` is on, or has one of `values`,
+    or has none of `unless`.
+
+    `by`, `values`, `unless` and `of` are words separated by spaces, and `values` may be a function. `of`: the values of
+    the declaring setting that need the condition. `why` and `remedy` replace generated texts of the warning."""
+
+    by: str
+    values: str | Callable[[Any], bool] = ""
+    unless: str = ""
+    of: str = ""
+    why: str = ""
+    remedy: str = ""
+
+    def is_met(self, value: Any) -> bool:
+        """Return whether a setting in `by` with this value fulfills the condition."""
+        if callable(self.values):
+            return self.values(value)
+        if self.values or self.unless:
+            text = plain_text(value)
+            return text in self.values.split() if self.values else text not in self.unless.split()
+        return value not in (None, False, 0, "off", "", ())
+
+    def reason(self, by: dict[str, Any]) -> str | None:
+        """Return the settings in `by` with their values if the condition does not hold. Return None if it holds."""
+        if not by or any(map(self.is_met, by.values())):
+            return None
+        return self.why or ", ".join(f"{name}={format_value(value)}" for name, value in by.items())
+
+    def fix(self, config: Run, name: str) -> str:
+        """Return a remedy for a setting without an effect: a change of `name`, the first setting in `by`."""
+        outer, _, last = name.rpartition(".")
+        kind = type(value_at(config, outer) if outer else config).model_fields[last].annotation
+        choices = get_args(kind) if get_origin(kind) is Literal else (True,) if kind is bool else ()
+        words = [plain_text(choice) for choice in choices if self.is_met(choice)]
+        if isinstance(self.values, str) and self.values:
+            words = self.values.split()
+        return f"Set {name}={' or '.join(words)}" if words else f"{'Change' if self.unless else 'Set'} {name}"
+
+
+def unused_settings(
+    config: Run, given: Collection[str], in_file: Collection[str] = (), swept: Collection[str] = ()
+) -> list[str]:
+    """Return a warning for each condition that is not met. A setting has only one warning.
+
+    `given`: the keys and groups that overrides set. `in_file`: the keys in an experiment's file. A key has no warning
+    if an override changes the setting that the key depends on. `swept`: the keys and groups that differ between the
+    points of a sweep. `config` has the shared settings."""
+    values = leaves(config.model_dump(mode="json"))
+    left = [key for key in values if key in given or key in in_file or key in swept]
+    lines = []
+    for (effect, names), scope in effects_in(config).items():
+        if any(_below(name, swept) for name in names):
+            continue
+        is_switched = any(_below(name, given) for name in names)
+        keys = [key for key in left if _below(key, scope) and key not in names and not (key in in_file and is_switched)]
+        if effect.of:
+            keys = [key for key in keys if key not in swept and values[key] in effect.of.split()]
+        by = {name: value for name in names if (value := value_at(config, name, _ABSENT)) is not _ABSENT}
+        reason = effect.reason(by) if keys else None
+        if reason is None:
+            continue
+        left = [key for key in left if key not in keys]
+        named = ", ".join(key if key in swept else f"{key}={format_value(values[key])}" for key in keys)
+        have, them = ("have", "them") if len(keys) > 1 else ("has", "it")
+        remedy = effect.remedy or effect.fix(config, next(iter(by)))
+        lines.append(f"{named}: {have} no effect with {reason}. {remedy}, or leave {them} out")
+    return lines
+
+
+def effects_in(config: Run) -> dict[tuple[EffectiveWhen, tuple[str, ...]], list[str]]:
+    """Return the settings and sections that declare each condition, by condition and the keys in `by`."""
+    found: dict[tuple[EffectiveWhen, tuple[str, ...]], list[str]] = {}
+    for prefix, section in sections_in(config):
+        declared = [(prefix[:-1], section.effective)] if section.effective else []
+        for name, field in type(section).model_fields.items():
+            declared += [(prefix + name, each) for each in field.metadata if isinstance(each, EffectiveWhen)]
+        for key, effect in declared:
+            by = tuple(_full_key(name, prefix) for name in effect.by.split())
+            found.setdefault((effect, by), []).append(key)
+    return found
+
+
+def _below(key: str, names: Collection[str]) -> bool:
+    return any(covers(name, key) for name in names)

@@ -1,6 +1,5 @@
-"""The validation of composed settings, overrides and suites. It returns a `RunConfig` or reports every mistake."""
+"""The files of experiments and suites, the messages about wrong settings, and the rules of each dataset of a run."""
 
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,119 +8,31 @@ from typing import Any, get_args
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from yaml import YAMLError
 
-from rlcore.config.base import FILE_ENDINGS, covers, expand_path, group_members, keys_of, leaves, member_file, value_at
+from rlcore.config.base import (
+    FILE_ENDINGS,
+    GROUPS,
+    broken_rules,
+    covers,
+    expand_path,
+    group_members,
+    keys_of,
+    leaves,
+    member_file,
+)
 from rlcore.config.data import TASKS, CountdownData, FilterConfig, MappedData, MixtureData, ParquetData, TaskData
 from rlcore.config.model import WarmStartConfig
-from rlcore.config.problems import (
-    Findings,
-    Problem,
-    did_you_mean,
-    foreign_key_hint,
-    format_value,
-    nearest,
-    settings_error,
-)
+from rlcore.config.problems import Findings, Problem, did_you_mean, foreign_key_hint, format_value, nearest
 from rlcore.config.rollout import EpisodeConfig, SuiteConfig, ValidationConfig
-from rlcore.config.rules import broken_rules
 from rlcore.config.run import RunConfig, all_keys, free_mappings, section_names
 
 SUITES = "validation.suites"
 
 
-@dataclass(frozen=True, slots=True)
-class ValueOverride:
-    """An override of one setting. `text`: the value as it was written."""
-
-    key: str
-    value: Any
-    text: str
-    delete: bool
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The dotted keys that the override sets."""
-        return tuple(leaves({self.key: self.value}))
-
-
-def validate_settings(settings: dict[str, Any], values: Sequence[ValueOverride], findings: Findings) -> RunConfig:
-    """Apply overrides to nested plain settings. Report wrong values. Return a typed config without the wrong values.
-
-    Raises ConfigError if a wrong value cannot be removed."""
-    for written in values:
-        _apply_override(settings, written, findings)
-    if any(isinstance(entry, str) for entry in suites_in(settings)):
-        settings["validation"]["suites"] = read_suites(suites_in(settings), findings)
-    texts = {
-        name: written.text if isinstance(written.value, int | float) else ""
-        for written in values
-        for name in written.names
-    }
-    config = _validate_types(_interpolate(settings, findings), findings, texts)
-    for problem in find_problems(config, findings.unreliable):
-        findings.add(problem)
-    return config
-
-
-def _apply_override(settings: dict[str, Any], written: ValueOverride, findings: Findings) -> None:
-    key, value = written.key, written.value
-    *outer, last = key.split(".")
-    inner = settings
-    for part in outer:
-        if inner.get(part) is None:
-            inner[part] = {}
-        inner = inner[part]
-        if not isinstance(inner, dict):
-            rule = f"there is no such setting: {part} is a value, not a section"
-            findings.add(Problem(key, rule, format_value(value), "docs/settings.md lists every key"))
-            return
-    if written.delete and key in section_names() and value_at(RunConfig(), key) is not None:
-        rule = "is a section, and only single settings return to their defaults"
-        example = min(name for name in all_keys() if covers(key, name))
-        findings.add(Problem(key, rule, f"~{key}", f"Set its keys, or reset one, such as ~{example}"))
-    elif written.delete and last not in inner:
-        rule = "there is no such key to delete"
-        findings.add(Problem(key, rule, f"~{key}", did_you_mean(key, all_keys()).strip()))
-    elif written.delete:
-        inner.pop(last)
-    else:
-        inner[last] = _merge(inner.get(last), value)
-
-
-def _merge(settings: Any, more: Any) -> Any:
-    if not (isinstance(settings, dict) and isinstance(more, dict)):
-        return more
-    return settings | {name: _merge(settings.get(name), value) for name, value in more.items()}
-
-
-def _interpolate(settings: dict[str, Any], findings: Findings) -> dict[str, Any]:
-    """Return the settings as JSON values without `${...}`. Remove and report values that cannot be resolved."""
-    while True:
-        # The keys of JSON are texts, where those of YAML may be true or 1.
-        settings = json.loads(json.dumps(settings, default=str))
-        if "${" not in (text := json.dumps(settings)) and '"???"' not in text:
-            return settings
-        try:
-            return as_plain(OmegaConf.create(settings), resolve=True)
-        except OmegaConfBaseException as error:
-            path = _path_of(str(error.full_key).partition("[")[0], settings)
-            value = _remove(settings, path)
-            rule = f"cannot be filled in ({str(error).splitlines()[0]})"
-            remedy = "Name a setting that exists, or write a value"
-            findings.add(Problem(".".join(path), rule, format_value(value), remedy))
-
-
-def _path_of(key: str, settings: Any) -> list[str]:
-    for name, inner in settings.items() if isinstance(settings, dict) else ():
-        if covers(name, key):
-            return [name, *_path_of(key[len(name) + 1 :], inner)]
-    return []
-
-
-def _remove(settings: Any, path: Sequence[int | str]) -> Any:
+def remove_value(settings: Any, path: Sequence[int | str]) -> Any:
+    """Remove the value at this path from nested plain settings, and return it."""
     *outer, last = path
     for part in outer:
         settings = settings.get(part, {})
@@ -135,20 +46,6 @@ def as_plain(tree: Any, *, resolve: bool = False) -> dict[str, Any]:
     return {str(name): value for name, value in found.items()}
 
 
-def _validate_types(settings: dict[str, Any], findings: Findings, texts: Mapping[str, str]) -> RunConfig:
-    """Remove wrong values until all values are valid. `texts` has the text of each override of a number."""
-    while True:
-        text = json.dumps(settings)
-        try:
-            # Strict JSON: neither true nor "5" is a number, but 1 is a float and a list is a tuple.
-            return RunConfig.model_validate_json(text, strict=True)
-        except ValidationError as error:
-            for detail in error.errors(include_url=False):
-                _report_error(detail, json.loads(text), settings, findings, texts)
-        if json.dumps(settings) == text:
-            raise settings_error(findings.problems)
-
-
 def error_path(detail: ErrorDetails, content: Any) -> tuple[int | str, ...]:
     """Return the path of a pydantic error in nested plain values, without pydantic's names for members of unions."""
     path: list[int | str] = []
@@ -159,7 +56,7 @@ def error_path(detail: ErrorDetails, content: Any) -> tuple[int | str, ...]:
     return (*path, detail["loc"][-1]) if detail["type"] == "missing" else tuple(path)
 
 
-def _report_error(
+def report_error(
     detail: ErrorDetails, given: Any, settings: dict[str, Any], findings: Findings, texts: Mapping[str, str]
 ) -> None:
     """Report an error in the settings `given`, and remove the value. A number becomes a text where one is required."""
@@ -187,7 +84,7 @@ def _report_error(
             _add_unknown(name, inner, settings, findings, in_files=not is_written)
     else:
         findings.add(_value_problem(key, detail))
-    _remove(settings, path[:at])
+    remove_value(settings, path[:at])
 
 
 def _list_problem(key: str, inside: Sequence[int | str], detail: ErrorDetails, given: Any) -> Problem:
@@ -267,6 +164,71 @@ def read_yaml(file: Path) -> dict[str, Any] | str:
     if not content or not isinstance(content, dict):
         return "its file must hold keys and values"
     return {str(name): value for name, value in content.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class SettingsFile:
+    """One file of an experiment. `members`: the group options that this file and its base files choose."""
+
+    name: str
+    keys: Mapping[str, Any]
+    members: Mapping[str, str]
+
+
+def experiment_files(named: str, findings: Findings, above: tuple[Path, ...] = ()) -> list[SettingsFile]:
+    """Return the files of an experiment, base files first. A problem in a file makes every setting unreliable."""
+
+    def wrong(rule: str, got: str, remedy: str) -> None:
+        findings.add(Problem("experiment", rule, got, remedy), *RunConfig.model_fields)
+
+    is_path = named.endswith(FILE_ENDINGS)
+    path = Path(named) if is_path else member_file("experiment", named)
+    content = "builds on itself" if path.resolve() in above else read_yaml(path)
+    if isinstance(content, str):
+        names = ", ".join(group_members("experiment"))
+        remedy = f"Fix it, or name one of {names}; conf/experiment/debug.yaml shows the form"
+        wrong(content, f"{named} in {Path.cwd()}" if is_path and not path.is_absolute() else named, remedy)
+        return []
+    entries = content.pop("defaults", [])
+    if not isinstance(entries, list):
+        wrong("its defaults must be a list", f"{format_value(entries)} in {named}", "Such as [debug, _self_]")
+        entries = []
+    bases = [str(entry) for entry in entries if not isinstance(entry, dict)]
+    if "_self_" in bases[:-1]:
+        later = " and ".join(bases[bases.index("_self_") + 1 :])
+        rule = "_self_ must be the last of its defaults: the keys of a file override those of the files it builds on"
+        wrong(rule, f"_self_ before {later} in {named}", f"Put _self_ behind {later}")
+    chosen = [(str(key).removeprefix("override ").removeprefix("/"), member)
+              for entry in entries if isinstance(entry, dict) for key, member in entry.items()]  # fmt: skip
+    files: list[SettingsFile] = []
+    members: dict[str, str] = {}
+    for group, member in [*(("experiment", base) for base in bases if base != "_self_"), *chosen]:
+        if group == "experiment" and member.endswith(FILE_ENDINGS):
+            member = str((path.parent / member).resolve())
+        elif (known := unknown_member_remedy(group, member)) is not None:
+            wrong("its defaults must name files in conf/", f"{group}/{member} in {named}", known)
+            continue
+        if group != "experiment":
+            members[group] = member
+        elif base := experiment_files(member, findings, (*above, path.resolve())):
+            files += [file for file in base if file not in files]
+            members |= base[-1].members
+    return [*files, SettingsFile(str(path) if is_path else f"experiment/{named}.yaml", content, members)]
+
+
+def unknown_member_remedy(group: str, member: Any) -> str | None:
+    """Return None if the group has this option, otherwise a remedy with the nearest option and all known options."""
+    groups = ("experiment", *GROUPS)
+    if group not in groups:
+        return f"{did_you_mean(group, groups)}There are {', '.join(groups)}"
+    members = group_members(group)
+    if member in members:
+        return None
+    is_here = Path("conf", group, f"{member}.yaml").is_file()
+    hint = (
+        f"Add --config-dir conf, which has {group}/{member}.yaml. " if is_here else did_you_mean(str(member), members)
+    )
+    return f"{hint}There are {', '.join(members)}"
 
 
 def suites_in(settings: Mapping[str, Any]) -> list[Any]:

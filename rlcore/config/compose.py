@@ -4,12 +4,12 @@ Hydra merges the chosen option of each group in `conf/` over the defaults of `rl
 experiment's files replace values of the groups, and overrides replace both.
 """
 
+import json
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -22,11 +22,22 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
 from yaml import YAMLError
 
+from rlcore.config import check
 from rlcore.config.algo import CriticConfig
-from rlcore.config.base import FILE_ENDINGS, conf_dirs, group_members, leaves, member_file
-from rlcore.config.check import ValueOverride, as_plain, read_yaml, validate_settings
+from rlcore.config.base import (
+    EXCLUSIVE_GROUPS,
+    FILE_ENDINGS,
+    GROUPS,
+    conf_dirs,
+    covers,
+    group_members,
+    leaves,
+    unused_settings,
+    value_at,
+)
 from rlcore.config.data import TASKS
 from rlcore.config.problems import (
     Findings,
@@ -37,29 +48,12 @@ from rlcore.config.problems import (
     nearest,
     settings_error,
 )
-from rlcore.config.rules import unused_settings
-from rlcore.config.run import RunConfig, all_keys
+from rlcore.config.run import RunConfig, all_keys, section_names
 
-GROUPS = {
-    "data": "countdown",
-    "model": "scratch",
-    "critic": "none",
-    "algo": "grpo",  # after critic, since Hydra goes from last to first and algo=ppo chooses the critic
-    "rollout": "hf",
-    "runtime": "local",
-}
-"""The groups of settings, each with the option that is chosen by default."""
-EXCLUSIVE_GROUPS = ("data", "critic")
-"""Groups with different keys in each option. If an override changes the option, the file's keys are dropped."""
 EXPERIMENT_HINT = "Did you mean experiment="
 _ROOT = "millrace"
 # Hydra's state is global and not safe between threads.
 _LOCK = Lock()
-
-
-def experiment_names() -> tuple[str, ...]:
-    """Return the sorted names of the experiments in `conf/experiment`."""
-    return group_members("experiment")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +90,7 @@ def compose(overrides: Sequence[str], *, experiment: str | None = None) -> Compo
     """Return the composed settings together with their problems. The arguments are those of `load_config`."""
     findings = Findings()
     request = _read_overrides(overrides, experiment, findings)
-    files = [] if request.experiment is None else _experiment_files(request.experiment, findings)
+    files = [] if request.experiment is None else check.experiment_files(request.experiment, findings)
     chosen = {**(files[-1].members if files else {}), **request.choices}
     settings, members = _compose_groups(chosen, findings)
     findings.sources |= {group: f"conf/{group}/{member}.yaml" for group, member in members.items()}
@@ -107,8 +101,9 @@ def compose(overrides: Sequence[str], *, experiment: str | None = None) -> Compo
             for group, member in _compose_groups(file.members, findings)[1].items()
             if group in EXCLUSIVE_GROUPS and group in file.keys and member != members[group]
         }
-        settings = as_plain(OmegaConf.merge(settings, {key: file.keys[key] for key in file.keys if key not in own}))
-    config = validate_settings(settings, request.values, findings)
+        kept = {key: value for key, value in file.keys.items() if key not in own}
+        settings = check.as_plain(OmegaConf.merge(settings, kept))
+    config = _validate_settings(settings, request.values, findings)
     given = {key for written in request.values if not written.delete for key in written.names}
     in_file = leaves(files[-1].keys).keys() - given if files else frozenset()
     shown_files = [file.name for file in files]
@@ -134,10 +129,25 @@ def override_config(settings: dict[str, Any], overrides: Sequence[str]) -> RunCo
     request = _read_overrides(overrides, None, findings)
     for group in [*request.choices, *(["experiment"] if request.experiment else [])]:
         findings.add(Problem(group, "cannot be chosen over settings that are there", group, "Give the keys one by one"))
-    found = validate_settings(settings, request.values, findings)
+    found = _validate_settings(settings, request.values, findings)
     if findings.problems:
         raise settings_error(findings.problems)
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class _ValueOverride:
+    """An override of one setting. `text`: the value as it was written."""
+
+    key: str
+    value: Any
+    text: str
+    delete: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The dotted keys that the override sets."""
+        return tuple(leaves({self.key: self.value}))
 
 
 @dataclass(slots=True)
@@ -146,11 +156,10 @@ class _Request:
 
     experiment: str | None = None
     choices: dict[str, str] = field(default_factory=dict)
-    values: list[ValueOverride] = field(default_factory=list)
+    values: list[_ValueOverride] = field(default_factory=list)
 
 
 def _read_overrides(overrides: Sequence[str], experiment: str | None, findings: Findings) -> _Request:
-    """Sort overrides into choices and values. Report overrides that are invalid or contradict each other."""
     request, parser = _Request(), OverridesParser.create()
     given: dict[str, Any] = {}
     if experiment is not None:
@@ -176,7 +185,7 @@ def _read_overrides(overrides: Sequence[str], experiment: str | None, findings: 
         if key in GROUPS or key == "experiment":
             _choose_member(request, key, value, findings)
         else:
-            request.values.append(ValueOverride(key, value, text.partition("=")[2], override.is_delete()))
+            request.values.append(_ValueOverride(key, value, text.partition("=")[2], override.is_delete()))
     return request
 
 
@@ -186,7 +195,7 @@ def _parse_override(parser: OverridesParser, text: str) -> Override | Problem:
     except HydraException as error:
         reason = str(error).splitlines()[0] if "=" in text else "there is no = in it"
         remedy = "Write key=value, and quote spaces, commas and ~: 'key=\"~/a, b\"'"
-        if "=" not in text and (text in experiment_names() or text.endswith(FILE_ENDINGS)):
+        if "=" not in text and (text in group_members("experiment") or text.endswith(FILE_ENDINGS)):
             remedy = f"Write key=value. {EXPERIMENT_HINT}{text}?"
         return Problem("override", f"cannot be read ({reason})", repr(text), remedy)
     key = override.key_or_group
@@ -221,7 +230,7 @@ def _choose_member(request: _Request, group: str, value: Any, findings: Findings
         return
     if group == "experiment" and str(value).endswith(FILE_ENDINGS):
         request.experiment = str(value)
-    elif (known := _unknown_member_remedy(group, value)) is not None:
+    elif (known := check.unknown_member_remedy(group, value)) is not None:
         unsound = list(RunConfig.model_fields) if group == "experiment" else [group]
         findings.add(Problem(group, "must name a file in conf/" + group, format_value(value), known), *unsound)
     elif group == "experiment":
@@ -230,68 +239,92 @@ def _choose_member(request: _Request, group: str, value: Any, findings: Findings
         request.choices[group] = value
 
 
-@dataclass(frozen=True, slots=True)
-class _File:
-    """One file of an experiment. `members`: the group options that this file and its base files choose."""
+def _validate_settings(settings: dict[str, Any], values: Sequence[_ValueOverride], findings: Findings) -> RunConfig:
+    """Apply overrides to nested plain settings. Report wrong values. Return a typed config without the wrong values.
 
-    name: str
-    keys: Mapping[str, Any]
-    members: Mapping[str, str]
-
-
-def _experiment_files(named: str, findings: Findings, above: tuple[Path, ...] = ()) -> list[_File]:
-    """Return the files of an experiment, base files first. A problem in a file makes every setting unreliable."""
-
-    def wrong(rule: str, got: str, remedy: str) -> None:
-        findings.add(Problem("experiment", rule, got, remedy), *RunConfig.model_fields)
-
-    is_path = named.endswith(FILE_ENDINGS)
-    path = Path(named) if is_path else member_file("experiment", named)
-    content = "builds on itself" if path.resolve() in above else read_yaml(path)
-    if isinstance(content, str):
-        remedy = f"Fix it, or name one of {', '.join(experiment_names())}; conf/experiment/debug.yaml shows the form"
-        wrong(content, f"{named} in {Path.cwd()}" if is_path and not path.is_absolute() else named, remedy)
-        return []
-    entries = content.pop("defaults", [])
-    if not isinstance(entries, list):
-        wrong("its defaults must be a list", f"{format_value(entries)} in {named}", "Such as [debug, _self_]")
-        entries = []
-    bases = [str(entry) for entry in entries if not isinstance(entry, dict)]
-    if "_self_" in bases[:-1]:
-        later = " and ".join(bases[bases.index("_self_") + 1 :])
-        rule = "_self_ must be the last of its defaults: the keys of a file override those of the files it builds on"
-        wrong(rule, f"_self_ before {later} in {named}", f"Put _self_ behind {later}")
-    chosen = [(str(key).removeprefix("override ").removeprefix("/"), member)
-              for entry in entries if isinstance(entry, dict) for key, member in entry.items()]  # fmt: skip
-    files: list[_File] = []
-    members: dict[str, str] = {}
-    for group, member in [*(("experiment", base) for base in bases if base != "_self_"), *chosen]:
-        if group == "experiment" and member.endswith(FILE_ENDINGS):
-            member = str((path.parent / member).resolve())
-        elif (known := _unknown_member_remedy(group, member)) is not None:
-            wrong("its defaults must name files in conf/", f"{group}/{member} in {named}", known)
-            continue
-        if group != "experiment":
-            members[group] = member
-        elif base := _experiment_files(member, findings, (*above, path.resolve())):
-            files += [file for file in base if file not in files]
-            members |= base[-1].members
-    return [*files, _File(str(path) if is_path else f"experiment/{named}.yaml", content, members)]
+    Raises ConfigError if a wrong value cannot be removed."""
+    for written in values:
+        _apply_override(settings, written, findings)
+    if any(isinstance(entry, str) for entry in check.suites_in(settings)):
+        settings["validation"]["suites"] = check.read_suites(check.suites_in(settings), findings)
+    texts = {
+        name: written.text if isinstance(written.value, int | float) else ""
+        for written in values
+        for name in written.names
+    }
+    config = _validate_types(_interpolate(settings, findings), findings, texts)
+    for problem in check.find_problems(config, findings.unreliable):
+        findings.add(problem)
+    return config
 
 
-def _unknown_member_remedy(group: str, member: Any) -> str | None:
-    """Return None if the group has this option, otherwise a remedy with the nearest option and all known options."""
-    groups = ("experiment", *GROUPS)
-    if group not in groups:
-        return f"{did_you_mean(group, groups)}There are {', '.join(groups)}"
-    members = group_members(group)
-    if member in members:
-        return None
-    is_here = Path("conf", group, f"{member}.yaml").is_file()
-    hint = (
-        f"Add --config-dir conf, which has {group}/{member}.yaml. " if is_here else did_you_mean(str(member), members)
-    )
-    return f"{hint}There are {', '.join(members)}"
+def _apply_override(settings: dict[str, Any], written: _ValueOverride, findings: Findings) -> None:
+    key, value = written.key, written.value
+    *outer, last = key.split(".")
+    inner = settings
+    for part in outer:
+        if inner.get(part) is None:
+            inner[part] = {}
+        inner = inner[part]
+        if not isinstance(inner, dict):
+            rule = f"there is no such setting: {part} is a value, not a section"
+            findings.add(Problem(key, rule, format_value(value), "docs/settings.md lists every key"))
+            return
+    if written.delete and key in section_names() and value_at(RunConfig(), key) is not None:
+        rule = "is a section, and only single settings return to their defaults"
+        example = min(name for name in all_keys() if covers(key, name))
+        findings.add(Problem(key, rule, f"~{key}", f"Set its keys, or reset one, such as ~{example}"))
+    elif written.delete and last not in inner:
+        rule = "there is no such key to delete"
+        findings.add(Problem(key, rule, f"~{key}", did_you_mean(key, all_keys()).strip()))
+    elif written.delete:
+        inner.pop(last)
+    else:
+        inner[last] = _merge(inner.get(last), value)
+
+
+def _merge(settings: Any, more: Any) -> Any:
+    if not (isinstance(settings, dict) and isinstance(more, dict)):
+        return more
+    return settings | {name: _merge(settings.get(name), value) for name, value in more.items()}
+
+
+def _interpolate(settings: dict[str, Any], findings: Findings) -> dict[str, Any]:
+    """Return the settings as JSON values without `${...}`. Remove and report values that cannot be resolved."""
+    while True:
+        # The keys of JSON are texts, where those of YAML may be true or 1.
+        settings = json.loads(json.dumps(settings, default=str))
+        if "${" not in (text := json.dumps(settings)) and '"???"' not in text:
+            return settings
+        try:
+            return check.as_plain(OmegaConf.create(settings), resolve=True)
+        except OmegaConfBaseException as error:
+            path = _path_of(str(error.full_key).partition("[")[0], settings)
+            value = check.remove_value(settings, path)
+            rule = f"cannot be filled in ({str(error).splitlines()[0]})"
+            remedy = "Name a setting that exists, or write a value"
+            findings.add(Problem(".".join(path), rule, format_value(value), remedy))
+
+
+def _path_of(key: str, settings: Any) -> list[str]:
+    for name, inner in settings.items() if isinstance(settings, dict) else ():
+        if covers(name, key):
+            return [name, *_path_of(key[len(name) + 1 :], inner)]
+    return []
+
+
+def _validate_types(settings: dict[str, Any], findings: Findings, texts: Mapping[str, str]) -> RunConfig:
+    """Remove wrong values until all values are valid. `texts` has the text of each override of a number."""
+    while True:
+        text = json.dumps(settings)
+        try:
+            # Strict JSON: neither true nor "5" is a number, but 1 is a float and a list is a tuple.
+            return RunConfig.model_validate_json(text, strict=True)
+        except ValidationError as error:
+            for detail in error.errors(include_url=False):
+                check.report_error(detail, json.loads(text), settings, findings, texts)
+        if json.dumps(settings) == text:
+            raise settings_error(findings.problems)
 
 
 def _compose_groups(chosen: Mapping[str, str], findings: Findings) -> tuple[dict[str, Any], Mapping[str, str]]:
@@ -322,7 +355,7 @@ def _compose_cached(
     with _hydra():
         overrides = [f"{group}={member}" for group, member in chosen]
         overrides += [f"hydra.searchpath=[file://{folder}]" for folder in conf_dirs()[1:]]
-        settings = as_plain(hydra_compose(_ROOT, overrides=overrides, return_hydra_config=True))
+        settings = check.as_plain(hydra_compose(_ROOT, overrides=overrides, return_hydra_config=True))
     choices = settings.pop("hydra")["runtime"]["choices"]
     return settings, {group: choices[group] for group in GROUPS}
 

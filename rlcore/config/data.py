@@ -7,8 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field
 
-from rlcore.config.base import MayChange, Section, expand_path, is_function_name
-from rlcore.config.rules import Bound, EffectiveWhen, Rule, rule
+from rlcore.config.base import Bound, EffectiveWhen, MayChange, Rule, Section, expand_path, is_function_name, rule
 
 Operation = Literal["+", "-", "*", "/"]
 

@@ -16,18 +16,11 @@ from rlcore.config.run import RunConfig
 _DIGITS = 16
 
 
-def canonical_json(payload: Any) -> str:
-    """Return JSON that is the same for equal content. Keys are sorted, and there are no spaces and no NaN.
-
-    >>> canonical_json({"b": (1, 2.0), "a": None})
-    '{"a":null,"b":[1,2.0]}'
-    """
-    return json.dumps(payload, sort_keys=True, separators=(",", ":"), allow_nan=False, default=_plain)
-
-
 def fingerprint(stage: str, payload: Any) -> str:
-    """Return 16 hex digits that identify settings and plain values. Raises TypeError for other values."""
-    text = canonical_json({"stage": stage, "payload": payload})
+    """Return 16 hex digits that identify settings and plain values. The order of keys does not matter. Raises TypeError
+    for other values."""
+    content = {"stage": stage, "payload": payload}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False, default=_plain)
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
 
 

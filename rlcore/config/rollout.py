@@ -6,10 +6,9 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from rlcore.config.algo import GROUP_ADVANTAGES
-from rlcore.config.base import MayChange, Run, Section, is_function_name
+from rlcore.config.base import Bound, EffectiveWhen, MayChange, Rule, Run, Section, is_function_name, rule
 from rlcore.config.data import ALL_SOURCES, BY_ROW, JUDGE, PROGRAMS, MixtureData, TaskData, reserved
 from rlcore.config.problems import Problem
-from rlcore.config.rules import Bound, EffectiveWhen, Rule, rule
 
 _OF_VLLM = EffectiveWhen(".engine", "vllm")
 _ON_GPUS = EffectiveWhen("runtime.device", unless="cpu")
@@ -179,7 +178,6 @@ class RewardConfig(Section):
     deadline_s: Annotated[float, MayChange, EffectiveWhen(".num_processes")] = Field(default=5.0, gt=0)
     """The time limit for one response, in seconds. After it, the process is replaced, and the response has no score."""
     judge: JudgeConfig = JudgeConfig()
-    """The settings of a model that scores responses."""
     audit: Annotated[bool, MayChange, EffectiveWhen("data.environment", "''")] = True
     """Score some worthless responses before the first step. If some of them get a reward, an event reports them."""
     max_unmet_references: Annotated[float, MayChange] = Field(default=0.01, ge=0, le=1)
@@ -297,7 +295,6 @@ class EvaluationConfig(Section):
     samples_per_problem: int = Field(default=4, ge=1)
     """The number of sampled responses to each problem, for mean_at_k and pass_at_k."""
     sampling: SamplingConfig = SamplingConfig()
-    """The sampling of validation responses."""
     greedy: bool = True
     """Also evaluate one greedy response to each problem."""
     confidence: float = Field(default=0.95, gt=0, lt=1)

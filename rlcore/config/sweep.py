@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Discriminator, Field, JsonValue, Tag, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from rlcore.config.base import FILE_ENDINGS, Section, group_members, keys_of, member_file
+from rlcore.config.base import FILE_ENDINGS, GROUPS, Section, group_members, keys_of, member_file
 from rlcore.config.check import read_yaml, rule_text
-from rlcore.config.compose import GROUPS, compose, swept_values
+from rlcore.config.compose import compose, swept_values
 from rlcore.config.fingerprint import fingerprint, fixed_settings, run_id
 from rlcore.config.problems import Problem, did_you_mean, format_value, override_value, settings_error
 from rlcore.config.run import RunConfig, all_keys, is_key, section_names

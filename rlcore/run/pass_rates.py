@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from rlcore.batching.loader import PassCounts
+from rlcore.batching.prompts import PassCounts
 from rlcore.config import PassRatesConfig, RunConfig
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError

@@ -8,8 +8,7 @@ from itertools import compress
 from pathlib import Path
 
 from rlcore import sandbox
-from rlcore.batching.loader import MixedStream, PassCounts, PromptStream, RowSampler
-from rlcore.batching.prompts import is_chat, read_prompts
+from rlcore.batching.prompts import MixedStream, PassCounts, PromptStream, RowSampler, is_chat, read_prompts
 from rlcore.config import MixtureData, RunConfig, SuiteConfig
 from rlcore.config.check import suite_settings
 from rlcore.config.data import BY_ROW, TaskData, parts_of, scorer_of_row, scorers_of

@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import JsonValue
 
-from rlcore.batching.loader import PromptStream
-from rlcore.batching.prompts import Demonstration, read_demonstrations, read_pairs, read_solutions
+from rlcore.batching.prompts import Demonstration, PromptStream, read_demonstrations, read_pairs, read_solutions
 from rlcore.checkpoint.catalog import HELD_OUT_LOSS, CheckpointInfo
 from rlcore.checkpoint.state import LoopState
 from rlcore.config import RunConfig, WarmStartConfig

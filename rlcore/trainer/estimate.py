@@ -20,8 +20,7 @@ from rlcore.algos.advantages import (
 )
 from rlcore.algos.aggregation import masked_sum, segment_sum
 from rlcore.algos.loss_call import advantage_problem, bind_advantage, check_results
-from rlcore.algos.losses import kl_estimate
-from rlcore.algos.off_policy import importance_weights, rejection_mask
+from rlcore.algos.losses import importance_weights, kl_estimate, rejection_mask
 from rlcore.config import AlgoConfig
 from rlcore.types import PackedBatch, Score, TrainBatch
 

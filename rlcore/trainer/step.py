@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rlcore.algos.schedules import next_entropy_bonus, next_kl_coef
+from rlcore.algos.objective import next_entropy_bonus, next_kl_coef
 from rlcore.batching.balance import Assignment, Balancer, RankShares
 from rlcore.batching.pack import pack, place_turn_rewards, scatter_tokens, select
 from rlcore.checkpoint.state import LoopState

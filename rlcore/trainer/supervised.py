@@ -7,8 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import TypeVar
 
-from rlcore.algos.objective import SupervisedStatistics
-from rlcore.algos.schedules import lr_at
+from rlcore.algos.objective import SupervisedStatistics, lr_at
 from rlcore.batching.pack import pack_demonstrations, scatter_tokens, select, shared_prompts, split_pairs
 from rlcore.batching.prompts import Demonstration
 from rlcore.checkpoint.state import LoopState

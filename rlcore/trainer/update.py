@@ -14,8 +14,7 @@ from torch import Tensor
 
 from rlcore.algos.aggregation import Denominator, clipped_by_covariance, masked, rank_share, token_covariance
 from rlcore.algos.loss_call import has_argument
-from rlcore.algos.objective import PolicyStatistics, Statistics, ValueStatistics
-from rlcore.algos.schedules import lr_at
+from rlcore.algos.objective import PolicyStatistics, Statistics, ValueStatistics, lr_at
 from rlcore.batching.balance import Assignment, mini_batches
 from rlcore.batching.pack import scatter_tokens, select_train, token_indices
 from rlcore.checkpoint.state import LoopState

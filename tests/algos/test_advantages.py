@@ -22,8 +22,7 @@ from rlcore.algos.advantages import (
 )
 from rlcore.config.algo import OverlongConfig
 from tests.algos import naive
-from tests.algos.compare import assert_floats, assert_tokens
-from tests.algos.ragged import GAPPED, RAGGED, Rows, floats
+from tests.algos.ragged import GAPPED, RAGGED, Rows, assert_floats, assert_tokens, floats
 
 GROUP_IDS = [7, 3, 7, 7, 3, -1, 12, 12, 7]
 """Groups of 4, 2, 1 and 2 answers, in no order."""

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from rlcore.algos.aggregation import (
-    Denominator,
     aggregate,
     clipped_by_covariance,
     rank_share,
@@ -17,8 +16,18 @@ from rlcore.algos.aggregation import (
 )
 from rlcore.config.algo import Aggregation, ClipCovConfig
 from tests.algos import naive
-from tests.algos.compare import assert_flags, assert_floats, assert_tokens
-from tests.algos.ragged import GAPPED, RAGGED, Rows, denominator, floats, grad_of, leaf, partitions
+from tests.algos.ragged import (
+    GAPPED,
+    RAGGED,
+    Rows,
+    assert_flags,
+    assert_floats,
+    assert_tokens,
+    denominator,
+    floats,
+    grad_of,
+    leaf,
+)
 
 MODES = get_args(Aggregation)
 
@@ -37,34 +46,6 @@ def test_aggregate_value_and_gradient_equal_naive_twin(mode: Aggregation, rows: 
     assert_tokens(grad_of(loss), weights)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("mode", MODES)
-def test_aggregate_of_any_split_sums_to_whole(mode: Aggregation, dtype: torch.dtype) -> None:
-    rel = 1e-12 if dtype == torch.float64 else 1e-6
-    counts = denominator(RAGGED)
-    values = floats(RAGGED, 5, dtype=dtype)
-
-    def share(rows: Rows, loss: torch.Tensor) -> torch.Tensor:
-        return aggregate(
-            loss, rows.mask, rows.sequence_ids, mode=mode, denominator=counts, num_sequences=rows.num_sequences
-        )
-
-    whole = leaf(values)
-    expected = share(RAGGED, whole)
-    expected.backward()
-    splits = [partitions(RAGGED.num_sequences, seed) for seed in range(20)]
-    assert {len(split) for split in splits} >= {1, 3, 6}  # from one micro-batch to one sequence in each
-    for split in splits:
-        parts = leaf(values)
-        shares = []
-        for sequences in split:
-            rows, index = RAGGED.select(sequences)
-            shares.append(share(rows, parts[index]))
-        torch.stack(shares).sum().backward()
-        assert sum(s.item() for s in shares) == pytest.approx(expected.item(), rel=rel, abs=rel)  # values of size 1
-        assert torch.equal(grad_of(parts), grad_of(whole))  # each token's weight depends on its own sequence alone
-
-
 def test_segment_sum_and_token_counts() -> None:
     values = torch.where(GAPPED.mask, floats(GAPPED, 1), 0.0)
     expected = [sum(values[t].item() for t in positions) for positions in GAPPED.answers()]
@@ -77,13 +58,6 @@ def test_segment_sum_in_float32_is_rounded_float64() -> None:
     """1e8 + 1 - 1e8 is 0 when added up in float32."""
     values = torch.tensor([1e8, 1.0, -1e8], dtype=torch.float32)
     assert segment_sum(values, torch.tensor([0, 0, 0]), 1).tolist() == [1.0]
-
-
-@pytest.mark.parametrize("field", ["num_tokens", "num_sequences", "norm_tokens"])
-def test_denominator_rejects_zero(field: str) -> None:
-    counts = {"num_tokens": 1, "num_sequences": 1, "norm_tokens": 1} | {field: 0}
-    with pytest.raises(ValueError, match=rf"Denominator\.{field}: must be at least 1, got 0"):
-        Denominator(**counts)
 
 
 BOTH = pytest.mark.parametrize("rows", [RAGGED, GAPPED], ids=["ragged", "gapped"])

@@ -225,13 +225,7 @@ def test_wrong_advantage_result_is_reported(returned: str, message: str, write: 
     (AlgoConfig(policy_loss="builtins:len"), 1, "algo.policy_loss: must be a loss to train with; got builtins:len"),
     (AlgoConfig(policy_loss="sapo", policy_loss_options={"tau": 1.0}), 2, "algo.policy_loss_options.tau: there is"),
 ])  # fmt: skip
-def test_trial_exit_codes(
-    settings: AlgoConfig,
-    code: int | None,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_trial_exit_codes(settings, code, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO(settings.model_dump_json()))
     if code is None:
         main()

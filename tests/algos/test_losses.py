@@ -1,11 +1,9 @@
 """Policy and value losses against their naive twins: value, gradient and flags, ragged rows, garbage under the mask."""
 
-import math
 from typing import get_args
 
 import pytest
 import torch
-import yaml
 from torch import Tensor
 
 from rlcore.algos.aggregation import rank_share, token_covariance
@@ -15,8 +13,20 @@ from rlcore.algos.objective import policy_objective
 from rlcore.config.algo import POLICY_LOSSES, Aggregation, AlgoConfig
 from rlcore.errors import ConfigError
 from tests.algos import naive
-from tests.algos.compare import assert_flags, assert_tokens
-from tests.algos.ragged import GAPPED, RAGGED, Rows, denominator, floats, grad_of, leaf, row, spoiled, train_batch
+from tests.algos.ragged import (
+    GAPPED,
+    RAGGED,
+    Rows,
+    assert_flags,
+    assert_tokens,
+    denominator,
+    floats,
+    grad_of,
+    leaf,
+    row,
+    spoiled,
+    train_batch,
+)
 
 LOSSES = {name: (resolve_policy_loss(name), getattr(naive, name)) for name in POLICY_LOSSES}
 CLIPS = [(0.2, 0.2, 3.0), (0.2, 0.28, None), (0.1, 0.4, 1.5), (0.9, 5.0, 1.1)]
@@ -146,21 +156,6 @@ def test_wrong_name_is_reported_with_known_ones(name: str, complaint: str) -> No
         match=rf"algo\.policy_loss: .*{complaint}.*{', '.join(sorted(POLICY_LOSSES))}, or a custom `module:function`",
     ):
         resolve_policy_loss(name)
-
-
-def test_custom_loss_needs_one_function_and_setting() -> None:
-    settings = AlgoConfig.model_validate(yaml.safe_load("policy_loss: tests.algos.custom_loss:my_loss"))
-    policy, old, advantages = leaf(floats(RAGGED, 1)), floats(RAGGED, 2), floats(RAGGED, 3)
-    counts, batch = denominator(RAGGED), train_batch(RAGGED, advantages, old_logprobs=old)
-    loss, _ = policy_objective(policy, torch.zeros_like(old), batch, settings=settings, denominator=counts, kl_coef=0.0)
-    loss.backward()
-    value, expected = 0.0, {}
-    for t in (t for positions in RAGGED.answers() for t in positions):
-        d, a = policy[t].item() - old[t].item(), advantages[t].item()
-        value += (-math.exp(d) * a + d * d / 0.4) / counts.num_tokens
-        expected[t] = (-math.exp(d) * a + d / 0.2) / counts.num_tokens
-    assert loss.item() == pytest.approx(value, rel=1e-12)
-    assert_tokens(grad_of(policy), expected)
 
 
 @pytest.mark.parametrize("aggregation", get_args(Aggregation))

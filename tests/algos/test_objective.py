@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlcore.algos.advantages import broadcast_to_tokens, gae, reinforce_pp, token_rewards, whiten
 from rlcore.algos.aggregation import Denominator, aggregate, rank_share, token_covariance
-from rlcore.algos.losses import top_k_forward_kl
+from rlcore.algos.losses import importance_weights, off_policy_mask, rejection_mask, top_k_forward_kl
 from rlcore.algos.objective import (
     PolicyStatistics,
     ValueStatistics,
@@ -20,7 +20,6 @@ from rlcore.algos.objective import (
     policy_objective,
     value_objective,
 )
-from rlcore.algos.off_policy import importance_weights, off_policy_mask, rejection_mask
 from rlcore.config.algo import (
     POLICY_LOSSES,
     Aggregation,
@@ -31,11 +30,11 @@ from rlcore.config.algo import (
     TeacherConfig,
 )
 from tests.algos import naive
-from tests.algos.compare import assert_tokens
 from tests.algos.ragged import (
     GAPPED,
     RAGGED,
     Rows,
+    assert_tokens,
     denominator,
     floats,
     grad_of,
@@ -51,15 +50,15 @@ NUM_FIELDS = 6
 
 @dataclass(frozen=True)
 class Inputs:
-    """Everything `policy_objective` reads of each token."""
+    """Everything `policy_objective` reads of each token, mostly under the names of `TrainBatch`."""
 
     policy: Tensor
     entropy: Tensor
-    old: Tensor | None
-    ref: Tensor | None
+    old_logprobs: Tensor | None
+    ref_logprobs: Tensor | None
     advantages: Tensor
-    weights: Tensor
-    rank: Tensor
+    importance_weights: Tensor
+    covariance_rank: Tensor
 
     @classmethod
     def random(cls, rows: Rows, dtype: torch.dtype = torch.float64) -> "Inputs":
@@ -68,39 +67,19 @@ class Inputs:
         return cls(policy, entropy, old, ref, advantages, weights.exp(), rank)
 
     def pick(self, index: Tensor) -> "Inputs":
-        return Inputs(*(getattr(self, name)[index] for name in self.__dataclass_fields__))
+        return Inputs(*(value[index] for value in vars(self).values()))
 
     def learned(self) -> "Inputs":
         """Return with leaves in place of what a network computes."""
         return replace(self, policy=leaf(self.policy), entropy=leaf(self.entropy))
 
 
-def call(
-    inputs: Inputs,
-    rows: Rows,
-    settings: AlgoConfig,
-    counts: Denominator,
-    kl_coef: float = 0.3,
-    teacher: Tensor | None = None,
-    **more: Any,
-) -> tuple[Tensor, PolicyStatistics]:
-    return policy_objective(
-        inputs.policy,
-        inputs.entropy,
-        train_batch(
-            rows,
-            inputs.advantages,
-            old_logprobs=inputs.old,
-            ref_logprobs=inputs.ref,
-            importance_weights=inputs.weights,
-            covariance_rank=inputs.rank,
-            teacher_top_logprobs=teacher,
-        ),
-        settings=settings,
-        denominator=counts,
-        kl_coef=kl_coef,
-        **more,
-    )
+def call(inputs: Inputs, rows: Rows, settings: AlgoConfig, counts: Denominator, kl_coef: float = 0.3,
+         teacher: Tensor | None = None, **more: Any) -> tuple[Tensor, PolicyStatistics]:  # fmt: skip
+    given = {name: value for name, value in vars(inputs).items() if name not in ("policy", "entropy")}
+    batch = train_batch(rows, teacher_top_logprobs=teacher, **given)
+    arguments = {"settings": settings, "denominator": counts, "kl_coef": kl_coef}
+    return policy_objective(inputs.policy, inputs.entropy, batch, **arguments, **more)
 
 
 def algo(**changes: Any) -> AlgoConfig:
@@ -115,14 +94,16 @@ def test_policy_objective_equals_naive_twin(name: str, aggregation: Aggregation,
     settings = algo(policy_loss=name, aggregation=aggregation)
     loss, statistics = call(inputs, rows, settings, counts)
     loss.backward()
-    policy, ref = inputs.policy.tolist(), inputs.ref.tolist()
-    tokens = NAIVE[name](policy, inputs.old.tolist(), inputs.advantages.tolist(), rows.answers(), 0.2, 0.28, 3.0)
+    policy, ref = inputs.policy.tolist(), inputs.ref_logprobs.tolist()
+    tokens = NAIVE[name](
+        policy, inputs.old_logprobs.tolist(), inputs.advantages.tolist(), rows.answers(), 0.2, 0.28, 3.0
+    )
     share = naive.token_weights(aggregation, rows.answers(), counts.num_tokens, counts.num_sequences, 8)
     pg_loss = entropy = kl_loss = kl_sum = entropy_sum = 0.0
     gradient = {}
     for t, (token_loss, slope, _, _) in tokens.items():
         kl, kl_slope = naive.kl(policy[t], ref[t], "k3")
-        weight = inputs.weights[t].item()
+        weight = inputs.importance_weights[t].item()
         pg_loss += share[t] * weight * token_loss
         entropy += share[t] * inputs.entropy[t].item()
         kl_loss += share[t] * kl
@@ -135,7 +116,7 @@ def test_policy_objective_equals_naive_twin(name: str, aggregation: Aggregation,
     num_tokens = len(tokens)
     assert statistics.mean("ref_kl") == pytest.approx(kl_sum / num_tokens, rel=1e-12)
     assert statistics.mean("entropy_sum") == pytest.approx(entropy_sum / num_tokens, rel=1e-12)
-    log_ratios = [naive.log_ratio(policy[t], inputs.old[t].item()) for t in tokens]
+    log_ratios = [naive.log_ratio(policy[t], inputs.old_logprobs[t].item()) for t in tokens]
     assert statistics.metrics() == pytest.approx(
         {
             "actor/pg_loss": pg_loss,
@@ -169,8 +150,10 @@ def test_policy_objective_is_independent_of_split(name: str, aggregation: Aggreg
             found.append(micro_statistics)
         total = functools.reduce(operator.add, found)
         assert sum(shares) == pytest.approx(loss.item(), rel=rel, abs=rel)
-        torch.testing.assert_close(grad_of(parts.policy), grad_of(whole.policy), rtol=rel, atol=0)
-        torch.testing.assert_close(grad_of(parts.entropy), grad_of(whole.entropy), rtol=rel, atol=0)
+        # It depends on the token's own sequence alone; only sigmoid's last digit depends on a place in memory.
+        exact = rel if name == "sapo" else 0.0
+        torch.testing.assert_close(grad_of(parts.policy), grad_of(whole.policy), rtol=exact, atol=0)
+        assert torch.equal(grad_of(parts.entropy), grad_of(whole.entropy))
         assert total.metrics() == pytest.approx(statistics.metrics(), rel=rel, abs=rel)
 
 
@@ -186,8 +169,8 @@ def test_garbage_of_custom_loss_is_ignored() -> None:
 
 def test_missing_old_logprobs_default_to_policy() -> None:
     inputs, counts = Inputs.random(RAGGED), denominator(RAGGED)
-    own, without = inputs.learned(), replace(inputs.learned(), old=None)
-    own = replace(own, old=own.policy.detach().clone())
+    own, without = inputs.learned(), replace(inputs.learned(), old_logprobs=None)
+    own = replace(own, old_logprobs=own.policy.detach().clone())
     losses = [call(each, RAGGED, algo(), counts) for each in (own, without)]
     for loss, _ in losses:
         loss.backward()
@@ -199,7 +182,7 @@ def test_missing_old_logprobs_default_to_policy() -> None:
 @pytest.mark.parametrize("where", ["off", "reward"])
 def test_kl_outside_loss_needs_no_reference(where: str) -> None:
     counts = denominator(RAGGED)
-    inputs = replace(Inputs.random(RAGGED), ref=None).learned()
+    inputs = replace(Inputs.random(RAGGED), ref_logprobs=None).learned()
     loss, statistics = call(inputs, RAGGED, algo(kl=KlConfig(where=where)), counts)
     without, _ = call(Inputs.random(RAGGED).learned(), RAGGED, algo(), counts, kl_coef=0.0)
     assert loss.item() == pytest.approx(without.item(), rel=1e-12)
@@ -217,17 +200,19 @@ def test_entropy_without_bonus_has_no_gradient() -> None:
 
 @pytest.mark.parametrize("rows", [RAGGED, GAPPED], ids=["ragged", "gapped"])
 def test_off_policy_response_stays_in_denominators(rows: Rows) -> None:
-    inputs, counts = replace(Inputs.random(rows).learned(), ref=None), denominator(rows)
-    assert inputs.old is not None
+    inputs, counts = replace(Inputs.random(rows).learned(), ref_logprobs=None), denominator(rows)
+    assert inputs.old_logprobs is not None
     loss, _ = call(inputs, rows, algo(kl=KlConfig(), entropy_coef=0.0, off_policy_mask=0.1), counts)
     loss.backward()
-    policy, old, advantages = inputs.policy.tolist(), inputs.old.tolist(), inputs.advantages.tolist()
+    policy, old, advantages = inputs.policy.tolist(), inputs.old_logprobs.tolist(), inputs.advantages.tolist()
     tokens = naive.ppo_clip(policy, old, advantages, rows.answers(), 0.2, 0.28, 3.0)
     value, gradient, num_left = 0.0, {}, 0
     for positions in rows.answers():
         drift = naive.mean([-naive.log_ratio(policy[t], old[t]) for t in positions]) if positions else 0.0
         for t in positions:
-            counted = 0.0 if advantages[t] < 0 and drift > 0.1 else inputs.weights[t].item() / counts.num_tokens
+            counted = (
+                0.0 if advantages[t] < 0 and drift > 0.1 else inputs.importance_weights[t].item() / counts.num_tokens
+            )
             num_left += counted == 0.0
             value += counted * tokens[t][0]
             gradient[t] = counted * tokens[t][1]

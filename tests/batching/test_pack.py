@@ -1,4 +1,4 @@
-"""Rollouts laid end to end."""
+"""Rollouts packed end to end."""
 
 from dataclasses import fields
 
@@ -19,7 +19,27 @@ from rlcore.batching.pack import (
 )
 from rlcore.batching.prompts import Demonstration
 from rlcore.types import PackedBatch, Prompt, Rollout, Score, TrainBatch
-from tests.batching.rows import packed
+
+
+def rollouts_of(lengths: list[tuple[int, int]]) -> list[Rollout]:
+    rng = np.random.default_rng(0)
+    return [
+        Rollout(
+            prompt=Prompt(index, tuple(rng.integers(1, 50, size=prompt).tolist()), "countdown", "{}"),
+            sample_index=0,
+            response_ids=rng.integers(1, 50, size=answer),
+            behavior_logprobs=-rng.random(answer).astype(np.float32),
+            finish_reason="stop",
+            policy_version=0,
+        )
+        for index, (prompt, answer) in enumerate(lengths)
+    ]
+
+
+def packed(lengths: list[tuple[int, int]]) -> tuple[PackedBatch, list[Rollout]]:
+    rollouts = rollouts_of(lengths)
+    return pack(rollouts, [Score(float(i), {}) for i in range(len(rollouts))], range(len(rollouts))), rollouts
+
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=8)
 

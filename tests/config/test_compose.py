@@ -9,10 +9,11 @@ from hydra import initialize_config_dir
 
 from rlcore.config import Gsm8kData
 from rlcore.config.base import CONFIG_DIR_VARIABLE, group_members, value_at
-from rlcore.config.compose import compose, experiment_names, load_config
+from rlcore.config.compose import compose, load_config
 from rlcore.errors import ConfigError
 
 DEMO = "countdown_demo"
+EXPERIMENTS = ", ".join(group_members("experiment"))
 
 
 def problems(*overrides: str, experiment: str | None = DEMO) -> list[str]:
@@ -51,6 +52,7 @@ def test_override_changes_only_its_key():
     ("algo.dual_clip=null", "algo.dual_clip", None),
     ("algo.kl.where=off", "algo.kl.where", "off"),
     ("algo.kl={where:loss,coef:0.01}", "algo.kl.coef", 0.01),
+    ("trainer={total_steps:5}", "trainer.batch_size", 64),
     ("trainer.mini_batch_size=${trainer.batch_size}", "trainer.mini_batch_size", 64),
     ("model.lora.rank=4", "model.lora.rank", 4),
     ("model.lora=null", "model.lora", None),
@@ -194,7 +196,7 @@ def test_unreadable_settings_file_is_one_problem(tmp_path, monkeypatch, name, ex
         assert suite.startswith(f"validation.suites: {expected}")
         assert suite.endswith(f"; got {got}. conf/suite/gsm8k.yaml shows the form")
         assert experiment.startswith(f"experiment: {expected}")
-        assert f"; got {got}. Fix it, or name one of {', '.join(experiment_names())}; " in experiment
+        assert f"; got {got}. Fix it, or name one of {EXPERIMENTS}; " in experiment
 
 
 @pytest.mark.parametrize("override", ["a b=3", "seed==3", "", "trainer.total_steps 5", "=3", "data.operations=[+"])
@@ -272,7 +274,7 @@ def test_mistakes_in_file_are_reported(own_conf):
 
 
 @pytest.mark.parametrize(("defaults", "missing", "remedy"), [
-    ("[mine, _self_]", "experiment/mine", f"There are {', '.join(experiment_names())}"),
+    ("[mine, _self_]", "experiment/mine", f"There are {EXPERIMENTS}"),
     ("[debgu, _self_]", "experiment/debgu", "Did you mean debug? There are "),
     ("[debug, {override /algo: grppo}, _self_]", "algo/grppo", "Did you mean grpo? There are "),
     ("[debug, {/none: x}]", "none/x", "There are experiment, data, "),

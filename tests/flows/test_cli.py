@@ -19,8 +19,8 @@ from flows.commands import options, rollouts, runs
 from flows.commands.settings import root_path
 from flows.work import status
 from rlcore.config import RunConfig
-from rlcore.config.base import CONFIG_DIR_VARIABLE
-from rlcore.config.compose import GROUPS, load_config
+from rlcore.config.base import CONFIG_DIR_VARIABLE, GROUPS
+from rlcore.config.compose import load_config
 from rlcore.config.problems import override_value
 from rlcore.config.run import all_keys
 from rlcore.responses import query

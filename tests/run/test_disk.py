@@ -9,7 +9,7 @@ import pytest
 from rlcore.config import CheckpointConfig, ModelConfig, RunConfig
 from rlcore.config.compose import load_config
 from rlcore.config.model import SMOLLM2
-from rlcore.config.trainer import PathsConfig
+from rlcore.config.run import PathsConfig
 from rlcore.errors import DiskSpaceError, StopRequestedError
 from rlcore.run import disk
 from rlcore.run.disk import DiskRoom, disk_needs

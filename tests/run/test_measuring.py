@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlcore.batching.loader import PassCounts
+from rlcore.batching.prompts import PassCounts
 from rlcore.config import (
     CheckpointConfig,
     ModelConfig,

@@ -5,8 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from rlcore.batching.loader import PromptStream
-from rlcore.batching.prompts import Demonstration
+from rlcore.batching.prompts import Demonstration, PromptStream
 from rlcore.checkpoint.state import LoopState
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config

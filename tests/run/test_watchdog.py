@@ -17,7 +17,7 @@ import pytest
 
 from rlcore import stacks
 from rlcore.config import RunConfig
-from rlcore.config.trainer import DeadlineConfig, RuntimeConfig
+from rlcore.config.run import DeadlineConfig, RuntimeConfig
 from rlcore.errors import WorkerLostError
 from rlcore.run.failures import read_failures
 from rlcore.run.layout import RunLayout

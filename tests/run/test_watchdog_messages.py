@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlcore.config import RunConfig
-from rlcore.config.trainer import DeadlineConfig, RuntimeConfig
+from rlcore.config.run import DeadlineConfig, RuntimeConfig
 from rlcore.errors import DataError, HangError, MillraceError, StopRequestedError, WorkerLostError
 from rlcore.run import watchdog
 from rlcore.run.failures import read_failures

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from rlcore.algos.objective import PolicyStatistics, Statistics, ValueStatistics
-from rlcore.batching.loader import PromptStream
 from rlcore.batching.pack import pack
+from rlcore.batching.prompts import PromptStream
 from rlcore.config import RunConfig
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import NonFiniteError

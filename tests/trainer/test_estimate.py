@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlcore.algos.off_policy import importance_weights
+from rlcore.algos.losses import importance_weights
 from rlcore.config.algo import AlgoConfig, ImportanceConfig, KlConfig, RejectionConfig, TeacherConfig
 from rlcore.trainer.estimate import Estimate, ForwardResults, ScoreParts, estimate
 from rlcore.types import PackedBatch, Score

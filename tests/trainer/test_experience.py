@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlcore.batching.loader import PassCounts, RowSampler
+from rlcore.batching.prompts import PassCounts, RowSampler
 from rlcore.checkpoint.state import LoopState
 from rlcore.config import PassRatesConfig, RunConfig
 from rlcore.config.compose import load_config

@@ -10,7 +10,8 @@ from flows.plan.checks import check_before_start
 from flows.plan.plan import ParameterCount, count_parameters, make_plan, show_plan
 from flows.work.open_run import OpenRun
 from rlcore.config import LoraConfig
-from rlcore.config.compose import experiment_names, load_config
+from rlcore.config.base import group_members
+from rlcore.config.compose import load_config
 from rlcore.config.model import INSTALL_SMOLLM2, PUBLISHED
 from rlcore.errors import ConfigError, DiskSpaceError, ModelError
 from rlcore.models.scratch import build_scratch_model
@@ -104,7 +105,7 @@ def test_model_of_unknown_shape_has_no_memory_plan(artifacts_root: Path, capsys:
     assert "memory: no plan: the model's config.json is not on this machine" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("experiment", experiment_names())
+@pytest.mark.parametrize("experiment", group_members("experiment"))
 def test_every_experiment_has_a_plan_without_its_model(
     experiment: str,
     artifacts_root: Path,

@@ -26,7 +26,8 @@ from flows.stack.deploy import DEPLOYMENTS, QUEUES, ensure_pool, recover_lost_ru
 from flows.stack.services import POOL
 from flows.stack.state import FLOW_RUN_ID
 from flows.sweep import flow as sweep
-from rlcore.config.compose import experiment_names, load_config
+from rlcore.config.base import group_members
+from rlcore.config.compose import load_config
 from tests.helpers.attempts import Attempt
 
 ALL = yaml.safe_load((SOURCE_FOLDER / DEPLOYMENTS).read_text())["deployments"]
@@ -64,7 +65,7 @@ def test_every_experiment_and_every_flow_has_a_deployment() -> None:
     names = [name_of(one) for one in ALL]
     assert len({*names}) == len(names)
     deployed = {one["parameters"]["experiment"] for one in ALL if flow_of(one) is pipeline.pipeline}
-    assert deployed >= set(experiment_names())
+    assert deployed >= set(group_members("experiment"))
     modules = (pipeline, sweep)
     flows = {found.name for module in modules for found in vars(module).values() if isinstance(found, Flow)}
     assert {flow_of(one).name for one in ALL} == flows
@@ -78,7 +79,7 @@ def test_prefect_finds_the_file_at_the_top_of_the_checkout() -> None:
 def test_the_form_offers_experiments_and_refuses_wrong_values() -> None:
     form = form_of(ALL[0])
     properties = form["properties"]
-    assert without_null_types(form)["properties"]["experiment"]["anyOf"][0]["enum"] == list(experiment_names())
+    assert without_null_types(form)["properties"]["experiment"]["anyOf"][0]["enum"] == list(group_members("experiment"))
     assert properties["learning_rate"]["anyOf"][0] == {"exclusiveMinimum": 0, "type": "number"}
     assert properties["total_steps"]["anyOf"][0]["minimum"] == 0
     assert all(one["description"] for one in properties.values()), "each field has a help text"
@@ -87,7 +88,7 @@ def test_the_form_offers_experiments_and_refuses_wrong_values() -> None:
 @pytest.mark.parametrize("one", OF_ONE_RUN, ids=name_of)
 def test_an_experiment_is_a_name_or_a_file(one: dict[str, Any]) -> None:
     schema = without_null_types(form_of(one))
-    for good in (*experiment_names(), "/my files/mine.yaml", "mine.yml"):
+    for good in (*group_members("experiment"), "/my files/mine.yaml", "mine.yml"):
         validate({"experiment": good}, schema, raise_on_error=True)
     if "enum" in str(schema["properties"]["experiment"]):  # a sweep's child is started by sweeps alone
         with pytest.raises(ValidationError, match=r"'debg' does not match.*countdown_demo.*debug"):

@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from rlcore.config.base import covers
+from rlcore.config.base import covers, effects_in, unused_settings
 from rlcore.config.compose import compose
 from rlcore.config.data import TASKS
-from rlcore.config.rules import effects_in, unused_settings
 from rlcore.config.run import all_keys, section_names
 from rlcore.config.sweep import load_sweep
 from tests.helpers.settings import settings

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from rlcore.config import RunConfig
+from rlcore.config.base import Rule, divisors, rules_of, sections_in
 from rlcore.config.check import find_problems
 from rlcore.config.data import TASKS
-from rlcore.config.rules import Rule, divisors, rules_of, sections_in
 from rlcore.config.run import all_keys, is_key, section_names
 from tests.helpers.settings import HELD, settings
 

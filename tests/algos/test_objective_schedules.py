@@ -1,12 +1,13 @@
-"""Learning rates against a naive twin, step by step."""
+"""The schedules of the learning rate, the entropy bonus and the KL coefficient, step by step."""
 
 import math
 from typing import Literal
 
 import pytest
 
-from rlcore.algos.schedules import lr_at, next_entropy_bonus
-from rlcore.config.algo import AlgoConfig, EntropyControlConfig, OptimConfig
+from rlcore.algos.objective import lr_at, next_entropy_bonus, next_kl_coef
+from rlcore.config.algo import AlgoConfig, EntropyControlConfig, KlConfig, OptimConfig
+from rlcore.errors import NonFiniteError
 
 Schedule = Literal["constant", "linear", "cosine"]
 
@@ -59,3 +60,20 @@ def test_entropy_bonus_equals_naive_twin() -> None:
         assert settings.entropy_coef + added == pytest.approx(weight, abs=1e-15)
     assert weight == pytest.approx(0.004)
     assert next_entropy_bonus(0.0, 0.1, settings=AlgoConfig(entropy_coef=0.01)) == 0.0  # no target
+
+
+@pytest.mark.parametrize(
+    ("observed", "factor"), [(0.1, 1.0), (0.11, 1.05), (0.3, 1.1), (50.0, 1.1), (0.09, 0.95), (0.0, 0.9), (-1.0, 0.9)]
+)
+def test_adaptive_coefficient(observed: float, factor: float) -> None:
+    settings = KlConfig(where="reward", adaptive=True, target=0.1, horizon=10_000)
+    assert next_kl_coef(0.2, observed, 5_000, settings=settings) == pytest.approx(0.2 * factor, rel=1e-12)
+    fixed, short = settings.model_copy(update={"adaptive": False}), settings.model_copy(update={"horizon": 10})
+    assert next_kl_coef(0.2, observed, 5_000, settings=fixed) == 0.2
+    assert next_kl_coef(0.2, 0.0, 1_000, settings=short) == 0.0
+
+
+@pytest.mark.parametrize("observed", [math.nan, math.inf])
+def test_adaptive_coefficient_rejects_non_finite_kl(observed: float) -> None:
+    with pytest.raises(NonFiniteError, match=r"algo\.kl: the observed KL is"):
+        next_kl_coef(0.2, observed, 10, settings=KlConfig(where="reward", adaptive=True))
