@@ -20,11 +20,9 @@ import typer
 
 from flows import SOURCE_FOLDER
 from flows.commands import run, runs, stack, tracking
-from flows.commands.checkpoints import checkpoints
 from flows.commands.new import new
 from flows.commands.rollouts import audit, rollouts
 from flows.commands.settings import command_group
-from flows.sweep.command import sweep
 from rlcore import tune_garbage_collection
 from rlcore.errors import EXIT_RESUMABLE, RESUMABLE, ConfigError, MillraceError
 from rlcore.run.stop import SAME_REQUEST_S
@@ -40,11 +38,11 @@ INTERRUPTED = "interrupted; the same command resumes"
 
 COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
     "Run": {
-        "run": run.run, "sft": run.sft, "train": run.train, "sweep": sweep, "validate": run.validate,
+        "run": run.run, "sft": run.sft, "train": run.train, "sweep": run.sweep, "validate": run.validate,
         "eval": tracking.evaluate,
     },
     "Look at results": {
-        "runs": runs.runs, "logs": runs.logs, "checkpoints": checkpoints, "rollouts": rollouts, "audit": audit,
+        "runs": runs.runs, "logs": runs.logs, "checkpoints": tracking.checkpoints, "rollouts": rollouts, "audit": audit,
         "report": tracking.report, "compare": tracking.compare, "ui": tracking.ui, "sync": tracking.sync,
     },
     "Write and check": {"new": new, "doctor": stack.doctor},
