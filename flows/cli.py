@@ -23,6 +23,7 @@ from flows.commands import run, runs, stack, tracking
 from flows.commands.new import new
 from flows.commands.rollouts import audit, rollouts
 from flows.commands.settings import command_group
+from flows.sweep.command import sweep
 from rlcore import tune_garbage_collection
 from rlcore.errors import EXIT_RESUMABLE, RESUMABLE, ConfigError, MillraceError
 from rlcore.run.stop import SAME_REQUEST_S
@@ -38,7 +39,7 @@ INTERRUPTED = "interrupted; the same command resumes"
 
 COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
     "Run": {
-        "run": run.run, "sft": run.sft, "train": run.train, "sweep": run.sweep, "validate": run.validate,
+        "run": run.run, "sft": run.sft, "train": run.train, "sweep": sweep, "validate": run.validate,
         "eval": tracking.evaluate,
     },
     "Look at results": {

@@ -1,4 +1,4 @@
-"""The commands that run stages: `millrace run`, `sweep`, `sft`, `train`, `validate`, `data make`, `data pass-rates`."""
+"""The commands that run stages: `millrace run`, `sft`, `train`, `validate`, `data make`, `data pass-rates`."""
 
 from collections.abc import Sequence
 from functools import wraps
@@ -20,7 +20,6 @@ from flows.commands.options import (
     PlanAsJson,
     Settings,
     Verbose,
-    members_of,
 )
 from flows.commands.settings import (
     print_warnings,
@@ -64,7 +63,7 @@ def run(
     """
     if multirun:
         from flows.parameters import all_overrides
-        from flows.sweep.points import start_sweep
+        from flows.sweep.command import start_sweep
         from rlcore.config.sweep import Budget, multirun_content
 
         for option, value in {"--fork": fork, "--cfg": cfg, "--info": info}.items():
@@ -100,42 +99,6 @@ def run(
     with command_flow(api, verbose=verbose):
         result = run_checked(composed)
     print("\n".join(summary_lines(config, result, api)), flush=True)
-
-
-def sweep(
-    spec: Annotated[
-        str,
-        typer.Argument(
-            help="A name in conf/sweep, or the path of a file; see docs/sweeps.md.", autocompletion=members_of("sweep")
-        ),
-    ],
-    overrides: Settings = None,
-    max_runs: Annotated[int | None, typer.Option(min=1, help="Largest number of runs.")] = None,
-    max_steps: Annotated[int | None, typer.Option(min=1, help="Largest number of training steps.")] = None,
-    max_hours: Annotated[
-        float | None, typer.Option(min=0.001, max=100_000, help="Hours after which no run begins.")
-    ] = None,
-    root: OptionalRoot = None,
-    config_dir: ConfigDir = None,
-    on_workers: Annotated[bool, typer.Option("--on-workers", help="Send the runs to the work pool.")] = False,
-    dry_run: DryRun = False,
-    as_json: PlanAsJson = False,
-    verbose: Verbose = False,
-) -> None:
-    """Train every point of a sweep with several seeds, and compare the points. Finished runs are skipped.
-
-    Examples:
-      millrace sweep debug_grid --dry-run
-      millrace sweep my_sweep.yaml trainer.total_steps=40
-      millrace sweep countdown_lr --max-hours 8
-    """
-    from flows.parameters import all_overrides
-    from flows.sweep.points import start_sweep
-    from rlcore.config.sweep import Budget
-
-    budget = Budget(runs=max_runs, steps=max_steps, hours=max_hours)
-    settings = all_overrides(overrides, root=root)
-    start_sweep(spec, settings, budget, on_workers=on_workers, dry_run=dry_run, as_json=as_json, verbose=verbose)
 
 
 @wraps(run, assigned=("__module__", "__annotations__"))

@@ -155,8 +155,7 @@ def running_prefect(root: Path) -> PrefectApi | None:
         _require_prefect(url)
         return PrefectApi(url, None)
     stack = read_stack(root)
-    recorded = stack.service("prefect")
-    if recorded is None or recorded.process() is None or not is_reachable(stack.prefect_api_url):
+    if stack.running_service("prefect") is None or not is_reachable(stack.prefect_api_url):
         return None
     os.environ |= {"PREFECT_API_URL": stack.prefect_api_url, CLIENT_LOGIN: root_login(root.resolve())}
     return PrefectApi(stack.prefect_api_url, None)

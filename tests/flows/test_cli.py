@@ -16,7 +16,7 @@ import yaml
 
 from flows.cli import app, exit_code, extend_module_path
 from flows.commands import options, rollouts, runs
-from flows.commands.settings import root_path
+from flows.commands.settings import root_in_overrides
 from flows.work import status
 from rlcore.config import RunConfig
 from rlcore.config.base import CONFIG_DIR_VARIABLE
@@ -116,7 +116,7 @@ def test_hydra_reads_any_root_name() -> None:
     for root in ("/data/jürgen", "my runs", "/a(b),c=d", "it's \\ odd", "ends in \\", "null", "1e3", "/plain/path-1.0"):
         word = f"paths.root={override_value(root)}"
         assert load_config([word], experiment="debug").paths.root == root
-        assert root_path(word) == Path(root)
+        assert root_in_overrides([word]) == Path(root)
 
 
 def run_command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from flows.sweep.points import Member, members_of
+from flows.sweep.study import Member, members_of
 from rlcore.checkpoint.state import TrainerState
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config.fingerprint import settings_fingerprint

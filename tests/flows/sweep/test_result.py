@@ -10,7 +10,6 @@ from optuna.trial import TrialState
 from prefect.logging import disable_run_logger
 
 from flows.progress import display_for_console, use_display
-from flows.sweep.points import members_of
 from flows.sweep.result import (
     SweepResult,
     describe_sweep,
@@ -22,7 +21,7 @@ from flows.sweep.result import (
     write_comparison,
     write_result,
 )
-from flows.sweep.study import ERROR, POINT, RUNS, SETTINGS, BudgetTracker, SweepStudy
+from flows.sweep.study import ERROR, POINT, RUNS, SETTINGS, BudgetTracker, SweepStudy, members_of
 from rlcore.config.sweep import Sweep, load_sweep
 from rlcore.tracking.mlflow_store import NOTE_TAG, MlflowStore
 from tests.helpers.mlflow import Server, running_server
