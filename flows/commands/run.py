@@ -287,9 +287,9 @@ def summary_lines(config: "RunConfig", result: "PipelineResult", api: "PrefectAp
         lines.append(f"  MLflow   {result.mlflow.url}")
     if api is None:
         return lines
-    if api.home is None:
+    if api.server is None:
         return [*lines, f"  Prefect  {api.url.removesuffix('/api')}"]
-    if api.home == root / "prefect":
+    if api.server.home == root / "prefect":
         return [*lines, f"  Prefect  {with_program_path(f'millrace up --root {quote(str(root))}')}"]
     server = with_program_path("prefect server start")
-    return [*lines, f"  Prefect  PREFECT_HOME={quote(str(api.home))} {server}"]
+    return [*lines, f"  Prefect  PREFECT_HOME={quote(str(api.server.home))} {server}"]

@@ -20,10 +20,10 @@ pytestmark = pytest.mark.prefect
 STARTER = """
 import sys, time
 from pathlib import Path
-from flows.server.api import start_prefect, wait_for_prefect
+from flows.server.api import start_prefect
 api = start_prefect(Path(sys.argv[1]))
 assert start_prefect(Path(sys.argv[1])) == api, "one server for a process"
-wait_for_prefect(api)
+api.server.wait()
 print(api.url, flush=True)
 time.sleep(600)
 """

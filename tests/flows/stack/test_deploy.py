@@ -226,7 +226,7 @@ def test_it_is_made_and_updated_and_keeps_schedules(deployed: Millrace, own: Pat
     assert made["parameter_openapi_schema"]["properties"]["total_steps"]["type"] == "integer", "it may be left empty"
 
     by_hand = {"active": False, "schedule": {"cron": "0 5 * * *", "timezone": "UTC"}}
-    api.post(f"deployments/{made['id']}/schedules", [by_hand])
+    api.ask(f"deployments/{made['id']}/schedules", [by_hand])
     for words, cron in ((("seed=2", "--name", "own"), "0 3 * * *"), (("seed=2", "--cron", "0 4 * * *"), "0 4 * * *")):
         done = deploy(deployed, own, *words)
         again = find_deployment(api, "own")
@@ -254,7 +254,7 @@ def test_the_server_of_another_root_is_refused_by_name(deployed: Millrace, own: 
 def test_a_mistake_makes_no_deployment(
     deployed: Millrace, own: Path, api: Api, words: list[str], code: int, reported: list[str]
 ) -> None:
-    api.post("deployments/", {"name": "listed", "flow_id": api.post("flows/", {"name": "pipeline"})["id"]})
+    api.ask("deployments/", {"name": "listed", "flow_id": api.ask("flows/", {"name": "pipeline"})["id"]})
     before = api.filter("deployments")
     done = deploy(deployed, own, *words)
     assert done.code == code, done.err
