@@ -5,7 +5,7 @@
 
 Each kill ends one process (`PARTS`) within --window seconds after its start. The command is repeated until the run is
 finished. Until all kills are done, further runs start from the same dataset and initial policy.
-tests/e2e/test_kill.py kills all processes of a run at once.
+tests/e2e/test_kill.py kills all processes of a run together.
 
 Every metric of every step except seconds, memory and throughput, and the bytes of the final weights must be equal, and
 no process may be left. Otherwise the exit code is 1. --out adds the findings to a JSON file.
