@@ -56,12 +56,6 @@ def busy_port() -> Iterator[int]:
 # ---------------------------------------------------------------------- the record
 
 
-def test_a_process_with_another_birth_is_another_process() -> None:
-    mine = service("prefect")
-    assert mine.process() is not None
-    assert replace(mine, born=mine.born - 100).process() is None
-
-
 @pytest.mark.parametrize("text", ['{"services": "x"}', '{"format_version": 1}', "{"])
 def test_another_record_is_refused_with_its_remedy(tmp_path: Path, text: str) -> None:
     (tmp_path / "stack.json").write_text(text)
