@@ -136,8 +136,8 @@ def page_has_answers(installed: Path, folder: Path, run_id: str) -> None:
         login = tuple(root_login(folder / "artifacts").split(":", 1))
         assert "<script" in httpx.get(url, auth=login).raise_for_status().text
         assert httpx.get(f"{url}runs", auth=login).raise_for_status().json() == [run_id]
-        (server,) = psutil.Process(process.pid).children()
-        server.kill()
+        for member in psutil.Process(process.pid).children(recursive=True):
+            member.kill()
         done = ended(process)
         assert (done.code, "MLflow's server has ended unexpectedly" in done.err) == (1, True), done.err
     finally:

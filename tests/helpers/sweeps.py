@@ -80,7 +80,7 @@ def score_of(run: Mapping[str, Any], step: int) -> float | None:
     return numbers(Path(run["run_dir"])).get(step, {}).get("val-core/countdown/reward/mean_at_2")
 
 
-GAINS = {1e-4: 0.5, 2e-4: 0.1, 3e-4: 0.6, 4e-4: 0.3}  # gain of each learning rate in two steps
+GAINS = {1e-4: 0.5, 2e-4: 0.1, 3e-4: 0.6, 4e-4: 0.3}  # gain of each learning rate in two steps with seed 1
 
 
 class RunWriter:
@@ -97,7 +97,8 @@ class RunWriter:
         layout.run_dir.mkdir(parents=True, exist_ok=True)
         Origin(config).write(layout.run_dir)
         with Journal(layout.journal) as journal:
-            result = validation(config, f"step-{to_step:06d}", 40 * to_step, GAINS[config.optim.lr], 40)
+            gain = GAINS[config.optim.lr] * 0.9 ** (member.seed - 1)
+            result = validation(config, f"step-{to_step:06d}", 40 * to_step, gain, 40)
             result.write(layout.validation / f"step-{to_step:06d}.json")
             journal.append_step(to_step, result.metrics())
         state = TrainerState(
