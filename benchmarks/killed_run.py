@@ -1,12 +1,11 @@
-"""Kill a run with SIGKILL at random moments, start it again, and compare its numbers with an undisturbed run.
+"""Kill processes of a run with SIGKILL at random moments, and compare its numbers with an undisturbed run.
 
-    python -m benchmarks.killed_run                                # countdown_demo: all processes, three times
-    python -m benchmarks.killed_run --kills 5 trainer.total_steps=40
-    python -m benchmarks.killed_run --aim parts --kills 60         # debug on Ray: one process at a time
+    python -m benchmarks.killed_run --kills 60         # debug on Ray
+    python -m benchmarks.killed_run --kills 5 experiment=countdown_demo trainer.total_steps=40
 
-`--aim everything` kills all processes of the run at a random step. `--aim parts` kills one process (`PARTS`) within
---window seconds after its start. The command is repeated until the run is finished. Until all kills are done, further
-runs start from the same dataset and initial policy.
+Each kill ends one process (`PARTS`) within --window seconds after its start. The command is repeated until the run is
+finished. Until all kills are done, further runs start from the same dataset and initial policy.
+tests/e2e/test_kill.py kills all processes of a run together.
 
 Every metric of every step except seconds, memory and throughput, and the bytes of the final weights must be equal, and
 no process may be left. Otherwise the exit code is 1. --out adds the findings to a JSON file.
@@ -93,41 +92,6 @@ def _start(root: Path, overrides: Sequence[str]) -> "subprocess.Popen[bytes]":
 def _run_to_the_end(root: Path, overrides: Sequence[str]) -> None:
     if code := _start(root, overrides).wait():
         sys.exit(f"exit code {code}:\n{(root / 'commands.log').read_text()[-3000:]}")
-
-
-# ---------------------------------------------------------------- everything
-
-
-def _kill_family(pid: int) -> int:
-    """Send SIGKILL to a process and all its descendants. Return the number of processes."""
-    family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    for member in family:
-        member.suspend()  # so that no process reacts to the death of another one
-    for member in family:
-        member.kill()
-    psutil.wait_procs(family, timeout=60)
-    return len(family)
-
-
-def _run_with_kills(root: Path, overrides: Sequence[str], num_kills: int, rng: random.Random, found: Findings) -> None:
-    where = layout(root, overrides)
-    total = load_config(list(overrides)).trainer.total_steps
-    for moment in sorted(rng.uniform(0, total - 1) for _ in range(num_kills)):
-        process = _start(root, overrides)
-        while process.poll() is None:
-            if _last_step(where) >= int(moment):
-                time.sleep((moment % 1) * 0.5)  # somewhere within the next step
-                break
-            time.sleep(0.02)
-        if process.poll() is None:
-            count = _kill_family(process.pid)
-            found.kills.append(Kill(1, f"all {count} processes", 0.0, _last_step(where)))
-            print(found.kills[-1], flush=True)
-        process.wait()
-    _run_to_the_end(root, overrides)
-
-
-# ---------------------------------------------------------------- parts
 
 
 def _part_of(process: psutil.Process) -> str | None:
@@ -242,35 +206,30 @@ def compare(whole: Path, killed: Path, overrides: Sequence[str], found: Findings
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, default=Path("artifacts-killed"))
-    parser.add_argument("--aim", choices=["everything", "parts"], default="everything")
     parser.add_argument("--kills", type=int, default=3)
-    parser.add_argument("--window", type=float, default=40.0, help="seconds after a start, with --aim parts")
+    parser.add_argument("--window", type=float, default=40.0, help="seconds after a start")
     parser.add_argument("--seed", type=int, default=0, help="seed of the moments")
     parser.add_argument("--out", type=Path, help="JSON file to which the result is added")
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_args()
-    by_parts = given.aim == "parts"
     overrides = given.overrides
     if not any(one.startswith("experiment=") for one in overrides):
-        overrides = [*(ON_RAY if by_parts else ["experiment=countdown_demo"]), *overrides]
+        overrides = [*ON_RAY, *overrides]
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     rng, found, whole = random.Random(given.seed), Findings(), given.root / "whole"
     _run_to_the_end(whole, overrides)
     killed = [given.root / f"killed-{given.seed}"]
-    if by_parts:
-        killer = PartKiller(given.kills, given.window, rng, found)
-        while killer.left:
-            if killed[-1].exists():
-                killed.append(given.root / f"killed-{given.seed}-{len(killed)}")
-            for made in MADE_BEFORE:
-                shutil.copytree(whole / made, killed[-1] / made)
-            killer.run(killed[-1], overrides)
-    else:
-        _run_with_kills(killed[0], overrides, given.kills, rng, found)
+    killer = PartKiller(given.kills, given.window, rng, found)
+    while killer.left:
+        if killed[-1].exists():
+            killed.append(given.root / f"killed-{given.seed}-{len(killed)}")
+        for made in MADE_BEFORE:
+            shutil.copytree(whole / made, killed[-1] / made)
+        killer.run(killed[-1], overrides)
     _wait_for_orphans(found)
     for root in killed:
         compare(whole, root, overrides, found)
-    result = {"aim": given.aim, "seed": given.seed, "num_runs": len(killed), "experiment": list(overrides)}
+    result = {"seed": given.seed, "num_runs": len(killed), "experiment": list(overrides)}
     result |= {"num_kills": len(found.kills), "kills_by_part": Counter(kill.part for kill in found.kills)}
     result |= vars(found) | {"kills": [asdict(kill) for kill in found.kills]}
     print(json.dumps({name: value for name, value in result.items() if name != "kills"}))

@@ -182,14 +182,11 @@ def tests_by_line(lines: Path) -> dict[str, dict[int, list[str]]]:
 
 def first_failure(checkout: Path, tests: list[str], limit_s: float, processes: int) -> str | None:
     """Run the tests in the checkout. Return the first failing test, "limit" after a timeout, or None if all pass."""
-    command = [sys.executable, "-m", "pytest", "-n", str(processes), "--dist", "loadfile", *_pytest_arguments(tests)]
+    command = [sys.executable, "-m", "pytest", "-n", str(processes), "--dist", "loadfile", "-x", "-q", "--tb=no"]
+    command += ["-m", "not lengthy", "-o", f"cache_dir={ROOT / '.pytest_cache'}", *tests]
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"}
     process = subprocess.Popen(
-        command,
-        cwd=checkout,
-        env=os.environ | _environment(checkout),
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
+        command, cwd=checkout, env=os.environ | environment, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
         output, _ = process.communicate(timeout=limit_s)
@@ -197,22 +194,9 @@ def first_failure(checkout: Path, tests: list[str], limit_s: float, processes: i
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         return "limit"
-    return _failed_test(output, process.returncode)
-
-
-def _environment(checkout: Path) -> dict[str, str]:
-    return {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"}
-
-
-def _pytest_arguments(tests: list[str]) -> list[str]:
-    return ["-x", "-q", "--tb=no", "-m", "not lengthy", "-o", f"cache_dir={ROOT / '.pytest_cache'}", *tests]
-
-
-def _failed_test(output: str, code: int | None) -> str | None:
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
-    if failed:
+    if failed := re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE):
         return failed[1]
-    return None if code in (0, NO_TESTS) else f"pytest ended with {code}"
+    return None if process.returncode in (0, NO_TESTS) else f"pytest ended with {process.returncode}"
 
 
 def write(out: Path, seed: int, mutations: list[Mutation]) -> None:

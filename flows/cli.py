@@ -20,7 +20,6 @@ import typer
 
 from flows import SOURCE_FOLDER
 from flows.commands import run, runs, stack, tracking
-from flows.commands.checkpoints import checkpoints
 from flows.commands.new import new
 from flows.commands.rollouts import audit, rollouts
 from flows.commands.settings import command_group
@@ -44,7 +43,7 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
         "eval": tracking.evaluate,
     },
     "Look at results": {
-        "runs": runs.runs, "logs": runs.logs, "checkpoints": checkpoints, "rollouts": rollouts, "audit": audit,
+        "runs": runs.runs, "logs": runs.logs, "checkpoints": tracking.checkpoints, "rollouts": rollouts, "audit": audit,
         "report": tracking.report, "compare": tracking.compare, "ui": tracking.ui, "sync": tracking.sync,
     },
     "Write and check": {"new": new, "doctor": stack.doctor},

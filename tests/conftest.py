@@ -62,10 +62,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 REFERENCE = ("test_pipeline.py", "commands/test_tracking.py")
-SERVER = (
-    "server/test_guard.py", "stack/test_deploy.py", "stack/test_user_deployment.py", "sweep/test_flow.py",
-    "sweep/test_flow_workers.py", "test_pipeline_tasks.py",
-)  # fmt: skip
+SERVER = ("stack/test_deploy.py", "sweep/test_flow.py", "sweep/test_flow_points.py", "test_pipeline_tasks.py")
 """Files of tests/flows that share one finished run or one Prefect server, and go to one worker each."""
 
 

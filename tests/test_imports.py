@@ -7,7 +7,7 @@ from pathlib import Path
 import grimp
 import pytest
 
-from tests.helpers.imports import loaded_by
+from tests.helpers.forked import loaded_by
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 SCRIPTS = [file for file in sorted(BENCHMARKS.glob("*.py")) if f"python benchmarks/{file.name}" in file.read_text()]

@@ -62,12 +62,15 @@ def run(
       millrace run -m experiment=debug seed=1,2,3 optim.lr=3e-4,1e-3
     """
     if multirun:
-        from flows.sweep.command import run_multirun
+        from flows.parameters import all_overrides
+        from flows.sweep.command import start_sweep
+        from rlcore.config.sweep import Budget, multirun_content
 
         for option, value in {"--fork": fork, "--cfg": cfg, "--info": info}.items():
             if value is not None:
                 raise ConfigError(f"{option}: is for one run, not for several. Leave out {option} or -m")
-        run_multirun(settings or (), root, dry_run=dry_run, as_json=as_json, verbose=verbose)
+        content = multirun_content(all_overrides(settings, root=root))
+        start_sweep(content, [], Budget(), dry_run=dry_run, as_json=as_json, verbose=verbose)
         return
     planned = _compose_and_plan(
         settings, root, fork, dry_run=dry_run, as_json=as_json, cfg=cfg, package=package, info=info
@@ -284,9 +287,9 @@ def summary_lines(config: "RunConfig", result: "PipelineResult", api: "PrefectAp
         lines.append(f"  MLflow   {result.mlflow.url}")
     if api is None:
         return lines
-    if api.home is None:
+    if api.server is None:
         return [*lines, f"  Prefect  {api.url.removesuffix('/api')}"]
-    if api.home == root / "prefect":
+    if api.server.home == root / "prefect":
         return [*lines, f"  Prefect  {with_program_path(f'millrace up --root {quote(str(root))}')}"]
     server = with_program_path("prefect server start")
-    return [*lines, f"  Prefect  PREFECT_HOME={quote(str(api.home))} {server}"]
+    return [*lines, f"  Prefect  PREFECT_HOME={quote(str(api.server.home))} {server}"]

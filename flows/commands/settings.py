@@ -75,7 +75,7 @@ class CommandGroup(TyperGroup):
                          for word, following in pairwise([*given, ""])]  # fmt: skip
             _refuse_unknown_options(f"{ctx.command_path} {name}", words, taken)
             if "--root" in taken and "settings" not in taken:
-                words = [f"--root={root_value(word)}" if word.startswith(ROOT) else word for word in words]
+                words = [f"--root={_root_value(word)}" if word.startswith(ROOT) else word for word in words]
             _refuse_empty_options(words, command)
         return name, command, words
 
@@ -131,16 +131,7 @@ def _refuse_empty_options(words: Sequence[str], command: Any) -> None:
             raise ConfigError(f"{option}: must not be empty; is a shell variable unset? Give a value, or no {option}")
 
 
-def root_path(word: str) -> Path:
-    """Return the folder that the override `paths.root=DIR` names.
-
-    >>> root_path("paths.root='/my data'")
-    PosixPath('/my data')
-    """
-    return Path(os.path.expanduser(root_value(word)))  # noqa: PTH111 it keeps the path of an unknown user
-
-
-def root_value(word: str) -> str:
+def _root_value(word: str) -> str:
     """Return the value of the override `paths.root=VALUE` without its quotes."""
     text = word.removeprefix(ROOT)
     if text[:1] not in ("'", '"') or text[-1:] != text[:1]:
@@ -150,8 +141,13 @@ def root_value(word: str) -> str:
 
 
 def root_in_overrides(words: Sequence[str]) -> Path | None:
-    """Return the folder of the last override `paths.root=DIR`, or None if there is no such override."""
-    return next((root_path(word) for word in reversed(words) if word.startswith(ROOT)), None)
+    """Return the folder of the last override `paths.root=DIR`, or None if there is no such override.
+
+    >>> root_in_overrides(["paths.root=a", "paths.root='/my data'", "seed=1"])
+    PosixPath('/my data')
+    """
+    values = [_root_value(word) for word in words if word.startswith(ROOT)]
+    return Path(os.path.expanduser(values[-1])) if values else None  # noqa: PTH111 it keeps the path of an unknown user
 
 
 def root_folder(given: str | Path) -> Path:

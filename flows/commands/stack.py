@@ -1,14 +1,19 @@
 """The commands `millrace up`, `down`, `status`, `metrics`, `deploy` and `doctor` for this machine and its services."""
 
 import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import typer
 
+from flows import SOURCE_FOLDER
 from flows.commands.options import ARTIFACTS, AsJson, ConfigDir, OptionalRoot, Root, Settings
+from flows.commands.settings import with_program_path
+from rlcore.errors import ConfigError, MillraceError
 
 Port = Annotated[int | None, typer.Option(min=1, max=65535, help="Default: its last port, or a free one.")]
 
@@ -148,9 +153,46 @@ def deploy(
       millrace deploy mine.yaml
       millrace deploy mine.yaml seed=2 --name mine-2 --cron '0 3 * * *' --timezone Europe/Berlin
     """
-    from flows.stack import user_deployment
+    from flows.parameters import compose_settings
+    from flows.plan.checks import check_run
+    from flows.server.api import running_prefect
+    from flows.stack.state import read_stack
+    from rlcore.config.base import CONFIG_DIR_VARIABLE, FILE_ENDINGS
 
-    user_deployment.deploy(experiment, overrides, name=name, cron=cron, timezone=timezone, root=root)
+    if name is not None and (refused := set(name) & set("/%&<>")):
+        raise ConfigError(f"--name: must have none of / % & < >, which Prefect refuses; got {name} with {min(refused)}")
+    if experiment.endswith(FILE_ENDINGS):
+        experiment = str(Path(experiment).resolve())
+    at = Path(compose_settings(overrides, experiment, root=root).config.paths.root).resolve()
+    # A worker starts in the checkout. There relative paths begin, and modules of this folder are unknown.
+    sys.path[:] = [path for path in sys.path if path != str(Path.cwd()) or path == str(SOURCE_FOLDER)]
+    os.chdir(SOURCE_FOLDER)
+    composed = compose_settings(overrides, experiment, root=at)
+    api = running_prefect(at)
+    if api is None:
+        raise MillraceError(
+            f"no Prefect server is up under {at}, and a deployment needs one. `millrace up --root {quote(str(at))}` "
+            "starts it, with the worker that runs the deployment."
+        )
+    if read_stack(at).prefect_api_url != api.url:
+        raise MillraceError(
+            f"PREFECT_API_URL: {api.url} is not the server of the stack under {at}, whose workers would run the "
+            "deployment. Unset it, or name that stack's root by --root."
+        )
+    from flows.stack.deploy import FLOW, apply_user_deployment, schedule_of  # imports Prefect with this address
+
+    schedule = None if cron is None else schedule_of(cron, timezone)
+    check_run(composed)
+    deployment = f"{FLOW}/{name or composed.config.name}"
+    deployment_id = apply_user_deployment(composed, deployment, schedule)
+    when = f", {cron} ({timezone})" if cron else ""
+    page = f"{api.url.removesuffix('/api')}/deployments/deployment/{deployment_id}"
+    print(f"deployment {deployment}{when}, root {at}: {page}")
+    print(with_program_path(f"prefect deployment run {quote(deployment)} --watch"))
+    if own := os.environ.get(CONFIG_DIR_VARIABLE):
+        print(
+            f"The worker finds the groups in {own} only if {CONFIG_DIR_VARIABLE} was set when `millrace up` started it."
+        )
 
 
 def doctor(

@@ -55,14 +55,6 @@ PREFECT_ENVIRONMENT: Mapping[str, str] = {
 COMMAND_ENVIRONMENT = {"PREFECT_CLIENT_MAX_RETRIES": "3"}  # a command can finish without a server: retries for 14 s
 
 
-@dataclass(frozen=True, slots=True)
-class PrefectApi:
-    """The address of a Prefect server. `home` is the server's folder, or None if the server outlives this command."""
-
-    url: str
-    home: Path | None
-
-
 class LocalServer:
     """A Prefect server that ends with this process. Only this process and its children know the login.
 
@@ -125,7 +117,15 @@ class LocalServer:
             self._process.wait()
 
 
-_servers: dict[Path, LocalServer] = {}
+@dataclass(frozen=True, slots=True)
+class PrefectApi:
+    """The address of a Prefect server. `server` is None if the server outlives this command."""
+
+    url: str
+    server: LocalServer | None = None
+
+
+_own: PrefectApi | None = None  # the server that this process has started
 
 
 def start_prefect(root: Path, *, verbose: bool = False) -> PrefectApi:
@@ -136,11 +136,11 @@ def start_prefect(root: Path, *, verbose: bool = False) -> PrefectApi:
         os.environ["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = "INFO"
     if (known := running_prefect(root)) is not None:
         return known
-    home = Path(os.environ.setdefault("PREFECT_HOME", str(root.resolve() / "prefect")))
-    if home not in _servers:
-        _servers[home] = LocalServer(home)
-    os.environ |= _servers[home].environment
-    return PrefectApi(_servers[home].url, home)
+    global _own
+    server = LocalServer(Path(os.environ.setdefault("PREFECT_HOME", str(root.resolve() / "prefect"))))
+    os.environ |= server.environment
+    _own = PrefectApi(server.url, server)
+    return _own
 
 
 def running_prefect(root: Path) -> PrefectApi | None:
@@ -148,24 +148,16 @@ def running_prefect(root: Path) -> PrefectApi | None:
     MillraceError if the server of `PREFECT_API_URL` cannot be used.
     """
     url = os.environ.get("PREFECT_API_URL", "").rstrip("/")
-    for home, server in _servers.items():
-        if server.url == url:
-            return PrefectApi(server.url, home)
+    if _own is not None and _own.url == url:
+        return _own
     if url:
         _require_prefect(url)
-        return PrefectApi(url, None)
+        return PrefectApi(url)
     stack = read_stack(root)
-    recorded = stack.service("prefect")
-    if recorded is None or recorded.process() is None or not is_reachable(stack.prefect_api_url):
+    if stack.running_service("prefect") is None or not is_reachable(stack.prefect_api_url):
         return None
     os.environ |= {"PREFECT_API_URL": stack.prefect_api_url, CLIENT_LOGIN: root_login(root.resolve())}
-    return PrefectApi(stack.prefect_api_url, None)
-
-
-def wait_for_prefect(api: PrefectApi) -> None:
-    """Wait until the server is up if this process has started it."""
-    if api.home is not None:
-        _servers[api.home].wait()
+    return PrefectApi(stack.prefect_api_url)
 
 
 def is_reachable(url: str) -> bool:
@@ -216,11 +208,12 @@ def _get(url: str, timeout_s: float) -> bytes:
 
 
 @contextmanager
-def command_flow(api: "PrefectApi", *, verbose: bool) -> Iterator[None]:
+def command_flow(api: PrefectApi, *, verbose: bool) -> Iterator[None]:
     """Show the progress of a command's flow inside the block. Raises StopRequestedError if the flow run is stopped."""
     from flows.progress import display_for_console, use_display
 
-    wait_for_prefect(api)
+    if api.server is not None:
+        api.server.wait()
     from prefect.exceptions import TerminationSignal
 
     from flows.server.watch import FlowCancelledError

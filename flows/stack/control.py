@@ -131,8 +131,8 @@ def _require_compatible(root: Path, state: StackState, ports: Mapping[str, int |
     """Check that requested ports are free, and that running servers have the installed version and requested port."""
     down_first = f"`millrace down --root {quote(str(root))}`"
     for name, port in ports.items():
-        service = state.service(name)
-        if service is None or service.process() is None:
+        service = state.running_service(name)
+        if service is None:
             if port is not None and not services.is_free_port(port):
                 raise MillraceError(
                     f"--{name}-port: port {port} is in use on this machine (`ss -ltnp` shows its process). Choose "
@@ -182,8 +182,7 @@ def _start_services(
 
 def _start(root: Path, state: StackState, name: str, start: Callable[[StackState], Service]) -> StackState:
     """Start a service unless it is running. It is recorded immediately, so that `down` can stop it after any error."""
-    known = state.service(name)
-    if known is not None and known.process() is not None:
+    if state.running_service(name) is not None:
         return state
     others = tuple(service for service in state.services if service.name != name)
     state = replace(state, services=(*others, start(state)))

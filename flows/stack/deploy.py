@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -17,11 +18,14 @@ from typing import Any
 from uuid import UUID
 
 import psutil
+from prefect import Flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolCreate, WorkPoolUpdate
+from prefect.client.schemas.actions import DeploymentScheduleCreate, DeploymentUpdate, WorkPoolCreate, WorkPoolUpdate
 from prefect.client.schemas.filters import FlowRunFilter, WorkPoolFilter
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.responses import DeploymentResponse
+from prefect.client.schemas.schedules import CronSchedule
+from prefect.deployments.runner import RunnerDeployment
 from prefect.events.actions import ChangeFlowRunState, SendNotification
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
@@ -29,10 +33,12 @@ from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Scheduled
 
 from flows import SOURCE_FOLDER
+from flows.parameters import RunSettings
 from flows.server.watch import CANCELLED
 from flows.stack.services import FLOW_COMMAND, NOTIFY_BLOCK, POOL
 from flows.stack.state import FLOW_RUN_ID, STACK_ROOT, read_stack
 from flows.work.slots import Slots
+from rlcore.config.problems import Problem, settings_error
 from rlcore.errors import MillraceError
 
 DEPLOYMENTS = Path("conf", "prefect.yaml")
@@ -228,6 +234,60 @@ def _is_lost(run: FlowRun) -> bool:
         return psutil.Process(int(pid)).environ().get(FLOW_RUN_ID) != str(run.id)
     except (psutil.NoSuchProcess, psutil.AccessDenied):  # the process of another user
         return True
+
+
+SCHEDULE_SLUG = "deploy"  # of the schedule that `millrace deploy` sets and replaces
+FLOW = "pipeline"
+USER_TAG = "own"  # of the deployments that `millrace deploy` creates
+
+
+def schedule_of(cron: str, timezone: str) -> DeploymentScheduleCreate:
+    """Return the schedule of a deployment. Raises ConfigError if the schedule or the time zone is invalid."""
+    try:
+        return DeploymentScheduleCreate(
+            schedule=CronSchedule(cron=cron, timezone=timezone), slug=SCHEDULE_SLUG, active=True
+        )
+    except ValueError as error:
+        rule = "must be five fields of cron, and --timezone a known one"
+        remedy = "--cron '0 3 * * *' is each day at 3:00"
+        raise settings_error([Problem("--cron", rule, f"{cron!r} in {timezone}", remedy)]) from error
+
+
+def apply_user_deployment(settings: RunSettings, name: str, schedule: DeploymentScheduleCreate | None) -> UUID:
+    """Create or update the deployment `flow/name`, and return its id. Schedules that users have added are kept."""
+    known = None
+    with get_client(sync_client=True) as client:
+        with suppress(ObjectNotFound):
+            known = client.read_deployment_by_name(name)
+        if known is not None and USER_TAG not in known.tags:
+            raise MillraceError(f"{name}: is a deployment of Millrace's own. Give another name by --name.")
+        ensure_pool(client)
+        kept = [] if known is None else known.schedules
+        schedules = [
+            DeploymentScheduleCreate(schedule=one.schedule, active=one.active, parameters=one.parameters, slug=one.slug)
+            for one in kept
+            if schedule is None or one.slug != SCHEDULE_SLUG
+        ]
+        # No event loop runs here, so each of the three calls returns its result.
+        flow = Flow.from_source(str(SOURCE_FOLDER), f"flows/pipeline.py:{FLOW}")
+        assert isinstance(flow, Flow)
+        deployment = flow.to_deployment(
+            name.removeprefix(f"{FLOW}/"),
+            description=f"`{settings.experiment}`, deployed by `millrace deploy`.",
+            tags=[USER_TAG],
+            parameters={
+                "experiment": settings.experiment,
+                "overrides": [text for text in settings.overrides if not text.startswith("paths.root=")],
+            },
+            work_pool_name=POOL,
+            work_queue_name="training",
+        )
+        assert isinstance(deployment, RunnerDeployment)
+        deployment.schedules = [*schedules, *([] if schedule is None else [schedule])]
+        deployment_id = deployment.apply()
+        assert isinstance(deployment_id, UUID)
+        simplify_form(client, client.read_deployment(deployment_id), paused=known is not None and known.paused)
+    return deployment_id
 
 
 if __name__ == "__main__":

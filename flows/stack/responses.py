@@ -42,8 +42,21 @@ LISTED_COLUMNS = [*LIGHT.names, "change", "prompt", "answer"]
 
 
 def with_responses(root: Path, app: ASGIApp) -> ASGIApp:
-    """Return an application that serves `/answers/` and passes every other request to `app`."""
-    responses = responses_app(root)
+    """Return an application that serves `/answers/` and passes every other request to `app`.
+
+    An invalid request for responses gets status 400 and a text.
+    """
+    runs = _Runs(root)
+    routes = {
+        "": lambda _: HTMLResponse(responses_page()),
+        "runs": lambda _: JSONResponse(runs.newest_first()),
+        "find": runs.find,
+        "together": runs.same_prompt,
+    }
+    responses = Starlette(
+        routes=[Route(URL_PREFIX + path, answer) for path, answer in routes.items()],
+        exception_handlers={MillraceError: lambda _, error: JSONResponse({"error": str(error)}, 400)},
+    )
 
     async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
         ours = scope["type"] == "http" and f"{scope['path']}/".startswith(URL_PREFIX)  # `/answers` is redirected
@@ -52,26 +65,7 @@ def with_responses(root: Path, app: ASGIApp) -> ASGIApp:
     return dispatch
 
 
-def responses_app(root: Path) -> Starlette:
-    """Return the web application for the responses of a root's runs. An invalid request gets status 400 and a text."""
-
-    def refuse(request: Request, error: Exception) -> Response:
-        return JSONResponse({"error": str(error)}, 400)
-
-    runs = Runs(root)
-    routes = {
-        "": lambda _: HTMLResponse(responses_page()),
-        "runs": lambda _: JSONResponse(runs.newest_first()),
-        "find": runs.find,
-        "together": runs.same_prompt,
-    }
-    return Starlette(
-        routes=[Route(URL_PREFIX + path, answer) for path, answer in routes.items()],
-        exception_handlers={MillraceError: refuse},
-    )
-
-
-class Runs:
+class _Runs:
     """The runs of a root, with a method for each request about their responses."""
 
     def __init__(self, root: Path) -> None:

@@ -63,6 +63,10 @@ class StackState:
         """Return the service with this name, or None."""
         return next((service for service in self.services if service.name == name), None)
 
+    def running_service(self, name: str) -> Service | None:
+        """Return the service with this name if its process is alive."""
+        return next((service for service in self.running() if service.name == name), None)
+
     def running(self) -> set[Service]:
         """Return the services whose processes are alive."""
         return {service for service in self.services if service.process() is not None}
@@ -132,9 +136,8 @@ def default_mlflow_database(root: Path) -> str:
 def served_mlflow(uri: str, root: Path) -> str:
     """Return the address of the stack's MLflow server, or '' if it is down or serves another store than `uri`."""
     root = Path(os.environ.get(STACK_ROOT, root)).resolve()
-    service = read_stack(root).service("mlflow")
-    is_up = service is not None and service.process() is not None
-    return service.url if service is not None and is_up and uri == default_mlflow_database(root) else ""
+    service = read_stack(root).running_service("mlflow")
+    return service.url if service is not None and uri == default_mlflow_database(root) else ""
 
 
 FLOW_RUN_ID = "PREFECT__FLOW_RUN_ID"  # the id of the flow run, in a process that a worker has started
@@ -164,9 +167,8 @@ def set_mlflow_login(uri: str, root: Path) -> str:
     """
     root = Path(os.environ.get(STACK_ROOT, root)).resolve()
     stack = read_stack(root)
-    server = stack.service("mlflow")
     login: Mapping[str, str | None] = dict(_user_login)
-    if uri.rstrip("/") == stack.mlflow_url and server is not None and server.process() is not None:
+    if uri.rstrip("/") == stack.mlflow_url and stack.running_service("mlflow") is not None:
         login = mlflow_login_environment(root_login(root))
         _user_login.update({name: os.environ.get(name) for name in login.keys() - _user_login.keys()})
     else:

@@ -1,25 +1,27 @@
-"""The command `millrace sweep`."""
+"""The command `millrace sweep`, and the start of a sweep."""
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flows.commands.options import ConfigDir, DryRun, OptionalRoot, PlanAsJson, Settings, Verbose, members_of
+from flows.commands import options
+from flows.commands.options import ConfigDir, DryRun, OptionalRoot, PlanAsJson, Settings, Verbose
 from flows.commands.settings import print_warnings, require_dry_run
 
 if TYPE_CHECKING:
-    from rlcore.config.sweep import Sweep
+    from rlcore.config.sweep import Budget, Sweep
 
 
 def sweep(
     spec: Annotated[
         str,
         typer.Argument(
-            help="A name in conf/sweep, or the path of a file; see docs/sweeps.md.", autocompletion=members_of("sweep")
+            help="A name in conf/sweep, or the path of a file; see docs/sweeps.md.",
+            autocompletion=options.members_of("sweep"),
         ),
     ],
     overrides: Settings = None,
@@ -43,58 +45,58 @@ def sweep(
       millrace sweep countdown_lr --max-hours 8
     """
     from flows.parameters import all_overrides
-    from flows.sweep.points import load_checked_sweep
     from rlcore.config.sweep import Budget
 
-    require_dry_run(as_json=as_json, dry_run=dry_run)
+    budget = Budget(runs=max_runs, steps=max_steps, hours=max_hours)
     settings = all_overrides(overrides, root=root)
-    checked = load_checked_sweep(spec, settings, Budget(runs=max_runs, steps=max_steps, hours=max_hours))
+    start_sweep(spec, settings, budget, on_workers=on_workers, dry_run=dry_run, as_json=as_json, verbose=verbose)
+
+
+def start_sweep(
+    spec: str | Mapping[str, Any],
+    overrides: list[str],
+    budget: "Budget",
+    *,
+    dry_run: bool,
+    as_json: bool,
+    verbose: bool,
+    on_workers: bool = False,
+) -> None:
+    """Run a sweep, or show its plan. The content of a sweep without a file is written below the root before the run.
+
+    The exit code is 1 if a point has failed.
+    """
+    import yaml
+
+    from flows.server.api import command_flow, start_prefect
+    from flows.sweep.study import load_checked_sweep
+    from rlcore.config.fingerprint import fingerprint
+    from rlcore.storage.publish import write_text_atomically
+
+    require_dry_run(as_json=as_json, dry_run=dry_run)
+    checked = load_checked_sweep(spec, overrides, budget)
     print_warnings(checked.unused_settings())
     if dry_run:
-        show(checked, as_json=as_json)
+        _show(checked, as_json=as_json)
         return
-    _run(checked, spec, settings, on_workers=on_workers, verbose=verbose)
-
-
-def _run(checked: "Sweep", spec: str, settings: list[str], *, on_workers: bool, verbose: bool) -> None:
-    from flows.server.api import command_flow, start_prefect
-
-    api = start_prefect(Path(checked.base.paths.root), verbose=verbose)
+    root = Path(checked.base.paths.root)
+    if not isinstance(spec, str):
+        (root / "multirun").mkdir(parents=True, exist_ok=True)
+        file = root / "multirun" / f"{spec['name']}-{fingerprint('multirun', spec)[:8]}.yaml"
+        write_text_atomically(file, f"# millrace sweep {file}\n{yaml.safe_dump(spec, sort_keys=False)}")
+        spec = str(file)
+    api = start_prefect(root, verbose=verbose)
     from flows.sweep.flow import run_checked  # imports Prefect while the server starts
 
     with command_flow(api, verbose=verbose):
-        result = run_checked(checked, spec, settings, on_workers=on_workers)
+        result = run_checked(checked, spec, overrides, on_workers=on_workers)
     if result.failed:
         sys.exit(1)
 
 
-def run_multirun(settings: Sequence[str], root: Path | None, *, dry_run: bool, as_json: bool, verbose: bool) -> None:
-    """Write settings with several values as a sweep's file below the root, and run it. A dry run keeps no file."""
-    import yaml
-
-    from flows.parameters import all_overrides
-    from flows.sweep.points import load_checked_sweep
-    from rlcore.config.fingerprint import fingerprint
-    from rlcore.config.sweep import Budget, multirun_content
-    from rlcore.storage.publish import write_text_atomically
-
-    require_dry_run(as_json=as_json, dry_run=dry_run)
-    content = multirun_content(all_overrides(settings, root=root))
-    checked = load_checked_sweep(content, [], Budget())
-    print_warnings(checked.unused_settings())
-    if dry_run:
-        show(checked, as_json=as_json)
-        return
-    folder = Path(checked.base.paths.root) / "multirun"
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{content['name']}-{fingerprint('multirun', content)[:8]}.yaml"
-    write_text_atomically(file, f"# millrace sweep {file}\n{yaml.safe_dump(content, sort_keys=False)}")
-    _run(checked, str(file), [], on_workers=False, verbose=verbose)
-
-
-def show(sweep: "Sweep", *, as_json: bool) -> None:
+def _show(sweep: "Sweep", *, as_json: bool) -> None:
     """Print the runs of a sweep and their progress, as text or as JSON."""
-    from flows.sweep.points import members_of
+    from flows.sweep.study import members_of
     from rlcore.config.sweep import format_point
 
     runs = []

@@ -31,7 +31,6 @@ from flows.plan.checks import check_run
 from flows.progress import LabelledDisplay, display, format_duration, use_display
 from flows.server.watch import end_if_cancelled, end_if_suspended, limit_retries, watch_flow_run
 from flows.stages.train import Train
-from flows.sweep.points import Member, load_checked_sweep, members_of, problem_scores_of
 from flows.sweep.result import (
     SweepResult,
     describe_sweep,
@@ -42,7 +41,20 @@ from flows.sweep.result import (
     write_record,
     write_result,
 )
-from flows.sweep.study import ERROR, POINT, RUNS, SETTINGS, BudgetTracker, SweepStudy, problem_scores_key, sweep_lock
+from flows.sweep.study import (
+    ERROR,
+    POINT,
+    RUNS,
+    SETTINGS,
+    BudgetTracker,
+    Member,
+    SweepStudy,
+    load_checked_sweep,
+    members_of,
+    problem_scores_key,
+    problem_scores_of,
+    sweep_lock,
+)
 from flows.work.open_run import open_run
 from rlcore.config.base import FILE_ENDINGS, group_members
 from rlcore.config.sweep import Budget, Sweep, format_point

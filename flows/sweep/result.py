@@ -18,8 +18,7 @@ from prefect.logging import get_run_logger
 
 from flows.artifacts import log_and_print
 from flows.commands.tracking import reachable_urls
-from flows.sweep.points import members_of
-from flows.sweep.study import ERROR, RUNS, SETTINGS
+from flows.sweep.study import ERROR, RUNS, SETTINGS, members_of
 from rlcore.config.documents import experiment_text
 from rlcore.config.problems import override_value
 from rlcore.config.sweep import Sweep, format_point

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from rlcore.checkpoint.shards import load_shards
 from tests.checkpoint.small import assert_same, build, save_shards, state_of, train
-from tests.helpers.side_by_side import run_side_by_side
+from tests.helpers.forked import run_side_by_side
 
 pytestmark = pytest.mark.multiprocess
 

@@ -16,8 +16,17 @@ from rlcore.storage.locks import RunLock
 from rlcore.tracking.attempts import ATTEMPTS_FILE, read_attempts
 from rlcore.tracking.delivery import read_state
 from tests.helpers.running import assert_same, steps_of, weights_of, write_record
-from tests.helpers.sessions import Asked, Event, elsewhere, run_to_the_end, session_of, verified_steps
-from tests.helpers.six_steps import OVERRIDES, QUIET, steps
+from tests.helpers.sessions import (
+    OVERRIDES,
+    QUIET,
+    Asked,
+    Event,
+    elsewhere,
+    run_to_the_end,
+    session_of,
+    steps,
+    verified_steps,
+)
 from tests.helpers.small_run import SmallRun, prepare
 from tests.helpers.whole_run import WholeRun
 

@@ -1,6 +1,5 @@
 """Runs of deployments on a running stack: each stage, sweeps over the work pool, and runs on Ray."""
 
-import json
 import os
 import re
 import signal
@@ -8,8 +7,6 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from itertools import pairwise
-from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import pytest
@@ -18,7 +15,7 @@ from flows.stack.control import service_states
 from flows.stack.state import read_stack
 from tests.flows.conftest import HELD, ended, forked, numbers, wait_until
 from tests.helpers.stack import ENDS, Stack, stack_up
-from tests.helpers.sweeps import UNTRACKED, in_the_way, spec_of
+from tests.helpers.sweeps import UNTRACKED, in_the_way, points_of, score_of, spec_of
 
 pytestmark = [pytest.mark.prefect, pytest.mark.slow, pytest.mark.lengthy, pytest.mark.timeout(1800)]
 
@@ -80,12 +77,6 @@ def start_sweep(stack: Stack, name: str) -> "subprocess.Popen[str]":
     return forked("flows.cli", ["sweep", *words], os.environ | environment)
 
 
-def points_of(stack: Stack, name: str) -> list[dict[str, Any]]:
-    (file,) = stack.root.glob(f"sweeps/{name}-*/sweep.json")
-    points: list[dict[str, Any]] = json.loads(file.read_text())["points"]
-    return sorted(points, key=lambda point: int(point["point"]))
-
-
 def children_of(stack: Stack, parent: str) -> list[dict[str, Any]]:
     return stack.api.filter("flow_runs", flow_runs={"parent_flow_run_id": {"any_": [parent]}})
 
@@ -109,7 +100,7 @@ def test_a_sweep_on_workers_repeats_only_its_failed_child(stack: Stack) -> None:
     assert {child["deployment_id"] for child in children} == {stack.deployment("sweep-child/sweep-point")["id"]}
     assert {child["work_queue_name"] for child in children} == {"training"}
     assert_in_turn(children)
-    points = points_of(stack, "grid")
+    points = points_of(stack.root, "grid")
     assert [point["state"] for point in points] == ["failed", "finished"]
     assert "validation" in points[0]["error"]
 
@@ -121,15 +112,6 @@ def test_a_sweep_on_workers_repeats_only_its_failed_child(stack: Stack) -> None:
     (child,) = children_of(stack, stack.newest("sweep")["id"])
     assert child["name"] == "sweep-child/grid"
     assert child["state_type"] == "COMPLETED"
-
-    # The comparison says what the journals say.
-    points = points_of(stack, "grid")
-    for point in points:
-        scores = [numbers(Path(one["run_dir"]))[1]["val-core/countdown/reward/mean_at_2"] for one in point["runs"]]
-        assert point["score"] == pytest.approx(fmean(scores))
-    (comparison,) = stack.root.glob("sweeps/grid-*/comparison/comparison.json")
-    assert len(json.loads(comparison.read_text())["tables"]["runs"]["rows"]) == 4
-    assert f"best: point {max(points, key=lambda one: (one['score'], -one['point']))['point']}," in done.out
 
 
 def hold_the_next(stack: Stack) -> None:
@@ -187,7 +169,7 @@ def test_a_search_on_workers_is_stopped_twice_and_resumes(stack: Stack) -> None:
     assert {child["deployment_id"] for child in children} == {stack.deployment("sweep-child/sweep-point")["id"]}
     assert_in_turn(children)
 
-    points = points_of(stack, "on_workers")
+    points = points_of(stack.root, "on_workers")
     assert [point["point"] for point in points] == [1, 2, 3, 4]
     for point in points:
         scores = {step: score_of(point["runs"][0], step) for step in (1, 2)}
@@ -195,10 +177,6 @@ def test_a_search_on_workers_is_stopped_twice_and_resumes(stack: Stack) -> None:
         assert is_pruned or point["state"] == "finished"
         assert (scores[2] is None) == is_pruned, "a poor one is trained no further"
         assert point["score"] == scores[1 if is_pruned else 2]
-
-
-def score_of(run: Mapping[str, Any], step: int) -> float | None:
-    return numbers(Path(run["run_dir"])).get(step, {}).get("val-core/countdown/reward/mean_at_2")
 
 
 def test_a_sweep_in_one_process_is_cancelled_and_tried_again(stack: Stack) -> None:
@@ -212,7 +190,7 @@ def test_a_sweep_in_one_process_is_cancelled_and_tried_again(stack: Stack) -> No
 
     stack.retry_cancelled(run)
     assert stack.wait(run, "COMPLETED")["run_count"] == 2
-    assert [point["state"] for point in points_of(stack, "stopped")] == ["finished", "finished"]
+    assert [point["state"] for point in points_of(stack.root, "stopped")] == ["finished", "finished"]
 
 
 # ---------------------------------------------------------------------- Ray

@@ -13,8 +13,7 @@ from rlcore.errors import CheckpointError, DataError
 from rlcore.storage.locks import RunLock
 from tests.helpers.published import edit_manifest, flip
 from tests.helpers.running import assert_same, steps_of, weights_of
-from tests.helpers.sessions import Event, elsewhere, run_to_the_end, session_of, verified_steps
-from tests.helpers.six_steps import OVERRIDES, QUIET, steps
+from tests.helpers.sessions import OVERRIDES, QUIET, Event, elsewhere, run_to_the_end, session_of, steps, verified_steps
 from tests.helpers.small_run import SmallRun
 from tests.storage.small_disk import mounted
 

@@ -12,8 +12,7 @@ from rlcore.report.record import read_run
 from rlcore.run.layout import RunLayout
 from tests.helpers.running import steps_of as steps_in_order
 from tests.helpers.running import weights_of
-from tests.helpers.sessions import Event, elsewhere, run_to_the_end, session_of, verified_steps
-from tests.helpers.six_steps import OVERRIDES
+from tests.helpers.sessions import OVERRIDES, Event, elsewhere, run_to_the_end, session_of, verified_steps
 from tests.helpers.small_run import SmallRun
 
 

@@ -7,7 +7,7 @@ import torch
 
 from rlcore.tracking.catalog import describe
 from rlcore.tracking.journal import read_journal
-from tests.helpers.metrics_page import reference_log
+from tests.helpers.pages import reference_log
 from tests.helpers.sessions import session_of
 from tests.helpers.small_run import prepare
 

@@ -49,14 +49,6 @@ def test_rows_of_own_task_are_made(project: Path) -> None:
     assert "filter: 20 train, 5 validation rows" in done.stdout
 
 
-def test_missing_function_is_reported_before_anything_is_made(project: Path) -> None:
-    done = run(project, "run", "data.build=product:build", "data.scorer=products:score")
-    assert done.returncode == 2
-    assert "data.build: must name a function" in done.stderr
-    assert "A module is found in the working directory" in done.stderr
-    assert not (project / "artifacts").exists()
-
-
 def test_trainer_finds_own_modules(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(project)
     monkeypatch.setattr(sys, "path", [*sys.path, project])  # as in notebooks; Python ignores a Path

@@ -35,7 +35,7 @@ RUNS = """
 import os, sys
 from pathlib import Path
 from flows.cli import run_and_exit
-from flows.server.api import _servers, command_flow, start_prefect
+from flows.server.api import command_flow, start_prefect
 
 def command():
     api = start_prefect(Path(sys.argv[1]))
@@ -45,7 +45,7 @@ def command():
     from rlcore.errors import MillraceError
 
     def work():
-        _servers[api.home]._process.kill()
+        api.server._process.kill()
         if sys.argv[2] == "fails":
             raise MillraceError("our own error")
         return "its result"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rlcore.config.compose import load_config
 from rlcore.config.fingerprint import run_id
-from tests.helpers.hub_model import HUB_ID, cache_of
+from tests.helpers.hub_server import HUB_ID, cache_of
 from tests.helpers.running import assert_same, finish, steps_of, write_record
 from tests.helpers.sessions import elsewhere, run_to_the_end, session_of
 from tests.helpers.small_run import prepare

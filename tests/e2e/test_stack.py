@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import signal
 import subprocess
 import sys
 import urllib.error
@@ -269,14 +268,7 @@ def test_full_disk_is_reported_once(stack: Stack, hook: Hook) -> None:
 def test_the_next_up_resumes_a_run_without_worker_and_flow(stack: Stack) -> None:
     run = stack.start("pipeline/debug", overrides=[*LONG, "name=lost"])
     stack.wait_for_step("lost", 22)
-    worker = read_stack(stack.root).service("worker-1")
-    assert worker is not None
-    process = worker.process()
-    assert process is not None
-    for member in [*process.children(), process]:
-        member.send_signal(signal.SIGKILL)
-    psutil.wait_procs([process])
-    assert ("worker-1", "gone") in [(service.name, state) for service, state in service_states(stack.root)]
+    stack.kill("worker-1", with_children=True)
     up(stack.root)
     assert stack.wait(run, "COMPLETED")["run_count"] == 2
     assert sorted(numbers(stack.run_dir("lost"))) == list(range(61))

@@ -1,15 +1,13 @@
 """Cancellation and kills of worker and server, against a running stack, as docs/operations.md describes."""
 
 import json
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from flows.stack.control import down, service_states, up
-from flows.stack.state import read_stack
+from flows.stack.control import down, up
 from tests.flows.conftest import HELD, WAIT_S, journal, numbers, wait_until
 from tests.helpers.stack import Stack, stack_up
 
@@ -29,16 +27,6 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         environment.setenv("PYTHONPATH", str(HELD))
         with stack_up(root) as stack:
             yield stack
-
-
-def kill(stack: Stack, name: str) -> None:
-    service = read_stack(stack.root).service(name)
-    assert service is not None
-    process = service.process()
-    assert process is not None
-    process.send_signal(signal.SIGKILL)
-    psutil.wait_procs([process])
-    assert (name, "gone") in [(service.name, state) for service, state in service_states(stack.root)]
 
 
 @pytest.mark.needs_ray
@@ -76,7 +64,7 @@ def test_a_run_without_its_worker_continues_and_can_be_cancelled(stack: Stack) -
     run = stack.start("pipeline/debug", overrides=[*ENDLESS, "name=orphan", "trainer.steps_per_chunk=20"])
     stack.wait_for_step("orphan", 3)
     process = stack.process_of(run)
-    kill(stack, "worker-1")
+    stack.kill("worker-1")
     up(stack.root)
     stack.wait_for_step("orphan", max(numbers(stack.run_dir("orphan"))) + 1)
     found = stack.run(run)
@@ -94,7 +82,7 @@ def test_down_ends_a_run_without_worker_and_up_resumes_it(stack: Stack, capsys: 
     run = stack.start("pipeline/debug", overrides=[*ENDLESS, "name=left", "trainer.steps_per_chunk=20"])
     stack.wait_for_step("left", 3)
     process, trainer = stack.process_of(run), stack.trainer("left")
-    kill(stack, "worker-1")
+    stack.kill("worker-1")
     down(stack.root)
     assert f"(process {process.pid}) has ended" in capsys.readouterr().out
     wait_until(lambda: not process.is_running() and not trainer.is_running(), "flow and trainer have ended")
@@ -111,7 +99,7 @@ def test_a_killed_server_and_a_down_cost_a_run_nothing(stack: Stack) -> None:
     process = stack.process_of(run)
 
     # The training continues without a server, for longer than an unread pipe has room.
-    kill(stack, "prefect")
+    stack.kill("prefect")
     stack.wait_for_step("kept", max(numbers(stack.run_dir("kept"))) + 400)
     up(stack.root)
     assert stack.run(run)["state_type"] == "RUNNING"

@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -263,23 +264,28 @@ class Api:
     login: str
 
     def filter(self, what: str, **body: Any) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.post(f"{what}/filter", body)
+        found: list[dict[str, Any]] = self.ask(f"{what}/filter", body)
         return found
 
     def events(self, run_id: str, name: str) -> list[dict[str, Any]]:
         """Return payloads of a run's events of that name, oldest first."""
         chosen = {"event": {"name": [f"millrace.{name}"]}, "resource": {"id": [f"millrace.run.{run_id}"]}}
-        found = self.post("events/filter", {"filter": {**chosen, "order": "ASC"}})
+        found = self.ask("events/filter", {"filter": {**chosen, "order": "ASC"}})
         return [one["payload"] for one in found["events"]]
 
-    def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        request = urllib.request.Request(
-            f"{self.url}/{path}",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json", "Authorization": basic(self.login)},
-        )
-        with urllib.request.urlopen(request) as answer:
-            return json.load(answer)
+    def ask(self, path: str, body: Mapping[str, Any] | None = None, method: str | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", "Authorization": basic(self.login)}
+        request = urllib.request.Request(f"{self.url}/{path}", data, headers)
+        request.method = method or request.get_method()
+        for last in (False,) * 9 + (True,):
+            try:
+                with urllib.request.urlopen(request) as answer:
+                    return json.loads(answer.read() or b"null")
+            except urllib.error.HTTPError as error:
+                if error.code != 503 or last:  # sqlite is busy; Prefect's own client asks again too
+                    raise
+                time.sleep(1)
 
     def flow_runs(self, names: Sequence[str]) -> list[dict[str, Any]]:
         return self.filter("flow_runs", flows={"name": {"any_": list(names)}}, sort="START_TIME_ASC")

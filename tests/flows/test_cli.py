@@ -16,7 +16,7 @@ import yaml
 
 from flows.cli import app, exit_code, extend_module_path
 from flows.commands import options, rollouts, runs
-from flows.commands.settings import root_path
+from flows.commands.settings import root_in_overrides
 from flows.work import status
 from rlcore.config import RunConfig
 from rlcore.config.base import CONFIG_DIR_VARIABLE, GROUPS
@@ -25,23 +25,7 @@ from rlcore.config.problems import override_value
 from rlcore.config.run import all_keys
 from rlcore.responses import query
 from rlcore.storage.publish import write_text_atomically
-from tests.flows.conftest import REPOSITORY, Finished, Millrace, in_this_process
-
-
-class Here(Millrace):
-    """The command line in this process, on an empty root: what it has composed before it does not compose again."""
-
-    def __init__(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        super().__init__(root, {})
-        self._capsys = capsys
-
-    def __call__(self, verb: str, *settings: str) -> Finished:
-        return in_this_process(self._capsys, *self.words(verb, *settings))
-
-
-@pytest.fixture
-def here(artifacts_root: Path, capsys: pytest.CaptureFixture[str]) -> Here:
-    return Here(artifacts_root, capsys)
+from tests.flows.conftest import REPOSITORY, Millrace, in_this_process
 
 
 @pytest.mark.parametrize(
@@ -58,15 +42,16 @@ def test_settings_and_runs_are_read_without_heavy_imports(tmp_path: Path, words:
     assert done.stdout.strip() == "[]"
 
 
-def test_the_version_is_that_of_the_project(here: Here) -> None:
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    assert here("--version").out == f"millrace {project['version']}\n"
-    shown = in_this_process(here._capsys)  # the help of the group
+def test_the_version_is_that_of_the_project(capsys: pytest.CaptureFixture[str]) -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert in_this_process(capsys, "--version").out == f"millrace {project['version']}\n"
+    shown = in_this_process(capsys)  # the help of the group
     assert (shown.code, "Look at results:" in shown.out) == (0, True)
 
 
-def test_a_dry_run_shows_the_plan_and_writes_nothing(here: Here) -> None:
-    done = here("run", "experiment=debug", "--dry-run")
+def test_a_dry_run_shows_the_plan_and_writes_nothing(artifacts_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("experiment=debug", f"paths.root={artifacts_root}", "--dry-run")
+    done = in_this_process(capsys, "run", *words)
     assert done.code == 0, done.err
     for stage in ("dataset", "filter", "warm-start", "train", "validate", "report"):
         assert stage in done.out
@@ -74,13 +59,13 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(here: Here) -> None:
     assert done.err == "", "no setting without effect was given"
     (held,) = [line.split()[1:] for line in done.out.splitlines() if line.startswith("sum ")]
     assert min(map(float, held)) > 0, "a tiny model is shown in a unit that it fills"
-    done = here("train", "experiment=debug", "--dry-run", "--json", "algo.importance.cap=3")
+    done = in_this_process(capsys, "train", *words, "--json", "algo.importance.cap=3")
     assert done.err == (
         "warning: algo.importance.cap=3.0: has no effect with algo.importance.mode=off. Set "
         "algo.importance.mode=truncate or mask, or leave it out\n"
     )
     assert json.loads(done.out)["stages"][0]["name"] == "dataset"
-    assert list(here.root.iterdir()) == []
+    assert list(artifacts_root.iterdir()) == []
 
 
 def test_missing_disk_space_is_reported_in_bytes(bare: Millrace) -> None:
@@ -104,19 +89,11 @@ def test_a_root_that_is_no_folder_is_refused(capsys: pytest.CaptureFixture[str],
         assert (code, "--root: must not be empty" in said) == (2, True), said
 
 
-def test_an_absent_prefect_server_is_reported(bare: Millrace) -> None:
-    away = Millrace(bare.root, {"PREFECT_API_URL": "http://127.0.0.1:9/api"})
-    done = away("run", "experiment=debug")
-    assert done.code == 1
-    assert "PREFECT_API_URL: no Prefect server answers at http://127.0.0.1:9/api" in done.err
-    assert "Traceback" not in done.err
-
-
 def test_hydra_reads_any_root_name() -> None:
     for root in ("/data/jürgen", "my runs", "/a(b),c=d", "it's \\ odd", "ends in \\", "null", "1e3", "/plain/path-1.0"):
         word = f"paths.root={override_value(root)}"
         assert load_config([word], experiment="debug").paths.root == root
-        assert root_path(word) == Path(root)
+        assert root_in_overrides([word]) == Path(root)
 
 
 def run_command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:

@@ -155,7 +155,7 @@ def test_dataset_model_and_report_are_assets(api: Api, reference: Reference) -> 
 
     def read_assets() -> dict[str, set[str]]:
         chosen = {"event": {"name": ["prefect.asset.materialization.succeeded"]}}
-        found = api.post("events/filter", {"filter": {**chosen, "resource": {"id_prefix": ["millrace://"]}}})["events"]
+        found = api.ask("events/filter", {"filter": {**chosen, "resource": {"id_prefix": ["millrace://"]}}})["events"]
         related = {one["resource"]["prefect.resource.id"]: one["related"] for one in found}
         ids = {key: {two["prefect.resource.id"] for two in value} for key, value in related.items()}
         return {key: {one for one in value if one.startswith("millrace:")} for key, value in ids.items()}
@@ -354,7 +354,7 @@ def test_cancellation_reaches_run_without_worker(millrace: Millrace, api: Api) -
     process = millrace.start("run", *ENDLESS)
     wait_for_step(millrace, 2)
     (run,) = api.filter("flow_runs", flow_runs={"state": {"type": {"any_": ["RUNNING"]}}}, flows=PIPELINE)
-    api.post(f"flow_runs/{run['id']}/set_state", {"state": {"type": "CANCELLING"}})
+    api.ask(f"flow_runs/{run['id']}/set_state", {"state": {"type": "CANCELLING"}})
     stopped = ended(process, 75)
     assert "is saved" in stopped.out
     (run,) = api.filter("flow_runs", flow_runs={"id": {"any_": [run["id"]]}})

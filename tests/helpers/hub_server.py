@@ -5,6 +5,7 @@ Large files are answered by an absolute redirect to another host, all others by 
 
 import hashlib
 import json
+import shutil
 from base64 import b64decode
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from huggingface_hub import constants
 
 from tests.helpers.serving import serving as serve
 
+HUB_ID = "somebody/tiny-countdown"
 LARGE = (".parquet", ".safetensors")
 # The hub sends a thousand entries a page.
 TREE_PAGE = 2
@@ -235,3 +237,13 @@ def use_hub(monkeypatch: pytest.MonkeyPatch, folder: Path, port: int) -> None:
         "HUGGINGFACE_CO_URL_TEMPLATE": f"{endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
     }.items():
         monkeypatch.setattr(constants, name, value)
+
+
+def cache_of(model: Path, home: Path) -> None:
+    """Write a model into a hub's cache on disk."""
+    repository = home / "hub" / ("models--" + HUB_ID.replace("/", "--"))
+    snapshot = repository / "snapshots" / ("0" * 40)
+    shutil.copytree(model, snapshot)
+    (snapshot / "manifest.json").unlink()
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)

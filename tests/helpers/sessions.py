@@ -1,8 +1,13 @@
-"""Sessions in this process. Unlike in the trainer process, the test receives the events and requests stops."""
+"""Sessions in this process. Unlike in the trainer process, the test receives the events and requests stops.
+
+`undisturbed` is a run of six steps.
+"""
 
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+
+import pytest
 
 from rlcore.checkpoint.catalog import list_checkpoints
 from rlcore.errors import MillraceError
@@ -65,3 +70,22 @@ def verified_steps(run: SmallRun) -> list[int]:
     rows = list_checkpoints(run.layout.checkpoints, verify_hashes=True)
     assert [row.reason for row in rows if row.verdict != "verified"] == []
     return [row.step for row in rows]
+
+
+# Two steps and a half an epoch: a batch holds the end of one and the beginning of the next.
+BASE = ("data.train_size=20", "validation.every_steps=2")
+QUIET = "tracking.enabled=false"
+
+
+def steps(total: int, chunk: int = 2) -> tuple[str, ...]:
+    return (*BASE, f"trainer.total_steps={total}", f"trainer.steps_per_chunk={chunk}")
+
+
+OVERRIDES = (*steps(6), QUIET)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
+    run = prepare(tmp_path_factory.mktemp("undisturbed"), *OVERRIDES)
+    run_to_the_end(run)
+    return run

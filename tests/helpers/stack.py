@@ -1,15 +1,12 @@
 """A running stack, and access to it by Prefect's command line, its API and files on disk."""
 
 import fcntl
-import json
 import os
 import shutil
+import signal
 import sqlite3
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -22,11 +19,11 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary
 
 from flows.server.api import LocalServer
 from flows.server.watch import CANCELLED
-from flows.stack.control import down, up
+from flows.stack.control import down, service_states, up
 from flows.stack.state import CLIENT_LOGIN, SECRET_FILE, read_stack, root_login
 from rlcore.storage.locks import read_holder
 from tests import SHARED_STAGES
-from tests.flows.conftest import REPOSITORY, WAIT_S, Api, basic, journal, wait_until
+from tests.flows.conftest import REPOSITORY, WAIT_S, Api, journal, mlflow_rows, wait_until
 
 ENDS = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 RETRY = {"type": "SCHEDULED", "name": "AwaitingRetry"}
@@ -76,18 +73,7 @@ class Stack:
         )
 
     def ask(self, path: str, body: Mapping[str, Any] | None = None, method: str | None = None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json", "Authorization": basic(self.login)}
-        request = urllib.request.Request(f"{self.url}/{path}", data, headers)
-        request.method = method or request.get_method()
-        for last in (False,) * 9 + (True,):
-            try:
-                with urllib.request.urlopen(request) as answer:
-                    return json.loads(answer.read() or b"null")
-            except urllib.error.HTTPError as error:
-                if error.code != 503 or last:  # sqlite is busy; Prefect's own client asks again too
-                    raise
-                time.sleep(1)
+        return self.api.ask(path, body, method)
 
     def deployment(self, name: str) -> dict[str, Any]:
         found: dict[str, Any] = self.ask(f"deployments/name/{name}")
@@ -147,10 +133,19 @@ class Stack:
         return sorted(int(path.name[5:]) for path in (self.run_dir(name) / "checkpoints").glob("step-*"))
 
     def mlflow_status(self, name: str) -> str:
-        query = "select status from runs join tags using (run_uuid) where key = 'millrace.run_id' and value = ?"
-        with closing(sqlite3.connect(self.root / "mlflow.db")) as database:
-            ((found,),) = database.execute(query, (self.run_dir(name).name,)).fetchall()
-        return str(found)
+        query = "select status from runs join tags using (run_uuid) where key = 'millrace.run_id' and value = '{}'"
+        ((found,),) = mlflow_rows(self.root, query.format(self.run_dir(name).name))
+        return found
+
+    def kill(self, name: str, *, with_children: bool = False) -> None:
+        """Send SIGKILL to a service."""
+        service = read_stack(self.root).service(name)
+        process = None if service is None else service.process()
+        assert process is not None
+        for member in [*(process.children() if with_children else []), process]:
+            member.send_signal(signal.SIGKILL)
+        psutil.wait_procs([process])
+        assert (name, "gone") in [(service.name, state) for service, state in service_states(self.root)]
 
     def assert_hidden(self, *secrets: str) -> None:
         """Assert that no command line of a service and no file except the login's file contains one of the texts."""

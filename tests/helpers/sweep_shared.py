@@ -11,7 +11,7 @@ from prefect.logging import disable_run_logger
 from flows import chain
 from flows.stages.train import Train
 from flows.sweep.flow import SweepWorker
-from flows.sweep.points import Member
+from flows.sweep.study import Member
 from flows.work.open_run import open_run
 from rlcore.config.sweep import Sweep, load_sweep
 from rlcore.storage.publish import write_text_atomically

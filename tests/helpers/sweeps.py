@@ -1,9 +1,11 @@
 """Sweeps small enough for a test. A learning rate of 1 spoils the model in one step, so the scores differ for sure."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from flows.sweep.points import Member, members_of
+from flows.sweep.study import Member, members_of
 from rlcore.checkpoint.state import TrainerState
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config.fingerprint import settings_fingerprint
@@ -11,6 +13,7 @@ from rlcore.config.sweep import load_sweep
 from rlcore.run.layout import RunLayout
 from rlcore.tracking.journal import Journal
 from rlcore.tracking.lineage import Origin
+from tests.flows.conftest import numbers
 from tests.helpers.reports import validation
 
 UNTRACKED = ("tracking.enabled=false",)
@@ -65,7 +68,19 @@ def in_the_way(spec: Path, root: Path) -> Path:
     return obstacle
 
 
-GAINS = {1e-4: 0.5, 2e-4: 0.1, 3e-4: 0.6, 4e-4: 0.3}  # gain of each learning rate in two steps
+def points_of(root: Path, name: str) -> list[dict[str, Any]]:
+    """Return the points in `sweep.json`, by number."""
+    (file,) = root.glob(f"sweeps/{name}-*/sweep.json")
+    points: list[dict[str, Any]] = json.loads(file.read_text())["points"]
+    return sorted(points, key=lambda point: int(point["point"]))
+
+
+def score_of(run: Mapping[str, Any], step: int) -> float | None:
+    """Return a run's score at a step from its journal."""
+    return numbers(Path(run["run_dir"])).get(step, {}).get("val-core/countdown/reward/mean_at_2")
+
+
+GAINS = {1e-4: 0.5, 2e-4: 0.1, 3e-4: 0.6, 4e-4: 0.3}  # gain of each learning rate in two steps with seed 1
 
 
 class RunWriter:
@@ -82,7 +97,8 @@ class RunWriter:
         layout.run_dir.mkdir(parents=True, exist_ok=True)
         Origin(config).write(layout.run_dir)
         with Journal(layout.journal) as journal:
-            result = validation(config, f"step-{to_step:06d}", 40 * to_step, GAINS[config.optim.lr], 40)
+            gain = GAINS[config.optim.lr] * 0.9 ** (member.seed - 1)
+            result = validation(config, f"step-{to_step:06d}", 40 * to_step, gain, 40)
             result.write(layout.validation / f"step-{to_step:06d}.json")
             journal.append_step(to_step, result.metrics())
         state = TrainerState(

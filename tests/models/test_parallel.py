@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.helpers.side_by_side import run_side_by_side
+from tests.helpers.forked import run_side_by_side
 from tests.models.ranks import CASES, MODEL_OF, ROUNDED, SPLIT, run_case
 from tests.models.tiny import write_model
 

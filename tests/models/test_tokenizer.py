@@ -17,7 +17,7 @@ from rlcore.models.tokenizer import (
     response_tags,
     text_decoder,
 )
-from tests.helpers.tagged_tokenizer import MARKERS, PLAIN, TAGS, tagged
+from tests.helpers.tokenizer_kinds import MARKERS, PLAIN, TAGS, tagged
 
 SMALL = ScratchModel(hidden_size=16, num_layers=1, num_heads=2, intermediate_size=16, max_position_embeddings=32)
 

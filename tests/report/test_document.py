@@ -3,7 +3,7 @@
 import pytest
 
 from rlcore.report import document
-from tests.helpers.imports import loaded_by
+from tests.helpers.forked import loaded_by
 
 
 @pytest.mark.parametrize("statement", ["import rlcore.evaluation.result", "import rlcore.report"])

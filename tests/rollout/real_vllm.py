@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.helpers.side_by_side import ROOT
+from tests.helpers.forked import ROOT
 
 
 def real_vllm(timeout_s: int) -> list[pytest.MarkDecorator]:

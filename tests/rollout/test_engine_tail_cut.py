@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rlcore.rollout.engine import ROUND_TOKENS, TailCut
-from tests.helpers.side_by_side import run_side_by_side
+from tests.helpers.forked import run_side_by_side
 from tests.rollout.tail_cut_ranks import CPU, generate
 
 LONGEST = 300

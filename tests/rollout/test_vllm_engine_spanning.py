@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.side_by_side import ROOT, run_side_by_side
+from tests.helpers.forked import ROOT, run_side_by_side
 from tests.rollout.real_vllm import real_vllm
 from tests.rollout.vllm_spanning import NUM_RANKS, WRONG, write_models
 

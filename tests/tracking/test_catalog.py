@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rlcore.tracking.catalog import METRICS_FILE, describe, metric_docs
 from rlcore.tracking.connection import mlflow_name
-from tests.helpers.metrics_page import reference_log
+from tests.helpers.pages import reference_log
 
 
 def test_documented_names_match_their_row_first():

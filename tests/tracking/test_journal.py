@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlcore.tracking.journal import Journal, load_journal, missing_steps, read_journal
-from tests.helpers.imports import loaded_by
+from tests.helpers.forked import loaded_by
 
 
 @pytest.fixture

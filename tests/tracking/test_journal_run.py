@@ -11,7 +11,7 @@ from rlcore.config import RunConfig
 from rlcore.tracking.attempts import ATTEMPTS_FILE, FinalStatus, read_attempts
 from rlcore.tracking.delivery import ensure_mlflow_run, read_state
 from rlcore.tracking.journal import RunJournal, read_journal
-from tests.helpers.imports import loaded_by
+from tests.helpers.forked import loaded_by
 from tests.helpers.mlflow import client_of, main_run, main_runs, points, values_by_step, wait_until
 
 

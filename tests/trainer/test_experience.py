@@ -37,7 +37,7 @@ from rlcore.types import Rollout
 from rlcore.workers.group import LocalGroup
 from rlcore.workers.worker import Worker
 from tests.helpers.small_run import SmallRun, prepare, train
-from tests.helpers.tagged_tokenizer import tagged
+from tests.helpers.tokenizer_kinds import tagged
 from tests.trainer.batches import PROMPTS, InOrder, Written
 
 START = LoopState(4, 4, 0, 0, 0.0)

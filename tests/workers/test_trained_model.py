@@ -25,8 +25,8 @@ from rlcore.workers.trained_model import (
     OomRetry,
     run_mini_batches,
 )
+from tests.helpers.forked import run_side_by_side
 from tests.helpers.passes import answers, needs
-from tests.helpers.side_by_side import run_side_by_side
 from tests.helpers.small_run import prepare, train
 from tests.models.tiny import answers as random_answers
 from tests.trainer.batches import make_statistics

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from rlcore.config.algo import POLICY_LOSSES
-from tests.helpers.side_by_side import run_side_by_side
+from tests.helpers.forked import run_side_by_side
 from tests.helpers.small_run import SmallRun, prepare
 from tests.workers.ranks import NUM_SEQUENCES, UNSCORED, random_batch
 

@@ -1,4 +1,4 @@
-"""`millrace runs`, `logs` and `stop`: a run's state by its files and locks, and its stop."""
+"""`millrace runs`, `logs`, `stop` and `metrics`: a run's state by its files and locks, and its stop."""
 
 import errno
 import json
@@ -14,13 +14,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from flows.cli import exit_code
 from flows.commands.runs import logs, stop
+from flows.commands.stack import prometheus_text
 from flows.stack.state import FLOW_RUN_ID
 from flows.stages.outputs import write_report
 from flows.work.open_run import STOP_FILE, open_run, record_stop_request, with_absolute_paths
 from flows.work.runs import Outcome, all_runs, compare, find_named_runs, find_run, sync
+from flows.work.slots import Slots
 from flows.work.status import SAME_COMMAND, resume_hint, status_of
 from flows.work.trainer import MAX_READ_BYTES
 from rlcore.config.compose import load_config
@@ -34,7 +37,7 @@ from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, AttemptLog, Destina
 from rlcore.tracking.delivery import STATE_FILE, delivery_lock
 from rlcore.tracking.journal import Journal
 from rlcore.tracking.lineage import Origin
-from tests.flows.conftest import REPOSITORY, Millrace, changed, ended, wait_until
+from tests.flows.conftest import REPOSITORY, Millrace, changed, ended, journal, wait_until
 from tests.helpers.reports import write_run
 
 
@@ -336,13 +339,25 @@ def test_a_run_that_cannot_be_delivered_is_reported(layout: RunLayout) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_is_listed_followed_and_stopped(bare: Millrace) -> None:
+def test_a_run_is_listed_measured_followed_and_stopped(bare: Millrace) -> None:
     small = ("warm_start.enabled=false", "tracking.enabled=false")
+    Slots(bare.root).set_devices(["", ""])
     training = bare.start("train", "experiment=debug", "trainer.total_steps=20000", *small, spawned=True)
-    wait_until(lambda: any(path.stat().st_size for path in bare.root.glob("runs/*/metrics.jsonl")), "the first step")
+    wait_until(
+        lambda: any(bare.root.glob("runs/*/metrics.jsonl")) and max(bare.steps(), default=0) > 0, "the first step"
+    )
     root = f"--root={bare.root}"
+    families = text_string_to_metric_families(prometheus_text(bare.root))
+    shown = {(one.name, *one.labels.values()): one.value for family in families for one in family.samples}
     (found,) = json.loads(bare("runs", "--json", root).out)
     assert (found["state"], found["total_steps"]) == ("running", 20_000)
+    figures = {name: shown[f"millrace_run_{name}", found["run_id"]] for name in ("step", "total_steps")}
+    assert (shown["millrace_runs", "running"], shown["millrace_runs", "finished"]) == (1, 0)
+    assert (1 <= figures["step"] <= found["step"], figures["total_steps"]) == (True, 20_000)
+    assert shown["millrace_run_tokens_per_second", found["run_id"]] > 0
+    assert shown["millrace_run_last_journal_timestamp_seconds", found["run_id"]] >= journal(bare.run_dir())[0]["time"]
+    assert (shown["millrace_slots", "taken"], shown["millrace_slots", "free"]) == (1, 1)
+    assert shown["millrace_disk_free_bytes",] > 0
     follower = bare.start("logs", found["run_id"][:5], "-f", root)
     stopped = bare("stop", found["run_id"], root)
     assert stopped.code == 0, stopped.err
@@ -353,6 +368,9 @@ def test_a_run_is_listed_followed_and_stopped(bare: Millrace) -> None:
     (found,) = json.loads(bare("runs", "--json", root).out)
     assert found["state"] == "stopped"
     assert f"step {found['step']} is saved" in stopped.out
+    after = prometheus_text(bare.root)
+    assert 'millrace_runs{state="stopped"} 1.0' in after
+    assert found["run_id"] not in after, "only living runs have separate metrics"
 
 
 STOPPING = """

@@ -20,10 +20,10 @@ pytestmark = pytest.mark.prefect
 STARTER = """
 import sys, time
 from pathlib import Path
-from flows.server.api import start_prefect, wait_for_prefect
+from flows.server.api import start_prefect
 api = start_prefect(Path(sys.argv[1]))
 assert start_prefect(Path(sys.argv[1])) == api, "one server for a process"
-wait_for_prefect(api)
+api.server.wait()
 print(api.url, flush=True)
 time.sleep(600)
 """
@@ -68,10 +68,13 @@ ANSWERS = {
 }  # responses of an old Prefect, and of something else
 
 
-def test_a_server_of_another_version_or_kind_is_refused(stranger: str, artifacts_root: Path) -> None:
-    cases = (("old", "is Prefect 2.20.1, and 3."), ("other", "something else than a Prefect server answers"))
-    for path, words in cases:
-        command = Millrace(artifacts_root, {"PREFECT_API_URL": f"{stranger}/{path}/api/"})
+def test_a_server_absent_or_of_another_version_or_kind_is_refused(stranger: str, artifacts_root: Path) -> None:
+    for url, words in (
+        (f"{stranger}/old/api/", "is Prefect 2.20.1, and 3."),
+        (f"{stranger}/other/api/", "something else than a Prefect server answers"),
+        ("http://127.0.0.1:9/api", "no Prefect server answers at http://127.0.0.1:9/api"),
+    ):
+        command = Millrace(artifacts_root, {"PREFECT_API_URL": url})
         done = command("run", "experiment=debug")
         assert done.code == 1
         assert "PREFECT_API_URL: " in done.err

@@ -2,9 +2,7 @@
 
 import json
 import signal
-import sqlite3
 import subprocess
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -15,8 +13,8 @@ import pytest
 from flows.server.api import LocalServer
 from rlcore.config.compose import load_config
 from rlcore.config.fingerprint import run_id
-from tests.flows.conftest import HELD, Api, Finished, Millrace, ended, journal, under, wait_until
-from tests.helpers.sweeps import UNTRACKED, in_the_way, spec_of
+from tests.flows.conftest import HELD, Api, Finished, Millrace, ended, mlflow_rows, under, wait_until
+from tests.helpers.sweeps import UNTRACKED, in_the_way, points_of, score_of, spec_of
 
 pytestmark = [pytest.mark.prefect, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -41,12 +39,6 @@ class Twice:
         return folder
 
 
-def sweep_record(root: Path, name: str) -> list[dict[str, Any]]:
-    (file,) = root.glob(f"sweeps/{name}-*/sweep.json")
-    points: list[dict[str, Any]] = json.loads(file.read_text())["points"]
-    return sorted(points, key=lambda point: int(point["point"]))
-
-
 @pytest.fixture(scope="module")
 def twice(prefect_server: LocalServer, tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Twice:
     root = tmp_path_factory.mktemp("sweeps")
@@ -54,18 +46,12 @@ def twice(prefect_server: LocalServer, tmp_path_factory: pytest.TempPathFactory,
     millrace, spec = under(prefect_server, root), spec_of(root, "grid")
 
     def call() -> tuple[Finished, list[dict[str, Any]]]:
-        return millrace("sweep", str(spec), "reward.num_processes=2"), sweep_record(root, "grid")
+        return millrace("sweep", str(spec), "reward.num_processes=2"), points_of(root, "grid")
 
     obstacle = in_the_way(spec, root)
     first = call()
     obstacle.unlink()
     return Twice(millrace, Api(prefect_server.url, prefect_server.login), *first, *call())
-
-
-def score(run: dict[str, Any], step: int) -> float:
-    """Return a run's score at a step from its journal."""
-    (found,) = [one["metrics"] for one in journal(Path(run["run_dir"])) if one["step"] == step]
-    return float(found["val-core/countdown/reward/mean_at_2"])
 
 
 def test_failed_run_does_not_end_a_sweep(twice: Twice) -> None:
@@ -104,7 +90,7 @@ def test_second_call_trains_only_the_failed_run(twice: Twice) -> None:
 def test_scores_are_means_and_match_the_comparison(twice: Twice) -> None:
     points = twice.points
     for point in points:
-        assert point["score"] == pytest.approx(fmean(score(run, 1) for run in point["runs"]))
+        assert point["score"] == pytest.approx(fmean(score_of(run, 1) for run in point["runs"]))
     best = max(points, key=lambda point: (point["score"], -point["point"]))
     assert best["settings"]["optim.lr"] == 3e-4
     assert min(point["score"] for point in points) < best["score"]
@@ -136,17 +122,18 @@ def test_description_is_in_prefect(twice: Twice) -> None:
 
 
 def test_runs_are_nested_in_mlflow(twice: Twice) -> None:
-    with closing(sqlite3.connect(twice.millrace.root / "mlflow.db")) as database:
-        rows = database.execute("select run_uuid, key, value from tags").fetchall()
-        metrics = database.execute("select run_uuid, key, value from metrics").fetchall()
-        status = dict(database.execute("select run_uuid, status from runs").fetchall())
+    root = twice.millrace.root
+    rows = mlflow_rows(root, "select run_uuid, key, value from tags")
     (parent,) = [run for run, key, _ in rows if key == "millrace.sweep_id"]
-    assert status[parent] == "FINISHED"
+    assert dict(mlflow_rows(root, "select run_uuid, status from runs"))[parent] == "FINISHED"
     own = {value: run for run, key, value in rows if key == "millrace.run_id" and "warm-start" not in value}
     assert own.keys() == {run["run_id"] for point in twice.points for run in point["runs"]}
     above = {run: value for run, key, value in rows if key == "mlflow.parentRunId"}
     assert {above[run] for run in own.values()} == {parent}
-    assert {key for run, key, _ in metrics if run == parent} >= {"sweep/reward/mean_at_2", "best/reward/mean_at_2"}
+    assert {key for run, key in mlflow_rows(root, "select run_uuid, key from metrics") if run == parent} >= {
+        "sweep/reward/mean_at_2",
+        "best/reward/mean_at_2",
+    }
 
 
 def held_sweep(millrace: Millrace) -> "tuple[subprocess.Popen[str], Path]":
@@ -167,9 +154,8 @@ def mlflow_status(root: Path) -> str:
     query = (
         "select status from runs join tags using (run_uuid) where key = 'millrace.sweep_id' and value like 'stopped%'"
     )
-    with closing(sqlite3.connect(root / "mlflow.db")) as database:
-        ((found,),) = database.execute(query).fetchall()
-    return str(found)
+    ((found,),) = mlflow_rows(root, query)
+    return found
 
 
 def test_stopped_sweep_saves_and_same_command_resumes(twice: Twice) -> None:
@@ -190,5 +176,5 @@ def test_stopped_sweep_saves_and_same_command_resumes(twice: Twice) -> None:
     assert saved == ["step-000001", "step-000001", "step-000002"]
     again = millrace("sweep", str(spec), *TRACKED, code=0)
     assert "2 of 2 points finished, 1 runs worked on, 1 steps" in again.out
-    assert [point["state"] for point in sweep_record(millrace.root, "stopped")] == ["finished", "finished"]
+    assert [point["state"] for point in points_of(millrace.root, "stopped")] == ["finished", "finished"]
     assert mlflow_status(millrace.root) == "FINISHED"

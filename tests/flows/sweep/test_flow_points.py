@@ -1,19 +1,25 @@
-"""Points of a sweep in one process: finished, pruned, failed, resumed, within a budget."""
+"""Points of a sweep in one process, and children on workers: finished, pruned, failed, resumed, within a budget."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from prefect import flow
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterDeploymentId
+from prefect.client.schemas.objects import FlowRun
 from prefect.logging import disable_run_logger
+from prefect.states import Completed, Crashed, Failed
 
-from flows.sweep.flow import SweepWorker
+from flows.sweep.flow import DEPLOYMENT, SweepWorker, work_on_workers
 from flows.sweep.result import rows_of
 from rlcore.config.sweep import Budget, Sweep, load_sweep
-from rlcore.errors import StopRequestedError
+from rlcore.errors import MillraceError, StopRequestedError
 from tests.helpers.sweeps import RunWriter
 
 HEAD = "name: a\nexperiment: debug\noverrides: [validation.every_steps=1, tracking.enabled=false]\n"
 RATES = "grid: {optim.lr: [1e-4, 2e-4, 3e-4, 4e-4]}\n"
+THREE = "grid: {optim.lr: [1e-4, 2e-4, 3e-4]}\n"
 PRUNED = "pruning: {every_steps: 1, confidence: 0.5}\n"
 
 
@@ -152,3 +158,100 @@ def test_process_waits_for_point_of_another(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("flows.sweep.flow.wait_for_others", paused)
     SweepWorker(sweep, trainer, "call").run()
     assert (waits, len(trainer.trained)) == ([0], 1)
+
+
+# ---------------------------------------------------------------------- children on workers, without a worker
+
+Play = Callable[[SyncPrefectClient, FlowRun], None]
+"""Action of a worker on a waiting child."""
+
+
+def around(drive: SweepWorker, sweep: Sweep) -> None:
+
+    @flow
+    def sweep_flow() -> None:
+        work_on_workers(drive, sweep, {})
+
+    sweep_flow()
+
+
+@pytest.fixture
+def on_workers(client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[FlowRun]]]:
+    """Return a function that runs a sweep and returns its children."""
+    name, _, deployed = DEPLOYMENT.partition("/")
+    deployment = client.create_deployment(client.create_flow_from_name(name), deployed)
+    children: list[FlowRun] = []
+
+    of_it = FlowRunFilter(deployment_id=FlowRunFilterDeploymentId(any_=[deployment]))
+
+    def run(drive: SweepWorker, sweep: Sweep, play: Play) -> list[FlowRun]:
+        def paused() -> None:
+            for child in client.read_flow_runs(flow_run_filter=of_it):
+                if child.state is not None and not child.state.is_final():
+                    children.append(child)
+                    play(client, child)
+
+        monkeypatch.setattr("flows.sweep.flow.wait_for_others", paused)
+        around(drive, sweep)
+        return children
+
+    yield run
+    client.delete_deployment(deployment)
+
+
+@pytest.mark.prefect
+def test_children_finish_points_and_lost_ones_are_replaced(
+    on_workers: Callable[..., list[FlowRun]], tmp_path: Path
+) -> None:
+    sweep, trainer = load(tmp_path, THREE), RunWriter(fails={2: ValueError("the scorer raised")})
+    drive, num_children = SweepWorker(sweep, trainer, "call"), 0
+
+    def play(client: SyncPrefectClient, child: FlowRun) -> None:
+        nonlocal num_children
+        num_children += 1
+        if num_children == 1:
+            client.delete_flow_run(child.id)
+        elif num_children == 2:
+            client.set_flow_run_state(child.id, Crashed(), force=True)
+        else:
+            error = SweepWorker(sweep, trainer, "call").run(whole=False)
+            client.set_flow_run_state(child.id, Failed(message=error) if error else Completed(), force=True)
+
+    on_workers(drive, sweep, play)
+    assert num_children >= 5
+    assert len(trainer.trained) == len(set(trainer.trained)) == 3
+    assert [trial.state.name for trial in drive.study.points().values()] == ["COMPLETE", "FAIL", "COMPLETE"]
+
+
+@pytest.mark.prefect
+def test_exhausted_budget_starts_no_children(on_workers: Callable[..., list[FlowRun]], tmp_path: Path) -> None:
+    sweep, trainer = load(tmp_path, THREE, Budget(runs=1)), RunWriter()
+    drive = SweepWorker(sweep, trainer, "call")
+
+    def play(client: SyncPrefectClient, child: FlowRun) -> None:
+        SweepWorker(sweep, trainer, "call").run(whole=False)
+        client.set_flow_run_state(child.id, Completed(), force=True)
+
+    assert len(on_workers(drive, sweep, play)) == 3
+    assert len(trainer.trained) == 1
+    assert drive.spending.read()["ended_by"] == "1 runs"
+
+
+@pytest.mark.prefect
+def test_children_without_work_end_the_sweep_with_an_error(
+    on_workers: Callable[..., list[FlowRun]], tmp_path: Path
+) -> None:
+    sweep = load(tmp_path, THREE)
+    with pytest.raises(MillraceError, match="its runs end without working on a point"):
+        on_workers(
+            SweepWorker(sweep, RunWriter(), "call"),
+            sweep,
+            lambda client, child: client.set_flow_run_state(child.id, Failed(message="no such file"), force=True),
+        )
+
+
+@pytest.mark.prefect
+def test_missing_deployment_is_an_error_with_remedy(client: SyncPrefectClient, tmp_path: Path) -> None:
+    drive = SweepWorker(load(tmp_path, THREE), RunWriter(), "call")
+    with pytest.raises(MillraceError, match=r"has no deployment sweep-child/sweep-point\. `millrace up`"):
+        around(drive, load(tmp_path, THREE))

@@ -1,7 +1,6 @@
 """Results of a sweep: best settings, comparison, MLflow run."""
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +9,6 @@ from optuna.trial import TrialState
 from prefect.logging import disable_run_logger
 
 from flows.progress import display_for_console, use_display
-from flows.sweep.points import members_of
 from flows.sweep.result import (
     SweepResult,
     describe_sweep,
@@ -22,7 +20,7 @@ from flows.sweep.result import (
     write_comparison,
     write_result,
 )
-from flows.sweep.study import ERROR, POINT, RUNS, SETTINGS, BudgetTracker, SweepStudy
+from flows.sweep.study import ERROR, POINT, RUNS, SETTINGS, BudgetTracker, SweepStudy, members_of
 from rlcore.config.sweep import Sweep, load_sweep
 from rlcore.tracking.mlflow_store import NOTE_TAG, MlflowStore
 from tests.helpers.mlflow import Server, running_server
@@ -100,17 +98,20 @@ def test_comparison_has_existing_runs(tmp_path: Path) -> None:
     assert not two.exists()
 
 
-def test_mlflow_run_has_scores_files_and_description(server: Server, tmp_path: Path) -> None:
+def test_mlflow_run_has_scores_files_and_description(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     sweep = load(tmp_path, f"tracking.uri={server.uri!r}")
     store = MlflowStore(sweep.base.tracking, tmp_path)
     study = with_scores(sweep, 0.1, 0.2, 0.3)
-    with disable_run_logger():
+    with disable_run_logger(), use_display(display_for_console()):
         own = start_mlflow_run(sweep)
         assert own is not None
         result = written(sweep, study, own)
         finish_mlflow_run(sweep, result, describe_sweep(sweep, result))
     run = store.client.get_run(own)
     assert run.info.status == "FINISHED"
+    assert f"in MLflow: {server.uri}/#/" in capsys.readouterr().out
     text = run.data.tags[NOTE_TAG]
     for words in ("Varies `optim.lr` of debug by grid", "Maximizes reward/mean_at_2", "3 of 3 points finished"):
         assert words in text
@@ -126,18 +127,3 @@ def test_mlflow_run_has_scores_files_and_description(server: Server, tmp_path: P
         with pytest.raises(OSError, match="full"), end_mlflow_run_on_error(sweep, own):
             raise OSError("full")
     assert store.client.get_run(own).info.status == "FAILED"
-
-
-def test_unserved_page_is_reported_with_its_command(
-    tmp_path: Path, empty_store: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copy(empty_store, tmp_path / "mlflow.db")
-    sweep = load(tmp_path)
-    with disable_run_logger(), use_display(display_for_console()):
-        result = written(sweep, with_scores(sweep), start_mlflow_run(sweep))
-        finish_mlflow_run(sweep, result, describe_sweep(sweep, result))
-    *_, page, after = capsys.readouterr().out.splitlines()
-    port = after.rpartition(" ")[2]
-    assert page.startswith(f"in MLflow: http://127.0.0.1:{port}/#/")
-    assert after.strip().startswith("after ")
-    assert after.endswith(f"millrace ui --root {tmp_path} --port {port}")

@@ -16,7 +16,7 @@ from flows.stages.dataset import Dataset
 from flows.stages.stage import Stage
 from flows.stages.train import WarmStart, record_inputs
 from flows.stages.validate import Validate
-from flows.sweep.points import committed_step_or_zero
+from flows.sweep.study import committed_step_or_zero
 from flows.work.open_run import OpenRun, open_run
 from flows.work.origin import committed_step, require_same_inputs
 from flows.work.protocol import Note

@@ -15,7 +15,7 @@ from rlcore.config.compose import load_config
 from rlcore.errors import CheckpointError, DataError, ModelError
 from rlcore.storage.locks import RunLock
 from tests.flows.conftest import Millrace
-from tests.helpers.hub_model import HUB_ID, cache_of
+from tests.helpers.hub_server import HUB_ID, cache_of
 from tests.helpers.published import flip
 from tests.helpers.sessions import run_to_the_end, session_of
 from tests.helpers.small_run import SmallRun, prepare

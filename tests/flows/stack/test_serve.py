@@ -1,9 +1,13 @@
-"""Access to our Prefect server: no web page, no foreign host name and no client without the login is allowed."""
+"""Access to our Prefect server: no web page, no foreign host name and no client without the login is
+allowed. The slots of a root are a concurrency limit of the server.
+"""
 
 import json
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -12,15 +16,20 @@ from websockets.sync.client import connect
 from websockets.typing import Origin, Subprotocol
 
 from flows.server.api import LocalServer
-from flows.stack.state import SECRET_FILE, mlflow_login_environment, root_login
+from flows.stack.services import start_prefect, stop_server, wait_until_ready
+from flows.stack.state import SECRET_FILE, StackState, mlflow_login_environment, root_login, write_stack
+from flows.work.slots import SlotRequest, Slots
 from rlcore.errors import MillraceError
+from tests.flows.conftest import wait_until
 from tests.helpers.attempts import Attempt
+from tests.helpers.stack import Stack, prefect_home
+
+pytestmark = pytest.mark.prefect
 
 EVENTS = "/api/events/filter"
 EVIL = "http://evil.example"
 
 
-@pytest.mark.prefect
 def test_a_request_needs_our_name_our_origin_and_the_login(prefect_server: LocalServer) -> None:
     server, login = prefect_server.url.removesuffix("/api"), prefect_server.login
     port = server.rpartition(":")[2]
@@ -44,7 +53,6 @@ def test_a_request_needs_our_name_our_origin_and_the_login(prefect_server: Local
         attempt.try_at(server)
 
 
-@pytest.mark.prefect
 def test_a_websocket_needs_them_too(prefect_server: LocalServer) -> None:
     address = f"{prefect_server.url.replace('http', 'ws', 1)}/events/in"
     prefect = [Subprotocol("prefect")]
@@ -90,3 +98,58 @@ def test_login_file_is_private(tmp_path: Path) -> None:
         os.chown(file, 12_345, -1)
         with pytest.raises(MillraceError, match="must be a file of yours"):
             root_login(tmp_path)
+
+
+# ---------------------------------------------------------------------- the limit of slots
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> Iterator[Stack]:
+    prefect_home(tmp_path / "prefect")
+    server = start_prefect(tmp_path, None, StackState())
+    process = server.process()
+    assert process is not None
+    try:
+        wait_until_ready(server)
+        write_stack(tmp_path, StackState(services=(server,)))
+        yield Stack(tmp_path)
+    finally:
+        stop_server(process)
+
+
+def read_limits(stack: Stack) -> list[tuple[Any, ...]]:
+    rows = stack.api.filter("v2/concurrency_limits")
+    return [(row["name"], row["limit"], row["active_slots"], row["active"]) for row in rows]
+
+
+def test_the_limit_has_the_slots_and_those_in_use(stack: Stack) -> None:
+    slots = Slots(stack.root)
+    assert read_limits(stack) == []
+    slots.set_devices(["0", "0", "1"])
+    assert read_limits(stack) == [("millrace-slots", 3, 0, True)]
+    held = slots.acquire(SlotRequest("a-run", 2, 0, 0.0, 1), lambda reason: None)
+    assert stack.ask("v2/concurrency_limits/millrace-slots")["active_slots"] == 2
+    stack.ask("v2/concurrency_limits/millrace-slots", {"limit": 9, "active_slots": 5}, "PATCH")
+    # On a busy machine, sqlite may refuse an update, and a page shows the last known state.
+    wait_until(lambda: read_limits(stack) == [("millrace-slots", 3, 2, True)], "the slots are shown again")
+    held.release()
+    wait_until(lambda: read_limits(stack) == [("millrace-slots", 3, 0, True)], "the slots are free")
+    (slots.folder / "slots.json").write_text("damaged")
+    assert read_limits(stack) == [("millrace-slots", 3, 0, True)], "a page is shown anyway"
+    slots.set_devices([])
+    wait_until(lambda: read_limits(stack) == [], "the limit is gone")
+
+
+def test_a_read_without_a_change_writes_no_event(stack: Stack) -> None:
+    Slots(stack.root).set_devices([""])
+
+    def changes() -> int:
+        chosen = {"event": {"prefix": ["prefect.concurrency-limit"]}}
+        return len(stack.ask("events/filter", {"filter": chosen})["events"])
+
+    read_limits(stack)
+    before = changes()
+    read_limits(stack)
+    read_limits(stack)
+    assert changes() == before
+    assert root_login(stack.root) not in stack.log("prefect")
