@@ -47,29 +47,25 @@ log = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
 
 
-def filter_fingerprint(
+def filtered_directory(
     dataset: str,
-    tokenizer: str,
+    tokenizer_dir: Path,
     config: FilterConfig,
     *,
+    root: Path,
     tools: Sequence[str] = (),
     chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> str:
-    """Return the fingerprint of the filtered rows from the fingerprints of dataset and tokenizer."""
+) -> Path:
+    """Return the folder of the filtered rows of the dataset with the fingerprint `dataset`, below `paths.root`."""
     payload = {
         "version": VERSION,
         "dataset": dataset,
-        "tokenizer": tokenizer,
+        "tokenizer": tokenizer_fingerprint(tokenizer_dir),
         "settings": config,
         "tools": tool_schemas(tools) if tools else [],
         "chat_template_kwargs": chat_template_kwargs or {},
     }
-    return fingerprint("filter", payload)
-
-
-def filtered_directory(fingerprint: str, root: Path) -> Path:
-    """Return the folder of a filtered dataset below `root` (`paths.root`)."""
-    return root / "filtered" / fingerprint
+    return root / "filtered" / fingerprint("filter", payload)
 
 
 def filter_dataset(
@@ -90,20 +86,21 @@ def filter_dataset(
     dataset = read_finished(dataset_dir)
     if dataset is None:
         raise DataError(f"{dataset_dir}: is no finished dataset (no manifest.json); make it with `millrace run`")
-    tokenizer_print = tokenizer_fingerprint(tokenizer_dir)
-    rendering: dict[str, Any] = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
-    digest = filter_fingerprint(dataset.values["fingerprint"], tokenizer_print, config, **rendering)
-    directory = filtered_directory(digest, root)
+    given: dict[str, Any] = {"root": root, "tools": tools, "chat_template_kwargs": chat_template_kwargs}
+    directory = filtered_directory(dataset.values["fingerprint"], tokenizer_dir, config, **given)
     if (parts := part_directories(dataset_dir)) != (dataset_dir,):
-        rendering |= {"root": root, "on_progress": on_progress}
-        results = [filter_dataset(part, tokenizer_dir, config, **rendering) for part in parts]
+        results = [filter_dataset(part, tokenizer_dir, config, on_progress=on_progress, **given) for part in parts]
         if read_finished_or_set_aside(directory) is None:
             _require_no_leak([part.directory for part in results])
         return publish_mixture("filtered", directory, results)
     if (manifest := read_finished_or_set_aside(directory)) is not None:
-        return StageResult(directory, digest, cached=True, counts=manifest.values["counts"])
-    document = {"fingerprint": digest, "dataset": dataset.values["fingerprint"], "tokenizer": tokenizer_print}
-    document["settings"] = config.model_dump(mode="json")
+        return StageResult(directory, cached=True, counts=manifest.values["counts"])
+    document = {
+        "fingerprint": directory.name,
+        "dataset": dataset.values["fingerprint"],
+        "tokenizer": tokenizer_fingerprint(tokenizer_dir),
+        "settings": config.model_dump(mode="json"),
+    }
     facts: dict[str, Any] = {"kind": "filtered", **document}
     schemas = tool_schemas(tools) if tools else ()
     tokenizer = partial(PromptTokenizer, tokenizer_dir, tools=schemas, chat_template_kwargs=chat_template_kwargs)
@@ -138,7 +135,7 @@ def filter_dataset(
             )
             facts["unwritten_solutions"] = {"rows": len(work.unwritten), "why": why}
         facts["counts"] = dict(sorted(work.counts.items()))
-    return StageResult(directory, digest, cached=False, counts=facts["counts"])
+    return StageResult(directory, cached=False, counts=facts["counts"])
 
 
 class _Filter:

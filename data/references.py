@@ -19,7 +19,7 @@ from typing import Any
 from data.records import is_on_hub
 from data.rows import SPLITS
 from data.schema import open_parquet, read_batches
-from data.tasks import dataset_directory, dataset_fingerprint, task_of
+from data.tasks import dataset_directory, task_of
 from rlcore import sandbox
 from rlcore.config import RewardConfig, RunConfig
 from rlcore.config.data import (
@@ -168,11 +168,11 @@ def check_references(
     part that the scorer does not return."""
     if not is_checked(data):
         return ""
-    dataset = dataset_fingerprint(data, seed, splits)
-    file = _saved_result(root, dataset, data, reward, is_taught=is_taught)
+    directory = dataset_directory(data, seed, root, splits)
+    file = _saved_result(directory, data, reward, is_taught=is_taught)
     report = _read(file)
     if report is None:
-        report = _check(data, reward, _rows(data, seed, root, dataset, splits), is_taught=is_taught)
+        report = _check(data, reward, _rows(data, seed, directory, splits), is_taught=is_taught)
         write_json_atomically(file, asdict(report))
     text = report.text("the scorer of its data source" if data.scorer == BY_ROW else data.scorer)
     if report.share > reward.max_unmet_references:
@@ -184,16 +184,16 @@ def check_references(
     return text and f"warning: {text}"
 
 
-def _saved_result(root: Path, dataset: str, data: TaskData, reward: RewardConfig, *, is_taught: bool) -> Path:
+def _saved_result(directory: Path, data: TaskData, reward: RewardConfig, *, is_taught: bool) -> Path:
     code = {source.name: source.sha256 for name in scorers_of(data) for source in code_for(name)}
     payload = {
-        "dataset": dataset, "scorer": data.scorer, "code": code, "deadline_s": reward.deadline_s,
+        "dataset": directory.name, "scorer": data.scorer, "code": code, "deadline_s": reward.deadline_s,
         "weights": sorted(reward.weights), "is_taught": is_taught, "version": VERSION,
     }  # fmt: skip
-    return root / "datasets" / f"references-{fingerprint('references', payload)}.json"
+    return directory.with_name(f"references-{fingerprint('references', payload)}.json")
 
 
-def _rows(data: TaskData, seed: int, root: Path, dataset: str, splits: Sequence[str]) -> list[RowReference]:
+def _rows(data: TaskData, seed: int, directory: Path, splits: Sequence[str]) -> list[RowReference]:
     """Read the rows, from local files if possible, so that messages can give lines."""
     rows = []
     if isinstance(data, ParquetData | Gsm8kData | MappedData) and not is_on_hub(data):
@@ -203,7 +203,6 @@ def _rows(data: TaskData, seed: int, root: Path, dataset: str, splits: Sequence[
                 source, truth = row.data_source or made.data_source, json.dumps(row.ground_truth)
                 rows.append(RowReference(split, number, row.where, source, truth, row.solution))
         return rows
-    directory = dataset_directory(dataset, root)
     for split in splits:
         path = directory / f"{split}.parquet"
         batches = read_batches(open_parquet(path), path, _BATCH, ["data_source", "reward_model", "extra_info"])

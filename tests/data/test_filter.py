@@ -252,7 +252,7 @@ def test_progress_and_provenance_have_the_counts(chat_tokenizer, artifacts_root,
     assert calls == [("validation", 7, 7), ("train", 32, 70), ("train", 64, 70), ("train", 70, 70)]
     document = provenance(result.directory / "train.parquet")
     assert (document["split"], document["counts"]) == ("train", {"train": 70})
-    assert document["fingerprint"] == result.fingerprint
+    assert document["fingerprint"] == result.directory.name
     again = filter_dataset(dataset.directory, chat_tokenizer, config, root=tmp_path)
     assert (result.cached, again.cached, again.counts) == (False, True, result.counts)
 

@@ -226,9 +226,9 @@ def test_second_start_needs_no_network(reach, artifacts_root, tmp_path):
         assert hub.asked[num_asked:] == ["GET /api/datasets/openai/gsm8k/revision/v1"]
     reach(hub.port)  # the server is gone
     again = build_dataset(Gsm8kData(), seed=1, root=artifacts_root)
-    assert (again.fingerprint, again.cached) == (first.fingerprint, True)
+    assert (again.directory.name, again.cached) == (first.directory.name, True)
     elsewhere = build_dataset(Gsm8kData(), seed=1, root=tmp_path / "elsewhere")
-    assert (elsewhere.fingerprint, elsewhere.cached) == (first.fingerprint, False)
+    assert (elsewhere.directory.name, elsewhere.cached) == (first.directory.name, False)
     assert questions(elsewhere) == questions(first)
 
 
@@ -245,9 +245,9 @@ def test_moved_branches_make_new_datasets_and_commits_do_not(reach, artifacts_ro
         after = build_dataset(settings, seed=1, root=artifacts_root)
         assert questions(after) == [f"b {row}" for row in range(4)]
         pinned = settings.model_copy(update={"revision": OLD})
-        assert build_dataset(pinned, seed=1, root=artifacts_root).fingerprint == before.fingerprint
+        assert build_dataset(pinned, seed=1, root=artifacts_root).directory.name == before.directory.name
     reach(hub.port)
-    assert build_dataset(settings, seed=1, root=artifacts_root).fingerprint == after.fingerprint
+    assert build_dataset(settings, seed=1, root=artifacts_root).directory.name == after.directory.name
 
 
 def test_moved_branch_keeps_the_resolved_commit(reach):

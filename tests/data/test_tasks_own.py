@@ -12,8 +12,7 @@ import pytest
 
 from data import multiplication
 from data.rows import Message, Row
-from data.sources import build_mapped
-from data.tasks import build_dataset, dataset_fingerprint, input_digests
+from data.tasks import build_dataset, build_mapped, dataset_fingerprint, input_digests
 from data.trial import first_row
 from rlcore.config import CustomData, MappedData
 from rlcore.errors import ConfigError, DataError
@@ -40,10 +39,10 @@ def test_fingerprint_depends_on_the_source_file(tmp_path, monkeypatch, artifacts
     mine = TIMES.model_copy(update={"build": "my_own_task:build", "scorer": "my_own_task:score"})
     dataset = build_dataset(mine, seed=1, root=artifacts_root)
     assert pq.read_table(dataset.directory / "train.parquet").column("data_source")[0].as_py() == "mine"
-    assert dataset_fingerprint(mine, 1) == dataset.fingerprint
+    assert dataset_fingerprint(mine, 1) == dataset.directory.name
     with (tmp_path / "my_own_task.py").open("a") as file:
         file.write("# changed\n")
-    assert dataset_fingerprint(mine, 1) != dataset.fingerprint
+    assert dataset_fingerprint(mine, 1) != dataset.directory.name
 
 
 READER = """
@@ -76,7 +75,7 @@ def test_files_of_an_option_folder_count_by_content(tmp_path, monkeypatch):
         second = build_dataset(mine, seed=1, root=root)
         assert (second.cached, second.counts["train"]) == (False, 3)
         assert len([each for each in (root / "datasets").iterdir() if each.is_dir()]) == 2, "nothing is left over"
-        fingerprints.append((first.fingerprint, second.fingerprint))
+        fingerprints.append((first.directory.name, second.directory.name))
     assert fingerprints[0] == fingerprints[1]
     assert len(set(fingerprints[0])) == 2
 

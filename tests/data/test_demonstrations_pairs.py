@@ -12,8 +12,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from data.demonstrations import tokenize_demonstrations
-from data.preferences import recorded_pairs
 from data.tasks import StageResult
+from flows.commands.rollouts import recorded_pairs
 from rlcore.batching.prompts import Demonstration, read_demonstrations, read_pairs
 from rlcore.config import AnswersConfig, WarmStartConfig
 from rlcore.errors import DataError
