@@ -19,7 +19,6 @@ import pyarrow.compute as pc
 
 from data.rows import SPLITS
 from data.schema import (
-    ROWS_PER_GROUP,
     ground_truth_json,
     open_parquet,
     parquet_writer,
@@ -161,7 +160,7 @@ class _Filter:
         schema = pa.schema([*columns, *_ADDED])
         total, done = file.metadata.num_rows, 0
         with parquet_writer(target, schema) as writer:
-            for batch in read_batches(file, source, ROWS_PER_GROUP):
+            for batch in read_batches(source):
                 writer.write_batch(self._filtered(batch, done, schema))
                 done += batch.num_rows
                 if self._on_progress is not None:
@@ -341,7 +340,7 @@ def _require_no_leak(directories: Sequence[Path]) -> None:
 
 def _keys(path: Path) -> Iterator[tuple[int, list[bytes], list[Multiset]]]:
     start = 0
-    for batch in read_batches(open_parquet(path), path, ROWS_PER_GROUP):
+    for batch in read_batches(path, ["prompt_ids", "reward_model"]):
         ids = batch.column("prompt_ids")
         flat = ids.flatten().cast(pa.int32()).to_numpy(zero_copy_only=False)
         ends = np.cumsum(pc.list_value_length(ids)).tolist()

@@ -18,12 +18,12 @@ import pyarrow.compute as pc
 from data.records import digests, format_names, records
 from data.rows import SPLITS, Message, PromptForm, Row, TaskRows
 from data.schema import (
-    ROWS_PER_GROUP,
     find_type,
     has_non_finite,
     open_parquet,
     provenance,
     read_batches,
+    read_rows,
     require_row_schema,
     write_dataset_card,
     write_splits,
@@ -190,11 +190,9 @@ def _parquet_inputs(settings: ParquetData) -> dict[str, str]:
 def require_scorers(settings: ParquetData, splits: Sequence[str]) -> None:
     """Raise DataError if a data source of the rows has no known scorer, or if a file cannot be read."""
     for path in (path for split, path in _parquet_files(settings).items() if split in splits):
-        file = open_parquet(path)
-        require_row_schema(file.schema_arrow, path)
-        sources: set[str | None] = set()
-        for batch in read_batches(file, path, ROWS_PER_GROUP, ["data_source"]):
-            sources.update(pc.unique(batch.column(0)).to_pylist())
+        require_row_schema(open_parquet(path).schema_arrow, path)
+        batches = read_batches(path, ["data_source"])
+        sources = {source for batch in batches for source in pc.unique(batch.column(0)).to_pylist()}
         names = {source or Path(settings.train_file).stem for source in sources}
         if unknown := [source for source in names if scorer_of_row(settings, source) is None]:
             raise DataError(
@@ -213,32 +211,30 @@ def _parquet_files(settings: ParquetData) -> dict[str, Path]:
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
-    file = open_parquet(path)
-    columns = [name for name in _COLUMNS if name in file.schema_arrow.names]
-    batches = read_batches(file, path, ROWS_PER_GROUP, columns)
-    rows = (values for batch in batches for values in batch.to_pylist())
-    yield from (_parquet_row(values, f"{path}: row {number}") for number, values in enumerate(rows))
-
-
-def _parquet_row(values: Mapping[str, Any], where: str) -> Row:
-    prompt = values["prompt"] or ()
-    if not prompt or any(not message or not message["role"] or message["content"] is None for message in prompt):
-        raise DataError(f"{where}: prompt must be messages with role and content, got {values['prompt']!r}; repair it")
-    truth = (values["reward_model"] or {}).get("ground_truth")
-    if truth is None or has_non_finite(truth):
-        got = "nothing" if truth is None else truth
-        raise DataError(f"{where}: reward_model.ground_truth must have a value, got {got}; repair or remove the row")
-    extra = values.get("extra_info") or {}
-    return Row(
-        prompt=tuple(Message(message["role"], message["content"]) for message in prompt),
-        ground_truth=truth,
-        difficulty=extra.get("difficulty") or 0,
-        solution=extra.get("solution") or "",
-        distractor=extra.get("distractor") or "",
-        data_source=values["data_source"] or "",
-        ability=values.get("ability") or "",
-        where=where,
-    )
+    names = open_parquet(path).schema_arrow.names
+    for where, values in read_rows(path, [name for name in _COLUMNS if name in names]):
+        prompt = values["prompt"] or ()
+        if not prompt or any(not message or not message["role"] or message["content"] is None for message in prompt):
+            raise DataError(
+                f"{where}: prompt must be messages with role and content, got {values['prompt']!r}; repair it"
+            )
+        truth = (values["reward_model"] or {}).get("ground_truth")
+        if truth is None or has_non_finite(truth):
+            got = "nothing" if truth is None else truth
+            raise DataError(
+                f"{where}: reward_model.ground_truth must have a value, got {got}; repair or remove the row"
+            )
+        extra = values.get("extra_info") or {}
+        yield Row(
+            prompt=tuple(Message(message["role"], message["content"]) for message in prompt),
+            ground_truth=truth,
+            difficulty=extra.get("difficulty") or 0,
+            solution=extra.get("solution") or "",
+            distractor=extra.get("distractor") or "",
+            data_source=values["data_source"] or "",
+            ability=values.get("ability") or "",
+            where=where,
+        )
 
 
 def build_mapped(settings: MappedData, seed: int) -> TaskRows:

@@ -9,7 +9,6 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
-from data import filter as filter_module
 from data.filter import filter_dataset
 from data.schema import provenance
 from data.tasks import build_dataset, dataset_fingerprint
@@ -99,7 +98,7 @@ def test_batch_size_does_not_change_the_rows(chat_tokenizer, artifacts_root, tmp
     dataset = build_dataset(settings, seed=1, root=artifacts_root)
     results = []
     for size in (8_192, 16, 1):
-        monkeypatch.setattr(filter_module, "ROWS_PER_GROUP", size)
+        monkeypatch.setattr("data.schema.ROWS_PER_GROUP", size)
         result = filter_dataset(dataset.directory, chat_tokenizer, FilterConfig(), root=tmp_path / f"root{size}")
         results.append((pq.read_table(result.directory / "train.parquet").to_pylist(), result.counts))
     assert results[0] == results[1] == results[2]
@@ -243,7 +242,7 @@ def test_foreign_arrow_types_are_accepted(chat_tokenizer, artifacts_root, tmp_pa
 def test_progress_and_provenance_have_the_counts(chat_tokenizer, artifacts_root, tmp_path, monkeypatch):
     settings = written(tmp_path, rows(70), rows(7, "validation"))
     dataset = build_dataset(settings, seed=1, root=artifacts_root)
-    monkeypatch.setattr(filter_module, "ROWS_PER_GROUP", 32)
+    monkeypatch.setattr("data.schema.ROWS_PER_GROUP", 32)
     calls = []
     config = FilterConfig(max_prompt_tokens=4_096)
     result = filter_dataset(

@@ -10,7 +10,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data import records as record_files
 from data.records import Record, commit_of, digests, local_files, records, records_of, snapshot
 from data.schema import provenance
 from data.tasks import build_dataset
@@ -155,7 +154,7 @@ def test_places_count_empty_lines_and_rows_of_all_batches(tmp_path: Path, monkey
     found = list(records_of(lines))
     assert [record.where for record in found] == [f"{lines}: line {number}" for number in (1, 4, 5)]
     assert [record.values["a"] for record in found[:2]] == [1, "\ud83d"]
-    monkeypatch.setattr(record_files, "ROWS_PER_GROUP", 2)
+    monkeypatch.setattr("data.schema.ROWS_PER_GROUP", 2)
     pq.write_table(pa.table({"a": [5, 6, 7]}), tmp_path / "y.parquet")
     assert [(record.where, record.values) for record in records(str(tmp_path), "y")] == [
         (f"{tmp_path}/y.parquet: row {number}", {"a": number + 5}) for number in range(3)

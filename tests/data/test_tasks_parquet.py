@@ -9,7 +9,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data import tasks
 from data.filter import filter_dataset
 from data.references import check_references
 from data.rows import Message, Row
@@ -54,7 +53,7 @@ def written_twice(folder: Path, rows: list[dict[str, Any]], **changes: Any) -> P
 
 def test_rows_and_form_of_prompt_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unused columns may be missing or of any type."""
-    monkeypatch.setattr(tasks, "ROWS_PER_GROUP", 1)
+    monkeypatch.setattr("data.schema.ROWS_PER_GROUP", 1)
     bare = ROW | {"extra_info": None, "data_source": None, "ability": "logic"}
     train = written(tmp_path / "mine.parquet", [ROW, bare], pa.int64(), prompt_form="text")
     held_out = written(tmp_path / "held.parquet", [bare], pa.int64(), prompt_form="text")
