@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from data.math import reference_problem
+from data.math import read_reference
 from data.references import check_references
 from rlcore.config import RewardConfig
 from rlcore.config.data import Gsm8kData, MappedData
@@ -24,7 +24,7 @@ FORMS = Path(__file__).parents[1] / "tests" / "data" / "math_references.txt"
 
 def main() -> None:
     lines = FORMS.read_text(encoding="utf-8").splitlines()
-    forms = [form for line in lines if not reference_problem(form := line.partition("\t")[0])]
+    forms = [form for line in lines if not read_reference(form := line.partition("\t")[0]).problem]
     kinds = {
         "integers": [str(n) for n in range(NUM_ROWS)],
         "forms of MATH": [forms[n % len(forms)] for n in range(NUM_ROWS)],

@@ -181,7 +181,7 @@ class _Filter:
         texts = self._tokenizer.texts(prompts, lambda place: f"{self._source}: row {start + place}: ")
         truths = pc.struct_field(batch.column("reward_model"), "ground_truth")
         unique = self._without_duplicates(texts, multisets(truths), start)
-        ids = self._tokenizer.encode_prompts([texts[row] for row in unique] if len(unique) < len(texts) else texts)
+        ids = self._tokenizer.encode_prompts([texts[row] for row in unique])
         fitting = self._rows_that_fit(unique, ids, start)
         rows, ids = [unique[place] for place in fitting], [ids[place] for place in fitting]
         if unknown := self._tokenizer.with_unknown_words(ids):
@@ -232,9 +232,6 @@ class _Filter:
             self._held_out.add(numbers, range(start, start + len(keys)))
         else:
             self._held_out.refuse(self._source, start, keys, numbers)
-        if len(set(keys)) == len(keys) and self._seen.keys().isdisjoint(keys):
-            self._seen.update(zip(keys, range(start, start + len(keys)), strict=True))
-            return list(range(len(keys)))
         rows = []
         for row, key in enumerate(keys, start=start):
             first = self._seen.setdefault(key, row)
@@ -249,12 +246,12 @@ class _Filter:
                 )
         return rows
 
-    def _rows_that_fit(self, rows: list[int], ids: list[bytes], start: int) -> Sequence[int]:
+    def _rows_that_fit(self, rows: list[int], ids: list[bytes], start: int) -> list[int]:
         limit = self._config.max_prompt_tokens
         lengths = np.array([len(prompt) for prompt in ids], dtype=np.int64) // ID_BYTES
         fits = (lengths > 0) & (lengths <= limit)
         if fits.all():
-            return range(len(rows))
+            return list(range(len(rows)))
         if self._config.overlong == "error" and (lengths > limit).any():
             first = int(np.argmax(lengths > limit))
             raise DataError(
@@ -315,7 +312,7 @@ class _HeldOut:
 
     def refuse(self, path: Path, start: int, *keys_of_rows: Sequence[Any]) -> None:
         for keys in keys_of_rows:
-            for position, key in enumerate(keys if not self._places.keys().isdisjoint(keys) else ()):
+            for position, key in enumerate(keys):
                 if key in self._places:
                     what = f"multiset of numbers {list(key)}" if isinstance(key, tuple) else "prompt"
                     raise DataError(
