@@ -202,13 +202,7 @@ class _OutOfTimeError(Exception):
 def _check(data: TaskData, reward: RewardConfig, rows: Sequence[RowReference], *, is_taught: bool) -> ReferenceReport:
     by_scorer: dict[str, list[RowReference]] = {}
     for row in rows:
-        scorer = scorer_of_row(data, row.data_source)
-        if scorer is None:
-            raise DataError(
-                f"data.scorer: must be given, for none is known for the data source {row.data_source!r} ({row.where}). "
-                "Such as data.scorer=data.math:score"
-            )
-        by_scorer.setdefault(scorer, []).append(row)
+        by_scorer.setdefault(scorer_of_row(data, row.data_source) or data.scorer, []).append(row)
     if programs := by_scorer.get(PROGRAMS):  # programs are slow, so only a sample of rows without a solution is tried
         step = -(-len(programs) // SAMPLE)
         by_scorer[PROGRAMS] = [row for n, row in enumerate(programs) if row.solution or n % step == 0]

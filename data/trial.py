@@ -53,7 +53,11 @@ def first_row(config: TaskData, seed: int, root: Path) -> FirstRow | None:
     """Return the first training row, or None if building it would take long. An existing dataset is read."""
     dataset = dataset_directory(config, seed, root)
     if read_manifest(dataset) is not None:
-        return _read_first_row(config, dataset / "train.parquet")
+        parquet = dataset / "train.parquet"
+        row = open_parquet(parquet).read_row_group(0).slice(0, 1).to_pylist()[0]
+        truth = _truth_json(config, row["data_source"], row["reward_model"]["ground_truth"])
+        form = provenance(parquet).get("prompt_form", "chat")
+        return FirstRow(row["prompt"], form, truth, row["extra_info"].get("solution") or "")
     if isinstance(config, CustomData | VerifiersData):
         return _build_in_process(config, seed)
     if is_on_hub(config):
@@ -95,13 +99,6 @@ def validate_rows(
                     "keep"
                 )
     return counts[splits[0]]
-
-
-def _read_first_row(config: TaskData, parquet: Path) -> FirstRow:
-    row = open_parquet(parquet).read_row_group(0).slice(0, 1).to_pylist()[0]
-    truth = _truth_json(config, row["data_source"], row["reward_model"]["ground_truth"])
-    form = provenance(parquet).get("prompt_form", "chat")
-    return FirstRow(row["prompt"], form, truth, row["extra_info"].get("solution") or "")
 
 
 def _build_first_row(config: TaskData, seed: int) -> FirstRow:

@@ -11,7 +11,7 @@ import pytest
 
 from data import multiplication, number_guessing
 from data.countdown import build
-from data.countdown_problems import draw_chunk, generate
+from data.countdown_problems import generate
 from data.filter import filter_dataset, filtered_directory
 from data.rows import Message, Row, TaskRows
 from data.schema import provenance, require_row_schema, row_schema
@@ -185,13 +185,6 @@ def test_rows_of_custom_tasks_never_change() -> None:
     assert games.splits["train"][0] == Row((Message("user", "1 0 6 >"),), {"game": 70})
     assert digest_of_rows(games) == "467202d63b253de8"
     assert digest_of_rows(multiplication.build(settings, 1)) == "0e3236ca5645ffbf"
-
-
-def test_chunks_depend_on_their_number_and_settings_alone() -> None:
-    problems = draw_chunk(DRAWN, 7, 2)
-    assert {len(problem.numbers) for problem in problems} == {5}
-    assert digest([astuple(problem) for problem in problems[:50]]) == "4536e9bbec2980d9"
-    assert {len(problem.numbers) for chunk in (3, 4) for problem in draw_chunk(DRAWN, 7, chunk)[:9]} == {3, 4}
 
 
 FEW = {"train_size": 60, "validation_size": 20, "number_high": 9, "target_high": 20, "template": "bare"}

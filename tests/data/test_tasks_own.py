@@ -1,7 +1,8 @@
-"""Rows from a function in a file, and from columns of any dataset."""
+"""Rows from a function in a file and from columns of any dataset, rows tried before a dataset is made, and a game."""
 
 import json
 import math
+import random
 import sys
 from hashlib import sha256
 from pathlib import Path
@@ -11,10 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from data import multiplication
+from data.number_guessing import Game
 from data.rows import Message, Row
-from data.tasks import build_dataset, build_mapped, dataset_fingerprint, input_digests
-from data.trial import first_row
-from rlcore.config import CustomData, MappedData
+from data.tasks import build_dataset, build_mapped, dataset_fingerprint, input_digests, inputs_of
+from data.trial import FirstRow, first_row, validate_rows
+from rlcore.config import CountdownData, CustomData, MappedData
 from rlcore.errors import ConfigError, DataError
 
 TIMES = CustomData(train_size=200, validation_size=20)
@@ -162,11 +164,8 @@ def test_nan_and_infinity_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"question": "tsk.text"}, r"line 1: there is no column tsk.text \(columns: task, final, cut\)"),
-        ({"question": "task"}, r"column task: must be a text"),
         ({"question": "cut"}, r"line 1: column cut: must be UTF-8 .*surrogates not allowed"),
         ({"source": ""}, r"data.source: must be a folder or a hub id"),
-        ({"train_split": "train"}, r"lacks train, as \.jsonl, .* Its files: "),
     ],
 )
 def test_wrong_names_are_refused(tmp_path, artifacts_root, changes, message):
@@ -176,3 +175,54 @@ def test_wrong_names_are_refused(tmp_path, artifacts_root, changes, message):
     names = {"question": "task.text", "answer": "final", "train_split": "big", "validation_split": "small"}
     with pytest.raises(DataError, match=message):
         build_dataset(MappedData(**{"source": str(tmp_path), **names, **changes}), seed=1, root=artifacts_root)
+
+
+def test_repeated_prompts_are_refused_with_their_line(mapped: MappedData, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    assert validate_rows(mapped, 1, root, each_once=True) == 3
+    assert validate_rows(mapped, 1, root, ("validation",), each_once=True) == 2
+    train, test = tmp_path / "train.jsonl", tmp_path / "test.jsonl"
+    with train.open("a") as file:
+        file.write('\n{"question": "train 1?", "answer": "7"}\n')
+    assert validate_rows(mapped, 1, root, each_once=False) == 4
+    with pytest.raises(
+        DataError, match=rf"^{train}: line 5: the same prompt as {train}: line 2. Remove one of them, or"
+    ):
+        validate_rows(mapped, 1, root, each_once=True)
+    with test.open("a") as file:
+        file.write('{"question": "train 0?", "answer": "7"}\n')
+    problem = (
+        rf"^{test}: line 3: the same prompt as {train}: line 1, so validation would .* Remove it from one of the two"
+    )
+    with pytest.raises(DataError, match=problem):
+        validate_rows(mapped, 1, root, each_once=False)
+    assert validate_rows(CountdownData(), 1, root, each_once=True) is None
+    assert validate_rows(CustomData(), 1, root, each_once=True) is None
+    made = first_row(mapped, 1, root)
+    dataset = build_dataset(mapped, seed=1, root=root)
+    assert inputs_of(dataset.directory) == input_digests(mapped)
+    assert made == first_row(mapped, 1, root)
+    assert validate_rows(mapped, 1, root, each_once=True) == 4, "the rows of a finished dataset are not built"
+
+
+def test_first_row_of_a_large_task_is_made_alone(tmp_path: Path) -> None:
+    settings = CountdownData(train_size=10**9, template="bare", search_tries=None)
+    found = first_row(settings, 7, tmp_path)
+    assert isinstance(found, FirstRow)
+    assert (found.prompt_form, json.loads(found.ground_truth_json)["form"]) == ("text", "bare")
+
+
+def test_replies_compare_the_guess_with_the_number() -> None:
+    game = Game()
+    for seed in range(5):
+        game.reset({"seed": seed})
+        number = random.Random(seed).randint(1, 7)
+        for guess in range(-1, 10):
+            turn = game.step(f" {guess} " if guess >= 0 else "what")
+            if guess == number:
+                assert (turn.reply, turn.done, turn.reward, turn.parts) == ("", True, 1.0, {"correct": 1.0})
+            else:
+                reply = ":" if guess < 0 else "+" if guess < number else "-"
+                assert (turn.reply, turn.done, turn.reward, turn.parts) == (reply, False, -0.1, {"correct": 0.0})
+    for text in ("\u00b2", "1" * 5_000):
+        assert game.step(text).reply == ":"
