@@ -114,12 +114,6 @@ class ReferenceReport:
         return "\n".join(lines)
 
 
-def is_checked(data: TaskData) -> bool:
-    """Return whether references are checked. Environments, judges and generated problems are exempt."""
-    is_generated = isinstance(data, CountdownData | ReasoningGymData | VerifiersData)
-    return not (data.environment or data.scorer == JUDGE or (is_generated and has_default_scorer(data)))
-
-
 def check_parts(config: RunConfig, splits: Sequence[str] = SPLITS) -> str:
     """Run `check_references` for each task of a run or a suite (`suite_settings`), and join the warnings."""
     if config.data.environment:
@@ -145,15 +139,22 @@ def check_references(
 ) -> str:
     """Check that the scorer of a task gives its references the full score. Return a warning, or ''.
 
-    `is_taught`: whether a warm start trains on the solutions. Raises DataError if more than
-    `reward.max_unmet_references` of a split's rows miss the full score. Raises ConfigError if `reward.weights` names a
-    part that the scorer does not return."""
-    if not is_checked(data):
+    Environments, judges and generated problems are not checked. `is_taught`: whether a warm start trains on the
+    solutions. Raises DataError if more than `reward.max_unmet_references` of a split's rows miss the full score. Raises
+    ConfigError if `reward.weights` names a part that the scorer does not return."""
+    is_generated = isinstance(data, CountdownData | ReasoningGymData | VerifiersData)
+    if data.environment or data.scorer == JUDGE or (is_generated and has_default_scorer(data)):
         return ""
     directory = dataset_directory(data, seed, root, splits)
-    file = _saved_result(directory, data, reward, is_taught=is_taught)
-    report = _read(file)
-    if report is None:
+    code = {source.name: source.sha256 for name in scorers_of(data) for source in code_for(name)}
+    payload = {
+        "dataset": directory.name, "scorer": data.scorer, "code": code, "deadline_s": reward.deadline_s,
+        "weights": sorted(reward.weights), "is_taught": is_taught, "version": VERSION,
+    }  # fmt: skip
+    file = directory.with_name(f"references-{fingerprint('references', payload)}.json")
+    try:
+        report = ReferenceReport(**parse_json(read_ordinary(file)))
+    except (OSError, ValueError, TypeError):  # it is missing or damaged
         report = _check(data, reward, _rows(data, seed, directory, splits), is_taught=is_taught)
         write_json_atomically(file, asdict(report))
     text = report.text("the scorer of its data source" if data.scorer == BY_ROW else data.scorer)
@@ -164,15 +165,6 @@ def check_references(
             "data.scorer, or raise it"
         )
     return text and f"warning: {text}"
-
-
-def _saved_result(directory: Path, data: TaskData, reward: RewardConfig, *, is_taught: bool) -> Path:
-    code = {source.name: source.sha256 for name in scorers_of(data) for source in code_for(name)}
-    payload = {
-        "dataset": directory.name, "scorer": data.scorer, "code": code, "deadline_s": reward.deadline_s,
-        "weights": sorted(reward.weights), "is_taught": is_taught, "version": VERSION,
-    }  # fmt: skip
-    return directory.with_name(f"references-{fingerprint('references', payload)}.json")
 
 
 def _rows(data: TaskData, seed: int, directory: Path, splits: Sequence[str]) -> list[RowReference]:
@@ -294,10 +286,3 @@ def _reference(row: RowReference) -> str | None:
     if isinstance(truth, dict) and set(truth) == {"answer"}:
         truth = truth["answer"]
     return str(truth) if isinstance(truth, str | int | float) and not isinstance(truth, bool) else None
-
-
-def _read(path: Path) -> ReferenceReport | None:
-    try:
-        return ReferenceReport(**parse_json(read_ordinary(path)))
-    except (OSError, ValueError, TypeError):
-        return None

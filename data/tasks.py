@@ -183,10 +183,6 @@ def build_parquet(settings: ParquetData, seed: int) -> TaskRows:
     )
 
 
-def _parquet_inputs(settings: ParquetData) -> dict[str, str]:
-    return {split: sha256_of(path) for split, path in _parquet_files(settings).items()}
-
-
 def require_scorers(settings: ParquetData, splits: Sequence[str]) -> None:
     """Raise DataError if a data source of the rows has no known scorer, or if a file cannot be read."""
     for path in (path for split, path in _parquet_files(settings).items() if split in splits):
@@ -248,11 +244,6 @@ def build_mapped(settings: MappedData, seed: int) -> TaskRows:
     )
 
 
-def _mapped_inputs(settings: MappedData) -> dict[str, str]:
-    splits = (settings.train_split, settings.validation_split)
-    return digests(settings.source, splits, settings.subset, settings.revision)
-
-
 def _mapped_rows(settings: MappedData, split: str) -> Iterator[Row]:
     for record in records(settings.source, split, settings.subset, settings.revision):
         question, answer = record.text(settings.question), record.text(settings.answer)
@@ -308,6 +299,11 @@ def _custom_inputs(settings: CustomData) -> dict[str, str]:
 
 _TASKS = {
     "custom": Task(build_custom, _custom_inputs),
-    "mapped": Task(build_mapped, _mapped_inputs),
-    "parquet": Task(build_parquet, _parquet_inputs),
+    "mapped": Task(
+        build_mapped,
+        lambda data: digests(data.source, (data.train_split, data.validation_split), data.subset, data.revision),
+    ),
+    "parquet": Task(
+        build_parquet, lambda data: {split: sha256_of(path) for split, path in _parquet_files(data).items()}
+    ),
 }
