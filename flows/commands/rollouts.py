@@ -241,12 +241,10 @@ def _prompts_of(file: Path) -> dict[int, Any]:
 
     from rlcore.batching.prompts import is_chat
 
-    table, chat = pq.read_table(file, columns=["prompt", "extra_info"]), is_chat(file)
-    indices = [row["index"] for row in table.column("extra_info").to_pylist()]
-    prompts = table.column("prompt").to_pylist()
+    rows, chat = pq.read_table(file, columns=["prompt", "extra_info"]).to_pylist(), is_chat(file)
     return {
-        index: prompt if chat else "".join(message["content"] for message in prompt)
-        for index, prompt in zip(indices, prompts, strict=True)
+        row["extra_info"]["index"]: row["prompt"] if chat else "".join(message["content"] for message in row["prompt"])
+        for row in rows
     }
 
 
