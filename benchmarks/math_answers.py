@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from math_verify import parse, verify
 
-from data.math import reference_problem, score
+from data.math import read_reference, score
 from data.math_reading import Reading, number_in_words, read
 
 REFERENCES = Path(__file__).parents[1] / "tests" / "data" / "math_references.txt"
@@ -203,7 +203,7 @@ def compared(count: int, seed: int) -> tuple[dict[str, Any], list[str]]:
 def main() -> None:
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 20_000
     figures, unexplained = compared(count, seed=1)
-    figures["references"] = sum(reference_problem(text) is None for text in readings())
+    figures["references"] = sum(read_reference(text).problem is None for text in readings())
     print(json.dumps({**figures, "unexplained": len(unexplained)}, indent=1))
     print("\n".join(unexplained), file=sys.stderr)
     raise SystemExit(bool(unexplained))

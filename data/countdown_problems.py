@@ -5,7 +5,7 @@ generator seeded by (seed, chunk). With `data.targets=uniform`, numbers and targ
 """
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations_with_replacement, count, permutations
 from math import comb, gcd
@@ -77,11 +77,7 @@ class Problem:
 
 def generate(settings: CountdownData, seed: int) -> Mapping[str, list[Problem]]:
     """Return the problems of both splits in their final order. Raises DataError if the settings allow too few."""
-    _check_range(settings)
-    if _is_enumerated(settings):
-        found = _enumerate_problems(settings, seed)
-    else:
-        found = _Dealer(settings, seed).deal(draw_chunk(settings, seed, chunk) for chunk in count())
+    found = require_enough(settings, seed) or _deal(settings, seed)
     shuffled = {}
     for split, problems in found.items():
         order = np.random.default_rng((seed, 2, split == _TRAIN)).permutation(len(problems))
@@ -89,25 +85,18 @@ def generate(settings: CountdownData, seed: int) -> Mapping[str, list[Problem]]:
     return shuffled
 
 
-def require_enough(settings: CountdownData, seed: int) -> None:
-    """Raise DataError if the numbers overflow, or if an enumerated space has too few problems."""
-    _check_range(settings)
-    if _is_enumerated(settings):
-        _enumerate_problems(settings, seed)
+def require_enough(settings: CountdownData, seed: int) -> dict[str, list[Problem]] | None:
+    """Return the problems of an enumerated space, or None if the space is too large.
 
-
-def _is_enumerated(settings: CountdownData) -> bool:
-    counts = range(settings.min_numbers, settings.max_numbers + 1)
-    span = settings.number_high - settings.number_low
-    return sum(_COST[n] * comb(span + n, n) for n in counts) <= _MAX_ENUMERATED
-
-
-def _check_range(settings: CountdownData) -> None:
+    Raises DataError if the numbers overflow, or if an enumerated space has too few problems."""
     n = settings.max_numbers
     # An unreduced numerator is a sum of at most 2^(n-1) products of the n numbers and must fit in 63 bits.
     if settings.number_high**n * 2 ** (n - 1) >= 2**63:
         highest = int((2**63 / 2 ** (n - 1)) ** (1 / n)) - 1
         raise DataError(f"data.number_high must be at most {highest} with {n} numbers, got {settings.number_high}")
+    span = settings.number_high - settings.number_low
+    cost = sum(_COST[n] * comb(span + n, n) for n in range(settings.min_numbers, settings.max_numbers + 1))
+    return _enumerate_problems(settings, seed) if cost <= _MAX_ENUMERATED else None
 
 
 def _classes(settings: CountdownData) -> list[tuple[int, ...]]:
@@ -339,56 +328,42 @@ def _problems(
     ]
 
 
-class _Dealer:
-    """A dealer that assigns drawn problems to splits and classes until all quotas are full."""
+def _deal(settings: CountdownData, seed: int) -> dict[str, list[Problem]]:
+    """Assign drawn problems to splits and classes until all quotas are full."""
+    class_of = {n: index for index, counts in enumerate(_classes(settings)) for n in counts}
+    quotas = [(split, size) for quota in _quotas(settings) for split, size in quota.items()]
+    found = [list[Problem]() for _ in quotas]  # two lists for each class
+    seen: set[tuple[Multiset, int]] = set()
+    held_out, num_wanted, num_new = settings.validation_size, 0, 0
+    # The share is three standard deviations too high, so that the held-out split is full before the training split.
+    share = min(0.5, (held_out + 3 * held_out**0.5 + 3) / (settings.train_size + held_out))
+    for chunk in count():
+        for problem in draw_chunk(settings, seed, chunk):
+            multiset = tuple(sorted(problem.numbers))
+            place = 2 * class_of[len(multiset)] + (_unit_hash(multiset, seed) < share)
+            if len(found[place]) == quotas[place][1]:
+                continue
+            num_wanted += 1
+            if (multiset, problem.target) not in seen:
+                seen.add((multiset, problem.target))
+                found[place].append(problem)
+                num_new += 1
+        if all(len(problems) == size for problems, (_, size) in zip(found, quotas, strict=True)):
+            break
+        if (chunk + 1) % _STALL_CHUNKS == 0:
+            if num_new <= _STALL_SHARE * num_wanted:
+                _refuse((chunk + 1) * CHUNK, zip(found, quotas, strict=True))
+            num_wanted = num_new = 0
+    return {split: list(chain.from_iterable(found[place::2])) for place, split in enumerate((_TRAIN, _VALIDATION))}
 
-    def __init__(self, settings: CountdownData, seed: int) -> None:
-        self._seed = seed
-        self._class_of = {n: index for index, counts in enumerate(_classes(settings)) for n in counts}
-        self._quotas = _quotas(settings)
-        self._found = {split: [list[Problem]() for _ in self._quotas] for split in (_TRAIN, _VALIDATION)}
-        self._seen: set[tuple[Multiset, int]] = set()
-        self._num_wanted = self._num_new = 0
-        held_out = settings.validation_size
-        # The share is three standard deviations too high, so that the held-out split is full before the training split.
-        self._share = min(0.5, (held_out + 3 * held_out**0.5 + 3) / (settings.train_size + held_out))
 
-    def deal(self, chunks: Iterator[list[Problem]]) -> dict[str, list[Problem]]:
-        for number, problems in enumerate(chunks, start=1):
-            for problem in problems:
-                self._add(problem)
-            if all(len(found) == size for _, size, found in self._state()):
-                return {split: list(chain.from_iterable(found)) for split, found in self._found.items()}
-            if number % _STALL_CHUNKS == 0:
-                if self._num_new <= _STALL_SHARE * self._num_wanted:
-                    self._refuse(number * CHUNK)
-                self._num_wanted = self._num_new = 0
-        raise AssertionError("the stream of chunks is endless")
-
-    def _state(self) -> Iterator[tuple[str, int, list[Problem]]]:
-        for index, quota in enumerate(self._quotas):
-            yield from ((split, size, self._found[split][index]) for split, size in quota.items())
-
-    def _add(self, problem: Problem) -> None:
-        multiset = tuple(sorted(problem.numbers))
-        index = self._class_of[len(multiset)]
-        split = _VALIDATION if _unit_hash(multiset, self._seed) < self._share else _TRAIN
-        found = self._found[split][index]
-        if len(found) == self._quotas[index][split]:
-            return
-        self._num_wanted += 1
-        if (multiset, problem.target) not in self._seen:
-            self._seen.add((multiset, problem.target))
-            found.append(problem)
-            self._num_new += 1
-
-    def _refuse(self, num_draws: int) -> None:
-        had = ", ".join(f"{len(found):,} of {size:,} for {split}" for split, size, found in self._state())
-        raise DataError(
-            f"countdown: {num_draws:,} draws gave {had} problems, and less than one in a hundred is still new. These "
-            "settings allow hardly more: ask for fewer rows (data.train_size, data.validation_size), or widen the "
-            "ranges of numbers, targets and operations"
-        )
+def _refuse(num_draws: int, classes: Iterable[tuple[list[Problem], tuple[str, int]]]) -> None:
+    had = ", ".join(f"{len(found):,} of {size:,} for {split}" for found, (split, size) in classes)
+    raise DataError(
+        f"countdown: {num_draws:,} draws gave {had} problems, and less than one in a hundred is still new. These "
+        "settings allow hardly more: ask for fewer rows (data.train_size, data.validation_size), or widen the "
+        "ranges of numbers, targets and operations"
+    )
 
 
 def _unit_hash(multiset: Multiset, seed: int) -> float:

@@ -7,23 +7,26 @@
 The targets are the turns of the assistant, or of the `completion`, with their end tokens. If the `prompt` ends with a
 message of the assistant, only its continuation is a target. Each split of the result has the columns `token_ids` (the
 whole conversation) and `answer_lengths` (the lengths of alternating runs of context and target tokens). With
-`warm_start.loss=dpo`, each row is a preference pair (`data.preferences`), and `rejected_ids` and `rejected_lengths`
-describe the rejected conversation.
+`warm_start.loss=dpo`, each row is a preference pair, and `rejected_ids` and `rejected_lengths` describe the rejected
+conversation. The columns of a pair are TRL's:
+
+    {"prompt": "plain text", "chosen": "plain text", "rejected": "plain text"}
+    {"prompt": [messages], "chosen": [messages], "rejected": [messages]}
+    {"chosen": [messages], "rejected": [messages]}     both begin with the messages of the prompt
 """
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
-from data.preferences import chosen_and_rejected
 from data.records import Record, records_of
 from data.schema import ROWS_PER_GROUP, parquet_writer, provenance_metadata
 from data.tasks import StageResult
@@ -42,28 +45,20 @@ _IDS = pa.list_(pa.int32())
 _NAMES = ("token_ids", "answer_lengths", "rejected_ids", "rejected_lengths")
 
 
-@dataclass(frozen=True, slots=True)
-class Tokenized:
-    """The token ids of a row as bytes, and its run lengths. `rejected`: the other conversation of a preference pair."""
-
+class _Tokenized(NamedTuple):
     ids: bytes
-    lengths: tuple[int, ...]
-    rejected: "Tokenized | None" = None
-
-    @property
-    def responses(self) -> "tuple[Tokenized, ...]":
-        """The tokenized conversations of the row: two for a preference pair, otherwise one."""
-        return (self,) if self.rejected is None else (self, self.rejected)
+    lengths: tuple[int, ...]  # of alternating runs of context and target tokens
 
 
-Encode = Callable[[Sequence[Record]], list[Tokenized | None]]  # tokenizes rows, with None for each row without targets
-Encoder = Callable[[Record], Encode]  # takes the first row of a file and returns the function for all its rows
-
-
-def demonstrations_fingerprint(
-    config: WarmStartConfig, tokenizer_dir: Path, *, seed: int, chat_template_kwargs: Mapping[str, Any] | None = None
-) -> str:
-    """Return the fingerprint of the tokenized file that `warm_start.demonstrations` names."""
+def tokenized_directory(
+    config: WarmStartConfig,
+    tokenizer_dir: Path,
+    *,
+    seed: int,
+    root: Path,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> Path:
+    """Return the folder of the tokenized file that `warm_start.demonstrations` names, below `paths.root`."""
     payload = {
         "version": VERSION,
         "file": content_digest(Path(config.demonstrations or "")),
@@ -74,12 +69,7 @@ def demonstrations_fingerprint(
         "chat_template_kwargs": chat_template_kwargs or {},
         **({"loss": config.loss} if config.loss == "dpo" else {}),
     }
-    return fingerprint("demonstrations", payload)
-
-
-def tokenized_directory(digest: str, root: Path) -> Path:
-    """Return the folder of the tokenized demonstrations with the fingerprint `digest`."""
-    return root / "demonstrations" / digest
+    return root / "demonstrations" / fingerprint("demonstrations", payload)
 
 
 def tokenize_demonstrations(
@@ -96,16 +86,14 @@ def tokenize_demonstrations(
     text), `duplicate` and `identical` (two equal responses). Raises DataError if a row has an invalid form, the
     template changes a response, or fewer than two rows remain. Raises DiskSpaceError if the disk is full. No partial
     result remains after an error."""
-    digest = demonstrations_fingerprint(config, tokenizer_dir, seed=seed, chat_template_kwargs=chat_template_kwargs)
-    directory = tokenized_directory(digest, root)
+    directory = tokenized_directory(
+        config, tokenizer_dir, seed=seed, root=root, chat_template_kwargs=chat_template_kwargs
+    )
     if (manifest := read_finished_or_set_aside(directory)) is not None:
-        return StageResult(directory, digest, cached=True, counts=manifest.values["counts"])
+        return StageResult(directory, cached=True, counts=manifest.values["counts"])
     file = Path(config.demonstrations or "").expanduser()
     counts: Counter[str] = Counter()
-    encoder: Encoder = partial(_encoder, tokenizer_dir, chat_template_kwargs)
-    if config.loss == "dpo":
-        encoder = partial(_pair_encoder, encoder)
-    kept = _rows_that_fit(file, encoder, config.max_tokens, counts)
+    kept = list(_rows_that_fit(config, tokenizer_dir, chat_template_kwargs, counts))
     if len(kept) < 2:
         reasons = ", ".join(f"{count:,} {name}" for name, count in counts.items()) or "the file has too few rows"
         raise DataError(
@@ -114,24 +102,24 @@ def tokenize_demonstrations(
         )
     num_held_out = min(config.held_out_rows, len(kept) // MOST_HELD_OUT)
     held_out = set(np.random.default_rng(seed).permutation(len(kept))[:num_held_out].tolist())
-    splits: dict[str, list[Tokenized]] = {"train": [], "validation": []}
+    splits: dict[str, list[tuple[_Tokenized, ...]]] = {"train": [], "validation": []}
     for place, row in enumerate(kept):
         splits["validation" if place in held_out else "train"].append(row)
     counts.update({split: len(rows) for split, rows in splits.items()})
-    facts: dict[str, Any] = {"kind": "demonstrations", "fingerprint": digest, "file": str(file)}
+    facts: dict[str, Any] = {"kind": "demonstrations", "fingerprint": directory.name, "file": str(file)}
     facts |= {FILE_SHA256: content_digest(file), "counts": dict(sorted(counts.items()))}
-    schema = pa.schema([(name, _IDS) for name in _NAMES[: 2 * len(kept[0].responses)]])
+    schema = pa.schema([(name, _IDS) for name in _NAMES[: 2 * len(kept[0])]])
     with published_directory(directory, facts) as folder:
         for split, rows in splits.items():
             with parquet_writer(folder / f"{split}.parquet", schema) as writer:
                 for start in range(0, len(rows), ROWS_PER_GROUP):
                     arrays = []
-                    for each in zip(*(row.responses for row in rows[start : start + ROWS_PER_GROUP]), strict=True):
+                    for each in zip(*rows[start : start + ROWS_PER_GROUP], strict=True):
                         arrays.append(pa.array([np.frombuffer(one.ids, dtype=np.int32) for one in each], _IDS))
                         arrays.append(pa.array([list(one.lengths) for one in each], _IDS))
                     writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
                 writer.add_key_value_metadata(provenance_metadata({**facts, "split": split}))
-    return StageResult(directory, digest, cached=False, counts=facts["counts"])
+    return StageResult(directory, cached=False, counts=facts["counts"])
 
 
 def check_first_row(config: WarmStartConfig) -> None:
@@ -139,31 +127,60 @@ def check_first_row(config: WarmStartConfig) -> None:
     file = Path(config.demonstrations or "").expanduser()
     if (first := next(records_of(file), None)) is None:
         raise DataError(f"warm_start.demonstrations: {file} must have rows, and is empty. Name another file")
-    for row in chosen_and_rejected(first) if config.loss == "dpo" else (first,):
-        if _is_conversation(row.values):
+    for row in _chosen_and_rejected(first) if config.loss == "dpo" else (first,):
+        if _is_chat(row):
             _conversation(row)
-        else:
-            _require_completion(row)
 
 
-def _rows_that_fit(file: Path, encoder: Encoder, max_tokens: int, counts: Counter[str]) -> list[Tokenized]:
-    rows, kept, seen = records_of(file), [], set()
-    encode: Encode | None = None
+def _rows_that_fit(
+    config: WarmStartConfig, tokenizer_dir: Path, chat_template_kwargs: Mapping[str, Any] | None, counts: Counter[str]
+) -> Iterator[tuple[_Tokenized, ...]]:
+    """Yield the responses of each row: two for a preference pair, otherwise one. Count the omitted rows."""
+    rows, size = records_of(Path(config.demonstrations or "").expanduser()), 1 + (config.loss == "dpo")
+    tokenizer: PromptTokenizer | None = None
+    seen = set[int]()
     while batch := list(islice(rows, ROWS_PER_GROUP)):
-        encode = encode or encoder(batch[0])
-        for found in encode(batch):
-            if found is None:
+        if config.loss == "dpo":
+            batch = [response for row in batch for response in _chosen_and_rejected(row)]
+        if tokenizer is None:
+            options: dict[str, Any] = {"chat": _is_chat(batch[0]), "chat_template_kwargs": chat_template_kwargs}
+            tokenizer = PromptTokenizer(tokenizer_dir, fast_path=False, **options)
+        found = (_conversations if tokenizer.chat else _completions)(batch, tokenizer)
+        for start in range(0, len(found), size):
+            row = tuple(response for response in found[start : start + size] if response is not None)
+            if len(row) < size:
                 counts["empty"] += 1
-            elif max(len(one.ids) for one in found.responses) > max_tokens * ID_BYTES:
+            elif max(len(response.ids) for response in row) > config.max_tokens * ID_BYTES:
                 counts["overlong"] += 1
-            elif found.rejected is not None and found.rejected.ids == found.ids:
+            elif size == 2 and row[0].ids == row[1].ids:
                 counts["identical"] += 1
-            elif (key := hash(found)) in seen:
+            elif (key := hash(row)) in seen:
                 counts["duplicate"] += 1
             else:
                 seen.add(key)
-                kept.append(found)
-    return kept
+                yield row
+
+
+def _chosen_and_rejected(row: Record) -> tuple[Record, Record]:
+    """Return both responses of a pair as demonstrations with `prompt` and `completion`."""
+    values = row.values
+    chosen, rejected, prompt = (values.get(name) for name in ("chosen", "rejected", "prompt"))
+    if isinstance(chosen, list) and isinstance(rejected, list) and not isinstance(prompt, list):
+        shared = takewhile(lambda both: both[0] == both[1], zip(chosen[:-1], rejected[:-1], strict=False))
+        prompt = [message for message, _ in shared]
+        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+    if chosen is None or rejected is None or not prompt:
+        columns = ", ".join(map(str, values)) or "none"
+        raise DataError(
+            f"{row.where}: a preference pair must have a prompt, chosen and rejected (docs/data.md), got the columns "
+            f"{columns}; rename them, repair the row, or set warm_start.loss=nll for demonstrations"
+        )
+    more = {"tools": values["tools"]} if values.get("tools") else {}
+    first, second = (
+        Record(f"{row.where}: {name}", {"prompt": prompt, "completion": response, **more})
+        for name, response in (("chosen", chosen), ("rejected", rejected))
+    )
+    return first, second
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,21 +199,34 @@ class _Conversation:
         return [n for n, message in enumerate(self.messages) if message["role"] == "assistant" and n >= self.first]
 
 
-def _is_conversation(values: Mapping[str, Any]) -> bool:
-    return "messages" in values or (isinstance(values.get("prompt"), list) and "completion" in values)
+def _is_chat(row: Record) -> bool:
+    """Return whether a row is a conversation. Raises DataError if it is no plain text either."""
+    values = row.values
+    if "messages" in values or (isinstance(values.get("prompt"), list) and "completion" in values):
+        return True
+    if not {"prompt", "completion"} <= values.keys():
+        columns = ", ".join(map(str, values)) or "none"
+        pairs = "set warm_start.loss=dpo for preference pairs, or " if {"chosen", "rejected"} <= values.keys() else ""
+        raise DataError(
+            f"{row.where}: must have messages, or prompt and completion, got the columns {columns}; {pairs}rename or "
+            "convert them (docs/data.md)"
+        )
+    return False
 
 
 def _conversation(row: Record) -> _Conversation:
-    if not _is_conversation(row.values):
-        columns = ", ".join(map(str, row.values)) or "none"
-        raise DataError(
-            f"{row.where}: must be a conversation, as the first row of the file is, got the columns {columns}; rename "
-            "them, or write the row to a separate file"
-        )
-    found, first = row.values.get("messages"), 0
-    if "messages" not in row.values:
-        prompt, found = row.values["prompt"], row.values["completion"]
-        found, first = ([*prompt, *found], len(prompt)) if isinstance(found, list) else (found, 0)
+    values = row.values
+    prompt, found, first = values.get("prompt"), values.get("messages"), 0
+    if "messages" not in values:
+        if not isinstance(prompt, list) or "completion" not in values:
+            columns = ", ".join(map(str, values)) or "none"
+            raise DataError(
+                f"{row.where}: must be a conversation, as the first row of the file is, got the columns {columns}; "
+                "rename them, or write the row to a separate file"
+            )
+        found = values["completion"]
+        if isinstance(found, list):
+            found, first = [*prompt, *found], len(prompt)
     if not isinstance(found, list) or not found:
         raise DataError(
             f"{row.where}: messages must be a list of messages with role and content, got {found!r:.80}; repair or "
@@ -269,37 +299,7 @@ def _require_text(found: object, what: str) -> None:
         raise DataError(f"{what} must be UTF-8 ({error}); repair or remove it") from error
 
 
-def _encoder(tokenizer_dir: Path, chat_template_kwargs: Mapping[str, Any] | None, first: Record) -> Encode:
-    if _is_conversation(first.values):
-        return _Conversations(tokenizer_dir, chat_template_kwargs).encode
-    _require_completion(first)
-    tokenizer = PromptTokenizer(tokenizer_dir, chat=False, fast_path=False)
-    return lambda rows: _completions(rows, tokenizer)
-
-
-def _require_completion(first: Record) -> None:
-    if not {"prompt", "completion"} <= first.values.keys():
-        columns = ", ".join(map(str, first.values)) or "none"
-        is_pair = {"chosen", "rejected"} <= first.values.keys()
-        pairs = "set warm_start.loss=dpo for preference pairs, or " if is_pair else ""
-        raise DataError(
-            f"{first.where}: must have messages, or prompt and completion, got the columns {columns}; {pairs}rename or "
-            "convert them (docs/data.md)"
-        )
-
-
-def _pair_encoder(encoder: Encoder, first: Record) -> Encode:
-    encode = encoder(chosen_and_rejected(first)[0])
-
-    def encode_pairs(rows: Sequence[Record]) -> list[Tokenized | None]:
-        found = encode([response for row in rows for response in chosen_and_rejected(row)])
-        pairs = zip(found[::2], found[1::2], strict=True)
-        return [chosen and rejected and replace(chosen, rejected=rejected) for chosen, rejected in pairs]
-
-    return encode_pairs
-
-
-def _completions(rows: Sequence[Record], tokenizer: PromptTokenizer) -> list[Tokenized | None]:
+def _completions(rows: Sequence[Record], tokenizer: PromptTokenizer) -> list[_Tokenized | None]:
     for row in rows:
         for name in ("prompt", "completion"):
             _require_text(row.values.get(name), f"{row.where}: {name}")
@@ -310,86 +310,80 @@ def _completions(rows: Sequence[Record], tokenizer: PromptTokenizer) -> list[Tok
     for place, why in unwritten.items():
         raise DataError(f"{rows[place].where}: completion: {why}; put white space between it and the prompt")
     return [
-        Tokenized(prompt + target, (len(prompt) // ID_BYTES, len(target) // ID_BYTES)) if prompt and target else None
+        _Tokenized(prompt + target, (len(prompt) // ID_BYTES, len(target) // ID_BYTES)) if prompt and target else None
         for prompt, target in zip(prompts, targets, strict=True)
     ]
 
 
-class _Conversations:
-    """A tokenizer of conversations that uses the chat template."""
+def _conversations(rows: Sequence[Record], tokenizer: PromptTokenizer) -> list[_Tokenized | None]:
+    conversations = [_conversation(row) for row in rows]
+    prefixes = []
+    for row, conversation in zip(rows, conversations, strict=True):
+        try:
+            prefixes.append(_prefixes(conversation, tokenizer))
+        except DataError as error:
+            raise DataError(f"{row.where}: {error}") from error
+    ids = iter(encode_whole(tokenizer.backend, [text for texts in prefixes for text in texts]))
+    return [
+        _tokenize(row.where, conversation, list(islice(ids, len(texts))), texts, tokenizer)
+        for row, conversation, texts in zip(rows, conversations, prefixes, strict=True)
+    ]
 
-    def __init__(self, tokenizer_dir: Path, chat_template_kwargs: Mapping[str, Any] | None) -> None:
-        self._name = str(tokenizer_dir)
-        self._tokenizer = PromptTokenizer(
-            tokenizer_dir, chat=True, fast_path=False, chat_template_kwargs=chat_template_kwargs
-        )
 
-    def encode(self, rows: Sequence[Record]) -> list[Tokenized | None]:
-        conversations = [_conversation(row) for row in rows]
-        prefixes = []
-        for row, conversation in zip(rows, conversations, strict=True):
-            try:
-                prefixes.append(self._prefixes(conversation))
-            except DataError as error:
-                raise DataError(f"{row.where}: {error}") from error
-        ids = iter(encode_whole(self._tokenizer.backend, [text for texts in prefixes for text in texts]))
-        return [
-            self._tokenized(row.where, conversation, list(islice(ids, len(texts))), texts)
-            for row, conversation, texts in zip(rows, conversations, prefixes, strict=True)
-        ]
+def _prefixes(conversation: _Conversation, tokenizer: PromptTokenizer) -> list[str]:
+    messages, found = conversation.messages, []
+    render = partial(tokenizer.render, tools=conversation.tools)
+    for place in conversation.learned:
+        if place == conversation.first and conversation.begun:
+            words = {"role": "assistant", "content": conversation.begun}
+            before = tokenizer.prompt([*messages[:place], words], tools=conversation.tools)
+        else:
+            before = render(messages[:place])
+        found += [before, render(messages[: place + 1], opened=False)]
+    return [*found, render(messages, opened=False)]
 
-    def _prefixes(self, conversation: _Conversation) -> list[str]:
-        messages, found = conversation.messages, []
-        render = partial(self._tokenizer.render, tools=conversation.tools)
-        for place in conversation.learned:
-            if place == conversation.first and conversation.begun:
-                words = {"role": "assistant", "content": conversation.begun}
-                before = self._tokenizer.prompt([*messages[:place], words], tools=conversation.tools)
-            else:
-                before = render(messages[:place])
-            found += [before, render(messages[: place + 1], opened=False)]
-        return [*found, render(messages, opened=False)]
 
-    def _tokenized(
-        self, where: str, conversation: _Conversation, ids: list[bytes], texts: list[str]
-    ) -> Tokenized | None:
-        turns = [conversation.messages[place] for place in conversation.learned]
-        answers = [turn["content"] for turn in turns]
-        answers[0] = answers[0].removeprefix(conversation.begun)
-        answers = [answer.strip() for answer in answers]
-        for schema in conversation.tools:
-            if (name := schema.get("function", schema)["name"]) not in texts[0]:
-                raise DataError(
-                    f"{where}: the chat template of {self._name} does not show the function {name} of the row's tools. "
-                    "Use a template that renders `tools`, or remove them"
-                )
-        if not all(answer or "tool_calls" in turn for turn, answer in zip(turns, answers, strict=True)):
-            return None
-        lengths: list[int] = []
-        whole = ids[-1]
-        for number, answer in enumerate(answers):
-            before, after = 2 * number, 2 * number + 1
-            try:
-                self._tokenizer.require_response(texts[before], texts[after], answer)
-                written = texts[after][len(texts[before]) :]
-                for call in turns[number].get("tool_calls", ()):
-                    if (name := call["function"]["name"]) not in written:
-                        raise ResponseChangedError(f"does not write the call of {name}")
-                learned = self._tokenizer.response_ids(ids[before], ids[after], written)
-            except ResponseChangedError as error:
-                raise DataError(self._changed(where, number, str(error))) from error
-            ended = ids[before] + learned
-            if texts[after + 1] == texts[after]:
-                whole = ended + self._tokenizer.after_end()
-            elif not ids[after + 1].startswith(ended):
-                raise DataError(self._changed(where, number, "writes it differently before the turns that follow"))
-            lengths += [len(ids[before]) // ID_BYTES - sum(lengths), len(learned) // ID_BYTES]
-        lengths.append(len(whole) // ID_BYTES - sum(lengths))
-        return Tokenized(whole, tuple(lengths))
+def _tokenize(
+    where: str, conversation: _Conversation, ids: list[bytes], texts: list[str], tokenizer: PromptTokenizer
+) -> _Tokenized | None:
+    turns = [conversation.messages[place] for place in conversation.learned]
+    answers = [turn["content"] for turn in turns]
+    answers[0] = answers[0].removeprefix(conversation.begun)
+    answers = [answer.strip() for answer in answers]
+    for schema in conversation.tools:
+        if (name := schema.get("function", schema)["name"]) not in texts[0]:
+            raise DataError(
+                f"{where}: the chat template of {tokenizer.name} does not show the function {name} of the row's tools. "
+                "Use a template that renders `tools`, or remove them"
+            )
+    if not all(answer or "tool_calls" in turn for turn, answer in zip(turns, answers, strict=True)):
+        return None
+    lengths: list[int] = []
+    whole = ids[-1]
+    for number, answer in enumerate(answers):
+        before, after = 2 * number, 2 * number + 1
+        try:
+            tokenizer.require_response(texts[before], texts[after], answer)
+            written = texts[after][len(texts[before]) :]
+            for call in turns[number].get("tool_calls", ()):
+                if (name := call["function"]["name"]) not in written:
+                    raise ResponseChangedError(f"does not write the call of {name}")
+            learned = tokenizer.response_ids(ids[before], ids[after], written)
+        except ResponseChangedError as error:
+            raise DataError(_changed(where, number, str(error), tokenizer)) from error
+        ended = ids[before] + learned
+        if texts[after + 1] == texts[after]:
+            whole = ended + tokenizer.after_end()
+        elif not ids[after + 1].startswith(ended):
+            raise DataError(_changed(where, number, "writes it differently before the turns that follow", tokenizer))
+        lengths += [len(ids[before]) // ID_BYTES - sum(lengths), len(learned) // ID_BYTES]
+    lengths.append(len(whole) // ID_BYTES - sum(lengths))
+    return _Tokenized(whole, tuple(lengths))
 
-    def _changed(self, where: str, number: int, how: str) -> str:
-        return (
-            f"{where}: the chat template of {self._name} drops or changes response {number} of the conversation: it "
-            f"{how}. So the targets would differ from sampled text. Cut the conversation before that response, or use "
-            "a template that keeps every turn"
-        )
+
+def _changed(where: str, number: int, how: str, tokenizer: PromptTokenizer) -> str:
+    return (
+        f"{where}: the chat template of {tokenizer.name} drops or changes response {number} of the conversation: it "
+        f"{how}. So the targets would differ from sampled text. Cut the conversation before that response, or use "
+        "a template that keeps every turn"
+    )

@@ -19,7 +19,6 @@ import pyarrow.compute as pc
 
 from data.rows import SPLITS
 from data.schema import (
-    ROWS_PER_GROUP,
     ground_truth_json,
     open_parquet,
     parquet_writer,
@@ -47,29 +46,25 @@ log = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
 
 
-def filter_fingerprint(
+def filtered_directory(
     dataset: str,
-    tokenizer: str,
+    tokenizer_dir: Path,
     config: FilterConfig,
     *,
+    root: Path,
     tools: Sequence[str] = (),
     chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> str:
-    """Return the fingerprint of the filtered rows from the fingerprints of dataset and tokenizer."""
+) -> Path:
+    """Return the folder of the filtered rows of the dataset with the fingerprint `dataset`, below `paths.root`."""
     payload = {
         "version": VERSION,
         "dataset": dataset,
-        "tokenizer": tokenizer,
+        "tokenizer": tokenizer_fingerprint(tokenizer_dir),
         "settings": config,
         "tools": tool_schemas(tools) if tools else [],
         "chat_template_kwargs": chat_template_kwargs or {},
     }
-    return fingerprint("filter", payload)
-
-
-def filtered_directory(fingerprint: str, root: Path) -> Path:
-    """Return the folder of a filtered dataset below `root` (`paths.root`)."""
-    return root / "filtered" / fingerprint
+    return root / "filtered" / fingerprint("filter", payload)
 
 
 def filter_dataset(
@@ -90,20 +85,21 @@ def filter_dataset(
     dataset = read_finished(dataset_dir)
     if dataset is None:
         raise DataError(f"{dataset_dir}: is no finished dataset (no manifest.json); make it with `millrace run`")
-    tokenizer_print = tokenizer_fingerprint(tokenizer_dir)
-    rendering: dict[str, Any] = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
-    digest = filter_fingerprint(dataset.values["fingerprint"], tokenizer_print, config, **rendering)
-    directory = filtered_directory(digest, root)
+    given: dict[str, Any] = {"root": root, "tools": tools, "chat_template_kwargs": chat_template_kwargs}
+    directory = filtered_directory(dataset.values["fingerprint"], tokenizer_dir, config, **given)
     if (parts := part_directories(dataset_dir)) != (dataset_dir,):
-        rendering |= {"root": root, "on_progress": on_progress}
-        results = [filter_dataset(part, tokenizer_dir, config, **rendering) for part in parts]
+        results = [filter_dataset(part, tokenizer_dir, config, on_progress=on_progress, **given) for part in parts]
         if read_finished_or_set_aside(directory) is None:
             _require_no_leak([part.directory for part in results])
         return publish_mixture("filtered", directory, results)
     if (manifest := read_finished_or_set_aside(directory)) is not None:
-        return StageResult(directory, digest, cached=True, counts=manifest.values["counts"])
-    document = {"fingerprint": digest, "dataset": dataset.values["fingerprint"], "tokenizer": tokenizer_print}
-    document["settings"] = config.model_dump(mode="json")
+        return StageResult(directory, cached=True, counts=manifest.values["counts"])
+    document = {
+        "fingerprint": directory.name,
+        "dataset": dataset.values["fingerprint"],
+        "tokenizer": tokenizer_fingerprint(tokenizer_dir),
+        "settings": config.model_dump(mode="json"),
+    }
     facts: dict[str, Any] = {"kind": "filtered", **document}
     schemas = tool_schemas(tools) if tools else ()
     tokenizer = partial(PromptTokenizer, tokenizer_dir, tools=schemas, chat_template_kwargs=chat_template_kwargs)
@@ -138,7 +134,7 @@ def filter_dataset(
             )
             facts["unwritten_solutions"] = {"rows": len(work.unwritten), "why": why}
         facts["counts"] = dict(sorted(work.counts.items()))
-    return StageResult(directory, digest, cached=False, counts=facts["counts"])
+    return StageResult(directory, cached=False, counts=facts["counts"])
 
 
 class _Filter:
@@ -164,7 +160,7 @@ class _Filter:
         schema = pa.schema([*columns, *_ADDED])
         total, done = file.metadata.num_rows, 0
         with parquet_writer(target, schema) as writer:
-            for batch in read_batches(file, source, ROWS_PER_GROUP):
+            for batch in read_batches(source):
                 writer.write_batch(self._filtered(batch, done, schema))
                 done += batch.num_rows
                 if self._on_progress is not None:
@@ -185,7 +181,7 @@ class _Filter:
         texts = self._tokenizer.texts(prompts, lambda place: f"{self._source}: row {start + place}: ")
         truths = pc.struct_field(batch.column("reward_model"), "ground_truth")
         unique = self._without_duplicates(texts, multisets(truths), start)
-        ids = self._tokenizer.encode_prompts([texts[row] for row in unique] if len(unique) < len(texts) else texts)
+        ids = self._tokenizer.encode_prompts([texts[row] for row in unique])
         fitting = self._rows_that_fit(unique, ids, start)
         rows, ids = [unique[place] for place in fitting], [ids[place] for place in fitting]
         if unknown := self._tokenizer.with_unknown_words(ids):
@@ -236,9 +232,6 @@ class _Filter:
             self._held_out.add(numbers, range(start, start + len(keys)))
         else:
             self._held_out.refuse(self._source, start, keys, numbers)
-        if len(set(keys)) == len(keys) and self._seen.keys().isdisjoint(keys):
-            self._seen.update(zip(keys, range(start, start + len(keys)), strict=True))
-            return list(range(len(keys)))
         rows = []
         for row, key in enumerate(keys, start=start):
             first = self._seen.setdefault(key, row)
@@ -253,12 +246,12 @@ class _Filter:
                 )
         return rows
 
-    def _rows_that_fit(self, rows: list[int], ids: list[bytes], start: int) -> Sequence[int]:
+    def _rows_that_fit(self, rows: list[int], ids: list[bytes], start: int) -> list[int]:
         limit = self._config.max_prompt_tokens
         lengths = np.array([len(prompt) for prompt in ids], dtype=np.int64) // ID_BYTES
         fits = (lengths > 0) & (lengths <= limit)
         if fits.all():
-            return range(len(rows))
+            return list(range(len(rows)))
         if self._config.overlong == "error" and (lengths > limit).any():
             first = int(np.argmax(lengths > limit))
             raise DataError(
@@ -319,7 +312,7 @@ class _HeldOut:
 
     def refuse(self, path: Path, start: int, *keys_of_rows: Sequence[Any]) -> None:
         for keys in keys_of_rows:
-            for position, key in enumerate(keys if not self._places.keys().isdisjoint(keys) else ()):
+            for position, key in enumerate(keys):
                 if key in self._places:
                     what = f"multiset of numbers {list(key)}" if isinstance(key, tuple) else "prompt"
                     raise DataError(
@@ -344,7 +337,7 @@ def _require_no_leak(directories: Sequence[Path]) -> None:
 
 def _keys(path: Path) -> Iterator[tuple[int, list[bytes], list[Multiset]]]:
     start = 0
-    for batch in read_batches(open_parquet(path), path, ROWS_PER_GROUP):
+    for batch in read_batches(path, ["prompt_ids", "reward_model"]):
         ids = batch.column("prompt_ids")
         flat = ids.flatten().cast(pa.int32()).to_numpy(zero_copy_only=False)
         ends = np.cumsum(pc.list_value_length(ids)).tolist()

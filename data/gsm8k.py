@@ -88,14 +88,16 @@ def score_numeric(response: str, ground_truth: Mapping[str, object]) -> Score:
 
 def _score(response: str, ground_truth: Mapping[str, object], reading: str) -> Score:
     reference, digits = _reference_value(str(ground_truth["answer"]))
-    _, mark, tail = response[-_STRICT_CHARS:].rpartition("####")
-    marked = _STRICT.match(tail) if mark else None
-    number = last_number(response)
+    _, mark, tail = response.rpartition("####")
+    marked = _STRICT.match(tail) if "####" in response[-_STRICT_CHARS:] else None
+    # The number after the last mark, on the same line, or else the last number of the text.
+    line = tail.lstrip()[:_STRICT_CHARS].partition("\n")[0]
+    number = only_number(line) if mark else final_number(response, _STRICT_CHARS)
     numeric = number is not None and number == reference
     strict = numeric and marked is not None and marked.group(1).replace(",", "") in digits
     parts = {"strict": float(strict), "numeric": float(numeric), "format": float(marked is not None)}
     # Equal numbers have the same vote. Without the mark the strict reading has no vote.
-    votes = number is not None and (reading == "numeric" or "####" in response)
+    votes = number is not None and (reading == "numeric" or mark != "")
     return Score(parts[reading], parts, str(number) if votes else None)
 
 
@@ -108,14 +110,6 @@ def _reference_value(reference: str) -> tuple[Fraction | None, tuple[str, ...]]:
         return None, ()
     digits = "-" * (number < 0) + re.findall(r"[0-9][0-9.,]*", stated)[0].replace(",", "").removesuffix(".")
     return number, (digits, str(number) if number.denominator == 1 else digits.rstrip("0"))
-
-
-def last_number(response: str) -> Fraction | None:
-    """Return the number after the last `####`, on the same line, or else the last number of the text."""
-    _, mark, tail = response.rpartition("####")
-    if mark:
-        return only_number(tail.lstrip()[:_STRICT_CHARS].partition("\n")[0])
-    return final_number(response, _STRICT_CHARS)
 
 
 def only_number(line: str) -> Fraction | None:

@@ -61,7 +61,7 @@ _INLINE = re.compile(r"\\?\$\$?([^$]+)\$\$?|\\[(\[](.+?)\\[)\]]")
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
     r"""Score 1 if the response equals the reference, otherwise 0. The part `format` is 1 if there is a `\boxed{}`."""
     wanted = str(ground_truth["answer"])
-    gold = _reference(wanted)
+    gold = read_reference(wanted)
     has_box = _BOX.search(response) is not None
     stated = _boxed(response) if has_box else _statement(response[-LONGEST_CHARS:])
     answer = None if stated is None else gold if stated == wanted else read(stated)
@@ -72,13 +72,9 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
     return Score(float(correct), {"correct": float(correct), "format": float(has_box)}, vote)
 
 
-def reference_problem(reference: str) -> str | None:
-    """Return why a reference cannot be read as a whole, or None."""
-    return _reference(reference).problem
-
-
 @lru_cache(maxsize=65_536)
-def _reference(answer: str) -> Reading:
+def read_reference(answer: str) -> Reading:
+    """Read a reference. Its `problem` is the reason why it cannot be read as a whole, or None."""
     stated = _boxed(answer) if _BOX.search(answer) else answer
     if stated is None:
         return Reading(answer, problem="its box is not closed")

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cache
-from itertools import chain
+from itertools import chain, starmap
 from pathlib import Path
 from typing import Any
 
 from pydantic_core import from_json
 
-from data.schema import ROWS_PER_GROUP, open_parquet, read_batches
+from data.schema import read_rows
 from rlcore.config.base import expand_path
 from rlcore.config.data import DATA_FILE, KINDS_OF_FILES, Gsm8kData, MappedData, TaskData
 from rlcore.errors import DataError
@@ -183,7 +183,7 @@ def records_of(path: Path) -> Iterator[Record]:
     match = DATA_FILE.fullmatch(path.name)
     if match is None:
         raise DataError(f"{path}: must be {KINDS_OF_FILES}, by its name; rename or convert it")
-    return _from_parquet(path) if match[2] == "parquet" else _from_json(path)
+    return starmap(Record, read_rows(path)) if match[2] == "parquet" else _from_json(path)
 
 
 def _from_json(path: Path) -> Iterator[Record]:
@@ -233,12 +233,6 @@ def _lines(path: Path) -> Iterator[bytes]:
                 yield line
     except OSError as error:
         raise DataError(f"{path}: cannot be read after line {number} ({error})") from error
-
-
-def _from_parquet(path: Path) -> Iterator[Record]:
-    batches = read_batches(open_parquet(path), path, ROWS_PER_GROUP)
-    rows = (values for batch in batches for values in batch.to_pylist())
-    yield from (Record(f"{path}: row {number}", values) for number, values in enumerate(rows))
 
 
 def _from_hub(source: str, subset: str, split: str, revision: str) -> Iterator[Record]:

@@ -14,12 +14,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from data.records import is_on_hub
 from data.rows import SPLITS
-from data.schema import open_parquet, read_batches
-from data.tasks import dataset_directory, dataset_fingerprint, task_of
+from data.schema import read_rows
+from data.tasks import dataset_directory, task_of
 from rlcore import sandbox
 from rlcore.config import RewardConfig, RunConfig
 from rlcore.config.data import (
@@ -47,7 +46,7 @@ from rlcore.storage.documents import parse_json, read_ordinary
 from rlcore.storage.publish import write_json_atomically
 from rlcore.user_code import code_for
 
-VERSION = 1  # increase it when the same rows and scorers give another result
+VERSION = 2  # increase it when the same rows and scorers give another result
 BUDGET_S = 60.0  # time limit for one dataset; the rows that are checked within it are spread evenly over the file
 SAMPLE = 64  # references for finding the form that a scorer reads
 MAX_SHOWN = 5  # rows in a message
@@ -79,31 +78,14 @@ class RowReference:
 
 
 @dataclass(frozen=True, slots=True)
-class Mismatch:
-    """A row whose response `answer` must be correct but misses the full score. `failure`: the scorer's error, or ''."""
-
-    split: str
-    number: int
-    where: str
-    reference: str
-    answer: str
-    score: float
-    failure: str
-
-    def __str__(self) -> str:
-        what = f"fails: {self.failure[:200]}" if self.failure else f"scores {self.score:g}"
-        return f"{self.where}: reference {self.reference[:120]}: the answer {self.answer[-120:]!r} {what}"
-
-
-@dataclass(frozen=True, slots=True)
 class ReferenceReport:
     """The result of a check. `rows`: the number of checked rows by split. `unmet`: the number of rows without a full
-    score in each split. `total`: the number of all rows. `shown`: the first rows without a full score."""
+    score in each split. `total`: the number of all rows. `shown`: the first rows without a full score, as texts."""
 
     rows: Mapping[str, int]
     unmet: Mapping[str, int]
     total: int
-    shown: tuple[Mismatch, ...]
+    shown: Sequence[str]
 
     @property
     def share(self) -> float:
@@ -132,12 +114,6 @@ class ReferenceReport:
         return "\n".join(lines)
 
 
-def is_checked(data: TaskData) -> bool:
-    """Return whether references are checked. Environments, judges and generated problems are exempt."""
-    is_generated = isinstance(data, CountdownData | ReasoningGymData | VerifiersData)
-    return not (data.environment or data.scorer == JUDGE or (is_generated and has_default_scorer(data)))
-
-
 def check_parts(config: RunConfig, splits: Sequence[str] = SPLITS) -> str:
     """Run `check_references` for each task of a run or a suite (`suite_settings`), and join the warnings."""
     if config.data.environment:
@@ -163,16 +139,23 @@ def check_references(
 ) -> str:
     """Check that the scorer of a task gives its references the full score. Return a warning, or ''.
 
-    `is_taught`: whether a warm start trains on the solutions. Raises DataError if more than
-    `reward.max_unmet_references` of a split's rows miss the full score. Raises ConfigError if `reward.weights` names a
-    part that the scorer does not return."""
-    if not is_checked(data):
+    Environments, judges and generated problems are not checked. `is_taught`: whether a warm start trains on the
+    solutions. Raises DataError if more than `reward.max_unmet_references` of a split's rows miss the full score. Raises
+    ConfigError if `reward.weights` names a part that the scorer does not return."""
+    is_generated = isinstance(data, CountdownData | ReasoningGymData | VerifiersData)
+    if data.environment or data.scorer == JUDGE or (is_generated and has_default_scorer(data)):
         return ""
-    dataset = dataset_fingerprint(data, seed, splits)
-    file = _saved_result(root, dataset, data, reward, is_taught=is_taught)
-    report = _read(file)
-    if report is None:
-        report = _check(data, reward, _rows(data, seed, root, dataset, splits), is_taught=is_taught)
+    directory = dataset_directory(data, seed, root, splits)
+    code = {source.name: source.sha256 for name in scorers_of(data) for source in code_for(name)}
+    payload = {
+        "dataset": directory.name, "scorer": data.scorer, "code": code, "deadline_s": reward.deadline_s,
+        "weights": sorted(reward.weights), "is_taught": is_taught, "version": VERSION,
+    }  # fmt: skip
+    file = directory.with_name(f"references-{fingerprint('references', payload)}.json")
+    try:
+        report = ReferenceReport(**parse_json(read_ordinary(file)))
+    except (OSError, ValueError, TypeError):  # it is missing or damaged
+        report = _check(data, reward, _rows(data, seed, directory, splits), is_taught=is_taught)
         write_json_atomically(file, asdict(report))
     text = report.text("the scorer of its data source" if data.scorer == BY_ROW else data.scorer)
     if report.share > reward.max_unmet_references:
@@ -184,16 +167,7 @@ def check_references(
     return text and f"warning: {text}"
 
 
-def _saved_result(root: Path, dataset: str, data: TaskData, reward: RewardConfig, *, is_taught: bool) -> Path:
-    code = {source.name: source.sha256 for name in scorers_of(data) for source in code_for(name)}
-    payload = {
-        "dataset": dataset, "scorer": data.scorer, "code": code, "deadline_s": reward.deadline_s,
-        "weights": sorted(reward.weights), "is_taught": is_taught, "version": VERSION,
-    }  # fmt: skip
-    return root / "datasets" / f"references-{fingerprint('references', payload)}.json"
-
-
-def _rows(data: TaskData, seed: int, root: Path, dataset: str, splits: Sequence[str]) -> list[RowReference]:
+def _rows(data: TaskData, seed: int, directory: Path, splits: Sequence[str]) -> list[RowReference]:
     """Read the rows, from local files if possible, so that messages can give lines."""
     rows = []
     if isinstance(data, ParquetData | Gsm8kData | MappedData) and not is_on_hub(data):
@@ -203,14 +177,13 @@ def _rows(data: TaskData, seed: int, root: Path, dataset: str, splits: Sequence[
                 source, truth = row.data_source or made.data_source, json.dumps(row.ground_truth)
                 rows.append(RowReference(split, number, row.where, source, truth, row.solution))
         return rows
-    directory = dataset_directory(dataset, root)
     for split in splits:
         path = directory / f"{split}.parquet"
-        batches = read_batches(open_parquet(path), path, _BATCH, ["data_source", "reward_model", "extra_info"])
-        for number, values in enumerate(values for batch in batches for values in batch.to_pylist()):
+        places = enumerate(read_rows(path, ["data_source", "reward_model", "extra_info"]))
+        for number, (where, values) in places:
             truth = json.dumps(values["reward_model"]["ground_truth"])
             solution = values["extra_info"].get("solution") or ""
-            rows.append(RowReference(split, number, f"{path}: row {number}", values["data_source"], truth, solution))
+            rows.append(RowReference(split, number, where, values["data_source"], truth, solution))
     return rows
 
 
@@ -221,19 +194,13 @@ class _OutOfTimeError(Exception):
 def _check(data: TaskData, reward: RewardConfig, rows: Sequence[RowReference], *, is_taught: bool) -> ReferenceReport:
     by_scorer: dict[str, list[RowReference]] = {}
     for row in rows:
-        scorer = scorer_of_row(data, row.data_source)
-        if scorer is None:
-            raise DataError(
-                f"data.scorer: must be given, for none is known for the data source {row.data_source!r} ({row.where}). "
-                "Such as data.scorer=data.math:score"
-            )
-        by_scorer.setdefault(scorer, []).append(row)
+        by_scorer.setdefault(scorer_of_row(data, row.data_source) or data.scorer, []).append(row)
     if programs := by_scorer.get(PROGRAMS):  # programs are slow, so only a sample of rows without a solution is tried
         step = -(-len(programs) // SAMPLE)
         by_scorer[PROGRAMS] = [row for n, row in enumerate(programs) if row.solution or n % step == 0]
     deadline = time.monotonic() + BUDGET_S
     settings = reward.model_copy(update={"num_processes": max(reward.num_processes, os.cpu_count() or 1)})
-    checked, unmet = Counter[str](), list[Mismatch]()
+    checked, unmet = Counter[str](), dict[tuple[str, int], str]()
     with suppress(_OutOfTimeError):
         for scorer, own in by_scorer.items():
             with ScoringPool(scorer, settings, num_logged=0) as pool:
@@ -241,11 +208,12 @@ def _check(data: TaskData, reward: RewardConfig, rows: Sequence[RowReference], *
                 num_batches = -(-len(own) // _BATCH)
                 for first in range(num_batches):
                     batch = own[first::num_batches]  # spread over the file, because time may run out
-                    unmet += checker.mismatches(batch)
+                    unmet |= checker.mismatches(batch)
                     checked.update(row.split for row in batch)
-    unmet.sort(key=lambda row: (row.split != "train", row.number))
+    ordered = sorted(unmet, key=lambda row: (row[0] != "train", row[1]))
     total = sum(map(len, by_scorer.values()))
-    return ReferenceReport(dict(checked), dict(Counter(row.split for row in unmet)), total, tuple(unmet[:MAX_SAVED]))
+    shown = [unmet[row] for row in ordered[:MAX_SAVED]]
+    return ReferenceReport(dict(checked), dict(Counter(split for split, _ in ordered)), total, shown)
 
 
 class _Checker:
@@ -275,7 +243,8 @@ class _Checker:
         best = max(counts, key=lambda form: counts[form])
         return best if 2 * counts[best] >= len(references) else None
 
-    def mismatches(self, rows: Sequence[RowReference]) -> list[Mismatch]:
+    def mismatches(self, rows: Sequence[RowReference]) -> dict[tuple[str, int], str]:
+        """Return a text about each row without a full score, by split and number."""
         cases: list[tuple[RowReference, str, bool]] = []  # row, response, whether it is correct
         for row in rows:
             if row.solution:
@@ -286,14 +255,15 @@ class _Checker:
                 cases.append((row, WRONG, False))
         scored = list(zip(cases, self._scores([(text, row.truth_json) for row, text, _ in cases]), strict=True))
         self._has_full_marks |= any(is_right and _is_full_score(score) for (_, _, is_right), score in scored)
-        found: dict[tuple[str, int], Mismatch] = {}
+        found: dict[tuple[str, int], str] = {}
         for (row, text, is_right), score in scored:
             # The full score of a scorer that never gives 1 is unknown.
             is_full = _is_full_score(score) if self._has_full_marks else score.total > 0
             if score.failure is not None or (is_right and not is_full):
-                values = (row.where, row.truth_json, text, score.total, score.failure or "")
-                found.setdefault((row.split, row.number), Mismatch(row.split, row.number, *values))
-        return list(found.values())
+                what = f"fails: {score.failure[:200]}" if score.failure else f"scores {score.total:g}"
+                shown = f"{row.where}: reference {row.truth_json[:120]}: the answer {text[-120:]!r} {what}"
+                found.setdefault((row.split, row.number), shown)
+        return found
 
     def _scores(self, pairs: Sequence[tuple[str, str]]) -> list[Score]:
         new = [pair for pair in dict.fromkeys(pairs) if pair not in self._known]
@@ -316,11 +286,3 @@ def _reference(row: RowReference) -> str | None:
     if isinstance(truth, dict) and set(truth) == {"answer"}:
         truth = truth["answer"]
     return str(truth) if isinstance(truth, str | int | float) and not isinstance(truth, bool) else None
-
-
-def _read(path: Path) -> ReferenceReport | None:
-    try:
-        values: dict[str, Any] = parse_json(read_ordinary(path))
-        return ReferenceReport(**{**values, "shown": tuple(Mismatch(**row) for row in values["shown"])})
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

@@ -162,12 +162,10 @@ def open_parquet(path: Path) -> pq.ParquetFile:
         ) from error
 
 
-def read_batches(
-    file: pq.ParquetFile, path: Path, num_rows: int, columns: Sequence[str] | None = None
-) -> Iterator[pa.RecordBatch]:
-    """Read the rows in batches of at most `num_rows`. Raises DataError if a page is damaged."""
+def read_batches(path: Path, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
+    """Read the rows in batches of at most `ROWS_PER_GROUP`. Raises DataError if a page is damaged."""
     done = 0
-    batches = file.iter_batches(batch_size=num_rows, columns=columns)
+    batches = open_parquet(path).iter_batches(batch_size=ROWS_PER_GROUP, columns=columns)
     while True:
         try:
             batch = next(batches, None)
@@ -177,6 +175,12 @@ def read_batches(
             return
         yield batch
         done += batch.num_rows
+
+
+def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Read each row with its place, such as `train.parquet: row 3`, for messages."""
+    rows = (values for batch in read_batches(path, columns) for values in batch.to_pylist())
+    yield from ((f"{path}: row {number}", values) for number, values in enumerate(rows))
 
 
 def provenance(path: Path) -> dict[str, Any]:

@@ -98,7 +98,7 @@ class PromptTokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        self._name = str(directory)
+        self.name = str(directory)
         self._tokenizer = load_tokenizer(directory)
         self.chat = chat
         if chat and not self._tokenizer.chat_template:
@@ -190,7 +190,7 @@ class PromptTokenizer:
                 unwritten[place] = str(error)
         if places := self.with_unknown_words(found):
             raise DataError(
-                f"{self._name}: the tokenizer has no token for a word of the solution {responses[places[0]][:200]!r}. "
+                f"{self.name}: the tokenizer has no token for a word of the solution {responses[places[0]][:200]!r}. "
                 "Take another model, or a task whose solutions it can write (model.scratch.max_integer bounds the "
                 "numbers of a randomly initialized model)"
             )
@@ -265,7 +265,7 @@ class PromptTokenizer:
                     "does not write the assistant's words that the prompt ends with, so they cannot be continued "
                     f"({kind}): {messages[-1]['content'][-80:]!r}. Remove them"
                 )
-            raise DataError(f"{self._name}: the chat template {problem}, or choose another model") from error
+            raise DataError(f"{self.name}: the chat template {problem}, or choose another model") from error
 
     @cached_property
     def _closing(self) -> tuple[str, bytes]:
@@ -323,7 +323,7 @@ class PromptTokenizer:
         read = find_undeclared_variables(tree) - RENDERING_NAMES - set(self._tokenizer.special_tokens_map)
         if unread := sorted(set(names) - read):
             raise DataError(
-                f"{self._name}: its chat template does not read {', '.join(unread)} (data.chat_template_kwargs), only "
+                f"{self.name}: its chat template does not read {', '.join(unread)} (data.chat_template_kwargs), only "
                 f"{', '.join(sorted(read)) or 'the messages'}. Correct the name or leave it out, or put a "
                 "chat_template.jinja that reads it next to the tokenizer"
             )
@@ -337,7 +337,7 @@ class PromptTokenizer:
                 after = full[start + len(plain) :]
                 return full[:start], b"" if after == to_bytes([self._tokenizer.eos_token_id]) else after
         raise DataError(
-            f"{self._name}: its special tokens must stand around a text, which they change ('a' has other tokens with "
+            f"{self.name}: its special tokens must stand around a text, which they change ('a' has other tokens with "
             "than without them). Take another model, or prompts with a chat template"
         )
 

@@ -17,8 +17,7 @@ from typing import Any
 from data.records import is_on_hub
 from data.rows import SPLITS, PromptForm
 from data.schema import ground_truth_json, open_parquet, provenance
-from data.sources import require_scorers
-from data.tasks import dataset_directory, dataset_fingerprint, task_of
+from data.tasks import dataset_directory, require_scorers, task_of
 from rlcore import python_path
 from rlcore.config.data import (
     BY_ROW,
@@ -52,9 +51,13 @@ class FirstRow:
 
 def first_row(config: TaskData, seed: int, root: Path) -> FirstRow | None:
     """Return the first training row, or None if building it would take long. An existing dataset is read."""
-    dataset = dataset_directory(dataset_fingerprint(config, seed), root)
+    dataset = dataset_directory(config, seed, root)
     if read_manifest(dataset) is not None:
-        return _read_first_row(config, dataset / "train.parquet")
+        parquet = dataset / "train.parquet"
+        row = open_parquet(parquet).read_row_group(0).slice(0, 1).to_pylist()[0]
+        truth = _truth_json(config, row["data_source"], row["reward_model"]["ground_truth"])
+        form = provenance(parquet).get("prompt_form", "chat")
+        return FirstRow(row["prompt"], form, truth, row["extra_info"].get("solution") or "")
     if isinstance(config, CustomData | VerifiersData):
         return _build_in_process(config, seed)
     if is_on_hub(config):
@@ -76,7 +79,7 @@ def validate_rows(
     is_code = isinstance(config, CustomData) and config.build == "data.code:build"
     if not (is_code or isinstance(config, Gsm8kData | MappedData)) or is_on_hub(config):
         return None
-    made = read_manifest(dataset_directory(dataset_fingerprint(config, seed, splits), root))
+    made = read_manifest(dataset_directory(config, seed, root, splits))
     if made is not None:
         return int(made.values["counts"][splits[0]])
     rows, counts = task_of(config).build(config, seed), Counter[str]()
@@ -96,13 +99,6 @@ def validate_rows(
                     "keep"
                 )
     return counts[splits[0]]
-
-
-def _read_first_row(config: TaskData, parquet: Path) -> FirstRow:
-    row = open_parquet(parquet).read_row_group(0).slice(0, 1).to_pylist()[0]
-    truth = _truth_json(config, row["data_source"], row["reward_model"]["ground_truth"])
-    form = provenance(parquet).get("prompt_form", "chat")
-    return FirstRow(row["prompt"], form, truth, row["extra_info"].get("solution") or "")
 
 
 def _build_first_row(config: TaskData, seed: int) -> FirstRow:

@@ -55,11 +55,7 @@ def _rows(settings: VerifiersData, options: Mapping[str, Any], seed: int) -> Ite
     for place, task in enumerate(tasks.shuffle(seed) if tasks.bounded else tasks):
         if place == 0:  # all tasks have one type
             _require_no_harness(settings.taskset, tasks, task)
-        truth = {
-            "taskset": settings.taskset,
-            "options": document,
-            "task": task.data.model_dump_json(),
-        }
+        truth = {"taskset": settings.taskset, "options": document, "task": task.data.model_dump_json()}
         yield Row(tuple(_messages(settings.taskset, task.data)), truth)
 
 

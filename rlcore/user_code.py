@@ -139,8 +139,10 @@ def _path_in_copy(folder: Path, name: str) -> Path:
     return folder / MILLRACE_FOLDER / name if name.partition("/")[0] in MILLRACE_PACKAGES else folder / name
 
 
-def named_functions(config: "RunConfig") -> tuple[str, ...]:
-    """Return every `module:function` of the settings, such as scorers, environments and losses, and every taskset."""
+def code_for_run(config: "RunConfig") -> Code:
+    """Return the code of every `module:function` of the settings, such as scorers and losses, and of every taskset.
+
+    Inside a `run_code` block, this is the run's copy, otherwise the current files."""
     from rlcore.config.data import CustomData, VerifiersData, parts_of, scorers_of
 
     tasks = [part.data for part in parts_of(config.data)] + [suite.data for suite in config.validation.suites]
@@ -149,12 +151,7 @@ def named_functions(config: "RunConfig") -> tuple[str, ...]:
     named += [data.taskset for data in tasks if isinstance(data, VerifiersData)]
     named += [config.data.environment, *(suite.data.environment for suite in config.validation.suites)]
     named += [*config.episode.tools, config.algo.policy_loss, config.algo.advantage, config.reward.judge.rules]
-    return tuple(dict.fromkeys(name for name in named if ":" in name))
-
-
-def code_for_run(config: "RunConfig") -> Code:
-    """Return the code that the settings name: the run's copy inside a `run_code` block, otherwise the current files."""
-    return Code({function: code_for(function) for function in named_functions(config)})
+    return Code({name: code_for(name) for name in dict.fromkeys(named) if ":" in name})
 
 
 def code_for(function: str) -> tuple[Source, ...]:

@@ -15,11 +15,12 @@ from rlcore.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from rlcore.config import RunConfig
-    from rlcore.responses.query import Query
+    from rlcore.responses.query import Query, SearchResult
     from rlcore.rollout.scoring import ScoringPool
     from rlcore.run.layout import RunLayout
 
 EXIT_FINDINGS = 1
+_GROUP = ["step", "data_source", "prompt_id"]
 NUM_CASES = 32  # maximum number of problems that `millrace audit` tries
 SORTS = ("step", "score", "advantage", "num_tokens", "logprob", "gap", "prompt_id", "change")
 Step = Annotated[str, typer.Option(metavar="N|LOW..HIGH", help="Only responses of these steps.")]
@@ -190,7 +191,6 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _print_pairs(config: "RunConfig", layout: "RunLayout", query: "Query", limit: int | None) -> None:
-    from data.preferences import recorded_pairs
     from rlcore.responses.query import find_responses
     from rlcore.run.inputs import RunInputs
 
@@ -212,6 +212,40 @@ def _print_pairs(config: "RunConfig", layout: "RunLayout", query: "Query", limit
         )
     for row in rows[: limit or None]:
         print(json.dumps(row, ensure_ascii=False, allow_nan=False))
+
+
+def recorded_pairs(found: "SearchResult", files: Sequence[Path], run: str) -> list[dict[str, Any]]:
+    """Return the best and the worst recorded response of each group as a pair. `files` contain the prompts.
+
+    Responses that end at the length limit or have no score are left out, and so are groups with equal scores."""
+    from rlcore.prompt import ROWS_PER_SOURCE
+
+    light = found.light.select([*_GROUP, "score", "finish_reason"]).to_pandas()
+    groups = light[light.score.notna() & (light.finish_reason == "stop")].groupby(_GROUP, sort=False).score
+    differ = groups.max() > groups.min()
+    best, worst = (found.rows(places[differ].to_list()) for places in (groups.idxmax(), groups.idxmin()))
+    prompts, rows = [_prompts_of(file) for file in files], []
+    for chosen, rejected in zip(best, worst, strict=True):
+        source, index = divmod(chosen["prompt_id"], ROWS_PER_SOURCE)
+        prompt, texts = prompts[source][index], [chosen["answer"], rejected["answer"]]
+        if isinstance(prompt, list):
+            texts = [[{"role": "assistant", "content": text}] for text in texts]
+        scores = {"chosen_score": chosen["score"], "rejected_score": rejected["score"]}
+        origin = {name: chosen[name] for name in _GROUP}
+        rows.append({"prompt": prompt, "chosen": texts[0], "rejected": texts[1], **scores, "run": run, **origin})
+    return rows
+
+
+def _prompts_of(file: Path) -> dict[int, Any]:
+    import pyarrow.parquet as pq
+
+    from rlcore.batching.prompts import is_chat
+
+    rows, chat = pq.read_table(file, columns=["prompt", "extra_info"]).to_pylist(), is_chat(file)
+    return {
+        row["extra_info"]["index"]: row["prompt"] if chat else "".join(message["content"] for message in row["prompt"])
+        for row in rows
+    }
 
 
 def _text_row(row: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from data.sources import build_function
+from data.tasks import build_function
 from flows.chain import stages_of
 from flows.parameters import RunSettings
 from flows.plan.plan import RunPlan, make_plan

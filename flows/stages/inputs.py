@@ -4,11 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from data.filter import filter_dataset, filter_fingerprint, filtered_directory
+from data.filter import filter_dataset, filtered_directory
 from data.references import check_parts
 from data.rows import SPLITS
-from data.tasks import StageResult, build_dataset, dataset_directory, dataset_fingerprint
-from data.tokenizer import tokenizer_fingerprint
+from data.tasks import StageResult, build_dataset, dataset_directory
 from flows.progress import display
 from flows.stages.stage import StageStatus, remake_note
 from flows.work.open_run import OpenRun
@@ -33,7 +32,7 @@ def make_dataset(config: RunConfig, splits: Sequence[str] = SPLITS) -> StageResu
 
 def planned_dataset(config: RunConfig, splits: Sequence[str] = SPLITS) -> Path:
     """Return the folder of the dataset of a run or a suite. The folder may not exist yet."""
-    return dataset_directory(dataset_fingerprint(config.data, config.data.seed, splits), root_of(config))
+    return dataset_directory(config.data, config.data.seed, root_of(config), splits)
 
 
 def filter_rows(config: RunConfig, dataset: Path) -> StageResult:
@@ -51,14 +50,14 @@ def filter_rows(config: RunConfig, dataset: Path) -> StageResult:
 
 def planned_rows(config: RunConfig, splits: Sequence[str] = SPLITS) -> Path:
     """Return the folder of the filtered rows. The tokenizer must exist."""
-    digest = filter_fingerprint(
+    return filtered_directory(
         planned_dataset(config, splits).name,
-        tokenizer_fingerprint(planned_tokenizer(config)),
+        planned_tokenizer(config),
         config.filter,
+        root=root_of(config),
         tools=config.episode.tools,
         chat_template_kwargs=config.data.chat_template_kwargs,
     )
-    return filtered_directory(digest, root_of(config))
 
 
 def planned_demonstrations(config: RunConfig) -> Path | None:
@@ -66,12 +65,12 @@ def planned_demonstrations(config: RunConfig) -> Path | None:
     warm = config.warm_start
     if not warm.enabled or warm.demonstrations is None:
         return None
-    from data.demonstrations import demonstrations_fingerprint, tokenized_directory
+    from data.demonstrations import tokenized_directory
 
-    digest = demonstrations_fingerprint(
-        warm, planned_tokenizer(config), seed=config.data.seed, chat_template_kwargs=config.data.chat_template_kwargs
+    kwargs = config.data.chat_template_kwargs
+    return tokenized_directory(
+        warm, planned_tokenizer(config), seed=config.data.seed, root=root_of(config), chat_template_kwargs=kwargs
     )
-    return tokenized_directory(digest, root_of(config))
 
 
 def inputs_of(run: OpenRun) -> RunInputs:

@@ -158,7 +158,7 @@ def log_start(
         store.log_dataset(
             mlflow_run,
             name=name,
-            fingerprint=result.fingerprint,
+            fingerprint=result.directory.name,
             source=str(result.directory),
             schema={field.name: str(field.type) for field in columns},
             counts=result.counts,

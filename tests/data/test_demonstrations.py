@@ -74,10 +74,10 @@ def test_fingerprint_depends_on_content_and_settings(chat_tokenizer: Path, tmp_p
     file = written(tmp_path / "talks.jsonl", TALKS)
     first = tokenized(file, chat_tokenizer)
     assert tokenized(file, chat_tokenizer).cached
-    assert tokenized(file, chat_tokenizer, max_tokens=1_000).fingerprint != first.fingerprint
+    assert tokenized(file, chat_tokenizer, max_tokens=1_000).directory.name != first.directory.name
     copy = tmp_path / "elsewhere.jsonl"
     copy.write_bytes(file.read_bytes())
-    assert tokenized(copy, chat_tokenizer).fingerprint == first.fingerprint, "the place does not count"
+    assert tokenized(copy, chat_tokenizer).directory.name == first.directory.name, "the place does not count"
 
 
 def test_omitted_rows_are_counted_by_reason(chat_tokenizer: Path, base_tokenizer: Path, tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_turns_end_at_the_first_stop_token(tmp_path: Path) -> None:
     (folder / "generation_config.json").write_text('{"eos_token_id": 0}')
     row = tokens_of(one, [TALKS[0], chat("Hello", "Hi.")], folder)[0]
     assert target_text(tokenizer, row) == "It is 4.<|end|>\n<|endoftext|>"
-    assert tokenized(one, folder).fingerprint != first.fingerprint
+    assert tokenized(one, folder).directory.name != first.directory.name
 
 
 def test_content_may_have_parts_and_only_the_completion_is_a_target(chat_tokenizer: Path, tmp_path: Path) -> None:

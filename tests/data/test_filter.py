@@ -1,23 +1,32 @@
-"""The tokenization filter: written columns, selected rows, and refused ones."""
+"""The tokenization filter: written columns, selected and continued rows, and refused ones."""
 
 import json
 import logging
+import re
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from data import filter as filter_module
 from data.filter import filter_dataset
 from data.schema import provenance
-from data.tasks import build_dataset, dataset_fingerprint
+from data.tasks import StageResult, build_dataset, dataset_fingerprint
 from data.tokenizer import PieceEncoder
 from rlcore.batching.prompts import read_prompts
 from rlcore.config import CountdownData, FilterConfig, ParquetData
+from rlcore.config.compose import load_config
 from rlcore.errors import DataError, DiskSpaceError
+from rlcore.models.tokenizer import end_of_text_ids, load_tokenizer
+from rlcore.run.inputs import RunInputs
+from rlcore.run.supervised import Demonstrations
 from rlcore.storage.publish import published_directory
+from tests.data.conftest import CHAT_TEMPLATE, saved
+from tests.helpers.tokenizer_kinds import KINDS
 from tests.storage.small_disk import fill
 from tests.storage.small_disk import small_disk as small_disk
 
@@ -99,7 +108,7 @@ def test_batch_size_does_not_change_the_rows(chat_tokenizer, artifacts_root, tmp
     dataset = build_dataset(settings, seed=1, root=artifacts_root)
     results = []
     for size in (8_192, 16, 1):
-        monkeypatch.setattr(filter_module, "ROWS_PER_GROUP", size)
+        monkeypatch.setattr("data.schema.ROWS_PER_GROUP", size)
         result = filter_dataset(dataset.directory, chat_tokenizer, FilterConfig(), root=tmp_path / f"root{size}")
         results.append((pq.read_table(result.directory / "train.parquet").to_pylist(), result.counts))
     assert results[0] == results[1] == results[2]
@@ -136,11 +145,14 @@ def test_held_out_rows_in_training_are_refused(chat_tokenizer, artifacts_root, t
     assert filtered(other, chat_tokenizer, artifacts_root).counts["train"] == 1, "numbers of another task may repeat"
 
 
-def test_rows_without_a_prompt_are_refused(chat_tokenizer, artifacts_root):
+def test_rows_without_a_prompt_or_with_several_texts_are_refused(chat_tokenizer, artifacts_root, tmp_path):
     with published_directory(artifacts_root / "datasets/made", {"kind": "dataset", "fingerprint": "made"}) as folder:
         written(folder, [*rows(2), row("", prompt=None)])
     with pytest.raises(DataError, match=r"train.parquet: row 2: prompt must be a list of messages .* got None"):
         filter_dataset(artifacts_root / "datasets/made", chat_tokenizer, FilterConfig(), root=artifacts_root)
+    settings = written(tmp_path, [*rows(3), talk(3, ("system", "Count."), ("user", "One"))], template="text")
+    with pytest.raises(DataError, match=r"row 3: a prompt that is plain text must be one message, got 2"):
+        filtered(settings, chat_tokenizer, artifacts_root)
 
 
 def test_unknown_words_are_refused_in_solutions_and_reported_in_prompts(
@@ -157,26 +169,25 @@ def test_unknown_words_are_refused_in_solutions_and_reported_in_prompts(
 
 
 @pytest.mark.parametrize(
-    ("column", "value", "message"),
+    ("changes", "problems"),
     [
-        ("prompt", "text", r"column prompt: expected list of \{role: string, content: string\}, got string"),
-        ("extra_info", {"solution": 3}, r"column extra_info.solution: expected string, got int64"),
-        ("reward_model", {"style": "rule", "ground_truth": None},
-         r"column reward_model.ground_truth: expected string, number, list or struct, got null"),
+        ({"prompt": "text"},
+         [r"prompt: expected list of \{role: string, content: string\}, got string", "prompt", "prompt"]),
+        ({"extra_info": {"solution": 3}}, ["extra_info.solution: expected string, got int64"]),
+        ({"reward_model": {"style": "rule", "ground_truth": None}},
+         ["reward_model.ground_truth: expected string, number, list or struct, got null"]),
+        ({"data_source": None, "reward_model": None, "extra_info": None, "ability": 1},
+         ["data_source: .* got nothing", "reward_model: .* got nothing", "ability: expected string, got int64"]),
     ],
 )  # fmt: skip
-def test_mistyped_columns_are_named(artifacts_root, tmp_path, column, value, message):
-    settings = written(tmp_path, [{**one, column: value} for one in rows(3)])
-    with pytest.raises(DataError, match=rf"train.parquet: does not have the row schema:(?s:.*){message}"):
+def test_all_mistyped_columns_are_named(artifacts_root, tmp_path, changes, problems):
+    changed = [{name: value for name, value in {**one, **changes}.items() if value is not None} for one in rows(3)]
+    settings = written(tmp_path, changed)
+    with pytest.raises(DataError, match=r"train.parquet: does not have the row schema:") as error:
         build_dataset(settings, seed=1, root=artifacts_root)
-
-
-def test_all_broken_columns_are_reported(artifacts_root, tmp_path):
-    broken = [{"prompt": one["prompt"], "ability": 1} for one in rows(3)]
-    with pytest.raises(DataError) as error:
-        build_dataset(written(tmp_path, broken), seed=1, root=artifacts_root)
-    lines = [line.split(":")[0].strip() for line in str(error.value).splitlines()[1:-1]]
-    assert lines == [f"column {name}" for name in ("data_source", "reward_model", "ability")]
+    lines = str(error.value).splitlines()[1:-1]
+    assert len(lines) == len(problems)
+    assert all(re.match(f"  column {problem}", line) for line, problem in zip(lines, problems, strict=True))
 
 
 @pytest.mark.parametrize("cut", ["head", "middle", "tail"])
@@ -218,16 +229,6 @@ def test_filter_starts_again_where_the_fast_path_differs(chat_tokenizer, artifac
         assert (again.directory / name).read_bytes() == (expected.directory / name).read_bytes()
 
 
-def test_conversations_of_several_messages_are_rendered(chat_tokenizer, artifacts_root, tmp_path):
-    content = rows(6)
-    content[3]["prompt"] = [{"role": "system", "content": "Count."}, *content[3]["prompt"]]
-    settings = written(tmp_path, content)
-    result = filtered(settings, chat_tokenizer, artifacts_root)
-    check_prompt_ids(result, AutoTokenizer.from_pretrained(chat_tokenizer))
-    with pytest.raises(DataError, match=r"row 3: a prompt that is plain text must be one message, got 2"):
-        filtered(settings.model_copy(update={"template": "text"}), chat_tokenizer, artifacts_root)
-
-
 def test_foreign_arrow_types_are_accepted(chat_tokenizer, artifacts_root, tmp_path):
     """Large strings as other writers leave them; further columns are left out."""
     settings = written(tmp_path, rows(5))
@@ -243,7 +244,7 @@ def test_foreign_arrow_types_are_accepted(chat_tokenizer, artifacts_root, tmp_pa
 def test_progress_and_provenance_have_the_counts(chat_tokenizer, artifacts_root, tmp_path, monkeypatch):
     settings = written(tmp_path, rows(70), rows(7, "validation"))
     dataset = build_dataset(settings, seed=1, root=artifacts_root)
-    monkeypatch.setattr(filter_module, "ROWS_PER_GROUP", 32)
+    monkeypatch.setattr("data.schema.ROWS_PER_GROUP", 32)
     calls = []
     config = FilterConfig(max_prompt_tokens=4_096)
     result = filter_dataset(
@@ -252,7 +253,7 @@ def test_progress_and_provenance_have_the_counts(chat_tokenizer, artifacts_root,
     assert calls == [("validation", 7, 7), ("train", 32, 70), ("train", 64, 70), ("train", 70, 70)]
     document = provenance(result.directory / "train.parquet")
     assert (document["split"], document["counts"]) == ("train", {"train": 70})
-    assert document["fingerprint"] == result.fingerprint
+    assert document["fingerprint"] == result.directory.name
     again = filter_dataset(dataset.directory, chat_tokenizer, config, root=tmp_path)
     assert (result.cached, again.cached, again.counts) == (False, True, result.counts)
 
@@ -266,3 +267,84 @@ def test_empty_results_and_unfinished_datasets_are_refused(chat_tokenizer, artif
     message = rf"^{tmp_path}: is no finished dataset \(no manifest\.json\); make it with `mill"
     with pytest.raises(DataError, match=message):
         filter_dataset(tmp_path, chat_tokenizer, FilterConfig(), root=artifacts_root)
+
+
+PREFILL = "Let me solve this step by step.\n<think>"
+
+
+def talk(index: int, *messages: tuple[str, str], truth: object = "7", solution: str = "") -> dict[str, Any]:
+    prompt = [{"role": role, "content": content} for role, content in messages]
+    more = {"index": index, "solution": solution}
+    return row("", prompt=prompt, reward_model={"style": "rule", "ground_truth": truth}, extra_info=more)
+
+
+def filtered_talks(folder: Path, tokenizer: Path, talks: list[dict[str, Any]]) -> StageResult:
+    return filtered(written(folder, talks, [talk(0, ("user", "Held out?"))]), tokenizer, folder)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_words_are_continued_as_by_transformers(name: str, tmp_path: Path) -> None:
+    """One of the four prompts starts a turn. The solution follows the assistant's words."""
+    folder = KINDS[name].saved(tmp_path / "tokenizer")
+    solution = " 3 + 4 = 7, so 7"
+    rows = [
+        talk(0, ("user", "What is 3 + 4?"), ("assistant", PREFILL), truth="x", solution=solution),
+        talk(1, ("user", "What is 4 + 4?"), ("assistant", "So: "), truth="x", solution=solution),
+        talk(2, ("user", "What is 5 + 4?"), truth="x"),
+        talk(3, ("user", "What?"), ("assistant", "9"), ("user", "Sure?"), ("assistant", "No,"), truth="x"),
+    ]
+    made = filtered_talks(tmp_path, folder, rows)
+    tokenizer, stops, num_solutions = load_tokenizer(folder), end_of_text_ids(folder), 0
+    for found in pq.read_table(made.directory / "train.parquet").to_pylist():
+        messages, is_continued = found["prompt"], found["prompt"][-1]["role"] == "assistant"
+        assert found["prompt_ids"] == tokenizer.apply_chat_template(
+            messages, add_generation_prompt=not is_continued, continue_final_message=is_continued, return_dict=False
+        )
+        if found["solution_ids"]:
+            num_solutions += 1
+            messages[-1]["content"] += solution
+            whole = tokenizer.apply_chat_template(messages, return_dict=False)
+            joint = found["prompt_ids"] + found["solution_ids"]
+            assert (whole[: len(joint)], joint[-1] in stops) == (joint, True)
+    assert num_solutions > 0
+
+
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        ([("user", "a"), ("assistant", r"So \boxed{7}.")], "must not end with the row's ground truth '7', got"),
+        ([("user", "a"), ("assistant", "It is <b>seven</b>.")], "the row's solution '<b>seven</b>', got 'It is"),
+        ([("user", "a"), ("assistant", "So<|im_end|>\n")], "and must not end with <|im_end|>, which ends a turn"),
+        ([("system", "a")], "the prompt must have a message of the user, got the roles system. Add one, or remove"),
+    ],
+)
+def test_prompts_with_the_answer_or_without_a_question_are_refused(
+    chat_tokenizer: Path, tmp_path: Path, messages: list[tuple[str, str]], problem: str
+) -> None:
+    good = talk(0, ("user", "x"), ("assistant", "17 or x7 or 77"), solution="<b>seven</b>")
+    match = rf"train\.parquet: row 1: .*{re.escape(problem)}"
+    with pytest.raises(DataError, match=match):
+        filtered_talks(tmp_path, chat_tokenizer, [good, talk(1, *messages, solution="<b>seven</b>")])
+
+
+def test_templates_that_drop_the_words_are_refused(trained_bpe: Tokenizer, tmp_path: Path) -> None:
+    template = CHAT_TEMPLATE.replace("m.content", "(m.content if m.role == 'user' else '')")
+    folder = saved(trained_bpe, tmp_path / "tokenizer", chat_template=template)
+    rows = [talk(0, ("user", "x")), talk(1, ("user", "y"), ("assistant", "So"))]
+    with pytest.raises(DataError, match=r"train\.parquet: row 1: .* does not write the assistant's words .*: 'So'"):
+        filtered_talks(tmp_path, folder, rows)
+
+
+def test_solutions_that_the_template_drops_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = KINDS["r1"].saved(tmp_path / "tokenizer")
+    rows = [
+        talk(index, ("user", f"What is {index} + 7?"), solution=f"<think> {index} </think> 9") for index in range(3)
+    ]
+    made = filtered_talks(tmp_path, folder, rows)
+    assert pq.read_table(made.directory / "train.parquet")["solution_ids"].to_pylist() == [[], [], []]
+    assert "a warm start cannot show 3 solutions, such as '<think> 0 </think> 9'" in caplog.text
+    assert "does not write it behind '" in caplog.text
+    config = load_config(["experiment=debug", "warm_start.enabled=true"])
+    problem = r"there is none\. Of 3 solutions the chat template does not write it behind '.*\. Set warm_start\.enabled"
+    with pytest.raises(DataError, match=problem):
+        Demonstrations.read(config, RunInputs(made.directory, folder))

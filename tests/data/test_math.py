@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.math_answers import compared, readings
 
-# `_reference`: scores alone do not show how a text is read.
-from data.math import _reference, reference_problem, score
+# `read_reference`: scores alone do not show how a text is read.
+from data.math import read_reference, score
 from data.written_numbers import read_number, typeset
 from rlcore.config import RewardConfig
 from rlcore.rollout.scoring import ScoringPool
@@ -24,11 +24,11 @@ def paid(answer: str, reference: str) -> bool:
 def test_published_references_are_read_as_listed():
     assert len(readings()) >= 300
     for reference, expected in readings().items():
-        reading = _reference(reference)
+        reading = read_reference(reference)
         kinds = {"number": reading.number, "words": reading.words and " ".join(reading.words).strip()}
         kinds["base"] = reading.based and " ".join(reading.based)
         found = [f"{kind} {value}" for kind, value in kinds.items() if value is not None]
-        refused = reference_problem(reference) is not None
+        refused = read_reference(reference).problem is not None
         assert (["refused"] if refused else found or ["expression"]) == [expected], reference
         assert paid(reference, reference) is not refused, reference
 
@@ -39,7 +39,7 @@ def test_documented_forms_are_read_as_documented():
     forms = [(form, "refused" in reading) for forms, reading in rows for form in re.findall("`([^`]+)`", forms)]
     assert len(forms) > 50
     for form, is_refused in forms:
-        assert (reference_problem(form) is not None) is is_refused, form
+        assert (read_reference(form).problem is not None) is is_refused, form
         assert paid(form, form) is not is_refused, form
 
 
@@ -124,12 +124,12 @@ def test_numbers_with_unknown_words_are_different(form):
      r"24\text{ red apples}"],
 )  # fmt: skip
 def test_references_with_unknown_words_are_refused(form):
-    assert "unknown word" in (found := reference_problem(form)) or "is no known unit or word" in found
+    assert "unknown word" in (found := read_reference(form).problem) or "is no known unit or word" in found
 
 
 @pytest.mark.parametrize("form", ["NaN", "nan", "inf", "-inf", "Infinity", r"\text{nan}", "null"])
 def test_missing_values_are_neither_references_nor_answers(form):
-    assert "is no value" in reference_problem(form)
+    assert "is no value" in read_reference(form).problem
     assert not paid(form, form)
     assert not paid(form, r"\infty")
     assert paid(r"\infty", r"\infty")
@@ -208,7 +208,7 @@ HOSTILE = [
 @pytest.mark.parametrize("response", HOSTILE)
 def test_hostile_responses_are_scored_in_time(response):
     assert score(response, {"answer": "18"}).total == 0.0
-    reference_problem(response)
+    read_reference(response)
 
 
 def test_numbers_equal_a_naive_reading():

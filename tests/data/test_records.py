@@ -10,7 +10,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data import records as record_files
 from data.records import Record, commit_of, digests, local_files, records, records_of, snapshot
 from data.schema import provenance
 from data.tasks import build_dataset
@@ -155,7 +154,7 @@ def test_places_count_empty_lines_and_rows_of_all_batches(tmp_path: Path, monkey
     found = list(records_of(lines))
     assert [record.where for record in found] == [f"{lines}: line {number}" for number in (1, 4, 5)]
     assert [record.values["a"] for record in found[:2]] == [1, "\ud83d"]
-    monkeypatch.setattr(record_files, "ROWS_PER_GROUP", 2)
+    monkeypatch.setattr("data.schema.ROWS_PER_GROUP", 2)
     pq.write_table(pa.table({"a": [5, 6, 7]}), tmp_path / "y.parquet")
     assert [(record.where, record.values) for record in records(str(tmp_path), "y")] == [
         (f"{tmp_path}/y.parquet: row {number}", {"a": number + 5}) for number in range(3)
@@ -226,9 +225,9 @@ def test_second_start_needs_no_network(reach, artifacts_root, tmp_path):
         assert hub.asked[num_asked:] == ["GET /api/datasets/openai/gsm8k/revision/v1"]
     reach(hub.port)  # the server is gone
     again = build_dataset(Gsm8kData(), seed=1, root=artifacts_root)
-    assert (again.fingerprint, again.cached) == (first.fingerprint, True)
+    assert (again.directory.name, again.cached) == (first.directory.name, True)
     elsewhere = build_dataset(Gsm8kData(), seed=1, root=tmp_path / "elsewhere")
-    assert (elsewhere.fingerprint, elsewhere.cached) == (first.fingerprint, False)
+    assert (elsewhere.directory.name, elsewhere.cached) == (first.directory.name, False)
     assert questions(elsewhere) == questions(first)
 
 
@@ -245,9 +244,9 @@ def test_moved_branches_make_new_datasets_and_commits_do_not(reach, artifacts_ro
         after = build_dataset(settings, seed=1, root=artifacts_root)
         assert questions(after) == [f"b {row}" for row in range(4)]
         pinned = settings.model_copy(update={"revision": OLD})
-        assert build_dataset(pinned, seed=1, root=artifacts_root).fingerprint == before.fingerprint
+        assert build_dataset(pinned, seed=1, root=artifacts_root).directory.name == before.directory.name
     reach(hub.port)
-    assert build_dataset(settings, seed=1, root=artifacts_root).fingerprint == after.fingerprint
+    assert build_dataset(settings, seed=1, root=artifacts_root).directory.name == after.directory.name
 
 
 def test_moved_branch_keeps_the_resolved_commit(reach):

@@ -80,7 +80,8 @@ def test_provenance_is_a_json_object(tmp_path: Path) -> None:
     assert provenance_metadata({"b": "ö", "a": 1}) == {b"millrace": '{"a": 1, "b": "ö"}'.encode()}
 
 
-def test_damaged_pages_are_reported_with_the_rows_before(tmp_path: Path) -> None:
+def test_damaged_pages_are_reported_with_the_rows_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schema, "ROWS_PER_GROUP", 10)
     path = tmp_path / "train.parquet"
     pq.write_table(pa.table({"number": range(30)}), path, row_group_size=10, compression="none")
     place = pq.read_metadata(path).row_group(2).column(0).data_page_offset
@@ -88,7 +89,7 @@ def test_damaged_pages_are_reported_with_the_rows_before(tmp_path: Path) -> None
     content[place : place + 20] = b"\xff" * 20
     path.write_bytes(bytes(content))
     with pytest.raises(DataError, match=r"train.parquet: damaged after row 20 "):
-        list(read_batches(pq.ParquetFile(path), path, 10))
+        list(read_batches(path))
 
 
 def test_rows_are_numbered_and_counted_by_difficulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from data import multiplication, number_guessing
 from data.countdown import build
-from data.countdown_problems import draw_chunk, generate
-from data.filter import filter_dataset, filter_fingerprint
+from data.countdown_problems import generate
+from data.filter import filter_dataset, filtered_directory
 from data.rows import Message, Row, TaskRows
 from data.schema import provenance, require_row_schema, row_schema
 from data.tasks import (
@@ -22,7 +22,6 @@ from data.tasks import (
     input_digests,
     inputs_of,
 )
-from data.tokenizer import tokenizer_fingerprint
 from rlcore.batching.prompts import read_prompts, read_solutions
 from rlcore.config import (
     CountdownData,
@@ -59,15 +58,15 @@ def test_dataset_has_schema_provenance_and_counts(dataset, artifacts_root):
     assert table.schema.remove_metadata() == row_schema(truth)
     require_row_schema(table.schema, file)
     document = provenance(file)
-    assert document["fingerprint"] == dataset.fingerprint == dataset_fingerprint(SMALL, 1)
-    assert dataset.directory == dataset_directory(dataset.fingerprint, artifacts_root)
+    assert document["fingerprint"] == dataset.directory.name == dataset_fingerprint(SMALL, 1)
+    assert dataset.directory == dataset_directory(SMALL, 1, artifacts_root)
     assert (document["seed"], document["counts"]["rows"], document["settings"]["number_high"]) == (1, 60, 9)
     before = file.stat().st_mtime_ns
     again = build_dataset(SMALL, seed=1, root=artifacts_root)
     assert (again.cached, again.counts, file.stat().st_mtime_ns) == (True, dataset.counts, before)
     scored = {"scorer": "somewhere:else", "environment": "somewhere:Else", "chat_template_kwargs": {"think": False}}
-    assert dataset_fingerprint(SMALL.model_copy(update=scored), 1) == dataset.fingerprint
-    assert dataset_fingerprint(SMALL, 2) != dataset.fingerprint
+    assert dataset_fingerprint(SMALL.model_copy(update=scored), 1) == dataset.directory.name
+    assert dataset_fingerprint(SMALL, 2) != dataset.directory.name
 
 
 def test_settings_and_seed_determine_the_bytes(dataset, tmp_path):
@@ -115,8 +114,8 @@ def test_suites_have_held_out_rows_alone(mapped: MappedData, tmp_path: Path) -> 
     assert dataset_fingerprint(mapped, 2) == whole, "its rows are not generated"
     assert dataset_fingerprint(mapped, 1, ("train", "validation")) == whole
     made = build_dataset(mapped, seed=1, root=tmp_path, splits=("validation",))
-    assert made.fingerprint == dataset_fingerprint(mapped, 1, ("validation",)) != whole
-    assert (made.counts, made.directory) == ({"validation": 2}, dataset_directory(made.fingerprint, tmp_path))
+    assert made.directory.name == dataset_fingerprint(mapped, 1, ("validation",)) != whole
+    assert (made.counts, made.directory) == ({"validation": 2}, dataset_directory(mapped, 1, tmp_path, ("validation",)))
     assert sorted(path.name for path in made.directory.glob("*.parquet")) == ["validation.parquet"]
 
 
@@ -188,13 +187,6 @@ def test_rows_of_custom_tasks_never_change() -> None:
     assert digest_of_rows(multiplication.build(settings, 1)) == "0e3236ca5645ffbf"
 
 
-def test_chunks_depend_on_their_number_and_settings_alone() -> None:
-    problems = draw_chunk(DRAWN, 7, 2)
-    assert {len(problem.numbers) for problem in problems} == {5}
-    assert digest([astuple(problem) for problem in problems[:50]]) == "4536e9bbec2980d9"
-    assert {len(problem.numbers) for chunk in (3, 4) for problem in draw_chunk(DRAWN, 7, chunk)[:9]} == {3, 4}
-
-
 FEW = {"train_size": 60, "validation_size": 20, "number_high": 9, "target_high": 20, "template": "bare"}
 EASY = CountdownData(min_numbers=2, max_numbers=2, operations=("+", "-"), **FEW | {"train_size": 40})
 HARD = CountdownData(min_numbers=3, max_numbers=3, operations=("+", "-"), **FEW)
@@ -216,18 +208,19 @@ def mixed(scratch_tokenizer, artifacts_root):
 def test_parts_are_shared_by_mixtures(mixed, scratch_tokenizer, artifacts_root):
     dataset, filtered = mixed
     assert dataset.counts == filtered.counts == {"train": 150, "validation": 50}
-    assert dataset_fingerprint(MIXED, 1) == dataset.fingerprint == dataset.directory.name
+    assert dataset_fingerprint(MIXED, 1) == dataset.directory.name
     alone, alone_filtered = make(HARD, scratch_tokenizer, artifacts_root)
     heavier = MixtureData(parts=(*PARTS[:2], MixturePart(data=TIMES, weight=9)))
     again, again_filtered = make(heavier, scratch_tokenizer, artifacts_root)
     assert all(result.cached for result in (alone, alone_filtered, again, again_filtered))
-    assert again.fingerprint == dataset.fingerprint
+    assert again.directory.name == dataset.directory.name
     other, _ = make(MixtureData(parts=PARTS[:2]), scratch_tokenizer, artifacts_root)
     assert not other.cached
-    assert other.fingerprint != dataset.fingerprint
-    tokenizer = tokenizer_fingerprint(scratch_tokenizer)
-    assert filter_fingerprint(dataset.fingerprint, tokenizer, FilterConfig()) == filtered.fingerprint
-    row = f"| [{alone.fingerprint}](../{alone.fingerprint}) | 60 train, 20 validation |"
+    assert other.directory.name != dataset.directory.name
+    name = dataset.directory.name
+    planned = filtered_directory(name, scratch_tokenizer, FilterConfig(), root=artifacts_root)
+    assert planned == filtered.directory
+    row = f"| [{alone.directory.name}](../{alone.directory.name}) | 60 train, 20 validation |"
     assert row in (dataset.directory / "README.md").read_text()
 
 

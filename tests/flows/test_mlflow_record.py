@@ -49,9 +49,9 @@ def test_run_that_ends_before_its_first_step_has_final_status(
         assert "total_steps: 2\n" in settings
         inputs = [({tag.key: tag.value for tag in one.tags}, one.dataset) for one in page.inputs.dataset_inputs]
         assert {(tags["mlflow.data.context"], data.name, data.digest) for tags, data in inputs} == {
-            ("training", "countdown", rows.fingerprint),
-            ("training", "countdown filtered", filtered.fingerprint),
-            ("validation", "countdown held-out", filtered.fingerprint),
+            ("training", "countdown", rows.directory.name),
+            ("training", "countdown filtered", filtered.directory.name),
+            ("validation", "countdown held-out", filtered.directory.name),
         }
         assert known.url == ""  # no server serves the store
         assert known.ui_command == f"mlflow ui --backend-store-uri sqlite:///{artifacts_root}/mlflow.db"
@@ -69,7 +69,7 @@ def test_run_that_ends_before_its_first_step_has_final_status(
 
 HERE = Path("here")
 LAST, BEST = ExportedWeights(HERE, 2, cached=True), ExportedWeights(HERE, 1, cached=True)
-ROWS = StageResult(HERE, "f", cached=True, counts={})
+ROWS = StageResult(HERE, cached=True, counts={})
 AWAY = ("tracking.uri=oddsql://host/runs",)
 """A store of a kind that is not installed, which fails immediately."""
 

@@ -59,7 +59,7 @@ def layout(config: RunConfig) -> RunLayout:
 
 def test_stage_describes_its_result() -> None:
     figures = {"critic/score/mean": 0.12345}
-    rows = StageResult(HERE, "f", cached=False, counts={"train": 1_200, "x": 3}, warning="warning: few")
+    rows = StageResult(HERE, cached=False, counts={"train": 1_200, "x": 3}, warning="warning: few")
     table = PassRateTable(HERE, 12_000, 1_500, "pass rates 0 to 1", cached=False)
     weights = ExportedWeights(HERE, 40, cached=False)
     for stage, made, expected in (

@@ -1,7 +1,8 @@
-"""Rows from a function in a file, and from columns of any dataset."""
+"""Rows from a function in a file and from columns of any dataset, rows tried before a dataset is made, and a game."""
 
 import json
 import math
+import random
 import sys
 from hashlib import sha256
 from pathlib import Path
@@ -11,11 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from data import multiplication
+from data.number_guessing import Game
 from data.rows import Message, Row
-from data.sources import build_mapped
-from data.tasks import build_dataset, dataset_fingerprint, input_digests
-from data.trial import first_row
-from rlcore.config import CustomData, MappedData
+from data.tasks import build_dataset, build_mapped, dataset_fingerprint, input_digests, inputs_of
+from data.trial import FirstRow, first_row, validate_rows
+from rlcore.config import CountdownData, CustomData, MappedData
 from rlcore.errors import ConfigError, DataError
 
 TIMES = CustomData(train_size=200, validation_size=20)
@@ -40,10 +41,10 @@ def test_fingerprint_depends_on_the_source_file(tmp_path, monkeypatch, artifacts
     mine = TIMES.model_copy(update={"build": "my_own_task:build", "scorer": "my_own_task:score"})
     dataset = build_dataset(mine, seed=1, root=artifacts_root)
     assert pq.read_table(dataset.directory / "train.parquet").column("data_source")[0].as_py() == "mine"
-    assert dataset_fingerprint(mine, 1) == dataset.fingerprint
+    assert dataset_fingerprint(mine, 1) == dataset.directory.name
     with (tmp_path / "my_own_task.py").open("a") as file:
         file.write("# changed\n")
-    assert dataset_fingerprint(mine, 1) != dataset.fingerprint
+    assert dataset_fingerprint(mine, 1) != dataset.directory.name
 
 
 READER = """
@@ -76,7 +77,7 @@ def test_files_of_an_option_folder_count_by_content(tmp_path, monkeypatch):
         second = build_dataset(mine, seed=1, root=root)
         assert (second.cached, second.counts["train"]) == (False, 3)
         assert len([each for each in (root / "datasets").iterdir() if each.is_dir()]) == 2, "nothing is left over"
-        fingerprints.append((first.fingerprint, second.fingerprint))
+        fingerprints.append((first.directory.name, second.directory.name))
     assert fingerprints[0] == fingerprints[1]
     assert len(set(fingerprints[0])) == 2
 
@@ -139,35 +140,31 @@ def test_further_columns_reach_the_scorer_as_text(tmp_path: Path, artifacts_root
             list(build_mapped(settings.model_copy(update={"columns": (column,)}), 0).splits["train"])
 
 
-@pytest.mark.parametrize("text", ["NaN", "nan", "inf", "-Infinity", "None", "null", "<NA>"])
-def test_texts_of_missing_values_are_refused(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("good", "value", "problem"),
+    [
+        *(("none", text, f"'{text}' of a missing")
+          for text in ("NaN", "nan", "inf", "-Infinity", "None", "null", "<NA>")),
+        (1.0, math.nan, r"got nan \(columns"), (1.0, -math.inf, r"got -inf \(columns"),
+    ],
+)  # fmt: skip
+def test_missing_values_are_refused(good: object, value: object, problem: str, tmp_path: Path) -> None:
+    rows = [{"question": "None", "answer": good}, {"question": "b?", "answer": value}]
     for split in ("train", "test"):
-        rows = [{"question": "None", "answer": "none"}, {"question": "b?", "answer": text}]
         (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    made = build_mapped(MappedData(source=str(tmp_path)), 1)
-    with pytest.raises(DataError, match=rf"^{tmp_path}/train.jsonl: line 2: column answer: .*'{text}' of a missing"):
-        list(made.splits["train"])
-
-
-def test_nan_and_infinity_are_refused(tmp_path: Path) -> None:
-    for name in ("train", "test"):
-        (tmp_path / f"{name}.jsonl").write_text('{"question": "a?", "answer": 1}\n{"question": "b?", "answer": NaN}\n')
-    with pytest.raises(DataError, match=rf"^{tmp_path}/train.jsonl: line 2: column answer: .*, got nan \(columns"):
-        list(build_mapped(MappedData(source=str(tmp_path)), 0).splits["train"])
+    with pytest.raises(DataError, match=rf"^{tmp_path}/train.jsonl: line 2: column answer: .*{problem}"):
+        list(build_mapped(MappedData(source=str(tmp_path)), 1).splits["train"])
     (tmp_path / "train.jsonl").unlink()
-    pq.write_table(pa.table({"question": ["a?", "b?"], "answer": [1.0, -math.inf]}), tmp_path / "train.parquet")
-    with pytest.raises(DataError, match=rf"^{tmp_path}/train.parquet: row 1: column answer: .*, got -inf \(columns"):
-        list(build_mapped(MappedData(source=str(tmp_path)), 0).splits["train"])
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    with pytest.raises(DataError, match=rf"^{tmp_path}/train.parquet: row 1: column answer: .*{problem}"):
+        list(build_mapped(MappedData(source=str(tmp_path)), 1).splits["train"])
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"question": "tsk.text"}, r"line 1: there is no column tsk.text \(columns: task, final, cut\)"),
-        ({"question": "task"}, r"column task: must be a text"),
         ({"question": "cut"}, r"line 1: column cut: must be UTF-8 .*surrogates not allowed"),
         ({"source": ""}, r"data.source: must be a folder or a hub id"),
-        ({"train_split": "train"}, r"lacks train, as \.jsonl, .* Its files: "),
     ],
 )
 def test_wrong_names_are_refused(tmp_path, artifacts_root, changes, message):
@@ -177,3 +174,54 @@ def test_wrong_names_are_refused(tmp_path, artifacts_root, changes, message):
     names = {"question": "task.text", "answer": "final", "train_split": "big", "validation_split": "small"}
     with pytest.raises(DataError, match=message):
         build_dataset(MappedData(**{"source": str(tmp_path), **names, **changes}), seed=1, root=artifacts_root)
+
+
+def test_repeated_prompts_are_refused_with_their_line(mapped: MappedData, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    assert validate_rows(mapped, 1, root, each_once=True) == 3
+    assert validate_rows(mapped, 1, root, ("validation",), each_once=True) == 2
+    train, test = tmp_path / "train.jsonl", tmp_path / "test.jsonl"
+    with train.open("a") as file:
+        file.write('\n{"question": "train 1?", "answer": "7"}\n')
+    assert validate_rows(mapped, 1, root, each_once=False) == 4
+    with pytest.raises(
+        DataError, match=rf"^{train}: line 5: the same prompt as {train}: line 2. Remove one of them, or"
+    ):
+        validate_rows(mapped, 1, root, each_once=True)
+    with test.open("a") as file:
+        file.write('{"question": "train 0?", "answer": "7"}\n')
+    problem = (
+        rf"^{test}: line 3: the same prompt as {train}: line 1, so validation would .* Remove it from one of the two"
+    )
+    with pytest.raises(DataError, match=problem):
+        validate_rows(mapped, 1, root, each_once=False)
+    assert validate_rows(CountdownData(), 1, root, each_once=True) is None
+    assert validate_rows(CustomData(), 1, root, each_once=True) is None
+    made = first_row(mapped, 1, root)
+    dataset = build_dataset(mapped, seed=1, root=root)
+    assert inputs_of(dataset.directory) == input_digests(mapped)
+    assert made == first_row(mapped, 1, root)
+    assert validate_rows(mapped, 1, root, each_once=True) == 4, "the rows of a finished dataset are not built"
+
+
+def test_first_row_of_a_large_task_is_made_alone(tmp_path: Path) -> None:
+    settings = CountdownData(train_size=10**9, template="bare", search_tries=None)
+    found = first_row(settings, 7, tmp_path)
+    assert isinstance(found, FirstRow)
+    assert (found.prompt_form, json.loads(found.ground_truth_json)["form"]) == ("text", "bare")
+
+
+def test_replies_compare_the_guess_with_the_number() -> None:
+    game = Game()
+    for seed in range(5):
+        game.reset({"seed": seed})
+        number = random.Random(seed).randint(1, 7)
+        for guess in range(-1, 10):
+            turn = game.step(f" {guess} " if guess >= 0 else "what")
+            if guess == number:
+                assert (turn.reply, turn.done, turn.reward, turn.parts) == ("", True, 1.0, {"correct": 1.0})
+            else:
+                reply = ":" if guess < 0 else "+" if guess < number else "-"
+                assert (turn.reply, turn.done, turn.reward, turn.parts) == (reply, False, -0.1, {"correct": 0.0})
+    for text in ("\u00b2", "1" * 5_000):
+        assert game.step(text).reply == ":"

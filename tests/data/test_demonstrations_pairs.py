@@ -1,8 +1,6 @@
-"""Preference pairs: their tokens in every form of a file, refused files, and pairs from recorded responses."""
+"""Preference pairs: their tokens in every form of a file, and refused files."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +10,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from data.demonstrations import tokenize_demonstrations
-from data.preferences import recorded_pairs
 from data.tasks import StageResult
 from rlcore.batching.prompts import Demonstration, read_demonstrations, read_pairs
-from rlcore.config import AnswersConfig, WarmStartConfig
+from rlcore.config import WarmStartConfig
 from rlcore.errors import DataError
-from rlcore.prompt import ROWS_PER_SOURCE
-from rlcore.responses.query import Query, find_responses
-from rlcore.responses.store import ResponseWriter, parts_of
 from tests.data.conftest import CHAT_TEMPLATE, saved
-from tests.helpers.answers import Made
 
 ASK = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "What is 2 + 2?"}]
 GOOD, BAD = [{"role": "assistant", "content": "It is 4."}], [{"role": "assistant", "content": "I think that it is 5."}]
@@ -116,79 +109,3 @@ def test_template_that_changes_a_response_is_refused(trained_bpe: Tokenizer, tmp
     tokenizer = saved(trained_bpe, tmp_path / "tokenizer", chat_template=template)
     with pytest.raises(DataError, match=r"line 1: rejected: the chat template of .* drops or changes response 0"):
         tokenized(tmp_path / "pairs.jsonl", [CHAT, OTHER], tokenizer)
-
-
-# ---------------------------------------------------------------- recorded responses
-
-
-def rows_file(path: Path, form: str, count: int) -> Path:
-    """Write the columns of filtered rows from which pairs take their prompts."""
-    rows = [
-        {"prompt": [{"role": "user", "content": f"question {index} of {path.stem}"}], "extra_info": {"index": index}}
-        for index in reversed(range(count))
-    ]
-    metadata = {b"millrace": json.dumps({"origin": {"prompt_form": form}}).encode()}
-    pq.write_table(pa.Table.from_pylist(rows).replace_schema_metadata(metadata), path)
-    return path
-
-
-def naive_pairs(folder: Path) -> list[Mapping[str, Any]]:
-    """Return the rows of the best and the worst response of each group, with the prompt's id and the step."""
-    groups: dict[Any, list[Any]] = {}
-    for row in [row for part in parts_of(folder) for row in pq.read_table(part).to_pylist()]:
-        if row["validation"] is None and row["score"] is not None and row["finish_reason"] == "stop":
-            groups.setdefault((row["step"], row["prompt_id"]), []).append(row)
-    found = []
-    for (step, prompt), rows in groups.items():
-        best, worst = (choose(rows, key=lambda row: row["score"]) for choose in (max, min))
-        if best["score"] > worst["score"]:
-            found.append({
-                "chosen": best["answer"], "rejected": worst["answer"], "chosen_score": best["score"],
-                "rejected_score": worst["score"], "run": "a-run", "step": step, "data_source": "made",
-                "prompt_id": prompt,
-            })  # fmt: skip
-    return found
-
-
-def responses(seed: int, *, groups: int, prompt_ids: list[int], failures: bool = True) -> Made:
-    """Return made-up responses to the prompts `prompt_ids`, one for each response."""
-    made = Made(seed, groups=groups, failures=failures)
-    made.rollouts = [
-        replace(one, prompt=replace(one.prompt, prompt_id=prompt))
-        for one, prompt in zip(made.rollouts, prompt_ids, strict=True)
-    ]
-    return made
-
-
-def test_recorded_pairs_are_the_best_and_worst_of_each_group(tmp_path: Path) -> None:
-    writer = ResponseWriter(tmp_path / "answers", AnswersConfig())
-    for step in (1, 2):
-        made = responses(step, groups=40, prompt_ids=[index // 4 for index in range(80)])
-        made.scores[:4] = [made.scores[0]] * 4
-        writer.add(made.of_step(step))
-    writer.start_part()
-    writer.wait()
-    writer.write_validation("after", Made(3).of_validation(2, "after"))
-    found = find_responses(tmp_path / "answers", Query(kind="training"))
-    file = rows_file(tmp_path / "text.parquet", "text", 20)
-    pairs = recorded_pairs(found, [file], "a-run")
-    expected = naive_pairs(tmp_path / "answers")
-    assert 30 < len(expected) < 40
-    assert [{name: value for name, value in pair.items() if name != "prompt"} for pair in pairs] == expected
-    assert [pair["prompt"] for pair in pairs] == [f"question {pair['prompt_id']} of text" for pair in pairs]
-    assert recorded_pairs(find_responses(tmp_path / "answers", Query(step=(9, 9))), [file], "a-run") == []
-
-
-def test_recorded_chats_are_messages_of_their_data_source(chat_tokenizer: Path, tmp_path: Path) -> None:
-    ids = [index // 4 + start for start in (0, ROWS_PER_SOURCE) for index in range(12)]
-    writer = ResponseWriter(tmp_path / "answers", AnswersConfig())
-    writer.add(responses(1, groups=12, prompt_ids=ids, failures=False).of_step(1))
-    writer.start_part()
-    writer.wait()
-    files = [rows_file(tmp_path / f"{name}.parquet", "chat", 3) for name in ("first", "second")]
-    pairs = recorded_pairs(find_responses(tmp_path / "answers", Query()), files, "a-run")
-    assert [pair["prompt"][0]["content"] for pair in pairs] == [
-        f"question {index} of {name}" for name in ("first", "second") for index in range(3)
-    ]
-    assert all(pair["chosen"][0]["role"] == pair["rejected"][0]["role"] == "assistant" for pair in pairs)
-    assert tokenized(tmp_path / "pairs.jsonl", pairs, chat_tokenizer).counts["train"] == 6
