@@ -1,9 +1,9 @@
-"""The trained models of one rank: the policy and the critic."""
+"""The models of one rank: the policy, the critic, and the frozen reference and teachers."""
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,23 +22,25 @@ from rlcore.algos.objective import (
     supervised_objective,
     value_objective,
 )
-from rlcore.batching.pack import shared_prompts, split_pairs
+from rlcore.batching.pack import scatter_tokens, select, shared_prompts, split_pairs
 from rlcore.config import CriticConfig, RunConfig
+from rlcore.config.algo import TeacherConfig
+from rlcore.config.model import LoraConfig
 from rlcore.models.head import TokenLogprobs
 from rlcore.models.load import load_policy, load_value_model
 from rlcore.models.lora import add_adapters, frozen_tensors, without_adapters
-from rlcore.models.memory import OffloadedWeights, compact
-from rlcore.models.optim import local_tensor
+from rlcore.models.memory import OffloadedWeights, compact, local_tensor
 from rlcore.models.parallel import full_state, reshard
-from rlcore.models.policy import CausalPolicy, ValueModel
+from rlcore.models.policy import CausalPolicy, ValueModel, round_weights
 from rlcore.types import PackedBatch, TrainBatch
 from rlcore.workers.device import Placement
 from rlcore.workers.trained_model import (
     MicroBatch,
+    MicroBatchRunner,
     ModelUpdate,
     Parts,
+    TokenFunction,
     TrainedModel,
-    restore_order,
     sum_statistics,
     to_device,
 )
@@ -71,7 +73,6 @@ class Actor(TrainedModel[CausalPolicy]):
             compact(resident)
         self._addresses = {local_tensor(tensor).data_ptr() for tensor in resident}
 
-    @torch.no_grad()
     def logprobs(
         self,
         batch: PackedBatch,
@@ -81,16 +82,19 @@ class Actor(TrainedModel[CausalPolicy]):
         with_entropy: bool = False,
         pairs: bool = False,
     ) -> Float[Tensor, "T ..."]:
-        """Return the result of `policy_logprobs`, optionally without the LoRA adapters."""
+        """Return the log-probability of each response token, and 0 elsewhere, on the CPU, optionally without the LoRA
+        adapters. With `with_entropy`, the shape is [T, 2], and the second column is the entropy. `pairs`: the sequences
+        are preference pairs, at temperature 1."""
+        temperature = self._config.rollout.sampling.temperature
 
-        def work(parts: Parts) -> Tensor:
-            device = self._placement.device
-            return policy_logprobs(
-                self.model, batch, parts, self._config, device, with_entropy=with_entropy, pairs=pairs
-            )
+        def compute(micro: MicroBatch[PackedBatch]) -> Tensor:
+            if pairs:
+                micro = replace(micro, host=split_pairs(micro.host))
+                return token_logprobs(self.model, micro, temperature=1.0, entropy="none").logprobs
+            return policy_logprobs(self.model, micro, temperature, with_entropy=with_entropy)
 
         with nullcontext() if adapters else without_adapters(self.model):
-            return self.forward_pass.run(work, batch, num_micro)
+            return self.forward_pass.token_values(compute, batch, num_micro, self._placement.device)
 
     def update(
         self,
@@ -104,21 +108,27 @@ class Actor(TrainedModel[CausalPolicy]):
         with_logprobs: bool = True,
     ) -> ModelUpdate[PolicyStatistics]:
         """Take one optimizer step. A non-finite loss or gradient raises NonFiniteError and changes no weight."""
-        objective = partial(self._objective, denominator=denominator, kl_coef=kl_coef, entropy_added=entropy_added)
+        algo, alarms = self._config.algo, self._config.alarms
 
-        def work(parts: Parts) -> tuple[PolicyStatistics, Tensor | None]:
-            logprobs: list[Tensor] = []
-
-            def collecting(micro: MicroBatch[TrainBatch]) -> tuple[Tensor, PolicyStatistics]:
-                loss, statistics, micro_logprobs = objective(micro)
-                if with_logprobs:
-                    logprobs.append(micro_logprobs)
-                return loss, statistics
-
-            statistics = self.accumulate(batch, parts, collecting)
-            return statistics, restore_order(logprobs, batch.packed.cu_seqlens, parts) if with_logprobs else None
-
-        summed, logprobs = self.update_pass.run(work, batch.packed, num_micro)
+        def objective(micro: MicroBatch[TrainBatch]) -> tuple[Tensor, PolicyStatistics, Tensor | None]:
+            output = token_logprobs(
+                self.model,
+                MicroBatch(micro.host.packed, micro.device.packed),
+                temperature=self._config.rollout.sampling.temperature,
+                entropy="grad" if algo.entropy_coef + entropy_added > 0 else "value",
+                candidates=micro.device.teacher_top_ids,
+            )
+            loss, statistics = policy_objective(
+                output.logprobs,
+                output.entropy,
+                micro.device,
+                settings=algo,
+                denominator=denominator,
+                kl_coef=kl_coef,
+                entropy_added=entropy_added,
+                candidate_logprobs=output.candidates,
+            )
+            return loss, statistics, output.logprobs.detach() if with_logprobs else None
 
         def why() -> str:
             rows = self._non_finite_groups(batch, objective)
@@ -128,14 +138,15 @@ class Actor(TrainedModel[CausalPolicy]):
                 "a custom loss may divide by zero."
             )
 
-        grad_norm = self.clip(summed, f"the policy's loss is {float(summed.pg_loss)}", why)
-        alarms = self._config.alarms
-        applied = not (alarms.grad_norm == "skip" and grad_norm > alarms.grad_norm_above)  # the same on all ranks
-        if applied:
-            self.step(lr)
-        else:
-            self.release_gradients()
-        return ModelUpdate(summed, grad_norm, applied, logprobs)
+        return self.take_step(
+            batch,
+            num_micro,
+            objective,
+            lr=lr,
+            loss=lambda summed: f"the policy's loss is {float(summed.pg_loss)}",
+            why=why,
+            max_norm=alarms.grad_norm_above if alarms.grad_norm == "skip" else math.inf,
+        )
 
     @torch.no_grad()
     def _non_finite_groups(self, batch: TrainBatch, objective: Callable[..., tuple[Any, ...]]) -> list[int]:
@@ -149,41 +160,19 @@ class Actor(TrainedModel[CausalPolicy]):
             dist.all_gather_object(by_rank, groups)
         return sorted(set().union(*by_rank))
 
-    def _objective(
-        self, micro: MicroBatch[TrainBatch], denominator: Denominator, kl_coef: float, entropy_added: float
-    ) -> tuple[Tensor, PolicyStatistics, Tensor]:
-        algo = self._config.algo
-        output = token_logprobs(
-            self.model,
-            MicroBatch(micro.host.packed, micro.device.packed),
-            temperature=self._config.rollout.sampling.temperature,
-            entropy="grad" if algo.entropy_coef + entropy_added > 0 else "value",
-            candidates=micro.device.teacher_top_ids,
-        )
-        loss, statistics = policy_objective(
-            output.logprobs,
-            output.entropy,
-            micro.device,
-            settings=algo,
-            denominator=denominator,
-            kl_coef=kl_coef,
-            entropy_added=entropy_added,
-            candidate_logprobs=output.candidates,
-        )
-        return loss, statistics, output.logprobs.detach()
-
     def supervise(
         self, batch: PackedBatch, num_micro: int, total: int, *, lr: float
     ) -> ModelUpdate[SupervisedStatistics]:
         """Take one optimizer step on the loss `warm_start.loss`, divided by `total`, the number of targets or pairs on
         all ranks. A non-finite step raises NonFiniteError and changes no weight."""
-
-        objective = partial(self._supervised_objective, total=total)
-        summed = self.update_pass.run(lambda parts: self.accumulate(batch, parts, objective), batch, num_micro)
-        remedy = ". A lower warm_start.optim.lr, or a longer warm-up, often helps."
-        grad_norm = self.clip(summed, f"the supervised loss is {summed.means().get('loss')}", lambda: remedy)
-        self.step(lr)
-        return ModelUpdate(summed, grad_norm)
+        return self.take_step(
+            batch,
+            num_micro,
+            lambda micro: (*self._supervised_objective(micro, total), None),
+            lr=lr,
+            loss=lambda summed: f"the supervised loss is {summed.means().get('loss')}",
+            why=lambda: ". A lower warm_start.optim.lr, or a longer warm-up, often helps.",
+        )
 
     @torch.no_grad()
     def likelihood(self, batch: PackedBatch, num_micro: int) -> SupervisedStatistics:
@@ -224,26 +213,11 @@ def model_inputs(policy: CausalPolicy, micro: MicroBatch[PackedBatch]) -> tuple[
 
 
 def policy_logprobs(
-    policy: CausalPolicy,
-    batch: PackedBatch,
-    parts: Parts,
-    config: RunConfig,
-    device: torch.device,
-    *,
-    with_entropy: bool = False,
-    pairs: bool = False,
+    policy: CausalPolicy, micro: MicroBatch[PackedBatch], temperature: float, *, with_entropy: bool = False
 ) -> Float[Tensor, "T ..."]:
-    """Return the log-probability of each response token, and 0 elsewhere, on the CPU. With `with_entropy`, the shape is
-    [T, 2], and the second column is the entropy. `pairs`: the sequences are preference pairs, at temperature 1."""
-    values = []
-    for part in parts:
-        micro = to_device(batch, part, device)
-        if pairs:
-            micro = replace(micro, host=split_pairs(micro.host))
-        temperature = 1.0 if pairs else config.rollout.sampling.temperature
-        output = token_logprobs(policy, micro, temperature=temperature, entropy="value" if with_entropy else "none")
-        values.append(torch.stack([output.logprobs, output.entropy], dim=1) if with_entropy else output.logprobs)
-    return restore_order(values, batch.cu_seqlens, parts)
+    """Return the log-probabilities of a micro-batch, and with `with_entropy` a second column with the entropies."""
+    output = token_logprobs(policy, micro, temperature=temperature, entropy="value" if with_entropy else "none")
+    return torch.stack([output.logprobs, output.entropy], dim=1) if with_entropy else output.logprobs
 
 
 class Critic(TrainedModel[ValueModel]):
@@ -260,18 +234,11 @@ class Critic(TrainedModel[ValueModel]):
         model = load_value_model(critic.path or model_directory, model=config.model, device=placement.device)
         super().__init__(config, model, critic.optim, placement, mesh, ("the critic's update", "the critic's values"))
 
-    @torch.no_grad()
     def values(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
         """Return the value of the state before each response token, and 0 elsewhere, on the CPU."""
-
-        def work(parts: Parts) -> Tensor:
-            values = []
-            for part in parts:
-                micro = to_device(batch, part, self._placement.device)
-                values.append(self._values(micro) * micro.device.loss_mask)
-            return restore_order(values, batch.cu_seqlens, parts)
-
-        return self.forward_pass.run(work, batch, num_micro)
+        return self.forward_pass.token_values(
+            lambda micro: self._values(micro) * micro.device.loss_mask, batch, num_micro, self._placement.device
+        )
 
     def _values(self, micro: MicroBatch[PackedBatch]) -> Float[Tensor, "T"]:
         device, host = micro.device, micro.host
@@ -284,12 +251,85 @@ class Critic(TrainedModel[ValueModel]):
     ) -> ModelUpdate[ValueStatistics]:
         """Take one optimizer step. A non-finite loss or gradient raises NonFiniteError and changes no weight."""
 
-        def objective(micro: MicroBatch[TrainBatch]) -> tuple[Tensor, ValueStatistics]:
+        def objective(micro: MicroBatch[TrainBatch]) -> tuple[Tensor, ValueStatistics, None]:
             values = self._values(MicroBatch(micro.host.packed, micro.device.packed))
-            return value_objective(values, micro.device, settings=self._config.algo, denominator=denominator)
+            settings = self._config.algo
+            return *value_objective(values, micro.device, settings=settings, denominator=denominator), None
 
-        summed = self.update_pass.run(lambda parts: self.accumulate(batch, parts, objective), batch.packed, num_micro)
-        remedy = ". Look at the saved batch for a non-finite reward; a lower critic.optim.lr often helps."
-        grad_norm = self.clip(summed, f"the critic's loss is {float(summed.vf_loss)}", lambda: remedy)
-        self.step(lr)
-        return ModelUpdate(summed, grad_norm)
+        return self.take_step(
+            batch,
+            num_micro,
+            objective,
+            lr=lr,
+            loss=lambda summed: f"the critic's loss is {float(summed.vf_loss)}",
+            why=lambda: ". Look at the saved batch for a non-finite reward; a lower critic.optim.lr often helps.",
+        )
+
+
+class FrozenPolicy:
+    """A frozen policy in the compute type: the reference or a teacher. It is not sharded, since each step would gather
+    all shards for a single pass. If `offload` is true, the weights are in host memory between passes."""
+
+    def __init__(self, config: RunConfig, policy: CausalPolicy, placement: Placement, name: str, *, offload: bool):
+        self._config = config
+        self._placement = placement
+        self._policy = policy.eval().requires_grad_(False)
+        self._weights = OffloadedWeights(self._policy.parameters() if offload else ())
+        self._weights.offload()
+        self.forward_pass = MicroBatchRunner(
+            f"the {name}'s log-probabilities", recover=lambda: None, share_prompts=config.model.share_prompts
+        )
+
+    @classmethod
+    def reference(cls, config: RunConfig, model_directory: str, placement: Placement) -> "FrozenPolicy":
+        """Load the initial policy as the reference, which a policy with LoRA adapters does not need."""
+        # Loaded on the device, so that kernels and compiled layers are chosen as for the policy.
+        policy = load_policy(model_directory, model=config.model, device=placement.device)
+        return cls(
+            config, round_weights(policy, placement.dtype), placement, "reference", offload=config.algo.kl.offload
+        )
+
+    @classmethod
+    def teacher(cls, config: RunConfig, teacher: TeacherConfig, path: str, placement: Placement) -> "FrozenPolicy":
+        """Load a teacher, stored like the base of a LoRA model: in the compute type, or in 4 bits."""
+        model = config.model.model_copy(update={"lora": LoraConfig(base=teacher.base)})
+        policy = load_policy(path, model=model, device=placement.device)
+        return cls(config, policy, placement, "teacher", offload=teacher.offload)
+
+    def logprobs(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
+        """Return the log-probability of each response token, and 0 elsewhere, on the CPU."""
+        temperature = self._config.rollout.sampling.temperature
+        return self._run(lambda micro: policy_logprobs(self._policy, micro, temperature), batch, num_micro)
+
+    def likeliest(self, batch: PackedBatch, num_micro: int, k: int) -> Float[Tensor, "T two_k"]:
+        """Return k columns with the ids of the likeliest tokens at each response token, then k with their
+        log-probabilities. Rows of other tokens are 0. The result is a float32 tensor on the CPU, exact for ids below
+        2^24."""
+        temperature = self._config.rollout.sampling.temperature
+
+        def compute(micro: MicroBatch[PackedBatch]) -> Tensor:
+            inputs = model_inputs(self._policy, micro)
+            return torch.cat(self._policy.likeliest(*inputs, k=k, temperature=temperature), dim=1)
+
+        return self._run(compute, batch, num_micro)
+
+    def _run(self, compute: TokenFunction, batch: PackedBatch, num_micro: int) -> Tensor:
+        self._weights.reload()
+        try:
+            return self.forward_pass.token_values(compute, batch, num_micro, self._placement.device)
+        finally:
+            self._weights.offload()
+
+
+def run_teachers(
+    run: Callable[..., Tensor],
+    teachers: Sequence[FrozenPolicy],
+    batch: PackedBatch,
+    num_micro: int,
+    chosen: Sequence[int],
+) -> Float[Tensor, "T ..."]:
+    """Call `run` with each teacher and its responses. Return the values in batch order. `chosen[i]`: the index of
+    response i's teacher."""
+    pupils = [[i for i, teacher in enumerate(chosen) if teacher == index] for index in range(len(teachers))]
+    values = [run(teachers[index], select(batch, mine), num_micro) for index, mine in enumerate(pupils) if mine]
+    return scatter_tokens(values, batch.cu_seqlens, [mine for mine in pupils if mine])

@@ -20,8 +20,8 @@ from rlcore.checkpoint.shards import RankSaver, load_shards
 from rlcore.config import RunConfig
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import EngineError
+from rlcore.models.lora import num_parameters
 from rlcore.models.memory import release_cached_memory
-from rlcore.models.nf4 import num_parameters
 from rlcore.models.parallel import adapter_state
 from rlcore.models.shape import ModelShape, peak_flops, shape_from_config
 from rlcore.rollout.build import build_engine
@@ -29,9 +29,11 @@ from rlcore.rollout.engine import RolloutEngine, SamplingRequest, TailCut, engin
 from rlcore.storage.disk import BYTES_PER_GB
 from rlcore.tracking.cost import GpuUse
 from rlcore.types import PackedBatch, Prompt, Rollout, TrainBatch
-from rlcore.workers.actor import Actor, Critic
+from rlcore.workers.actor import Actor, Critic, FrozenPolicy, run_teachers
 from rlcore.workers.canary import Canary, WeightSync, probe_difference
 from rlcore.workers.device import (
+    MemoryMeter,
+    MemoryPeak,
     Placement,
     choose_placement,
     enable_expandable_segments,
@@ -39,8 +41,6 @@ from rlcore.workers.device import (
     join_ranks,
     raise_malloc_thresholds,
 )
-from rlcore.workers.frozen import FrozenPolicy, run_teachers
-from rlcore.workers.measure import MemoryMeter, MemoryPeak
 from rlcore.workers.trained_model import MicroBatchRunner, MiniBatch, ModelUpdate, ModelUpdates, run_mini_batches
 
 P = ParamSpec("P")
@@ -347,10 +347,10 @@ class Worker:
 
     def memory_peak(self) -> MemoryPeak:
         """Return the peak memory since the start of the process, and the out-of-memory retries."""
-        peak, passes = self._meter.peak(), self._passes()
+        (allocated, reserved), passes = self._meter.peak(), self._passes()
         return MemoryPeak(
-            peak.allocated / BYTES_PER_GB,
-            peak.reserved / BYTES_PER_GB,
+            allocated / BYTES_PER_GB,
+            reserved / BYTES_PER_GB,
             num_retries=sum(one.num_failures for one in passes),
             shortages=tuple(retry for one in passes for retry in one.pop_retries()),
         )

@@ -22,8 +22,7 @@ from rlcore.config.model import LoraConfig, ModelConfig
 from rlcore.models import parallel
 from rlcore.models.load import load_value_model
 from rlcore.models.lora import add_adapters, frozen_tensors
-from rlcore.models.memory import OffloadedWeights, compact
-from rlcore.models.optim import build_optimizer, clip_grad_norm, local_tensor
+from rlcore.models.memory import OffloadedWeights, build_optimizer, clip_grad_norm, compact, local_tensor
 from rlcore.models.parallel import full_state, gather_parameter, reshard, shard
 from rlcore.models.policy import CausalPolicy, ValueModel
 from tests.models.tiny import CPU, Batch, make_batch, policy_of

@@ -83,7 +83,7 @@ def test_offloaded_activations_keep_all_bits(tmp_path: Path, monkeypatch: pytest
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
     inputs = (1, sum(LENGTHS), policy.model.config.hidden_size)
     assert sum(one.shape == inputs for one in saved) >= len(policy.layers)
-    assert not policy_of(directory, offload_activations=True).offload_activations
+    assert not policy_of(directory, offload_activations=True)._offload_activations
 
 
 def test_policy_is_deterministic(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_micro_batch_without_loss_runs_backward(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_decode_matches_packed_forward(kind: str, tmp_path: Path) -> None:
-    policy = policy_of(write_model(kind, tmp_path), gradient_checkpointing=True)
+    policy = policy_of(write_model(kind, tmp_path), gradient_checkpointing=True).eval()
     prompts, num_new = (4, 1, 6), 5
     batch = make_batch([n + num_new for n in prompts], seed=3)
     rows = [batch.token_ids[part] for part in batch.slices()]
@@ -124,7 +124,6 @@ def test_decode_matches_packed_forward(kind: str, tmp_path: Path) -> None:
             mask = torch.cat([mask, torch.ones(3, 1, dtype=torch.int64)], dim=1)
             new = torch.stack([row[n + step] for row, n in zip(rows, prompts, strict=True)])
             logits.append(policy.decode(new[:, None], mask, mask.sum(1, keepdim=True) - 1, cache))
-    assert policy.training
     assert logits[0].dtype == torch.float32
     for row, (n, part) in enumerate(zip(prompts, batch.slices(), strict=True)):
         for token in range(0, VOCAB, 8):

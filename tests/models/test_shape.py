@@ -30,9 +30,8 @@ from rlcore.batching.pack import shared_prompts
 from rlcore.config import LoraConfig, ModelConfig, RunConfig, ScratchModel
 from rlcore.config.model import PUBLISHED
 from rlcore.errors import ModelError
-from rlcore.models.load import load_policy, load_value_model
+from rlcore.models.load import build_scratch_model, load_policy, load_value_model
 from rlcore.models.lora import add_adapters
-from rlcore.models.scratch import build_scratch_model
 from rlcore.models.shape import (
     ModelShape,
     has_experts,

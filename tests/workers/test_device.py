@@ -1,4 +1,4 @@
-"""Placement, rendezvous and allocators of a rank."""
+"""Placement, rendezvous, allocators and peak memory of a rank."""
 
 import os
 import socket
@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from rlcore.config import ModelConfig, RuntimeConfig
 from rlcore.errors import ConfigError
-from rlcore.workers.device import choose_placement, free_address, join_ranks, unsupported_gpu
+from rlcore.workers import device as module
+from rlcore.workers.device import MemoryMeter, choose_placement, free_address, gpu_peak, join_ranks, unsupported_gpu
 from tests.helpers.forked import run_module
 
 CUDA_11 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
@@ -132,3 +133,22 @@ def test_expandable_segments(given: dict[str, str], expected: str, tmp_path: Pat
     """Check the variable for torch and vLLM. `benchmarks.device_checks` checks its effect on a GPU."""
     plain = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
     assert printed_by("of_a_gpu", plain | given, tmp_path) == [expected]
+
+
+def test_unmapped_bytes_of_sleeping_engine_are_subtracted(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = iter([(5, 9), (11, 12), (8, 20), (1, 1), (30, 30)])
+    monkeypatch.setattr(module, "gpu_peak", lambda: next(peaks))
+    monkeypatch.setattr(module, "engine_pool_bytes", lambda: 6)
+    meter = MemoryMeter()
+    meter.set_engine_asleep(False)  # it was awake
+    assert meter.peak() == (5, 9)
+    meter.set_engine_asleep(True)
+    meter.set_engine_asleep(True)  # before each pass
+    assert meter.peak() == (11, 14)
+    meter.set_engine_asleep(False)
+    assert meter.peak() == (30, 30)
+
+
+@pytest.mark.skipif(torch.cuda.is_initialized(), reason="there is a GPU in use")
+def test_gpu_peak_without_gpu_is_zero() -> None:
+    assert gpu_peak() == (0, 0)

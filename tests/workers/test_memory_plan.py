@@ -14,11 +14,10 @@ from rlcore.config import LoraConfig, ModelConfig, RunConfig, ScratchModel
 from rlcore.config.compose import load_config
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.config.model import PUBLISHED
-from rlcore.models.load import load_policy
+from rlcore.models.load import build_scratch_model, load_policy
 from rlcore.models.lora import add_adapters, frozen_tensors
-from rlcore.models.optim import build_optimizer
+from rlcore.models.memory import build_optimizer
 from rlcore.models.policy import CausalPolicy
-from rlcore.models.scratch import build_scratch_model
 from rlcore.models.shape import ModelShape, shape_of
 from rlcore.models.tokenizer import build_scratch_tokenizer
 from rlcore.types import PackedBatch, Prompt, Rollout, Score

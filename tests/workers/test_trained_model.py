@@ -16,13 +16,13 @@ from rlcore.algos.objective import ValueStatistics
 from rlcore.errors import DeviceMemoryError, NonFiniteError, RankMemoryError
 from rlcore.models.policy import CausalPolicy, PackedTrunk, ValueModel
 from rlcore.types import TrainBatch
+from rlcore.workers.device import OomRetry
 from rlcore.workers.group import LocalGroup
 from rlcore.workers.trained_model import (
     GROW_AFTER,
     MicroBatchRunner,
     MiniBatch,
     ModelUpdate,
-    OomRetry,
     run_mini_batches,
 )
 from tests.helpers.passes import answers, needs

@@ -16,8 +16,8 @@ from rlcore.models.shape import ModelShape
 from rlcore.rollout.engine import WeightSyncResult
 from rlcore.types import TrainBatch
 from rlcore.workers import worker as module
+from rlcore.workers.device import MemoryPeak
 from rlcore.workers.group import LocalGroup
-from rlcore.workers.measure import MemoryPeak
 from rlcore.workers.trained_model import MiniBatch
 from rlcore.workers.worker import Worker
 from tests.helpers.passes import answers, needs
