@@ -33,24 +33,15 @@ IntArray: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class SharedPrompts:
-    """A mapping from the c computed tokens to the T tokens of a batch, where one computed token stands for equal prompt
-    tokens.
+    """A mapping from the c computed tokens to the T tokens of a batch. One computed token stands for equal tokens of a
+    prompt."""
 
-    Attributes:
-        places: Int[T], the computed token of each token, in attention order.
-        first_tokens: Int[c], the first token of each computed token.
-        shared: Int[p], the computed tokens that stand for more than one token.
-        duplicates: Int[p, m], the second and later tokens of each entry of `shared`. Rows are padded.
-        is_duplicate: Bool[p, m], False where `duplicates` is padded.
-        cu_seqlens: Int32[N+1], the bounds of the sequences among the computed tokens.
-    """
-
-    places: Int[Tensor, "T"]
-    first_tokens: Int[Tensor, "c"]
-    shared: Int[Tensor, "p"]
-    duplicates: Int[Tensor, "p m"]
-    is_duplicate: Bool[Tensor, "p m"]
-    cu_seqlens: Int[Tensor, "N_plus_1"]
+    places: Int[Tensor, "T"]  # computed token of each token, in attention order
+    first_tokens: Int[Tensor, "c"]  # first token of each computed token
+    shared: Int[Tensor, "p"]  # computed tokens that stand for more than one token
+    duplicates: Int[Tensor, "p m"]  # second and later tokens of each entry of `shared`, in padded rows
+    is_duplicate: Bool[Tensor, "p m"]  # False where `duplicates` is padded
+    cu_seqlens: Int[Tensor, "N_plus_1"]  # int32, bounds of the sequences among the computed tokens
 
     def expand(self, computed: Float[Tensor, "c ..."]) -> Float[Tensor, "T ..."]:
         """Copy the row of each computed token to all tokens that it stands for."""
@@ -77,15 +68,9 @@ class _Expand(torch.autograd.Function):
         return found.index_copy(0, shared, summed), None, None, None, None, None
 
 
-def shared_order(bounds: IntArray, shared: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+def _shared_order(bounds: IntArray, shared: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """Return four arrays: the computed tokens of a batch, Int[c]; each token's index among them, Int[T]; the tokens
-    that are not computed, Int[d]; and their columns in `SharedPrompts.duplicates`, Int[d]. For `shared` Int[N], see
-    `build_layout`.
-
-    >>> computed, places, *_ = shared_order(np.array([0, 4, 7, 9]), np.array([0, 2, 0]))
-    >>> computed.tolist(), places.tolist()
-    ([0, 1, 2, 3, 6, 7, 8], [0, 1, 2, 3, 0, 1, 4, 5, 6])
-    """
+    that are not computed, Int[d]; and their columns in `SharedPrompts.duplicates`, Int[d]."""
     lengths, indices = np.diff(bounds), np.arange(len(shared))
     first = np.maximum.accumulate(np.where(shared == 0, indices, 0))
     sequence = np.repeat(indices, lengths)
@@ -145,7 +130,6 @@ def build_layout(
     bounds = cu_seqlens.tolist()
     lengths = [stop - start for start, stop in pairwise(bounds)]
     longest = max(lengths, default=0)
-    own_order: Tensor | None = None  # Int[T], tokens in attention order, on the host
     if backend == "sdpa":
         order = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: (lengths[i], i))
         sorted_lengths = torch.tensor([lengths[i] for i in order], dtype=torch.int64)
@@ -154,28 +138,23 @@ def build_layout(
         own_order = torch.repeat_interleave(first - sorted_bounds[:-1], sorted_lengths) + torch.arange(bounds[-1])
         place = torch.empty_like(own_order)
         place[own_order] = torch.arange(bounds[-1])
-        layout = PackedLayout(
-            backend=backend,
-            cu_seqlens=to_device(sorted_bounds, device, torch.int32),
-            max_seqlen=longest,
-            token_order=to_device(own_order, device),
-            computed_index=to_device(place, device),
-            groups=_length_groups([lengths[i] for i in order], device),
-        )
+        groups = _length_groups([lengths[i] for i in order], device)
     else:
-        identity = torch.arange(bounds[-1], device=device)
-        layout = PackedLayout(
-            backend=backend,
-            cu_seqlens=to_device(torch.as_tensor(cu_seqlens), device, torch.int32),
-            max_seqlen=-(-longest // _MAX_SEQLEN_STEP) * _MAX_SEQLEN_STEP,
-            token_order=identity,
-            computed_index=identity,
-            groups=(),
-        )
+        own_order = place = torch.arange(bounds[-1], device=device)
+        sorted_bounds, groups = torch.as_tensor(cu_seqlens), ()
+        longest = -(-longest // _MAX_SEQLEN_STEP) * _MAX_SEQLEN_STEP
+    layout = PackedLayout(
+        backend=backend,
+        cu_seqlens=to_device(sorted_bounds, device, torch.int32),
+        max_seqlen=longest,
+        token_order=to_device(own_order, device),
+        computed_index=to_device(place, device),
+        groups=groups,
+    )
     if shared is None or not shared.any():
         return layout
-    computed, places, dropped, columns = shared_order(np.array(bounds), shared)
-    attended = np.arange(len(places)) if own_order is None else own_order.numpy()
+    computed, places, dropped, columns = _shared_order(np.array(bounds), shared)
+    attended = own_order.numpy() if backend == "sdpa" else np.arange(len(places))
     at = np.empty_like(attended)  # position of each token in attention order
     at[attended] = np.arange(len(places))
     several, rows = np.unique(places[dropped], return_inverse=True)
@@ -209,10 +188,6 @@ def _length_groups(lengths: Sequence[int], device: torch.device) -> tuple[Length
 
 
 def _round_up(length: int) -> int:
-    """Round a length up to a multiple of p / 8, where p is the largest power of two up to that length.
-
-    >>> [_round_up(length) for length in (7, 16, 17, 100, 1000)]
-    [7, 16, 18, 104, 1024]
-    """
+    """Round a length up to a multiple of p / 8, where p is the largest power of two up to that length."""
     step = max(1, (1 << (length.bit_length() - 1)) // _STEPS_PER_DOUBLING)
     return -(-length // step) * step

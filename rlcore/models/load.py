@@ -2,13 +2,12 @@
 
 import logging
 import sys
-from itertools import pairwise
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
-from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -119,7 +118,7 @@ def _load_causal(
     if in_4_bits:
         quantize_nf4(model, device)
     model = cast(PreTrainedModel, model.to(device))  # type: ignore[arg-type]
-    require_faithful(model, str(path))
+    _require_faithful(model, str(path))
     return model
 
 
@@ -138,17 +137,15 @@ def _require_complete(path: str | Path, model: PreTrainedModel, report: dict[str
 
 def _load_config(path: str | Path) -> PreTrainedConfig:
     where = resolve_model(path, "config.json")
-    found = read_pretrained(where, "a config", lambda **kw: AutoConfig.from_pretrained(where, **kw))
-    return cast(PreTrainedConfig, found)
+    return cast(PreTrainedConfig, read_pretrained(where, "a config", partial(AutoConfig.from_pretrained, where)))
 
 
 _LENGTHS = (5, 3, 6)
-_NAMES = ", ".join(TESTED)
 # Upper bounds of rounding differences of log-probabilities.
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
-def require_faithful(model: PreTrainedModel, path: str) -> None:
+def _require_faithful(model: PreTrainedModel, path: str) -> None:
     """Raise ModelError if an untested architecture gives other results for packed sequences than for single ones."""
     kind = model.config.model_type
     if kind in TESTED:
@@ -157,12 +154,12 @@ def require_faithful(model: PreTrainedModel, path: str) -> None:
         difference = _packing_difference(model)
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as error:
         raise ModelError(
-            f"model.path: {kind!r} cannot run on packed sequences, {path}: {error}. Use one of {_NAMES}."
+            f"model.path: {kind!r} cannot run on packed sequences, {path}: {error}. Use one of {', '.join(TESTED)}."
         ) from error
     if not difference <= _TOLERANCES[model.dtype]:
         raise ModelError(
             f"model.path: {kind!r} must compute the same on packed sequences as on each alone, but log-probabilities "
-            f"differ by {difference:.2g} ({path}). Use one of {_NAMES}."
+            f"differ by {difference:.2g} ({path}). Use one of {', '.join(TESTED)}."
         )
 
 
@@ -176,18 +173,12 @@ def _packing_difference(model: PreTrainedModel) -> float:
     bounds = torch.tensor([0, *_LENGTHS]).cumsum(0)
     everywhere = torch.ones(num_tokens, dtype=torch.bool, device=device)
     packed = policy(token_ids, positions, bounds, target_ids, everywhere, temperature=1.0, entropy="none").logprobs
-    alone = [
-        _unpacked_logprobs(model, token_ids[first:last], target_ids[first:last])
-        for first, last in pairwise(bounds.tolist())
-    ]
+    alone = []
+    for own_ids, own_targets in zip(token_ids.split(_LENGTHS), target_ids.split(_LENGTHS), strict=True):
+        mask = decode_mask(torch.ones(1, len(own_ids), dtype=torch.bool, device=device), len(own_ids))
+        logits = model(input_ids=own_ids[None], attention_mask=mask, use_cache=False).logits[0]
+        alone.append(logits.float().log_softmax(-1).gather(1, own_targets[:, None])[:, 0])
     return float((packed - torch.cat(alone)).abs().max())
-
-
-def _unpacked_logprobs(model: PreTrainedModel, token_ids: Tensor, target_ids: Tensor) -> Tensor:
-    length = len(token_ids)
-    mask = decode_mask(torch.ones(1, length, dtype=torch.bool, device=token_ids.device), length)
-    output = model(input_ids=token_ids[None], attention_mask=mask, use_cache=False)
-    return output.logits[0].float().log_softmax(-1).gather(1, target_ids[:, None])[:, 0]  # type: ignore[no-any-return]
 
 
 def build_scratch_model(

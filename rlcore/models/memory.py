@@ -63,7 +63,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         try:
             for parameter in gradients:
                 parameter.grad = None  # skipped by torch's step
-            for piece in split_by_moments(gradients, self.piece_bytes):
+            for piece in _split_by_moments(gradients, self.piece_bytes):
                 self._step_piece(piece, gradients)
         finally:
             for parameter, gradient in gradients.items():
@@ -94,27 +94,17 @@ class OffloadedAdamW(torch.optim.AdamW):
         return host_memory(parameter, dtype, pinned=local_tensor(parameter).device.type == "cuda")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the optimizer state, and keep the moments in host memory."""
+        """Load the optimizer state, whose moments must be in host memory. torch would copy them to the device."""
         states: Mapping[int, Mapping[str, Any]] = state_dict["state"]
         rest = {number: {k: v for k, v in state.items() if k not in MOMENTS} for number, state in states.items()}
         super().load_state_dict({**state_dict, "state": rest})
-        for number, parameter in enumerate(p for group in self.param_groups for p in group["params"]):
-            for key in MOMENTS:
-                moment = states.get(number, {}).get(key)
-                if moment is not None and local_tensor(moment).device.type != "cpu":
-                    home = self.new_moment(parameter, moment.dtype)
-                    local_tensor(home).copy_(local_tensor(moment))
-                    moment = home
-                if moment is not None:
-                    self.state[parameter][key] = moment
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, state in states.items():
+            self.state[parameters[number]].update((key, state[key]) for key in MOMENTS if key in state)
 
 
-def split_by_moments(parameters: Iterable[nn.Parameter], limit_bytes: int) -> Iterator[list[nn.Parameter]]:
-    """Split the parameters, in order, into pieces whose moments take at most `limit_bytes`.
-
-    >>> [len(piece) for piece in split_by_moments([nn.Parameter(torch.zeros(n)) for n in (4, 4, 9, 1, 1)], 64)]
-    [2, 1, 2]
-    """
+def _split_by_moments(parameters: Iterable[nn.Parameter], limit_bytes: int) -> Iterator[list[nn.Parameter]]:
+    """Split the parameters, in order, into pieces whose moments take at most `limit_bytes`."""
     piece: list[nn.Parameter] = []
     size = 0
     for parameter in parameters:
@@ -168,20 +158,13 @@ def catch_out_of_memory(work: Callable[[], R]) -> R | OutOfMemory:
     try:
         return work()
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+        cause = error.__cause__ if isinstance(error, UserCodeError) and error.__cause__ is not None else error
+        # torch has no exception class for the host allocator.
+        is_of_host = isinstance(cause, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(cause)
+        if not is_of_host and not isinstance(cause, torch.OutOfMemoryError | MemoryError):
             raise
         # The error's frames reference the tensors, so keep only its text.
         return OutOfMemory(str(error).strip().split("\n")[0] or type(error).__name__)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that torch could not allocate memory on a GPU or the host."""
-    if isinstance(error, UserCodeError) and error.__cause__ is not None:
-        error = error.__cause__
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    # torch has no exception class for the host allocator.
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
 def release_cached_memory() -> None:
@@ -218,8 +201,6 @@ class OffloadedWeights:
     @torch.no_grad()
     def offload(self) -> None:
         """Release the device memory of the weights."""
-        if self._is_away:
-            return
         self._is_away = True
         for parameter in self._host:
             local_tensor(parameter).untyped_storage().resize_(0)
@@ -238,9 +219,7 @@ class OffloadedWeights:
     def value(self, parameter: Tensor) -> Tensor:
         """Return a parameter, or a copy on the device while the parameter is offloaded."""
         host = self._host.get(parameter) if self._is_away else None
-        if host is None:
-            return parameter
-        return copy_like(parameter, host)
+        return parameter if host is None else copy_like(parameter, host)
 
 
 def compact(tensors: Iterable[Tensor]) -> None:
