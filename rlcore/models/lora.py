@@ -154,7 +154,6 @@ nf4_linear.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _have_bitsandbytes() -> None:
-    """Import bitsandbytes. `require_base` has already checked that bitsandbytes is installed."""
     if "bitsandbytes" in sys.modules:
         return
     # With the package `kernels` it would download and run code from the hub for some CPUs; without, it logs an error.

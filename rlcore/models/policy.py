@@ -11,9 +11,9 @@ from torch.autograd.graph import save_on_cpu
 from transformers import DynamicCache, PreTrainedModel
 
 from rlcore.config.model import ModelConfig
-from rlcore.models.attention import AttentionChoice, causal_band, choose_attention
+from rlcore.models.attention import Array, IntArray, PackedLayout, build_layout, causal_band
 from rlcore.models.head import EntropyMode, TokenLogprobs, float32_logits, likeliest_tokens, token_logprobs_and_entropy
-from rlcore.models.layout import Array, IntArray, PackedLayout, build_layout
+from rlcore.models.kernels import AttentionChoice, choose_attention
 from rlcore.models.memory import to_device
 
 _MAX_COMPILED_GRAPHS = 64

@@ -353,21 +353,17 @@ def fit_run(config: RunConfig, report: Callable[[Mapping[str, object]], None]) -
         return config
     new, plan = fit_settings(config, shape, device)
     require_fit(new, plan)
-    chosen = chosen_settings(config, new)
-    text = f"memory plan: {plan.peak_phase} holds most, {plan.peak_bytes / GB:.1f} GB{excess_text(plan)}"
-    report({"event": "note", "text": f"{text}; chosen: {chosen}" if chosen else text})
+    text = f"memory plan: {plan.peak_phase} holds most, {plan.peak_bytes / GB:.1f} GB"
+    if not plan.fits:
+        assert plan.usable_bytes is not None, "without a device everything fits"
+        text += (
+            f", of which {plan.usable_bytes / GB:.1f} GB are there: a pass that runs out of memory is repeated "
+            "with smaller micro-batches; lower trainer.max_tokens_per_micro_batch, or set runtime.fit_memory=auto"
+        )
+    if chosen := chosen_settings(config, new):
+        text += f"; chosen: {chosen}"
+    report({"event": "note", "text": text})
     return new
-
-
-def excess_text(plan: MemoryPlan) -> str:
-    """Return a warning if a plan needs more memory than its device has, otherwise ''. The run may still succeed."""
-    if plan.fits:
-        return ""
-    assert plan.usable_bytes is not None, "without a device everything fits"
-    return (
-        f", of which {plan.usable_bytes / GB:.1f} GB are there: a pass that runs out of memory is repeated "
-        "with smaller micro-batches; lower trainer.max_tokens_per_micro_batch, or set runtime.fit_memory=auto"
-    )
 
 
 def chosen_settings(before: RunConfig, after: RunConfig) -> str:
@@ -377,14 +373,12 @@ def chosen_settings(before: RunConfig, after: RunConfig) -> str:
 
 
 def _choose_settings(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:
-    """Return the first variant that fits several sequences per micro-batch. If none fits, return the last variant with
-    the token budget of the longest sequence."""
     for variant, least in variants(config):
         found = with_token_budget(with_memory_share(variant, shape, device), shape, device, least=least)
         if found is not None:
             return found
-    least = max_sequence_tokens(config)
-    return with_values(with_memory_share(variant, shape, device), {"trainer.max_tokens_per_micro_batch": least})
+    longest = max_sequence_tokens(config)  # none fits several sequences per micro-batch
+    return with_values(with_memory_share(variant, shape, device), {"trainer.max_tokens_per_micro_batch": longest})
 
 
 def variants(config: RunConfig) -> Iterator[tuple[RunConfig, int]]:

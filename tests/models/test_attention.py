@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from rlcore.errors import ModelError
-from rlcore.models.attention import choose_attention, flash_package, packed_attention
-from rlcore.models.layout import build_layout
+from rlcore.models.attention import build_layout, packed_attention
+from rlcore.models.kernels import choose_attention, flash_package
 from tests.models.naive import causal_attention
 from tests.models.tiny import CPU, attend, cumulated
 

@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTr
 
 from rlcore.batching.pack import pack, shared_prompts
 from rlcore.config.model import ModelConfig
-from rlcore.models.attention import packed_attention
-from rlcore.models.layout import PackedLayout
+from rlcore.models.attention import PackedLayout, packed_attention
 from rlcore.models.load import load_policy
 from rlcore.models.parallel import gather_parameter
 from rlcore.models.policy import CausalPolicy

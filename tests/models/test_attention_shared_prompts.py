@@ -14,7 +14,7 @@ from torch import Tensor
 from rlcore.batching.balance import Balancer, Sizes, micro_batches
 from rlcore.batching.pack import select, shared_prompts
 from rlcore.config.model import PUBLISHED, LoraConfig, ModelConfig
-from rlcore.models.layout import build_layout
+from rlcore.models.attention import build_layout
 from rlcore.models.load import load_policy, load_value_model
 from rlcore.models.lora import add_adapters
 from rlcore.models.shape import ModelShape
