@@ -52,8 +52,7 @@ def _in_float32(worker: Worker, batch: PackedBatch, num_micro: int) -> Tensor:
     """Return log-probabilities of the initial policy in float32. The weights are first rounded to bfloat16."""
     config = worker._config
     plain = config.model.model_copy(update={"dtype": "float32", "attention": "sdpa", "compile": False})
-    assert worker._placement is not None, "the rig has set up the worker"
-    device = worker._placement.device
+    device = worker._device
     policy = load_policy(worker._model_directory, model=plain, device=device).to(torch.bfloat16).to(torch.float32)
     runner = MicroBatchRunner("the log-probabilities in float32", recover=lambda: None)
     temperature = config.rollout.sampling.temperature

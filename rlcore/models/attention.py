@@ -124,14 +124,7 @@ def build_layout(
     cu_seqlens: Int[Array, "N_plus_1"], *, backend: Backend, device: torch.device, shared: IntArray | None = None
 ) -> PackedLayout:
     """Return the layout of the sequences with the bounds `cu_seqlens`. Bounds on the host avoid waiting for the device.
-    `shared` Int[N]: the number of leading tokens shared with the nearest earlier sequence whose entry is 0.
-
-    >>> layout = build_layout(torch.tensor([0, 3, 5, 8]), backend="sdpa", device=torch.device("cpu"))
-    >>> layout.token_order.tolist()
-    [3, 4, 0, 1, 2, 5, 6, 7]
-    >>> [(group.num_sequences, group.length) for group in layout.groups]
-    [(1, 2), (2, 3)]
-    """
+    `shared` Int[N]: the number of leading tokens shared with the nearest earlier sequence whose entry is 0."""
     bounds = cu_seqlens.tolist()
     lengths = [stop - start for start, stop in pairwise(bounds)]
     longest = max(lengths, default=0)
@@ -235,9 +228,7 @@ def _kernel_attention(
 
 
 ATTENTION_NAME = "millrace_packed"
-"""The name under which the packed attention is registered in transformers.
-
-No mask function has this name, so transformers builds no mask."""
+"""The name of the packed attention in transformers, which builds no mask for a name without a mask function."""
 
 
 def packed_attention(

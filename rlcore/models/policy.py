@@ -109,8 +109,7 @@ M = TypeVar("M", bound=nn.Module)
 
 def round_weights(model: M, dtype: torch.dtype) -> M:
     """Round the parameters to `dtype` in place and return the model. Unlike `.to(dtype)`, this keeps rotary frequencies
-    (buffers) in float32.
-    """
+    (buffers) in float32."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)

@@ -1,7 +1,5 @@
-"""The sizes of a decoder from `config.json` or scratch settings, counts of its parameters and operations, and peak
-speeds.
-
-The counts are valid for Llama, Mistral, Qwen2 and Qwen3 in transformers. This module does not import torch."""
+"""The sizes of a decoder, counts of its parameters and operations, and peak speeds of GPUs, without torch. The counts
+are valid for Llama, Mistral, Qwen2 and Qwen3 in transformers."""
 
 import json
 import re

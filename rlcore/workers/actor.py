@@ -23,17 +23,14 @@ from rlcore.algos.objective import (
     value_objective,
 )
 from rlcore.batching.pack import scatter_tokens, select, shared_prompts, split_pairs
-from rlcore.config import CriticConfig, RunConfig
-from rlcore.config.algo import TeacherConfig
-from rlcore.config.model import LoraConfig
+from rlcore.config import CriticConfig, ModelConfig, RunConfig
 from rlcore.models.head import TokenLogprobs
 from rlcore.models.load import load_policy, load_value_model
 from rlcore.models.lora import add_adapters, frozen_tensors, without_adapters
 from rlcore.models.memory import OffloadedWeights, compact, local_tensor
 from rlcore.models.parallel import full_state, reshard
-from rlcore.models.policy import CausalPolicy, ValueModel, round_weights
+from rlcore.models.policy import CausalPolicy, PackedTrunk, ValueModel, round_weights
 from rlcore.types import PackedBatch, TrainBatch
-from rlcore.workers.device import Placement
 from rlcore.workers.trained_model import (
     MicroBatch,
     MicroBatchRunner,
@@ -49,13 +46,13 @@ from rlcore.workers.trained_model import (
 class Actor(TrainedModel[CausalPolicy]):
     """The trained policy on one rank."""
 
-    def __init__(self, config: RunConfig, model_directory: str, placement: Placement, mesh: DeviceMesh | None) -> None:
+    def __init__(self, config: RunConfig, model_directory: str, device: torch.device, mesh: DeviceMesh | None) -> None:
         lora = config.model.lora
-        policy = load_policy(model_directory, model=config.model, device=placement.device)
+        policy = load_policy(model_directory, model=config.model, device=device)
         if lora is not None:
             policy = add_adapters(policy, lora, seed=config.seed)
         passes = ("the policy's update", "the policy's log-probabilities")
-        super().__init__(config, policy, config.optim, placement, mesh, passes)
+        super().__init__(config, policy, config.optim, device, mesh, passes)
         self._offloads_base = lora is not None and lora.offload
         self.base = OffloadedWeights(tensor for _, tensor in frozen_tensors(self.model) if self._offloads_base)
         self._addresses: set[int] = set()
@@ -68,7 +65,7 @@ class Actor(TrainedModel[CausalPolicy]):
             return
         resident = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         for state in self.optimizer.state.values():
-            resident += [tensor for tensor in state.values() if tensor.device.type == self._placement.device.type]
+            resident += [tensor for tensor in state.values() if tensor.device.type == self._device.type]
         if self._addresses != {local_tensor(tensor).data_ptr() for tensor in resident}:  # first call, or new moments
             compact(resident)
         self._addresses = {local_tensor(tensor).data_ptr() for tensor in resident}
@@ -89,12 +86,11 @@ class Actor(TrainedModel[CausalPolicy]):
 
         def compute(micro: MicroBatch[PackedBatch]) -> Tensor:
             if pairs:
-                micro = replace(micro, host=split_pairs(micro.host))
-                return token_logprobs(self.model, micro, temperature=1.0, entropy="none").logprobs
+                return token_logprobs(self.model, micro, pairs=True, temperature=1.0, entropy="none").logprobs
             return policy_logprobs(self.model, micro, temperature, with_entropy=with_entropy)
 
         with nullcontext() if adapters else without_adapters(self.model):
-            return self.forward_pass.token_values(compute, batch, num_micro, self._placement.device)
+            return self.forward_pass.token_values(compute, batch, num_micro, self._device)
 
     def update(
         self,
@@ -153,7 +149,7 @@ class Actor(TrainedModel[CausalPolicy]):
         """Return the numbers, within the step, of prompts with a non-finite loss of a response on any rank."""
         groups: set[int] = set()
         for index in range(batch.packed.num_sequences):
-            if not torch.isfinite(objective(to_device(batch, [index], self._placement.device))[0]):
+            if not torch.isfinite(objective(to_device(batch, [index], self._device))[0]):
                 groups.add(int(batch.packed.group_ids[index]))
         by_rank = [groups] * self._world_size
         if self._world_size > 1:
@@ -179,17 +175,16 @@ class Actor(TrainedModel[CausalPolicy]):
         """Return the statistics of the supervised loss, without gradient."""
 
         def work(parts: Parts) -> SupervisedStatistics:
-            micros = (to_device(batch, part, self._placement.device) for part in parts)
+            micros = (to_device(batch, part, self._device) for part in parts)
             return sum_statistics([self._supervised_objective(micro, 1)[1] for micro in micros])
 
         return self.forward_pass.run(work, batch, num_micro)
 
     def _supervised_objective(self, micro: MicroBatch[PackedBatch], total: int) -> tuple[Tensor, SupervisedStatistics]:
         warm = self._config.warm_start
-        if warm.loss == "dpo":
-            micro = replace(micro, host=split_pairs(micro.host))
-        output = token_logprobs(self.model, micro, temperature=1.0, entropy="none", with_top=warm.loss == "nll")
-        if warm.loss == "dpo":
+        pairs = warm.loss == "dpo"
+        output = token_logprobs(self.model, micro, pairs=pairs, temperature=1.0, entropy="none", with_top=not pairs)
+        if pairs:
             return preference_objective(output.logprobs, micro.device, beta=warm.dpo_beta, num_pairs=total)
         return supervised_objective(output.logprobs, output.is_top, micro.device.loss_mask, num_tokens=total)
 
@@ -198,17 +193,22 @@ class Actor(TrainedModel[CausalPolicy]):
         yield from full_state(self.model, self.base.value, None if self._config.model.lora is not None else dtype)
 
 
-def token_logprobs(policy: CausalPolicy, micro: MicroBatch[PackedBatch], **options: Any) -> TokenLogprobs:
-    """Return the results of the policy's head on a micro-batch. For `options`, see `CausalPolicy.forward`."""
+def token_logprobs(
+    policy: CausalPolicy, micro: MicroBatch[PackedBatch], *, pairs: bool = False, **options: Any
+) -> TokenLogprobs:
+    """Return the results of the policy's head on a micro-batch, optionally of preference pairs. For `options`, see
+    `CausalPolicy.forward`."""
+    if pairs:
+        micro = replace(micro, host=split_pairs(micro.host))
     tokens, positions, cu_seqlens, *more = model_inputs(policy, micro)
     output: TokenLogprobs = policy(tokens, positions, cu_seqlens, micro.device.target_ids, *more, **options)
     return output
 
 
-def model_inputs(policy: CausalPolicy, micro: MicroBatch[PackedBatch]) -> tuple[Any, ...]:
+def model_inputs(model: PackedTrunk, micro: MicroBatch[PackedBatch]) -> tuple[Any, ...]:
     """Return the arguments of `CausalPolicy.likeliest` for a micro-batch."""
     device, host = micro.device, micro.host
-    shared = shared_prompts(host) if policy.share_prompts else None
+    shared = shared_prompts(host) if model.share_prompts else None
     return device.token_ids, device.position_ids, host.cu_seqlens.numpy(), host.loss_mask.numpy(), shared
 
 
@@ -228,22 +228,21 @@ class Critic(TrainedModel[ValueModel]):
         config: RunConfig,
         critic: CriticConfig,
         model_directory: str,
-        placement: Placement,
+        device: torch.device,
         mesh: DeviceMesh | None,
     ) -> None:
-        model = load_value_model(critic.path or model_directory, model=config.model, device=placement.device)
-        super().__init__(config, model, critic.optim, placement, mesh, ("the critic's update", "the critic's values"))
+        model = load_value_model(critic.path or model_directory, model=config.model, device=device)
+        super().__init__(config, model, critic.optim, device, mesh, ("the critic's update", "the critic's values"))
 
     def values(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
         """Return the value of the state before each response token, and 0 elsewhere, on the CPU."""
         return self.forward_pass.token_values(
-            lambda micro: self._values(micro) * micro.device.loss_mask, batch, num_micro, self._placement.device
+            lambda micro: self._values(micro) * micro.device.loss_mask, batch, num_micro, self._device
         )
 
     def _values(self, micro: MicroBatch[PackedBatch]) -> Float[Tensor, "T"]:
-        device, host = micro.device, micro.host
-        shared = shared_prompts(host) if self.model.share_prompts else None
-        values: Tensor = self.model(device.token_ids, device.position_ids, host.cu_seqlens.numpy(), shared)
+        tokens, positions, cu_seqlens, _, shared = model_inputs(self.model, micro)
+        values: Tensor = self.model(tokens, positions, cu_seqlens, shared)
         return values
 
     def update(
@@ -267,34 +266,22 @@ class Critic(TrainedModel[ValueModel]):
 
 
 class FrozenPolicy:
-    """A frozen policy in the compute type: the reference or a teacher. It is not sharded, since each step would gather
-    all shards for a single pass. If `offload` is true, the weights are in host memory between passes."""
+    """A frozen policy in the compute type or 4 bits: the reference or a teacher. It is not sharded, since each step
+    would gather all shards for a single pass. If `offload` is true, the weights are in host memory between passes."""
 
-    def __init__(self, config: RunConfig, policy: CausalPolicy, placement: Placement, name: str, *, offload: bool):
+    def __init__(
+        self, config: RunConfig, path: str, model: ModelConfig, device: torch.device, name: str, *, offload: bool
+    ) -> None:
+        # Loaded on the device, so that kernels and compiled layers are chosen as for the policy.
+        policy = load_policy(path, model=model, device=device)
         self._config = config
-        self._placement = placement
-        self._policy = policy.eval().requires_grad_(False)
+        self._device = device
+        self._policy = round_weights(policy, policy.compute_dtype).eval().requires_grad_(False)
         self._weights = OffloadedWeights(self._policy.parameters() if offload else ())
         self._weights.offload()
         self.forward_pass = MicroBatchRunner(
-            f"the {name}'s log-probabilities", recover=lambda: None, share_prompts=config.model.share_prompts
+            f"the {name}'s log-probabilities", recover=lambda: None, share_prompts=model.share_prompts
         )
-
-    @classmethod
-    def reference(cls, config: RunConfig, model_directory: str, placement: Placement) -> "FrozenPolicy":
-        """Load the initial policy as the reference, which a policy with LoRA adapters does not need."""
-        # Loaded on the device, so that kernels and compiled layers are chosen as for the policy.
-        policy = load_policy(model_directory, model=config.model, device=placement.device)
-        return cls(
-            config, round_weights(policy, placement.dtype), placement, "reference", offload=config.algo.kl.offload
-        )
-
-    @classmethod
-    def teacher(cls, config: RunConfig, teacher: TeacherConfig, path: str, placement: Placement) -> "FrozenPolicy":
-        """Load a teacher, stored like the base of a LoRA model: in the compute type, or in 4 bits."""
-        model = config.model.model_copy(update={"lora": LoraConfig(base=teacher.base)})
-        policy = load_policy(path, model=model, device=placement.device)
-        return cls(config, policy, placement, "teacher", offload=teacher.offload)
 
     def logprobs(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
         """Return the log-probability of each response token, and 0 elsewhere, on the CPU."""
@@ -316,7 +303,7 @@ class FrozenPolicy:
     def _run(self, compute: TokenFunction, batch: PackedBatch, num_micro: int) -> Tensor:
         self._weights.reload()
         try:
-            return self.forward_pass.token_values(compute, batch, num_micro, self._placement.device)
+            return self.forward_pass.token_values(compute, batch, num_micro, self._device)
         finally:
             self._weights.offload()
 

@@ -1,4 +1,4 @@
-"""The device and compute type of a rank, its peak memory, the rendezvous of ranks, and the configuration of memory
+"""The device of a rank, its peak memory, the rendezvous of ranks, and the configuration of memory
 allocators. By default, glibc returns large freed blocks to the system, and mapping and clearing them again took a fifth
 of a small model's step. torch's GPU segments have fixed sizes by default, so micro-batches of different lengths
 fragment them."""
@@ -14,26 +14,17 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from rlcore.config import ModelConfig, RuntimeConfig
+from rlcore.config import RuntimeConfig
 from rlcore.errors import ConfigError, ModelError
-from rlcore.models.load import compute_dtype
 from rlcore.models.shape import has_code_for
 from rlcore.rollout.vllm import engine_pool_bytes
 
 LOOPBACK = "127.0.0.1"
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """The device and compute type of a rank."""
-
-    device: torch.device
-    dtype: torch.dtype
-
-
-def choose_placement(runtime: RuntimeConfig, model: ModelConfig) -> Placement:
-    """Return the device and compute type that the settings and the hardware require. Raises ConfigError if CUDA is
-    requested but not available, and ModelError if this torch build does not support the GPU."""
+def choose_device(runtime: RuntimeConfig) -> torch.device:
+    """Return the device that the settings and the hardware require. Raises ConfigError if CUDA is requested but not
+    available, and ModelError if this torch build does not support the GPU."""
     wanted = runtime.device
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
@@ -44,8 +35,7 @@ def choose_placement(runtime: RuntimeConfig, model: ModelConfig) -> Placement:
         gpu = (torch.cuda.get_device_name(), torch.cuda.get_device_capability())
         if problem := unsupported_gpu(*gpu, torch.cuda.get_arch_list(), torch.__version__):
             raise ModelError(problem)
-    device = torch.device(wanted)
-    return Placement(device, compute_dtype(model, device))
+    return torch.device(wanted)
 
 
 def unsupported_gpu(name: str, capability: tuple[int, int], architectures: Sequence[str], version: str) -> str | None:

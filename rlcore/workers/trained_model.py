@@ -34,7 +34,7 @@ from rlcore.models.parallel import gather, reset_after_failed_pass, shard
 from rlcore.models.policy import PackedTrunk
 from rlcore.models.shape import ModelShape, shape_from_config
 from rlcore.types import PackedBatch, TrainBatch
-from rlcore.workers.device import OomRetry, Placement
+from rlcore.workers.device import OomRetry
 
 Batch = TypeVar("Batch", PackedBatch, TrainBatch)
 Model = TypeVar("Model", bound=PackedTrunk)
@@ -230,15 +230,15 @@ class TrainedModel(Generic[Model]):
         config: RunConfig,
         model: Model,
         optim: OptimConfig,
-        placement: Placement,
+        device: torch.device,
         mesh: DeviceMesh | None,
         passes: tuple[str, str],
     ) -> None:
         world_size = 1 if mesh is None else mesh.size()
         self._gathers_once = config.model.zero_stage == 1 and world_size > 1
-        self._config, self._optim, self._placement, self._world_size = config, optim, placement, world_size
-        self.model = model if mesh is None else shard(model, mesh=mesh, dtype=placement.dtype)
-        self.optimizer = build_optimizer(self.model, optim, device=placement.device)
+        self._config, self._optim, self._device, self._world_size = config, optim, device, world_size
+        self.model = model if mesh is None else shard(model, mesh=mesh, dtype=model.compute_dtype)
+        self.optimizer = build_optimizer(self.model, optim, device=device)
         shape = shape_from_config(self.model.decoder.config.to_dict()) if world_size > 1 else None
         self.update_pass, self.forward_pass = (
             MicroBatchRunner(
@@ -271,7 +271,7 @@ class TrainedModel(Generic[Model]):
         norm = clip_grad_norm(self.model.parameters(), self._optim.grad_clip).item()
         is_finite = math.isfinite(norm) and bool(torch.isfinite(statistics.stack()).all())
         if self._world_size > 1:
-            flag = torch.tensor(float(is_finite), device=self._placement.device)
+            flag = torch.tensor(float(is_finite), device=self._device)
             dist.all_reduce(flag, op=dist.ReduceOp.MIN)
             is_finite = bool(flag.item())
         if not is_finite:
@@ -296,7 +296,7 @@ class TrainedModel(Generic[Model]):
             for number, part in enumerate(parts, start=1):
                 if self._gathers_once:
                     gather(self.model, once=True, is_last=number == len(parts))
-                loss, part_statistics, part_logprobs = objective(to_device(batch, part, self._placement.device))
+                loss, part_statistics, part_logprobs = objective(to_device(batch, part, self._device))
                 # FSDP averages gradients over ranks, but the denominator counts all ranks: undo the average.
                 (loss * self._world_size).backward()
                 statistics.append(part_statistics)

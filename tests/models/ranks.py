@@ -29,17 +29,8 @@ from tests.models.tiny import CPU, Batch, make_batch, policy_of
 
 LENGTHS = (5, 3, 9, 1, 5, 14, 3, 3)
 CASES = ("tied", "untied-checkpointed", "lora", "lora-nf4", "value", "bfloat16", "lora-bfloat16", "lora-float32-base")
-MODEL_OF = {
-    "tied": "qwen2-tied",
-    "untied-checkpointed": "llama-gqa-untied",
-    "lora": "qwen2-tied",
-    "lora-nf4": "qwen2-tied",
-    "value": "qwen2-tied",
-    "bfloat16": "qwen2-tied",
-    "lora-bfloat16": "qwen2-tied",
-    "lora-float32-base": "qwen2-tied",  # that computes in bfloat16
-}
-ROUNDED = ("bfloat16", "lora-bfloat16", "lora-float32-base")
+MODEL_OF = dict.fromkeys(CASES, "qwen2-tied") | {"untied-checkpointed": "llama-gqa-untied"}
+ROUNDED = ("bfloat16", "lora-bfloat16", "lora-float32-base")  # they compute in bfloat16
 # Micro-batches of each rank; a single process takes all of them.
 SPLIT = {
     2: (((5, 0), (3, 6)), ((2, 1, 7), (4,))),

@@ -240,15 +240,12 @@ def test_detect_device_without_gpu() -> None:
 
 
 def test_plan_bounds_exclude_context() -> None:
-    def of(total: int | None, peak: int, floor: int) -> MemoryPlan:
-        return MemoryPlan(Device("a card", 2, total), {"small": {"x": 1}, "large": {"y": peak - 1, "z": 1}}, floor)
-
-    total = 5 * CONTEXT_BYTES
-    exact = of(total, 4 * CONTEXT_BYTES, 4 * CONTEXT_BYTES)
-    assert (exact.usable_bytes, exact.fits, exact.cannot_fit) == (4 * CONTEXT_BYTES, True, False)
-    over = of(total, 4 * CONTEXT_BYTES + 1, 4 * CONTEXT_BYTES + 1)
-    assert (over.fits, over.cannot_fit, over.peak_phase) == (False, True, "large")
-    assert of(CONTEXT_BYTES - 1, 2, 1).usable_bytes == 0
+    for peak, floor, fits, cannot_fit in ((4, 4, True, False), (5, 4, False, False), (5, 5, False, True)):
+        phases = {"small": {"x": 1}, "large": {"y": peak - 1, "z": 1}}
+        plan = MemoryPlan(Device("a card", 2, CONTEXT_BYTES + 4), phases, floor)
+        assert (plan.usable_bytes, plan.peak_phase, plan.peak_bytes) == (4, "large", peak)
+        assert (plan.fits, plan.cannot_fit) == (fits, cannot_fit)
+    assert MemoryPlan(Device("a card", 2, CONTEXT_BYTES - 1), phases, 1).usable_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -270,14 +267,10 @@ def test_require_fit_message(fit: str, remedy: str) -> None:
 
 REFERENCE, RECOMPUTE = "algo.kl.offload=true", "model.gradient_checkpointing=true"
 INPUTS = "model.offload_activations=true"
-SAVED_LAYERS = (RECOMPUTE, INPUTS)
-BOTH = "optim.offload=true critic.optim.offload=true"
+SAVED_LAYERS, LAST = (RECOMPUTE, INPUTS), (RECOMPUTE, f"{RECOMPUTE} {INPUTS}")
+MOMENTS, BOTH = "optim.offload=true", "optim.offload=true critic.optim.offload=true"
 ADAPTERS = ("model.lora.rank=4", *NO_CRITIC, "algo.kl.where=loss", "algo.kl.estimator=auto")
-
-
 SLEEPS, AWAKE = "rollout.sleep_level=2", "rollout.sleep_level=0"
-MOMENTS = "optim.offload=true"
-LAST = (RECOMPUTE, f"{RECOMPUTE} {INPUTS}")
 
 
 @pytest.mark.parametrize(
