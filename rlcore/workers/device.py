@@ -64,7 +64,9 @@ def join_ranks(rendezvous: str, *, rank: int, world_size: int, device: torch.dev
     if address.hostname != LOOPBACK or address.port is None:
         dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=world_size)
         return
-    if interface := _loopback_interface():
+    interfaces = psutil.net_if_addrs().items()
+    loopback = (name for name, addresses in interfaces if any(one.address == LOOPBACK for one in addresses))
+    if interface := next(loopback, None):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
     listener = None
@@ -75,11 +77,6 @@ def join_ranks(rendezvous: str, *, rank: int, world_size: int, device: torch.dev
         LOOPBACK, address.port, world_size, is_master=rank == 0, master_listen_fd=listener
     )
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
-
-
-def _loopback_interface() -> str | None:
-    interfaces = psutil.net_if_addrs().items()
-    return next((name for name, addresses in interfaces if any(one.address == LOOPBACK for one in addresses)), None)
 
 
 MALLOC_THRESHOLD_BYTES = 1 << 30

@@ -322,9 +322,15 @@ def fit_settings(config: RunConfig, shape: ModelShape, device: Device) -> tuple[
     """Return the settings to run with, and their memory plan. `runtime.fit_memory=auto` chooses memory share, largest
     pass and sleep level of the engine, token budget, offloading and recomputation. The size of the device must be
     known."""
-    if config.runtime.fit_memory == "auto" and device.total_bytes is not None:
-        config = _choose_settings(config, shape, device)
-    return config, plan_memory(config, shape, device)
+    if config.runtime.fit_memory != "auto" or device.total_bytes is None:
+        return config, plan_memory(config, shape, device)
+    for variant, least in variants(config):
+        found = with_token_budget(with_memory_share(variant, shape, device), shape, device, least=least)
+        if found is not None:
+            return found, plan_memory(found, shape, device)
+    longest = max_sequence_tokens(config)  # none fits several sequences per micro-batch
+    last = with_values(with_memory_share(variant, shape, device), {"trainer.max_tokens_per_micro_batch": longest})
+    return last, plan_memory(last, shape, device)
 
 
 def require_fit(config: RunConfig, plan: MemoryPlan) -> None:
@@ -370,15 +376,6 @@ def chosen_settings(before: RunConfig, after: RunConfig) -> str:
     """Return the settings that `fit_settings` changed, as overrides."""
     old, new = (leaves(config.model_dump(mode="json")) for config in (before, after))
     return " ".join(f"{name}={format_value(value)}" for name, value in new.items() if old.get(name) != value)
-
-
-def _choose_settings(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:
-    for variant, least in variants(config):
-        found = with_token_budget(with_memory_share(variant, shape, device), shape, device, least=least)
-        if found is not None:
-            return found
-    longest = max_sequence_tokens(config)  # none fits several sequences per micro-batch
-    return with_values(with_memory_share(variant, shape, device), {"trainer.max_tokens_per_micro_batch": longest})
 
 
 def variants(config: RunConfig) -> Iterator[tuple[RunConfig, int]]:
