@@ -28,8 +28,8 @@ from rlcore.trainer.experience import ExperienceCollector, ResponseSampler
 from rlcore.trainer.step import StepResult, Trainer
 from rlcore.types import Prompt, Rollout
 from rlcore.workers.canary import NUM_PROMPTS, WeightSync
+from rlcore.workers.device import MemoryPeak
 from rlcore.workers.group import Pending, WorkerGroup
-from rlcore.workers.measure import MemoryPeak
 from rlcore.workers.worker import Worker
 
 PROMPT_TOKENS, GROUND_TRUTH = 107, '{"answer": "18"}'

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.checks.rig import Rig, Verdict
-from rlcore.batching.balance import micro_batches
 from rlcore.batching.pack import pack
 from rlcore.models.load import load_policy
 from rlcore.trainer import step as step_module
 from rlcore.types import PackedBatch, Score
 from rlcore.workers.actor import policy_logprobs
+from rlcore.workers.trained_model import MicroBatchRunner
 from rlcore.workers.worker import Worker
 
 BOUNDS = {True: 0.02, False: 1e-4}  # largest mean |difference|, by whether the engine is in bfloat16
@@ -52,11 +52,13 @@ def _in_float32(worker: Worker, batch: PackedBatch, num_micro: int) -> Tensor:
     """Return log-probabilities of the initial policy in float32. The weights are first rounded to bfloat16."""
     config = worker._config
     plain = config.model.model_copy(update={"dtype": "float32", "attention": "sdpa", "compile": False})
-    assert worker._placement is not None, "the rig has set up the worker"
-    device = worker._placement.device
+    device = worker._device
     policy = load_policy(worker._model_directory, model=plain, device=device).to(torch.bfloat16).to(torch.float32)
-    with torch.no_grad():
-        return policy_logprobs(policy.eval(), batch, micro_batches(batch, num_micro), config, device)
+    runner = MicroBatchRunner("the log-probabilities in float32", recover=lambda: None)
+    temperature = config.rollout.sampling.temperature
+    return runner.token_values(
+        lambda micro: policy_logprobs(policy.eval(), micro, temperature), batch, num_micro, device
+    )
 
 
 def correction(rig: Rig) -> Verdict:

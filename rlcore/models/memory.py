@@ -1,21 +1,149 @@
-"""Device memory: out-of-memory errors, cached memory, asynchronous copies, offloaded weights and tensor digests."""
+"""AdamW and device memory: moments and weights in host memory, asynchronous copies, out-of-memory errors and tensor
+digests."""
 
 import functools
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from rlcore.config.algo import OFFLOAD_PIECE_BYTES, OptimConfig
 from rlcore.errors import UserCodeError
-from rlcore.models.optim import copy_like, local_tensor, pinned_copy
 
 R = TypeVar("R")
 
+log = logging.getLogger(__name__)
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 # Elements per digest chunk: their int64 words take 32 MB.
 _CHUNK = 1 << 22
+
+
+def build_optimizer(model: nn.Module, optim: OptimConfig, *, device: torch.device) -> torch.optim.AdamW:
+    """Build AdamW over the trainable parameters, with decoupled weight decay (Loshchilov and Hutter, 2019) of matrices
+    only. The fused kernel is elementwise, so results do not depend on the number of threads."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": optim.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    kind = OffloadedAdamW if optim.offload else torch.optim.AdamW
+    return kind(
+        [group for group in groups if group["params"]],
+        lr=optim.lr,
+        betas=(optim.beta1, optim.beta2),
+        eps=optim.eps,
+        fused=device.type in ("cpu", "cuda"),
+    )
+
+
+def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Float[Tensor, ""]:
+    """Scale gradients to a global 2-norm of at most `max_norm`. Return the norm over all ranks before scaling."""
+    norm = nn.utils.clip_grad_norm_(list(parameters), max_norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+class OffloadedAdamW(torch.optim.AdamW):
+    """AdamW with moments in host memory, which is pinned for a GPU. Results are bit-identical to AdamW's. Parameters
+    are updated in pieces whose moments take at most `piece_bytes` of device memory. The moments of a DTensor are
+    DTensors."""
+
+    piece_bytes = OFFLOAD_PIECE_BYTES
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient. The gradients stay unchanged."""
+        assert closure is None, "gradients are already computed"
+        gradients = {p: p.grad for group in self.param_groups for p in group["params"] if p.grad is not None}
+        try:
+            for parameter in gradients:
+                parameter.grad = None  # skipped by torch's step
+            for piece in _split_by_moments(gradients, self.piece_bytes):
+                self._step_piece(piece, gradients)
+        finally:
+            for parameter, gradient in gradients.items():
+                parameter.grad = gradient
+        if any(parameter.device.type == "cuda" for parameter in gradients):
+            torch.cuda.current_stream().synchronize()  # a save reads host memory without synchronization
+
+    def _step_piece(self, piece: list[nn.Parameter], gradients: Mapping[nn.Parameter, Tensor]) -> None:
+        home: dict[tuple[nn.Parameter, str], Tensor] = {}
+        for parameter in piece:
+            parameter.grad = gradients[parameter]
+            state = self.state[parameter]
+            for key in MOMENTS:
+                if key in state:  # absent before the first step
+                    home[parameter, key] = state[key]
+                    state[key] = copy_like(parameter, local_tensor(state[key]))
+        super().step()
+        for parameter in piece:
+            state = self.state[parameter]
+            for key in MOMENTS:
+                moved, host = state[key], home.get((parameter, key))
+                state[key] = self.new_moment(parameter, moved.dtype) if host is None else host
+                local_tensor(state[key]).copy_(local_tensor(moved), non_blocking=True)
+            parameter.grad = None
+
+    def new_moment(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        """Allocate host memory for one moment of a parameter, or of this rank's shard."""
+        return host_memory(parameter, dtype, pinned=local_tensor(parameter).device.type == "cuda")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the optimizer state, whose moments must be in host memory. torch would copy them to the device."""
+        states: Mapping[int, Mapping[str, Any]] = state_dict["state"]
+        rest = {number: {k: v for k, v in state.items() if k not in MOMENTS} for number, state in states.items()}
+        super().load_state_dict({**state_dict, "state": rest})
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, state in states.items():
+            self.state[parameters[number]].update((key, state[key]) for key in MOMENTS if key in state)
+
+
+def _split_by_moments(parameters: Iterable[nn.Parameter], limit_bytes: int) -> Iterator[list[nn.Parameter]]:
+    """Split the parameters, in order, into pieces whose moments take at most `limit_bytes`."""
+    piece: list[nn.Parameter] = []
+    size = 0
+    for parameter in parameters:
+        own = len(MOMENTS) * local_tensor(parameter).nbytes
+        if piece and size + own > limit_bytes:
+            yield piece
+            piece, size = [], 0
+        piece.append(parameter)
+        size += own
+    if piece:
+        yield piece
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a DTensor, or any other tensor itself, detached."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def copy_like(parameter: Tensor, local: Tensor) -> Tensor:
+    """Return a copy of `local` as a tensor like `parameter`. If that is a DTensor, `local` is this rank's shard."""
+    copy = torch.empty_like(parameter, dtype=local.dtype, requires_grad=False)
+    local_tensor(copy).copy_(local, non_blocking=True)
+    return copy
+
+
+def pinned_copy(tensor: Tensor) -> Tensor:
+    """Return a copy of a host tensor in pinned memory, or the tensor itself if memory cannot be pinned."""
+    moved = host_memory(tensor, tensor.dtype, pinned=True)
+    return moved.copy_(tensor) if moved.is_pinned() else tensor
+
+
+def host_memory(like: Tensor, dtype: torch.dtype, *, pinned: bool) -> Tensor:
+    """Allocate host memory with the shape and layout of `like`, in pinned memory if requested and available."""
+    if pinned:
+        try:
+            return torch.empty_like(like, dtype=dtype, device="cpu", pin_memory=True, requires_grad=False)
+        except RuntimeError as reason:
+            log.warning("no pinned memory for offloaded tensors (%s): transfers to the GPU are slower", reason)
+    return torch.empty_like(like, dtype=dtype, device="cpu", requires_grad=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +158,13 @@ def catch_out_of_memory(work: Callable[[], R]) -> R | OutOfMemory:
     try:
         return work()
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+        cause = error.__cause__ if isinstance(error, UserCodeError) and error.__cause__ is not None else error
+        # torch has no exception class for the host allocator.
+        is_of_host = isinstance(cause, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(cause)
+        if not is_of_host and not isinstance(cause, torch.OutOfMemoryError | MemoryError):
             raise
         # The error's frames reference the tensors, so keep only its text.
         return OutOfMemory(str(error).strip().split("\n")[0] or type(error).__name__)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that torch could not allocate memory on a GPU or the host."""
-    if isinstance(error, UserCodeError) and error.__cause__ is not None:
-        error = error.__cause__
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    # torch has no exception class for the host allocator.
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
 def release_cached_memory() -> None:
@@ -80,8 +201,6 @@ class OffloadedWeights:
     @torch.no_grad()
     def offload(self) -> None:
         """Release the device memory of the weights."""
-        if self._is_away:
-            return
         self._is_away = True
         for parameter in self._host:
             local_tensor(parameter).untyped_storage().resize_(0)
@@ -100,9 +219,7 @@ class OffloadedWeights:
     def value(self, parameter: Tensor) -> Tensor:
         """Return a parameter, or a copy on the device while the parameter is offloaded."""
         host = self._host.get(parameter) if self._is_away else None
-        if host is None:
-            return parameter
-        return copy_like(parameter, host)
+        return parameter if host is None else copy_like(parameter, host)
 
 
 def compact(tensors: Iterable[Tensor]) -> None:

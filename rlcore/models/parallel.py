@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from rlcore.models.lora import ADAPTERS, merged_parameters
-from rlcore.models.optim import local_tensor
+from rlcore.models.memory import local_tensor
 from rlcore.models.policy import CausalPolicy, PackedTrunk, ValueModel
 
 Model = TypeVar("Model", bound=PackedTrunk)
@@ -28,7 +28,7 @@ def shard(model: Model, *, mesh: DeviceMesh, dtype: torch.dtype) -> Model:
         # Values are regressed on returns: a bfloat16 head would round them to three digits.
         fully_shard(model.value_head, mesh=mesh, mp_policy=_precision(torch.float32))
     fully_shard(model, mesh=mesh, mp_policy=computing)
-    model.mark_sharded(dtype)
+    model.sharded, model.wanted_dtype = True, dtype
     return model
 
 

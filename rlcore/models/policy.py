@@ -1,8 +1,7 @@
 """The policy and the value model: a transformers decoder over packed tokens, with a language-model or a scalar head."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Literal, TypeVar, cast
+from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar, cast
 
 import torch
 import torch.compiler.config as compiler_settings
@@ -11,9 +10,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from transformers import DynamicCache, PreTrainedModel
 
-from rlcore.models.attention import AttentionChoice, causal_band, choose_attention
+from rlcore.config.model import ModelConfig
+from rlcore.models.attention import Array, IntArray, PackedLayout, build_layout, causal_band
 from rlcore.models.head import EntropyMode, TokenLogprobs, float32_logits, likeliest_tokens, token_logprobs_and_entropy
-from rlcore.models.layout import Array, IntArray, PackedLayout, build_layout
+from rlcore.models.kernels import AttentionChoice, choose_attention
 from rlcore.models.memory import to_device
 
 _MAX_COMPILED_GRAPHS = 64
@@ -22,21 +22,24 @@ _MAX_COMPILED_GRAPHS = 64
 
 class PackedTrunk(nn.Module):
     """A decoder over T packed tokens. Subclasses add a head. Float32 weights with a bfloat16 `compute_dtype` run under
-    autocast, unless FSDP casts the weights (`sharded`)."""
+    autocast, unless FSDP casts the weights (`sharded`). The parameters of `model` keep their names in saved files."""
 
-    def __init__(self, *, attention: Literal["auto", "flash_attn", "varlen", "sdpa"], compute_dtype: torch.dtype):
+    def __init__(self, model: PreTrainedModel, settings: ModelConfig, compute_dtype: torch.dtype) -> None:
         super().__init__()
-        self._attention_request = attention
-        self._wanted_dtype = compute_dtype
+        self.model = model
+        self.wanted_dtype = compute_dtype
+        self.share_prompts = settings.share_prompts
         self.sharded = False
-        self.share_prompts = False
-        self.offload_activations = False
         self.base_digest = ""  # of the frozen weights under adapters
+        self._attention_request = settings.attention
+        self._offload_activations = settings.gradient_checkpointing and settings.offload_activations
+        self._head_chunk_tokens = settings.head_chunk_tokens
+        self._is_compiled = False
 
     @property
     def decoder(self) -> PreTrainedModel:
         """The decoder stack without a head."""
-        raise NotImplementedError
+        return cast(PreTrainedModel, self.model.base_model)
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -53,7 +56,7 @@ class PackedTrunk(nn.Module):
     def compute_dtype(self) -> torch.dtype:
         """The type of the matrix products."""
         stored = next(self.parameters()).dtype
-        return self._wanted_dtype if stored == torch.float32 else stored
+        return self.wanted_dtype if stored == torch.float32 else stored
 
     @property
     def attention(self) -> AttentionChoice:
@@ -63,15 +66,12 @@ class PackedTrunk(nn.Module):
         return choose_attention(self._attention_request, self.device, self.compute_dtype, head_dim)
 
     def compile_layers(self) -> None:
-        """Compile each decoder layer without its hooks, before `shard`. torch's limit of 8 graphs is too low."""
+        """Compile each decoder layer without its hooks, before `shard`, and the operations of the head after the matrix
+        products. torch's limit of 8 graphs is too low."""
+        self._is_compiled = True
         compiler_settings.recompile_limit = max(compiler_settings.recompile_limit, _MAX_COMPILED_GRAPHS)
         for layer in self.layers:
             layer.forward = torch.compile(layer.forward)
-
-    def mark_sharded(self, compute_dtype: torch.dtype) -> None:
-        """Record that FSDP casts the weights of the layers to `compute_dtype`."""
-        self.sharded = True
-        self._wanted_dtype = compute_dtype
 
     def layout(self, cu_seqlens: Int[Array, "N_plus_1"], shared: IntArray | None = None) -> PackedLayout:
         """Build the layout of a micro-batch. For `shared`, see `build_layout`."""
@@ -82,8 +82,8 @@ class PackedTrunk(nn.Module):
     ) -> Float[Tensor, "c H"]:
         """Return the last hidden states in layout order: token t is at `layout.computed_index[t]`."""
         # Tensors for the backward pass. Checkpointed layers save only their inputs.
-        on_host = save_on_cpu(pin_memory=self.device.type == "cuda") if self.offload_activations else nullcontext()
-        with self.precision(), on_host:
+        on_host = save_on_cpu(pin_memory=self.device.type == "cuda") if self._offload_activations else nullcontext()
+        with self._precision(), on_host:
             output = self.decoder(
                 input_ids=token_ids[layout.token_order][None],
                 position_ids=position_ids[layout.token_order][None],
@@ -92,8 +92,7 @@ class PackedTrunk(nn.Module):
             )
         return cast(Tensor, output.last_hidden_state)[0]
 
-    def precision(self) -> AbstractContextManager[object]:
-        """Return an autocast context, or an empty context if the weights have the compute type or FSDP casts them."""
+    def _precision(self) -> AbstractContextManager[object]:
         stored = next(self.parameters()).dtype
         if self.sharded or stored == self.compute_dtype:
             return nullcontext()
@@ -110,8 +109,7 @@ M = TypeVar("M", bound=nn.Module)
 
 def round_weights(model: M, dtype: torch.dtype) -> M:
     """Round the parameters to `dtype` in place and return the model. Unlike `.to(dtype)`, this keeps rotary frequencies
-    (buffers) in float32.
-    """
+    (buffers) in float32."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
@@ -119,30 +117,7 @@ def round_weights(model: M, dtype: torch.dtype) -> M:
 
 
 class CausalPolicy(PackedTrunk):
-    """A causal language model over packed sequences. The parameters of `model` keep their names in saved files."""
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        attention: Literal["auto", "flash_attn", "varlen", "sdpa"],
-        compute_dtype: torch.dtype,
-        head_chunk_tokens: int,
-    ) -> None:
-        super().__init__(attention=attention, compute_dtype=compute_dtype)
-        self.model = model
-        self.head_chunk_tokens = head_chunk_tokens
-        self._compiled_head = False
-
-    @property
-    def decoder(self) -> PreTrainedModel:
-        """The decoder stack without the head."""
-        return cast(PreTrainedModel, getattr(self.model, self.model.base_model_prefix))
-
-    def compile_layers(self) -> None:
-        """Compile each decoder layer, and the operations after the matrix products of the head."""
-        super().compile_layers()
-        self._compiled_head = True
+    """A causal language model over packed sequences."""
 
     @property
     def head(self) -> nn.Linear:
@@ -174,10 +149,10 @@ class CausalPolicy(PackedTrunk):
             weight,
             target_ids[positions],
             temperature=temperature or 1.0,
-            chunk_tokens=self.head_chunk_tokens,
+            chunk_tokens=self._head_chunk_tokens,
             entropy=entropy,
             with_top=with_top,
-            compiled=self._compiled_head,
+            compiled=self._is_compiled,
             candidates=None if candidates is None else candidates[positions],
         )
         tokens = [found.logprobs, found.entropy, found.is_top]
@@ -198,7 +173,7 @@ class CausalPolicy(PackedTrunk):
         """Return an unsharded model's `k` likeliest next tokens and their log-probabilities, 0 outside `loss_mask`."""
         positions, hidden, weight = self._head_inputs(token_ids, position_ids, cu_seqlens, loss_mask, shared)
         ids, logprobs = likeliest_tokens(
-            hidden, weight, k=k, temperature=temperature or 1.0, chunk_tokens=self.head_chunk_tokens
+            hidden, weight, k=k, temperature=temperature or 1.0, chunk_tokens=self._head_chunk_tokens
         )
         return _at(positions, ids, len(token_ids)), _at(positions, logprobs, len(token_ids))
 
@@ -216,18 +191,6 @@ class CausalPolicy(PackedTrunk):
         hidden = self.hidden_states(token_ids, position_ids, layout).index_select(0, layout.computed_index[positions])
         return positions, hidden.to(self.compute_dtype), self.head.weight.to(self.compute_dtype)
 
-    @contextmanager
-    def eval_mode(self) -> Iterator[None]:
-        """Set evaluation mode in the `with` block: in training mode, gradient checkpointing discards the cache."""
-        if not self.training:
-            yield
-            return
-        self.eval()
-        try:
-            yield
-        finally:
-            self.train()
-
     def decode(
         self,
         token_ids: Int[Tensor, "B L"],
@@ -237,9 +200,9 @@ class CausalPolicy(PackedTrunk):
     ) -> Float[Tensor, "B V"]:
         """Return the float32 logits after the last of L new tokens. Rows are left-padded, and S = cached tokens + L.
         `attention_mask` is True for real tokens. `cache` is extended and keeps all tokens. A sliding window is applied
-        by masking."""
+        by masking. The model must be in evaluation mode, since gradient checkpointing discards the cache."""
         mask = decode_mask(attention_mask.bool(), token_ids.shape[1])
-        with self.precision(), self.eval_mode():
+        with self._precision():
             output = self.decoder(
                 input_ids=token_ids,
                 attention_mask=mask,
@@ -262,23 +225,11 @@ def decode_mask(real: Bool[Tensor, "B S"], num_new: int) -> Bool[Tensor, "B 1 L 
 class ValueModel(PackedTrunk):
     """A decoder with a linear value head, which is initialized to 0."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        attention: Literal["auto", "flash_attn", "varlen", "sdpa"],
-        compute_dtype: torch.dtype,
-    ) -> None:
-        super().__init__(attention=attention, compute_dtype=compute_dtype)
-        self.model = model
+    def __init__(self, model: PreTrainedModel, settings: ModelConfig, compute_dtype: torch.dtype) -> None:
+        super().__init__(model, settings, compute_dtype)
         self.value_head = nn.Linear(model.config.hidden_size, 1, device=self.device, dtype=torch.float32)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
-
-    @property
-    def decoder(self) -> PreTrainedModel:
-        """The decoder stack."""
-        return self.model
 
     def forward(
         self,

@@ -1,7 +1,5 @@
-"""The sizes of a decoder from `config.json` or scratch settings, counts of its parameters and operations, and peak
-speeds.
-
-The counts are valid for Llama, Mistral, Qwen2 and Qwen3 in transformers. This module does not import torch."""
+"""The sizes of a decoder, counts of its parameters and operations, and peak speeds of GPUs, without torch. The counts
+are valid for Llama, Mistral, Qwen2 and Qwen3 in transformers."""
 
 import json
 import re
@@ -18,10 +16,6 @@ from rlcore.models.hub import config_file
 
 NUM_WORDS = 13
 """The number of arithmetic tokens that are not integers: padding, end, unknown and ten operators."""
-# Families with attention biases, or norms on query and key, that their config does not state.
-_WITH_QKV_BIAS = ("qwen2",)
-_WITH_QK_NORM = ("qwen3",)
-
 TRAINABLE = (
     f"Supported are dense text decoders: {', '.join(TESTED)}, and others whose log-probabilities on packed and "
     "separate sequences are equal, which is checked when they load"
@@ -29,15 +23,7 @@ TRAINABLE = (
 
 
 def untrainable(config: Mapping[str, Any]) -> str | None:
-    """Return why a model with this `config.json` cannot be trained, or None if it can.
-
-    >>> untrainable({"model_type": "qwen3_moe", "num_experts": 128})
-    'must have no mixture of experts (model_type qwen3_moe)'
-    >>> untrainable({"model_type": "qwen2", "quantization_config": {"quant_method": "awq"}})
-    'must have weights that are not quantized (awq)'
-    >>> untrainable({"model_type": "qwen2"}) is None
-    True
-    """
+    """Return why a model with this `config.json` cannot be trained, or None if it can."""
     kind = str(config.get("model_type", "not named"))
     quantized = config.get("quantization_config")
     inner = config.get("text_config")
@@ -105,11 +91,7 @@ def require_base(lora: LoraConfig | None, has: Callable[[str], object] = find_sp
 
 
 def has_experts(config: Mapping[str, Any]) -> bool:
-    """Return whether a `config.json` describes a mixture of experts.
-
-    >>> has_experts({"num_local_experts": 8}), has_experts({"num_experts": 1, "hidden_size": 64})
-    (True, False)
-    """
+    """Return whether a `config.json` describes a mixture of experts."""
     return any("experts" in name and isinstance(value, int) and value > 1 for name, value in config.items())
 
 
@@ -144,8 +126,8 @@ class ModelShape:
             intermediate=int(config["intermediate_size"]),
             vocab=int(config["vocab_size"]),
             tied=bool(config.get("tie_word_embeddings", False)),
-            qkv_bias=kind in _WITH_QKV_BIAS or bool(config.get("attention_bias", False)),
-            qk_norm=kind in _WITH_QK_NORM,
+            qkv_bias=kind == "qwen2" or bool(config.get("attention_bias", False)),  # a qwen2 config does not state it
+            qk_norm=kind == "qwen3",
         )
 
     @classmethod
@@ -310,23 +292,13 @@ PEAK_TFLOPS: Mapping[str, float] = {
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return a device's peak of dense bfloat16 operations per second, or None if its name is unknown.
-
-    >>> peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("CPU")
-    (989000000000000.0, None)
-    """
+    """Return a device's peak of dense bfloat16 operations per second, or None if its name is unknown."""
     return next((1e12 * peak for name, peak in PEAK_TFLOPS.items() if re.search(rf"\b{name}\b", device_name)), None)
 
 
 def has_code_for(capability: tuple[int, int], architectures: Iterable[str]) -> bool:
     """Return whether a torch build runs on a GPU of this compute capability. `sm_90` code runs on 9.x GPUs from 9.0 on,
-    and `sm_90a` code on 9.0 only. `compute_90` code is compiled at first use for any GPU from 9.0 on.
-
-    >>> has_code_for((8, 6), ["sm_80", "sm_90"]), has_code_for((12, 0), ["sm_80", "sm_90a"])
-    (True, False)
-    >>> has_code_for((12, 0), ["sm_90", "compute_90"]), has_code_for((8, 0), ["sm_86"])
-    (True, False)
-    """
+    and `sm_90a` code on 9.0 only. `compute_90` code is compiled at first use for any GPU from 9.0 on."""
     for name in architectures:
         kind, _, number = name.partition("_")
         digits = number.rstrip("af")

@@ -182,11 +182,11 @@ def ensure_configured_model(config: RunConfig) -> Path:
     }  # fmt: skip
     with published_directory(folder, facts, error=ModelError) as temporary:
         if python is None:
-            from rlcore.models.scratch import write_smollm2
+            from rlcore.models.load import write_smollm2
 
             write_smollm2(file, temporary)
         else:
-            run_module(python, "rlcore.models.scratch", str(file), str(temporary), error=ModelError)
+            run_module(python, "rlcore.models.load", str(file), str(temporary), error=ModelError)
     return folder
 
 

@@ -29,7 +29,7 @@ from rlcore.tracking.attempts import CLOSE_TIMEOUT_S, FinalStatus
 from rlcore.tracking.journal import RunJournal, load_journal, missing_steps
 from rlcore.trainer.alarms import Alarm
 from rlcore.trainer.step import StepResult
-from rlcore.workers.trained_model import OomRetry
+from rlcore.workers.device import OomRetry
 
 HEADLINE = (
     *("critic/score/mean", "actor/entropy", "response_length/mean", "actor/grad_norm", "perf/throughput"),

@@ -17,8 +17,8 @@ from rlcore.checkpoint.catalog import HELD_OUT_LOSS, CheckpointInfo
 from rlcore.checkpoint.state import LoopState
 from rlcore.config import RunConfig, WarmStartConfig
 from rlcore.errors import DataError
+from rlcore.models.load import build_scratch_model
 from rlcore.models.memory import release_cached_memory
-from rlcore.models.scratch import build_scratch_model
 from rlcore.models.tokenizer import build_scratch_tokenizer, load_tokenizer
 from rlcore.rollout.engine import WARM_START_STREAM, make_requests
 from rlcore.run.initial_policy import (

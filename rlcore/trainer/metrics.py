@@ -20,7 +20,7 @@ from rlcore.trainer.estimate import Estimate
 from rlcore.trainer.experience import Experience
 from rlcore.trainer.update import Update
 from rlcore.types import PackedBatch
-from rlcore.workers.measure import MemoryPeak
+from rlcore.workers.device import MemoryPeak
 from rlcore.workers.worker import WorkerInfo
 
 Metrics = dict[str, float]

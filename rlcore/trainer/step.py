@@ -31,9 +31,8 @@ from rlcore.trainer.update import (
     update_models,
 )
 from rlcore.types import PackedBatch, TrainBatch
+from rlcore.workers.device import MemoryPeak, OomRetry
 from rlcore.workers.group import Pending, WorkerGroup
-from rlcore.workers.measure import MemoryPeak
-from rlcore.workers.trained_model import OomRetry
 from rlcore.workers.worker import Worker, WorkerInfo
 
 

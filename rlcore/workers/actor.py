@@ -1,9 +1,9 @@
-"""The trained models of one rank: the policy and the critic."""
+"""The models of one rank: the policy, the critic, and the frozen reference and teachers."""
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,23 +22,22 @@ from rlcore.algos.objective import (
     supervised_objective,
     value_objective,
 )
-from rlcore.batching.pack import shared_prompts, split_pairs
-from rlcore.config import CriticConfig, RunConfig
+from rlcore.batching.pack import scatter_tokens, select, shared_prompts, split_pairs
+from rlcore.config import CriticConfig, ModelConfig, RunConfig
 from rlcore.models.head import TokenLogprobs
 from rlcore.models.load import load_policy, load_value_model
 from rlcore.models.lora import add_adapters, frozen_tensors, without_adapters
-from rlcore.models.memory import OffloadedWeights, compact
-from rlcore.models.optim import local_tensor
+from rlcore.models.memory import OffloadedWeights, compact, local_tensor
 from rlcore.models.parallel import full_state, reshard
-from rlcore.models.policy import CausalPolicy, ValueModel
+from rlcore.models.policy import CausalPolicy, PackedTrunk, ValueModel, round_weights
 from rlcore.types import PackedBatch, TrainBatch
-from rlcore.workers.device import Placement
 from rlcore.workers.trained_model import (
     MicroBatch,
+    MicroBatchRunner,
     ModelUpdate,
     Parts,
+    TokenFunction,
     TrainedModel,
-    restore_order,
     sum_statistics,
     to_device,
 )
@@ -47,13 +46,13 @@ from rlcore.workers.trained_model import (
 class Actor(TrainedModel[CausalPolicy]):
     """The trained policy on one rank."""
 
-    def __init__(self, config: RunConfig, model_directory: str, placement: Placement, mesh: DeviceMesh | None) -> None:
+    def __init__(self, config: RunConfig, model_directory: str, device: torch.device, mesh: DeviceMesh | None) -> None:
         lora = config.model.lora
-        policy = load_policy(model_directory, model=config.model, device=placement.device)
+        policy = load_policy(model_directory, model=config.model, device=device)
         if lora is not None:
             policy = add_adapters(policy, lora, seed=config.seed)
         passes = ("the policy's update", "the policy's log-probabilities")
-        super().__init__(config, policy, config.optim, placement, mesh, passes)
+        super().__init__(config, policy, config.optim, device, mesh, passes)
         self._offloads_base = lora is not None and lora.offload
         self.base = OffloadedWeights(tensor for _, tensor in frozen_tensors(self.model) if self._offloads_base)
         self._addresses: set[int] = set()
@@ -66,12 +65,11 @@ class Actor(TrainedModel[CausalPolicy]):
             return
         resident = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         for state in self.optimizer.state.values():
-            resident += [tensor for tensor in state.values() if tensor.device.type == self._placement.device.type]
+            resident += [tensor for tensor in state.values() if tensor.device.type == self._device.type]
         if self._addresses != {local_tensor(tensor).data_ptr() for tensor in resident}:  # first call, or new moments
             compact(resident)
         self._addresses = {local_tensor(tensor).data_ptr() for tensor in resident}
 
-    @torch.no_grad()
     def logprobs(
         self,
         batch: PackedBatch,
@@ -81,16 +79,18 @@ class Actor(TrainedModel[CausalPolicy]):
         with_entropy: bool = False,
         pairs: bool = False,
     ) -> Float[Tensor, "T ..."]:
-        """Return the result of `policy_logprobs`, optionally without the LoRA adapters."""
+        """Return the log-probability of each response token, and 0 elsewhere, on the CPU, optionally without the LoRA
+        adapters. With `with_entropy`, the shape is [T, 2], and the second column is the entropy. `pairs`: the sequences
+        are preference pairs, at temperature 1."""
+        temperature = self._config.rollout.sampling.temperature
 
-        def work(parts: Parts) -> Tensor:
-            device = self._placement.device
-            return policy_logprobs(
-                self.model, batch, parts, self._config, device, with_entropy=with_entropy, pairs=pairs
-            )
+        def compute(micro: MicroBatch[PackedBatch]) -> Tensor:
+            if pairs:
+                return token_logprobs(self.model, micro, pairs=True, temperature=1.0, entropy="none").logprobs
+            return policy_logprobs(self.model, micro, temperature, with_entropy=with_entropy)
 
         with nullcontext() if adapters else without_adapters(self.model):
-            return self.forward_pass.run(work, batch, num_micro)
+            return self.forward_pass.token_values(compute, batch, num_micro, self._device)
 
     def update(
         self,
@@ -104,21 +104,27 @@ class Actor(TrainedModel[CausalPolicy]):
         with_logprobs: bool = True,
     ) -> ModelUpdate[PolicyStatistics]:
         """Take one optimizer step. A non-finite loss or gradient raises NonFiniteError and changes no weight."""
-        objective = partial(self._objective, denominator=denominator, kl_coef=kl_coef, entropy_added=entropy_added)
+        algo, alarms = self._config.algo, self._config.alarms
 
-        def work(parts: Parts) -> tuple[PolicyStatistics, Tensor | None]:
-            logprobs: list[Tensor] = []
-
-            def collecting(micro: MicroBatch[TrainBatch]) -> tuple[Tensor, PolicyStatistics]:
-                loss, statistics, micro_logprobs = objective(micro)
-                if with_logprobs:
-                    logprobs.append(micro_logprobs)
-                return loss, statistics
-
-            statistics = self.accumulate(batch, parts, collecting)
-            return statistics, restore_order(logprobs, batch.packed.cu_seqlens, parts) if with_logprobs else None
-
-        summed, logprobs = self.update_pass.run(work, batch.packed, num_micro)
+        def objective(micro: MicroBatch[TrainBatch]) -> tuple[Tensor, PolicyStatistics, Tensor | None]:
+            output = token_logprobs(
+                self.model,
+                MicroBatch(micro.host.packed, micro.device.packed),
+                temperature=self._config.rollout.sampling.temperature,
+                entropy="grad" if algo.entropy_coef + entropy_added > 0 else "value",
+                candidates=micro.device.teacher_top_ids,
+            )
+            loss, statistics = policy_objective(
+                output.logprobs,
+                output.entropy,
+                micro.device,
+                settings=algo,
+                denominator=denominator,
+                kl_coef=kl_coef,
+                entropy_added=entropy_added,
+                candidate_logprobs=output.candidates,
+            )
+            return loss, statistics, output.logprobs.detach() if with_logprobs else None
 
         def why() -> str:
             rows = self._non_finite_groups(batch, objective)
@@ -128,79 +134,57 @@ class Actor(TrainedModel[CausalPolicy]):
                 "a custom loss may divide by zero."
             )
 
-        grad_norm = self.clip(summed, f"the policy's loss is {float(summed.pg_loss)}", why)
-        alarms = self._config.alarms
-        applied = not (alarms.grad_norm == "skip" and grad_norm > alarms.grad_norm_above)  # the same on all ranks
-        if applied:
-            self.step(lr)
-        else:
-            self.release_gradients()
-        return ModelUpdate(summed, grad_norm, applied, logprobs)
+        return self.take_step(
+            batch,
+            num_micro,
+            objective,
+            lr=lr,
+            loss=lambda summed: f"the policy's loss is {float(summed.pg_loss)}",
+            why=why,
+            max_norm=alarms.grad_norm_above if alarms.grad_norm == "skip" else math.inf,
+        )
 
     @torch.no_grad()
     def _non_finite_groups(self, batch: TrainBatch, objective: Callable[..., tuple[Any, ...]]) -> list[int]:
         """Return the numbers, within the step, of prompts with a non-finite loss of a response on any rank."""
         groups: set[int] = set()
         for index in range(batch.packed.num_sequences):
-            if not torch.isfinite(objective(to_device(batch, [index], self._placement.device))[0]):
+            if not torch.isfinite(objective(to_device(batch, [index], self._device))[0]):
                 groups.add(int(batch.packed.group_ids[index]))
         by_rank = [groups] * self._world_size
         if self._world_size > 1:
             dist.all_gather_object(by_rank, groups)
         return sorted(set().union(*by_rank))
 
-    def _objective(
-        self, micro: MicroBatch[TrainBatch], denominator: Denominator, kl_coef: float, entropy_added: float
-    ) -> tuple[Tensor, PolicyStatistics, Tensor]:
-        algo = self._config.algo
-        output = token_logprobs(
-            self.model,
-            MicroBatch(micro.host.packed, micro.device.packed),
-            temperature=self._config.rollout.sampling.temperature,
-            entropy="grad" if algo.entropy_coef + entropy_added > 0 else "value",
-            candidates=micro.device.teacher_top_ids,
-        )
-        loss, statistics = policy_objective(
-            output.logprobs,
-            output.entropy,
-            micro.device,
-            settings=algo,
-            denominator=denominator,
-            kl_coef=kl_coef,
-            entropy_added=entropy_added,
-            candidate_logprobs=output.candidates,
-        )
-        return loss, statistics, output.logprobs.detach()
-
     def supervise(
         self, batch: PackedBatch, num_micro: int, total: int, *, lr: float
     ) -> ModelUpdate[SupervisedStatistics]:
         """Take one optimizer step on the loss `warm_start.loss`, divided by `total`, the number of targets or pairs on
         all ranks. A non-finite step raises NonFiniteError and changes no weight."""
-
-        objective = partial(self._supervised_objective, total=total)
-        summed = self.update_pass.run(lambda parts: self.accumulate(batch, parts, objective), batch, num_micro)
-        remedy = ". A lower warm_start.optim.lr, or a longer warm-up, often helps."
-        grad_norm = self.clip(summed, f"the supervised loss is {summed.means().get('loss')}", lambda: remedy)
-        self.step(lr)
-        return ModelUpdate(summed, grad_norm)
+        return self.take_step(
+            batch,
+            num_micro,
+            lambda micro: (*self._supervised_objective(micro, total), None),
+            lr=lr,
+            loss=lambda summed: f"the supervised loss is {summed.means().get('loss')}",
+            why=lambda: ". A lower warm_start.optim.lr, or a longer warm-up, often helps.",
+        )
 
     @torch.no_grad()
     def likelihood(self, batch: PackedBatch, num_micro: int) -> SupervisedStatistics:
         """Return the statistics of the supervised loss, without gradient."""
 
         def work(parts: Parts) -> SupervisedStatistics:
-            micros = (to_device(batch, part, self._placement.device) for part in parts)
+            micros = (to_device(batch, part, self._device) for part in parts)
             return sum_statistics([self._supervised_objective(micro, 1)[1] for micro in micros])
 
         return self.forward_pass.run(work, batch, num_micro)
 
     def _supervised_objective(self, micro: MicroBatch[PackedBatch], total: int) -> tuple[Tensor, SupervisedStatistics]:
         warm = self._config.warm_start
-        if warm.loss == "dpo":
-            micro = replace(micro, host=split_pairs(micro.host))
-        output = token_logprobs(self.model, micro, temperature=1.0, entropy="none", with_top=warm.loss == "nll")
-        if warm.loss == "dpo":
+        pairs = warm.loss == "dpo"
+        output = token_logprobs(self.model, micro, pairs=pairs, temperature=1.0, entropy="none", with_top=not pairs)
+        if pairs:
             return preference_objective(output.logprobs, micro.device, beta=warm.dpo_beta, num_pairs=total)
         return supervised_objective(output.logprobs, output.is_top, micro.device.loss_mask, num_tokens=total)
 
@@ -209,41 +193,31 @@ class Actor(TrainedModel[CausalPolicy]):
         yield from full_state(self.model, self.base.value, None if self._config.model.lora is not None else dtype)
 
 
-def token_logprobs(policy: CausalPolicy, micro: MicroBatch[PackedBatch], **options: Any) -> TokenLogprobs:
-    """Return the results of the policy's head on a micro-batch. For `options`, see `CausalPolicy.forward`."""
+def token_logprobs(
+    policy: CausalPolicy, micro: MicroBatch[PackedBatch], *, pairs: bool = False, **options: Any
+) -> TokenLogprobs:
+    """Return the results of the policy's head on a micro-batch, optionally of preference pairs. For `options`, see
+    `CausalPolicy.forward`."""
+    if pairs:
+        micro = replace(micro, host=split_pairs(micro.host))
     tokens, positions, cu_seqlens, *more = model_inputs(policy, micro)
     output: TokenLogprobs = policy(tokens, positions, cu_seqlens, micro.device.target_ids, *more, **options)
     return output
 
 
-def model_inputs(policy: CausalPolicy, micro: MicroBatch[PackedBatch]) -> tuple[Any, ...]:
+def model_inputs(model: PackedTrunk, micro: MicroBatch[PackedBatch]) -> tuple[Any, ...]:
     """Return the arguments of `CausalPolicy.likeliest` for a micro-batch."""
     device, host = micro.device, micro.host
-    shared = shared_prompts(host) if policy.share_prompts else None
+    shared = shared_prompts(host) if model.share_prompts else None
     return device.token_ids, device.position_ids, host.cu_seqlens.numpy(), host.loss_mask.numpy(), shared
 
 
 def policy_logprobs(
-    policy: CausalPolicy,
-    batch: PackedBatch,
-    parts: Parts,
-    config: RunConfig,
-    device: torch.device,
-    *,
-    with_entropy: bool = False,
-    pairs: bool = False,
+    policy: CausalPolicy, micro: MicroBatch[PackedBatch], temperature: float, *, with_entropy: bool = False
 ) -> Float[Tensor, "T ..."]:
-    """Return the log-probability of each response token, and 0 elsewhere, on the CPU. With `with_entropy`, the shape is
-    [T, 2], and the second column is the entropy. `pairs`: the sequences are preference pairs, at temperature 1."""
-    values = []
-    for part in parts:
-        micro = to_device(batch, part, device)
-        if pairs:
-            micro = replace(micro, host=split_pairs(micro.host))
-        temperature = 1.0 if pairs else config.rollout.sampling.temperature
-        output = token_logprobs(policy, micro, temperature=temperature, entropy="value" if with_entropy else "none")
-        values.append(torch.stack([output.logprobs, output.entropy], dim=1) if with_entropy else output.logprobs)
-    return restore_order(values, batch.cu_seqlens, parts)
+    """Return the log-probabilities of a micro-batch, and with `with_entropy` a second column with the entropies."""
+    output = token_logprobs(policy, micro, temperature=temperature, entropy="value" if with_entropy else "none")
+    return torch.stack([output.logprobs, output.entropy], dim=1) if with_entropy else output.logprobs
 
 
 class Critic(TrainedModel[ValueModel]):
@@ -254,29 +228,21 @@ class Critic(TrainedModel[ValueModel]):
         config: RunConfig,
         critic: CriticConfig,
         model_directory: str,
-        placement: Placement,
+        device: torch.device,
         mesh: DeviceMesh | None,
     ) -> None:
-        model = load_value_model(critic.path or model_directory, model=config.model, device=placement.device)
-        super().__init__(config, model, critic.optim, placement, mesh, ("the critic's update", "the critic's values"))
+        model = load_value_model(critic.path or model_directory, model=config.model, device=device)
+        super().__init__(config, model, critic.optim, device, mesh, ("the critic's update", "the critic's values"))
 
-    @torch.no_grad()
     def values(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
         """Return the value of the state before each response token, and 0 elsewhere, on the CPU."""
-
-        def work(parts: Parts) -> Tensor:
-            values = []
-            for part in parts:
-                micro = to_device(batch, part, self._placement.device)
-                values.append(self._values(micro) * micro.device.loss_mask)
-            return restore_order(values, batch.cu_seqlens, parts)
-
-        return self.forward_pass.run(work, batch, num_micro)
+        return self.forward_pass.token_values(
+            lambda micro: self._values(micro) * micro.device.loss_mask, batch, num_micro, self._device
+        )
 
     def _values(self, micro: MicroBatch[PackedBatch]) -> Float[Tensor, "T"]:
-        device, host = micro.device, micro.host
-        shared = shared_prompts(host) if self.model.share_prompts else None
-        values: Tensor = self.model(device.token_ids, device.position_ids, host.cu_seqlens.numpy(), shared)
+        tokens, positions, cu_seqlens, _, shared = model_inputs(self.model, micro)
+        values: Tensor = self.model(tokens, positions, cu_seqlens, shared)
         return values
 
     def update(
@@ -284,12 +250,73 @@ class Critic(TrainedModel[ValueModel]):
     ) -> ModelUpdate[ValueStatistics]:
         """Take one optimizer step. A non-finite loss or gradient raises NonFiniteError and changes no weight."""
 
-        def objective(micro: MicroBatch[TrainBatch]) -> tuple[Tensor, ValueStatistics]:
+        def objective(micro: MicroBatch[TrainBatch]) -> tuple[Tensor, ValueStatistics, None]:
             values = self._values(MicroBatch(micro.host.packed, micro.device.packed))
-            return value_objective(values, micro.device, settings=self._config.algo, denominator=denominator)
+            settings = self._config.algo
+            return *value_objective(values, micro.device, settings=settings, denominator=denominator), None
 
-        summed = self.update_pass.run(lambda parts: self.accumulate(batch, parts, objective), batch.packed, num_micro)
-        remedy = ". Look at the saved batch for a non-finite reward; a lower critic.optim.lr often helps."
-        grad_norm = self.clip(summed, f"the critic's loss is {float(summed.vf_loss)}", lambda: remedy)
-        self.step(lr)
-        return ModelUpdate(summed, grad_norm)
+        return self.take_step(
+            batch,
+            num_micro,
+            objective,
+            lr=lr,
+            loss=lambda summed: f"the critic's loss is {float(summed.vf_loss)}",
+            why=lambda: ". Look at the saved batch for a non-finite reward; a lower critic.optim.lr often helps.",
+        )
+
+
+class FrozenPolicy:
+    """A frozen policy in the compute type or 4 bits: the reference or a teacher. It is not sharded, since each step
+    would gather all shards for a single pass. If `offload` is true, the weights are in host memory between passes."""
+
+    def __init__(
+        self, config: RunConfig, path: str, model: ModelConfig, device: torch.device, name: str, *, offload: bool
+    ) -> None:
+        # Loaded on the device, so that kernels and compiled layers are chosen as for the policy.
+        policy = load_policy(path, model=model, device=device)
+        self._config = config
+        self._device = device
+        self._policy = round_weights(policy, policy.compute_dtype).eval().requires_grad_(False)
+        self._weights = OffloadedWeights(self._policy.parameters() if offload else ())
+        self._weights.offload()
+        self.forward_pass = MicroBatchRunner(
+            f"the {name}'s log-probabilities", recover=lambda: None, share_prompts=model.share_prompts
+        )
+
+    def logprobs(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
+        """Return the log-probability of each response token, and 0 elsewhere, on the CPU."""
+        temperature = self._config.rollout.sampling.temperature
+        return self._run(lambda micro: policy_logprobs(self._policy, micro, temperature), batch, num_micro)
+
+    def likeliest(self, batch: PackedBatch, num_micro: int, k: int) -> Float[Tensor, "T two_k"]:
+        """Return k columns with the ids of the likeliest tokens at each response token, then k with their
+        log-probabilities. Rows of other tokens are 0. The result is a float32 tensor on the CPU, exact for ids below
+        2^24."""
+        temperature = self._config.rollout.sampling.temperature
+
+        def compute(micro: MicroBatch[PackedBatch]) -> Tensor:
+            inputs = model_inputs(self._policy, micro)
+            return torch.cat(self._policy.likeliest(*inputs, k=k, temperature=temperature), dim=1)
+
+        return self._run(compute, batch, num_micro)
+
+    def _run(self, compute: TokenFunction, batch: PackedBatch, num_micro: int) -> Tensor:
+        self._weights.reload()
+        try:
+            return self.forward_pass.token_values(compute, batch, num_micro, self._device)
+        finally:
+            self._weights.offload()
+
+
+def run_teachers(
+    run: Callable[..., Tensor],
+    teachers: Sequence[FrozenPolicy],
+    batch: PackedBatch,
+    num_micro: int,
+    chosen: Sequence[int],
+) -> Float[Tensor, "T ..."]:
+    """Call `run` with each teacher and its responses. Return the values in batch order. `chosen[i]`: the index of
+    response i's teacher."""
+    pupils = [[i for i, teacher in enumerate(chosen) if teacher == index] for index in range(len(teachers))]
+    values = [run(teachers[index], select(batch, mine), num_micro) for index, mine in enumerate(pupils) if mine]
+    return scatter_tokens(values, batch.cu_seqlens, [mine for mine in pupils if mine])

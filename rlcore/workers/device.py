@@ -1,6 +1,7 @@
-"""The device and compute type of a rank, the rendezvous of ranks, and the configuration of memory allocators. By
-default, glibc returns large freed blocks to the system, and mapping and clearing them again took a fifth of a small
-model's step. torch's GPU segments have fixed sizes by default, so micro-batches of different lengths fragment them."""
+"""The device of a rank, its peak memory, the rendezvous of ranks, and the configuration of memory
+allocators. By default, glibc returns large freed blocks to the system, and mapping and clearing them again took a fifth
+of a small model's step. torch's GPU segments have fixed sizes by default, so micro-batches of different lengths
+fragment them."""
 
 import ctypes
 import os
@@ -13,25 +14,17 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from rlcore.config import ModelConfig, RuntimeConfig
+from rlcore.config import RuntimeConfig
 from rlcore.errors import ConfigError, ModelError
-from rlcore.models.load import compute_dtype
 from rlcore.models.shape import has_code_for
+from rlcore.rollout.vllm import engine_pool_bytes
 
 LOOPBACK = "127.0.0.1"
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """The device and compute type of a rank."""
-
-    device: torch.device
-    dtype: torch.dtype
-
-
-def choose_placement(runtime: RuntimeConfig, model: ModelConfig) -> Placement:
-    """Return the device and compute type that the settings and the hardware require. Raises ConfigError if CUDA is
-    requested but not available, and ModelError if this torch build does not support the GPU."""
+def choose_device(runtime: RuntimeConfig) -> torch.device:
+    """Return the device that the settings and the hardware require. Raises ConfigError if CUDA is requested but not
+    available, and ModelError if this torch build does not support the GPU."""
     wanted = runtime.device
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
@@ -42,8 +35,7 @@ def choose_placement(runtime: RuntimeConfig, model: ModelConfig) -> Placement:
         gpu = (torch.cuda.get_device_name(), torch.cuda.get_device_capability())
         if problem := unsupported_gpu(*gpu, torch.cuda.get_arch_list(), torch.__version__):
             raise ModelError(problem)
-    device = torch.device(wanted)
-    return Placement(device, compute_dtype(model, device))
+    return torch.device(wanted)
 
 
 def unsupported_gpu(name: str, capability: tuple[int, int], architectures: Sequence[str], version: str) -> str | None:
@@ -72,7 +64,9 @@ def join_ranks(rendezvous: str, *, rank: int, world_size: int, device: torch.dev
     if address.hostname != LOOPBACK or address.port is None:
         dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=world_size)
         return
-    if interface := _loopback_interface():
+    interfaces = psutil.net_if_addrs().items()
+    loopback = (name for name, addresses in interfaces if any(one.address == LOOPBACK for one in addresses))
+    if interface := next(loopback, None):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
     listener = None
@@ -83,11 +77,6 @@ def join_ranks(rendezvous: str, *, rank: int, world_size: int, device: torch.dev
         LOOPBACK, address.port, world_size, is_master=rank == 0, master_listen_fd=listener
     )
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
-
-
-def _loopback_interface() -> str | None:
-    interfaces = psutil.net_if_addrs().items()
-    return next((name for name, addresses in interfaces if any(one.address == LOOPBACK for one in addresses)), None)
 
 
 MALLOC_THRESHOLD_BYTES = 1 << 30
@@ -111,3 +100,61 @@ def enable_expandable_segments() -> None:
     vLLM also reads the variable, and disables the segments for memory that it maps itself."""
     if not torch.cuda.is_initialized() and not any(name in os.environ for name in _TORCH_VARIABLES):
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+
+
+@dataclass(frozen=True, slots=True)
+class OomRetry:
+    """A pass that ran out of memory in `num_micro` micro-batches and was repeated in `num_again`. `factor`: the
+    `MicroBatchRunner`'s factor after the retry. `refusal`: the allocator's error message."""
+
+    name: str
+    num_micro: int
+    num_again: int
+    factor: int
+    refusal: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} ran out of memory in {self.num_micro} micro-batches and is repeated in {self.num_again}: "
+            f"{self.refusal}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPeak:
+    """The peak GPU memory since the process started, in GB of 1e9 bytes, without memory that a sleeping engine has
+    released. `num_retries`: the passes repeated for lack of memory. `shortages`: such passes since the last report."""
+
+    allocated_gb: float
+    reserved_gb: float
+    num_retries: int
+    shortages: tuple[OomRetry, ...] = ()
+
+
+def gpu_peak() -> tuple[int, int]:
+    """Return the bytes that torch has allocated and reserved at most on its GPU since the last call, or 0 on a CPU."""
+    if not torch.cuda.is_initialized():
+        return 0, 0
+    found = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    return found
+
+
+class MemoryMeter:
+    """A meter of peak GPU memory. Bytes that a sleeping vLLM has unmapped are excluded, though torch counts them."""
+
+    def __init__(self) -> None:
+        self._is_asleep = False
+        self._max = (0, 0)
+
+    def set_engine_asleep(self, is_asleep: bool) -> None:
+        """Record that the engine sleeps now, or that it is about to wake."""
+        if is_asleep != self._is_asleep:
+            self.peak()
+            self._is_asleep = is_asleep
+
+    def peak(self) -> tuple[int, int]:
+        """Return the peak of `gpu_peak` since the meter was created."""
+        (allocated, reserved), unmapped = gpu_peak(), engine_pool_bytes() if self._is_asleep else 0
+        self._max = max(self._max[0], allocated - unmapped), max(self._max[1], reserved - unmapped)
+        return self._max

@@ -322,9 +322,15 @@ def fit_settings(config: RunConfig, shape: ModelShape, device: Device) -> tuple[
     """Return the settings to run with, and their memory plan. `runtime.fit_memory=auto` chooses memory share, largest
     pass and sleep level of the engine, token budget, offloading and recomputation. The size of the device must be
     known."""
-    if config.runtime.fit_memory == "auto" and device.total_bytes is not None:
-        config = _choose_settings(config, shape, device)
-    return config, plan_memory(config, shape, device)
+    if config.runtime.fit_memory != "auto" or device.total_bytes is None:
+        return config, plan_memory(config, shape, device)
+    for variant, least in variants(config):
+        found = with_token_budget(with_memory_share(variant, shape, device), shape, device, least=least)
+        if found is not None:
+            return found, plan_memory(found, shape, device)
+    longest = max_sequence_tokens(config)  # none fits several sequences per micro-batch
+    last = with_values(with_memory_share(variant, shape, device), {"trainer.max_tokens_per_micro_batch": longest})
+    return last, plan_memory(last, shape, device)
 
 
 def require_fit(config: RunConfig, plan: MemoryPlan) -> None:
@@ -353,38 +359,23 @@ def fit_run(config: RunConfig, report: Callable[[Mapping[str, object]], None]) -
         return config
     new, plan = fit_settings(config, shape, device)
     require_fit(new, plan)
-    chosen = chosen_settings(config, new)
-    text = f"memory plan: {plan.peak_phase} holds most, {plan.peak_bytes / GB:.1f} GB{excess_text(plan)}"
-    report({"event": "note", "text": f"{text}; chosen: {chosen}" if chosen else text})
+    text = f"memory plan: {plan.peak_phase} holds most, {plan.peak_bytes / GB:.1f} GB"
+    if not plan.fits:
+        assert plan.usable_bytes is not None, "without a device everything fits"
+        text += (
+            f", of which {plan.usable_bytes / GB:.1f} GB are there: a pass that runs out of memory is repeated "
+            "with smaller micro-batches; lower trainer.max_tokens_per_micro_batch, or set runtime.fit_memory=auto"
+        )
+    if chosen := chosen_settings(config, new):
+        text += f"; chosen: {chosen}"
+    report({"event": "note", "text": text})
     return new
-
-
-def excess_text(plan: MemoryPlan) -> str:
-    """Return a warning if a plan needs more memory than its device has, otherwise ''. The run may still succeed."""
-    if plan.fits:
-        return ""
-    assert plan.usable_bytes is not None, "without a device everything fits"
-    return (
-        f", of which {plan.usable_bytes / GB:.1f} GB are there: a pass that runs out of memory is repeated "
-        "with smaller micro-batches; lower trainer.max_tokens_per_micro_batch, or set runtime.fit_memory=auto"
-    )
 
 
 def chosen_settings(before: RunConfig, after: RunConfig) -> str:
     """Return the settings that `fit_settings` changed, as overrides."""
     old, new = (leaves(config.model_dump(mode="json")) for config in (before, after))
     return " ".join(f"{name}={format_value(value)}" for name, value in new.items() if old.get(name) != value)
-
-
-def _choose_settings(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:
-    """Return the first variant that fits several sequences per micro-batch. If none fits, return the last variant with
-    the token budget of the longest sequence."""
-    for variant, least in variants(config):
-        found = with_token_budget(with_memory_share(variant, shape, device), shape, device, least=least)
-        if found is not None:
-            return found
-    least = max_sequence_tokens(config)
-    return with_values(with_memory_share(variant, shape, device), {"trainer.max_tokens_per_micro_batch": least})
 
 
 def variants(config: RunConfig) -> Iterator[tuple[RunConfig, int]]:

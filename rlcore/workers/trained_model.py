@@ -23,13 +23,18 @@ from rlcore.batching.pack import scatter_tokens, select, select_train
 from rlcore.config import OptimConfig, RunConfig
 from rlcore.errors import DeviceMemoryError, NonFiniteError, RankMemoryError
 from rlcore.models import memory
-from rlcore.models.memory import OutOfMemory, catch_out_of_memory, release_cached_memory
-from rlcore.models.optim import build_optimizer, clip_grad_norm
+from rlcore.models.memory import (
+    OutOfMemory,
+    build_optimizer,
+    catch_out_of_memory,
+    clip_grad_norm,
+    release_cached_memory,
+)
 from rlcore.models.parallel import gather, reset_after_failed_pass, shard
 from rlcore.models.policy import PackedTrunk
 from rlcore.models.shape import ModelShape, shape_from_config
 from rlcore.types import PackedBatch, TrainBatch
-from rlcore.workers.device import Placement
+from rlcore.workers.device import OomRetry
 
 Batch = TypeVar("Batch", PackedBatch, TrainBatch)
 Model = TypeVar("Model", bound=PackedTrunk)
@@ -53,6 +58,11 @@ class MicroBatch(Generic[Batch]):
 
     host: Batch
     device: Batch
+
+
+Objective: TypeAlias = Callable[[MicroBatch[Batch]], tuple[Tensor, S, Tensor | None]]
+"""A function of a micro-batch. It returns the loss, its statistics, and log-probabilities or None."""
+TokenFunction: TypeAlias = Callable[[MicroBatch[PackedBatch]], Tensor]
 
 
 def to_device(batch: Batch, sequences: Sequence[int], device: torch.device) -> MicroBatch[Batch]:
@@ -82,24 +92,6 @@ def sum_statistics(statistics: Sequence[S]) -> S:
     """Return the sum of the micro-batches' statistics on the CPU."""
     summed = functools.reduce(operator.add, statistics)
     return type(summed).unstack(summed.stack().cpu())
-
-
-@dataclass(frozen=True, slots=True)
-class OomRetry:
-    """A pass that ran out of memory in `num_micro` micro-batches and was repeated in `num_again`. `factor`: the
-    `MicroBatchRunner`'s factor after the retry. `refusal`: the allocator's error message."""
-
-    name: str
-    num_micro: int
-    num_again: int
-    factor: int
-    refusal: str
-
-    def __str__(self) -> str:
-        return (
-            f"{self.name} ran out of memory in {self.num_micro} micro-batches and is repeated in {self.num_again}: "
-            f"{self.refusal}"
-        )
 
 
 class MicroBatchRunner:
@@ -155,6 +147,18 @@ class MicroBatchRunner:
             self._grow_after *= 2
             log.info("%s: tries %d times the micro-batches of the token budget", self._name, self.factor)
         return outcome
+
+    @torch.no_grad()
+    def token_values(
+        self, compute: TokenFunction, batch: PackedBatch, num_micro: int, device: torch.device
+    ) -> Float[Tensor, "T ..."]:
+        """Return the values of all tokens in batch order, on the CPU. `compute` returns those of a micro-batch."""
+
+        def work(parts: Parts) -> Tensor:
+            values = [compute(to_device(batch, part, device)) for part in parts]
+            return restore_order(values, batch.cu_seqlens, parts)
+
+        return self.run(work, batch, num_micro)
 
     def _record_failure(self, message: str, number: int, num_sequences: int) -> None:
         self._num_successes = 0
@@ -226,15 +230,15 @@ class TrainedModel(Generic[Model]):
         config: RunConfig,
         model: Model,
         optim: OptimConfig,
-        placement: Placement,
+        device: torch.device,
         mesh: DeviceMesh | None,
         passes: tuple[str, str],
     ) -> None:
         world_size = 1 if mesh is None else mesh.size()
         self._gathers_once = config.model.zero_stage == 1 and world_size > 1
-        self._config, self._optim, self._placement, self._world_size = config, optim, placement, world_size
-        self.model = model if mesh is None else shard(model, mesh=mesh, dtype=placement.dtype)
-        self.optimizer = build_optimizer(self.model, optim, device=placement.device)
+        self._config, self._optim, self._device, self._world_size = config, optim, device, world_size
+        self.model = model if mesh is None else shard(model, mesh=mesh, dtype=model.compute_dtype)
+        self.optimizer = build_optimizer(self.model, optim, device=device)
         shape = shape_from_config(self.model.decoder.config.to_dict()) if world_size > 1 else None
         self.update_pass, self.forward_pass = (
             MicroBatchRunner(
@@ -243,48 +247,61 @@ class TrainedModel(Generic[Model]):
             for name in passes
         )
 
-    def release_gradients(self) -> None:
-        """Free the memory of the gradients."""
-        self.optimizer.zero_grad(set_to_none=True)
-
     def _recover(self) -> None:
         reset_after_failed_pass(self.model)
-        self.release_gradients()
+        self.optimizer.zero_grad(set_to_none=True)
 
-    def accumulate(self, batch: Batch, parts: Parts, objective: Callable[[MicroBatch[Batch]], tuple[Tensor, S]]) -> S:
-        """Compute the gradient of a mini-batch, starting from zero. Return the summed statistics on the CPU."""
-        self.release_gradients()
+    def take_step(
+        self,
+        batch: Batch,
+        num_micro: int,
+        objective: Objective[Batch, S],
+        *,
+        lr: float,
+        loss: Callable[[S], str],
+        why: Callable[[], str],
+        max_norm: float = math.inf,
+    ) -> ModelUpdate[S]:
+        """Take one optimizer step, unless the gradient norm is above `max_norm`. Raises NonFiniteError without a step
+        if the norm or a statistic is not finite on some rank. `loss` and `why` begin and end the error's message."""
+        packed = batch.packed if isinstance(batch, TrainBatch) else batch
+        statistics, logprobs = self.update_pass.run(
+            lambda parts: self._accumulate(batch, packed, parts, objective), packed, num_micro
+        )
+        norm = clip_grad_norm(self.model.parameters(), self._optim.grad_clip).item()
+        is_finite = math.isfinite(norm) and bool(torch.isfinite(statistics.stack()).all())
+        if self._world_size > 1:
+            flag = torch.tensor(float(is_finite), device=self._device)
+            dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+            is_finite = bool(flag.item())
+        if not is_finite:
+            self.optimizer.zero_grad(set_to_none=True)
+            raise NonFiniteError(f"{loss(statistics)} and its gradient norm {norm}: no step was taken{why()}")
+        if is_applied := norm <= max_norm:  # the same on all ranks
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return ModelUpdate(statistics, norm, is_applied, logprobs)
+
+    def _accumulate(
+        self, batch: Batch, packed: PackedBatch, parts: Parts, objective: Objective[Batch, S]
+    ) -> tuple[S, Tensor | None]:
+        """Compute the gradient of a mini-batch, starting from zero. Return the summed statistics and the
+        log-probabilities in batch order, both on the CPU."""
+        self.optimizer.zero_grad(set_to_none=True)
         statistics: list[S] = []
+        logprobs: list[Tensor] = []
         try:
             for number, part in enumerate(parts, start=1):
                 if self._gathers_once:
                     gather(self.model, once=True, is_last=number == len(parts))
-                loss, part_statistics = objective(to_device(batch, part, self._placement.device))
+                loss, part_statistics, part_logprobs = objective(to_device(batch, part, self._device))
                 # FSDP averages gradients over ranks, but the denominator counts all ranks: undo the average.
                 (loss * self._world_size).backward()
                 statistics.append(part_statistics)
+                logprobs += [] if part_logprobs is None else [part_logprobs]
         finally:
             if self._gathers_once:
                 gather(self.model, once=False)
-        return sum_statistics(statistics)
-
-    def clip(self, statistics: Statistics, loss: str, why: Callable[[], str]) -> float:
-        """Clip the gradient and return its norm before clipping. If the norm or a statistic is not finite on some rank,
-        release the gradients and raise NonFiniteError with a message that begins with `loss` and ends with `why()`."""
-        norm = clip_grad_norm(self.model.parameters(), self._optim.grad_clip).item()
-        is_finite = math.isfinite(norm) and bool(torch.isfinite(statistics.stack()).all())
-        if self._world_size > 1:
-            flag = torch.tensor(float(is_finite), device=self._placement.device)
-            dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-            is_finite = bool(flag.item())
-        if not is_finite:
-            self.release_gradients()
-            raise NonFiniteError(f"{loss} and its gradient norm {norm}: no step was taken{why()}")
-        return norm
-
-    def step(self, lr: float) -> None:
-        """Take one optimizer step with the accumulated gradient."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        self.release_gradients()
+        return sum_statistics(statistics), restore_order(logprobs, packed.cu_seqlens, parts) if logprobs else None

@@ -17,11 +17,12 @@ from torch.profiler import profile
 
 from rlcore.algos.objective import PolicyStatistics, SupervisedStatistics, ValueStatistics
 from rlcore.checkpoint.shards import RankSaver, load_shards
-from rlcore.config import RunConfig
+from rlcore.config import LoraConfig, RunConfig
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import EngineError
+from rlcore.models.load import compute_dtype
+from rlcore.models.lora import num_parameters
 from rlcore.models.memory import release_cached_memory
-from rlcore.models.nf4 import num_parameters
 from rlcore.models.parallel import adapter_state
 from rlcore.models.shape import ModelShape, peak_flops, shape_from_config
 from rlcore.rollout.build import build_engine
@@ -29,18 +30,17 @@ from rlcore.rollout.engine import RolloutEngine, SamplingRequest, TailCut, engin
 from rlcore.storage.disk import BYTES_PER_GB
 from rlcore.tracking.cost import GpuUse
 from rlcore.types import PackedBatch, Prompt, Rollout, TrainBatch
-from rlcore.workers.actor import Actor, Critic
+from rlcore.workers.actor import Actor, Critic, FrozenPolicy, run_teachers
 from rlcore.workers.canary import Canary, WeightSync, probe_difference
 from rlcore.workers.device import (
-    Placement,
-    choose_placement,
+    MemoryMeter,
+    MemoryPeak,
+    choose_device,
     enable_expandable_segments,
     free_address,
     join_ranks,
     raise_malloc_thresholds,
 )
-from rlcore.workers.frozen import FrozenPolicy, run_teachers
-from rlcore.workers.measure import MemoryMeter, MemoryPeak
 from rlcore.workers.trained_model import MicroBatchRunner, MiniBatch, ModelUpdate, ModelUpdates, run_mini_batches
 
 P = ParamSpec("P")
@@ -73,7 +73,8 @@ class Worker:
         self._model_directory = model_directory
         self._rank = rank
         self._world_size = world_size
-        self._placement: Placement
+        self._device: torch.device
+        self._dtype: torch.dtype
         self._mesh: DeviceMesh | None = None
         self.reference: FrozenPolicy | None = None
         self.teachers: list[FrozenPolicy] = []
@@ -93,27 +94,34 @@ class Worker:
         uses_gpu = config.runtime.device != "cpu" and torch.cuda.is_available()
         if uses_gpu and config.rollout.tensor_parallel_size == 1:  # else vLLM shares buffers
             enable_expandable_segments()  # before anything uses CUDA
-        placement = choose_placement(config.runtime, config.model)
-        self._placement = placement
-        self._on_gpu_since = time.monotonic() if placement.device.type == "cuda" else None
-        if placement.device.type == "cpu":
+        device = choose_device(config.runtime)
+        self._device, self._dtype = device, compute_dtype(config.model, device)
+        self._on_gpu_since = time.monotonic() if device.type == "cuda" else None
+        if device.type == "cpu":
             raise_malloc_thresholds()
-        if self._world_size > 1 or placement.device.type == "cuda":
+        if self._world_size > 1 or device.type == "cuda":
             if not dist.is_initialized():
                 address = rendezvous or free_address()
-                join_ranks(address, rank=self._rank, world_size=self._world_size, device=placement.device)
-            self._mesh = init_device_mesh(placement.device.type, (self._world_size,))
-        dtype = engine_dtype(config, placement.dtype)
+                join_ranks(address, rank=self._rank, world_size=self._world_size, device=device)
+            self._mesh = init_device_mesh(device.type, (self._world_size,))
+        dtype = engine_dtype(config, self._dtype)
         self._canary = Canary(config, dtype)
         # The engine comes first, so that it fails before models load and profiles an empty device.
-        self.engine: RolloutEngine = build_engine(config, self._model_directory, device=placement.device, dtype=dtype)
+        self.engine: RolloutEngine = build_engine(config, self._model_directory, device=device, dtype=dtype)
         self.engine.sleep()  # until the first weight sync
         self._meter.set_engine_asleep(True)
         self._build_models()
         if config.algo.kl.where != "off" and config.model.lora is None:
-            self.reference = FrozenPolicy.reference(config, self._model_directory, placement)
+            offload = config.algo.kl.offload
+            self.reference = FrozenPolicy(
+                config, self._model_directory, config.model, device, "reference", offload=offload
+            )
         if (teacher := config.algo.teacher) is not None:
-            self.teachers = [FrozenPolicy.teacher(config, teacher, path, placement) for path in teacher.paths]
+            # Stored like the base of a LoRA model: in the compute type, or in 4 bits.
+            model = config.model.model_copy(update={"lora": LoraConfig(base=teacher.base)})
+            self.teachers = [
+                FrozenPolicy(config, path, model, device, "teacher", offload=teacher.offload) for path in teacher.paths
+            ]
 
     def reset(self) -> None:
         """Restore the policy and the critic of step 0. The old models are freed first, since memory may be short."""
@@ -125,10 +133,10 @@ class Worker:
         self._build_models()
 
     def _build_models(self) -> None:
-        config, placement, mesh = self._config, self._placement, self._mesh
-        self.actor = Actor(config, self._model_directory, placement, mesh)
+        config, device, mesh = self._config, self._device, self._mesh
+        self.actor = Actor(config, self._model_directory, device, mesh)
         if config.critic is not None:
-            self.critic = Critic(config, config.critic, self._model_directory, placement, mesh)
+            self.critic = Critic(config, config.critic, self._model_directory, device, mesh)
         self.split_micro_batches(self._num_splits)
 
     def split_micro_batches(self, times: int) -> None:
@@ -145,13 +153,12 @@ class Worker:
 
     def info(self) -> WorkerInfo:
         """Return a description of this rank's device and models."""
-        placement = self._placement
-        device_name = torch.cuda.get_device_name() if placement.device.type == "cuda" else "CPU"
+        device_name = torch.cuda.get_device_name() if self._device.type == "cuda" else "CPU"
         configured = self._config.runtime.peak_tflops
-        known = peak_flops(device_name) if placement.dtype == torch.bfloat16 else None
+        known = peak_flops(device_name) if self._dtype == torch.bfloat16 else None
         return WorkerInfo(
             device_name=device_name,
-            dtype=str(placement.dtype).removeprefix("torch."),
+            dtype=str(self._dtype).removeprefix("torch."),
             attention=self.actor.model.attention.name,
             num_parameters=num_parameters(self.actor.model),
             shape=shape_from_config(self.actor.model.decoder.config.to_dict()),
@@ -180,7 +187,7 @@ class Worker:
         cut = None
         if num_finished:
             groups = [request.group for request in requests]
-            cut = TailCut(groups, num_finished, max_response_tokens, self._world_size, self._placement.device)
+            cut = TailCut(groups, num_finished, max_response_tokens, self._world_size, self._device)
         finished: list[tuple[int, Rollout]] = []
         num_missing = len(requests)
         for index, rollout in self.engine.stream(requests, sampling, max_response_tokens, cut):
@@ -284,7 +291,7 @@ class Worker:
         """Send the policy's weights to the engine. Raises EngineError on all ranks if vLLM has wrong weights."""
         config = self._config
         self._wake_engine()
-        weights = self.actor.weights(engine_dtype(config, self._placement.dtype))
+        weights = self.actor.weights(engine_dtype(config, self._dtype))
         result = self.engine.update_weights(weights, version)
         if self.engine.policy_version != version:
             raise EngineError(f"the engine is at policy version {self.engine.policy_version} after sync {version}")
@@ -347,10 +354,10 @@ class Worker:
 
     def memory_peak(self) -> MemoryPeak:
         """Return the peak memory since the start of the process, and the out-of-memory retries."""
-        peak, passes = self._meter.peak(), self._passes()
+        (allocated, reserved), passes = self._meter.peak(), self._passes()
         return MemoryPeak(
-            peak.allocated / BYTES_PER_GB,
-            peak.reserved / BYTES_PER_GB,
+            allocated / BYTES_PER_GB,
+            reserved / BYTES_PER_GB,
             num_retries=sum(one.num_failures for one in passes),
             shortages=tuple(retry for one in passes for retry in one.pop_retries()),
         )

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlcore.checkpoint.shards import rank_shards
-from rlcore.models.optim import OffloadedAdamW
+from rlcore.models.memory import OffloadedAdamW
 
 VOCAB = 41  # odd, so that the rows of the embedding are split unevenly
 

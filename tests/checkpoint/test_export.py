@@ -14,9 +14,9 @@ from rlcore.checkpoint.shards import load_shards
 from rlcore.config import LoraConfig, ModelConfig, RunConfig
 from rlcore.config.model import ScratchModel
 from rlcore.errors import CheckpointError
+from rlcore.models.load import build_scratch_model
 from rlcore.models.lora import add_adapters
 from rlcore.models.parallel import full_state
-from rlcore.models.scratch import build_scratch_model
 from rlcore.models.tokenizer import build_scratch_tokenizer
 from rlcore.storage.manifest import verify_directory
 from tests.checkpoint.small import save_shards

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from rlcore.config.model import LoraConfig, ModelConfig
-from rlcore.models.attention import choose_attention
-from rlcore.models.layout import build_layout
+from rlcore.models.attention import build_layout
+from rlcore.models.kernels import choose_attention
 from rlcore.models.load import load_policy
 from rlcore.models.lora import add_adapters
 from rlcore.models.parallel import full_state, shard

@@ -2,11 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 
-from rlcore.batching.pack import pack
-from rlcore.types import PackedBatch, Prompt, Rollout, Score
+from rlcore.types import PackedBatch
+from tests.models.tiny import answers as random_answers
 
 
 def needs(bound: int) -> Callable[[Sequence[Sequence[int]]], int]:
@@ -21,8 +20,4 @@ def needs(bound: int) -> Callable[[Sequence[Sequence[int]]], int]:
 
 
 def answers(number: int) -> PackedBatch:
-    rollouts = [
-        Rollout(Prompt(index, (3, 4), "countdown", "{}"), 0, np.array([5, 6]), np.zeros(2, dtype=np.float32), "stop", 0)
-        for index in range(number)
-    ]
-    return pack(rollouts, [Score(0.0, {})] * number, list(range(number)))
+    return random_answers([(2, (2,))] * number)

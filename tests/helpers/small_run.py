@@ -17,7 +17,7 @@ from rlcore.checkpoint.state import LoopState
 from rlcore.config import MixtureData, RunConfig, ScratchModel
 from rlcore.config.compose import load_config
 from rlcore.errors import MillraceError
-from rlcore.models.scratch import build_scratch_model
+from rlcore.models.load import build_scratch_model
 from rlcore.models.tokenizer import build_scratch_tokenizer
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.run.initial_policy import InitialPolicy, stage_layout

@@ -22,25 +22,15 @@ from rlcore.config.model import LoraConfig, ModelConfig
 from rlcore.models import parallel
 from rlcore.models.load import load_value_model
 from rlcore.models.lora import add_adapters, frozen_tensors
-from rlcore.models.memory import OffloadedWeights, compact
-from rlcore.models.optim import build_optimizer, clip_grad_norm, local_tensor
+from rlcore.models.memory import OffloadedWeights, build_optimizer, clip_grad_norm, compact, local_tensor
 from rlcore.models.parallel import full_state, gather_parameter, reshard, shard
 from rlcore.models.policy import CausalPolicy, ValueModel
 from tests.models.tiny import CPU, Batch, make_batch, policy_of
 
 LENGTHS = (5, 3, 9, 1, 5, 14, 3, 3)
 CASES = ("tied", "untied-checkpointed", "lora", "lora-nf4", "value", "bfloat16", "lora-bfloat16", "lora-float32-base")
-MODEL_OF = {
-    "tied": "qwen2-tied",
-    "untied-checkpointed": "llama-gqa-untied",
-    "lora": "qwen2-tied",
-    "lora-nf4": "qwen2-tied",
-    "value": "qwen2-tied",
-    "bfloat16": "qwen2-tied",
-    "lora-bfloat16": "qwen2-tied",
-    "lora-float32-base": "qwen2-tied",  # that computes in bfloat16
-}
-ROUNDED = ("bfloat16", "lora-bfloat16", "lora-float32-base")
+MODEL_OF = dict.fromkeys(CASES, "qwen2-tied") | {"untied-checkpointed": "llama-gqa-untied"}
+ROUNDED = ("bfloat16", "lora-bfloat16", "lora-float32-base")  # they compute in bfloat16
 # Micro-batches of each rank; a single process takes all of them.
 SPLIT = {
     2: (((5, 0), (3, 6)), ((2, 1, 7), (4,))),

@@ -1,7 +1,9 @@
-"""Packed attention by length groups against a naive twin, and the choice of a backend."""
+"""Packed attention by length groups against a naive twin, shared prompts against separate prompts, and the choice of a
+backend."""
 
 import random
 import sys
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,11 +13,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from rlcore.batching.balance import Sizes
+from rlcore.batching.pack import shared_prompts
+from rlcore.config.model import LoraConfig, ModelConfig
 from rlcore.errors import ModelError
-from rlcore.models.attention import choose_attention, flash_package, packed_attention
-from rlcore.models.layout import build_layout
-from tests.models.naive import causal_attention
-from tests.models.tiny import CPU, attend, cumulated
+from rlcore.models.attention import build_layout, packed_attention
+from rlcore.models.kernels import choose_attention, flash_package
+from rlcore.models.load import load_policy, load_value_model
+from rlcore.models.lora import add_adapters
+from rlcore.workers.actor import token_logprobs
+from rlcore.workers.group import LocalGroup
+from rlcore.workers.trained_model import MicroBatch
+from tests.helpers.small_run import prepare, train
+from tests.models.tiny import (
+    CONFIGS,
+    CPU,
+    answers,
+    assert_close_gradients,
+    attend,
+    causal_attention,
+    cumulated,
+    gradients,
+    outcome,
+    policy_of,
+    write_model,
+)
 
 MANY_LENGTHS = (*range(1, 70), 33, 12, 12, 100, 101, 64)
 
@@ -103,52 +125,39 @@ def test_choose_attention_on_cpu_is_sdpa() -> None:
             choose_attention(requested, CPU, torch.bfloat16, 64)
 
 
-@pytest.mark.parametrize(
-    ("installed", "chosen"),
-    [
-        (("flash_attn/cute",), {9: "flash_attn.cute", 10: "flash_attn.cute"}),
-        (("flash_attn", "flash_attn/cute"), {8: "flash_attn", 9: "flash_attn", 10: "flash_attn"}),
-        (("flash_attn/cute", "flash_attn_interface"), {9: "flash_attn_interface", 10: "flash_attn.cute"}),
-    ],
-)
-def test_flash_package_by_capability(
-    installed: tuple[str, ...], chosen: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install(dict.fromkeys(installed, "def flash_attn_varlen_func(): ...\n"), tmp_path, monkeypatch)
-    assert {capability: flash_package(capability) for capability in chosen} == chosen
+FLASH = "def flash_attn_varlen_func(): ...\n"
 
 
 @pytest.mark.parametrize(
-    ("installed", "capability", "problems"),
+    ("installed", "capability", "found"),
     [
-        ({}, 9, ["flash_attn_interface: No module", "flash_attn: No module", "flash_attn.cute: No module"]),
-        (
-            {"flash_attn/cute": "def flash_attn_varlen_func(): ...\n"},
-            8,
-            ["flash_attn: module 'flash_attn' has no attribute"],
-        ),
-        ({"flash_attn/cute": "import no_such_compiler\n"}, 9, ["flash_attn.cute: No module named 'no_such_compiler'"]),
-        ({"flash_attn_interface": "import gone\n"}, 9, ["flash_attn_interface: No module named 'gone'"]),
-        ({"flash_attn": "raise RuntimeError('built for CUDA 11')\n"}, 8, ["flash_attn: built for CUDA 11"]),
+        ({"flash_attn/cute": FLASH}, 9, "flash_attn.cute"),
+        ({"flash_attn/cute": FLASH}, 10, "flash_attn.cute"),
+        ({"flash_attn": FLASH, "flash_attn/cute": FLASH}, 8, "flash_attn"),
+        ({"flash_attn": FLASH, "flash_attn/cute": FLASH}, 10, "flash_attn"),
+        ({"flash_attn/cute": FLASH, "flash_attn_interface": FLASH}, 9, "flash_attn_interface"),
+        ({"flash_attn/cute": FLASH, "flash_attn_interface": FLASH}, 10, "flash_attn.cute"),
+        ({}, 9, "flash_attn_interface: No module.*; flash_attn: No module.*; flash_attn.cute: No module"),
+        ({"flash_attn/cute": FLASH}, 8, "flash_attn: module 'flash_attn' has no attribute"),
+        ({"flash_attn/cute": "import no_such_compiler\n"}, 9, "flash_attn.cute: No module named 'no_such_compiler'"),
+        ({"flash_attn_interface": "import gone\n"}, 9, "flash_attn_interface: No module named 'gone'"),
+        ({"flash_attn": "raise RuntimeError('built for CUDA 11')\n"}, 8, "flash_attn: built for CUDA 11"),
     ],
 )
-def test_flash_package_reports_broken_installations(
-    installed: dict[str, str], capability: int, problems: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_flash_package_by_installation(
+    installed: dict[str, str], capability: int, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install(installed, tmp_path, monkeypatch)
-    with pytest.raises(ImportError) as caught:
-        flash_package(capability)
-    assert all(problem in str(caught.value) for problem in problems)
-
-
-def install(packages: dict[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write packages by folder and content; unload those of other tests."""
-    for name, text in packages.items():
-        (folder / name).mkdir(parents=True, exist_ok=True)
-        (folder / name / "__init__.py").write_text(text)
-    monkeypatch.syspath_prepend(folder)
+    for name, text in installed.items():
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+        (tmp_path / name / "__init__.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
     for name in ("flash_attn", "flash_attn.cute", "flash_attn_interface"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+        monkeypatch.delitem(sys.modules, name, raising=False)  # of other cases
+    if ":" in found:
+        with pytest.raises(ImportError, match=found):
+            flash_package(capability)
+    else:
+        assert flash_package(capability) == found
 
 
 @pytest.mark.parametrize("option", [{"softcap": 30.0}, {"s_aux": torch.zeros(2)}, {"dropout": 0.1}])
@@ -159,3 +168,105 @@ def test_unsupported_attention_options_raise(option: dict[str, object]) -> None:
     x = torch.randn(1, 2, 3, 4)
     with pytest.raises(ModelError, match=r"CausalPolicy\.forward or CausalPolicy\.decode"):
         packed_attention(nn.Identity(), x, x, x, None)
+
+
+GROUPS = ((9, (3, 7, 1, 5)), (4, (6,)), (12, (2, 2, 8)), (1, (4, 3)))
+"""Tokens of each prompt and of each of its responses."""
+
+
+@pytest.fixture(scope="module", params=sorted(CONFIGS))
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(request.param, tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("unscored", [frozenset(), frozenset({0}), frozenset({1, 6})])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_shared_prompts_keep_logprobs_and_gradients(
+    directory: Path, checkpointing: bool, unscored: frozenset[int]
+) -> None:
+    batch = answers(GROUPS, unscored=unscored)
+    assert Sizes.from_batch(batch, share_prompts=True).num_computed() < batch.num_tokens
+    shared = outcome(policy_of(directory, share_prompts=True, gradient_checkpointing=checkpointing), batch)
+    alone = outcome(policy_of(directory), batch)
+    torch.testing.assert_close(shared[0], alone[0], rtol=0, atol=1e-5)
+    assert_close_gradients(shared[1], alone[1], 1e-5)
+
+
+def test_layers_compute_shared_prompt_once(directory: Path) -> None:
+    batch = answers(GROUPS)
+    policy = policy_of(directory, share_prompts=True)
+    seen: list[Tensor] = []
+    policy.layers[0].register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
+    token_logprobs(policy, MicroBatch(batch, batch), temperature=1.0, entropy="none")
+    # all but the last token of each prompt, and that token with each response
+    expected = sum(length - 1 + sum(1 + count for count in lengths) for length, lengths in GROUPS)
+    assert seen[0].shape[1] == expected == Sizes.from_batch(batch, share_prompts=True).num_computed()
+
+
+@pytest.mark.parametrize("kind", ["values", "adapters"])
+def test_shared_prompts_keep_values_and_adapter_gradients(kind: str, directory: Path) -> None:
+    batch, outcomes = answers(GROUPS), []
+    lora = LoraConfig(rank=4)
+    for share in (True, False):
+        settings = ModelConfig(share_prompts=share, lora=lora if kind == "adapters" else None, dtype="float32")
+        if kind == "values":
+            model = load_value_model(directory, model=settings, device=CPU)
+            shared = shared_prompts(batch) if share else None
+        else:
+            model = add_adapters(load_policy(directory, model=settings, device=CPU), lora, seed=3)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad and not parameter.any():
+                    parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
+        if kind == "values":
+            found = model(batch.token_ids, batch.position_ids, batch.cu_seqlens.numpy(), shared)
+        else:
+            found = token_logprobs(model, MicroBatch(batch, batch), temperature=1.0, entropy="none").logprobs
+        (found.square() * batch.loss_mask).sum().backward()
+        outcomes.append((found.detach(), gradients(model)))
+    torch.testing.assert_close(outcomes[0][0], outcomes[1][0], rtol=0, atol=1e-5)
+    assert_close_gradients(outcomes[0][1], outcomes[1][1], 1e-5)
+
+
+@given(st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(1, 5), min_size=1, max_size=5)), min_size=1))
+def test_expand_matches_naive_twin(groups: list[tuple[int, list[int]]]) -> None:
+    """Twin: one row per token, in batch order and attention order."""
+    batch = answers(groups)
+    bounds, shared = batch.cu_seqlens.numpy(), shared_prompts(batch)
+    if not shared.any():
+        return
+    by_length = sorted(pairwise(bounds.tolist()), key=lambda ends: ends[1] - ends[0])
+    for backend, order in (("varlen", None), ("sdpa", [t for ends in by_length for t in range(*ends)])):
+        layout = build_layout(bounds, backend=backend, device=CPU, shared=shared)
+        computed = torch.randn(len(layout.token_order), 2, dtype=torch.float64, requires_grad=True)
+        rows: list[int] = []  # of each token
+        first = num_rows = 0
+        for i, (start, stop) in enumerate(pairwise(bounds.tolist())):
+            first = first if shared[i] else start
+            for at in range(stop - start):
+                is_new = at >= shared[i]
+                rows.append(num_rows if is_new else rows[first + at])
+                num_rows += is_new
+        assert num_rows == len(computed)
+        expected = computed[torch.tensor(rows)]
+        expected = expected if order is None else expected[order]
+        weights = torch.randn(expected.shape, dtype=torch.float64)
+        (wanted,) = torch.autograd.grad((expected * weights).sum(), computed)
+        assert layout.shared is not None
+        spread = layout.shared.expand(computed)
+        assert torch.equal(spread, expected)
+        (got,) = torch.autograd.grad((spread * weights).sum(), computed)
+        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)  # sums are made in float32
+
+
+def test_shared_prompts_keep_training_metrics(tmp_path: Path) -> None:
+    found = {}
+    for share in (True, False):
+        overrides = ["algo=ppo", "algo.kl.where=loss", f"model.share_prompts={share}", "optim.lr=1e-3"]
+        run = prepare(tmp_path, *overrides, "rollout.samples_per_prompt=4", "trainer.max_tokens_per_micro_batch=160")
+        with closing(LocalGroup(run.config, str(run.model_directory))) as group:
+            found[share] = train(run, group, 2)
+    for with_it, without in zip(found[True], found[False], strict=True):
+        assert with_it.keys() == without.keys()
+        for name, value in without.items():
+            assert with_it[name] == pytest.approx(value, rel=2e-3, abs=2e-5), name

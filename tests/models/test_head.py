@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlcore.models import head
 from rlcore.models.head import EntropyMode, likeliest_tokens, token_logprobs_and_entropy
-from tests.models.naive import token_logprob_and_entropy
+from tests.models.tiny import token_logprob_and_entropy
 
 ROOT = Path(__file__).parents[2]
 

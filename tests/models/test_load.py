@@ -14,7 +14,7 @@ from transformers import Lfm2Config as LfmConfig
 
 from rlcore.config.model import ModelConfig
 from rlcore.errors import ModelError
-from rlcore.models.load import TESTED, load_policy, load_value_model
+from rlcore.models.load import TESTED, load_policy
 from rlcore.models.tokenizer import end_of_text_ids, load_tokenizer
 from tests.models.tiny import CPU, make_batch, policy_of, write_model
 
@@ -142,12 +142,6 @@ def test_end_of_text_ids_come_from_generation_config_then_config(directory: Path
         end_of_text_ids(directory)
 
 
-def test_load_value_model_from_policy_directory(directory: Path) -> None:
-    value_model = load_value_model(directory, model=ModelConfig(gradient_checkpointing=True), device=CPU)
-    assert {p.dtype for p in value_model.parameters()} == {torch.float32}
-    assert not any("lm_head" in name for name, _ in value_model.named_parameters())
-
-
 TINY = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 31, "bos_token_id": 1, "eos_token_id": 1}
 ATTENTION = {"intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0}
 
@@ -165,23 +159,13 @@ def test_untested_architecture_loads_if_packing_is_exact(tmp_path: Path) -> None
     assert load_policy(save(config, tmp_path), model=ModelConfig(), device=CPU).training
 
 
-GPT = {
-    "n_embd": 16,
-    "n_layer": 1,
-    "n_head": 2,
-    "vocab_size": 11,
-    "n_positions": 16,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
-
-
 @pytest.mark.parametrize(("config", "fragments"), [
     (LfmConfig(**TINY, **ATTENTION, layer_types=["conv", "full_attention"], initializer_range=0.3),
      ("packed sequences as on each alone",)),
     (Gemma2Config(**TINY, **ATTENTION, head_dim=8, final_logit_softcapping=None, attn_logit_softcapping=1.0),
      ("caps attention scores",)),
-    (GPT2Config(**GPT), ("GPT2Model", "Llama or Qwen")),
+    (GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=11, n_positions=16, bos_token_id=0, eos_token_id=0),
+     ("GPT2Model", "Llama or Qwen")),
 ], ids=["stateful", "capped", "no layers"])  # fmt: skip
 def test_untrainable_architecture_raises(config: PreTrainedConfig, fragments: tuple[str, ...], tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"^model\.path: ") as caught:

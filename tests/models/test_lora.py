@@ -1,5 +1,6 @@
-"""LoRA adapters: initialization, merged weights, and compatibility with PEFT."""
+"""LoRA adapters and 4-bit layers: initialization, merged weights, products, gradients, and the formats of others."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,23 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from flows.plan.checks import require_machine
+from rlcore.config import LoraConfig, ModelConfig, RunConfig
 from rlcore.config.algo import OptimConfig
-from rlcore.config.model import LoraConfig
+from rlcore.config.run import PathsConfig
 from rlcore.errors import ModelError
-from rlcore.models.lora import AdaptedLinear, add_adapters, base_digest, stochastic_round, without_adapters, write_peft
-from rlcore.models.optim import build_optimizer
+from rlcore.models.load import load_policy
+from rlcore.models.lora import (
+    AdaptedLinear,
+    Nf4Linear,
+    add_adapters,
+    base_digest,
+    nf4_linear,
+    quantize_weight,
+    stochastic_round,
+    write_peft,
+)
+from rlcore.models.memory import build_optimizer
 from rlcore.models.parallel import adapter_state, full_state
 from tests.helpers.nf4 import nearest_levels
 from tests.models.tiny import CPU, Batch, make_batch, plain_model, policy_of, twin, write_model
@@ -53,23 +66,6 @@ def test_adapters_start_at_zero_and_train_alone(tmp_path: Path) -> None:
     assert with_gradient
     assert all("lora_" in name for name in with_gradient)
     assert len(with_gradient) == 2 * 2 * len(LORA.target_modules)  # A and B, two layers
-
-
-def test_full_state_merges_adapters(tmp_path: Path) -> None:
-    directory = write_model("llama-gqa-untied", tmp_path)
-    policy = train_adapters(directory)
-    merged = policy_of(directory)
-    own = dict(merged.model.named_parameters())
-    state = dict(full_state(policy))
-    assert state.keys() == own.keys()
-    batch = make_batch((5, 3, 9))
-    before = logprobs(merged, batch)
-    with torch.no_grad():
-        for name, tensor in state.items():
-            own[name].copy_(tensor)
-    expected = logprobs(policy, batch)
-    torch.testing.assert_close(logprobs(merged, batch), expected, rtol=0, atol=1e-5)
-    assert (before - expected).abs().max() > 0.1
 
 
 def test_seed_determines_adapters(tmp_path: Path) -> None:
@@ -143,14 +139,6 @@ def test_peft_computes_the_same(tmp_path: Path, rslora: bool) -> None:
     assert (unlike - found).abs().max() > 0.1
 
 
-def test_without_adapters_is_initial_policy(tmp_path: Path) -> None:
-    directory = write_model("qwen2-tied", tmp_path)
-    policy, batch = train_adapters(directory), make_batch((5, 3, 9))
-    with without_adapters(policy):
-        assert torch.equal(logprobs(policy, batch), logprobs(policy_of(directory), batch))
-    assert not torch.equal(logprobs(policy, batch), logprobs(policy_of(directory), batch))
-
-
 def test_lora_base_and_adapter_types(tmp_path: Path) -> None:
     directory = write_model("qwen2-tied", tmp_path)
     policy = train_adapters(directory, dtype="bfloat16")
@@ -163,11 +151,6 @@ def test_lora_base_and_adapter_types(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))  # independent of the base's type
     for name, tensor in full_state(policy):
         assert tensor.dtype == torch.bfloat16, name
-    layer = next(module for module in policy.modules() if isinstance(module, AdaptedLinear))
-    low, high = layer.lora_A.weight.double(), layer.lora_B.weight.double()
-    exact = layer.base_layer.weight.double() + layer.scaling * high @ low
-    merged = layer.merged(Tensor.detach).double()
-    assert ((merged - exact).abs() <= 2**-7 * exact.abs()).all()  # one of the two neighbours, rounded once
 
 
 def test_stochastic_round_keeps_small_changes() -> None:
@@ -202,3 +185,66 @@ def test_base_digest_depends_on_values_alone(tmp_path: Path) -> None:
     before = base_digest(in_4_bits.model)
     in_4_bits.layers[1].mlp.up_proj.base_layer.packed[7] ^= 1
     assert base_digest(in_4_bits.model) != before
+
+
+def random_layer(rows: int, columns: int, dtype: torch.dtype = torch.float32, *, bias: bool = False) -> nn.Linear:
+    torch.manual_seed(rows)
+    return nn.Linear(columns, rows, bias=bias, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(48, 32), (5, 96), (3, 7)], ids=str)
+def test_nf4_picks_nearest_levels(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    layer = random_layer(*shape, dtype)
+    with torch.no_grad():
+        layer.weight[0] = 0
+        layer.weight[-1, 2] = -9
+    found = Nf4Linear(layer, CPU)
+    assert found.dequantized(Tensor.detach).dtype == dtype
+    assert torch.equal(found.dequantized(Tensor.detach), nearest_levels(layer.weight.detach()))
+    assert (len(found.packed), len(found.scales)) == (32 * len(found.scales), -(-shape[0] * shape[1] // 64))
+    assert not found.state_dict()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nf4_format_is_bitsandbytes(dtype: torch.dtype) -> None:
+    """Others use adapters with a base that bitsandbytes quantized."""
+    weight = random_layer(96, 160, dtype).weight.detach()
+    weight[0, :64] = 0
+    packed, scales = quantize_weight(weight)
+    codes, largest = torch.ops.bitsandbytes.quantize_4bit(weight, 64, "nf4", torch.uint8)
+    assert torch.equal(packed, codes.view(-1))
+    assert torch.equal(scales, largest)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_nf4_product_and_gradient_match_the_rounded_weight(compiled: bool) -> None:
+    layer = random_layer(48, 32, bias=True)
+    own = Nf4Linear(layer, CPU)
+
+    def product(x: Tensor) -> Tensor:
+        return nf4_linear(x, own.packed, own.scales, own.bias, 48)
+
+    with torch.no_grad():
+        layer.weight.copy_(nearest_levels(layer.weight))
+    x = torch.randn(1, 7, 32, requires_grad=True)
+    (expected,) = torch.autograd.grad(layer(x).square().sum(), x)
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (kept.append(tensor.numel()), tensor)[1], lambda t: t):
+        # This backend splits a graph as the default one does, without a C compiler.
+        output = (torch.compile(product, backend="aot_eager_decomp_partition", fullgraph=True) if compiled else own)(x)
+    assert torch.equal(output, layer(x))
+    (found,) = torch.autograd.grad(output.square().sum(), x)
+    assert torch.equal(found, expected)
+    assert kept
+    assert max(kept) < 48 * 32  # the weight
+
+
+def test_nf4_without_package_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Check before the start and in a worker."""
+    config = RunConfig(model=ModelConfig(path="m", lora=LoraConfig(base="nf4")), paths=PathsConfig(root=str(tmp_path)))
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # Python's marker of a missing module
+    for refused in (lambda: require_machine(config), lambda: load_policy("m", model=config.model, device=CPU)):
+        with pytest.raises(ModelError, match=r"model\.lora\.base: nf4 needs the package bitsandbytes.*-e '\.\[nf4\]'"):
+            refused()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from rlcore.config.model import ScratchModel
-from rlcore.models.scratch import build_scratch_model
+from rlcore.models.load import build_scratch_model
 from rlcore.models.tokenizer import (
     build_scratch_tokenizer,
     end_of_text_ids,

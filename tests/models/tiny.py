@@ -1,5 +1,6 @@
-"""Tiny transformers models in local directories, and packed micro-batches to run through them."""
+"""Tiny transformers models in local directories, packed micro-batches to run through them, and naive twins."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,13 +13,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTr
 
 from rlcore.batching.pack import pack, shared_prompts
 from rlcore.config.model import ModelConfig
-from rlcore.models.attention import packed_attention
-from rlcore.models.layout import PackedLayout
+from rlcore.models.attention import PackedLayout, packed_attention
 from rlcore.models.load import load_policy
 from rlcore.models.parallel import gather_parameter
 from rlcore.models.policy import CausalPolicy
 from rlcore.types import PackedBatch, Prompt, Rollout, Score
 
+Rows = Sequence[Sequence[float]]
 CPU = torch.device("cpu")
 VOCAB = 41
 
@@ -184,3 +185,26 @@ def attend(qkv: list[Tensor], layout: PackedLayout, **options: object) -> Tensor
     ordered = [x[layout.token_order].transpose(0, 1)[None] for x in qkv]
     out, _ = packed_attention(nn.Identity(), *ordered, None, packed_layout=layout, **options)
     return out[0][layout.computed_index]
+
+
+def token_logprob_and_entropy(
+    hidden: Sequence[float], weight: Rows, target: int, temperature: float
+) -> tuple[float, float]:
+    """Return log-probability of `target` and entropy of softmax(weight hidden / temperature)."""
+    logits = [sum(h * w for h, w in zip(hidden, row, strict=True)) / temperature for row in weight]
+    norm = math.fsum(math.exp(z) for z in logits)
+    probs = [math.exp(z) / norm for z in logits]
+    return math.log(probs[target]), -math.fsum(p * math.log(p) for p in probs)
+
+
+def causal_attention(query: Rows, key: Rows, value: Rows, scale: float, window: int | None) -> list[list[float]]:
+    """Compute one head of one sequence: a weighted mean of the last `window` values."""
+    out = []
+    for at, q in enumerate(query):
+        first = 0 if window is None else max(0, at - window + 1)
+        scores = [math.exp(scale * sum(a * b for a, b in zip(q, key[j], strict=True))) for j in range(first, at + 1)]
+        total = math.fsum(scores)
+        out.append(
+            [math.fsum(s / total * value[first + j][d] for j, s in enumerate(scores)) for d in range(len(value[0]))]
+        )
+    return out

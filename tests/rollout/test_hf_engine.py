@@ -13,9 +13,8 @@ from transformers import DynamicCache
 from rlcore.batching.pack import pack
 from rlcore.config import ModelConfig, RunConfig, SamplingConfig, ScratchModel
 from rlcore.errors import DeviceMemoryError, EngineError
-from rlcore.models.load import load_policy
+from rlcore.models.load import build_scratch_model, load_policy
 from rlcore.models.policy import CausalPolicy
-from rlcore.models.scratch import build_scratch_model
 from rlcore.models.tokenizer import build_scratch_tokenizer, end_of_text_ids, load_tokenizer
 from rlcore.rollout.build import build_engine
 from rlcore.rollout.engine import SamplingRequest, make_requests

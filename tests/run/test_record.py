@@ -15,7 +15,7 @@ from rlcore.storage.disk import checkpoint_bytes
 from rlcore.tracking.journal import load_journal
 from rlcore.trainer.alarms import Alarm
 from rlcore.trainer.step import StepResult
-from rlcore.workers.trained_model import OomRetry
+from rlcore.workers.device import OomRetry
 from tests.helpers.checkpoints import save
 from tests.run.conftest import Reported
 

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +33,13 @@ STEPS = 3
 
 
 def metrics_of(run: SmallRun) -> list[Metrics]:
-    group = start_workers(run.config, str(run.model_directory))
-    try:
+    with closing(start_workers(run.config, str(run.model_directory))) as group:
         return train(run, group, STEPS)
-    finally:
-        group.close()
 
 
 def private_cluster(run: SmallRun) -> dict[str, Any]:
     """Return metrics of two ranks, the addresses of their cluster, and the reply to an unauthenticated client."""
-    group = start_workers(run.config, str(run.model_directory))
-    try:
+    with closing(start_workers(run.config, str(run.model_directory))) as group:
         found: dict[str, Any] = {"metrics": train(run, group, STEPS)}
         import ray  # by the group already, once the environment was set
 
@@ -57,27 +53,20 @@ def private_cluster(run: SmallRun) -> dict[str, Any]:
             except grpc.RpcError as error:
                 found["stranger"] = error.code().name
         return found
-    finally:
-        group.close()
 
 
 def carried_groups(run: SmallRun) -> dict[str, Any]:
-    group = start_workers(run.config, str(run.model_directory))
-    try:
+    with closing(start_workers(run.config, str(run.model_directory))) as group:
         return {"steps": step_facts(run, group, STEPS), "metrics": train(run, group, STEPS)}
-    finally:
-        group.close()
 
 
 def error_after(run: SmallRun, harm: Callable[[WorkerGroup], None]) -> str:
-    group = start_workers(run.config, str(run.model_directory))
     try:
-        harm(group)
-        group.each(Worker.info)
+        with closing(start_workers(run.config, str(run.model_directory))) as group:
+            harm(group)
+            group.each(Worker.info)
     except WorkerLostError as error:
         return str(error)
-    finally:
-        group.close()
     return ""
 
 
@@ -121,14 +110,12 @@ def killed_in_a_stream(run: SmallRun) -> str:
         def _start_actors(self, config: RunConfig, model_directory: str) -> None:
             self._actors = [ray.remote(Parted).remote() for _ in range(2)]
 
-    group = PartedGroup(run.config, str(run.model_directory))
     try:
-        peer = group.each(Parted.process_id)[1]
-        group.stream(Parted.part, [(0,), (1,)], lambda rank, item: os.kill(peer, signal.SIGKILL))
+        with closing(PartedGroup(run.config, str(run.model_directory))) as group:
+            peer = group.each(Parted.process_id)[1]
+            group.stream(Parted.part, [(0,), (1,)], lambda rank, item: os.kill(peer, signal.SIGKILL))
     except WorkerLostError as error:
         return str(error)
-    finally:
-        group.close()
     return ""
 
 
@@ -136,11 +123,8 @@ def rendezvous_in_a_cluster(run: SmallRun) -> tuple[str, str]:
     import ray
 
     ray.init(address="local", num_cpus=1, include_dashboard=False)
-    group = start_workers(run.config, str(run.model_directory))
-    try:
+    with closing(start_workers(run.config, str(run.model_directory))) as group:
         return ray.get(group._actors[0].rendezvous.remote()), ray.nodes()[0]["NodeManagerAddress"]
-    finally:
-        group.close()
 
 
 def stopped_at_the_start(run: SmallRun) -> list[str]:

@@ -92,6 +92,8 @@ def test_too_long_temporary_folder_is_refused(monkeypatch: pytest.MonkeyPatch) -
 def test_auto_address_is_the_running_head(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert cluster.address_of("auto") == "auto"
+    assert cluster.unreachable("auto") is None
+    assert cluster.address_of("localhost:6379") == "127.0.0.1:6379"
     with socket.create_server(("127.0.0.1", 0)) as head:
         address = f"127.0.0.1:{head.getsockname()[1]}"
         cluster.ray_folder().mkdir(parents=True)

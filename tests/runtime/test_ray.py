@@ -4,6 +4,7 @@ import json
 import pickle
 import shutil
 import stat
+from contextlib import closing
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -94,11 +95,8 @@ def taught(root: Path) -> str:
 
 def here(root: Path, *overrides: str) -> list[Metrics]:
     run = prepare(root, "runtime=local", *overrides)
-    group = LocalGroup(run.config, str(run.model_directory))
-    try:
+    with closing(LocalGroup(run.config, str(run.model_directory))) as group:
         return train(run, group, STEPS)
-    finally:
-        group.close()
 
 
 @pytest.mark.lengthy  # of GRPO: run/test_resume.py

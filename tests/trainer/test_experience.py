@@ -18,7 +18,7 @@ from rlcore.config.compose import load_config
 from rlcore.config.model import ScratchModel
 from rlcore.config.rollout import RewardConfig, SamplingConfig
 from rlcore.errors import EngineError, UnscoredError
-from rlcore.models.scratch import build_scratch_model
+from rlcore.models.load import build_scratch_model
 from rlcore.models.tokenizer import load_tokenizer
 from rlcore.responses.table import response_table
 from rlcore.rollout.engine import TRAINING_STREAM, SamplingRequest, make_requests, response_seed

@@ -26,8 +26,7 @@ from rlcore.trainer.metrics import (
 )
 from rlcore.trainer.update import Update
 from rlcore.types import Score
-from rlcore.workers.measure import MemoryPeak
-from rlcore.workers.trained_model import OomRetry
+from rlcore.workers.device import MemoryPeak, OomRetry
 from rlcore.workers.worker import WorkerInfo
 from tests.trainer.batches import HALF, QUARTER, make_estimate, make_experience, pack_experience
 

@@ -13,9 +13,9 @@ from rlcore.config.compose import load_config
 from rlcore.errors import NonFiniteError
 from rlcore.trainer.supervised import SupervisedTrainer
 from rlcore.types import PackedBatch
+from rlcore.workers.device import MemoryPeak, OomRetry
 from rlcore.workers.group import Pending, WorkerGroup
-from rlcore.workers.measure import MemoryPeak
-from rlcore.workers.trained_model import ModelUpdate, OomRetry
+from rlcore.workers.trained_model import ModelUpdate
 from rlcore.workers.worker import Worker, WorkerInfo
 
 DEMONSTRATIONS = [

@@ -22,7 +22,7 @@ from rlcore.batching.pack import pack, select_train
 from rlcore.config import RunConfig
 from rlcore.models.parallel import gather_parameter
 from rlcore.types import PackedBatch, Prompt, Rollout, Score, TrainBatch
-from rlcore.workers.device import choose_placement, join_ranks
+from rlcore.workers.device import choose_device, join_ranks
 from rlcore.workers.trained_model import MiniBatch
 from rlcore.workers.worker import Worker
 
@@ -119,11 +119,9 @@ def main() -> None:
     tensors = load_file(folder / "batch.safetensors")
     for number, case in enumerate(json.loads((folder / f"cases-{world_size}.json").read_text())):
         config = RunConfig.model_validate(case["config"])
-        place = choose_placement(config.runtime, config.model)
+        device = choose_device(config.runtime)
         if world_size > 1 and not torch.distributed.is_initialized():
-            join_ranks(
-                f"file://{folder / f'meeting-{world_size}'}", rank=rank, world_size=world_size, device=place.device
-            )
+            join_ranks(f"file://{folder / f'meeting-{world_size}'}", rank=rank, world_size=world_size, device=device)
         worker = Worker(config, case["model"], rank=rank, world_size=world_size)
         worker.setup("")
         if config.critic is not None:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from rlcore.algos.aggregation import Denominator
 from rlcore.models.parallel import gather_parameter
 from rlcore.workers.actor import Actor, Critic
-from rlcore.workers.device import choose_placement, join_ranks
+from rlcore.workers.device import choose_device, join_ranks
 from tests.helpers.small_run import prepare
 from tests.workers.ranks import batch_from, random_batch
 
@@ -52,18 +52,18 @@ def main() -> None:
     torch.set_num_threads(1)
     run = prepare(root, "algo=ppo", "model.scratch.max_position_embeddings=512", "warm_start.enabled=false")
     config = run.config
-    place = choose_placement(config.runtime, config.model)
+    device = choose_device(config.runtime)
     mesh = None
     if kind == "sharded":
-        join_ranks(f"file://{root / 'meeting'}", rank=0, world_size=1, device=place.device)
+        join_ranks(f"file://{root / 'meeting'}", rank=0, world_size=1, device=device)
         mesh = init_device_mesh("cpu", (1,))
 
     def fresh() -> tuple[Actor, Critic]:
         directory = str(run.model_directory)
         assert config.critic is not None
-        critic = Critic(config, config.critic, directory, place, mesh)
+        critic = Critic(config, config.critic, directory, device, mesh)
         torch.nn.init.constant_(critic.model.value_head.weight, 0.1)
-        return Actor(config, directory, place, mesh), critic
+        return Actor(config, directory, device, mesh), critic
 
     undisturbed = measure(*fresh(), NUM_SEQUENCES)  # also loads all code and starts all threads
     actor, critic = fresh()

@@ -90,12 +90,11 @@ def test_canary_error_message() -> None:
         judge.check(
             1, [*observe(0.2, "a", "b", "c", "d", "e", uncompared=("x",)), *observe(0.25, "a", uncompared=("y",))]
         )
-    assert str(caught.value) == (
-        "weight sync 1: on a probe the engine's log-probabilities differ from the trainer's by 0.25 on average "
-        "(rollout.canary_bound: 0.12, from the first sync's 0.03): it does not compute with the trained weights. "
-        "Tensors that differ (5): a, b, c, d, .... Tensors that cannot be compared (2): x, y. Nothing was sampled from "
-        "them. Use rollout=hf, or another version of vLLM."
-    )
+    message = str(caught.value)
+    assert message.startswith("weight sync 1: ")
+    assert "by 0.25 on average (rollout.canary_bound: 0.12, from the first sync's 0.03)" in message
+    assert "Tensors that differ (5): a, b, c, d, .... Tensors that cannot be compared (2): x, y. " in message
+    assert message.endswith("Use rollout=hf, or another version of vLLM.")
     with pytest.raises(EngineError, match=r"\(rollout\.canary_bound: 0\.1\): it does not compute"):
         canary().check(0, observe(2.0, "a"))
 

@@ -1,7 +1,6 @@
-"""Placement, rendezvous and allocators of a rank."""
+"""Placement, rendezvous, allocators and peak memory of a rank."""
 
 import os
-import socket
 from pathlib import Path
 
 import psutil
@@ -9,9 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlcore.config import ModelConfig, RuntimeConfig
+from rlcore.config import RuntimeConfig
 from rlcore.errors import ConfigError
-from rlcore.workers.device import choose_placement, free_address, join_ranks, unsupported_gpu
+from rlcore.workers import device as module
+from rlcore.workers.device import MemoryMeter, choose_device, free_address, gpu_peak, join_ranks, unsupported_gpu
 from tests.helpers.forked import run_module
 
 CUDA_11 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
@@ -36,40 +36,27 @@ CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_110", "sm_120", "co
         ((1, 0), ["sm_100"], False),
     ],
 )
-def test_wheel_must_have_code_for_gpu(capability, held, runs):
-    assert (unsupported_gpu("GPU", capability, held, "2.13.0") is None) == runs
-
-
-def test_unsupported_gpu_message() -> None:
-    assert unsupported_gpu("NVIDIA GeForce RTX 5090", (12, 0), CUDA_11, "2.5.1+cu118") == (
-        "NVIDIA GeForce RTX 5090 has compute capability 12.0 (sm_120), but torch 2.5.1+cu118 supports "
-        f"{', '.join(CUDA_11)} only. Install a torch build for another CUDA version, whose "
-        "torch.cuda.get_arch_list() names sm_120."
+def test_wheel_must_have_code_for_gpu(capability: tuple[int, int], held: list[str], runs: bool) -> None:
+    problem = unsupported_gpu("a GPU", capability, held, "2.13")
+    assert (problem is None) == runs
+    major, minor = capability
+    rule = (
+        f"a GPU has compute capability {major}.{minor} (sm_{major}{minor}), but torch 2.13 supports {', '.join(held)}"
     )
+    assert problem is None or (problem.startswith(rule) and problem.endswith(f"names sm_{major}{minor}."))
 
 
 def test_placement_on_cpu() -> None:
-    for dtype in ("float32", "bfloat16"):
-        place = choose_placement(RuntimeConfig(device="cpu"), ModelConfig(dtype=dtype))
-        assert (place.device, place.dtype) == (torch.device("cpu"), getattr(torch, dtype))
+    assert choose_device(RuntimeConfig(device="cpu")) == torch.device("cpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_placement_without_gpu() -> None:
-    assert choose_placement(RuntimeConfig(device="auto"), ModelConfig()).device == torch.device("cpu")
+    assert choose_device(RuntimeConfig(device="auto")) == torch.device("cpu")
     with pytest.raises(
         ConfigError, match=r"runtime\.device is cuda, but torch sees no GPU here; use runtime\.device=cpu"
     ):
-        choose_placement(RuntimeConfig(device="cuda"), ModelConfig())
-
-
-def test_free_address() -> None:
-    scheme, host, port = free_address().replace("//", "").split(":")
-    assert (scheme, host) == ("tcp", "127.0.0.1")
-    assert int(port) > 1_023, "an unprivileged port"
-    with socket.create_server((host, int(port))):
-        pass
-    assert free_address("127.0.0.2").startswith("tcp://127.0.0.2:")
+        choose_device(RuntimeConfig(device="cuda"))
 
 
 def test_loopback_rendezvous_listens_on_loopback_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,3 +119,22 @@ def test_expandable_segments(given: dict[str, str], expected: str, tmp_path: Pat
     """Check the variable for torch and vLLM. `benchmarks.device_checks` checks its effect on a GPU."""
     plain = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
     assert printed_by("of_a_gpu", plain | given, tmp_path) == [expected]
+
+
+def test_unmapped_bytes_of_sleeping_engine_are_subtracted(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = iter([(5, 9), (11, 12), (8, 20), (1, 1), (30, 30)])
+    monkeypatch.setattr(module, "gpu_peak", lambda: next(peaks))
+    monkeypatch.setattr(module, "engine_pool_bytes", lambda: 6)
+    meter = MemoryMeter()
+    meter.set_engine_asleep(False)  # it was awake
+    assert meter.peak() == (5, 9)
+    meter.set_engine_asleep(True)
+    meter.set_engine_asleep(True)  # before each pass
+    assert meter.peak() == (11, 14)
+    meter.set_engine_asleep(False)
+    assert meter.peak() == (30, 30)
+
+
+@pytest.mark.skipif(torch.cuda.is_initialized(), reason="there is a GPU in use")
+def test_gpu_peak_without_gpu_is_zero() -> None:
+    assert gpu_peak() == (0, 0)

@@ -4,26 +4,22 @@ import json
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache
 
-from rlcore.batching.pack import pack
-from rlcore.config import LoraConfig, ModelConfig, RunConfig, ScratchModel
+from rlcore.config import LoraConfig, RunConfig, ScratchModel
 from rlcore.config.compose import load_config
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.config.model import PUBLISHED
-from rlcore.models.load import load_policy
 from rlcore.models.lora import add_adapters, frozen_tensors
-from rlcore.models.optim import build_optimizer
+from rlcore.models.memory import build_optimizer
 from rlcore.models.policy import CausalPolicy
-from rlcore.models.scratch import build_scratch_model
 from rlcore.models.shape import ModelShape, shape_of
-from rlcore.models.tokenizer import build_scratch_tokenizer
-from rlcore.types import PackedBatch, Prompt, Rollout, Score
+from rlcore.types import PackedBatch
 from rlcore.workers import memory_plan as planning
 from rlcore.workers.memory_plan import FREE_SHARE, Device, chosen_settings, fit_settings, plan_memory, resident_bytes
+from tests.helpers.small_run import other_model
+from tests.models.tiny import answers, policy_of
 
 SCRATCH = ScratchModel(hidden_size=64, num_layers=2, num_heads=2, intermediate_size=192)
 QWEN_05B = ModelShape.of_config(PUBLISHED["Qwen/Qwen2.5-0.5B"])
@@ -35,18 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> CausalPolicy:
-    folder: Path = tmp_path_factory.mktemp("model")
-    build_scratch_tokenizer(SCRATCH, folder)
-    build_scratch_model(SCRATCH, vocab_size=113, eos_token_id=1, pad_token_id=0, seed=1, directory=folder)
-    return load_policy(folder, model=RunConfig().model, device=torch.device("cpu"))
-
-
-def make_batch(lengths: list[int]) -> PackedBatch:
-    rollouts = [
-        Rollout(Prompt(0, (5, 6), "x", "{}"), 0, np.full(n - 2, 7), np.zeros(n - 2, np.float32), "stop", 0)
-        for n in lengths
-    ]
-    return pack(rollouts, [Score(0.0, {})] * len(rollouts), range(len(rollouts)))
+    return policy_of(other_model(tmp_path_factory.mktemp("model"), SCRATCH))
 
 
 def forward(policy: CausalPolicy, batch: PackedBatch) -> torch.Tensor:
@@ -57,7 +42,7 @@ def forward(policy: CausalPolicy, batch: PackedBatch) -> torch.Tensor:
 def test_planned_weights_gradients_and_moments_are_real(policy: CausalPolicy) -> None:
     config = RunConfig()
     optimizer = build_optimizer(policy, config.optim, device=torch.device("cpu"))
-    forward(policy, make_batch([9, 12])).backward()
+    forward(policy, answers([(2, (7,)), (2, (10,))])).backward()
     optimizer.step()
     real = {
         "policy: float32 weights": sum(p.nbytes for p in policy.parameters()),
@@ -71,18 +56,6 @@ def test_planned_weights_gradients_and_moments_are_real(policy: CausalPolicy) ->
     phases = plan_memory(config, shape, Device("x", 4, None)).phases
     assert phases[planning.POLICY_UPDATE]["policy: gradients"] == gradients
     optimizer.zero_grad(set_to_none=True)
-
-
-def test_planned_cache_is_real(policy: CausalPolicy) -> None:
-    cache = DynamicCache()
-    tokens, rows = 7, 3
-    with torch.no_grad():
-        mask = torch.ones(rows, tokens, dtype=torch.int64)
-        ids = torch.full((rows, tokens), 5)
-        policy.decode(ids, mask, torch.arange(tokens).expand(rows, -1), cache)
-    assert isinstance(cache, DynamicCache)
-    real = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    assert ModelShape.of_scratch(SCRATCH).kv_bytes_per_token(4) * tokens * rows == real
 
 
 def saved_bytes(policy: CausalPolicy, batch: PackedBatch) -> int:
@@ -106,7 +79,7 @@ def saved_bytes(policy: CausalPolicy, batch: PackedBatch) -> int:
 
 def test_planned_activations_match_autograd(policy: CausalPolicy) -> None:
     """The difference of models with 1 and 2 layers cancels heads and embeddings."""
-    batch = make_batch([40] * 8)
+    batch = answers([(2, (38,) * 8)])
     layers = policy.decoder.layers
     two = saved_bytes(policy, batch)
     policy.decoder.layers = layers[:1]
@@ -232,11 +205,8 @@ def test_offloaded_base_and_engine_alternate() -> None:
 @pytest.mark.parametrize(("base", "num_workers"), [("native", 1), ("nf4", 1), ("nf4", 2)])
 def test_planned_frozen_base_is_real(tmp_path: Path, base: str, num_workers: int) -> None:
     """Each rank holds all 4-bit matrices, and its share of the rest."""
-    build_scratch_tokenizer(SCRATCH, tmp_path)
-    build_scratch_model(SCRATCH, vocab_size=113, eos_token_id=1, pad_token_id=0, seed=1, directory=tmp_path)
     lora = LoraConfig(rank=4, base=base)
-    model = ModelConfig(lora=lora, dtype="bfloat16")
-    policy = add_adapters(load_policy(tmp_path, model=model, device=torch.device("cpu")), lora, seed=0)
+    policy = add_adapters(policy_of(other_model(tmp_path, SCRATCH), lora=lora, dtype="bfloat16"), lora, seed=0)
     sharded, whole = 0, 0
     for _, tensor in frozen_tensors(policy):
         is_parameter = isinstance(tensor, torch.nn.Parameter)

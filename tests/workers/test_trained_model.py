@@ -16,13 +16,13 @@ from rlcore.algos.objective import ValueStatistics
 from rlcore.errors import DeviceMemoryError, NonFiniteError, RankMemoryError
 from rlcore.models.policy import CausalPolicy, PackedTrunk, ValueModel
 from rlcore.types import TrainBatch
+from rlcore.workers.device import OomRetry
 from rlcore.workers.group import LocalGroup
 from rlcore.workers.trained_model import (
     GROW_AFTER,
     MicroBatchRunner,
     MiniBatch,
     ModelUpdate,
-    OomRetry,
     run_mini_batches,
 )
 from tests.helpers.forked import run_side_by_side
@@ -30,6 +30,11 @@ from tests.helpers.passes import answers, needs
 from tests.helpers.small_run import prepare, train
 from tests.models.tiny import answers as random_answers
 from tests.trainer.batches import make_statistics
+
+
+@pytest.fixture
+def budget() -> MicroBatchRunner:
+    return MicroBatchRunner("a pass", recover=lambda: None)
 
 
 @pytest.mark.parametrize("kind", ["plain", pytest.param("sharded", marks=pytest.mark.lengthy)])
@@ -47,8 +52,7 @@ def test_oom_retries_keep_results(kind: str, tmp_path: Path) -> None:
     assert "ran out of memory" in errors
 
 
-def test_micro_batches_grow_after_successes() -> None:
-    budget = MicroBatchRunner("a pass", recover=lambda: None)
+def test_micro_batches_grow_after_successes(budget: MicroBatchRunner) -> None:
     assert budget.run(needs(4), answers(10), 1) == 4
     good = 1
     for factor, until in ((4, GROW_AFTER), (2, GROW_AFTER + 2 * GROW_AFTER)):
@@ -60,8 +64,7 @@ def test_micro_batches_grow_after_successes() -> None:
     assert (budget.factor, budget.run(needs(1), answers(10), 1), budget.num_failures) == (1, 1, 2)
 
 
-def test_failure_resets_success_count() -> None:
-    budget = MicroBatchRunner("a pass", recover=lambda: None)
+def test_failure_resets_success_count(budget: MicroBatchRunner) -> None:
     for bound in (2, 4):
         budget.run(needs(bound), answers(10), 1)
         for _ in range(GROW_AFTER - 2):
@@ -87,8 +90,7 @@ def test_micro_batches_shrink_until_pass_fits(caplog: pytest.LogCaptureFixture) 
     assert [record.getMessage() for record in caplog.records] == [str(first), str(second)]
 
 
-def test_single_sequence_oom_raises() -> None:
-    budget = MicroBatchRunner("a pass", recover=lambda: None)
+def test_single_sequence_oom_raises(budget: MicroBatchRunner) -> None:
     with pytest.raises(DeviceMemoryError, match=r"one sequence in each.*max_response_tokens"):
         budget.run(needs(99), answers(6), 1)
     assert budget.num_failures == 4
@@ -105,8 +107,7 @@ def test_oom_on_one_of_several_ranks_raises() -> None:
         budget.run(needs(99), answers(4), 2)
 
 
-def test_other_errors_propagate() -> None:
-    budget = MicroBatchRunner("a pass", recover=lambda: None)
+def test_other_errors_propagate(budget: MicroBatchRunner) -> None:
 
     def broken(parts: list[list[int]]) -> int:
         raise RuntimeError("shapes do not match")

@@ -1,27 +1,36 @@
-"""A worker of one rank."""
+"""A worker of one rank, and LoRA adapters in a worker."""
 
 import math
 import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from rlcore.algos.aggregation import Denominator
+from rlcore.algos.objective import PolicyStatistics
+from rlcore.batching.pack import select_train
+from rlcore.checkpoint.shards import RankSaver
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import EngineError
+from rlcore.models.lora import AdaptedLinear
 from rlcore.models.shape import ModelShape
 from rlcore.rollout.engine import WeightSyncResult
 from rlcore.types import TrainBatch
 from rlcore.workers import worker as module
+from rlcore.workers.device import MemoryPeak
 from rlcore.workers.group import LocalGroup
-from rlcore.workers.measure import MemoryPeak
-from rlcore.workers.trained_model import MiniBatch
+from rlcore.workers.trained_model import MiniBatch, ModelUpdate
 from rlcore.workers.worker import Worker
+from tests.helpers.nf4 import nearest_levels
 from tests.helpers.passes import answers, needs
 from tests.helpers.small_run import SmallRun, prepare
+from tests.models.tiny import plain_model
+from tests.workers.ranks import batch_from, random_batch
 
 
 @pytest.fixture(scope="module")
@@ -122,12 +131,8 @@ def test_cached_ref_logprobs_are_used_once(worker: Worker) -> None:
     ref = worker.cache_ref_logprobs(batch, 1)
     assert torch.equal(ref, worker.ref_logprobs(packed, 1))
 
-    def ref_kl(batch: TrainBatch) -> float:
-        (step,) = worker.update_policy(batch, [MiniBatch(range(3), 1, Denominator(6, 3, 8))], 0.0, 0.1).steps
-        return step.stats.mean("ref_kl")
-
-    assert ref_kl(batch) == pytest.approx(0.0, abs=1e-6)
-    assert ref_kl(replace(batch, ref_logprobs=ref - 1.0)) > 0.1
+    assert update(worker, batch, 1, lr=0.0).stats.mean("ref_kl") == pytest.approx(0.0, abs=1e-6)
+    assert update(worker, replace(batch, ref_logprobs=ref - 1.0), 1, lr=0.0).stats.mean("ref_kl") > 0.1
 
 
 @pytest.mark.parametrize(("added", "moves"), [(0.0, False), (0.5, True)])
@@ -169,3 +174,89 @@ def test_reset_frees_old_models_first(tmp_path: Path, monkeypatch: pytest.Monkey
     again = group.each(lambda worker: worker.actor.model)[0].state_dict()
     assert all((again[name] == tensor).all() for name, tensor in first.items())
     group.close()
+
+
+Open = Callable[..., Worker]
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Open]:
+    groups: list[LocalGroup] = []
+
+    def open_one(*overrides: str) -> Worker:
+        run = prepare(tmp_path, "model.lora.rank=4", "optim.lr=0.05", "warm_start.enabled=false", *overrides)
+        groups.append(LocalGroup(run.config, str(run.model_directory)))
+        return groups[-1].each(lambda worker: worker)[0]
+
+    yield open_one
+    for group in groups:
+        group.close()
+
+
+@pytest.fixture(scope="module")
+def batch() -> TrainBatch:
+    whole = batch_from(random_batch(np.random.default_rng(7)))
+    return select_train(whole, range(whole.packed.num_sequences))
+
+
+def update(worker: Worker, batch: TrainBatch, number: int, lr: float = 0.05) -> ModelUpdate[PolicyStatistics]:
+    counts = Denominator(batch.packed.num_loss_tokens, batch.packed.num_sequences, 8)
+    mini_batch = MiniBatch(range(batch.packed.num_sequences), number, counts)
+    (found,) = worker.update_policy(batch, [mini_batch], lr, 0.1).steps
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bfloat16 model.lora.base=nf4"])
+def test_lora_reference_is_policy_without_adapters(opened: Open, batch: TrainBatch, dtype: str) -> None:
+    worker = opened("algo.kl.where=loss", *f"model.dtype={dtype}".split())
+    worker.sync_weights(0)
+    first = worker.old_logprobs(batch.packed, 2)
+    assert torch.equal(worker.ref_logprobs(batch.packed, 2), first)
+    for _ in range(3):
+        update(worker, batch, 2)
+    assert torch.equal(worker.ref_logprobs(batch.packed, 2), first)
+    assert (worker.old_logprobs(batch.packed, 2) - first).abs().max() > 0.01
+    assert worker.reference is None
+
+
+@pytest.mark.parametrize("base", ["native", "nf4"])
+def test_lora_resume_is_bit_identical(opened: Open, batch: TrainBatch, tmp_path: Path, base: str) -> None:
+    """Compare adapters, moments and base with those of an uninterrupted run."""
+    settings = ("model.dtype=bfloat16", f"model.lora.base={base}")
+    worker = opened(*settings)
+    worker.sync_weights(0)
+    update(worker, batch, 2)
+    worker.save(RankSaver.copy)
+    worker.save(RankSaver.write, str(tmp_path))
+    worker.save(RankSaver.is_written, wait=True)
+    worker.sync_weights(1)
+    expected = [update(worker, batch, 2).logprobs, update(worker, batch, 3).logprobs, *worker.full_weights().values()]
+    again = opened(*settings)
+    again.load(str(tmp_path))
+    again.sync_weights(1)
+    found = [update(again, batch, 2).logprobs, update(again, batch, 3).logprobs, *again.full_weights().values()]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("base", ["native", "nf4"])
+def test_engine_gets_merged_weights(opened: Open, batch: TrainBatch, base: str) -> None:
+    """Twin in float64: W (in 4 bits the nearest levels), plus s B A where adapted."""
+    worker = opened(f"model.lora.base={base}", "model.lora.target_modules=[q_proj,down_proj]")
+    worker.sync_weights(0)
+    for number in range(3):
+        update(worker, batch, 2)
+        worker.sync_weights(number + 1)
+    start = dict(plain_model(Path(worker._model_directory)).named_parameters())
+    policy, num_merged = worker.actor.model, 0
+    for name, weight in worker.engine._policy.model.named_parameters():
+        expected = start[name].detach().double()
+        layer = policy.model.get_submodule(name.rpartition(".")[0])
+        if name.endswith("_proj.weight") and base == "nf4":
+            expected = nearest_levels(start[name].detach()).double()
+        if name.endswith("_proj.weight") and isinstance(layer, AdaptedLinear):
+            num_merged += 1
+            expected += layer.scaling * layer.lora_B.weight.double() @ layer.lora_A.weight.double()
+        torch.testing.assert_close(weight.double(), expected, rtol=0, atol=1e-6, msg=name)
+    assert num_merged == 2 * len(policy.layers)
+    trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
+    assert worker.info().num_parameters == trained + sum(tensor.numel() for tensor in start.values())

@@ -14,7 +14,7 @@ from rlcore.config.base import group_members
 from rlcore.config.compose import load_config
 from rlcore.config.model import INSTALL_SMOLLM2, PUBLISHED
 from rlcore.errors import ConfigError, DiskSpaceError, ModelError
-from rlcore.models.scratch import build_scratch_model
+from rlcore.models.load import build_scratch_model
 from rlcore.models.shape import ModelShape, shape_of
 from rlcore.runtime.cluster import LEAST_STORE_BYTES
 from rlcore.workers.memory_plan import Device, plan_memory

@@ -1,4 +1,4 @@
-"""AdamW by hand, gradient clipping, and offloaded moments."""
+"""AdamW by hand, gradient clipping, offloaded moments, and digests of weights."""
 
 import math
 from pathlib import Path
@@ -9,7 +9,8 @@ from torch import nn
 
 from rlcore.checkpoint.shards import load_shards
 from rlcore.config.algo import OFFLOAD_PIECE_BYTES, OptimConfig
-from rlcore.models.optim import MOMENTS, OffloadedAdamW, build_optimizer, clip_grad_norm
+from rlcore.models import memory
+from rlcore.models.memory import MOMENTS, OffloadedAdamW, build_optimizer, clip_grad_norm, digest
 from tests.checkpoint.small import SmallModel, assert_same, save_shards, state_of, train
 from tests.models.tiny import CPU, policy_of, write_model
 
@@ -127,3 +128,38 @@ def test_checkpoint_is_independent_of_offloading(first: bool, second: bool, tmp_
     for one, own in ((fresh, its_optimizer), (used, its_used_optimizer)):
         train(one, own, 2)
         assert_same(state_of(one, own), state_of(model, optimizer))
+
+
+def by_hand(tensor: torch.Tensor) -> int:
+    """Use Python integers and chunks of the real size."""
+    flat = tensor.flatten()
+    words = flat.view({2: torch.int16, 4: torch.int32}[tensor.element_size()]).tolist()
+    factors = memory._digest_factors(tensor.device).tolist()
+    total = 0
+    for place, (word, value) in enumerate(zip(words, flat.tolist(), strict=True)):
+        chunk, inside = divmod(place, memory._CHUNK)
+        total += (word if value else 0) * factors[inside] * (2 * chunk + 1)
+    return (total + 2**63) % 2**64 - 2**63
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_digest_is_sum_over_elements(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_CHUNK", 16)
+    memory._digest_factors.cache_clear()
+    tensor = torch.randn(7, 9, generator=torch.Generator().manual_seed(1)).to(dtype)
+    tensor[0, 0], tensor[1, 1] = 0.0, -0.0
+    assert digest(tensor).item() == by_hand(tensor)
+    assert digest(tensor.t().contiguous().t()).item() == by_hand(tensor), "independent of the memory layout"
+    memory._digest_factors.cache_clear()
+
+
+def test_digest_changes_with_one_bit_not_zero_sign() -> None:
+    tensor = torch.randn(50, 40, generator=torch.Generator().manual_seed(2)).bfloat16()
+    right = digest(tensor).item()
+    for row, column in ((0, 0), (0, 39), (25, 7), (49, 39)):
+        changed = tensor.clone()
+        changed.view(torch.int16)[row, column] ^= 1
+        assert digest(changed).item() != right
+    assert digest(tensor[torch.arange(49, -1, -1)]).item() != right
+    zeros = torch.zeros(8)
+    assert digest(-zeros).item() == digest(zeros).item() == 0
