@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -17,10 +17,16 @@ from rlcore.config import RunConfig
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import EngineError, UnscoredError
 from rlcore.models.tokenizer import Decode
-from rlcore.rollout.engine import TRAINING_STREAM, SamplingRequest, make_requests
-from rlcore.rollout.scoring import ScoringJob, ScoringPool
-from rlcore.trainer.carry import Carried, GroupsInProgress, from_text
-from rlcore.trainer.clock import PhaseClock
+from rlcore.rollout.engine import (
+    TRAINING_STREAM,
+    Carried,
+    GroupsInProgress,
+    SamplingRequest,
+    carried_from_text,
+    make_requests,
+)
+from rlcore.rollout.scoring import ScoringPool
+from rlcore.trainer import PhaseClock
 from rlcore.trainer.episodes import Episodes
 from rlcore.types import Prompt, Rollout, Score
 from rlcore.workers.group import WorkerGroup
@@ -43,7 +49,7 @@ class StreamScorer:
     def __init__(self, scoring: ScoringPool, decode: Decode, *, has_processes: bool) -> None:
         self._scoring, self._decode = scoring, decode
         self._thread = ThreadPoolExecutor(1) if has_processes else None
-        self._jobs: list[tuple[list[int], Callable[[], tuple[list[str], ScoringJob]]]] = []
+        self._jobs: list[tuple[list[int], Callable[[], tuple[list[str], list[Future[Score]]]]]] = []
 
     def submit(self, finished: Sequence[tuple[int, Rollout]]) -> None:
         """Add a few finished responses, without waiting for their scores."""
@@ -51,7 +57,7 @@ class StreamScorer:
         job = start if self._thread is None else self._thread.submit(start).result
         self._jobs.append(([index for index, _ in finished], job))
 
-    def _start(self, rollouts: Sequence[Rollout]) -> tuple[list[str], ScoringJob]:
+    def _start(self, rollouts: Sequence[Rollout]) -> tuple[list[str], list[Future[Score]]]:
         texts = self._decode([rollout.response_ids for rollout in rollouts])
         return texts, self._scoring.submit(texts, [rollout.prompt.ground_truth_json for rollout in rollouts])
 
@@ -59,8 +65,9 @@ class StreamScorer:
         """Wait for all scores. Return the score and the text of each submitted response."""
         scored: dict[int, tuple[Score, str]] = {}
         for indices, result in self._jobs:
-            texts, job = result()
-            scored.update(zip(indices, zip(self._scoring.collect(job), texts, strict=True), strict=True))
+            texts, scores = result()
+            for index, score, text in zip(indices, scores, texts, strict=True):
+                scored[index] = score.result(), text
         if self._thread is not None:
             self._thread.shutdown()
         return scored
@@ -237,7 +244,7 @@ class ExperienceCollector:
     def _first_requests(self, state: LoopState) -> list[SamplingRequest]:
         if self._counted is not None:
             self._stream.set_weights(self._counted.weights(state.pass_counts))
-        carried, longest = from_text(state.carried), self._config.rollout.max_response_tokens
+        carried, longest = carried_from_text(state.carried), self._config.rollout.max_response_tokens
         continued = [each.request(longest) for each in carried if each.is_cut]
         num_carried = len(carried) // self._config.rollout.samples_per_prompt
         return continued + self._requests(state, 0, self._config.prompts_in_progress - num_carried)
@@ -266,7 +273,7 @@ class ExperienceCollector:
         kept: list[ScoredResponse] = []
         rest: list[ScoredResponse] = []
         num_drawn = 0
-        before, carried, cut_length = from_text(state.carried), tuple[Carried, ...](), 0
+        before, carried, cut_length = carried_from_text(state.carried), tuple[Carried, ...](), 0
         tally: dict[int, tuple[int, int]] = {}
         for refill in range(1 + dynamic.max_refills):
             if refill:

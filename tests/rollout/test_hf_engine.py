@@ -17,9 +17,8 @@ from rlcore.models.load import load_policy
 from rlcore.models.policy import CausalPolicy
 from rlcore.models.scratch import build_scratch_model
 from rlcore.models.tokenizer import build_scratch_tokenizer, end_of_text_ids, load_tokenizer
-from rlcore.rollout.build import build_engine
 from rlcore.rollout.engine import SamplingRequest, make_requests
-from rlcore.rollout.hf import HfEngine, sample
+from rlcore.rollout.hf import HfEngine, build_engine, sample
 from rlcore.types import Prompt, Rollout, Score
 
 CPU = torch.device("cpu")

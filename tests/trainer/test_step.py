@@ -20,10 +20,9 @@ from rlcore.config import RunConfig, ScratchModel
 from rlcore.config.compose import load_config
 from rlcore.errors import DataError, NonFiniteError
 from rlcore.models.shape import ModelShape
-from rlcore.trainer.alarms import Alarm
-from rlcore.trainer.clock import PhaseClock
+from rlcore.trainer import PhaseClock
 from rlcore.trainer.experience import ExperienceCollector
-from rlcore.trainer.metrics import mfu_metrics
+from rlcore.trainer.metrics import Alarm
 from rlcore.trainer.step import StepResult, Trainer
 from rlcore.trainer.update import SharedBatch, Update
 from rlcore.workers.group import LocalGroup
@@ -203,13 +202,8 @@ def test_critic_flops_by_its_shape(root: Path) -> None:
     run = prepare(root, "algo=ppo", "runtime.peak_tflops=1", f"critic.path={folder}")
     with closing(LocalGroup(run.config, str(run.model_directory))) as group:
         info = group.each(Worker.info)[0]
-    seconds = {"update_actor": 1.0, "update_critic": 1.0}
-    found = mfu_metrics(seconds, [5, 7], info, num_targets=6, num_epochs=1, num_devices=1)
-    for name, shape in (("actor", ModelShape.of_scratch(run.config.model.scratch)), ("critic", info.critic_shape)):
-        assert shape is not None
-        flops = shape.update_flops([5, 7], num_targets=6 if name == "actor" else 0)
-        assert found[f"perf/mfu/{name}"] == pytest.approx(flops / 1e12)
-    assert info.critic_shape == ModelShape.of_scratch(scratch)
+    own = ModelShape.of_scratch(run.config.model.scratch)
+    assert (info.shape, info.critic_shape, info.peak_flops) == (own, ModelShape.of_scratch(scratch), 1e12)
 
 
 def test_engine_distance_is_measured_or_absent(root: Path, usual: Usual) -> None:

@@ -17,7 +17,7 @@ from rlcore.config import RunConfig
 from rlcore.config.algo import AlgoConfig, KlConfig
 from rlcore.config.base import Section
 from rlcore.config.compose import load_config
-from rlcore.trainer.clock import PhaseClock
+from rlcore.trainer import PhaseClock
 from rlcore.trainer.update import (
     SharedBatch,
     Update,
