@@ -116,8 +116,7 @@ class Episodes(AbstractContextManager["Episodes"]):
     """The processes that play episodes. Raises ConfigError if `data.environment` does not exist."""
 
     def __init__(self, config: RunConfig, tokens: TurnTokens, decode: Decode) -> None:
-        self._environment = config.data.environment
-        require_environment(self._environment)
+        require_environment(config.data.environment)
         self._config, self._tokens, self._decode = config, tokens, decode
         self._open = ExitStack()
         # One pool per process, since all turns of an episode go to the process with its environment.

@@ -94,8 +94,8 @@ def estimate(
     *,
     algo: AlgoConfig,
     kl_coef: float,
-    parts: Parts | None = None,
-    is_truncated: Bool[Tensor, "N"] | None = None,
+    parts: Parts,
+    is_truncated: Bool[Tensor, "N"],
     turn_rewards: Float[Tensor, "T"] | None = None,
 ) -> Estimate:
     """Compute advantages and returns with the method `algo.advantage`. Responses without a score are excluded.
@@ -123,7 +123,6 @@ def estimate(
     elif algo.advantage == "reinforce_pp":
         advantages, returns = reinforce_pp(token_level, mask, sequence_ids, gamma=algo.gamma)
     else:
-        parts = parts or (rewards[:, None], torch.ones(1))
         sequence_level = _sequence_advantages(packed, rewards, greedy_scores, parts, algo)
         advantages = returns = broadcast_to_tokens(sequence_level, mask, sequence_ids)
     teacher_kl = None
@@ -160,7 +159,7 @@ def estimate(
 def _update_mask(
     packed: PackedBatch,
     old_logprobs: Float[Tensor, "T"] | None,
-    is_truncated: Bool[Tensor, "N"] | None,
+    is_truncated: Bool[Tensor, "N"],
     algo: AlgoConfig,
 ) -> Bool[Tensor, "T"]:
     mask, sequence_ids = packed.loss_mask, packed.sequence_ids()
@@ -169,7 +168,6 @@ def _update_mask(
         rows = (packed.loss_mask, sequence_ids, packed.num_sequences)
         mask = mask & ~rejection_mask(old_logprobs, packed.behavior_logprobs, *rows, settings=algo.rejection)
     if algo.mask_truncated:
-        assert is_truncated is not None, "algo.mask_truncated needs is_truncated"
         mask = mask & ~is_truncated[sequence_ids]
     return mask
 

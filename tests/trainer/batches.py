@@ -43,7 +43,6 @@ class Written(ResponseSampler):
         *,
         policy_version: int,
         clock: PhaseClock | None = None,
-        shares: Sequence[Sequence[int]] | None = None,
     ) -> list[ScoredResponse]:
         assert policy_version == 4
         self.asked.append(list(requests))

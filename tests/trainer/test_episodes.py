@@ -22,7 +22,7 @@ from rlcore.rollout.environment import Episode
 from rlcore.rollout.hf import HfEngine
 from rlcore.run.problems import Problems
 from rlcore.trainer.episodes import _OpenEpisode
-from rlcore.trainer.update import ForwardResults, estimate
+from rlcore.trainer.update import ForwardResults, estimate, score_parts
 from rlcore.types import Prompt, Rollout, Score
 from rlcore.workers.group import LocalGroup
 from rlcore.workers.worker import Worker
@@ -253,6 +253,8 @@ def test_turn_rewards_match_naive_twin(method: str) -> None:
         None,
         algo=algo,
         kl_coef=0.0,
+        parts=score_parts(scores, {}),
+        is_truncated=torch.zeros(12, dtype=torch.bool),
         turn_rewards=place_turn_rewards(rollouts, packed),
     )
     for rollout, score, start in zip(rollouts, scores, packed.cu_seqlens.tolist(), strict=False):

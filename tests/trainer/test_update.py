@@ -62,13 +62,6 @@ def test_update_metrics_by_settings(settings_of: AlgoConfig, more: dict[str, flo
     assert Update(critic=UPDATE.critic).metrics(settings_of) == OF_CRITIC
 
 
-def test_observed_kl_by_place() -> None:
-    in_loss, in_reward = AlgoConfig(kl=KlConfig(where="loss")), AlgoConfig(kl=KlConfig(where="reward"))
-    assert [UPDATE.observed_kl(in_loss, 0.75), UPDATE.observed_kl(in_reward, 0.75)] == [0.25, 0.75]
-    assert Update().observed_kl(in_loss, 0.75) is None
-    assert UPDATE.observed_kl(AlgoConfig(), None) is None
-
-
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

@@ -32,7 +32,9 @@ def make_batch() -> PackedBatch:
 def run_estimate(
     packed: PackedBatch, passes: ForwardResults, is_cut: torch.Tensor | None = None, **algo: Any
 ) -> Estimate:
-    return estimate(packed, passes, None, algo=AlgoConfig(**algo), kl_coef=0.5, is_truncated=is_cut)
+    parts = (packed.scores[:, None], torch.ones(1))
+    is_cut = torch.zeros(packed.num_sequences, dtype=torch.bool) if is_cut is None else is_cut
+    return estimate(packed, passes, None, algo=AlgoConfig(**algo), kl_coef=0.5, parts=parts, is_truncated=is_cut)
 
 
 def test_score_parts_by_weight_order() -> None:
@@ -173,7 +175,15 @@ class Batch:
         groups = [index // GROUP for index in chosen]
         greedy = [float(np.nan if group == no_greedy else self.greedy[group]) for group in groups]
         passes = ForwardResults(old, ref, values if algo.advantage == "gae" else None)
-        return estimate(packed, passes, greedy if algo.advantage == "remax" else None, algo=algo, kl_coef=0.1)
+        return estimate(
+            packed,
+            passes,
+            greedy if algo.advantage == "remax" else None,
+            algo=algo,
+            kl_coef=0.1,
+            parts=score_parts(scores, {}),
+            is_truncated=torch.zeros(len(chosen), dtype=torch.bool),
+        )
 
 
 def by_response(found: Estimate, chosen: list[int]) -> dict[int, Tensor]:
