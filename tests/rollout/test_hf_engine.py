@@ -213,6 +213,7 @@ def test_request_may_have_lower_limit(engine: HfEngine) -> None:
         assert cut.finish_reason == (
             "length" if len(cut.response_ids) < len(whole.response_ids) else whole.finish_reason
         )
+        assert not cut.is_cut, "a limit is no tail cut"
 
 
 def test_engine_dtype_differs_from_trainer(model_directory: Path, policy: CausalPolicy, engine: HfEngine) -> None:
